@@ -75,6 +75,10 @@ def test_a_base_model_is_tuned_evaluated_exported_and_served(lmworks: Lmworks, k
     assert not torch.equal(tuned["embedding.weight"], given["embedding.weight"])
     event = next(line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "start_from")
     assert event["path"] == str(base) and set(event["blake3"]) == {"config.json", "model.safetensors"}
+    first = event["first_loss"]
+    assert first["difference"] < 1e-5 and first["transformers"] == pytest.approx(first["loss"], rel=1e-5), "fp32 sums in another order"
+    assert f"first loss {first['loss']:.4f}, in transformers" in done.err.replace("\n", " ")
+    assert f"first loss {first['loss']:.4f}, {first['transformers']:.4f} in transformers" in (run_dir / "report.html").read_text()
     losses = [line["train/loss"] for line in read(run_dir / "tune") if "train/loss" in line]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.3, losses
 
@@ -94,3 +98,32 @@ def test_a_base_model_is_tuned_evaluated_exported_and_served(lmworks: Lmworks, k
     again = lmworks("run", recipe)
     assert again.code == 0 and [path.name for path in listing.directories(run_dir / "checkpoints")] == ["step-00000000"]
     assert len([line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "start_from"]) == 1
+
+
+def test_another_first_loss_than_that_of_transformers_ends_the_run(
+    lmworks: Lmworks, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmworks.export import huggingface
+
+    load = huggingface.load_weights
+
+    def wrong(directory: Path, state: Any, *arguments: Any, **options: Any) -> None:
+        load(directory, state, *arguments, **options)
+        state["layers.0.attention.query.weight"].mul_(1.5)
+
+    monkeypatch.setattr(huggingface, "load_weights", wrong)
+    recipe = write_recipe(tmp_path, _base(tmp_path / "base", "llama"), chats)
+    done = lmworks("run", recipe)
+    assert done.code == 2 and "in transformers on the same 128 tokens; the weights are not read as what they are" in done.error
+    assert not listing.directories(tmp_path / "run" / "checkpoints")
+
+
+def test_a_first_loss_that_cannot_be_compared_is_said(
+    lmworks: Lmworks, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMWORKS_MACHINE", "available=1000")
+    recipe = write_recipe(tmp_path, _base(tmp_path / "base", "llama"), chats)
+    done = lmworks("pretrain", recipe)
+    assert done.code == 0 and "not compared with transformers: its fp32 weights need 0.0 GB of memory" in " ".join(done.err.split())
+    event = next(line for line in read_ledger(tmp_path / "run" / "ledger.jsonl") if line["event"] == "start_from")
+    assert "0.0 GB are free" in event["first_loss"]["not_compared"]

@@ -172,4 +172,19 @@ def _about(run: Run) -> str:
     kind = f"Mixture of {model.moe.n_routed_experts} experts, {model.moe.num_experts_per_tok} per token" if model.moe else "Dense decoder"
     phases = " then ".join(f"{phase.name} ({compact(int(phase.tokens))} tokens)" for phase in run.recipe.train.phases)
     shape = f"{model.num_hidden_layers} layers of width {model.hidden_size}; vocabulary {model.vocab_size or 0:,}"
-    return f"{kind}; {shape}. Trained on {phases or 'nothing'}."
+    if run.recipe.start_from is None:
+        return f"{kind}; {shape}. Trained on {phases or 'nothing'}."
+    return f"{kind}; {shape}. Started from {run.recipe.start_from}{_first_loss(run)}. Pretrained further on {phases or 'nothing'}."
+
+
+def _first_loss(run: Run) -> str:
+    """The first loss of the base model, beside that of the other library."""
+    for event in run.events:
+        about = event if event.get("event") == "start_from" else event.get("start_from")
+        found = about.get("first_loss") if isinstance(about, dict) else None
+        if not isinstance(found, dict) or not isinstance(found.get("loss"), float):
+            continue
+        theirs = found.get("transformers")
+        other = f"{theirs:.4f} in transformers" if isinstance(theirs, float) else f"not compared: {found.get('not_compared')}"
+        return f" (first loss {found['loss']:.4f}, {other})"
+    return ""

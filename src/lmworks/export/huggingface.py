@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,7 +97,7 @@ def load_weights(directory: Path, state: Mapping[str, Tensor], model: Config, *,
     Raises `UserError` if the weights do not match `model`.
     """
     with ExitStack() as stack:
-        handles = {name: handle for handle in _open_all(directory, stack) for name in handle.keys()}  # noqa: SIM118
+        handles = {name: handle for handle in open_all(directory, stack).values() for name in handle.keys()}  # noqa: SIM118
         config = read_json(directory / "config.json")
         family = family_in(config)
         with torch.device("meta"):
@@ -155,7 +155,7 @@ def read_model(directory: Path) -> Transformer:
 def _sizes(directory: Path) -> dict[str, int]:
     """The number of elements of each tensor, from the headers of the files."""
     with ExitStack() as stack:
-        handles = _open_all(directory, stack)
+        handles = open_all(directory, stack).values()
         return {name: math.prod(handle.get_slice(name).get_shape()) for handle in handles for name in handle.keys()}  # noqa: SIM118
 
 
@@ -173,16 +173,18 @@ def _refuse_wrong_size(described: Config, sizes: dict[str, int], directory: Path
         raise UserError(f"{directory / 'config.json'} does not describe the {stored:,} weights beside it; they belong to different models")
 
 
-def _open_all(directory: Path, stack: ExitStack) -> list[Any]:
-    """Open all safetensors files; they are memory-mapped, not read."""
-    return [_open(file, stack) for file in files_of(directory)]
+def open_all(directory: Path, stack: ExitStack) -> dict[Path, Any]:
+    """Open all safetensors files; they are memory-mapped, not read. Raises `UserError` for a damaged one."""
+    return {file: _open(file, stack) for file in files_of(directory)}
 
 
 def files_of(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint; `UserError` if there are none."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise UserError(f"{directory} has no .safetensors file")
+        pickled = next((path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(directory.glob(pattern))), None)
+        why = f", only {pickled}, which is pickled and could run any program; convert it to safetensors if you trust it" if pickled else ""
+        raise UserError(f"{directory} has no .safetensors file{why}")
     return files
 
 
@@ -192,7 +194,7 @@ def _open(file: Path, stack: ExitStack) -> Any:
     try:
         return stack.enter_context(safe_open(file, framework="pt"))
     except SafetensorError as error:
-        raise UserError(f"{file} is damaged ({error}); export it again") from None
+        raise UserError(f"{file} is damaged ({error}); put a good copy there, or export it again") from None
 
 
 @torch.no_grad()
@@ -227,15 +229,25 @@ def _load_in_transformers(directory: Path) -> Any:
         import transformers
     except ImportError:
         raise UserError("checking an export needs transformers: pip install 'lmworks[export]'") from None
+    with quiet_transformers():
+        try:
+            return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        except Exception as error:  # any failure means that the export is unusable
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(f"transformers cannot load the export in {directory} ({reason}); delete it and export again") from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without the messages and progress bars of `transformers`, which is installed."""
+    import transformers
+
     logging = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    except Exception as error:  # any failure means that the export is unusable
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"transformers cannot load the export in {directory} ({reason}); delete it and export again") from error
+        yield
     finally:
         logging.set_verbosity(level)
         if bars:

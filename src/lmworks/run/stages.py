@@ -230,6 +230,16 @@ def _check_grpo(recipe: Recipe) -> None:
     check(recipe)
 
 
+def _check_start(recipe: Recipe) -> None:
+    """The headers of the weights to start from, until there is a checkpoint."""
+    from lmworks.checkpoint import listing
+    from lmworks.run.start_weights import check_start
+
+    assert recipe.run_dir
+    if recipe.start_from is not None and not listing.begun(Path(recipe.run_dir) / "checkpoints"):
+        check_start(recipe)
+
+
 def _check_export(recipe: Recipe) -> None:
     from lmworks.export.export import check
 
@@ -251,7 +261,10 @@ STAGES = (
     Stage(
         "shards", "shards", (_CORPUS, _TOKENIZER[0]), ("train/*", "validation/*", "token_bytes.npy", "manifest.json"), _shards, keeps=True,
     ),
-    Stage("pretrain", "checkpoints", (_TOKENIZER[0], "shards/manifest.json"), ("./",), _pretrain, keeps=True, all_ranks=True),
+    Stage(
+        "pretrain", "checkpoints", (_TOKENIZER[0], "shards/manifest.json"), ("./",), _pretrain, keeps=True, all_ranks=True,
+        check=_check_start,
+    ),
     Stage("tune", "tune", (_CORPUS, *_TOKENIZER, BASE.input), ("checkpoints/",), _tune, resumes=True, all_ranks=True),
     Stage("dpo", "dpo", (*_TOKENIZER, *(one.input for one in MODEL_STAGES[:2])), ("checkpoints/",), _dpo, resumes=True, all_ranks=True),
     Stage(

@@ -13,12 +13,24 @@ from lmworks.progress import console
 from lmworks.recipe.loading.start_from import find
 from lmworks.recipe.loading.weights import Weights
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.run.start_check import compare_first_loss
+
+
+def check_start(recipe: Recipe) -> None:
+    """Raise `UserError` if the weights of `start_from` cannot be those of the model; reads headers only."""
+    from lmworks.export.weight_map import map_weights
+
+    assert recipe.start_from is not None
+    start = find(recipe.start_from)
+    if start.kind == "huggingface":
+        map_weights(start.path, recipe.model)
 
 
 def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Communicator) -> dict[str, Any]:
-    """Load the weights into the model; each rank reads its own parts. Returns their origin, for the ledger and all checkpoints.
+    """Load the weights into the model; each rank reads its own parts. Returns their origin, for the ledger and all checkpoints, with the
+    first loss of weights in Hugging Face's format beside that of `transformers`.
 
-    Raises `UserError` on all ranks if the weights are damaged or do not fit the model.
+    Raises `UserError` on all ranks if the weights are damaged or do not fit the model, or if the losses differ.
     """
     assert recipe.start_from is not None
     start = communicator.broadcast(communicator.run_on_all(partial(find, recipe.start_from)))
@@ -34,6 +46,8 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
     about = communicator.broadcast(communicator.run_on_all(lambda: _about(start) if communicator.is_first else {}))
     if communicator.is_first:
         console.print(f"initialized from the weights of {start.path}", style="dim")
+    if start.kind == "huggingface" and recipe.train.deepspeed is None:
+        about["first_loss"] = compare_first_loss(start, model, communicator, recipe.seed)
     return about
 
 

@@ -26,7 +26,9 @@ def keep(recipe: Recipe, out_dir: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """
     assert recipe.tokenizer.path
     path = Path(recipe.tokenizer.path).expanduser()
-    source = path.parent if path.is_file() else path
+    source = path.parent if path.suffix == ".json" else path
+    if not (source / "tokenizer.json").is_file():
+        raise UserError(f"{source} has no tokenizer.json, which the weights need; put it there")
     tokenizer = load(source)
     require_fit(tokenizer, recipe)
     if recipe.tune is not None:

@@ -38,13 +38,13 @@ class Weights:
         return bool(self.recipe and self.recipe.optimizer.ema_decay)
 
 
-def find_weights(path: Path) -> Weights:
+def find_weights(path: Path, needs_tokenizer: bool = True) -> Weights:
     """The weights in a Hugging Face folder, a checkpoint, or a run, which stands for its newest checkpoint of pretraining.
 
-    Raises `UserError` if it is none of these, or if there is no tokenizer.
+    Raises `UserError` if it is none of these, or if there is no tokenizer; without `needs_tokenizer` it may be missing, for a plan.
     """
     if (path / "config.json").is_file():
-        return Weights("huggingface", path, from_config(_mapping(path / "config.json")), _tokenizer(path))
+        return Weights("huggingface", path, from_config(_mapping(path / "config.json")), _tokenizer(path, needs_tokenizer))
     if (path / "resolved.json").is_file():
         steps = [step for step in sorted((path / "checkpoints").glob("step-*")) if _STEP.match(step.name)]
         if not steps:
@@ -79,8 +79,8 @@ def _recipe_of(path: Path, document: dict[str, Any]) -> Recipe:
         raise UserError(f"{path} does not say how it was trained; export that run and use the export") from None
 
 
-def _tokenizer(folder: Path) -> Path:
+def _tokenizer(folder: Path, needed: bool = True) -> Path:
     found = folder / "tokenizer.json"
-    if not found.is_file():
+    if needed and not found.is_file():
         raise UserError(f"{folder} has no tokenizer.json, which the weights need; put it there")
     return found

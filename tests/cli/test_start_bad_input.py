@@ -1,0 +1,78 @@
+"""Base models that cannot be started from: one line, exit code 2, nothing trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import Lmworks
+from test_start_tuning import ROWS, write_recipe
+
+from base_models import write_model, write_tokenizer
+from lmworks.checkpoint import listing
+
+
+def _config(**changes: object) -> Callable[[Path], None]:
+    def change(base: Path) -> None:
+        path = base / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def _pickled(base: Path) -> None:
+    (base / "model.safetensors").rename(base / "pytorch_model.bin")
+
+
+def _truncated(base: Path) -> None:
+    path = base / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _template(text: str | None) -> Callable[[Path], None]:
+    def write(base: Path) -> None:
+        path = base / "chat_template.jinja"
+        path.unlink() if text is None else path.write_text(text)
+
+    return write
+
+
+_LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("chats") / "one.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rows", "damage", "reason"),
+    [
+        (ROWS, _config(model_type="mamba", architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
+        (ROWS, _pickled, "has no .safetensors file, only pytorch_model.bin, which is pickled and could run any program"),
+        (ROWS, _truncated, "model.safetensors is damaged"),
+        (ROWS, _config(intermediate_size=64), "has shape (48, 32), but the config says (64, 32)"),
+        (ROWS, _config(num_hidden_layers=3), "has no tensor model.layers.2."),
+        (320, lambda base: None, "has ids up to 371, but the embedding has 320 rows"),
+        (ROWS, lambda base: (base / "tokenizer.json").unlink(), "has no tokenizer.json, which the weights need"),
+        (ROWS, _template(None), "has no chat template, which tuning needs; set tokenizer.chat_template=brief"),
+        (ROWS, _template(_LOOP), "it takes more than 0.5 s"),
+        (ROWS, _template("{{ messages.__class__.__mro__ }}"), "is unsafe"),
+        (ROWS, _template("{{ messages }}"), "ends no answer with a special token"),
+    ],
+)
+def test_one_line_and_nothing_is_trained(
+    lmworks: Lmworks, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, damage: Callable[[Path], None], reason: str
+) -> None:
+    monkeypatch.setattr("lmworks.tokenizer.rendering.SECONDS", 0.5)
+    base = tmp_path / "base"
+    write_tokenizer(base, "qwen")
+    write_model(base, rows)
+    damage(base)
+    done = lmworks("run", write_recipe(tmp_path, base, chats))
+    assert done.code == 2 and reason in done.error and "\n" not in done.error.strip()
+    assert not listing.directories(tmp_path / "run" / "checkpoints")
