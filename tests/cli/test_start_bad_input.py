@@ -55,7 +55,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (ROWS, _config(model_type="mamba", architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
         (ROWS, _pickled, "has no .safetensors file, only pytorch_model.bin, which is pickled and could run any program"),
         (ROWS, _truncated, "model.safetensors is damaged"),
-        (ROWS, _config(intermediate_size=64), "has shape (48, 32), but the config says (64, 32)"),
+        (ROWS, _config(intermediate_size=64), "has shape (32, 48), but the config says (32, 64)"),
         (ROWS, _config(num_hidden_layers=3), "has no tensor model.layers.2."),
         (320, lambda base: None, "has ids up to 371, but the embedding has 320 rows"),
         (ROWS, lambda base: (base / "tokenizer.json").unlink(), "has no tokenizer.json, which the weights need"),

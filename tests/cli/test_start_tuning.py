@@ -127,3 +127,45 @@ def test_a_first_loss_that_cannot_be_compared_is_said(
     assert done.code == 0 and "not compared with transformers: its fp32 weights need 0.0 GB of memory" in " ".join(done.err.split())
     event = next(line for line in read_ledger(tmp_path / "run" / "ledger.jsonl") if line["event"] == "start_from")
     assert "0.0 GB are free" in event["first_loss"]["not_compared"]
+
+
+def test_general_text_is_replayed_and_what_was_forgotten_is_said(lmworks: Lmworks, chats: Path, tmp_path: Path) -> None:
+    from pydoc_data.topics import topics
+
+    from lmworks.recipe.loading.load import load_resolved
+    from lmworks.train.curriculum import TuningCurriculum
+
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": topics[name][:800]}) + "\n" for name in sorted(topics)[:60]))
+    source = {"name": "pages", "kind": "jsonl", "path": str(tmp_path / "text.jsonl"), "domain": "docs", "license": "PSF-2.0"}
+    base = _base(tmp_path / "base", "qwen")
+    recipe = write_recipe(tmp_path, base, chats, corpus={"sources": [source], "validation_fraction": 0.3, "dedup": {"minhash": None}})
+    replay = ("--set", "tune.replay={share: 0.25}", "--set", "export.huggingface=false", "--set", "evaluate.references=false")
+    done = lmworks("run", recipe, *replay)
+    assert done.code == 0, done.err
+    run_dir = tmp_path / "run"
+    assert (run_dir / "shards" / "manifest.json").exists()
+    curriculum = TuningCurriculum(load_resolved(run_dir / "resolved.json"), run_dir / "tune" / "data")
+    assert (curriculum.steps, curriculum.sequences(0)) == (8, 4)
+    for step in range(curriculum.steps):
+        batch = curriculum.batch(step, 0, 4)
+        learned = (batch.labels != -100).sum(axis=1)
+        assert all(count < 50 for count in learned[:3]) and learned[3] >= 60, "three sequences of conversations, and one of text"
+        assert batch.cu_seqlens[-1] == batch.tokens.size and {0, 64, 128, 192} <= set(batch.cu_seqlens.tolist())
+        assert (curriculum.batch(step, 3, 4).tokens == batch.tokens[3:]).all()
+    forgetting = read_json(run_dir / "evaluate" / "results.json")["forgetting"]
+    row = forgetting["measures"]["bits per byte, docs"]
+    assert row["difference"] == pytest.approx(row["b"] - row["a"]) and row["interval"][0] <= row["difference"] <= row["interval"][1]
+    said = " ".join(done.out.split())
+    assert ("Forgotten since the base model" in said) == (forgetting["forgotten"] == ["bits per byte, docs"])
+    assert ("Nothing is shown to be forgotten" in said) == (not forgetting["forgotten"])
+
+
+def test_a_replay_that_cannot_be_is_refused(lmworks: Lmworks, chats: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, _base(tmp_path / "base", "qwen"), chats)
+    done = lmworks("show", recipe, "--set", "tune.replay={share: 0.5}")
+    assert "there is no text to replay; add corpus.sources or shards.imported" in done.error
+    source = "corpus.sources=[{name: pages, kind: stdlib, domain: docs, license: PSF-2.0}]"
+    done = lmworks("show", recipe, "--set", source, "--set", "tune.replay={share: 0.5, mixture: {page: 1}}")
+    assert "no source is called 'page'; did you mean 'pages'?" in done.error
+    done = lmworks("show", recipe, "--set", source, "--set", "tune.replay={share: 0.5, mixture: {pages: 0.5}}")
+    assert "tune.replay" in done.error and done.code == 2

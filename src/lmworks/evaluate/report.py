@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from lmworks.corpus.contamination import Question
 from lmworks.evaluate import bits_per_byte, protection, references
 from lmworks.evaluate.compare.comparison import NothingInCommon, compare
 from lmworks.evaluate.compare.results import read_results
+from lmworks.evaluate.forgetting import forgetting
 from lmworks.evaluate.forms.choosing import training_flops
 from lmworks.evaluate.forms.measuring import measure
 from lmworks.evaluate.found import Found
@@ -101,7 +103,7 @@ def evaluate(
     results["how"] = {"bits_per_byte": bits_per_byte.HOW, "scores": _HOW_SCORES, "tasks": _HOW_TASKS}
     write_records(out_dir, name, found, add=later)
     if later and BASE.model in results["models"]:
-        results["compared"] = _compare(out_dir, name)
+        results["compared"], results["forgetting"] = _compare(out_dir, name)
         for one, compared in results["compared"].items():
             if measured["scores"][one]["set"] in results["not_clean"]:
                 compared["verdict"] += NOT_CLEAN
@@ -177,13 +179,12 @@ def context_length(recipe: Recipe, model: Transformer) -> int:
     return int(model.config.max_position_embeddings or 2048)
 
 
-def _compare(out_dir: Path, later: str) -> dict[str, Any]:
-    """The `later` model minus the base model for every score, over the items that both answered."""
-    try:
-        document = compare([read_results(out_dir, name, name) for name in (BASE.model, later)], examples=0)
-    except NothingInCommon:  # an evaluation without benchmarks, on few held-out documents
-        return {}
-    return {row["score"]: {key: row[key] for key in _COMPARED} for row in document["comparisons"][0]["scores"]}
+def _compare(out_dir: Path, later: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The `later` model minus the base model for every score, over the items that both answered; and what it has forgotten."""
+    found: dict[str, Any] = {"scores": [], "bits_per_byte": []}
+    with suppress(NothingInCommon):  # an evaluation without benchmarks, on few held-out documents
+        found = compare([read_results(out_dir, name, name) for name in (BASE.model, later)], examples=0)["comparisons"][0]
+    return {row["score"]: {key: row[key] for key in _COMPARED} for row in found["scores"]}, forgetting(found, later)
 
 
 _COMPARED = ("difference", "interval", "n", "p", "adjusted_p", "minimum_detectable", "lost", "gained", "verdict")

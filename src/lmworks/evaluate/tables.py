@@ -8,12 +8,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lmworks.evaluate.forgetting import sentence
 from lmworks.evaluate.references import OVERALL
 
 
 def printable(results: dict[str, Any]) -> Group:
     """All that a terminal should show of `results.json`."""
-    return Group(*bits(results), *scores(results), samples_table(results))
+    return Group(*bits(results), *scores(results), *forgotten(results), samples_table(results))
+
+
+def forgotten(results: dict[str, Any]) -> list[RenderableType]:
+    """What the newest model has forgotten of the base model, before an empty line; nothing where there is only a base model."""
+    return [Text(sentence(results["forgetting"])), ""] if "forgetting" in results else []
 
 
 def bits(results: dict[str, Any]) -> list[RenderableType]:

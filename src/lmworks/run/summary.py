@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmworks.doctor.read_run import read_run
-from lmworks.evaluate.tables import bits, samples_table, scores
+from lmworks.evaluate.tables import bits, forgotten, samples_table, scores
 from lmworks.files import read_json
 from lmworks.model_stages import MODEL_STAGES
 from lmworks.run.stamps import seconds_by_stage
@@ -35,7 +35,7 @@ def summary(run_dir: Path) -> RenderableType:
     results = run_dir / "evaluate" / "results.json"
     if results.exists():
         document = read_json(results)
-        parts += ["", *bits(document), *scores(document), samples_table(document)]
+        parts += ["", *bits(document), *scores(document), *forgotten(document), samples_table(document)]
     chat = Text("\nNow talk to it:  ") + Text(f"lmworks chat {run_dir}", style="bold")
     return Group(*parts, chat)
 

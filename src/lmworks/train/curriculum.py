@@ -22,6 +22,7 @@ from lmworks.shards.read.batches import Batches
 from lmworks.shards.read.tuning_batches import TuningBatches
 from lmworks.train.data.chat import chat_shards
 from lmworks.train.data.mixture import read_changes
+from lmworks.train.data.replay import Replay, append_rows, replayed_rows
 from lmworks.train.load import final_mtp_weight, final_rope
 
 
@@ -150,9 +151,14 @@ class TuningCurriculum:
         options = recipe.tune
         self._length, self._batch = int(options.sequence_length), int(options.global_batch_size)
         prefixes, weights = chat_shards(data)
-        self.batches = TuningBatches(prefixes, self._length, self._batch, int(options.tokens), recipe.training_seed, weights)
-        self.steps, self.tokens = self.batches.steps, self.batches.steps * self._batch
         self._recipe, self._shards = recipe, data.parents[1] / "shards"
+        rows, steps = self._batch // self._length, int(options.tokens) // self._batch
+        replayed = replayed_rows(options.replay, rows) if options.replay else 0
+        batch = self._batch - replayed * self._length
+        read = steps * batch if replayed else int(options.tokens)
+        self.batches = TuningBatches(prefixes, self._length, batch, read, recipe.training_seed, weights)
+        self.steps, self.tokens = steps, steps * self._batch
+        self.replay = Replay(recipe, options.replay, self._shards, steps, replayed, self._length) if options.replay else None
         self._phase = PhaseSettings(0, "tune", 0, self._length, final_rope(recipe), 0.0, final_mtp_weight(recipe), options.ewc)
         # expressed as a phase, so that `Schedules` serves both stages
         phase = Phase(
@@ -165,7 +171,8 @@ class TuningCurriculum:
         return self._batch // self._length
 
     def batch(self, step: int, start: int, stop: int) -> Batch:
-        return self.batches.batch(step).sequences(start, stop)
+        found = self.batches.batch(step)
+        return (append_rows(found, self.replay.batch(step)) if self.replay else found).sequences(start, stop)
 
     def lr_factor(self, step: int) -> float:
         return self._schedules.lr_factor(step)

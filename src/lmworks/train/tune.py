@@ -10,6 +10,7 @@ from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.communicator import new_communicator
 from lmworks.checkpoint.run_bundle import run_files_of
 from lmworks.corpus.contamination import Decontaminator
+from lmworks.errors import UserError
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
@@ -28,6 +29,8 @@ from lmworks.train.trainer import StageFiles, Trainer
 from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, NoLedger
+
+REPLAY = "replay"  # under this key a checkpoint's meta has the hashes of the token files that `tune.replay` reads
 
 
 def tune(
@@ -53,6 +56,7 @@ def tune(
     base = _load_base(recipe, run_dir, model)
     model, optimizer = with_optimizer(recipe, model)
     held_out = _held_out(recipe, folder / "data")
+    replayed = {REPLAY: curriculum.replay.digests} if curriculum.replay else {}
     with (
         Ledger(run_dir / "ledger.jsonl") if ranks.is_first else NoLedger() as ledger,
         Checkpoints(
@@ -69,9 +73,14 @@ def tune(
             validate=lambda: validate_conversations(model, held_out) if held_out is not None else {},
             flops_per_token=flops_per_token, resume_command=resume_command,
             heartbeat=heartbeat or Heartbeat(None), early_stopping=recipe.tune.early_stopping,
-            stage="tune", meta={"recipe": fingerprint(recipe), "base": base.name, META: digest(run_dir)},
+            stage="tune", meta={"recipe": fingerprint(recipe), "base": base.name, META: digest(run_dir)} | replayed,
         )  # fmt: skip
         first = trainer.resume()
+        if first and trainer.resumed_meta.get(REPLAY, {}) != replayed.get(REPLAY, {}):
+            raise UserError(
+                f"the token files in {run_dir / 'shards'} are not those that tuning has replayed so far; put the old text back, or delete "
+                f"{folder} to tune again"
+            )
         beats = heartbeat.directory if heartbeat else None
         with MetricLog(folder, recipe.metrics, first + 1, beats) if ranks.is_first else NoMetrics() as metrics:
             trainer.run(metrics)

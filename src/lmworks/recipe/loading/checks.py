@@ -36,6 +36,12 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         if recipe.tune and recipe.tune.ewc:
             yield ("tune", "ewc"), "ewc weighs what pretraining read in its last phase; add train.phases, or leave it out"
     known = [*sources, *outputs, *recipe.shards.imported]
+    if recipe.tune and recipe.tune.replay:
+        if not known:
+            yield ("tune", "replay"), "there is no text to replay; add corpus.sources or shards.imported"
+        for name in recipe.tune.replay.mixture:
+            if name not in known:
+                yield ("tune", "replay", "mixture", name), _unknown(name, known)
     phases = [phase.name for phase in recipe.train.phases]
     for index, phase in enumerate(recipe.train.phases):
         at: Keys = ("train", "phases", index)

@@ -58,7 +58,7 @@ class RopeChange(Node):
         return Rope.model_validate(rope.model_copy(update=changes).__dict__)
 
 
-def _check_weights(where: str, mixture: dict[str, float]) -> None:
+def check_weights(where: str, mixture: dict[str, float]) -> None:
     total = sum(mixture.values())
     if not mixture or any(weight <= 0 for weight in mixture.values()):
         raise ValueError(f"{where}: mixture needs at least one source and positive weights")
@@ -74,7 +74,7 @@ class MixtureChange(Node):
 
     @model_validator(mode="after")
     def _consistent(self) -> MixtureChange:
-        _check_weights("mixture_changes", self.mixture)
+        check_weights("mixture_changes", self.mixture)
         return self
 
 
@@ -137,7 +137,7 @@ class Phase(Node):
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:
-        _check_weights(f"phase {self.name}", self.mixture)
+        check_weights(f"phase {self.name}", self.mixture)
         if self.global_batch_size % self.sequence_length:
             raise ValueError(
                 f"phase {self.name}: global_batch_size {self.global_batch_size} is not a multiple of sequence_length {self.sequence_length}"

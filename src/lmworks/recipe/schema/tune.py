@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
 from lmworks.recipe.schema.evaluate import Generator
-from lmworks.recipe.schema.train import EarlyStopping, Ewc, LrSchedule
+from lmworks.recipe.schema.train import EarlyStopping, Ewc, LrSchedule, check_weights
 from lmworks.recipe.schema.units import Duration, Tokens
 
 StoryForm = Literal["whole", "spoken", "exchanges"]
@@ -62,6 +62,22 @@ class ChatData(Node):
         return self.count if self.count is not None or self.kind in ("files", "huggingface") else _GENERATED
 
 
+class Replay(Node):
+    """General text among the conversations, so that the model forgets less of it."""
+
+    share: float = Field(gt=0, lt=1, description="share of the sequences of a step, and so of the tokens that are read")
+    mixture: dict[str, float] = Field(
+        default_factory=dict,
+        description="weight of each source; weights sum to one. When empty, those of the last phase of pretraining, or equal weights",
+    )
+
+    @model_validator(mode="after")
+    def _sums_to_one(self) -> Replay:
+        if self.mixture:
+            check_weights("tune.replay", self.mixture)
+        return self
+
+
 class Tune(Node):
     """Supervised fine-tuning, with loss on the assistant's tokens only."""
 
@@ -78,4 +94,5 @@ class Tune(Node):
         0.02, ge=0, lt=1, description="fraction of each set of conversations that is held out for validation; at least one, at most 500"
     )
     early_stopping: EarlyStopping | None = Field(None, description="end tuning early; requires held-out conversations")
+    replay: Replay | None = Field(None, description="sequences of the recipe's own corpus or token files in every step")
     ewc: Ewc | None = Field(None, description="elastic weight consolidation towards the weights of pretraining")
