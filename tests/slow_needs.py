@@ -77,6 +77,7 @@ NEEDS = {
     for need in (
         Need("llama", partial(engines.missing, "llama"), large=True),
         Need("vllm", partial(engines.missing, "vllm"), large=True),
+        Need("compress", partial(engines.missing, "compress"), large=True),
         Need("slurm", slurm_cluster.missing, ("slurm-wlm", "munge")),
         Need("sshd", _sshd, ("openssh-server",)),
         Need("libaio", _libaio, ("libaio-dev",)),

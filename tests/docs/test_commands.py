@@ -50,6 +50,9 @@ LISTED = {
     "llama-server": "run by tests/export/test_serving_docs.py where the engine is",
     "llama-quantize": "run by tests/export/test_serving_docs.py where the engine is",
     "python -m sglang.launch_server": "needs an NVIDIA GPU",
+    "python -m venv ENVIRONMENT": "the environment of llm-compressor takes 1 GB",
+    "lmworks quantize MODEL": "run by tests/quantize/test_compressed.py where llm-compressor is",
+    "lmworks quantize RUN": "run by tests/quantize/test_compressed.py where llm-compressor is",
     "lmworks ablate qk-norm.yaml --jobs": "a quarter of an hour; tests/cli/test_ablate.py runs ablations on small data",
 }
 

@@ -15,6 +15,7 @@ _PLACES = {  # the variable, and the place below LMWORKS_ENGINES
     "LMWORKS_LLAMA_PYTHON": "bindings/bin/python",
     "LMWORKS_LLAMA_SOURCE": "llama.cpp",
     "LMWORKS_VLLM_PYTHON": "vllm/bin/python",
+    "LMWORKS_COMPRESS_PYTHON": "compress/bin/python",
 }
 
 
@@ -28,7 +29,7 @@ def path_of(variable: str) -> Path | None:
 
 
 def missing(engine: str) -> str | None:
-    """Why `llama` or `vllm` cannot be run."""
+    """Why `llama`, `vllm` or `compress` (llm-compressor) cannot be run."""
     for variable in _PLACES:
         if engine.upper() in variable:
             found = path_of(variable)

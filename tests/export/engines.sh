@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs the engines that the slow tests of the exports run: llama.cpp (server and Python bindings) and vLLM's CPU build.
-#     sh tests/export/engines.sh DIR [llama] [vllm]        both, if none is named
+#     sh tests/export/engines.sh DIR [llama] [vllm] [compress]        all, if none is named
 #     LMWORKS_ENGINES=DIR python -m pytest -m slow tests/export
 # llama.cpp: 77 MB to download, some 15 minutes of compiling on two cores (a C++ compiler; what was compiled stays). vLLM: 3 GB to download.
 set -eu
@@ -8,7 +8,7 @@ set -eu
 mkdir -p "$1"
 dir=$(cd "$1" && pwd)
 shift
-[ $# -ge 1 ] || set -- llama vllm
+[ $# -ge 1 ] || set -- llama vllm compress
 python=${PYTHON:-python3}
 
 # llama-cpp-python's source package carries all of llama.cpp: one pinned file for the server, the bindings and the converter.
@@ -52,6 +52,12 @@ vllm() {
     mkdir -p "$site/vllm-$version+cpu.dist-info"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" > "$site/vllm-$version+cpu.dist-info/METADATA"
     : > "$site/vllm-$version+cpu.dist-info/RECORD"
+}
+
+# The library that quantizes to compressed-tensors, with the older transformers that it admits: 1.2 GB.
+compress() {
+    "$python" -m venv "$dir/compress"
+    "$dir/compress/bin/pip" install -q torch==2.13.0 llmcompressor==0.14.0.1
 }
 
 for engine in "$@"; do "$engine"; done

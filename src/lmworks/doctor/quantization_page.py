@@ -5,19 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from markupsafe import Markup
+from typing import Any
 
 from lmworks import __version__
 from lmworks.doctor.formatting import percent, significant, size
+from lmworks.doctor.templates import source, template
 from lmworks.files import write_text
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 Json = Mapping[str, Any]
 _KL_FLOOR = 1e-6  # nats; the left end of the scale of KL divergences
@@ -31,7 +25,7 @@ def write_quantization_page(path: Path, document: Json) -> None:
 def render(document: Json) -> str:
     """The page as text."""
     results = document["results"]
-    return _template().render(
+    return template("quantization.html").render(
         name=document["model"],
         dtype=document["dtype"],
         original=size(document["original_bytes"]),
@@ -39,7 +33,7 @@ def render(document: Json) -> str:
         rows=list(_rows(results)),
         results=[_result(one) for one in results],
         settings=results[0]["made_from"] if results else {},
-        style=Markup(_text("page.css") + _text("comparison.css") + _text("quantization.css")),
+        style=source("page.css", "comparison.css", "quantization.css"),
         written=time.strftime("%d %B %Y, %H:%M", time.localtime()),
         version=__version__,
     )
@@ -67,7 +61,7 @@ def _rows(results: Sequence[Json]) -> Iterator[dict[str, Any]]:
         found = one["agreement"]
         whole = max(one["original_bytes"], 1)
         row: dict[str, Any] = {
-            "scheme": one["scheme"], "about": one["about"], "verdict": one["verdict"],
+            "scheme": one["scheme"], "verdict": one["verdict"],
             "side": "above" if one["verdict"] == "passed" else "below",
             "size": size(one["bytes"]), "share": percent(one["bytes"] / whole), "width": min(100.0, 100 * one["bytes"] / whole),
             "prefill": _speed(one, "prefill"), "decode": _speed(one, "decode"), "measured": "kl_mean" in found,
@@ -88,12 +82,13 @@ def _log(value: float, low: float) -> float:
     return math.log10(max(value, low) / low) if math.isfinite(value) else 100.0
 
 
-def _speed(one: Json, kind: str) -> str:
+def _speed(one: Json, kind: str) -> tuple[str, str]:
+    """The speed, and its multiple of the original's."""
     speed = one["speed"]
     if kind not in speed:
-        return "–"
-    times = f" ({significant(speed[kind] / speed['original'][kind], 2)} ×)" if speed.get("original") else ""
-    return f"{speed[kind]:,.0f}{times}"
+        return "–", ""
+    times = f"{significant(speed[kind] / speed['original'][kind], 2)} × original" if speed.get("original") else ""
+    return f"{speed[kind]:,.0f}", times
 
 
 def _result(one: Json) -> dict[str, Any]:
@@ -120,7 +115,8 @@ def _result(one: Json) -> dict[str, Any]:
     if "not_measured" in benchmarks:
         facts.append(("benchmarks", f"not measured: {benchmarks['not_measured']}"))
     return {
-        "scheme": one["scheme"], "verdict": one["verdict"], "failures": one["failures"], "warnings": one["warnings"], "facts": facts,
+        "scheme": one["scheme"], "about": one["about"], "verdict": one["verdict"], "failures": one["failures"],
+        "warnings": one["warnings"], "facts": facts,
         "limits": [(name.replace("_", " "), significant(value)) for name, value in one["limits"].items()],
         "domains": [
             (domain, f"{values['tokens']:,}", significant(values["kl_mean"], 2), percent(values["same_choice"]))
@@ -146,17 +142,3 @@ def _score(row: Json) -> dict[str, str]:
         "difference": f"{100 * row['difference']:+.1f}", "interval": f"{low:+.1f} to {high:+.1f}", "verdict": row["verdict"],
         "side": {"better": "above", "worse": "below"}.get(row["verdict"], "near"),
     }  # fmt: skip
-
-
-@cache
-def _text(name: str) -> str:
-    return files("lmworks.doctor").joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def _template() -> Template:
-    import jinja2
-
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters["place"] = lambda value: f"{value:.2f}%"
-    return environment.from_string(_text("quantization.html"))

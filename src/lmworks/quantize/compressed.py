@@ -57,10 +57,15 @@ def find_llmcompressor(scheme: Scheme, given: Sequence[Path]) -> Path:
     return python
 
 
-def quantize(scheme: Scheme, source: Source, original: Path, target: Path, python: Path, calibration: Sequence[Window]) -> str:
-    """Write the quantized directory `target` from the directory `original`; returns what made it. Raises `UserError` if it fails."""
+def require(scheme: Scheme, source: Source, calibration: Sequence[Window]) -> None:
+    """Raise `UserError` if the scheme cannot hold the model, or needs text that is not there."""
     if scheme.calibrated and not calibration:
         raise UserError(f"{scheme.name} needs text to calibrate with, and the held-out text is a single document: give --calibration FILE")
+    _group(scheme, source)
+
+
+def quantize(scheme: Scheme, source: Source, original: Path, target: Path, python: Path, calibration: Sequence[Window]) -> str:
+    """Write the quantized directory `target` from the directory `original`; returns what made it. Raises `UserError` if it fails."""
     mtp = _mtp_layers(source)
     request = {
         "do": "quantize", "kind": scheme.kind, "source": str(original), "target": str(target), "mtp_layers": mtp,

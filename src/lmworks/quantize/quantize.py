@@ -60,6 +60,9 @@ def quantize(where: str, schemes: Sequence[Scheme], out: Path, options: Options)
         raise UserError(f"--out {out} is the model itself; choose another directory")
     length = min(_LONGEST, source.opened.context)
     texts = read_texts(source.run_dir, options.held_out, options.calibration, source.opened.tokenizer, length, options.tokens)
+    for scheme in schemes:
+        if scheme.format == "compressed-tensors":
+            compressed.require(scheme, source, texts.calibration)
     _require_space(out, source)
     made_from = _made_from(where, source, texts, options)
     comparison = Comparison(source, options.benchmarks, options.items)

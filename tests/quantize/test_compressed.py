@@ -1,0 +1,178 @@
+"""compressed-tensors: what is read back of it, what every tensor became, and in slow tests llm-compressor itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import Lmworks
+from engines import engine
+from safetensors.torch import load_file, save_file
+
+from lmworks.quantize import compressed
+from lmworks.quantize.accounting import problems
+from lmworks.quantize.coverage import expert_tokens
+from lmworks.quantize.schemes import SCHEMES
+from lmworks.quantize.source import Source, open_source
+from lmworks.quantize.texts import Window
+
+
+def quantized_int8(original: Path, target: Path) -> None:
+    """A directory as llm-compressor writes it for int8: a scale per row, routers, head and embedding as they are."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(original / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        scale = tensor.float().abs().amax(1, keepdim=True) / 127
+        tensors[name] = (tensor.float() / scale).round().to(torch.int8)
+        tensors[name.replace(".weight", ".weight_scale")] = scale
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors")
+    for file in original.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copyfile(file, target / file.name)
+
+
+@pytest.fixture
+def pair(make_run: Callable[..., Any], tmp_path: Path) -> tuple[Source, Path, Path]:
+    source = open_source(str(make_run("glm4moe").directory))
+    original = source.write_huggingface(tmp_path / "original")
+    quantized_int8(original, tmp_path / "target")
+    return source, original, tmp_path / "target"
+
+
+def change(target: Path, act: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(target / "model.safetensors")
+    act(tensors)
+    save_file(tensors, target / "model.safetensors")
+
+
+def test_every_tensor_is_accounted_for_and_comes_back(pair: tuple[Source, Path, Path], tmp_path: Path) -> None:
+    source, original, target = pair
+    records = compressed.account(SCHEMES["int8"], original, target)
+    assert not problems(records, SCHEMES["int8"].limits) and not compressed.check_files(original, target)
+    assert {one.name for one in records} == set(load_file(original / "model.safetensors"))
+    assert {one.fate for one in records if one.role} == {"kept"}
+    model = compressed.dequantized(source, target, tmp_path)
+    expected = source.model.state_dict()
+    for name, tensor in model.state_dict().items():
+        if "router" in name or "embedding" in name or "norm" in name:
+            assert torch.equal(tensor, expected[name]), name
+        else:  # half a step of 1/127 of the largest value of a row
+            assert (tensor - expected[name]).abs().max() <= expected[name].abs().max() / 127 / 2 * 1.01, name
+
+
+ROUTER, WEIGHT = "model.layers.1.mlp.gate.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda tensors: tensors[ROUTER].zero_(), "gate.weight was to be kept"),
+        (lambda tensors: tensors.pop(WEIGHT), "up_proj.weight is missing"),
+        (lambda tensors: tensors[WEIGHT.replace(".weight", ".weight_scale")].mul_(1.1), "has an error of 10"),
+        (lambda tensors: tensors[WEIGHT].zero_(), "is all zeros"),
+        (lambda tensors: tensors.update(extra=torch.ones(2)), "extra was to be kept"),
+        (lambda tensors: tensors["lm_head.weight"].mul_(1.01), "lm_head.weight was to be kept"),
+    ],
+)
+def test_a_planted_fault_is_found(pair: tuple[Source, Path, Path], act: Callable[[dict[str, torch.Tensor]], Any], says: str) -> None:
+    _, original, target = pair
+    change(target, act)
+    found = problems(compressed.account(SCHEMES["int8"], original, target), SCHEMES["int8"].limits)
+    assert len(found) == 1 and says in found[0], found
+
+
+def test_a_template_or_config_that_changed_is_found(pair: tuple[Source, Path, Path]) -> None:
+    _, original, target = pair
+    (target / "chat_template.jinja").write_text("other")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    found = compressed.check_files(original, target)
+    assert found == ["the chat template differs from the original's", "config.json differs from the original's in num_hidden_layers"]
+
+
+def test_four_bits_are_unpacked_in_order(tmp_path: Path) -> None:
+    """Eight values in an int32, the first in the lowest bits, each with an offset of 8; a scale per group of a row."""
+    values = torch.arange(-8, 8).repeat(4).view(2, 32)
+    packed = torch.zeros(2, 4, dtype=torch.int64)
+    for at in range(32):
+        packed[:, at // 8] |= (values[:, at].long() + 8) << (4 * (at % 8))
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).int()
+    scale = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    save_file({"a.weight_packed": packed, "a.weight_scale": scale, "a.weight_shape": torch.tensor([2, 32])}, tmp_path / "a.safetensors")
+    with compressed._tensors(tmp_path) as found:
+        got, kind = compressed._dequantized("a.weight", found) or (None, "")
+    assert kind == "INT4" and torch.equal(got, values * scale.repeat_interleave(16, 1))
+
+
+def test_scales_that_awq_moves_are_no_error() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(48, 64)
+    moved = weight * torch.rand(1, 64).add(0.5) * torch.rand(48, 1).add(0.5)
+    fitted = compressed._rescaled(weight, moved)
+    torch.testing.assert_close(fitted, moved, rtol=1e-3, atol=1e-3)  # a few rounds of alternating least squares
+    moved[3] = torch.randn(64)
+    assert (compressed._rescaled(weight, moved)[3] - moved[3]).norm() > 0.5 * moved[3].norm()
+
+
+def test_tokens_per_expert(make_run: Callable[..., Any]) -> None:
+    run = make_run("glm4moe")
+    windows = [Window(tuple(range(100, 140)), "a"), Window(tuple(range(50, 70)), "b")]
+    found = expert_tokens(run.model, windows, 20)
+    assert found and found["count"] == 3 * 8 and found["least"] <= found["median"] <= found["most"] <= 60
+    routed = [one["tokens"] for one in found["fewest"]]
+    assert routed == sorted(routed) and routed[0] == found["least"]
+    assert found["under_limit"] >= sum(tokens < 20 for tokens in routed)
+    assert expert_tokens(make_run("llama").model, windows, 20) is None
+
+
+def test_without_the_library_the_error_names_the_extra(
+    make_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(compressed, "find_python", lambda modules, given: None)
+    for scheme in ("fp8", "int8", "gptq", "awq"):
+        done = Lmworks(monkeypatch, capfd)("quantize", make_run("llama").directory, "--to", scheme, "--out", tmp_path / "out")
+        assert "llmcompressor==0.14.0.1" in done.error and "--python" in done.error and "lmworks[compress]" in done.error
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_no_group_divides_are_refused(make_run: Callable[..., Any]) -> None:
+    source = open_source(str(make_run("glm4moe").directory))
+    assert compressed._group(SCHEMES["gptq"], source) == 64 and compressed._group(SCHEMES["fp8"], source) == 0
+    moe = source.model.config.moe
+    assert moe is not None
+    source.model.config = source.model.config.model_copy(update={"moe": moe.model_copy(update={"moe_intermediate_size": 40})})
+    with pytest.raises(Exception, match=r"gptq needs rows of a multiple of 32 weights, and the model has rows of 40; use fp8 or int8"):
+        compressed.require(SCHEMES["gptq"], source, [Window((1, 2), "a")])
+    with pytest.raises(Exception, match=r"needs text to calibrate with.*--calibration FILE"):
+        compressed.require(SCHEMES["gptq"], source, [])
+
+
+@pytest.mark.slow
+@pytest.mark.needs("compress")
+@pytest.mark.parametrize("name", ["glm4moe-mtp", "deepseek", "qwen3"])  # deepseek has rows of 48, which 4 bits cannot hold
+def test_llm_compressor(make_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, name: str) -> None:
+    run = make_run(name, 64)
+    python = engine("LMWORKS_COMPRESS_PYTHON")
+    options = ("--out", tmp_path, "--tokens", "2000", "--python", python, "--json")
+    schemes = "fp8,int8" if name == "deepseek" else "fp8,int8,gptq,awq"
+    done = Lmworks(monkeypatch, capfd)("quantize", run.directory, "--to", schemes, *options)
+    assert done.code == 0, done.err + done.out
+    results = {one["scheme"]: one for one in json.loads(done.out)["results"]}
+    for scheme, found in results.items():
+        fates = found["tensors"]["fates"]
+        assert found["verdict"] == "passed" and not {"missing", "changed"} & set(fates) and fates["quantized"] > 20, scheme
+        assert found["mtp"] == ("" if name == "qwen3" else "kept as they are"), scheme
+        assert found["template"] == "equal"
+        assert found["calibration"]["used"] == (scheme in ("gptq", "awq"))
+        if name != "qwen3" and scheme in ("gptq", "awq"):
+            assert found["calibration"]["experts"]["count"] == 3 * 8
+    assert results["fp8"]["bytes"] < results["fp8"]["original_bytes"]
+    assert name == "deepseek" or results["gptq"]["bytes"] < results["fp8"]["bytes"]
