@@ -74,7 +74,8 @@ def _version(package: str) -> str:
 
 
 def _quantize_q8_0(original: Path, target: Path) -> None:
-    """What llama.cpp's library writes for Q8_0, by its Python package: matrices in Q8_0, all else as it is."""
+    """What llama.cpp's library writes for Q8_0, by its Python package: matrices in Q8_0, all else as it is. Matrices whose rows are no
+    multiple of 32 stay as they are, too; the library stores them in F16."""
     import gguf
 
     reader = gguf.GGUFReader(original)
