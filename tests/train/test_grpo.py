@@ -240,7 +240,7 @@ def test_a_reward_that_fails_earns_nothing(tmp_path: Path, code: str, detail: st
         ({"data": [{"name": "a", "kind": "jsonl", "reward": "python", "path": "x.jsonl", "file": "no.py"}]}, "no.py cannot be read"),
         ({"data": [{"name": "a", "kind": "tasks", "tasks": ["chain_som"]}]}, "no task 'chain_som'; did you mean chain_sum"),
         ({"data": [{"name": "a", "kind": "jsonl", "reward": "verifier"}]}, "reward verifier is not for kind jsonl"),
-        ({"max_new_tokens": 63}, "grpo.data.own yields no prompt .*no room for an answer in sequence_length"),
+        ({"max_new_tokens": 63}, "grpo.data.own yields no prompt .*no room for an answer in sequence_length and the model's context"),
     ],
 )
 def test_bad_input_is_one_line(tiny: Tiny, tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -62,7 +62,8 @@ def read_prompts(recipe: Recipe, tokenizer: Tokenizer, questions: Collection[str
     judges: list[Judge] = []
     found: list[Prompt] = []
     sets: dict[str, Any] = {}
-    most = int(options.sequence_length) - options.max_new_tokens
+    context = int(recipe.model.max_position_embeddings) if recipe.model.max_position_embeddings else int(options.sequence_length)
+    most = min(int(options.sequence_length), context) - options.max_new_tokens
     for number, data in enumerate(options.data):
         verifiers: dict[str, Any] = {}
         left_out: Counter[str] = Counter()
@@ -101,7 +102,9 @@ def _encode(row: Any, tokenizer: Tokenizer, most: int, judge: int) -> tuple[Prom
         ids, _ = tokenizer.encode_chat(messages, row.get("tools"), add_generation_prompt=True)
     except UserError:
         return None, "malformed"
-    return (Prompt(tuple(ids), row, judge), "") if len(ids) <= most else (None, "no room for an answer in sequence_length")
+    if len(ids) > most:
+        return None, "no room for an answer in sequence_length and the model's context"
+    return Prompt(tuple(ids), row, judge), ""
 
 
 def _rows(data: RewardTask, recipe: Recipe, verifiers: dict[str, Any]) -> Iterator[Any]:
