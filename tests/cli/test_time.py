@@ -57,7 +57,8 @@ def runs(lmworks: Lmworks, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path
 def budgets(run_dir: Path) -> dict[str, int]:
     """Tokens by phase, and of tuning."""
     recipe = load_resolved(run_dir / "resolved.json")
-    return {phase.name: int(phase.tokens) for phase in recipe.train.phases} | {"tune": int(recipe.tune.tokens) if recipe.tune else 0}
+    tuning = int(recipe.tune.planned_tokens) if recipe.tune else 0
+    return {phase.name: int(phase.tokens) for phase in recipe.train.phases} | {"tune": tuning}
 
 
 def event(run_dir: Path, name: str = "budget") -> dict[str, Any]:

@@ -137,7 +137,7 @@ def test_no_modules_of_a_room_import_each_other_in_a_circle(room: str) -> None:
 
 def test_the_model_reads_its_part_of_the_recipe_and_no_more() -> None:
     read = {module for path in (SOURCE / "model").glob("*.py") for _, module in imports(path) if module.startswith("lmworks.recipe")}
-    assert read == {"lmworks.recipe.schema.model"}
+    assert read == {"lmworks.recipe.schema.model", "lmworks.recipe.schema.lora"}
 
 
 def test_every_promise_names_its_tests_and_they_are_there() -> None:

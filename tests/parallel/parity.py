@@ -13,11 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from lmworks.doctor.preflight.rounding import OF_LOSS, OF_NORM, SLACK, worst
 from lmworks.doctor.preflight.small_model import LONGER
+from lmworks.model.init import normal_part
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.parallel.parallelize import build
+from lmworks.parallel.parallelize import build, local_shard
 from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.read.batch import Batch
@@ -86,12 +88,22 @@ def batch_of(step: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
     return Batch(tokens[:, :-1].copy(), labels, np.array([*begins, rows * length], np.int32), 0, step)
 
 
-def train(layout: dict[str, Any], kind: str, micro_batch_size: int = 1, rows: int = ROWS, length: int = LENGTH, **options: Any) -> Trained:
-    """Some steps on this rank of a layout (or alone); every rank returns the whole tensors of its pipeline stages."""
+def train(
+    layout: dict[str, Any], kind: str, micro_batch_size: int = 1, rows: int = ROWS, length: int = LENGTH, lora: Lora | None = None,
+    **options: Any,
+) -> Trained:  # fmt: skip
+    """Some steps on this rank of a layout (or alone); every rank returns the whole tensors of its pipeline stages. Adapters begin with a
+    B that is not 0, so that A has a gradient in the first step."""
     recipe = recipe_of(kind, **options)
     ranks = Ranks(Layout(**layout))
-    model = ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks)
-    optimizer = build_optimizer(model, recipe.optimizer)  # type: ignore[arg-type]
+    model = ParallelModel(build(recipe, ranks, torch.device("cpu"), lora), ranks)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora.B"):
+            here, begins = local_shard(parameter.detach())
+            if here.numel():
+                here.copy_(normal_part(7, name, parameter.shape, begins, here.shape) * 0.2)
+    chosen = recipe.optimizer if lora is None else recipe.optimizer.model_copy(update={"eps": 0.01})  # all is Adam's, whose division rounds
+    optimizer = build_optimizer(model, chosen)  # type: ignore[arg-type]
     model.train()
     losses, norms, extras, grads, counts = [], [], [], {}, None
     for step in range(STEPS):

@@ -93,3 +93,24 @@ def test_what_cannot_work_is_refused(prefixes: dict[str, Path], tmp_path: Path) 
     (tmp_path / "chats.mask").unlink()
     with pytest.raises(UserError, match=r"chats has no \.mask"):
         TuningBatches(prefixes, LENGTH, LENGTH, LENGTH * 5, seed=3)
+
+
+def test_epochs_read_every_conversation_of_all_sets_exactly_as_often(prefixes: dict[str, Path]) -> None:
+    """In another order each time; a batch may span two epochs, and the last one ends with blank rows."""
+    names = {name: {int(file.document(n)[0]) for n in range(file.documents) if len(file.document(n)) - 1 <= LENGTH}
+             for name, file in ((name, IndexedFile(prefix)) for name, prefix in prefixes.items())}  # fmt: skip
+    wanted = set().union(*names.values())
+    batches = TuningBatches(prefixes, LENGTH, LENGTH * 7, None, seed=3, weights={"chats": 3.0, "tasks": 1.0}, epochs=3)
+    rows = [batches.batch(step).sequences(row, row + 1) for step in range(batches.steps) for row in range(7)]
+    found = [[own for own, _, _ in conversations(row)] for row in rows]
+    last = max(number for number, held in enumerate(found) if held) + 1
+    assert len(found) - last < 7 and last % 7, "the last batch is not full"
+    assert last % 3 == 0
+    epochs = [found[first : first + last // 3] for first in range(0, last, last // 3)]
+    for epoch in epochs:
+        assert Counter(own for held in epoch for own in held) == Counter(wanted)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert sorted(map(tuple, epochs[0])) == sorted(map(tuple, epochs[1])), "the same rows"
+    assert batches.epochs == {"chats": 3.0, "tasks": 3.0}
+    with pytest.raises(UserError, match="does not exist"):
+        batches.batch(batches.steps)

@@ -68,7 +68,11 @@ def _what(recipe: Recipe, model: Transformer) -> str:
     phases = [f"{phase.name} {steps.tokens:,} tokens at sequence length {int(phase.sequence_length):,}" for phase, steps in trained]
     tuned = ""
     if recipe.tune:
-        tuned = f" It was then fine-tuned on {int(recipe.tune.tokens):,} tokens of conversations, with loss on the assistant's tokens only."
+        epochs = recipe.tune.epochs
+        amount = f"for {epochs} epochs" if epochs else f"on {int(recipe.tune.planned_tokens):,} tokens"
+        tuned = f" It was then fine-tuned {amount} of conversations, with loss on the assistant's tokens only."
+        tuned += " The weights are those with the lowest loss on held-out conversations." if recipe.tune.keep == "best" else ""
+        tuned += f" Low-rank adapters of rank {recipe.tune.lora.rank} were trained, and merged." if recipe.tune.lora else ""
     rows = [
         ("class", f"`{class_for(config)}`"), ("parameters", f"{total:,} ({total - idle:,} active per token)"), ("feed-forward", kind),
         ("layers, hidden size", f"{config.num_hidden_layers}, {config.hidden_size}"),

@@ -1,6 +1,7 @@
 """The export stage: writes the trained model in the formats of other programs, and verifies each before it counts as done.
 
     out_dir/huggingface/      safetensors, config, generation_config, tokenizer, README.md: transformers, vLLM, SGLang
+    out_dir/peft/             low-rank adapters in PEFT's format, if the model was tuned with them
     out_dir/gguf/model.gguf   llama.cpp
     out_dir/parity.json       comparison of the exports with the trained model
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from lmworks.export import gguf as gguf_
 from lmworks.export.card import write_card
 from lmworks.export.huggingface import TOLERANCE, Parity, compare, require_parity, write_model
+from lmworks.export.peft import write_peft
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
@@ -31,7 +33,8 @@ from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.foreign import ForeignTokenizer
 from lmworks.tokenizer.keeping import KEPT
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.load import final_model, load_model
+from lmworks.train.adapters import adapters_of
+from lmworks.train.load import final_checkpoint, final_model, load_model
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -100,6 +103,8 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
         require_parity(parity, directory)
         values |= {"architecture": class_for(model.config), "huggingface": parity, "sequences": len(tokens_BT)}
         sizes["huggingface"] = sum(file.stat().st_size for file in directory.iterdir())
+        if write_adapter(recipe, run_dir, out_dir / "peft"):
+            sizes["peft"] = sum(file.stat().st_size for file in (out_dir / "peft").iterdir())
     if options.gguf:
         path = _fresh(out_dir / "gguf") / "model.gguf"
         gguf_.write_gguf(model, tokenizer, path, dtype, recipe.name)
@@ -108,6 +113,19 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
     report = Report(**values, bytes=sizes)
     write_json(out_dir / "parity.json", asdict(report) | {"tolerance": TOLERANCE})
     return report
+
+
+def write_adapter(recipe: Recipe, run_dir: Path, directory: Path) -> bool:
+    """Write the adapters of the last stage in PEFT's format, if it has trained adapters; returns whether it has."""
+    from lmworks.checkpoint.listing import content_of
+
+    shutil.rmtree(directory, ignore_errors=True)
+    checkpoint = final_checkpoint(run_dir, final_model(run_dir, recipe))
+    if (low_rank := adapters_of(checkpoint)) is None:
+        return False
+    lora, base = low_rank
+    write_peft(checkpoint, lora, recipe.model, recipe.start_from or recipe.name, content_of(base), directory)
+    return True
 
 
 def check(recipe: Recipe) -> None:

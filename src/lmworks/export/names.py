@@ -165,6 +165,12 @@ def _restore_mtp_layers(name: str, layers: int) -> str:
     return f"mtp.{int(match[2]) - layers}.{'block.' if match[1] == 'layers' else ''}{match[3]}"
 
 
+def reordered(name: str, tensor: Tensor, model: Model, back: bool = False) -> Tensor:
+    """A tensor whose rows are those of one of our tensors, in the order of Hugging Face's format, or `back` in ours."""
+    assert model.num_hidden_layers
+    return _interleave(_number_mtp_layers(name, model.num_hidden_layers), tensor, model, back)
+
+
 def _interleave(name: str, tensor: Tensor, model: Model, back: bool = False) -> Tensor:
     """Reorder the rotated rows of latent attention from halves to interleaved, or back; other tensors are returned unchanged."""
     mla = model.mla

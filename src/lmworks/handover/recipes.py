@@ -9,7 +9,7 @@ from lmworks.errors import UserError
 
 
 def prompt_files(given: Sequence[str]) -> list[Path]:
-    """The JSONL files; a recipe stands for the files of kind jsonl in its `tune.data`. Raises `UserError` for a recipe without any."""
+    """The JSONL files; a recipe stands for the files of kind files in its `tune.data`. Raises `UserError` for a recipe without any."""
     from lmworks.recipe.loading.load import load_recipe
 
     found: list[Path] = []
@@ -19,8 +19,8 @@ def prompt_files(given: Sequence[str]) -> list[Path]:
             continue
         recipe = load_recipe(name, []).recipe
         sources = recipe.tune.data if recipe.tune else ()
-        files = [Path(source.path) for source in sources if source.kind == "jsonl" and source.path is not None]
+        files = [Path(source.path) for source in sources if source.kind == "files" and source.path is not None]
         if not files:
-            raise UserError(f"{name} has no tune.data of kind jsonl; give a JSONL file with prompts and labels")
+            raise UserError(f"{name} has no tune.data of kind files; give a JSONL file with prompts and labels")
         found += files
     return found

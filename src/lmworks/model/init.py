@@ -65,8 +65,10 @@ def standard_deviation(name: str, init_std: float, layers: int) -> float | None:
     | output and down (into the residual) | normal, initializer_range / sqrt(2 * layers) (GPT-2) |
     | norms                               | 1                                                    |
     | biases                              | 0                                                    |
+
+    Of a low-rank adapter, A has the variance of PEFT's uniform values, 1 / (3 * inputs), and B is 0.
     """
-    if "norm" in name or name.endswith("bias"):
+    if "norm" in name or name.endswith(("bias", "lora.B")):
         return None
     into_residual = name.endswith(("attention.output.weight", ".down", ".down.weight"))
     return init_std / math.sqrt(2 * layers) if into_residual else init_std
@@ -86,9 +88,11 @@ def initialize(model: Transformer, seed: int, part: Callable[[Tensor], tuple[Ten
     assert model.config.num_hidden_layers
     for name, parameter in model.named_parameters():
         std = standard_deviation(name, model.config.initializer_range, model.config.num_hidden_layers)
+        if name.endswith("lora.A"):
+            std = (3 * parameter.shape[-1]) ** -0.5
         here, begins = part(parameter)
         if std is None:
-            here.fill_(0.0 if name.endswith("bias") else 1.0)
+            here.fill_(0.0 if name.endswith(("bias", "lora.B")) else 1.0)
         elif here.numel():
             here.copy_(normal_part(seed, name, parameter.shape, begins, here.shape) * std)
     for ffn in model.moe_layers():

@@ -8,17 +8,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lmworks.model.adapter import Adapter
+
 
 class Linear(nn.Module):
-    """y = x W^T + b with the weight (out, in) kept in fp32 and cast to x's type, so that gradients accumulate in fp32."""
+    """y = x W^T + b with the weight (out, in) kept in fp32 and cast to x's type, so that gradients accumulate in fp32.
+
+    With a low-rank adapter (`lmworks.model.lora`) its output is added.
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.lora: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        y = F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return y if self.lora is None else y + self.lora(x)
+
+    def matrix(self) -> Tensor:
+        """The weight, with its adapter."""
+        return self.weight if self.lora is None else self.weight + self.lora.delta()
 
 
 class RMSNorm(nn.Module):

@@ -70,10 +70,10 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, labels_N, softcap, z_weight, chunk, chunk_loss, weights_N):  # type: ignore[no-untyped-def, override]
-        needs_grad = any(ctx.needs_input_grad[:2])
+        needs_grad, frozen = any(ctx.needs_input_grad[:2]), not ctx.needs_input_grad[1]
         weight = weight_VD.to(hidden_ND.dtype)
         grad_hidden = torch.empty_like(hidden_ND) if needs_grad else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_grad else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_grad and not frozen else None
         cross_entropy = torch.zeros((), device=hidden_ND.device)
         z = torch.zeros((), device=hidden_ND.device)
         of_tokens_N = torch.empty(hidden_ND.shape[0], device=hidden_ND.device)
@@ -85,8 +85,9 @@ class _ChunkedHead(torch.autograd.Function):
             cross_entropy += (ce if weights_M is None else ce * weights_M).sum()
             z += zz
             of_tokens_N[start : start + chunk] = ce
-            if grad_hidden is not None and grad_weight is not None:
+            if grad_hidden is not None:
                 torch.mm(grad_MV, weight, out=grad_hidden[start : start + chunk])
+            if grad_weight is not None:
                 if hidden_ND.dtype == torch.float32:
                     grad_weight.addmm_(grad_MV.T, hidden_MD)
                 else:
@@ -99,7 +100,8 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total, *_):  # type: ignore[no-untyped-def, override]
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_total.to(grad_hidden.dtype), grad_weight * grad_total, None, None, None, None, None, None
+        of_weight = None if grad_weight is None else grad_weight * grad_total
+        return grad_hidden * grad_total.to(grad_hidden.dtype), of_weight, None, None, None, None, None, None
 
 
 def chunk_loss(

@@ -77,7 +77,7 @@ class LatentAttention(nn.Module):
 
     def _mix_latents(self, nope_BHTN: Tensor, rotated_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None) -> Tensor:
         """The same without expansion: q (U l) = (q U) l, so that all heads attend to the latents directly."""
-        up_HXL = self.kv_up.weight.to(nope_BHTN.dtype).view(-1, self.mla.qk_nope_head_dim + self.mla.v_head_dim, self.mla.kv_lora_rank)
+        up_HXL = self.kv_up.matrix().to(nope_BHTN.dtype).view(-1, self.mla.qk_nope_head_dim + self.mla.v_head_dim, self.mla.kv_lora_rank)
         key_up_HNL, value_up_HVL = up_HXL.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=1)
         query = torch.cat((nope_BHTN @ key_up_HNL, rotated_BHTR), dim=-1)
         # scores must be scaled as for heads of C dimensions, but attention divides by the root of the size that it is given

@@ -11,9 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lmworks.model.adapter import Adapter
 from lmworks.model.layers import SwiGLU
 from lmworks.model.router import Router, Routing
 from lmworks.recipe.schema.model import Moe
+
+Adapters = tuple[Adapter | None, Adapter | None, Adapter | None]
+_NO_ADAPTERS: Adapters = (None, None, None)
+_ALIGNED = 16  # bytes: grouped products need rows that are a multiple
 
 
 class Experts(nn.Module):
@@ -24,11 +29,18 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(moe.n_routed_experts, moe.moe_intermediate_size, size))
         self.up = nn.Parameter(torch.empty(moe.n_routed_experts, moe.moe_intermediate_size, size))
         self.down = nn.Parameter(torch.empty(moe.n_routed_experts, size, moe.moe_intermediate_size))
+        self.gate_lora: Adapter | None = None
+        self.up_lora: Adapter | None = None
+        self.down_lora: Adapter | None = None
         self.plain = False
 
     def forward(self, x_ND: Tensor, routing: Routing) -> Tensor:
         run = experts_fast if has_grouped_mm(x_ND) and not self.plain else experts_plain
-        return run(x_ND, routing, self.gate.to(x_ND.dtype), self.up.to(x_ND.dtype), self.down.to(x_ND.dtype))
+        return run(x_ND, routing, self.gate.to(x_ND.dtype), self.up.to(x_ND.dtype), self.down.to(x_ND.dtype), self.adapters())
+
+    def adapters(self) -> Adapters:
+        """The adapters of gate, up and down."""
+        return self.gate_lora, self.up_lora, self.down_lora
 
 
 class MoE(nn.Module):
@@ -58,11 +70,31 @@ def grouped_mm(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     return F.grouped_mm(x_MD, weight_EFD.transpose(1, 2), offs=ends_E)
 
 
-def experts_fast(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+def adapted_mm(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor, adapter: Adapter | None) -> Tensor:
+    """`grouped_mm` with the low-rank adapters of the experts (E, r, D) and (E, F, r)."""
+    out_MF = grouped_mm(x_MD, weight_EFD, ends_E)
+    if adapter is None:
+        return out_MF
+    spare = -adapter.rank % (_ALIGNED // x_MD.dtype.itemsize)  # columns of zeros, which products do not change by
+    a_ErD, b_EFr = F.pad(adapter.A, (0, 0, 0, spare)).to(x_MD.dtype), F.pad(adapter.B, (0, spare)).to(x_MD.dtype)
+    return out_MF + grouped_mm(grouped_mm(adapter.dropped(x_MD), a_ErD, ends_E), b_EFr, ends_E) * adapter.scale
+
+
+def adapted_linear(x: Tensor, weight: Tensor, adapter: Adapter | None, expert: int) -> Tensor:
+    """The same for the rows of one expert."""
+    if adapter is None:
+        return x @ weight.T
+    low = adapter.dropped(x) @ adapter.A[expert].T.to(x.dtype)
+    return x @ weight.T + low @ adapter.B[expert].T.to(x.dtype) * adapter.scale
+
+
+def experts_fast(
+    x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, adapters: Adapters = _NO_ADAPTERS
+) -> Tensor:
     """Sort rows by expert and compute all experts at once; the sort makes sums deterministic."""
     rows_MD, weights_M, places = dispatch(x_ND, routing)
     ends_E = routing.counts.cumsum(0).to(torch.int32)
-    return combine(run_sorted(rows_MD, weights_M, ends_E, gate_EFD, up_EFD, down_EDF), places)
+    return combine(run_sorted(rows_MD, weights_M, ends_E, gate_EFD, up_EFD, down_EDF, adapters), places)
 
 
 class Places(NamedTuple):
@@ -87,27 +119,43 @@ def combine(rows_MD: Tensor, places: Places) -> Tensor:
     return out
 
 
-def run_sorted(rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+def run_sorted(
+    rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor,
+    adapters: Adapters = _NO_ADAPTERS,
+) -> Tensor:  # fmt: skip
     """Weighted outputs (M, D) of rows that are sorted by expert; the rows of expert e end at ends[e]."""
-    hidden_MF = F.silu(grouped_mm(rows_MD, gate_EFD, ends_E)) * grouped_mm(rows_MD, up_EFD, ends_E)
+    gate, up, down = adapters
+    hidden_MF = F.silu(adapted_mm(rows_MD, gate_EFD, ends_E, gate)) * adapted_mm(rows_MD, up_EFD, ends_E, up)
     # weighting the hidden rows equals weighting the outputs, and they are narrower
-    return grouped_mm(hidden_MF * weights_M[:, None], down_EDF, ends_E)
+    return adapted_mm(hidden_MF * weights_M[:, None], down_EDF, ends_E, down)
 
 
-def run_sorted_plain(rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+def run_sorted_plain(
+    rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor,
+    adapters: Adapters = _NO_ADAPTERS,
+) -> Tensor:  # fmt: skip
     """`run_sorted`, one expert at a time."""
     rows = rows_MD.tensor_split(ends_E[:-1].long().cpu())
-    pieces = zip(rows, gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True)
-    return torch.cat([(F.silu(x @ gate.T) * (x @ up.T)) @ down.T for x, gate, up, down in pieces]) * weights_M[:, None]
+    weights = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True))
+    return torch.cat([_expert(x, expert, weights[expert], adapters) for expert, x in enumerate(rows)]) * weights_M[:, None]
 
 
-def experts_plain(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+def _expert(x: Tensor, expert: int, weights: tuple[Tensor, Tensor, Tensor], adapters: Adapters) -> Tensor:
+    """The output of one expert for its rows."""
+    (gate, up, down), (gate_lora, up_lora, down_lora) = weights, adapters
+    hidden = F.silu(adapted_linear(x, gate, gate_lora, expert)) * adapted_linear(x, up, up_lora, expert)
+    return adapted_linear(hidden, down, down_lora, expert)
+
+
+def experts_plain(
+    x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, adapters: Adapters = _NO_ADAPTERS
+) -> Tensor:
     """`experts_fast`, one expert at a time: the reference implementation for tests."""
     out_ND = torch.zeros_like(x_ND)
     for expert in range(gate_EFD.shape[0]):
         token, slot = (routing.experts == expert).nonzero(as_tuple=True)
-        hidden = F.silu(x_ND[token] @ gate_EFD[expert].T) * (x_ND[token] @ up_EFD[expert].T)
-        weighted = (hidden @ down_EDF[expert].T) * routing.weights[token, slot, None].to(x_ND.dtype)
+        of_expert = _expert(x_ND[token], expert, (gate_EFD[expert], up_EFD[expert], down_EDF[expert]), adapters)
+        weighted = of_expert * routing.weights[token, slot, None].to(x_ND.dtype)
         out_ND = out_ND.index_add(0, token, weighted)
     return out_ND
 

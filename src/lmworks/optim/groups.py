@@ -10,6 +10,7 @@ from typing import Literal
 from torch import nn
 
 from lmworks.errors import UserError
+from lmworks.recipe.schema.lora import is_adapter
 from lmworks.recipe.schema.optimizer import Optimizer as Options
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -32,13 +33,14 @@ def is_matrix(name: str, parameter: nn.Parameter) -> bool:
     The router is one: GLM-4.5 (arXiv:2508.06471) uses AdamW only for word embeddings, biases and norms, and Moonlight (arXiv:2502.16982)
     for all that is not a matrix, the embedding and the head, so both train the router with Muon. Embedding and head use AdamW: their rows
     belong to tokens of very different frequency, and they do not map hidden states to hidden states.
+    Adapters use AdamW: an orthogonalized update of A and B is no orthogonal update of B A, and the published learning rates are for AdamW.
     """
-    return parameter.ndim >= 2 and (_LAYER.search(name) is not None or _MTP.search(name) is not None)
+    return parameter.ndim >= 2 and not is_adapter(name) and (_LAYER.search(name) is not None or _MTP.search(name) is not None)
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: to matrices and the head; never to norms, biases and embeddings (a tied head is an embedding)."""
-    return is_matrix(name, parameter) or name == "head.weight"
+    """Whether weight decay applies: to matrices, adapters and the head; never to norms, biases and embeddings (a tied head is one)."""
+    return is_matrix(name, parameter) or name == "head.weight" or is_adapter(name)
 
 
 def clean_name(name: str) -> str:

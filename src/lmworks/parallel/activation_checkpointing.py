@@ -15,12 +15,12 @@ from lmworks.recipe.schema.activation_checkpointing import ActivationCheckpointi
 _SAVED = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default}
 
 
-def checkpoint_activations(model: Transformer, policies: ActivationCheckpointing) -> None:
+def checkpoint_activations(model: Transformer, policies: ActivationCheckpointing, adapter_dropout: float = 0.0) -> None:
     """Recompute each layer in the backward pass according to its policy in `policies`.
 
     The outputs of the forward pass (expert counts, auxiliary loss) are those of the first pass, so nothing is counted twice.
     """
-    preserve = model.config.residual_dropout + model.config.attention_dropout > 0
+    preserve = model.config.residual_dropout + model.config.attention_dropout + adapter_dropout > 0
     for layer, block in model.numbered_blocks():
         policy = policies.of(layer)
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve}

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from lmworks.errors import UserError
 from lmworks.model import Transformer
+from lmworks.model.adapter import Adapter
 from lmworks.model.moe import Experts, combine, dispatch, has_grouped_mm, run_sorted, run_sorted_plain
 from lmworks.model.router import Routing
 from lmworks.parallel import collectives
@@ -44,6 +45,14 @@ def shard_experts(model: Transformer, ranks: Ranks) -> None:
         for name, parameter in list(ffn.experts._parameters.items()):
             assert parameter is not None
             ffn.experts._parameters[name] = place(parameter, mesh, [Shard(dims[name][axis]) for axis in axes])
+        for name, adapter in ffn.experts.named_children():
+            assert isinstance(adapter, Adapter)
+            # gate and up shard their outputs over tp, and down its inputs
+            tp_dims = (2, None) if name == "down_lora" else (None, 1)
+            for key, dim in zip("AB", tp_dims, strict=True):
+                over = {"ep": Shard(0), "tp": Replicate() if dim is None else Shard(dim)}
+                adapter._parameters[key] = place(getattr(adapter, key), mesh, [over[axis] for axis in axes])
+            use_local_parameters(adapter)
         use_local_parameters(ffn.experts)
         override_members(ffn.experts, {"forward": forward})
 
@@ -64,7 +73,7 @@ def _exchanged(group: Any, ranks: int) -> Any:
         own_weights_R = _reorder(collectives.exchange(weights_M, received, sent, group), order_R)
         run = run_sorted if has_grouped_mm(x_ND) and not self.plain else run_sorted_plain
         gate, up, down = (weight.to(x_ND.dtype) for weight in (self.gate, self.up, self.down))
-        out_RD = run(own_RD, own_weights_R, received_PE.sum(0).cumsum(0).to(torch.int32), gate, up, down)
+        out_RD = run(own_RD, own_weights_R, received_PE.sum(0).cumsum(0).to(torch.int32), gate, up, down, self.adapters())
         back_RD = _reorder(out_RD, order_R.argsort())
         return combine(collectives.exchange(back_RD, sent, received, group), places)
 

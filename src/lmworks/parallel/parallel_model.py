@@ -24,6 +24,7 @@ from lmworks.parallel import context, data
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.pipeline import Pipeline
 from lmworks.parallel.pipeline_stages import pipelined_micro_batch, runnable
+from lmworks.recipe.schema.lora import is_adapter
 from lmworks.recipe.schema.model import Rope
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.order.rank import sequences_of_rank
@@ -79,11 +80,22 @@ class ParallelModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self, values: bool = True) -> dict[str, Any]:
-        """Live tensors by the names that they have in a single process; with pipeline stages, those of this rank.
+        """Live tensors by the names that they have in a single process; with pipeline stages, those of this rank. Of a model with
+        low-rank adapters these are the adapters, all that training changes.
 
         If they are copies (`state_loaded`), `values` says whether values are needed, or only empty tensors to load into.
         """
-        return {name: value for part in self.parts for name, value in part.state_dict().items()}
+        state = {name: value for part in self.parts for name, value in part.state_dict().items()}
+        return {name: value for name, value in state.items() if is_adapter(name)} if self.has_adapters else state
+
+    def base_state_dict(self) -> dict[str, Any]:
+        """The live tensors of the weights without adapters: the model that training starts from."""
+        return {name: value for part in self.parts for name, value in part.state_dict().items() if not is_adapter(name)}
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether low-rank adapters are trained, and the weights are frozen."""
+        return any(is_adapter(name) for name, _ in self.named_parameters())
 
     def state_loaded(self, state: dict[str, Any]) -> None:
         """Use a training state that was loaded into the tensors of `state_dict`; does nothing if those are the live tensors."""

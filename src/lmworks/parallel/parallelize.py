@@ -12,6 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from lmworks.errors import UserError
 from lmworks.model import Transformer
 from lmworks.model.init import initialize, whole
+from lmworks.model.lora import attach
 from lmworks.parallel import context, data, experts, tensor
 from lmworks.parallel.activation_checkpointing import checkpoint_activations
 from lmworks.parallel.alignment import alignment_problems
@@ -19,16 +20,17 @@ from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.pipeline import cut, stage_numbers
 from lmworks.parallel.pipeline_stages import pipeline_stage_problems
 from lmworks.precision import dtype_for
+from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.recipe import Recipe
 
 _SHAPES = 1024  # no valid recipe has more input shapes of a layer
 
 
-def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transformer]:
+def build(recipe: Recipe, ranks: Ranks, device: torch.device, lora: Lora | None = None) -> list[Transformer]:
     """Build and initialize this rank's parts of the model: one, or one per pipeline stage of this rank.
 
     The model is built on the meta device, split, and then materialized: no rank ever holds more than its part, and the initial weights
-    depend only on the seed.
+    depend only on the seed. With `lora` the model is frozen and has adapters (`lmworks.model.lora`).
     """
     for problem in pipeline_stage_problems(recipe.model, ranks.layout, recipe.train):
         raise UserError(f"layout: {problem}")
@@ -37,7 +39,8 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
         for problem in alignment_problems(recipe.model, ranks.size("tp"), dtype.itemsize):
             raise UserError(problem)
     with torch.device("meta"):
-        parts = [cut(Transformer(recipe.model), ranks.layout, stage) for stage in stage_numbers(ranks.layout, ranks.rank("pp"))]
+        stages = stage_numbers(ranks.layout, ranks.rank("pp"))
+        parts = [cut(with_adapters(Transformer(recipe.model), lora), ranks.layout, stage) for stage in stages]
     for part in parts:
         part.compute_dtype = dtype
         part.logit_chunk_size = int(recipe.train.logit_chunk_size)
@@ -47,13 +50,20 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
             experts.shard_experts(part, ranks)
         if ranks.size("cp") > 1:
             context.shard_context(part, ranks)
-        checkpoint_activations(part, recipe.train.activation_checkpointing)
+        checkpoint_activations(part, recipe.train.activation_checkpointing, lora.dropout if lora else 0.0)
         if is_compiled(recipe, device):
             compile_layers(part)
         if ranks.size("weights") > 1 and recipe.train.deepspeed is None:
             data.shard(part, ranks)
         materialize(part, recipe.init_seed, device)
     return parts
+
+
+def with_adapters(model: Transformer, lora: Lora | None) -> Transformer:
+    """The model, with the adapters of `lora` if there are any."""
+    if lora is not None:
+        attach(model, lora)
+    return model
 
 
 def is_compiled(recipe: Recipe, device: torch.device) -> bool:

@@ -223,6 +223,8 @@ class Pipeline:
         if not shares_embedding(self.parts[0]) or rank not in (first, last):
             return
         weight = self.parts[0 if rank == first else -1].embedding.weight
+        if not weight.requires_grad:  # frozen under adapters
+            return
         if weight.grad is None:  # a copy that only multi-token prediction uses, which has no loss in evaluation mode
             weight.grad = torch.zeros_like(weight)
         mine = local_grad(weight)

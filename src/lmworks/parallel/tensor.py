@@ -146,7 +146,7 @@ def place(parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     part = torch.empty(shape, dtype=parameter.dtype, device="meta")
     whole = DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
-    return nn.Parameter(whole)
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, placement: Placement, same_computation: bool = False) -> None:
@@ -161,18 +161,30 @@ def _column_parallel(mesh: DeviceMesh, *projections: Linear | None) -> None:
     """Shard the outputs: from the full input to this rank's outputs."""
     for projection in filter(None, projections):
         _place(projection, mesh, Shard(0))
+        _place_adapter(projection, mesh, Replicate(), Shard(0))
 
 
 def _row_parallel(mesh: DeviceMesh, projection: Linear) -> None:
     """Shard the inputs: from this rank's inputs to a partial sum of the output."""
     assert projection.bias is None, "every rank would add the bias"
     _place(projection, mesh, Shard(1))
+    _place_adapter(projection, mesh, Shard(1), Replicate())
+
+
+def _place_adapter(projection: nn.Module, mesh: DeviceMesh, a: Placement, b: Placement) -> None:
+    """Distribute the adapter of a projection so that it has the same inputs and outputs. What is replicated sees a part of the outputs or
+    of the inputs on each rank, and has a partial gradient."""
+    if isinstance(projection, Linear) and (adapter := projection.lora) is not None:
+        adapter._parameters["A"] = place(adapter.A, mesh, [a])
+        adapter._parameters["B"] = place(adapter.B, mesh, [b])
+        use_local_parameters(adapter)
 
 
 def _replicated(mesh: DeviceMesh, *modules: nn.Module | None) -> None:
     """Replicate: the inputs are this rank's tokens or heads, so each rank has a partial gradient."""
     for module in filter(None, modules):
         _place(module, mesh, Replicate())
+        _place_adapter(module, mesh, Replicate(), Replicate())
 
 
 def _forwards(stream: Stream) -> dict[Any, Any]:

@@ -47,7 +47,9 @@ def scale_budgets(recipe: Recipe, factor: float) -> Recipe:
         return Tokens(max(FEWEST, int(factor * tokens / batch)) * batch)
 
     phases = [phase.model_copy(update={"tokens": budget(phase.tokens, phase.global_batch_size)}) for phase in recipe.train.phases]
-    tune = recipe.tune and recipe.tune.model_copy(update={"tokens": budget(recipe.tune.tokens, recipe.tune.global_batch_size)})
+    tune = recipe.tune
+    if tune is not None and tune.epochs is None:
+        tune = tune.model_copy(update={"tokens": budget(tune.planned_tokens, tune.global_batch_size)})
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases}), "tune": tune})
 
 

@@ -11,7 +11,7 @@ def tuning_as_phase(recipe: Recipe) -> Recipe:
     if recipe.trains_base or recipe.tune is None:
         return recipe
     phase = Phase(
-        name="tune", tokens=recipe.tune.tokens, mixture={"conversations": 1.0}, sequence_length=recipe.tune.sequence_length,
+        name="tune", tokens=recipe.tune.planned_tokens, mixture={"conversations": 1.0}, sequence_length=recipe.tune.sequence_length,
         global_batch_size=recipe.tune.global_batch_size, lr_schedule=recipe.tune.lr_schedule,
     )  # fmt: skip
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": [phase]})})

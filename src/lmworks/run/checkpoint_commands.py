@@ -112,7 +112,7 @@ def prune(run_dir: Path, model: str, options: Options, set_aside: bool, dry: boo
     """Delete the checkpoints that the options do not keep; with `set_aside` also damaged, rolled-back and replaced ones."""
     recipe = require_run(run_dir)
     timeline = Timeline(recipe.train.phases)
-    tokens = timeline.tokens_before(timeline.steps) if model == BASE.model or recipe.tune is None else int(recipe.tune.tokens)
+    tokens = timeline.tokens_before(timeline.steps) if model == BASE.model or recipe.tune is None else int(recipe.tune.planned_tokens)
     place = folder(run_dir, model)
     with RunLock(run_dir), Ledger(run_dir / "ledger.jsonl") as ledger, explain_os_errors(place):
         newest, _ = listing.newest_good(place)

@@ -155,12 +155,13 @@ def _pretrain(context: StageContext) -> RenderableType | None:
 
 
 def _tune(context: StageContext) -> RenderableType | None:
+    from lmworks.export.peft import read_peft
     from lmworks.train.tune import tune
 
     recipe = context.recipe
 
     protect = _protection_of(recipe, context.run_dir / "tune")
-    tune(recipe, context.run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat)
+    tune(recipe, context.run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat, read_peft)
     return None
 
 
@@ -240,6 +241,17 @@ def _check_start(recipe: Recipe) -> None:
         check_start(recipe)
 
 
+def _check_tune(recipe: Recipe) -> None:
+    if recipe.tune is not None and recipe.tune.lora is not None:
+        import torch
+
+        from lmworks.model import Transformer
+        from lmworks.model.lora import attach
+
+        with torch.device("meta"):
+            attach(Transformer(recipe.model), recipe.tune.lora)
+
+
 def _check_export(recipe: Recipe) -> None:
     from lmworks.export.export import check
 
@@ -265,7 +277,7 @@ STAGES = (
         "pretrain", "checkpoints", (_TOKENIZER[0], "shards/manifest.json"), ("./",), _pretrain, keeps=True, all_ranks=True,
         check=_check_start,
     ),
-    Stage("tune", "tune", (_CORPUS, *_TOKENIZER, BASE.input), ("checkpoints/",), _tune, resumes=True, all_ranks=True),
+    Stage("tune", "tune", (_CORPUS, *_TOKENIZER, BASE.input), ("checkpoints/",), _tune, resumes=True, check=_check_tune, all_ranks=True),
     Stage("dpo", "dpo", (*_TOKENIZER, *(one.input for one in MODEL_STAGES[:2])), ("checkpoints/",), _dpo, resumes=True, all_ranks=True),
     Stage(
         "grpo", "grpo", (*_TOKENIZER, *(one.input for one in MODEL_STAGES[:3])), ("checkpoints/",), _grpo, resumes=True, check=_check_grpo,

@@ -127,8 +127,8 @@ def settle_budget(
     asked = resolved.settled(numbers).recipe
     for index, (phase, old) in enumerate(zip(recipe.train.phases, asked.train.phases, strict=True)):
         numbers["train", "phases", index, "tokens"] = _scaled_tokens(phase.tokens, old.tokens, why)
-    if recipe.tune is not None and asked.tune is not None:
-        numbers["tune", "tokens"] = _scaled_tokens(recipe.tune.tokens, asked.tune.tokens, why)
+    if recipe.tune is not None and asked.tune is not None and asked.tune.epochs is None:
+        numbers["tune", "tokens"] = _scaled_tokens(recipe.tune.planned_tokens, asked.tune.planned_tokens, why)
     if sum(planned.values()) > whole:
         given_up.append(f"the time limit: with the minimum of {FEWEST} steps per phase it takes about {days(sum(planned.values()))}")
     _write_ledger(resolved, run_dir, numbers, planned, given_up, why)

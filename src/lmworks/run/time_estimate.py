@@ -141,8 +141,8 @@ def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, 
         found["pretrain"] += wanted.every.times(steps, tokens) * forward(items, phases[0].sequence_length)
     if tune is not None:
         length, batch = int(tune.sequence_length), int(tune.global_batch_size)
-        found["tune"] = _step_seconds(recipe, speed, int(tune.tokens), length)
-        found["tune"] += course(tune.tokens // batch, tune.tokens, 4 * batch, length)
+        found["tune"] = _step_seconds(recipe, speed, int(tune.planned_tokens), length)
+        found["tune"] += course(tune.planned_tokens // batch, tune.planned_tokens, 4 * batch, length)
         found["tune"] += work.slowness * _CONVERSATION * sum(data.limit or _OWN_CONVERSATIONS for data in tune.data)
     context, models = phases[-1].sequence_length, 1 if tune is None else 2
     scored = _WINDOWS * work.held_out + sum(work.items[one.name] * (one.items or wanted.benchmark_items) for one in wanted.benchmarks)
@@ -164,7 +164,7 @@ def training_seconds(recipe: Recipe, speed: Speed) -> float:
     """Seconds of the training steps alone, including tuning."""
     seconds = sum(_step_seconds(recipe, speed, int(phase.tokens), int(phase.sequence_length)) for phase in recipe.train.phases)
     tune = recipe.tune
-    return seconds + (_step_seconds(recipe, speed, int(tune.tokens), int(tune.sequence_length)) if tune else 0.0)
+    return seconds + (_step_seconds(recipe, speed, int(tune.planned_tokens), int(tune.sequence_length)) if tune else 0.0)
 
 
 def _step_seconds(recipe: Recipe, speed: Speed, tokens: int, length: int) -> float:

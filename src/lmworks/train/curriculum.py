@@ -152,11 +152,12 @@ class TuningCurriculum:
         self._length, self._batch = int(options.sequence_length), int(options.global_batch_size)
         prefixes, weights = chat_shards(data)
         self._recipe, self._shards = recipe, data.parents[1] / "shards"
-        rows, steps = self._batch // self._length, int(options.tokens) // self._batch
+        rows, budget = self._batch // self._length, int(options.planned_tokens)
         replayed = replayed_rows(options.replay, rows) if options.replay else 0
         batch = self._batch - replayed * self._length
-        read = steps * batch if replayed else int(options.tokens)
-        self.batches = TuningBatches(prefixes, self._length, batch, read, recipe.training_seed, weights)
+        read = None if options.epochs else budget // self._batch * batch if replayed else budget
+        self.batches = TuningBatches(prefixes, self._length, batch, read, recipe.training_seed, weights, options.epochs)
+        steps = self.batches.steps
         self.steps, self.tokens = steps, steps * self._batch
         self.replay = Replay(recipe, options.replay, self._shards, steps, replayed, self._length) if options.replay else None
         self._phase = PhaseSettings(0, "tune", 0, self._length, final_rope(recipe), 0.0, final_mtp_weight(recipe), options.ewc)

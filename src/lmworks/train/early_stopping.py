@@ -19,11 +19,11 @@ def selection_metric(values: Mapping[str, float]) -> str | None:
 
 
 class EarlyStopping:
-    """Counts validations without an improvement. `state()` is stored in the checkpoint's meta, so that a resumed run stops at the same
-    step."""
+    """Counts validations without an improvement. Without `options` it only finds the lowest value, if `finds_best`. `state()` is stored in
+    the checkpoint's meta, so that a resumed run stops at the same step."""
 
-    def __init__(self, options: Options | None) -> None:
-        self.options = options
+    def __init__(self, options: Options | None, finds_best: bool = False) -> None:
+        self.options, self._finds_best = options, finds_best
         self.best: float | None = None
         self.best_step = self.waited = 0
         self.lowest: float | None = None  # regardless of `min_delta`
@@ -40,15 +40,19 @@ class EarlyStopping:
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:
         """Record the validation after `step` steps. Raises `UserError` if it does not contain the metric."""
-        if self.options is None:
+        if self.options is None and not self._finds_best:
             return
         name = self.metric(values)
+        if self.options is None and name is None:
+            return
         if name is None or name not in values:
             known = ", ".join(sorted(one for one in values if one.startswith("validation/"))) or "nothing: no text is held out"
             raise UserError(f"early_stopping.metric: {name or 'a validation loss'} is not measured by this run, which measures {known}")
         value = values[name]
         if math.isfinite(value) and (self.lowest is None or value < self.lowest):
             self.lowest, self.lowest_step = value, step
+        if self.options is None:
+            return
         if math.isfinite(value) and (self.best is None or value < self.best - self.options.min_delta):
             self.best, self.best_step, self.waited = value, step, 0
         else:

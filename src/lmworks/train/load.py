@@ -16,6 +16,7 @@ from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.loading.weights import Weights
 from lmworks.recipe.schema.model import Rope
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.train.adapters import adapters_of, add_adapters
 from lmworks.train.data.frozen_tokenizer import META, require_same, require_same_file
 from lmworks.train.early_stopping import USED
 
@@ -74,9 +75,15 @@ def _final(place: Path) -> Path:
 
 
 def _filled(model: Transformer, path: Path, averaged: bool) -> dict[str, Any] | None:
-    """Load a checkpoint into the model and return its meta; None if an active run has pruned it meanwhile."""
+    """Load a checkpoint into the model and return its meta; None if an active run has pruned it meanwhile. Low-rank adapters are merged
+    into the weights of their base."""
     state: dict[str, object] = {"model": dict(model.state_dict())}
     try:
+        if (low_rank := adapters_of(path)) is not None:
+            options, base = low_rank
+            _filled(model, base, averaged)
+            add_adapters(dict(model.state_dict()), path, options)
+            return dict(listing.read_meta(path)["meta"])
         found = checkpoints.load(path, state, verified=True)
         if averaged:
             checkpoints.load(path, {"average": {name: parameter.data for name, parameter in model.named_parameters()}}, verified=True)

@@ -20,6 +20,7 @@ from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.parallel.process_group import is_launched
 from lmworks.progress import console
+from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Duration
@@ -55,19 +56,22 @@ def device_for(recipe: Recipe) -> torch.device:
     return device
 
 
-def build_model(recipe: Recipe, ranks: Ranks | None = None) -> ParallelModel:
-    """The model at its start, this rank's parts of it, on its device; weights depend on the seed alone."""
+def build_model(recipe: Recipe, ranks: Ranks | None = None, lora: Lora | None = None) -> ParallelModel:
+    """The model at its start, this rank's parts of it, on its device; weights depend on the seed alone. With `lora` it is frozen and has
+    adapters."""
     ranks = ranks or alone()
     device = device_for(recipe)
     if recipe.train.deepspeed is not None:
         device = torch.device("cpu")  # from where DeepSpeed fetches it
-    return ParallelModel(build(recipe, ranks, device), ranks)
+    return ParallelModel(build(recipe, ranks, device, lora), ranks)
 
 
 def with_optimizer(recipe: Recipe, model: ParallelModel) -> tuple[ParallelModel, Updates]:
     """The model and what updates it: our optimizer, or DeepSpeed, which takes the model over."""
     if recipe.train.deepspeed is None:
-        return model, build_optimizer(model, recipe.optimizer, recipe.model.num_hidden_layers, model.ranks.process_groups())
+        # Adapters are not averaged: they start from 0, and few of the base model's steps are left.
+        options = recipe.optimizer.model_copy(update={"ema_decay": 0.0}) if model.has_adapters else recipe.optimizer
+        return model, build_optimizer(model, options, recipe.model.num_hidden_layers, model.ranks.process_groups())
     from lmworks.parallel.zero_offload import ZeroModel
 
     taken = ZeroModel(model.parts[0], model.ranks, recipe)

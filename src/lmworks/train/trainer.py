@@ -70,9 +70,9 @@ class Trainer:
     """Trains a curriculum from the newest good checkpoint to its end.
 
     `validate` returns metrics (`validation/bits_per_byte` or `validation/loss` decides which checkpoint is best) and leaves the model
-    unchanged. `evaluate` returns metrics `eval/...`, every `evaluate.every`. With an `objective`, a step makes the updates of that: the
-    curriculum's batches are not trained on, and there are no limits for spikes. `stage` is the name of the stage in ledger and progress
-    bar; `meta` is added to the meta of every checkpoint.
+    unchanged; with `use_best` the stage ends with the best one. `evaluate` returns metrics `eval/...`, every `evaluate.every`. With an
+    `objective`, a step makes the updates of that: the curriculum's batches are not trained on, and there are no limits for spikes. `stage`
+    is the name of the stage in ledger and progress bar; `meta` is added to the meta of every checkpoint.
     """
 
     recipe: Recipe
@@ -85,6 +85,7 @@ class Trainer:
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     mixture: MixtureUpdates | None = None
     early_stopping: EarlyStoppingOptions | None = None
+    use_best: bool = False
     evaluate: Callable[[], dict[str, float]] | None = None
     objective: Objective | None = None
     stage: str = "pretrain"
@@ -108,7 +109,7 @@ class Trainer:
         self._saver = Saver(recipe, files.checkpoints, self._faults, self._intervals.save)
         self._validator = Validator(
             self.validate, model, curriculum, files.ledger,
-            stage=self.stage, keep_best=recipe.checkpoints.keep_best, early_stopping=self.early_stopping,
+            stage=self.stage, keep_best=recipe.checkpoints.keep_best, early_stopping=self.early_stopping, use_best=self.use_best,
         )  # fmt: skip
         self._metrics = StepMetrics(
             recipe, model, self.optimizer, curriculum, self._state, self._boundary, self._faults, self.flops_per_token

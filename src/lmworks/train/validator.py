@@ -21,12 +21,13 @@ class Validator:
 
     def __init__(
         self, validate: Callable[[], dict[str, float]], model: ParallelModel, curriculum: Curriculum, ledger: Ledger, *,
-        stage: str, keep_best: bool, early_stopping: EarlyStoppingOptions | None,
+        stage: str, keep_best: bool, early_stopping: EarlyStoppingOptions | None, use_best: bool = False,
     ) -> None:  # fmt: skip
+        """`use_best`: the stage ends with the best weights, whether or not it ends early."""
         self.measured: dict[int, float] = {}
-        self.early_stopping = EarlyStopping(early_stopping)
+        self.early_stopping = EarlyStopping(early_stopping, use_best)
         self._validate, self._model, self._curriculum, self._ledger = validate, model, curriculum, ledger
-        self._stage, self._keep_best = stage, keep_best
+        self._stage, self._keep_best, self._use_best = stage, keep_best or use_best, use_best
 
     def run(self, step: int, ema: Ema | None) -> dict[str, float]:
         """Validate the model after `step` steps, with its averaged weights where there are any; the metrics."""
@@ -38,6 +39,8 @@ class Validator:
         self.measured = {step: values[name]} if name is not None and math.isfinite(values[name]) else {}
         if self._ended_early(step):
             self._report_early_stop(step)
+        elif self._use_best and step >= self._curriculum.steps:
+            self._report_best(step)
         return values | {"perf/validation_seconds": time.monotonic() - began}
 
     @property
@@ -50,9 +53,10 @@ class Validator:
         return self._keep_best and self.early_stopping.lowest_step == step
 
     def used_step(self, step: int) -> int:
-        """The step whose weights are those of the stage if it ends after `step`: the best step after an early stop, if it is kept."""
+        """The step whose weights are those of the stage if it ends after `step`: the best step after an early stop, if it is kept, and
+        always with `use_best`."""
         best = self.early_stopping.lowest_step
-        return best if self._ended_early(step) and self._keep_best and best else step
+        return best if (self._use_best or self._ended_early(step)) and self._keep_best and best else step
 
     def meta(self) -> dict[str, Any]:
         """The validator's part of a checkpoint's meta."""
@@ -66,6 +70,11 @@ class Validator:
 
     def _ended_early(self, step: int) -> bool:
         return self.stops and step < self._curriculum.steps
+
+    def _report_best(self, step: int) -> None:
+        used, lowest = self.used_step(step), self.early_stopping.lowest
+        self._ledger.write("best_weights", stage=self._stage, step=step, used_step=used, lowest=lowest)
+        progress.console.print(f"{self._stage} ends with the weights of step {used:,}, whose held-out loss is the lowest", style="dim")
 
     def _report_early_stop(self, step: int) -> None:
         found, tokens, used = self.early_stopping.state(), self._curriculum.tokens_before(step), self.used_step(step)

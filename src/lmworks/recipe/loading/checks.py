@@ -35,6 +35,16 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             yield ("time",), "time sets the budgets of pretraining, and this recipe has no train.phases; set tune.tokens instead"
         if recipe.tune and recipe.tune.ewc:
             yield ("tune", "ewc"), "ewc weighs what pretraining read in its last phase; add train.phases, or leave it out"
+    if recipe.tune and recipe.tune.epochs is not None:
+        if recipe.tune.tokens is not None:
+            yield ("tune", "epochs"), "tune.tokens says how much to train, too; leave one of the two out"
+        for index, data in enumerate(recipe.tune.data):
+            if data.weight != 1:
+                yield ("tune", "data", index, "weight"), "with tune.epochs all are read equally often; leave weight out, or set tokens"
+    if recipe.tune and recipe.tune.keep == "best" and not recipe.tune.validation_fraction:
+        yield ("tune", "keep"), "nothing is held out to find the best weights by; raise tune.validation_fraction, or keep the last"
+    if recipe.tune and recipe.tune.lora and recipe.tune.ewc:
+        yield ("tune", "ewc"), "the weights that it would hold are frozen with tune.lora; leave one of the two out"
     known = [*sources, *outputs, *recipe.shards.imported]
     if recipe.tune and recipe.tune.replay:
         if not known:

@@ -9,11 +9,13 @@ from pydantic import Field, field_validator, model_validator
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
 from lmworks.recipe.schema.evaluate import Generator
+from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.train import EarlyStopping, Ewc, LrSchedule, check_weights
 from lmworks.recipe.schema.units import Duration, Tokens
 
 StoryForm = Literal["whole", "spoken", "exchanges"]
 ConversationFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion"]
+_DEFAULT_TOKENS = Tokens.parse("500k tokens")
 _GENERATED = 2000  # conversations of a set that is not the user's own
 
 
@@ -85,7 +87,12 @@ class Tune(Node):
     effect: ClassVar = read_by("tune")
 
     data: list[ChatData] = Field(default_factory=list)
-    tokens: Annotated[Tokens, read_by("tune", "export")] = Field(Tokens.parse("500k tokens"), description="token budget")
+    tokens: Annotated[Tokens | None, read_by("tune", "export")] = Field(
+        None, description="token budget; 500k tokens where neither this nor epochs is given"
+    )
+    epochs: Annotated[int | None, read_by("tune", "export")] = Field(
+        None, gt=0, description="passes over the conversations of all sets, instead of a token budget: each conversation once per pass"
+    )
     sequence_length: Tokens = Field(Tokens.parse("512 tokens"), description="tokens per sequence")
     global_batch_size: Tokens = Field(Tokens.parse("8Ki tokens"), description="tokens per optimizer step")
     learning_rate_scale: float = Field(0.3, gt=0, description="peak learning rate relative to optimizer.learning_rate")
@@ -93,6 +100,15 @@ class Tune(Node):
     validation_fraction: float = Field(
         0.02, ge=0, lt=1, description="fraction of each set of conversations that is held out for validation; at least one, at most 500"
     )
+    keep: Annotated[Literal["last", "best"], read_by("tune", "export")] = Field(
+        "last", description="weights that the stage ends with: the last ones, or those with the lowest loss on the held-out conversations"
+    )
     early_stopping: EarlyStopping | None = Field(None, description="end tuning early; requires held-out conversations")
+    lora: Lora | None = Field(None, description="train low-rank adapters instead of the weights")
     replay: Replay | None = Field(None, description="sequences of the recipe's own corpus or token files in every step")
     ewc: Ewc | None = Field(None, description="elastic weight consolidation towards the weights of pretraining")
+
+    @property
+    def planned_tokens(self) -> Tokens:
+        """The token budget. With `epochs` it is known only when the conversations have been read, and plans assume the default."""
+        return self.tokens if self.tokens is not None else _DEFAULT_TOKENS

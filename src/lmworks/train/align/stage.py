@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmworks.checkpoint import checkpoints as saved
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.communicator import Communicator, new_communicator
 from lmworks.checkpoint.run_bundle import run_files_of
@@ -18,6 +17,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import EarlyStopping
 from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
 from lmworks.tokenizer.tokenizer import Tokenizer
+from lmworks.train.adapters import load_weights
 from lmworks.train.curriculum import Curriculum
 from lmworks.train.data.frozen_tokenizer import META, digest, require_same
 from lmworks.train.load import final_checkpoint, final_rope, stages_of
@@ -60,11 +60,8 @@ def start(recipe: Recipe, run_dir: Path, name: str, ranks: Ranks | None) -> Star
     found: list[Path] = []
     communicator.run_on_all(lambda: found.append(final_checkpoint(run_dir, before)) if communicator.is_first else None)
     path = communicator.broadcast(found[0] if found else Path())
-    meta = saved.load(path, {"model": model.state_dict()}, identity(recipe), verified=True, communicator=communicator)
+    meta = load_weights(path, model, identity(recipe), communicator, bool(recipe.optimizer.ema_decay))
     require_same(run_dir, meta.get(META))
-    if recipe.optimizer.ema_decay:
-        average = {key: parameter.detach() for key, parameter in model.named_parameters()}
-        saved.load(path, {"average": average}, identity(recipe), verified=True, communicator=communicator)
     return Start(model, path, communicator)
 
 

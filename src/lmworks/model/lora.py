@@ -1,0 +1,87 @@
+"""Attaches low-rank adapters to a model, and merges them into its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from lmworks.errors import UserError
+from lmworks.model.adapter import Adapter
+from lmworks.model.attention import Attention
+from lmworks.model.layers import Linear, SwiGLU
+from lmworks.model.mla import LatentAttention
+from lmworks.model.moe import Experts
+from lmworks.model.transformer import Transformer
+from lmworks.recipe.schema.lora import Lora
+
+_GROUPS = ("attention", "mlp", "experts", "all-linear")
+_STACKS = ("gate", "up", "down")
+
+
+def attach(model: Transformer, options: Lora) -> list[str]:
+    """Freeze the model and add an adapter to each matrix that `options.targets` names; returns the names of the matrices.
+
+    Do it before the model is sharded, on the device (such as meta) that the adapters are to be on; their values are set by
+    `lmworks.model.init.initialize`. The embedding, the head, the router and multi-token prediction have none. Raises `UserError` if a
+    target matches nothing or the rank is larger than a matrix.
+    """
+    model.requires_grad_(False)
+    places = list(_places(model))
+    chosen = []
+    for name, module, attribute, kinds in places:
+        if any(_matches(target, name, kinds) for target in options.targets):
+            weight = getattr(module, attribute if attribute != "lora" else "weight")
+            largest = min(weight.shape[-2:])
+            if options.rank > largest:
+                shape = " x ".join(map(str, weight.shape[-2:]))
+                raise UserError(f"lora.rank {options.rank} is larger than the matrix {name} ({shape}); use at most {largest}")
+            adapter = Adapter(weight, options.rank, options.scale, options.dropout)
+            setattr(module, attribute if attribute == "lora" else f"{attribute}_lora", adapter)
+            chosen.append(name)
+    for target in options.targets:
+        if not any(_matches(target, name, kinds) for name, _, _, kinds in places):
+            known = sorted({name.split(".", 2)[-1] for name, *_ in places})
+            raise UserError(f"lora.targets: {target!r} matches no matrix of this model; known are {', '.join((*_GROUPS, *known))}")
+    return chosen
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Adapter]]:
+    """The name of each matrix with an adapter, the module and attribute that hold the matrix, and the adapter."""
+    for name, module in model.named_modules():
+        for attribute, found in list(module._modules.items()):
+            if isinstance(found, Adapter):
+                stacked = attribute.removesuffix("_lora") if attribute != "lora" else ""
+                yield (f"{name}.{stacked}" if stacked else name), module, stacked or "weight", found
+
+
+@torch.no_grad()
+def merge(model: Transformer) -> Transformer:
+    """Add each adapter to its matrix and remove it: the model computes the same as before, up to rounding, and has no adapters."""
+    for _, module, attribute, adapter in list(adapters(model)):
+        weight = getattr(module, attribute)
+        weight += adapter.delta().to(weight.dtype)
+        setattr(module, "lora" if attribute == "weight" else f"{attribute}_lora", None)
+    return model.requires_grad_(True)
+
+
+def _places(model: Transformer) -> Iterator[tuple[str, nn.Module, str, tuple[str, ...]]]:
+    """Each matrix that can have an adapter: name, module, attribute, and the groups that it belongs to."""
+    for number, block in model.layers.named_children():
+        for name, module in block.named_modules(prefix=f"layers.{number}"):
+            if isinstance(module, Attention | LatentAttention | SwiGLU):
+                group = "mlp" if isinstance(module, SwiGLU) else "attention"
+                for own, part in module.named_children():
+                    if isinstance(part, Linear):
+                        yield f"{name}.{own}", part, "lora", (group, "all-linear")
+            elif isinstance(module, Experts):
+                for stack in _STACKS:
+                    yield f"{name}.{stack}", module, stack, ("experts",)
+
+
+def _matches(target: str, name: str, groups: tuple[str, ...]) -> bool:
+    """Ends of names mean whole parts, and not the experts unless they are named, whose projections have the names of others."""
+    if target in _GROUPS:
+        return target in groups
+    return f".{name}".endswith(f".{target}") and ("experts" not in groups or "experts" in target)

@@ -1,0 +1,54 @@
+"""Low-rank adapters on every kind of layout: losses, gradients and weights of one process, and a base that nothing changes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.recipe.schema.lora import Lora
+from parallel.parity import Trained, compare, train
+from rank_pool import RankPool
+
+EVERYTHING = ("all-linear", "experts")
+LAYOUTS: list[tuple[dict[str, Any], str]] = [
+    ({"dp_shard": 2, "zero": 3}, "moe"), ({"dp_replicate": 2}, "dense"), ({"tp": 2}, "moe"), ({"dp_shard": 2, "ep": 2}, "moe"),
+    ({"tp": 2}, "mla"), ({"pp": 2}, "mtp"), ({"cp": 2}, "dense"),
+]  # fmt: skip
+SLOW: list[tuple[dict[str, Any], str]] = [
+    ({"dp_shard": 2, "tp": 2, "ep": 2, "zero": 3}, "mla"), ({"pp": 2, "dp_shard": 2}, "tied"), ({"dp_shard": 3, "zero": 2}, "moe"),
+    ({"dp_shard": 2, "zero": 0}, "mla"), ({"pp": 2, "tp": 2}, "moe"),
+]  # fmt: skip
+
+
+def options(kind: str) -> Lora:
+    return Lora(rank=3, alpha=6, targets=EVERYTHING if kind not in ("dense", "tied") else EVERYTHING[:1])
+
+
+def stepped(layout: dict[str, Any], kind: str, recompute: bool = False) -> Trained:
+    """Some steps with adapters on this rank."""
+    more = {"activation_checkpointing": "full"} if recompute else {}
+    return train(layout, kind, lora=options(kind), **more)
+
+
+@cache
+def alone(kind: str) -> Trained:
+    return stepped({}, kind)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), [*LAYOUTS, *(pytest.param(layout, kind, marks=pytest.mark.slow) for layout, kind in SLOW)], ids=str
+)
+def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
+    expected = alone(kind)
+    assert expected.grads and all("lora." in name for name in (*expected.grads, *expected.weights))
+    assert any("gate_lora" in name for name in expected.grads) == (kind not in ("dense", "tied"))
+    world = world_size(Layout(**layout))
+    # adapters of all matrices: the third step has the rounding of the first two in every layer, twice that of other tests
+    compare(expected, ranks.run(stepped, world, layout, kind), tolerance=3e-5)
+
+
+def test_recomputed_activations_change_nothing() -> None:
+    compare(alone("moe"), [stepped({}, "moe", True)])
