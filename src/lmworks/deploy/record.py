@@ -73,9 +73,8 @@ def record_answers(model: Transformer, vocabulary: Vocabulary) -> dict[str, Any]
         tokens, chosen = [], []
         options = GenerateOptions(max_new_tokens=_LENGTH, logprobs=_TOP, stop_ids=vocabulary.stop_ids)
         for (token,) in stream(model, [ids], options):
-            text = _plain(vocabulary, token.id) if token else None
-            if token is None or text is None or token.id in vocabulary.stop_ids:
-                break  # engines show control tokens and parts of characters in different ways
+            if token is None or not _plain(vocabulary, token.id):
+                break
             top = sorted(token.top, key=lambda pair: -pair[1])
             tokens.append({"top": [[vocabulary.token_text(other), round(value, 5)] for other, value in top]})
             chosen.append((token.id, token.logprob))
@@ -93,13 +92,9 @@ def tolerance_for(recorded: float, bits: int) -> float:
     return max([recorded, *(least for limit, least in _LEAST.items() if bits <= limit)])
 
 
-def _plain(vocabulary: Vocabulary, token: int) -> str | None:
-    """The text of a token that every engine shows alike; None for control tokens and incomplete characters."""
-    try:
-        text = vocabulary.token_bytes(token).decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-    return text if text and not (text.startswith("<|") and text.endswith("|>")) and text.isprintable() | text.isspace() else None
+def _plain(vocabulary: Vocabulary, token: int) -> bool:
+    """Whether every engine shows the token alike: not a control token, whose text some engines leave out, nor an incomplete character."""
+    return vocabulary.decoder().push(token) != ""
 
 
 @torch.inference_mode()
