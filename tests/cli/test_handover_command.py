@@ -145,3 +145,11 @@ def test_a_config_with_layers_without_weights_is_corrected(lmworks: Lmworks, exp
     assert lmworks("handover", "slime", model, "--prompts", prompts, "--out", out).code == 0
     assert read_json(out / "huggingface" / "config.json")["num_nextn_predict_layers"] == 0
     assert "--mtp-num-layers" not in (out / "model_args.sh").read_text()
+
+
+def test_a_recipe_stands_for_its_conversations(lmworks: Lmworks, exported: Path, tiny: Tiny, tmp_path: Path) -> None:
+    done = lmworks("handover", "slime", exported, "--prompts", tiny.recipe, "--out", tmp_path / "d", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["prompts"] == 324  # all rows of the file
+    first = json.loads((tmp_path / "d" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert first["prompt"] == [{"role": "user", "content": "What is 0 + 0?"}] and first["label"] == "0 + 0 is 0."

@@ -9,7 +9,7 @@ from lmworks.errors import UserError
 
 
 def prompt_files(given: Sequence[str]) -> list[Path]:
-    """The JSONL files; a recipe stands for the files of kind files in its `tune.data`. Raises `UserError` for a recipe without any."""
+    """The JSONL files; a recipe stands for the JSONL files in its `tune.data`. Raises `UserError` for a recipe without any."""
     from lmworks.recipe.loading.load import load_recipe
 
     found: list[Path] = []
@@ -18,8 +18,11 @@ def prompt_files(given: Sequence[str]) -> list[Path]:
             found.append(Path(name))
             continue
         recipe = load_recipe(name, []).recipe
-        sources = recipe.tune.data if recipe.tune else ()
-        files = [Path(source.path) for source in sources if source.kind == "files" and source.path is not None]
+        files: list[Path] = []
+        for source in recipe.tune.data if recipe.tune else ():
+            if source.kind == "files" and source.path:
+                path = Path(source.path)
+                files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not files:
             raise UserError(f"{name} has no tune.data of kind files; give a JSONL file with prompts and labels")
         found += files
