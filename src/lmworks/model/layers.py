@@ -43,12 +43,16 @@ class RMSNorm(nn.Module):
         self.plain = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and not self.plain and not torch.compiler.is_compiling():
+        few = x.numel() <= _FEW and not torch.is_grad_enabled()  # as in decoding: less to compute than to call
+        if x.device.type == "cpu" and not self.plain and not few and not torch.compiler.is_compiling():
             out: Tensor = _CachedNorm.apply(x, self.weight, self.eps)
             return out
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * self.weight.to(x.dtype)
+
+
+_FEW = 1 << 16  # elements
 
 
 class _CachedNorm(torch.autograd.Function):
