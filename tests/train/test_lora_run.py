@@ -293,3 +293,16 @@ def test_epochs_and_the_best_weights_by_held_out_loss(based: Tiny) -> None:
 def test_what_contradicts_itself_is_refused(tiny: Tiny, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         tiny.resolve(*overrides)
+
+
+def test_a_later_stage_starts_from_the_merged_weights(based: Tiny) -> None:
+    """`start` of alignment loads what evaluation loads."""
+    from lmworks.train.align.stage import start
+
+    tune(based)
+    recipe = based.resolve(*LORA, "dpo.data=[{name: pairs, kind: jsonl, path: pairs.jsonl}]").recipe
+    begun = start(recipe, based.run_dir, "dpo", None)
+    expected = load_model(based.run_dir, "tuned").state_dict()
+    found = begun.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
