@@ -53,7 +53,8 @@ def micro_batch_of(recipe: Recipe, sequence_length: int, pipelined: bool = False
     assert recipe.train.micro_batch_size
     if pipelined:
         return recipe.train.micro_batch_size
-    longest = max((int(phase.sequence_length) for phase in recipe.train.phases), default=_longest_of_tuning(recipe))
+    lengths = [int(phase.sequence_length) for phase in recipe.train.phases]
+    longest = max(lengths) if lengths else _longest_of_tuning(recipe)
     return max(1, recipe.train.micro_batch_size * longest // sequence_length)
 
 
