@@ -20,6 +20,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.needs("llama")]
 GGUF = [name for name, scheme in SCHEMES.items() if scheme.format == "gguf"]
 
 
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bindings of `engines.sh` are installed without a library of their own."""
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(engine("LMWORKS_LLAMA_SERVER").parent))
+
+
 @pytest.mark.parametrize("name", ["glm4moe", "deepseek", "qwen3"])
 def test_every_scheme_passes(make_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, name: str) -> None:
     run = make_run(name, STEPS)
