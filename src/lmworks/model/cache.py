@@ -80,6 +80,10 @@ class Cache:
         self._masks = {}
         return self.slots_BT
 
+    def masks(self, window: int | None) -> tuple[None, None]:
+        """None: attention over a cache asks each layer of it (`LayerCache.attend`)."""
+        return None, None
+
     def seen(self, slides: bool) -> Visible:
         """The mask of the new tokens in layers with or without a sliding window; made once for all layers."""
         window = self._window if slides else None
@@ -150,6 +154,10 @@ class JoinedCache:
     def begin(self, steps: int) -> Tensor:
         """Reserve slots for `steps` tokens a row and return their positions (B, T)."""
         return torch.cat([part.begin(steps) for part in self.parts])
+
+    def masks(self, window: int | None) -> tuple[None, None]:
+        """As `Cache.masks`."""
+        return None, None
 
     def layer(self, index: int) -> LayerCache:
         return _JoinedLayer([part.layer(index) for part in self.parts], [part.rows for part in self.parts])

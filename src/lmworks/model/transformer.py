@@ -230,7 +230,7 @@ class Transformer(nn.Module):
         if cache is None:
             return documents.from_cu_seqlens((tokens_BT.shape[0], tokens_BT.shape[1]), cu_seqlens, window, tokens_BT.device)
         assert cu_seqlens is None  # a cached row is one document
-        return documents.Documents(cache.begin(tokens_BT.shape[1]), None, None)  # the cache makes the masks
+        return documents.Documents(cache.begin(tokens_BT.shape[1]), *cache.masks(window))
 
     def blocks(self, x_BTD: Tensor, spans: documents.Documents, cache: Cache | JoinedCache | None = None) -> tuple[Tensor, ExpertStats]:
         """Through the layers: the residual stream (B, T, D), and what the experts did."""

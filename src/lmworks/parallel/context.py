@@ -106,7 +106,11 @@ class Slices:
         assert steps == self.places_BT.shape[1]
         return self.places_BT - self.start_BT
 
-    def mask(self, window: int | None) -> SharedVisible:
+    def masks(self, window: int | None) -> tuple[SharedVisible, SharedVisible]:
+        """The masks of layers without and with the sliding window."""
+        return self._mask(None), self._mask(window)
+
+    def _mask(self, window: int | None) -> SharedVisible:
         first_BT = first_seen(self.places_BT, window, self.start_BT)
         return SharedVisible(first_BT, self.places_BT, self.length, group=self.group, size=self.size)
 
