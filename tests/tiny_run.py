@@ -81,7 +81,7 @@ train:
       rope: {{theta: 50000.0}}
       bias_update_rate: 0.001
 tune:
-  data: [{{name: sums, kind: jsonl, path: {texts}/chats.jsonl, count: 300}}]
+  data: [{{name: sums, kind: files, path: {texts}/chats.jsonl, count: 300}}]
   tokens: 2Ki
   sequence_length: 64 tokens
   global_batch_size: 256 tokens

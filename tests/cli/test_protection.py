@@ -171,7 +171,7 @@ def test_tuning_data_holds_nothing_that_is_asked(
     (tmp_path / "chats.jsonl").write_text("\n".join([*chats[:40], json.dumps(leak)]) + "\n")
     monkeypatch.setattr(pretrain, "pretrain", lambda *given: None)
     monkeypatch.setattr(tune, "TuningCurriculum", enough)
-    data = f"tune.data=[{{name: mine, kind: jsonl, path: {tmp_path}/chats.jsonl}}]"
+    data = f"tune.data=[{{name: mine, kind: files, path: {tmp_path}/chats.jsonl}}]"
     lmworks("tune", *with_leak(tiny, tmp_path), "--set", own(tmp_path, ITEM), "--set", data)
     manifest = read_json(tmp_path / "run" / "tune" / "data" / "manifest.json")
     assert manifest["data"]["mine"]["left_out"] == {"holds an evaluation item": 1}

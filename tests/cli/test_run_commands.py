@@ -184,3 +184,17 @@ def test_a_new_domain_and_the_vocabulary_size_are_judged(lmworks: Lmworks, finis
     assert sum(row["recommended"] for row in larger) == 1
     assert "the smallest vocabulary within 1%" in " ".join(lmworks(*sizes).out.split())
     assert before == {path: path.read_bytes() for path in (finished.run_dir / "tokenizer").iterdir()}
+
+
+def test_conversations_are_shown_with_what_is_trained(lmworks: Lmworks, finished: Tiny, tmp_path: Path) -> None:
+    found = json.loads(lmworks("data", "conversations", finished.run_dir, "--count", 2, "--json").out)
+    assert list(found["sets"]) == ["sums"] and len(found["conversations"]) == 2
+    for one in found["conversations"]:
+        trained = [text for text, is_trained in one["pieces"] if is_trained]
+        others = "".join(text for text, is_trained in one["pieces"] if not is_trained)
+        assert trained and 0 < one["trained"] < one["tokens"]
+        assert "<|user|>" in others and not any("<|user|>" in text.removesuffix("<|user|>") for text in trained)
+    printed = lmworks("data", "conversations", finished.run_dir).out
+    assert "⟦" in printed and "% trained" in printed
+    assert "there is no set 'tales'" in lmworks("data", "conversations", finished.run_dir, "--set", "tales").error
+    assert "has no conversations yet" in lmworks("data", "conversations", tmp_path).error

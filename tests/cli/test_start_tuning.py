@@ -38,7 +38,7 @@ def write_recipe(folder: Path, base: Path, chats: Path, **changes: Any) -> Path:
         "name": "tuned", "threads": 1, "start_from": str(base), "run_dir": str(folder / "run"),
         "optimizer": {"learning_rate": 0.003, "adam_learning_rate": 0.003},
         "tune": {
-            "data": [{"name": "sums", "kind": "jsonl", "path": str(chats), "count": 100}], "tokens": "2Ki", "sequence_length": "64 tokens",
+            "data": [{"name": "sums", "kind": "files", "path": str(chats), "count": 100}], "tokens": "2Ki", "sequence_length": "64 tokens",
             "global_batch_size": "256 tokens",
         },
         "train": {"precision": "fp32", "compile": False, "micro_batch_size": 2},

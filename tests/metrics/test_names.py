@@ -32,7 +32,7 @@ def written_by_alignment(tiny: Tiny, folder: Path) -> set[str]:
     """The metrics of preference optimization and reinforcement learning."""
     rows = [{"prompt": f"Say {n}", "answer": "a", "chosen": "yes", "rejected": "no"} for n in range(8)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    data: dict[str, Any] = {"name": "rows", "kind": "jsonl", "path": str(folder / "rows.jsonl")}
+    data: dict[str, Any] = {"name": "rows", "kind": "files", "path": str(folder / "rows.jsonl")}
     common = {"sequence_length": "64 tokens"}
     options = {
         "dpo": common | {"data": [data], "loss": "kto", "pairs_per_step": 8, "held_out_fraction": 0.2},

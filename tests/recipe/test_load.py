@@ -249,7 +249,7 @@ def test_a_generator_is_named_alone_or_with_options_and_once(write: Write) -> No
 
 @pytest.mark.parametrize("name", ["../../../etc/cron.d/x", "/etc/cron.d/x", "..", ".hidden", "a/b", "", "a b"])
 def test_names_that_become_files_stay_in_their_folder(write: Callable[..., Path], name: str) -> None:
-    data = json.dumps([{"name": name, "kind": "jsonl", "path": "chats.jsonl"}])
+    data = json.dumps([{"name": name, "kind": "files", "path": "chats.jsonl"}])
     with pytest.raises(UserError, match=r"tune.data.*name: string should match pattern"):
         load_recipe(write(), [f"tune.data={data}"])
     for key in ("name", "corpus.sources.0.name", "train.phases.0.name"):
@@ -258,6 +258,6 @@ def test_names_that_become_files_stay_in_their_folder(write: Callable[..., Path]
 
 
 def test_two_bodies_of_conversations_need_two_names(write: Callable[..., Path]) -> None:
-    data = json.dumps([{"name": "mine", "kind": "jsonl", "path": path} for path in ("a.jsonl", "b.jsonl")])
+    data = json.dumps([{"name": "mine", "kind": "files", "path": path} for path in ("a.jsonl", "b.jsonl")])
     with pytest.raises(UserError, match="two bodies of conversations are called 'mine'"):
         load_recipe(write(), [f"tune.data={data}"])

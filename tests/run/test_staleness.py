@@ -82,7 +82,9 @@ def test_a_change_of_any_key_makes_again_what_the_page_says(finished: Tiny, monk
     values: dict[str, Any] = dict.fromkeys(known_paths(Recipe)) | staleness.recipe_values(recipe)
     monkeypatch.setattr(staleness, "_content", cache(staleness._content))
     current = [staleness.stage_inputs(stage, recipe, finished.run_dir, files) for stage in STAGES]
-    assert not any(staleness.stale_reason(stage, recipe, finished.run_dir, made) for stage, made in zip(STAGES, current, strict=True))
+    of_run = stages_for(recipe)
+    for stage, made in zip(STAGES, current, strict=True):
+        assert stage not in of_run or not staleness.stale_reason(stage, recipe, finished.run_dir, made)
     wrong = []
     for path, value in values.items():
         pair = (value, ["x", value])
@@ -106,6 +108,8 @@ ASIDE = {
         "train.phases.*.sequence_length",
         "train.init_seed",
     ],  # and the micro-batch
+    "evaluate": ["dpo", "grpo"],  # whether there are such stages, whose checkpoints are among its inputs
+    "export": ["dpo", "grpo"],
 }
 
 
@@ -161,7 +165,8 @@ def test_stages_read_no_key_that_is_not_declared(tiny_copy: Tiny, monkeypatch: p
     monkeypatch.setattr(Node, "__getattribute__", lambda node, key: watched(node, key))
     tiny_copy.walk()
     monkeypatch.undo()
-    assert {stage for stage, _ in watched.read} == {stage.name for stage in STAGES}
+    recipe = load_resolved(tiny_copy.run_dir / "resolved.json")
+    assert {stage for stage, _ in watched.read} == {stage.name for stage in stages_for(recipe)}
     undeclared = {(stage, path) for stage, path in watched.read if readers(path) and stage not in readers(path)}
     assert not {(stage, path) for stage, path in undeclared if not any(covers(key, path) for key in ASIDE.get(stage, ()))}
 
@@ -358,7 +363,8 @@ def test_stages_know_what_they_need(finished: Tiny) -> None:
     """Each file that a stage names is one that an earlier stage makes."""
     recipe = load_resolved(finished.run_dir / "resolved.json")
     earlier: set[str] = set()
+    absent = {stage.folder for stage in STAGES} - {stage.folder for stage in stages_for(recipe)}
     for stage in stages_for(recipe):
-        for need in stage.needs:
+        for need in (one for one in stage.needs if one.partition("/")[0] not in absent):
             assert need.partition("/")[0] in earlier and (finished.run_dir / need).exists(), (stage.name, need)
         earlier.add(stage.folder)

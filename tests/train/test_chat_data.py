@@ -53,7 +53,7 @@ def chat(*contents: str) -> list[dict[str, str]]:
 def jsonl(path: Path, rows: list[Any]) -> dict[str, Any]:
     lines = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
     path.write_bytes(b"\n".join(lines) + b"\n")
-    return {"name": "mine", "kind": "jsonl", "path": str(path)}
+    return {"name": "mine", "kind": "files", "path": str(path)}
 
 
 def documents(prefix: Path) -> list[tuple[list[int], list[int]]]:
@@ -121,9 +121,9 @@ def test_nothing_good_or_nothing_there_is_an_error(tokenizer: Tokenizer, tmp_pat
     with pytest.raises(UserError, match="it is empty"):
         build_chat_data(recipe_of(jsonl(tmp_path / "a.jsonl", [b""])), tokenizer, tmp_path / "out")
     with pytest.raises(UserError, match="is no file and no folder"):
-        build_chat_data(recipe_of({"name": "mine", "kind": "jsonl", "path": str(tmp_path / "no")}), tokenizer, tmp_path / "out")
+        build_chat_data(recipe_of({"name": "mine", "kind": "files", "path": str(tmp_path / "no")}), tokenizer, tmp_path / "out")
     with pytest.raises(UserError, match="needs path"):
-        build_chat_data(recipe_of({"name": "mine", "kind": "jsonl"}), tokenizer, tmp_path / "out")
+        build_chat_data(recipe_of({"name": "mine", "kind": "files"}), tokenizer, tmp_path / "out")
     with pytest.raises(UserError, match=r"tune\.data is empty"):
         build_chat_data(recipe_of(), tokenizer, tmp_path / "out")
 

@@ -195,7 +195,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
         data = ChatData(name="mine", kind="files", path=str(path))
         del rows
         tracemalloc.start()
-        assert sum(1 for row in read_files(data) if row.fault is None) == factor * 2000
+        assert sum(1 for row in read_files("tune.data.mine", data.path) if row.fault is None) == factor * 2000
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.25 * peaks[0] + 200_000, peaks

@@ -40,7 +40,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 def options_of(path: Path, **changes: Any) -> str:
     node = {
-        "data": [{"name": "sums", "kind": "jsonl", "path": str(path)}], "sequence_length": "64 tokens", "pairs_per_step": 16,
+        "data": [{"name": "sums", "kind": "files", "path": str(path)}], "sequence_length": "64 tokens", "pairs_per_step": 16,
         "learning_rate_scale": 0.1, "held_out_fraction": 0.1,
     } | changes  # fmt: skip
     return f"dpo={json.dumps(node)}"
@@ -191,7 +191,7 @@ def test_generated_pairs_need_no_file(tiny: Tiny, tmp_path: Path) -> None:
         ([{"prompt": "x", "chosen": "a", "rejected": "a"}] * 3, {}, "yields no pair .*3 equal answers; first: .*pairs.jsonl:1"),
         ([], {}, "yields no pair .it is empty"),
         ([pair(1, 1)], {"data": []}, "dpo.data is empty"),
-        ([pair(1, 1)], {"data": [{"name": "a", "kind": "jsonl", "path": "no/such.jsonl"}]}, "no/such.jsonl is no file"),
+        ([pair(1, 1)], {"data": [{"name": "a", "kind": "files", "path": "no/such.jsonl"}]}, "no/such.jsonl is no file"),
     ],
 )  # fmt: skip
 def test_data_without_pairs_is_refused(tiny: Tiny, tmp_path: Path, rows: list[Any], changes: dict[str, Any], message: str) -> None:

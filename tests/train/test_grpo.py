@@ -37,7 +37,7 @@ def options_of(folder: Path, reward: str = OWN, **changes: Any) -> dict[str, Any
     rows = [{"prompt": f"Say {n}", "answer": str(n)} for n in range(30)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (folder / "reward.py").write_text(reward)
-    data = {"name": "own", "kind": "jsonl", "path": str(folder / "prompts.jsonl"), "reward": "python", "file": str(folder / "reward.py")}
+    data = {"name": "own", "kind": "files", "path": str(folder / "prompts.jsonl"), "reward": "python", "file": str(folder / "reward.py")}
     return {
         "data": [data], "group_size": 3, "prompts_per_step": 3, "steps": 4, "max_new_tokens": 16, "sequence_length": "64 tokens",
         "held_out": 3, "learning_rate_scale": 0.1, "temperature": 0.8, "top_p": 0.95, "updates_per_rollout": 2, "beta": 0.02,
@@ -161,7 +161,7 @@ def test_a_label_on_the_border_of_a_filter_keeps_a_finite_score() -> None:
 
 
 def task(**changes: Any) -> RewardTask:
-    return RewardTask.model_validate({"name": "a", "kind": "jsonl"} | changes)
+    return RewardTask.model_validate({"name": "a", "kind": "files"} | changes)
 
 
 @pytest.mark.parametrize(
@@ -236,10 +236,10 @@ def test_a_reward_that_fails_earns_nothing(tmp_path: Path, code: str, detail: st
     [
         ({"group_size": 1}, "group_size 1: an answer is compared with the others of its group; use 2 or more"),
         ({"data": []}, "grpo.data is empty"),
-        ({"data": [{"name": "a", "kind": "jsonl", "reward": "exact", "path": "no/such.jsonl"}]}, "no/such.jsonl is no file"),
-        ({"data": [{"name": "a", "kind": "jsonl", "reward": "python", "path": "x.jsonl", "file": "no.py"}]}, "no.py cannot be read"),
+        ({"data": [{"name": "a", "kind": "files", "reward": "exact", "path": "no/such.jsonl"}]}, "no/such.jsonl is no file"),
+        ({"data": [{"name": "a", "kind": "files", "reward": "python", "path": "x.jsonl", "file": "no.py"}]}, "no.py cannot be read"),
         ({"data": [{"name": "a", "kind": "tasks", "tasks": ["chain_som"]}]}, "no task 'chain_som'; did you mean chain_sum"),
-        ({"data": [{"name": "a", "kind": "jsonl", "reward": "verifier"}]}, "reward verifier is not for kind jsonl"),
+        ({"data": [{"name": "a", "kind": "files", "reward": "verifier"}]}, "reward verifier is not for kind files"),
         ({"max_new_tokens": 63}, "grpo.data.own yields no prompt .*no room for an answer in sequence_length and the model's context"),
     ],
 )

@@ -300,7 +300,7 @@ def test_a_later_stage_starts_from_the_merged_weights(based: Tiny) -> None:
     from lmworks.train.align.stage import start
 
     tune(based)
-    recipe = based.resolve(*LORA, "dpo.data=[{name: pairs, kind: jsonl, path: pairs.jsonl}]").recipe
+    recipe = based.resolve(*LORA, "dpo.data=[{name: pairs, kind: files, path: pairs.jsonl}]").recipe
     begun = start(recipe, based.run_dir, "dpo", None)
     expected = load_model(based.run_dir, "tuned").state_dict()
     found = begun.model.state_dict()

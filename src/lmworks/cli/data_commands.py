@@ -24,8 +24,11 @@ _PIPED = 140  # columns of a table that folds its texts
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    data = typer.Typer(no_args_is_help=True, help="Training data of a run: batches, epochs, mixture changes, verification, import.")
-    for name, command in (("batch", batch), ("plan", plan), ("mixture", mixture), ("verify", verify), ("import", import_)):
+    text = "Training data of a run: batches, epochs, conversations, mixture changes, verification, import."
+    data = typer.Typer(no_args_is_help=True, help=text)
+    for name, command in (
+        ("batch", batch), ("plan", plan), ("conversations", conversations), ("mixture", mixture), ("verify", verify), ("import", import_),
+    ):  # fmt: skip
         data.command(name)(command)
     app.add_typer(data, name="data")
 
@@ -55,6 +58,35 @@ def batch(
         begin = tokenizer.decode(tokens[: text + 8].tolist())[:text].replace("\n", "\\n")
         table.add_row(f"{row.number}", row.source, str(row.epoch), Text(documents), Text(begin))
     console(piped=_PIPED).print(table)
+
+
+def conversations(
+    run: RunArgument,
+    name: Annotated[str | None, typer.Option("--set", metavar="NAME", help="Only this set of tune.data.")] = None,
+    count: Annotated[int, typer.Option("--count", min=1, help="Conversations shown of each set.")] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Print conversations of the tuning data as the model reads them, with what is trained marked, and the counts of each set."""
+    from lmworks.files import read_json
+    from lmworks.tokenizer import load
+    from lmworks.train.data.chat import described
+    from lmworks.train.data.conversation_view import conversations as shown_of
+
+    data = Path(run) / "tune" / "data"
+    shown = list(shown_of(data, lambda: load(Path(run) / "tokenizer"), name, count))
+    sets = {one: body for one, body in read_json(data / "manifest.json")["data"].items() if name in (None, one)}
+    if as_json:
+        print_json({"sets": sets, "conversations": [asdict(one) for one in shown]})
+        return
+    terminal = console()
+    for one, body in sets.items():
+        terminal.print(Text(described(one, body), style="bold"), soft_wrap=True)
+        for found in (each for each in shown if each.name == one):
+            terminal.print(Text(f"conversation {found.number}: {found.tokens:,} tokens, {found.trained:,} trained", style="dim"))
+            text = Text()
+            for piece, trained in found.pieces:
+                text.append(f"⟦{piece}⟧" if trained else piece, style="green" if trained else "")
+            terminal.print(text, soft_wrap=True)
 
 
 def plan(run: RunArgument, as_json: JsonOption = False) -> None:

@@ -17,11 +17,15 @@ class PreferenceData(Node):
     """One set of preference pairs."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of this set of pairs")
-    kind: Literal["jsonl", "tasks"] = Field(
-        description="jsonl: {prompt, chosen, rejected} per line, as texts or messages, OpenAI's {input, preferred_output, "
+    kind: Literal["files", "tasks"] = Field(
+        description="files: {prompt, chosen, rejected} per line, as texts or messages, OpenAI's {input, preferred_output, "
         "non_preferred_output}, or {prompt, completion, label} for loss kto; tasks: a right answer of reasoning-gym against a wrong one"
     )
-    path: str | None = Field(None, description="kind jsonl: the file, or a folder of *.jsonl, relative to the working directory")
+    path: str | None = Field(
+        None,
+        description="kind files: a file (.jsonl or .json, also compressed, or .parquet), a folder or a pattern, relative to the working "
+        "directory",
+    )
     tasks: list[Generator] = Field(
         default_factory=list, description="kind tasks: generators of the questions; those of evaluate.tasks when omitted"
     )

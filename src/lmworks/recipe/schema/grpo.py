@@ -17,10 +17,14 @@ class RewardTask(Node):
     """One set of prompts, and the reward of their answers."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of this set of prompts")
-    kind: Literal["tasks", "jsonl"] = Field(
-        description="tasks: questions of reasoning-gym; jsonl: {prompt, answer, tests, ...} per line, prompt as text or messages"
+    kind: Literal["tasks", "files"] = Field(
+        description="tasks: questions of reasoning-gym; files: {prompt, answer, tests, ...} per line, prompt as text or messages"
     )
-    path: str | None = Field(None, description="kind jsonl: the file, or a folder of *.jsonl, relative to the working directory")
+    path: str | None = Field(
+        None,
+        description="kind files: a file (.jsonl or .json, also compressed, or .parquet), a folder or a pattern, relative to the working "
+        "directory",
+    )
     tasks: list[Generator] = Field(
         default_factory=list, description="kind tasks: generators of the questions; those of evaluate.tasks when omitted"
     )
@@ -36,7 +40,7 @@ class RewardTask(Node):
     @model_validator(mode="after")
     def _consistent(self) -> RewardTask:
         if (self.kind == "tasks") != (self.reward == "verifier") and self.reward != "python":
-            raise ValueError(f"{self.name}: reward {self.reward} is not for kind {self.kind}: tasks have a verifier, jsonl the others")
+            raise ValueError(f"{self.name}: reward {self.reward} is not for kind {self.kind}: tasks have a verifier, files the others")
         if (self.reward == "python") != (self.file is not None):
             raise ValueError(f"{self.name}: reward python needs a file, and no other reward has one")
         return self

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
@@ -26,7 +26,7 @@ class ChatData(Node):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of this set of conversations and of its files")
     kind: Literal["files", "huggingface", "chitchat", "virtual-stories", "tasks"] = Field(
-        description="files: .jsonl, .json and .parquet, also compressed (formerly jsonl); huggingface: a dataset; chitchat and "
+        description="files: .jsonl, .json and .parquet, also compressed; huggingface: a dataset; chitchat and "
         "virtual-stories come from the corpus wheels; tasks: reasoning-gym"
     )
     path: str | None = Field(
@@ -52,11 +52,6 @@ class ChatData(Node):
         None, gt=0, description=f"maximum number of conversations, drawn evenly; all of files and datasets, {_GENERATED} of other kinds"
     )
     weight: float = Field(1.0, gt=0, description="weight in the mixture, relative to the other sets; cannot be used with tune.epochs")
-
-    @field_validator("kind", mode="before")
-    @classmethod
-    def _former_kind(cls, value: Any) -> Any:
-        return "files" if value == "jsonl" else value
 
     @property
     def limit(self) -> int | None:

@@ -16,8 +16,9 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.align.rewards import Judge, check_file, make_judge
 from lmworks.train.align.rollouts import Prompt
+from lmworks.train.data.conversation_files import read_files
 from lmworks.train.data.conversation_sets import TASK_SEEDS
-from lmworks.train.data.preference_forms import NoPreference, read_jsonl
+from lmworks.train.data.preference_forms import NoPreference
 
 _NEEDED = {"exact": "answer", "numeric": "answer", "unit_tests": "tests"}
 
@@ -108,12 +109,15 @@ def _encode(row: Any, tokenizer: Tokenizer, most: int, judge: int) -> tuple[Prom
 
 
 def _rows(data: RewardTask, recipe: Recipe, verifiers: dict[str, Any]) -> Iterator[Any]:
-    if data.kind == "jsonl":
-        for _, value in read_jsonl(f"grpo.data.{data.name}", data.path):
-            needed = _NEEDED.get(data.reward)
-            if isinstance(value, dict) and needed is not None and value.get(needed) is None:
-                value = NoPreference(f"no {needed}")
-            yield value if isinstance(value, dict | NoPreference) else NoPreference("no object with columns")
+    if data.kind == "files":
+        needed = _NEEDED.get(data.reward)
+        for row in read_files(f"grpo.data.{data.name}", data.path):
+            if row.fault is not None:
+                yield NoPreference(row.fault)
+            elif not isinstance(row.value, dict):
+                yield NoPreference("no object with columns")
+            else:
+                yield NoPreference(f"no {needed}") if needed is not None and row.value.get(needed) is None else row.value
         return
     sets = _data_sets(data, recipe, -(-data.count // max(1, len(data.tasks or recipe.evaluate.tasks))))
     for name, items in sets.items():

@@ -13,7 +13,6 @@ from typing import Any
 from lmworks.corpus.readers.listing import working_directory_hint
 from lmworks.corpus.readers.opening import COMPRESSED, DecompressionBomb, bounded_lines, open_binary
 from lmworks.errors import UserError
-from lmworks.recipe.schema.tune import ChatData
 
 _JSON_LINES, _JSON, _PARQUET = ".jsonl", ".json", ".parquet"
 _LONGEST_ROW = 1 << 26  # bytes of a line or of an element of an array
@@ -42,15 +41,18 @@ class RawRow:
     fault: str | None = None
 
 
-def read_files(data: ChatData) -> Iterator[RawRow]:
-    """The rows of all files of a set of kind `files`, in the order of their paths. Raises `UserError` if there are none."""
-    if not data.path:
-        raise UserError(f"tune.data.{data.name}: kind files needs path, a file, a folder or a pattern")
-    path = Path(data.path)
+def read_files(where: str, given: str | None, split: str = "train") -> Iterator[RawRow]:
+    """The rows of all files of a set of kind `files`, in the order of their paths; `where` is its recipe key, `given` its path.
+
+    Raises `UserError` if there are none.
+    """
+    if not given:
+        raise UserError(f"{where}: kind files needs path, a file, a folder or a pattern")
+    path = Path(given)
     if any((path / name).is_file() for name in _SAVED_DATASETS):
-        yield from read_dataset(data)
+        yield from read_dataset(where, given, split)
         return
-    for file in _listed(data, path):
+    for file in _listed(where, path):
         kind = _kind(file)
         if kind == _PARQUET:
             yield from _parquet(file)
@@ -58,29 +60,29 @@ def read_files(data: ChatData) -> Iterator[RawRow]:
             yield from _text(file, array=kind == _JSON)
 
 
-def read_dataset(data: ChatData) -> Iterator[RawRow]:
+def read_dataset(where: str, given: str | None, split: str) -> Iterator[RawRow]:
     """The rows of a Hugging Face dataset, on disk or streamed from the hub. Raises `UserError`, or `Unavailable` without a network."""
     from lmworks.corpus.readers.huggingface import open_dataset
 
-    if not data.path:
-        raise UserError(f"tune.data.{data.name}: kind huggingface needs path, NAME[:CONFIG] or a directory")
-    for number, row in enumerate(open_dataset(data.path, data.split)):
-        yield RawRow(f"{data.path}/{data.split}:{number}", _without_nulls(row))
+    if not given:
+        raise UserError(f"{where}: kind huggingface needs path, NAME[:CONFIG] or a directory")
+    for number, row in enumerate(open_dataset(given, split)):
+        yield RawRow(f"{given}/{split}:{number}", _without_nulls(row))
 
 
-def _listed(data: ChatData, path: Path) -> list[Path]:
+def _listed(where: str, path: Path) -> list[Path]:
     if path.is_file():
         if not _kind(path):
             known = ".jsonl, .json (both also .gz, .zst, .bz2 or .xz) or .parquet"
-            raise UserError(f"tune.data.{data.name}.path: {path} is no conversation file; its name must end in {known}")
+            raise UserError(f"{where}.path: {path} is no such file; its name must end in {known}")
         return [path]
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.is_file() and _kind(file)]
     else:
         files = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file() and _kind(Path(name))]
     if not files:
-        hint = working_directory_hint(str(data.path))
-        raise UserError(f"tune.data.{data.name}.path: {path} is no file and no folder with .jsonl, .json or .parquet files{hint}")
+        hint = working_directory_hint(str(path))
+        raise UserError(f"{where}.path: {path} is no file and no folder with .jsonl, .json or .parquet files{hint}")
     return sorted(files)
 
 

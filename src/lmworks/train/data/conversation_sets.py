@@ -50,8 +50,8 @@ def _converted(data: ChatData) -> Iterator[Row] | str:
     from lmworks.corpus.readers.items import Unavailable
 
     if data.kind == "files":
-        return (_row(raw, data) for raw in read_files(data))
-    rows = read_dataset(data)
+        return (_row(raw, data) for raw in read_files(f"tune.data.{data.name}", data.path, data.split))
+    rows = read_dataset(f"tune.data.{data.name}", data.path, data.split)
     try:
         first = next(rows, None)  # a dataset that cannot be had is found out here
     except Unavailable as error:

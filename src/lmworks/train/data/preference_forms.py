@@ -12,14 +12,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from lmworks.corpus.readers.listing import working_directory_hint
-from lmworks.errors import UserError
 
 Messages = list[dict[str, Any]]
 
@@ -97,30 +91,3 @@ def _messages(value: Any, role: str) -> Messages:
 def _said(message: dict[str, Any]) -> bool:
     content = message.get("content")
     return bool(content.strip() if isinstance(content, str) else content) or bool(message.get("tool_calls"))
-
-
-def read_jsonl(where: str, given: str | None) -> Iterator[tuple[str, Any]]:
-    """Each line of a file, or of the *.jsonl of a folder, with its origin: its value, or a `NoPreference` that says why it has none.
-
-    `where` is the recipe key of the data set. Raises `UserError` if there is no such file.
-    """
-    if not given:
-        raise UserError(f"{where}: kind jsonl needs path, a file or a directory of *.jsonl files")
-    path = Path(given)
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.is_file() else []
-    if not files:
-        raise UserError(f"{where}.path: {path} is no file and no directory with *.jsonl files{working_directory_hint(given)}")
-    for file in files:
-        with open(file, "rb") as handle:
-            for number, line in enumerate(handle, 1):
-                if line.strip():
-                    yield f"{file}:{number}", _value(line)
-
-
-def _value(line: bytes) -> Any:
-    try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return NoPreference(f"bad UTF-8: {error}")
-    except (ValueError, RecursionError) as error:
-        return NoPreference(f"broken JSON: {error}")

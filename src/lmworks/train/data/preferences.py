@@ -26,8 +26,9 @@ from lmworks.recipe.schema.dpo import Dpo, PreferenceData
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.align.answers import Answer
+from lmworks.train.data.conversation_files import read_files
 from lmworks.train.data.conversation_sets import TASK_SEEDS
-from lmworks.train.data.preference_forms import NoPreference, Preference, convert, read_jsonl
+from lmworks.train.data.preference_forms import NoPreference, Preference, convert
 
 _MOST_HELD_OUT = 500
 _EXAMPLES = 5
@@ -79,7 +80,7 @@ def build_preferences(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, prote
         for data in options.data:
             progress.note(data.name)
             # generated questions resemble those of the evaluation by design
-            rows = _protected(_rows(data, recipe, options), set(questions), decontaminator if data.kind == "jsonl" else None)
+            rows = _protected(_rows(data, recipe, options), set(questions), decontaminator if data.kind == "files" else None)
             found = _encode(data, rows, options, tokenizer, progress.advance)
             if not found.pairs:
                 raise UserError(f"dpo.data.{data.name} yields no pair ({found.said()})")
@@ -124,11 +125,11 @@ def _rows(data: PreferenceData, recipe: Recipe, options: Dpo) -> Iterator[tuple[
     if data.kind == "tasks":
         yield from _task_rows(data, recipe)
         return
-    for origin, value in read_jsonl(f"dpo.data.{data.name}", data.path):
+    for row in read_files(f"dpo.data.{data.name}", data.path):
         try:
-            yield origin, value if isinstance(value, NoPreference) else convert(value, origin, labeled)
+            yield row.origin, convert(row.value, row.origin, labeled) if row.fault is None else NoPreference(row.fault)
         except NoPreference as reason:
-            yield origin, reason
+            yield row.origin, reason
 
 
 def _task_rows(data: PreferenceData, recipe: Recipe) -> Iterator[tuple[str, Preference | NoPreference]]:
