@@ -248,6 +248,10 @@ def test_what_a_listed_command_names_is_there(command: Command, folder: Path) ->
         assert all(re.search(rf"^{extra} = ", project, flags=re.M) for extra in extras.split(","))
     elif words[:2] == ["lmworks", "ablate"]:
         assert "open" in run(f"{command.text} --list", folder)
+    elif words[:3] == ["python", "-m", "venv"]:
+        assert importlib.util.find_spec("venv")
+    elif tests := re.findall(r"run by (tests/\S+\.py)", LISTED[listed(command) or ""]):
+        assert all((ROOT / test).is_file() for test in tests)
     else:
         paths = [word for word in words if word.startswith("runs/")]
         assert paths

@@ -165,11 +165,16 @@ def test_outside_a_chat_special_tokens_are_text(opened: OpenModel) -> None:
 
 def test_a_template_without_a_system_role(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
     template = opened.tokenizer._template
-    strict = SimpleNamespace(render=lambda messages, *rest: (_ for _ in ()).throw(UserError("no system role"))
-                             if messages[0]["role"] == "system" else template.render(messages, *rest))  # fmt: skip
+
+    def render(messages: Any, *rest: Any) -> str:
+        if messages[0]["role"] == "system":
+            raise UserError("no system role")
+        return str(template.render(messages, *rest))
+
+    strict = SimpleNamespace(render=render, checked=template.checked)
     monkeypatch.setitem(opened.tokenizer.__dict__, "_template", strict)
     lm = HarnessLM(opened)
     assert lm.apply_chat_template(CHAT) == lm.apply_chat_template(CHAT[1:])
-    monkeypatch.setitem(opened.tokenizer.__dict__, "_template", SimpleNamespace(render=strict.render))
+    monkeypatch.setitem(opened.tokenizer.__dict__, "_template", SimpleNamespace(render=render, checked=template.checked))
     with pytest.raises(UserError, match="at least one message"):
         lm.apply_chat_template(CHAT[:1])

@@ -53,7 +53,7 @@ def test_the_base_model_where_there_is_no_tuned_one(run: tuple[Path, dict[str, T
     shutil.copytree(run[0], tmp_path / "run", ignore=shutil.ignore_patterns("tune"))
     opened = open_model(tmp_path / "run")
     assert _same(opened.model, run[1]["base"]) and not opened.chat
-    with pytest.raises(UserError, match=r"has no tuned model; use .*run@base, or tune it"):
+    with pytest.raises(UserError, match=r"has no tuned model; use .*run@base, or train it with: lmworks tune"):
         open_model(f"{tmp_path / 'run'}@tuned")
 
 
@@ -132,7 +132,7 @@ def test_a_foreign_model_with_its_own_tokenizer(foreign: Path) -> None:
 
 @pytest.mark.parametrize(
     ("where", "message"),
-    [("RUN@late", "behind the @ stands base, tuned or the step of a checkpoint"),
+    [("RUN@late", "behind the @ stands base, tuned, dpo, grpo or the step of a checkpoint"),
      ("RUN@7", "no checkpoint of step 7; the steps there are: 4, 30"),
      ("nowhere", "nowhere does not exist; give a run directory"), ("nowhere@base", "nowhere is not a run directory"),
      ("RUN/tokenizer", "is no Hugging Face folder")],

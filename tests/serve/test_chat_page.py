@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lmworks.serve import engine as engine_module
+from lmworks.model.batching import ContinuousBatch
 from lmworks.serve.loading import load_models
 from lmworks.serve.middleware import ServerOptions
 from patience import PATIENCE
@@ -27,14 +27,13 @@ def _no_chance_end(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of 50 tokens a second, so that there is time to stop it."""
-    real = engine_module.stream
+    real = ContinuousBatch.step
 
-    def paced(*arguments: Any) -> Iterator[Any]:
-        for row in real(*arguments):
-            time.sleep(0.02)
-            yield row
+    def paced(batch: ContinuousBatch) -> Any:
+        time.sleep(0.02)
+        return real(batch)
 
-    monkeypatch.setattr(engine_module, "stream", paced)
+    monkeypatch.setattr(ContinuousBatch, "step", paced)
 
 
 @pytest.fixture
