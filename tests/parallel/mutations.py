@@ -173,7 +173,7 @@ def _first_stage_has_the_documents_of_other_micro_batches(patch: pytest.MonkeyPa
 
     def planted(self: pipeline.Pipeline, inputs: Any, *args: Any) -> Any:
         if self.ranks.rank("pp") == 0:
-            inputs = [(tokens, labels, other) for (tokens, labels, _), (*_, other) in zip(inputs, reversed(inputs), strict=True)]
+            inputs = [(tokens, labels, other[2], *rest) for (tokens, labels, _, *rest), other in zip(inputs, reversed(inputs), strict=True)]
         return forward_backward(self, inputs, *args)
 
     patch.setattr(pipeline.Pipeline, "forward_backward", planted)
