@@ -128,20 +128,36 @@ def test_rates_follow_the_tokens_where_the_recipe_leaves_them_open(runs: Runs) -
 
 @pytest.mark.parametrize(
     ("time", "lost"),
-    [("40h", []), ("21h", ["questions (50 -> 10 per task)"]), ("20h", ["questions (50 -> 10 per task)", "tuning"]),
-     ("1h", ["questions (50 -> 10 per task)", "tuning", "the time limit: with the minimum of 20 steps per phase it takes about"])],
+    [("40h", []), ("21h", ["questions (50 -> 10 per task)"]), ("20h", ["questions (50 -> 10 per task)", "tuning, so there is"]),
+     ("1h", ["questions (50 -> 10 per task)", "tuning, so there is", "the time limit: with the minimum of 20 steps per phase it takes about"])],
 )  # fmt: skip
 def test_what_is_given_up_where_time_is_short(runs: Runs, time: str, lost: list[str]) -> None:
     run_dir = runs.fresh("run")
     said = runs(run_dir, "--time", time, "--set", "evaluate.tasks=[spell_backward]").out
     found = event(run_dir)["given_up"]
     assert [text[: len(start)] for text, start in zip(found, lost, strict=True)] == lost
-    line = [line for line in " ".join(said.split()).split("planned: ")[1:] if "reduced:" in line]
-    assert bool(line) == bool(lost)
+    assert ("given up for the time of" in said) == bool(lost)
+    assert "; ".join(found) in " ".join(said.split())
     recipe = load_resolved(run_dir / "resolved.json")
     assert recipe.evaluate.task_items == (10 if lost else 50)
-    assert (recipe.tune is None) == ("tuning" in lost)
+    assert (recipe.tune is None) == (len(lost) > 1)
     assert all(phase.tokens >= 20 * phase.global_batch_size for phase in recipe.train.phases)
+
+
+def test_tuning_that_was_given_up_is_told_at_the_end_and_by_every_later_command(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = runs.fresh("run")
+    told = "given up for the time of 60.0 minutes: tuning, so there is no tuned model; the time limit: with the minimum"
+    words = [runs.tiny.recipe, "--set", f"run_dir={run_dir}", "--time", "1h"]
+    monkeypatch.setenv("LMWORKS_MACHINE", f"speed={SPEED}")
+    assert "tuning was given up for the time of 60.0 minutes; give it a budget" in runs.lmworks("tune", *words).error
+    assert not (run_dir / "checkpoints").exists(), "asked for, it is refused before anything is trained"
+    for _ in range(2):
+        before, _, after = " ".join(runs.lmworks("run", *words).out.split()).partition("Where everything is")
+        assert told in before
+        assert told in after
+    assert "tuning was given up" in runs.lmworks("tune", *words).error
+    own = runs.lmworks("run", *words, "--set", "tune.tokens=512 tokens").out
+    assert "no tuned model" not in own and (run_dir / "tune" / "checkpoints").is_dir(), "with a budget of its own it is made after all"
 
 
 def test_the_order_in_which_things_are_given_up() -> None:

@@ -124,6 +124,7 @@ def _run_first_rank(
         with RunLock(run_dir):
             settled = time_budget.recorded_budget(resolved, run_dir)
             recipe = (settled or resolved).recipe
+            time_budget.require_kept(recipe, last)
             stages = stages_for(recipe, last)
             state = _detect_changes(run_dir, settled or resolved, allow, on_event)
             trains = any(stage.name == "pretrain" for stage in stages)  # the data stages do not check the model
@@ -150,6 +151,9 @@ def _run_first_rank(
                 settled.save(run_dir)
                 for line in lines:
                     on_event(StageEvent("pretrain", "note", printable=line))
+            if lost := time_budget.given_up(settled.recipe, run_dir):
+                on_event(StageEvent("pretrain", "note", printable=lost))
+            time_budget.require_kept(settled.recipe, last)
             if ranks is not None and settled is not resolved:
                 ranks.broadcast(settled.recipe)
             context = replace(context, recipe=settled.recipe)

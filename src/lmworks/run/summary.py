@@ -12,8 +12,9 @@ from lmworks.doctor.read_run import read_run
 from lmworks.evaluate.tables import bits, forgotten, samples_table, scores
 from lmworks.files import read_json
 from lmworks.model_stages import MODEL_STAGES
+from lmworks.recipe.loading.load import load_resolved
 from lmworks.run.stamps import seconds_by_stage
-from lmworks.run.time_budget import planned_and_actual_seconds
+from lmworks.run.time_budget import given_up, planned_and_actual_seconds
 
 _PLACES = (
     ("report.html", "the run page: open it in a browser"),
@@ -69,7 +70,7 @@ def _training(run_dir: Path) -> Table:
 
 
 def _plan(run_dir: Path) -> list[RenderableType]:
-    """Planned and actual time by stage; empty for a run without a time budget."""
+    """Planned and actual time by stage, and what was given up; empty for a run without a time budget."""
     found = planned_and_actual_seconds(run_dir, seconds_by_stage(run_dir))
     if not found:
         return []
@@ -80,4 +81,5 @@ def _plan(run_dir: Path) -> list[RenderableType]:
         table.add_row(name, f"{planned:.0f}", "" if took is None else f"{took:.0f}")
     totals = [f"{sum(seconds or 0 for seconds in column):.0f}" for column in zip(*found.values(), strict=True)]
     table.add_row("total", *totals, style="bold")
-    return ["", table]
+    lost = given_up(load_resolved(run_dir / "resolved.json"), run_dir)
+    return ["", table, *([lost] if lost else [])]

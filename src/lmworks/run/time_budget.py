@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
+from lmworks.model_stages import MODEL_STAGES
 from lmworks.plan.budget import FEWEST, SIZES, largest_factor, scale_budgets, size_text
 from lmworks.plan.flops import flops_per_token
 from lmworks.plan.plan import days
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 EVENT = "budget"
 BEFORE = "data, start and measuring"
 _SLACK = 0.03  # fraction of the time reserved for saves, metrics, the run page and everything that is not predicted
+_NO_TUNING = "tuning, so there is no tuned model"
 _LEAST = 0.25  # fraction of the time that training gets before evaluation is reduced
 
 
@@ -55,6 +59,23 @@ def recorded_budget(resolved: Resolved, run_dir: Path) -> Resolved | None:
     if not begun and (len(same) < len(numbers) or events[-1]["seconds"] != recipe.time):
         return None
     return resolved.settled({keys: (number["new"], number["why"]) for keys, number in same.items()})
+
+
+def given_up(recipe: Recipe, run_dir: Path) -> Text | None:
+    """What the run does without to stay within its time, for the terminal; None if there is nothing. `recipe` has its budgets."""
+    events = events_of(run_dir, EVENT) if recipe.time is not None else []
+    kept = {_NO_TUNING} if recipe.tune is not None else set()  # with a budget of its own since then
+    listed = [text for text in events[-1]["given_up"] if text not in kept] if events else []
+    return Text(f"given up for the time of {days(float(recipe.time or 0))}: {'; '.join(listed)}", "yellow") if listed else None
+
+
+def require_kept(recipe: Recipe, stage: str | None) -> None:
+    """Raise `UserError` if a stage that the user asks for was given up for the time. `recipe` has its budgets."""
+    if stage == "tune" and recipe.tune is None:
+        raise UserError(
+            f"tuning was given up for the time of {days(float(recipe.time or 0))}; give it a budget of its own, such as "
+            "--set tune.tokens=100k, or take a new run_dir and a longer --time"
+        )
 
 
 def measure_speed(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> Speed:
@@ -87,7 +108,7 @@ def settle_budget(
     """Turn the time of a recipe whose shards exist into token budgets, and record them in the ledger.
 
     `spent` returns the seconds of the command so far, `speed_of` measures a recipe. Returns the recipe with the budgets, and lines for the
-    terminal: how they were computed, the planned times, and what was reduced. Raises `UserError` if the time is already over.
+    terminal: how they were computed, and the planned times. What was given up is in the ledger (`given_up`). Raises `UserError` if the time is already over.
     """
     recipe = resolved.recipe
     assert recipe.time is not None
@@ -106,20 +127,20 @@ def settle_budget(
         speed = speed_of(recipe)
     before = spent()
     left = whole * (1 - _SLACK) - before
-    given_up = []
+    lost = []
     for keys, value, text, least in _reductions(recipe, whole):
         shortest = scale_budgets(recipe, 0)
         if total_seconds(shortest, speed, work) + max(0.0, least - training_seconds(shortest, speed)) <= left:
             break
         recipe = _with(recipe, keys, value)
         numbers[keys] = value, f"reduced to stay within {days(whole)}"
-        given_up.append(text)
+        lost.append(text)
     factor = largest_factor(lambda factor: total_seconds(scale_budgets(recipe, factor), speed, work) <= left)
     readings = _max_epochs_read(scale_budgets(recipe, factor), run_dir) / recipe.shards.max_epochs
     if readings > 1:
         factor *= 0.99 / readings
         text = f"no source is read more than {recipe.shards.max_epochs:g} times (shards.max_epochs)"
-        given_up.append(f"part of the time stays unused: {text}")
+        lost.append(f"part of the time stays unused: {text}")
     recipe = scale_budgets(recipe, factor)
     planned = {BEFORE: before, **predict_seconds(recipe, speed, work)}
     fixed = sum(planned.values()) - before - training_seconds(recipe, speed)
@@ -130,17 +151,18 @@ def settle_budget(
     if recipe.tune is not None and asked.tune is not None and asked.tune.epochs is None:
         numbers["tune", "tokens"] = _scaled_tokens(recipe.tune.planned_tokens, asked.tune.planned_tokens, why)
     if sum(planned.values()) > whole:
-        given_up.append(f"the time limit: with the minimum of {FEWEST} steps per phase it takes about {days(sum(planned.values()))}")
-    _write_ledger(resolved, run_dir, numbers, planned, given_up, why)
-    lines = [why, "planned: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in planned.items())]
-    return resolved.settled(numbers), lines + [f"reduced: {', '.join(given_up)}"] * bool(given_up)
+        lost.append(f"the time limit: with the minimum of {FEWEST} steps per phase it takes about {days(sum(planned.values()))}")
+    if beyond := [one.stage for one in MODEL_STAGES if getattr(recipe, one.stage, None) is not None and one.stage not in planned]:
+        lost.append(f"the time of {' and '.join(beyond)}, which is not predicted and comes on top")
+    _write_ledger(resolved, run_dir, numbers, planned, lost, why)
+    return resolved.settled(numbers), [why, "planned: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in planned.items())]
 
 
 def _scaled_tokens(tokens: Tokens, old: Tokens, why: str) -> tuple[str, str]:
     return tokens.text(), f"{tokens / old:.3g} times {old.text()} for {why}"
 
 
-def _write_ledger(resolved: Resolved, run_dir: Path, numbers: Numbers, planned: Mapping[str, float], given_up: list[str], why: str) -> None:
+def _write_ledger(resolved: Resolved, run_dir: Path, numbers: Numbers, planned: Mapping[str, float], lost: list[str], why: str) -> None:
     tree = as_tree(resolved.recipe)
     listed = [
         {"key": display(tree, keys), "keys": list(keys), "old": get(tree, keys), "new": value, "why": reason}
@@ -148,7 +170,7 @@ def _write_ledger(resolved: Resolved, run_dir: Path, numbers: Numbers, planned: 
     ]
     with Ledger(run_dir / LEDGER) as ledger:
         ledger.write(
-            EVENT, seconds=float(resolved.recipe.time or 0), why=why, numbers=listed, given_up=given_up,
+            EVENT, seconds=float(resolved.recipe.time or 0), why=why, numbers=listed, given_up=lost,
             planned={name: round(seconds, 1) for name, seconds in planned.items()},
         )  # fmt: skip
 
@@ -182,7 +204,7 @@ def _reductions(recipe: Recipe, whole: float) -> Iterator[tuple[Keys, Any, str, 
     if wanted.tasks and wanted.task_items > FEW_ITEMS:
         yield ("evaluate", "task_items"), FEW_ITEMS, f"questions ({wanted.task_items} -> {FEW_ITEMS} per task)", _LEAST * whole
     if recipe.tune is not None:
-        yield ("tune",), None, "tuning", 0.0
+        yield ("tune",), None, _NO_TUNING, 0.0
 
 
 def _with(recipe: Recipe, keys: Keys, value: Any) -> Recipe:
