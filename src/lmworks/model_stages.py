@@ -5,11 +5,16 @@ A stage starts from the final weights of the one before it. Everything that list
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lmworks.errors import UserError
+
+USED = "used_step"  # key in a checkpoint's meta: the step whose weights the stage has if it ends with this checkpoint
+_STEP = re.compile(r"step-(\d{8,})\Z")
 
 
 @dataclass(frozen=True)
@@ -82,3 +87,21 @@ def up_to(model: str) -> tuple[ModelStage, ...]:
 def last(stages: Iterable[ModelStage]) -> ModelStage:
     """The latest of some stages; that of the base model if there are none."""
     return max(stages, key=MODEL_STAGES.index, default=BASE)
+
+
+def checkpoint_name(step: int) -> str:
+    """The directory name of a step's checkpoint; sorts by step."""
+    return f"step-{step:08d}"
+
+
+def step_in(name: str) -> int | None:
+    """The step in the name of a checkpoint's directory; None for any other name."""
+    match = _STEP.match(name)
+    return int(match[1]) if match else None
+
+
+def final_checkpoint_of(newest: Path, meta: Mapping[str, Any]) -> Path:
+    """The checkpoint with the weights of a stage, whose newest one has this meta: training resumes from the newest, and what follows the
+    stage starts from this one. They differ after early stopping, where it is the best."""
+    step = meta.get(USED)
+    return newest.with_name(checkpoint_name(step)) if isinstance(step, int) else newest

@@ -129,7 +129,7 @@ def test_rates_follow_the_tokens_where_the_recipe_leaves_them_open(runs: Runs) -
 @pytest.mark.parametrize(
     ("time", "lost"),
     [("40h", []), ("21h", ["questions (50 -> 10 per task)"]), ("20h", ["questions (50 -> 10 per task)", "tuning, so there is"]),
-     ("1h", ["questions (50 -> 10 per task)", "tuning, so there is", "the time limit: with the minimum of 20 steps per phase it takes about"])],
+     ("1h", ["questions (50 -> 10 per task)", "tuning, so there is", "the time limit: with the minimum of 20 steps per phase it"])],
 )  # fmt: skip
 def test_what_is_given_up_where_time_is_short(runs: Runs, time: str, lost: list[str]) -> None:
     run_dir = runs.fresh("run")

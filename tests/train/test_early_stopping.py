@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from lmworks.errors import UserError
 from lmworks.export.card import write_card
 from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
+from lmworks.recipe.loading.start_from import find
 from lmworks.recipe.schema.train import EarlyStopping as Options
+from lmworks.run.copy import copy_run, restore_run
 from lmworks.train.early_stopping import EarlyStopping
-from lmworks.train.load import load_model
+from lmworks.train.load import final_checkpoint, load_checkpoint, load_model
 from lmworks.train.validator import Validator
 from lmworks.watch.ledger import read_ledger
 from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
@@ -99,7 +102,7 @@ def test_a_resumed_run_stops_at_the_same_step(tiny_copy: Tiny, monkeypatch: pyte
     assert curve(tiny_copy.run_dir) == curve(undisturbed.run_dir)
 
 
-def test_what_follows_an_early_end_has_the_best_weights(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_follows_an_early_end_has_the_best_weights(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The checkpoint of the lowest validation, which save_every alone would not have saved, and which is not among the last."""
     losses = {2: 3.0, 3: 2.0, 4: 2.5, 5: 2.4}
     honest = Validator.run
@@ -126,6 +129,22 @@ def test_what_follows_an_early_end_has_the_best_weights(tiny_copy: Tiny, monkeyp
     assert "; the weights are the best ones, of step 3 of 5." in (tiny_copy.run_dir.parent / "card" / "README.md").read_text()
     tiny_copy.walk(*early, last="tune")
     assert listing.read_meta(listing.directories(tiny_copy.run_dir / "tune" / "checkpoints")[-1])["meta"]["base"] == "step-00000003"
+    assert find(str(tiny_copy.run_dir)).path.name == "step-00000003", "start_from: RUN"
+    # Pretraining ended in its first phase, long before the second changes theta.
+    assert [phase.rope and phase.rope.theta for phase in tiny_copy.resolve(*early).recipe.train.phases] == [None, 50_000.0]
+    tuned = listing.directories(tiny_copy.run_dir / "tune" / "checkpoints")[-1]
+    for model in (used, load_model(tiny_copy.run_dir, "tuned"), load_checkpoint(find(str(tuned)))):
+        assert model.rope.theta == 10_000.0
+    told: list[str] = []
+    copy_run(tiny_copy.run_dir, str(tmp_path / "copy"), told.append)
+    restore_run(str(tmp_path / "copy"), tmp_path / "back", told.append)
+    assert [path.name for path in listing.directories(tmp_path / "back" / "checkpoints")] == ["step-00000003", "step-00000005"]
+    assert "pretrain: step-00000003, whose weights are those of the stage" in told
+    assert final_checkpoint(tmp_path / "back", "base").name == "step-00000003"
+    (tmp_path / "copy" / "checkpoints" / "step-00000003" / "manifest.json").unlink()
+    restore_run(str(tmp_path / "copy"), tmp_path / "without", told.append)
+    missing = "it is not complete (manifest.json is missing)"
+    assert f"pretrain: step-00000003, whose weights are those of the stage, is not used: {missing}" in told
 
 
 def test_a_metric_that_is_not_measured_is_named(tiny_copy: Tiny) -> None:

@@ -31,11 +31,11 @@ from lmworks.checkpoint import listing, manifest
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
 from lmworks.metrics.log import FILE
+from lmworks.model_stages import final_checkpoint_of
 from lmworks.recipe.schema.layout import world_size
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.stages import STAGES
 from lmworks.run.staleness import stage_inputs, stale_reason
-from lmworks.train.early_stopping import USED
 from lmworks.watch.stop_signals import Stop, graceful_stop
 
 State = Literal["done", "begun", "open"]
@@ -197,9 +197,9 @@ def prune(run: Run) -> None:
     found = listing.directories(run.directory / "checkpoints")
     if not found:
         return
-    used = listing.read_meta(found[-1])["meta"].get(USED, listing.step_of(found[-1]))
+    final = final_checkpoint_of(found[-1], listing.read_meta(found[-1])["meta"])
     for path in found[:-1]:
-        if listing.step_of(path) != used:
+        if path != final:
             shutil.rmtree(path)
 
 

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from lmworks.checkpoint import manifest
 from lmworks.checkpoint.retention import Saved
 from lmworks.files import explain_damage
+from lmworks.model_stages import checkpoint_name, step_in
 from lmworks.progress import bar
 from lmworks.recipe.tree.fingerprint import canonical
 
 META = "meta.json"
-_STEP = re.compile(r"step-(\d{8,})\Z")
-
-
-def name_of(step: int) -> str:
-    """The directory name of a step's checkpoint; sorts by step."""
-    return f"step-{step:08d}"
+name_of = checkpoint_name
 
 
 def is_name(name: str) -> bool:
     """Whether a directory of this name holds a checkpoint."""
-    return _STEP.match(name) is not None
+    return step_in(name) is not None
 
 
 def aside_name(final: Path) -> Path:
@@ -41,7 +36,7 @@ def marker(final: Path) -> Path:
 def announced(directory: Path) -> list[Path]:
     """The paths of the checkpoints with a marker, by rising step."""
     names = [path.name[1:-len(".local")] for path in Path(directory).glob(".step-*.local")]
-    return sorted((Path(directory) / name for name in names if _STEP.match(name)), key=step_of)
+    return sorted((Path(directory) / name for name in names if is_name(name)), key=step_of)
 
 
 def begun(directory: Path) -> bool:
@@ -76,7 +71,7 @@ def content_of(path: Path) -> str:
 def directories(directory: Path) -> list[Path]:
     """The checkpoints by rising step, good or not."""
     try:
-        found = [path for path in Path(directory).iterdir() if _STEP.match(path.name) and path.is_dir()]
+        found = [path for path in Path(directory).iterdir() if is_name(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(found, key=step_of)
@@ -84,9 +79,9 @@ def directories(directory: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint's directory."""
-    match = _STEP.match(path.name)
-    assert match, path
-    return int(match[1])
+    step = step_in(path.name)
+    assert step is not None, path
+    return step
 
 
 def read_meta(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lmworks.checkpoint.save_plan import TensorSlice
 from lmworks.checkpoint.tensor_files import Reader, metadata_files, split_rows, write_metadata, write_slices
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors
+from lmworks.model_stages import USED
 from lmworks.progress import bar
 
 _OPTIMIZER = "optimizer/"
@@ -80,7 +81,8 @@ def average(paths: Sequence[Path], weights: Sequence[float], target: Path) -> Pa
         if name in names
         for offsets, sizes in split_rows(saved)
     ]  # fmt: skip
-    meta = metas[-1]["meta"] | {"average_of": {path.name: share for path, share in zip(paths, shares, strict=True)}}
+    own = {key: value for key, value in metas[-1]["meta"].items() if key != USED}  # the average is the final checkpoint of its run
+    meta = own | {"average_of": {path.name: share for path, share in zip(paths, shares, strict=True)}}
     document = metas[-1] | {"metric": None, "permanent": True, "meta": meta, "values": {}}
     final = target / paths[-1].name
 

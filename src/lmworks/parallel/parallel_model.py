@@ -103,6 +103,10 @@ class ParallelModel:
     def moe_layers(self) -> list[MoE]:
         return [ffn for part in self.parts for ffn in part.moe_layers()]
 
+    @property
+    def rope(self) -> Rope:
+        return self.parts[0].rope
+
     def set_rope(self, rope: Rope) -> None:
         for part in self.parts:
             part.set_rope(rope)

@@ -21,7 +21,7 @@ from lmworks.checkpoint.manifest import Entry
 from lmworks.checkpoint.run_bundle import BUNDLE, run_files_of, unpack
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, sync_directory
-from lmworks.model_stages import MODEL_STAGES, ModelStage
+from lmworks.model_stages import MODEL_STAGES, ModelStage, final_checkpoint_of
 from lmworks.progress import bar
 from lmworks.run.run_dir import require_run
 from lmworks.run.stages import STAGES, STAMP, Stage
@@ -98,7 +98,8 @@ class _Remote:
 
 
 def copy_run(run_dir: Path, url: str, report: Report) -> None:
-    """Copy a run that is not running: corpus and shards if they are done, and its newest good checkpoints with the run's small files.
+    """Copy a run that is not running: corpus and shards if they are done, and its newest and final checkpoints with the run's small
+    files.
 
     Files that are already there and equal are not sent again, so an interrupted copy resumes.
     """
@@ -114,8 +115,10 @@ def copy_run(run_dir: Path, url: str, report: Report) -> None:
             newest, _ = listing.newest_good(place)
             if newest is not None:
                 to = f"{remote.url}/{place.relative_to(run_dir)}"
-                copied = copy_checkpoint(newest, to, run_files=partial(run_files_of, run_dir, place))
-                report(f"{trained.stage}: {newest.name} {'copied' if copied else 'already there'}")
+                final = final_checkpoint_of(newest, listing.read_meta(newest)["meta"])
+                for one in (*([final] if final != newest and manifest.problem(final) is None else []), newest):
+                    copied = copy_checkpoint(one, to, run_files=partial(run_files_of, run_dir, place))
+                    report(f"{trained.stage}: {one.name} {'copied' if copied else 'already there'}")
 
 
 def _copy_stage(run_dir: Path, remote: _Remote, stage: Stage) -> str:
@@ -189,10 +192,26 @@ def _restore_checkpoint(remote: _Remote, to: Path, trained: ModelStage, report: 
         reason = _fetch_checkpoint(remote, f"{name}/{step}", place / step, history)
         if reason is None:
             report(f"{stage}: {step}")
+            _restore_final(remote, place / step, steps, history, trained, report)
             return True
         report(f"{stage}: {step} is not used: {reason}")
         shutil.rmtree(place / step, ignore_errors=True)
     return False
+
+
+def _restore_final(
+    remote: _Remote, newest: Path, steps: list[str], history: list[skips.Rollback], trained: ModelStage, report: Report
+) -> None:
+    """Restore the checkpoint with the weights of the stage, if it is not the newest."""
+    final = final_checkpoint_of(newest, listing.read_meta(newest)["meta"])
+    if final == newest:
+        return
+    reason = "it is not in the copy"
+    if final.name in steps and (reason := _fetch_checkpoint(remote, f"{trained.checkpoints}/{final.name}", final, history) or "") == "":
+        report(f"{trained.stage}: {final.name}, whose weights are those of the stage")
+        return
+    report(f"{trained.stage}: {final.name}, whose weights are those of the stage, is not used: {reason}")
+    shutil.rmtree(final, ignore_errors=True)
 
 
 def _fetch_checkpoint(remote: _Remote, name: str, to: Path, history: list[skips.Rollback]) -> str | None:

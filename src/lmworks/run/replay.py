@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lmworks.errors import UserError
 from lmworks.model.balance import set_temperature
 from lmworks.model_stages import BASE, of_model
 from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.loading.weights import rope_of
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.checkpoint_commands import find
@@ -22,7 +24,7 @@ from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.order.timeline import Timeline
 from lmworks.shards.read.batch import Batch
 from lmworks.train.faults.anomaly import FirstNonFinite
-from lmworks.train.load import final_mtp_weight, final_rope
+from lmworks.train.load import final_mtp_weight
 from lmworks.train.pretrain import build_model, identity
 from lmworks.train.step import dropout_seed, micro_batch_of
 from lmworks.watch.bad_steps import load_bad_batch
@@ -56,8 +58,8 @@ def replay(run_dir: Path, model_name: str, step: int | None, at: int | None) -> 
     alone = recipe.model_copy(update={"layout": Layout(), "train": train})
     batch = _load(kept[step], step, int(recipe.model.vocab_size or 0))
     model = build_model(alone)
-    checkpoints.load(path, {"model": model.state_dict()}, identity(recipe))
-    _as_in_step(model, recipe, model_name, step)
+    meta = checkpoints.load(path, {"model": model.state_dict()}, identity(recipe))
+    _as_in_step(model, recipe, model_name, step, meta)
     loss, norm, first, gradients = _run(model, alone, batch)
     model.eval()
     single = [batch.sequences(number, number + 1) for number in range(len(batch.tokens))]
@@ -93,13 +95,13 @@ def _before(run_dir: Path, model_name: str, step: int) -> int:
     return max((one for one in steps if one <= step), default=min(steps))
 
 
-def _as_in_step(model: ParallelModel, recipe: Recipe, model_name: str, step: int) -> None:
-    """Set RoPE, the MTP loss weight and the router temperature as they were at a step."""
+def _as_in_step(model: ParallelModel, recipe: Recipe, model_name: str, step: int, meta: Mapping[str, Any]) -> None:
+    """Set RoPE, the MTP loss weight and the router temperature as they were at a step; `meta` is that of the checkpoint."""
     phases = recipe.train.phases
     if model_name == BASE.model:
         phases = phases[: Timeline(phases).phase_of(step) + 1]
     then = recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases})})
-    model.set_rope(final_rope(then))
+    model.set_rope(rope_of(then, {} if model_name == BASE.model else meta))
     if (weight := final_mtp_weight(then)) is not None:
         model.set_mtp_loss_weight(weight)
     set_temperature(model.moe_layers(), model.config.moe, step)

@@ -108,7 +108,8 @@ def settle_budget(
     """Turn the time of a recipe whose shards exist into token budgets, and record them in the ledger.
 
     `spent` returns the seconds of the command so far, `speed_of` measures a recipe. Returns the recipe with the budgets, and lines for the
-    terminal: how they were computed, and the planned times. What was given up is in the ledger (`given_up`). Raises `UserError` if the time is already over.
+    terminal: how they were computed, and the planned times. What was given up is in the ledger (`given_up`). Raises `UserError` if the
+    time is already over.
     """
     recipe = resolved.recipe
     assert recipe.time is not None

@@ -23,7 +23,7 @@ from lmworks.shards.read.tuning_batches import TuningBatches
 from lmworks.train.data.chat import chat_shards
 from lmworks.train.data.mixture import read_changes
 from lmworks.train.data.replay import Replay, append_rows, replayed_rows
-from lmworks.train.load import final_mtp_weight, final_rope
+from lmworks.train.load import final_mtp_weight
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def sample_sequences(batches: Batches, phase: int, count: int) -> Iterator[Batch
 
 
 class TuningCurriculum:
-    """The conversations of `tune` as a `Curriculum` of one phase, with the RoPE that pretraining ended with.
+    """The conversations of `tune` as a `Curriculum` of one phase, with the RoPE of the base model.
 
     Its `bias_update_rate` is 0: the expert biases stay as pretraining left them.
     """
@@ -160,7 +160,7 @@ class TuningCurriculum:
         steps = self.batches.steps
         self.steps, self.tokens = steps, steps * self._batch
         self.replay = Replay(recipe, options.replay, self._shards, steps, replayed, self._length) if options.replay else None
-        self._phase = PhaseSettings(0, "tune", 0, self._length, final_rope(recipe), 0.0, final_mtp_weight(recipe), options.ewc)
+        self._phase = PhaseSettings(0, "tune", 0, self._length, None, 0.0, final_mtp_weight(recipe), options.ewc)
         # expressed as a phase, so that `Schedules` serves both stages
         phase = Phase(
             name="tune", tokens=f"{self.tokens} tokens", mixture={"conversations": 1.0}, sequence_length=options.sequence_length,

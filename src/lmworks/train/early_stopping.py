@@ -9,7 +9,6 @@ from typing import Any
 from lmworks.errors import UserError
 from lmworks.recipe.schema.train import EarlyStopping as Options
 
-USED = "used_step"  # key in a checkpoint's meta: the step whose weights the stage has if it ends with this checkpoint
 _SELECTS = ("validation/bits_per_byte", "validation/loss")
 
 

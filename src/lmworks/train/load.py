@@ -11,14 +11,12 @@ from lmworks import progress
 from lmworks.checkpoint import checkpoints, listing, manifest
 from lmworks.errors import UserError
 from lmworks.model import Transformer
-from lmworks.model_stages import BASE, MODEL_STAGES, ModelStage, last, of_model
+from lmworks.model_stages import BASE, MODEL_STAGES, ModelStage, final_checkpoint_of, last, of_model
 from lmworks.recipe.loading.load import load_resolved
-from lmworks.recipe.loading.weights import Weights
-from lmworks.recipe.schema.model import Rope
+from lmworks.recipe.loading.weights import Weights, rope_of
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.adapters import adapters_of, add_adapters
 from lmworks.train.data.frozen_tokenizer import META, require_same, require_same_file
-from lmworks.train.early_stopping import USED
 
 
 def folder(run_dir: Path, model: str) -> Path:
@@ -35,14 +33,6 @@ def final_model(run_dir: Path, recipe: Recipe | None = None) -> str:
     """The name of the model that a run ends with: that of its last stage which has checkpoints."""
     recipe = recipe or load_resolved(run_dir / "resolved.json")
     return last(stage for stage in stages_of(recipe) if listing.directories(run_dir / stage.checkpoints)).model
-
-
-def final_rope(recipe: Recipe) -> Rope:
-    """The RoPE parameters after the last phase."""
-    rope = recipe.model.rope
-    for phase in recipe.train.phases:
-        rope = phase.rope.apply(rope) if phase.rope else rope
-    return rope
 
 
 def final_mtp_weight(recipe: Recipe) -> float | None:
@@ -64,7 +54,7 @@ def _final(place: Path) -> Path:
     if path is None:
         reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in refused)
         raise UserError(f"{place} has no good checkpoint{' (' + reasons + ')' if reasons else ''}; train one with: lmworks run RECIPE")
-    used = path.with_name(listing.name_of(int(listing.read_meta(path)["meta"].get(USED, listing.step_of(path)))))
+    used = final_checkpoint_of(path, listing.read_meta(path)["meta"])
     if used == path:
         return path
     if (reason := manifest.problem(used) if used.is_dir() else "it is missing") is not None:
@@ -97,7 +87,8 @@ def _filled(model: Transformer, path: Path, averaged: bool) -> dict[str, Any] | 
 def load_model(
     run_dir: Path, model: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Transformer:
-    """Load the final weights of a model of the run, in evaluation mode, averaged if the run has averages.
+    """Load the final weights of a model of the run, with the positions that they were trained with, in evaluation mode, averaged if the
+    run has averages.
 
     `model` is its name, by default that of the last stage (`final_model`). `dtype` is that of the activations; `device` is the first GPU,
     else the CPU, if it is left out.
@@ -107,10 +98,10 @@ def load_model(
     place = folder(run_dir, model or final_model(run_dir, recipe))
     path = _final(place)
     loaded = Transformer(recipe.model)
-    loaded.set_rope(final_rope(recipe))
     while (meta := _filled(loaded, path, bool(recipe.optimizer.ema_decay))) is None:
         path = _final(place)
     require_same(run_dir, meta.get(META))
+    loaded.set_rope(rope_of(recipe, meta))
     return _placed(loaded, dtype, device)
 
 

@@ -21,16 +21,18 @@ from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.interrupt import Interrupted, Preempted
 from lmworks.metrics.log import MetricLog
 from lmworks.model.balance import set_temperature
+from lmworks.model_stages import USED
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import is_compiled
+from lmworks.recipe.loading.weights import ROPE
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import EarlyStopping as EarlyStoppingOptions
+from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.prefetch import Prefetch
 from lmworks.train.curriculum import Curriculum
 from lmworks.train.data.mixture import MixtureUpdates
-from lmworks.train.early_stopping import USED
 from lmworks.train.faults.anomaly import FirstNonFinite
 from lmworks.train.faults.handler import FaultHandler
 from lmworks.train.faults.inspector import StepInspector
@@ -279,7 +281,7 @@ class Trainer:
         phase = self._boundary.phase
         meta = {
             "step": self.step, "tokens": self.curriculum.tokens_before(self.step), "phase": phase.name if phase else None,
-            **self._inspector.meta(), **self._validator.meta(), USED: self._validator.used_step(self.step),
+            **self._inspector.meta(), **self._validator.meta(), USED: self._validator.used_step(self.step), ROPE: as_tree(self.model.rope),
             **self._faults.meta(), **self.meta,
         }  # fmt: skip
         self._log.flush()

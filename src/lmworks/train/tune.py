@@ -17,6 +17,7 @@ from lmworks.errors import UserError
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.loading.weights import rope_of
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from lmworks.recipe.schema.lora import Lora, is_adapter
 from lmworks.recipe.schema.model import Model
@@ -117,6 +118,7 @@ def _load_base(recipe: Recipe, run_dir: Path, model: ParallelModel) -> Path:
     base = communicator.broadcast(found[0] if found else Path())
     meta = saved.load(base, {"model": model.base_state_dict()}, identity(recipe), verified=True, communicator=communicator)
     require_same(run_dir, meta.get(META))
+    model.set_rope(rope_of(recipe, meta))
     if recipe.optimizer.ema_decay:
         average = {name: parameter.detach() for name, parameter in model.named_parameters() if not is_adapter(name)}
         saved.load(base, {"average": average}, identity(recipe), verified=True, communicator=communicator)

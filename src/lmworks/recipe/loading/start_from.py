@@ -21,7 +21,7 @@ _FREE = (*not_architecture(Model), "mtp")  # keys that may differ from those of 
 
 
 def find(text: str) -> Weights:
-    """The weights that `start_from` names: a Hugging Face folder, a checkpoint, or a run, which stands for its newest checkpoint."""
+    """The weights that `start_from` names: a Hugging Face folder, a checkpoint, or a run, which stands for its final checkpoint."""
     try:
         return find_weights(Path(text).expanduser(), needs_tokenizer=False)
     except UserError as error:

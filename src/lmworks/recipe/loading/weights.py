@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +11,12 @@ from pydantic import ValidationError
 
 from lmworks.errors import UserError
 from lmworks.files import read_json
+from lmworks.model_stages import final_checkpoint_of, step_in
 from lmworks.recipe.loading.huggingface import from_config
-from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.model import Model, Rope
 from lmworks.recipe.schema.recipe import Recipe
 
-_STEP = re.compile(r"step-\d{8,}\Z")
+ROPE = "rope"  # key in a checkpoint's meta: the RoPE that its weights were trained with
 
 
 @dataclass(frozen=True)
@@ -39,30 +40,50 @@ class Weights:
 
 
 def find_weights(path: Path, needs_tokenizer: bool = True) -> Weights:
-    """The weights in a Hugging Face folder, a checkpoint, or a run, which stands for its newest checkpoint of pretraining.
+    """The weights in a Hugging Face folder, a checkpoint, or a run, which stands for the final checkpoint of its pretraining.
 
     Raises `UserError` if it is none of these, or if there is no tokenizer; without `needs_tokenizer` it may be missing, for a plan.
     """
     if (path / "config.json").is_file():
         return Weights("huggingface", path, from_config(_mapping(path / "config.json")), _tokenizer(path, needs_tokenizer))
     if (path / "resolved.json").is_file():
-        steps = [step for step in sorted((path / "checkpoints").glob("step-*")) if _STEP.match(step.name)]
+        steps = [step for step in sorted((path / "checkpoints").glob("step-*")) if step_in(step.name) is not None]
         if not steps:
             raise UserError(f"the run {path} has no checkpoint yet")
-        path = steps[-1]
+        best = final_checkpoint_of(steps[-1], _meta(_mapping(steps[-1] / "meta.json")))
+        path = best if best.is_dir() else steps[-1]
     if not (path / "meta.json").is_file():
         raise UserError(f"{path} is no Hugging Face folder (config.json), checkpoint (meta.json) or run (resolved.json)")
     document = _mapping(path / "meta.json")
     recipe = _recipe_of(path, document)
-    rope, meta = recipe.model.rope, document.get("meta")
-    reached = meta.get("phase") if isinstance(meta, dict) else None
-    names = [phase.name for phase in recipe.train.phases]
-    for phase in recipe.train.phases[: names.index(reached) + 1 if reached in names else len(names)]:
-        rope = phase.rope.apply(rope) if phase.rope else rope
+    meta = _meta(document)
+    reached, names = meta.get("phase"), [phase.name for phase in recipe.train.phases]
     run_dirs = [folder for folder in path.absolute().parents[:3] if (folder / "tokenizer").is_dir()]
     tokenizer = _tokenizer(run_dirs[0] / "tokenizer" if run_dirs else path)
-    model = recipe.model.model_copy(update={"rope": rope})
+    model = recipe.model.model_copy(update={"rope": rope_of(recipe, meta)})
     return Weights("checkpoint", path, model, tokenizer, recipe, reached if reached in names else None)
+
+
+def rope_of(recipe: Recipe, meta: Mapping[str, Any]) -> Rope:
+    """The RoPE of a checkpoint with this meta. Without a record, that of the phase that it had reached, or of the last phase.
+
+    Raises `UserError` if the record is damaged.
+    """
+    if ROPE in meta:
+        try:
+            return Rope.model_validate(meta[ROPE])
+        except ValidationError:
+            raise UserError("the RoPE in a checkpoint's meta.json is damaged; use another checkpoint") from None
+    rope, reached, phases = recipe.model.rope, meta.get("phase"), recipe.train.phases
+    names = [phase.name for phase in phases]
+    for phase in phases[: names.index(reached) + 1 if reached in names else len(names)]:
+        rope = phase.rope.apply(rope) if phase.rope else rope
+    return rope
+
+
+def _meta(document: Mapping[str, Any]) -> dict[str, Any]:
+    meta = document.get("meta")
+    return meta if isinstance(meta, dict) else {}
 
 
 def _mapping(path: Path) -> dict[str, Any]:

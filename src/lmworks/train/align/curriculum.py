@@ -10,11 +10,10 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import LrSchedule, Phase
 from lmworks.shards.read.batch import Batch
 from lmworks.train.curriculum import PhaseSettings
-from lmworks.train.load import final_rope
 
 
 class AnswerCurriculum:
-    """`rows[step]` rows of `length` tokens in each step, which `batch` makes; the RoPE is that of the end of pretraining.
+    """`rows[step]` rows of `length` tokens in each step, which `batch` makes; the RoPE is that of the model.
 
     The expert biases stay as they are: their update rate is 0.
     """
@@ -26,7 +25,7 @@ class AnswerCurriculum:
         self.steps, self._rows, self._batch = len(rows), rows, batch
         self._tokens = [0, *(count * length for count in accumulate(rows))]
         self.tokens = self._tokens[-1]
-        self._phase = PhaseSettings(0, name, 0, length, final_rope(recipe), 0.0)
+        self._phase = PhaseSettings(0, name, 0, length, None, 0.0)
         phase = Phase(
             name=name, tokens=f"{self.tokens} tokens", mixture={"answers": 1.0}, sequence_length="1 tokens", global_batch_size="1 tokens",
             learning_rate_scale=learning_rate_scale, lr_schedule=lr_schedule,

@@ -13,6 +13,7 @@ from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.model_stages import ModelStage, of_stage
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.loading.weights import rope_of
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import EarlyStopping
 from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
@@ -20,7 +21,7 @@ from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.adapters import load_weights
 from lmworks.train.curriculum import Curriculum
 from lmworks.train.data.frozen_tokenizer import META, digest, require_same
-from lmworks.train.load import final_checkpoint, final_rope, stages_of
+from lmworks.train.load import final_checkpoint, stages_of
 from lmworks.train.objective import Objective
 from lmworks.train.observe.sampling import ChatSampler
 from lmworks.train.pretrain import build_model, identity, with_optimizer
@@ -50,10 +51,8 @@ class Plan:
 
 
 def start(recipe: Recipe, run_dir: Path, name: str, ranks: Ranks | None) -> Start:
-    """Build the model, in evaluation mode and with the positions of the end of pretraining, and load the final weights of the stage
-    before `name`."""
+    """Build the model, in evaluation mode, and load the final weights of the stage before `name`, with their positions."""
     model = build_model(recipe, ranks or alone())
-    model.set_rope(final_rope(recipe))
     model.eval()
     communicator = new_communicator()
     before = _before(recipe, name).model
@@ -62,6 +61,7 @@ def start(recipe: Recipe, run_dir: Path, name: str, ranks: Ranks | None) -> Star
     path = communicator.broadcast(found[0] if found else Path())
     meta = load_weights(path, model, identity(recipe), communicator, bool(recipe.optimizer.ema_decay))
     require_same(run_dir, meta.get(META))
+    model.set_rope(rope_of(recipe, meta))
     return Start(model, path, communicator)
 
 
