@@ -14,10 +14,15 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from lmworks.errors import UserError
 from lmworks.progress import Bar
@@ -75,6 +80,22 @@ class Child:
     def messages(self) -> list[str]:
         """The last lines that the program has printed."""
         return list(self._lines)
+
+
+@dataclass
+class ChildScorer:
+    """Logits of the model that a program has opened."""
+
+    child: Child
+    scratch: Path
+    vocabulary: int
+    name: str
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits (T, V)."""
+        path = self.scratch / "logits.f32"
+        self.child.ask({"do": "logits", "ids": list(ids), "to": str(path)})
+        return torch.from_numpy(np.fromfile(path, np.float32).reshape(len(ids), self.vocabulary))
 
 
 @contextmanager

@@ -10,11 +10,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +23,7 @@ from lmworks.files import atomic_path, read_json, write_json
 from lmworks.model import Transformer
 from lmworks.progress import bar
 from lmworks.quantize.accounting import TensorRecord, relative_error
-from lmworks.quantize.child import Child, Crashed, find_python, running
+from lmworks.quantize.child import ChildScorer, Crashed, find_python, running
 from lmworks.quantize.schemes import Scheme
 from lmworks.quantize.source import Source
 from lmworks.quantize.texts import Window
@@ -268,25 +266,11 @@ def dequantized(source: Source, target: Path, scratch: Path) -> Transformer:
     return model
 
 
-@dataclass
-class TransformersScorer:
-    """Logits by transformers, in fp32, with the activations quantized where the scheme does so and the library supports it."""
-
-    child: Child
-    scratch: Path
-    vocabulary: int
-    name: str
-
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """Logits (T, V)."""
-        path = self.scratch / "logits.f32"
-        self.child.ask({"do": "logits", "ids": list(ids), "to": str(path)})
-        return torch.from_numpy(np.fromfile(path, np.float32).reshape(len(ids), self.vocabulary))
-
-
 @contextmanager
-def transformers_scorer(python: Path, model: Path, vocabulary: int, scratch: Path) -> Iterator[TransformersScorer]:
-    """Open a directory in transformers. Raises `Crashed` if it does not load every tensor."""
+def transformers_scorer(python: Path, model: Path, vocabulary: int, scratch: Path) -> Iterator[ChildScorer]:
+    """Open a directory in transformers: logits in fp32, with activations quantized where scheme and library do so.
+
+    Raises `Crashed` if it does not load every tensor."""
     with running(python, _PROGRAM, "transformers", **_environment()) as child:
         answer = child.ask({"do": "open", "model": str(model), "threads": machine.threads()})
-        yield TransformersScorer(child, scratch, vocabulary, f"transformers {answer['version']} with compressed-tensors")
+        yield ChildScorer(child, scratch, vocabulary, f"transformers {answer['version']} with compressed-tensors")

@@ -6,13 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from lmworks import machine
 from lmworks.errors import UserError
@@ -20,7 +17,7 @@ from lmworks.export.gguf import check_gguf, load_gguf, write_gguf
 from lmworks.model import Transformer
 from lmworks.progress import bar
 from lmworks.quantize.accounting import TensorRecord, relative_error
-from lmworks.quantize.child import Child, Crashed, find_python, running
+from lmworks.quantize.child import ChildScorer, Crashed, find_python, running
 from lmworks.quantize.schemes import Scheme
 from lmworks.quantize.source import Source
 
@@ -168,28 +165,12 @@ def check_fields(source: Source, original: Path, target: Path) -> list[str]:
     return found
 
 
-@dataclass
-class LlamaScorer:
-    """Logits by llama.cpp, with its cache in fp32."""
-
-    child: Child
-    scratch: Path
-    vocabulary: int
-    name: str
-
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """Logits (T, V)."""
-        path = self.scratch / "logits.f32"
-        self.child.ask({"do": "logits", "ids": list(ids), "to": str(path)})
-        return torch.from_numpy(np.fromfile(path, np.float32).reshape(len(ids), self.vocabulary))
-
-
 @contextmanager
-def llama_scorer(python: Path, model: Path, vocabulary: int, length: int, scratch: Path) -> Iterator[LlamaScorer]:
+def llama_scorer(python: Path, model: Path, vocabulary: int, length: int, scratch: Path) -> Iterator[ChildScorer]:
     """Open a GGUF file in llama.cpp, for windows of at most `length` tokens. Raises `Crashed` if llama.cpp does not load it."""
     with running(python, _PROGRAM, _NAME) as child:
         answer = child.ask({"do": "open", "model": str(model), "length": length, "threads": machine.threads()})
-        yield LlamaScorer(child, scratch, vocabulary, f"llama.cpp (llama-cpp-python {answer['version']}), cache in fp32")
+        yield ChildScorer(child, scratch, vocabulary, f"llama.cpp (llama-cpp-python {answer['version']}), cache in fp32")
 
 
 def measure_speed(python: Path, model: Path, ids: Sequence[int], following: Sequence[int]) -> dict[str, float]:
