@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import json
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Iterator
@@ -74,6 +75,50 @@ def atomic_path(path: Path) -> Iterator[Path]:
             sync_directory(path.parent)
         finally:
             aside.unlink(missing_ok=True)
+
+
+def require_empty(out: Path) -> None:
+    """Raise `UserError` unless `out` is an empty directory or does not exist."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} is not an empty directory; choose another, or remove it")
+
+
+@contextmanager
+def whole_directory(path: Path) -> Iterator[Path]:
+    """Yield a new directory beside `path` to write to; on success it is renamed to `path`, which must not exist or be empty.
+
+    On failure it is removed and `path` is unchanged.
+    """
+    path = Path(path).absolute()
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with explain_os_errors(path):
+        shutil.rmtree(aside, ignore_errors=True)  # left by a killed process with the same id
+        try:
+            aside.mkdir(parents=True)
+            yield aside
+            os.replace(aside, path)
+            sync_directory(path.parent)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A second name of a file that is never changed, or a copy where the file system has no such links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Make `target` a tree of hard links to the files of `source`, in place of what was there. It appears whole or not at all."""
+    with whole_directory(target) as aside:
+        for folder, _, names in os.walk(source):
+            place = aside / Path(folder).relative_to(source)
+            place.mkdir(exist_ok=True)
+            for name in names:
+                link_or_copy(Path(folder) / name, place / name)
+        shutil.rmtree(target, ignore_errors=True)
 
 
 def write_bytes(path: Path, data: bytes, private: bool = False) -> None:

@@ -8,10 +8,8 @@ three. Files of a stage are always replaced by a rename and never written in pla
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ from pathlib import Path
 from lmworks.ablate.run_set import DATA_STAGES, Arm, Run, RunSet
 from lmworks.checkpoint import listing
 from lmworks.corpus.readers.snapshot import list_files as source_files
-from lmworks.files import explain_os_errors
+from lmworks.files import explain_os_errors, link_tree
 from lmworks.recipe.loading.load import load_recipe
 from lmworks.run.runner import StageEvent, run_stages
 from lmworks.run.stages import STAGES
@@ -103,33 +101,6 @@ def link_data(runs: RunSet, run: Run) -> None:
     branch, folder = run.arm.branch, run.directory / "checkpoints"
     if branch and not listing.begun(folder):
         link_tree(branch.checkpoint, folder / branch.checkpoint.name)
-
-
-def link_tree(source: Path, target: Path) -> None:
-    """Make `target` a tree of hard links to the files of `source`, or of copies where links are not possible. It appears whole or not at
-    all."""
-    aside = target.with_name(f".{target.name}.{os.getpid()}.links")
-    shutil.rmtree(aside, ignore_errors=True)
-    with explain_os_errors(target):
-        aside.mkdir(parents=True)
-        for folder, _, names in os.walk(source):
-            place = aside / Path(folder).relative_to(source)
-            place.mkdir(exist_ok=True)
-            for name in names:
-                _link(Path(folder) / name, place / name)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(aside, target)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        return
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES):
-            raise
-        shutil.copy2(source, target)
 
 
 def shared_bytes(paths: Sequence[Path]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from lmworks.checkpoint.publish import publish
 from lmworks.checkpoint.save_plan import TensorSlice
 from lmworks.checkpoint.tensor_files import Reader, metadata_files, split_rows, write_metadata, write_slices
 from lmworks.errors import UserError
-from lmworks.files import explain_os_errors
+from lmworks.files import explain_os_errors, link_tree
 from lmworks.model_stages import USED
 from lmworks.progress import bar
 
@@ -42,7 +41,7 @@ def reset_optimizer(path: Path) -> Path:
     def keep_and_publish(aside: Path) -> Path:
         kept = listing.free_name(path, "before-reset")
         # Links instead of a rename: a checkpoint of this step exists at all times.
-        shutil.copytree(path, kept, copy_function=_link_or_copy)
+        link_tree(path, kept)
         publish(aside, path)
         return kept
 
@@ -53,13 +52,6 @@ def _kept_or_zero(reader: Reader, name: str, offsets: tuple[int, ...], sizes: tu
     if name.startswith(_OPTIMIZER):
         return torch.zeros(sizes, dtype=reader.table[name].dtype)
     return reader.read_slice(name, offsets, sizes)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # file systems without links
-        shutil.copy2(source, target)
 
 
 def average(paths: Sequence[Path], weights: Sequence[float], target: Path) -> Path:

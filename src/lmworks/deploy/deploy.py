@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -30,7 +28,7 @@ from lmworks.deploy.sizing import fit, scenario_of
 from lmworks.deploy.source import Source
 from lmworks.deploy.start_script import start_script
 from lmworks.errors import UserError
-from lmworks.files import explain_os_errors, write_json, write_text
+from lmworks.files import require_empty, whole_directory, write_json, write_text
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,7 @@ def write_deployment(
     Nothing is left of a deployment that could not be written. Raises `UserError`.
     """
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} is not an empty directory; choose another, or remove it")
+    require_empty(out)
     try:
         key = check.read_key(key_file) or secrets.token_urlsafe(32)
         answers = record(plan.request.source) if expected is None else check.read_expected(expected)
@@ -81,17 +78,8 @@ def write_deployment(
         raise UserError(str(error)) from None
     source = plan.request.source
     answers = answers | {"tolerance": tolerance_for(float(answers["tolerance"]), source.bits), "name": source.name}
-    with explain_os_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        try:
-            _write(plan, aside, key, answers, trainer)
-            aside.chmod(0o755)
-            if out.is_dir():
-                out.rmdir()
-            os.replace(aside, out)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+    with whole_directory(out) as aside:
+        _write(plan, aside, key, answers, trainer)
 
 
 def _write(plan: Deployment, out: Path, key: str, answers: dict[str, Any], trainer: str | None) -> None:

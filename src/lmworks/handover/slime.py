@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from lmworks.deploy.quoting import shell_word
 from lmworks.deploy.source import Source, open_source
 from lmworks.errors import UserError
 from lmworks.export.huggingface import files_of
-from lmworks.files import explain_os_errors, read_json, write_json, write_text
+from lmworks.files import link_or_copy, read_json, require_empty, whole_directory, write_json, write_text
 from lmworks.handover.arguments import Argument, model_arguments
 from lmworks.handover.names import copies, mapping, require_bijection
 from lmworks.handover.prompts import Prompts, read_prompts
@@ -43,8 +41,7 @@ def hand_over(model: Path, prompts: list[Path], out: Path, *, rm_type: str = "ma
     `max_response` is in tokens; by default half of the context, and prompts have the rest. Raises `UserError`, and leaves nothing.
     """
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} is not an empty directory; choose another, or remove it")
+    require_empty(out)
     source = open_source(model)
     if source.quantization:
         raise UserError(f"{source.name} is quantized; hand over the model before that")
@@ -57,17 +54,8 @@ def hand_over(model: Path, prompts: list[Path], out: Path, *, rm_type: str = "ma
     rows = read_prompts(prompts, load(source.directory), rm_type, source.context - response)
     run = run_arguments(source, rows, rm_type, response)
     made = Handover(arguments, run, tensors, source.mtp, len(rows.rows), rows.longest)
-    with explain_os_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        try:
-            _write(made, source, rows, aside)
-            aside.chmod(0o755)
-            if out.is_dir():
-                out.rmdir()
-            os.replace(aside, out)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+    with whole_directory(out) as aside:
+        _write(made, source, rows, aside)
     return made
 
 
@@ -154,7 +142,9 @@ def _write(made: Handover, source: Source, rows: Prompts, out: Path) -> None:
     target.mkdir()
     for file in sorted(source.directory.iterdir()):
         if file.is_file():
-            _link_or_copy(file, target / file.name)
+            # weights may be hundreds of gigabytes; other files may be edited
+            place = link_or_copy if file.suffix == ".safetensors" and not file.is_symlink() else shutil.copyfile
+            place(file, target / file.name)
     if not source.mtp and source.model.mtp is not None:  # engines fail on a config that states layers without weights
         (target / "config.json").unlink()
         write_json(target / "config.json", read_json(source.directory / "config.json") | {"num_nextn_predict_layers": 0})
@@ -166,17 +156,6 @@ def _write(made: Handover, source: Source, rows: Prompts, out: Path) -> None:
     names = {one.megatron: {"huggingface": list(one.huggingface), "kind": one.kind} for one in mapping(model)}
     write_json(out / "names.json", {"tensors": names, "copies": copies(model)})
     write_text(out / "README.md", _readme(made))
-
-
-def _link_or_copy(file: Path, to: Path) -> None:
-    """A second name of the same weights where the file system allows it: they may be hundreds of gigabytes and are never changed."""
-    if file.suffix == ".safetensors" and not file.is_symlink():
-        try:
-            os.link(file, to)
-            return
-        except OSError:  # another file system
-            pass
-    shutil.copyfile(file, to)
 
 
 def _array(name: str, arguments: list[Argument], head: str = "") -> str:
