@@ -14,8 +14,8 @@ from lmworks.ablate.document import save
 from lmworks.ablate.report import cost_text
 from lmworks.ablate.resolve import Experiment, resolve
 from lmworks.ablate.results import Results
-from lmworks.ablate.run_set import Run, save_arms
-from lmworks.ablate.runs import Runner, command, state_of
+from lmworks.ablate.run_set import Run, require_own_directory, save_arms
+from lmworks.ablate.runs import Runner, described
 from lmworks.ablate.sharing import prepare_data
 from lmworks.doctor.ablation_page import write_ablation_page
 from lmworks.errors import UserError
@@ -54,10 +54,8 @@ def open_experiment(path: str, options: Options) -> Experiment:
 def list_runs(experiment: Experiment) -> list[dict[str, Any]]:
     """Every run with its state and the command that it is."""
     return [
-        {"index": index, "arm": run.arm.name, "seed": run.seed, "state": state_of(experiment, run), "directory": str(run.directory),
-         "command": ["lmworks", *command(experiment, run)]}
-        for index, run in enumerate(experiment.runs)
-    ]  # fmt: skip
+        {"index": index, "arm": run.arm.name, "seed": run.seed, **described(experiment, run)} for index, run in enumerate(experiment.runs)
+    ]
 
 
 def run_ablation(
@@ -69,8 +67,7 @@ def run_ablation(
     """
     experiment = open_experiment(path, options)
     with _lock(experiment, options):
-        if not (experiment.out / "arms").is_dir() and experiment.out.is_dir() and _strangers(experiment.out):
-            raise UserError(f"{experiment.out} holds files and is not an ablation; choose another directory with --out")
+        require_own_directory(experiment.out, "an ablation")
         if experiment.ablation.equal == "tokens":
             save_arms(experiment)
         write_text(experiment.out / "ablation.yaml", experiment.text)
@@ -95,7 +92,7 @@ def run_ablation(
             write_results(results)
 
         try:
-            Runner(experiment, runs, options.jobs, on_done, on_note).work()
+            Runner(experiment, runs, results.seconds, options.jobs, on_done, on_note).work()
         finally:
             results.update()
             document = write_results(results)
@@ -118,7 +115,3 @@ def _lock(experiment: Experiment, options: Options) -> Iterator[None]:
     else:
         with RunLock(experiment.out):
             yield
-
-
-def _strangers(out: Path) -> bool:
-    return any(path.name not in ("lock", "data") for path in out.iterdir())

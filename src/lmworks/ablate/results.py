@@ -10,7 +10,7 @@ import numpy as np
 from lmworks.ablate.cost import training_seconds
 from lmworks.ablate.measures import Measure, Reading, read_run
 from lmworks.ablate.resolve import Experiment
-from lmworks.ablate.run_set import Arm, Run
+from lmworks.ablate.run_set import Arm, Run, run_dir
 from lmworks.ablate.runs import state_of
 from lmworks.ablate.statistics.contrast import Contrast, contrast
 from lmworks.ablate.statistics.noise import UNKNOWN, Floor, Noise, floor, with_earlier
@@ -37,7 +37,7 @@ class Results:
 
     def reading(self, arm: Arm, seed: int) -> Reading | None:
         """What a run has measured; None while it has not finished."""
-        return self.readings.get(self.experiment.directory(arm) / f"seed-{seed}")
+        return self.readings.get(run_dir(self.experiment.out, arm.name, seed))
 
     def value(self, measure: Measure, arm: Arm, seed: int) -> float | None:
         reading = self.reading(arm, seed)

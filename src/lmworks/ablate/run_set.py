@@ -29,6 +29,14 @@ ALWAYS = ("time=null", *(f"{stage.stage}=null" for stage in MODEL_STAGES[1:]))  
 _ORDER = ("name", "tokens", "mixture", "mixture_changes", "sequence_length", "global_batch_size", "batch_ramp")
 
 
+_ARMS = "arms"
+
+
+def run_dir(out: Path, arm: str, seed: int) -> Path:
+    """The directory of a run in the directory of its set."""
+    return out / _ARMS / arm / f"seed-{seed}"
+
+
 @dataclass(frozen=True)
 class Branch:
     """A checkpoint that runs continue; it has trained on `tokens` tokens in `steps` steps of the run in `run_dir`."""
@@ -115,17 +123,20 @@ class RunSet:
     @cached_property
     def runs(self) -> list[Run]:
         """All runs, seed by seed, so that an unfinished set has whole seeds."""
-        return [Run(arm, seed, self.run_dir(arm.name, seed)) for seed in self.seeds for arm in self.arms.values()]
+        return [Run(arm, seed, run_dir(self.out, arm.name, seed)) for seed in self.seeds for arm in self.arms.values()]
 
     def directory(self, arm: Arm) -> Path:
-        return self.out / "arms" / arm.name
-
-    def run_dir(self, arm: str, seed: int) -> Path:
-        return self.out / "arms" / arm / f"seed-{seed}"
+        return self.out / _ARMS / arm.name
 
     def data_dir(self, arm: Arm) -> Path:
         """The directory with the corpus, tokenizer and shards of an arm."""
         return self.out / "data" / arm.data_key
+
+
+def require_own_directory(out: Path, what: str) -> None:
+    """Raise `UserError` if the directory holds files and no runs of a set. `what` the set is called: "an ablation"."""
+    if not (out / _ARMS).is_dir() and any(path.name not in ("lock", "data") for path in out.iterdir()):
+        raise UserError(f"{out} holds files and is not {what}; choose another directory with --out")
 
 
 def matter(changes: Sequence[Change]) -> Iterator[Change]:

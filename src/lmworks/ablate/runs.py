@@ -5,7 +5,6 @@ The processes are forked from a server that has imported torch, which takes long
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -13,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
@@ -22,7 +21,7 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from runpy import run_module
-from typing import Literal
+from typing import Any, Literal
 
 from lmworks import machine, progress
 from lmworks.ablate.run_set import Run, RunSet
@@ -36,6 +35,7 @@ from lmworks.recipe.schema.layout import world_size
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.stages import STAGES
 from lmworks.run.staleness import stage_inputs, stale_reason
+from lmworks.watch.lock import in_use
 from lmworks.watch.stop_signals import Stop, graceful_stop
 
 State = Literal["done", "begun", "open"]
@@ -72,14 +72,9 @@ def command(runs: RunSet, run: Run, threads: int | None = None) -> list[str]:
     return [stage, place, *words]
 
 
-def in_use(run_dir: Path) -> bool:
-    """Whether another process works on a run."""
-    with suppress(FileNotFoundError), open(run_dir / "lock", "rb") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+def described(runs: RunSet, run: Run) -> dict[str, Any]:
+    """The state of a run, its directory, and the command that it is."""
+    return {"state": state_of(runs, run), "directory": str(run.directory), "command": ["lmworks", *command(runs, run)]}
 
 
 @dataclass
@@ -94,11 +89,12 @@ class _Active:
 
 @dataclass
 class Runner:
-    """Runs what is open of `runs`, `jobs` at a time; a run that continues a checkpoint of another one waits for it. `on_done` is called
-    after each finished run, `on_note` with lines for the user."""
+    """Runs those of `runs` whose directories are not in `finished`, `jobs` at a time. A run that continues a checkpoint of another one
+    waits for it. `on_done` is called after each finished run, `on_note` with lines for the user."""
 
     set: RunSet
     runs: Sequence[Run]
+    finished: Container[Path]
     jobs: int
     on_done: Callable[[Run], None]
     on_note: Callable[[str], None]
@@ -106,7 +102,7 @@ class Runner:
 
     def work(self) -> None:
         """Run everything. Raises `Interrupted` after all processes have saved, and `UserError` if runs have failed."""
-        waiting = [run for run in self.runs if state_of(self.set, run) != "done"]
+        waiting = [run for run in self.runs if run.directory not in self.finished]
         tokens = {run: run.arm.tokens - run.arm.started_at for run in self.runs}
         done = sum(tokens.values()) - sum(tokens[run] for run in waiting)
         told: set[Path] = set()

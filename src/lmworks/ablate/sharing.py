@@ -8,7 +8,6 @@ three. Files of a stage are always replaced by a rename and never written in pla
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from lmworks.run.runner import StageEvent, run_stages
 from lmworks.run.stages import STAGES
 from lmworks.run.staleness import stage_inputs, stale_reason
 from lmworks.run.stamps import read_stamp
+from lmworks.watch.lock import try_lock
 
 _STAGES = [stage for stage in STAGES if stage.name in DATA_STAGES]
 _POLL = 1.0
@@ -48,15 +48,11 @@ def _only_one(directory: Path, on_wait: Callable[[str], None]) -> Iterator[None]
         fd = os.open(directory.with_name(f"{directory.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
     told = False
     try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    on_wait(f"another process prepares the data in {directory}; waiting for it")
-                told = True
-                time.sleep(_POLL)
+        while not try_lock(fd):
+            if not told:
+                on_wait(f"another process prepares the data in {directory}; waiting for it")
+            told = True
+            time.sleep(_POLL)
         yield
     finally:
         os.close(fd)

@@ -8,7 +8,6 @@ before it is read is passed over.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.load import stages_of
 from lmworks.watch.ledger import read_ledger
+from lmworks.watch.lock import try_lock
 
 FILE = "follow.jsonl"
 POLL_SECONDS = 5.0
@@ -214,10 +214,8 @@ def _append(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     with explain_os_errors(path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{path.parent} is followed by another process, which writes {path.name}; stop it first") from None
+        if not try_lock(fd):
+            raise UserError(f"{path.parent} is followed by another process, which writes {path.name}; stop it first")
         with explain_os_errors(path):
             end = jsonl.open_append(path)
         try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
-from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, Branch, RunSet
+from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, Branch, RunSet, run_dir
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.recipe.loading.document import parse_file
@@ -104,12 +104,12 @@ def _arms_of_size(ladder: LadderFile, size: str, own: Sequence[str], out: Path) 
     ]
     trunk = _arm(ladder, f"{size}-{TRUNK}", [*overrides, f"checkpoints.keep_last={len(parts)}"], parts)
     yield trunk
-    run_dir = out / "arms" / trunk.name / f"seed-{ladder.seed}"
+    of_trunk = run_dir(out, trunk.name, ladder.seed)
     for index, (count, decay, end) in enumerate(zip(steps, decays, ends, strict=True)):
         tail = _part(pattern, "decay", decay * batch, "linear", 0)
-        checkpoint = run_dir / "checkpoints" / listing.name_of(end)
+        checkpoint = of_trunk / "checkpoints" / listing.name_of(end)
         arm = _arm(ladder, f"{size}-{count * batch}", overrides, [*parts[: index + 1], tail])
-        yield replace(arm, branch=Branch(run_dir, checkpoint, end, end * batch))
+        yield replace(arm, branch=Branch(of_trunk, checkpoint, end, end * batch))
 
 
 def _part(pattern: Phase, name: str, tokens: int, kind: str, warmup: int) -> dict[str, Any]:

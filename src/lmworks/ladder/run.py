@@ -8,10 +8,9 @@ from pathlib import Path
 from lmworks import machine
 from lmworks.ablate.cost import calibrate, cost, training_seconds
 from lmworks.ablate.report import cost_text
-from lmworks.ablate.run_set import Run, RunSet, save_arms
-from lmworks.ablate.runs import Runner, command, state_of
+from lmworks.ablate.run_set import RunSet, require_own_directory, save_arms
+from lmworks.ablate.runs import Runner, described, state_of
 from lmworks.ablate.sharing import prepare_data
-from lmworks.errors import UserError
 from lmworks.files import write_text
 from lmworks.ladder.file import FILE
 from lmworks.ladder.fit import BOOTSTRAPS, Point, fit_law
@@ -30,35 +29,28 @@ def run_ladder(ladder: RunSet, jobs: int, on_event: Callable[[StageEvent], None]
     """
     out = ladder.out
     with RunLock(out):
-        if not (out / "arms").is_dir() and any(path.name not in ("lock", "data") for path in out.iterdir()):
-            raise UserError(f"{out} holds files and is not a ladder of runs; choose another directory with --out")
+        require_own_directory(out, "a ladder of runs")
         save_arms(ladder)
         write_text(out / FILE, ladder.text)
         prepare_data(ladder, on_event, on_note)
-        if any(state_of(ladder, run) != "done" for run in ladder.runs):
+        seconds = {run.directory: training_seconds(run) for run in ladder.runs if state_of(ladder, run) == "done"}
+        if len(seconds) < len(ladder.runs):
             calibrate(ladder, [ladder.baseline], max(1, machine.threads() // jobs))
-            on_note(cost_text(cost(ladder, _seconds(ladder), jobs).to_json()))
-        Runner(ladder, ladder.runs, jobs, lambda run: on_note(f"{run.arm.name}: done"), on_note).work()
+            on_note(cost_text(cost(ladder, seconds, jobs).to_json()))
+        Runner(ladder, ladder.runs, seconds, jobs, lambda run: on_note(f"{run.arm.name}: done"), on_note).work()
     return points_of(ladder)
 
 
 def list_runs(ladder: RunSet) -> list[dict[str, object]]:
     """Every run with its state, its tokens and the command that it is."""
     return [
-        {"name": run.arm.name, "state": state_of(ladder, run), "tokens": run.arm.tokens - run.arm.started_at,
-         "directory": str(run.directory), "command": ["lmworks", *command(ladder, run)]}
-        for run in ladder.runs
-    ]  # fmt: skip
+        {"name": run.arm.name, "tokens": run.arm.tokens - run.arm.started_at, **described(ladder, run)} for run in ladder.runs
+    ]
 
 
 def points_of(ladder: RunSet) -> list[Path]:
     """The runs whose learning rate decays: those that branch off from the trunks."""
     return [run.directory for run in ladder.runs if run.arm.branch is not None]
-
-
-def _seconds(ladder: RunSet) -> dict[Path, float]:
-    done: list[Run] = [run for run in ladder.runs if state_of(ladder, run) == "done"]
-    return {run.directory: training_seconds(run) for run in done}
 
 
 def fit_runs(folder: Path, runs: Sequence[Path]) -> tuple[LossLaw, list[Point]]:

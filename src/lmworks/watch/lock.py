@@ -31,15 +31,13 @@ class RunLock:
             raise UserError(f"cannot write {run_dir}: a part of it is not a directory; choose another with --set run_dir=PATH") from None
         except OSError as error:  # names that are too long, special file systems, broken disks
             raise UserError(f"cannot write {run_dir}: {error.strerror}; choose another directory with --set run_dir=PATH") from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(self._fd):
             holder = _holder(self._fd)
             os.close(self._fd)
             raise UserError(
                 f"{run_dir} is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}; "
                 "wait for it, stop it, or choose another directory with --set run_dir=PATH"
-            ) from None
+            )
         # A forked child shares the lock with its parent; a child that outlives it would keep the lock.
         os.register_at_fork(after_in_child=self._forget)
         with explain_os_errors(run_dir):
@@ -63,6 +61,24 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def in_use(run_dir: Path) -> bool:
+    """Whether a process holds the lock of a run."""
+    try:
+        with open(run_dir / "lock", "rb") as handle:
+            return not try_lock(handle.fileno())
+    except FileNotFoundError:
+        return False
+
+
+def try_lock(fd: int) -> bool:
+    """Lock an open file until it is closed, unless a process holds it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_lock(path: Path) -> bool:
