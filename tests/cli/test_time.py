@@ -13,7 +13,7 @@ from command import Done, Lmworks
 
 from lmworks.errors import UserError
 from lmworks.files import read_json
-from lmworks.plan.budget import size_text
+from lmworks.plan.amounts import amount
 from lmworks.recipe.derivation import scaling_laws
 from lmworks.recipe.derivation.parameters import count_active_parameters, count_parameters
 from lmworks.recipe.loading.load import load_recipe, load_resolved
@@ -190,7 +190,7 @@ def test_the_size_follows_from_the_speed(runs: Runs) -> None:
         runs(run_dir, *words, speed=speed)
         tree, recipe = read_json(run_dir / "resolved.json"), load_resolved(run_dir / "resolved.json")
         size = tree["size"]
-        assert size == size_text(scaling_laws.parse_size(size)) != "auto"
+        assert size == amount(scaling_laws.parse_size(size)) != "auto"
         tokens = sum(phase.tokens for phase in recipe.train.phases)
         active.append(count_active_parameters(recipe.model))
         assert tokens / active[-1] == pytest.approx(20, rel=0.3), "shapes come in steps"

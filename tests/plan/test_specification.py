@@ -6,9 +6,10 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.plan import costs, flops, pipeline
+from lmworks.plan.amounts import days
 from lmworks.plan.layout import choose, problems
 from lmworks.plan.memory import kv_cache_bytes, state_bytes
-from lmworks.plan.plan import Plan, days, make_plan, plain
+from lmworks.plan.plan import Plan, make_plan, plain
 from lmworks.recipe.loading.load import load_cluster, load_recipe
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.layout import Layout

@@ -63,7 +63,7 @@ def _print(options: list[Any], where: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from lmworks.plan.plan import days
+    from lmworks.plan.amounts import days
 
     table = Table(title=f"Ways to a model, with the training cost on {where}", title_justify="left", box=None, header_style="dim")
     for heading in ("way", "verdict", "training", "cost", "reason"):

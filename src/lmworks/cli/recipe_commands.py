@@ -152,7 +152,7 @@ def _warn(resolved: Resolved, *lines: str | None) -> None:
 
 def _as_it_runs(recipe: str, overrides: Sequence[str], size: str | None) -> tuple[Resolved, str]:
     """The recipe, with the numbers that its run was given for its time; and what is to be said where there are none yet."""
-    from lmworks.plan.plan import days
+    from lmworks.plan.amounts import days
     from lmworks.recipe.loading.load import load_recipe
     from lmworks.run.time_budget import recorded_budget
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lmworks.plan.amounts import amount
 from lmworks.plan.costs import device_hours, seconds
 from lmworks.plan.flops import training_flops
 from lmworks.plan.layout import devices
@@ -123,11 +124,11 @@ def _continue(situation: Situation) -> _Judged:
     replay = _REPLAY[situation.need]
     wanted, paid = _REPEATS * situation.tokens / (1 - replay), situation.flops / (6 * situation.base)
     epochs = min(_REPEATS, paid * (1 - replay) / max(1, situation.tokens))
-    text = f"{_short(situation.tokens)} distinct tokens for {epochs:.2g} epochs, with {replay:.0%} of general text against forgetting"
+    text = f"{amount(situation.tokens)} distinct tokens for {epochs:.2g} epochs, with {replay:.0%} of general text against forgetting"
     if situation.tokens < _CONTINUE_TOKENS:
-        return _Judged("continue", False, min(wanted, paid), f"{text}; below {_short(_CONTINUE_TOKENS)} retrieval and tuning do as well")
+        return _Judged("continue", False, min(wanted, paid), f"{text}; below {amount(_CONTINUE_TOKENS)} retrieval and tuning do as well")
     if paid < _CONTINUE_TOKENS:
-        limit = f"the time pays for {_short(paid)} tokens of a model of {_short(situation.base)}; take a smaller base"
+        limit = f"the time pays for {amount(paid)} tokens of a model of {amount(situation.base)}; take a smaller base"
         return _Judged("continue", True, wanted, limit)
     return _Judged("continue", True, min(wanted, paid), text)
 
@@ -135,12 +136,12 @@ def _continue(situation: Situation) -> _Judged:
 def _train(situation: Situation) -> _Judged:
     size = _size(situation, "train")
     tokens = float(TOKENS_PER_PARAMETER * size)
-    known = f"the time trains {_short(size)} parameters on {_short(tokens)} tokens"
-    against = f"; open models of {_short(situation.base)} parameters have seen about {_short(_BASE_TOKENS)}"
+    known = f"the time trains {amount(size)} parameters on {amount(tokens)} tokens"
+    against = f"; open models of {amount(situation.base)} parameters have seen about {amount(_BASE_TOKENS)}"
     if situation.need != "own":
         return _Judged("train", False, tokens, known + against)
     enough = _REPEATS * situation.tokens >= tokens
-    short = "" if enough else f"; {_short(tokens / _REPEATS)} distinct tokens are needed for that, add public text"
+    short = "" if enough else f"; {amount(tokens / _REPEATS)} distinct tokens are needed for that, add public text"
     return _Judged("train", True, tokens, known + short)
 
 
@@ -154,10 +155,3 @@ def _option(situation: Situation, one: _Judged, verdict: Verdict) -> Option:
     time = seconds(training_flops(_size(situation, one.route), one.tokens), count, cluster, cluster.mfu)
     hours = device_hours(count, time)
     return Option(one.route, verdict, one.reason, one.tokens, time, hours, hours * cluster.dollars_per_hour)
-
-
-def _short(value: float) -> str:
-    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.3g}{unit}"
-    return f"{value:.0f}"

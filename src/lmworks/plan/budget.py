@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any
 
 from lmworks.errors import UserError
+from lmworks.plan.amounts import amount, days
 from lmworks.plan.costs import seconds as seconds_of
 from lmworks.plan.counts import count_by_component
 from lmworks.plan.flops import flops_per_token
 from lmworks.plan.layout import devices
 from lmworks.plan.loss_law import CHINCHILLA, LossLaw, Tradeoff
-from lmworks.plan.plan import Plan, days, make_plan
+from lmworks.plan.plan import Plan, make_plan
 from lmworks.recipe.derivation.scaling_laws import TOKENS_PER_PARAMETER
 from lmworks.recipe.loading.load import Resolved
 from lmworks.recipe.schema.cluster import Cluster
@@ -30,14 +31,6 @@ FEWEST = 20  # steps of a phase, and of tuning
 SIZES = [digits * 10**power for power in range(4, 11) for digits in range(10, 100)]  # 100k to 990B, two digits
 _SHOWN = (0.25, 0.5, 1.0, 2.0)  # of the chosen size: sizes that are printed beside it
 Numbers = dict[Keys, tuple[Any, str]]
-
-
-def size_text(size: int) -> str:
-    """`1.5B` for 1,500,000,000: the form of the key `size`."""
-    for scale, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if size >= scale:
-            return f"{size / scale:g}{unit}"
-    return str(size)
 
 
 def scale_budgets(recipe: Recipe, factor: float) -> Recipe:
@@ -116,13 +109,13 @@ def fit_time(
     tradeoff = Tradeoff(law or CHINCHILLA, ratio, served_tokens)
     if choose_size:
         size, why = fitter.best_size(tradeoff)
-        chosen, sizes = size_text(size), [number for share in _SHOWN if (number := _two_digits(share * size)) >= SIZES[0]]
+        chosen, sizes = amount(size), [number for share in _SHOWN if (number := _two_digits(share * size)) >= SIZES[0]]
     else:
         size, why, chosen, sizes = 0, "the size of the recipe", resolved.recipe.size or "as written", []
     found, plan = fitter.fit(size)
     if plan.seconds > 1.001 * seconds:
         why += f"; with the fewest steps, {FEWEST} in each phase, it takes {days(plan.seconds)}"
-    candidates = [_candidate(size_text(one), fitter.at(one), law) for one in sizes if one != size]
+    candidates = [_candidate(amount(one), fitter.at(one), law) for one in sizes if one != size]
     own = _candidate(chosen, found.recipe, law)
     candidates = sorted([*candidates, own], key=lambda one: one.active)
     return found, plan, TimeBudget(seconds, why, tuple(candidates), chosen, "" if law is None else law.unit)
@@ -141,7 +134,7 @@ class _Fitter:
         return seconds_of(flops, devices(self._cluster), self._cluster, self._mfu)
 
     def _resized(self, size: int) -> Resolved:
-        return self._resolved.settled({("size",): (size_text(size), "the size that the time allows")}) if size else self._resolved
+        return self._resolved.settled({("size",): (amount(size), "the size that the time allows")}) if size else self._resolved
 
     def at(self, size: int) -> Recipe:
         """The recipe at `size` (0: its own) with budgets that fill the time with training alone."""
@@ -159,7 +152,7 @@ class _Fitter:
             return tradeoff.too_large(count_by_component(recipe.model).active_computed, _tokens(recipe))
 
         index = max(0, bisect_right(SIZES, False, key=too_large) - 1)
-        served = f", if {_short(tradeoff.served_tokens)} tokens are served (arXiv:2401.00448)" if tradeoff.served_tokens else ""
+        served = f", if {amount(tradeoff.served_tokens)} tokens are served (arXiv:2401.00448)" if tradeoff.served_tokens else ""
         rule = f"{tradeoff.tokens_per_parameter:g} tokens per active parameter" if tradeoff.tokens_per_parameter else "the fitted law"
         why = f"compute-optimal for this time by {rule}" if not served else f"lowest cost of training and serving{served}"
         try:
@@ -168,7 +161,7 @@ class _Fitter:
             fitting = bisect_right(SIZES[:index], False, key=lambda size: not self._fits(size)) - 1
             if fitting < 0:
                 raise UserError(f"no size of this model fits on {self._cluster.name}: {error}") from None
-            return SIZES[fitting], f"the largest that fits into the memory ({size_text(SIZES[index])} would be {why})"
+            return SIZES[fitting], f"the largest that fits into the memory ({amount(SIZES[index])} would be {why})"
         return SIZES[index], why
 
     def _fits(self, size: int) -> bool:
@@ -198,7 +191,7 @@ class _Fitter:
 
 def _numbers(scaled: Recipe, size: int, seconds: float) -> Numbers:
     why = f"fills {days(seconds)} on this cluster"
-    numbers: Numbers = {("size",): (size_text(size), "the size that the time allows")} if size else {}
+    numbers: Numbers = {("size",): (amount(size), "the size that the time allows")} if size else {}
     for index, phase in enumerate(scaled.train.phases):
         numbers["train", "phases", index, "tokens"] = phase.tokens.text(), why
     return numbers
@@ -215,10 +208,6 @@ def _tokens(recipe: Recipe) -> int:
 
 def _two_digits(value: float) -> int:
     return int(float(f"{value:.2g}"))
-
-
-def _short(value: float) -> str:
-    return size_text(int(value)) if value < 1e12 else f"{value / 1e12:g}T"
 
 
 def as_plain(budget: TimeBudget) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lmworks.plan.amounts import DAY, days
 from lmworks.plan.automatic import choose_layout
 from lmworks.plan.costs import Disk, device_hours, disk, phase_steps, seconds
 from lmworks.plan.counts import Counts, count_by_component
@@ -21,8 +22,7 @@ from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.layout import Layout, world_size
 from lmworks.recipe.schema.recipe import Recipe
 
-_DAY = 86_400
-_LONG = 365 * _DAY
+_LONG = 365 * DAY
 _BEST_MFU = 0.6  # of computation alone; published kernels of whole training steps reach 0.5 to 0.6
 
 
@@ -272,11 +272,3 @@ def plain(plan: Plan) -> dict[str, Any]:
     )  # fmt: skip
     value["overheads"] = asdict(plan.overheads)
     return {**value, **{name: getattr(plan, name) for name in sums}, "warnings": list(plan.warnings())}
-
-
-def days(time: float) -> str:
-    """Format a duration in seconds with a readable unit."""
-    for size, unit in ((365.25 * _DAY, "years"), (_DAY, "days"), (3600, "hours"), (60, "minutes")):
-        if time >= 2 * size:
-            return f"{time / size:,.1f} {unit}"
-    return f"{time:.0f} seconds"

@@ -6,27 +6,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lmworks.plan.amounts import amount, days, size
 from lmworks.plan.budget import TimeBudget
 from lmworks.plan.layout import describe
 from lmworks.plan.loss_law import LossLaw
 from lmworks.plan.memory import GIB, Memory
-from lmworks.plan.plan import Plan, days
-
-
-def amount(value: float) -> str:
-    """Format a count with four significant digits: `352.8B`, `4.194M`."""
-    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.4g}{unit}" if value / scale < 1000 else f"{value / scale:,.0f}{unit}"
-    return f"{value:.3g}"
-
-
-def size(value: float) -> str:
-    """Format bytes in decimal units."""
-    for scale, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= scale:
-            return f"{value / scale:,.1f} {unit}"
-    return f"{value:.0f} bytes"
+from lmworks.plan.plan import Plan
 
 
 def render(plan: Plan, budget: TimeBudget | None = None, law: LossLaw | None = None) -> RenderableType:

@@ -18,9 +18,9 @@ from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
 from lmworks.model_stages import MODEL_STAGES
-from lmworks.plan.budget import FEWEST, SIZES, largest_factor, scale_budgets, size_text
+from lmworks.plan.amounts import amount, days
+from lmworks.plan.budget import FEWEST, SIZES, largest_factor, scale_budgets
 from lmworks.plan.flops import flops_per_token
-from lmworks.plan.plan import days
 from lmworks.recipe.loading.document import Keys
 from lmworks.recipe.loading.load import Numbers, Resolved
 from lmworks.recipe.schema.recipe import Recipe
@@ -188,7 +188,7 @@ def _choose_size(resolved: Resolved, left: float, speed: Speed, work: FixedWork)
     why = "the compute-optimal size for the time at the measured speed (arXiv:2203.15556)"
 
     def numbers(size: int) -> dict[Keys, tuple[Any, str]]:
-        return {("size",): (size_text(size), why), **lengths}
+        return {("size",): (amount(size), why), **lengths}
 
     def seconds(size: int) -> float:
         return total_seconds(resolved.settled(numbers(size)).recipe, speed, work)

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from lmworks.doctor.preflight.check_result import CheckContext, CheckResult
-from lmworks.plan.render import size
+from lmworks.plan.amounts import size
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
 from lmworks.shards.order.order import Order

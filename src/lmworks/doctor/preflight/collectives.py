@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lmworks.doctor.preflight.check_result import CheckContext, CheckResult
 from lmworks.parallel.mesh import Ranks
-from lmworks.plan.render import size
+from lmworks.plan.amounts import size
 from lmworks.recipe.schema.layout import world_size
 
 _LARGE = 4 << 20  # fp32 numbers

@@ -7,7 +7,7 @@ import random
 from lmworks.checkpoint import listing
 from lmworks.doctor.preflight.check_result import CheckContext, CheckResult, MissingInput
 from lmworks.files import sha256_file
-from lmworks.plan.render import size
+from lmworks.plan.amounts import size
 from lmworks.shards.format.indexed import with_ending
 from lmworks.shards.format.lineage import ENDING, open_lineage
 from lmworks.shards.format.manifest import Manifest, Shard, check_vocabulary, verify

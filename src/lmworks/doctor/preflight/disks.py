@@ -19,7 +19,7 @@ from pathlib import Path
 from lmworks import machine
 from lmworks.doctor.preflight.check_result import CheckContext, CheckResult, Status
 from lmworks.errors import UserError
-from lmworks.plan.render import size
+from lmworks.plan.amounts import size
 from lmworks.recipe.schema.layout import world_size
 
 _BLOCK = 4 << 20

@@ -63,9 +63,9 @@ def versions(context: CheckContext) -> CheckResult:
 
 def planned(context: CheckContext) -> CheckResult:
     """Check that the layout is legal and fits, and report the plan's warnings."""
+    from lmworks.plan.amounts import days
     from lmworks.plan.layout import describe
     from lmworks.plan.memory import GIB
-    from lmworks.plan.plan import days
 
     plan = context.plan
     fullest = max(plan.phases, key=lambda phase: phase.placed.memory.total)

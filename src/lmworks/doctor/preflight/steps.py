@@ -18,10 +18,9 @@ from lmworks.doctor.preflight.check_result import CheckContext, CheckResult
 from lmworks.metrics import system
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.mesh import alone
+from lmworks.plan.amounts import days, size
 from lmworks.plan.flops import flops_per_token
 from lmworks.plan.memory import GIB, memory
-from lmworks.plan.plan import days
-from lmworks.plan.render import size
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.curriculum import phase_settings
