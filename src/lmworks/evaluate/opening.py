@@ -11,6 +11,7 @@ import yaml
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
+from lmworks.evaluate.forms.measuring import Subject
 from lmworks.export.card import CHAT_TAG
 from lmworks.files import read_json
 from lmworks.model import Transformer
@@ -28,18 +29,10 @@ _UNSTATED = 2048  # tokens of context, for a model that states none
 
 
 @dataclass(frozen=True)
-class OpenModel:
-    """A model to measure.
+class OpenModel(Subject):
+    """A model from a file; `precision` is that of its activations, "fp32" or "bf16"."""
 
-    `context` is the number of tokens that it was trained to look back on; `chat` says whether it was tuned on conversations; `name` is
-    for people; `precision` is that of the activations, "fp32" or "bf16".
-    """
-
-    model: Transformer
     tokenizer: Tokenizer
-    context: int
-    chat: bool
-    name: str
     precision: str
 
 

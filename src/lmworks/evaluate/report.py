@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from lmworks.evaluate.compare.comparison import NothingInCommon, compare
 from lmworks.evaluate.compare.results import read_results
 from lmworks.evaluate.forgetting import forgetting
 from lmworks.evaluate.forms.choosing import training_flops
-from lmworks.evaluate.forms.measuring import measure
+from lmworks.evaluate.forms.measuring import Subject, measure
 from lmworks.evaluate.found import Found
 from lmworks.evaluate.generation.measuring import measure as measure_generation
 from lmworks.evaluate.generation.reasoning import SEED, Reasoning, generate_tasks
@@ -42,17 +41,6 @@ from lmworks.train.observe.prompts import prompts as prompts_of
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
-
-
-@dataclass(frozen=True)
-class StageModel:
-    """The model of a stage, to be measured."""
-
-    model: Transformer
-    tokenizer: ChatTokenizer
-    context: int
-    chat: bool
-    name: str
 
 
 def check(recipe: Recipe) -> None:
@@ -92,7 +80,7 @@ def evaluate(
     model.compute_dtype = dtype_for(precision, model.embedding.weight.device)
     try:
         doubt = partial(protection.doubt, searched=searched, recipe=recipe, corpus_dir=corpus_dir)
-        subject = StageModel(model, tokenizer, context_length(recipe, model), later, name)
+        subject = Subject(model, tokenizer, context_length(recipe, model), later, name)
         base = results["models"].get(BASE.model, {}).get("scores", {}).values() if later else ()
         measured, found = _measure(recipe, subject, corpus_dir, texts, _forms(base), doubt)
     finally:
@@ -126,7 +114,7 @@ _Doubt = Callable[[str, list[Question]], str | None]
 
 
 def _measure(
-    recipe: Recipe, subject: StageModel, corpus_dir: Path, texts: dict[str, list[str]], paired: tuple[Form, ...], doubt: _Doubt
+    recipe: Recipe, subject: Subject, corpus_dir: Path, texts: dict[str, list[str]], paired: tuple[Form, ...], doubt: _Doubt
 ) -> tuple[dict[str, Any], Found]:
     model, tokenizer, context, wanted = subject.model, subject.tokenizer, subject.context, recipe.evaluate
     logprobs = BatchedLogProbs(model, context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.evaluate.forms import free, likelihood, prompts
@@ -30,19 +30,19 @@ _NOTABLE = 10  # items per score and side
 _MOST_ANSWER = 600  # characters of an answer in the outcomes
 
 
-class Measured(Protocol):
-    """What is asked of a model to be measured: `lmworks.evaluate.opening.OpenModel`."""
+@dataclass(frozen=True)
+class Subject:
+    """A model to measure.
 
-    @property
-    def model(self) -> Transformer: ...
-    @property
-    def tokenizer(self) -> ChatTokenizer: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def chat(self) -> bool: ...
-    @property
-    def name(self) -> str: ...
+    `context` is the number of tokens that it was trained to look back on; `chat` says whether it was tuned on conversations; `name` is
+    for people.
+    """
+
+    model: Transformer
+    tokenizer: ChatTokenizer
+    context: int
+    chat: bool
+    name: str
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Task:
 
 
 def measure(
-    subject: Measured, benchmarks: Sequence[Benchmark], most: int, flops: float | None = None, paired: tuple[Form, ...] = ()
+    subject: Subject, benchmarks: Sequence[Benchmark], most: int, flops: float | None = None, paired: tuple[Form, ...] = ()
 ) -> Found:
     """Score `subject` on the sets of a recipe, at most `most` items of each unless a benchmark says otherwise.
 
@@ -96,7 +96,7 @@ _NORM: dict[Form, str | None] = {"cloze": "byte", "letters": "none", "free": Non
 
 
 def _tasks(
-    subject: Measured, benchmarks: Sequence[Benchmark], most: int, flops: float | None, paired: tuple[Form, ...], found: Found
+    subject: Subject, benchmarks: Sequence[Benchmark], most: int, flops: float | None, paired: tuple[Form, ...], found: Found
 ) -> list[Task]:
     """Every set in its forms; sets without data are noted in `found`."""
     open_: list[tuple[Benchmark, Form | None, int | None]] = []  # form and number of examples, as far as they are settled
@@ -138,7 +138,7 @@ def _formulated(task: Task) -> list[ChoiceItem]:
     return [make(item, task.loaded.shown_before(item, task.shots)) for item in task.loaded.items]  # type: ignore[arg-type]
 
 
-def _likelihood(subject: Measured, task: Task, found: Found, advance: Callable[[int], None]) -> Score:
+def _likelihood(subject: Subject, task: Task, found: Found, advance: Callable[[int], None]) -> Score:
     logprobs = BatchedLogProbs(subject.model, subject.context)
     cloze = task.form == "cloze"
     answered = likelihood.answer(_formulated(task), subject.tokenizer, logprobs, advance, unconditional=cloze)
@@ -157,7 +157,7 @@ def _likelihood(subject: Measured, task: Task, found: Found, advance: Callable[[
     return scored
 
 
-def _free(subject: Measured, task: Task, found: Found, advance: Callable[[int], None]) -> Score:
+def _free(subject: Subject, task: Task, found: Found, advance: Callable[[int], None]) -> Score:
     answerer = Answerer(subject.model, subject.tokenizer, subject.chat)
     shown = [task.loaded.shown_before(item, task.shots) for item in task.loaded.items]
     judged = free.answer(task.loaded.items, shown, answerer, advance)
@@ -199,7 +199,7 @@ def _probed(benchmarks: Sequence[Benchmark], form: Form) -> list[Task]:
     ]
 
 
-def _probe_letters(subject: Measured, benchmarks: Sequence[Benchmark]) -> Score:
+def _probe_letters(subject: Subject, benchmarks: Sequence[Benchmark]) -> Score:
     items = [item for task in _probed(benchmarks, "letters") for item in _formulated(task)]
     with bar(f"{subject.name}: probe of letters", sum(len(item.choices) for item in items)) as progress:
         answered = likelihood.answer(items, subject.tokenizer, BatchedLogProbs(subject.model, subject.context), progress.advance)
@@ -209,7 +209,7 @@ def _probe_letters(subject: Measured, benchmarks: Sequence[Benchmark]) -> Score:
     return pooled([likelihood.score(part) for part in sets.values()])
 
 
-def _probe_replies(subject: Measured, benchmarks: Sequence[Benchmark]) -> float:
+def _probe_replies(subject: Subject, benchmarks: Sequence[Benchmark]) -> float:
     items = [item for task in _probed(benchmarks, "free") for item in task.loaded.items][: PROBE_ITEMS // 4]
     with bar(f"{subject.name}: probe of replies", len(items)) as progress:
         judged = free.answer(items, [()] * len(items), Answerer(subject.model, subject.tokenizer, subject.chat), progress.advance)
