@@ -107,7 +107,8 @@ def test_failures_are_told_apart() -> None:
         ("exact", "The Nile", "nile.", True), ("exact", "Nile", "the river Nile", False), ("contains", "Nile", "the river Nile.", True),
         ("contains", "Nile", "the Niles", False), ("number", "1,234", "The answer is 1234.0", True), ("number", "12", "3 + 9 = 12", True),
         ("number", "12", "twelve", False), ("number", "-0.5", "it is -.50", True), ("number", "12", "12 apples and 3 pears", False),
-        ("exact", "+", "+", True), ("exact", "+", "-", False), ("contains", "==", "a == b", True),
+        ("number", "1/2", "it is 2", False), ("number", "5", "from 15-5", True), ("exact", "+", "+", True), ("exact", "+", "-", False),
+        ("contains", "==", "a == b", True),
     ],
 )  # fmt: skip
 def test_metrics_of_open_questions(metric: str, accepted: str, reply: str, correct: bool) -> None:

@@ -15,10 +15,10 @@ from lmworks.evaluate.logprobs import Advance
 from lmworks.evaluate.replies import Answerer
 from lmworks.evaluate.statistics import Score
 from lmworks.verify.extraction import extract
+from lmworks.verify.numbers import final_number
 
 _MOST_TOKENS = 64  # of a reply
 _STOP = ("\nQuestion:", "\n\n")  # a base model goes on to ask itself the next question; its answer is what comes before
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?(?:[.):,;\s]|$)")
 
 
@@ -89,23 +89,17 @@ def normal(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", re.sub(r"[^\w\s]", "", text.lower())).split())
 
 
-def number(text: str) -> str | None:
-    """The last number of a text, without separators of thousands and trailing zeros of a fraction."""
-    found = _NUMBER.findall(text)
-    if not found:
-        return None
-    value = found[-1].replace(",", "").lstrip("+")
-    return (value.rstrip("0").rstrip(".") if "." in value else value) or "0"
-
-
 def _stated(text: str, item: OpenItem) -> str | None:
-    return number(text) if item.metric == "number" else text or None
+    if item.metric != "number":
+        return text or None
+    found = final_number(text)
+    return found.text if found else None
 
 
 def _agrees(found: str, accepted: str, metric: str) -> bool:
     if metric == "number":
-        wanted = number(accepted)
-        return wanted is not None and float(found) == float(wanted)
+        reply, wanted = final_number(found), final_number(accepted)
+        return reply is not None and wanted is not None and reply.value == wanted.value
     if metric == "contains":
         return f" {normal(accepted)} " in f" {normal(found)} " if normal(accepted) else accepted in found
     return normal(found) == normal(accepted) if normal(accepted) else found == accepted
