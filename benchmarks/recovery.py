@@ -28,7 +28,7 @@ import yaml
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.metrics.log import read
 from lmworks.watch.heartbeat import Beat, read_beats
-from lmworks.watch.ledger import read_ledger
+from lmworks.watch.ledger import LEDGER, read_ledger
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
 STEPS, SAVE, HIT = 14, 4, 9  # steps in all, between saves, and the one in which the rank is lost
@@ -112,7 +112,7 @@ def lose(run: Run, by: signal.Signals) -> dict[str, float]:
         if len(new) == 2 and "stepping" not in at and all(beat.doing == "update" for beat in new):
             at["stepping"] = max(beat.time for beat in new) - hit
         if "stepping" in at:
-            resumed = [event["time"] for event in read_ledger(run.run_dir / "ledger.jsonl") if event["event"] == "resume"]
+            resumed = [event["time"] for event in read_ledger(run.run_dir / LEDGER) if event["event"] == "resume"]
             stepped = [line["time"] for line in read(run.run_dir) if line["time"] > hit + at["stepping"]]
             if stepped:
                 at |= {"resumed": resumed[-1] - hit, "stepped": stepped[0] - hit}

@@ -186,10 +186,10 @@ def import_(
 
 def left_out(run: str, step: int) -> bool:
     """Whether a rollback of pretraining has skipped the data of this step."""
-    from lmworks.watch.ledger import read_ledger
+    from lmworks.watch.ledger import LEDGER, read_ledger
     from lmworks.watch.skips import Skips, rollbacks
 
-    return step in Skips(rollbacks(read_ledger(Path(run) / "ledger.jsonl"), "pretrain"))
+    return step in Skips(rollbacks(read_ledger(Path(run) / LEDGER), "pretrain"))
 
 
 def batches_of(run: str, *more: MixtureOverride) -> Batches:

@@ -16,6 +16,7 @@ from lmworks.errors import UserError
 from lmworks.model_stages import MODEL_STAGES
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.watch.ledger import LEDGER
 
 _PER_LAYER = 120  # buckets of each per-layer series; there may be hundreds of them
 _FIRST_EVENTS, _LAST_EVENTS = 40, 260
@@ -32,7 +33,7 @@ def read_run(run_dir: Path) -> Run:
     tree = read_document(run_dir / "resolved.json")
     recipe = _recipe(run_dir / "resolved.json") if tree else None
     training = {stage.stage: Training() for stage in MODEL_STAGES}
-    events, left_out, reason = _ledger(run_dir / "ledger.jsonl", training)
+    events, left_out, reason = _ledger(run_dir / LEDGER, training)
     for stage in MODEL_STAGES:
         _metrics(stage.place(run_dir) / "metrics.jsonl", training[stage.stage])
         _read_samples(stage.place(run_dir) / "samples.jsonl", training[stage.stage])

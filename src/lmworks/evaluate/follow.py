@@ -33,7 +33,7 @@ from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.load import stages_of
-from lmworks.watch.ledger import read_ledger
+from lmworks.watch.ledger import LEDGER, read_ledger
 from lmworks.watch.lock import try_lock
 
 FILE = "follow.jsonl"
@@ -177,7 +177,7 @@ def _progress(run_dir: Path) -> dict[str, tuple[int, bool]]:
     """Training stage -> its planned steps, and whether it has finished."""
     found: dict[str, tuple[int, bool]] = {}
     stages = [stage.stage for stage in MODEL_STAGES]
-    for event in read_ledger(run_dir / "ledger.jsonl"):
+    for event in read_ledger(run_dir / LEDGER):
         stage = event.get("stage")
         if stage not in stages:
             continue
@@ -196,7 +196,7 @@ def _finished(run_dir: Path, recipe: Recipe) -> bool:
 
 def _signs(run_dir: Path) -> tuple[object, ...]:
     """What changes while a run is active."""
-    files = (run_dir / "ledger.jsonl", *(stage.place(run_dir) / "metrics.jsonl" for stage in MODEL_STAGES))
+    files = (run_dir / LEDGER, *(stage.place(run_dir) / "metrics.jsonl" for stage in MODEL_STAGES))
     sizes = tuple(file.stat().st_size if file.exists() else 0 for file in files)
     return (*sizes, *(path.name for stage in MODEL_STAGES for path in listing.directories(run_dir / stage.checkpoints)))
 

@@ -15,7 +15,7 @@ from lmworks.recipe.loading.huggingface import class_for
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.order.timeline import PhaseSteps
-from lmworks.watch.ledger import read_ledger
+from lmworks.watch.ledger import LEDGER, read_ledger
 
 CHAT_TAG = "conversational"
 """The tag that says that a model was tuned on conversations, as the Hugging Face Hub spells it."""
@@ -88,7 +88,7 @@ def _what(recipe: Recipe, model: Transformer) -> str:
 
 def _ended_early(run_dir: Path) -> str:
     """Which stages were stopped early, and after how many tokens."""
-    lines, events = [], read_ledger(run_dir / "ledger.jsonl")
+    lines, events = [], read_ledger(run_dir / LEDGER)
     for stage in (one.stage for one in MODEL_STAGES):
         last = [event for event in events if event["event"] in ("early_stop", "finish") and event["stage"] == stage]
         ended = next((event for event in last if event["event"] == "early_stop" and event["step"] == last[-1]["step"]), None)

@@ -21,7 +21,7 @@ from lmworks.progress import console
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.diagnosis import classify_error, diagnose_failure
 from lmworks.watch.heartbeat import Heartbeat, entered_collectives, read_beats
-from lmworks.watch.ledger import Ledger
+from lmworks.watch.ledger import LEDGER, Ledger
 
 _POLL_INTERVAL = 0.5  # seconds
 _EXIT_SECONDS = 2.0  # that a rank has to exit by itself once another has failed
@@ -70,10 +70,10 @@ def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: i
     folder.failed.unlink(missing_ok=True)
     if found is None:
         if beats and len(beats) != size:
-            with Ledger(run_dir / "ledger.jsonl") as ledger:
+            with Ledger(run_dir / LEDGER) as ledger:
                 ledger.write("resized", before=len(beats), now=size)
         return
-    with Ledger(run_dir / "ledger.jsonl") as ledger:
+    with Ledger(run_dir / LEDGER) as ledger:
         in_a_row = 1
         for event in reversed(ledger.read()):
             if event["event"] == "checkpoint":

@@ -22,7 +22,7 @@ from lmworks.launch.torchrun import Agent, CountRange
 from lmworks.parallel.process_group import layout_for
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.heartbeat import HOST
-from lmworks.watch.ledger import Ledger
+from lmworks.watch.ledger import LEDGER, Ledger
 
 REQUEUE = Preempted.EXIT_CODE
 # Rendezvous endpoint and id, known only inside the job. The port is below Linux's range of ephemeral ports.
@@ -163,7 +163,7 @@ def finish_job(recipe: Recipe, run_dir: Path, code: int) -> JobResult:
     a crashed one is at most `launch.max_restarts` times in a row without a new checkpoint."""
     folder = LaunchDir.of(run_dir)
     outcome = folder.outcome()
-    with Ledger(run_dir / "ledger.jsonl") as ledger:
+    with Ledger(run_dir / LEDGER) as ledger:
         events = ledger.read()
         since = events[max((place + 1 for place, event in enumerate(events) if event["event"] == "checkpoint"), default=0) :]
         _exclude_failing(folder, since, recipe.launch.exclude_after)

@@ -21,7 +21,7 @@ from lmworks.launch.hosts import Host, HostTable
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.torchrun import log_of
 from lmworks.progress import console
-from lmworks.watch.ledger import read_ledger
+from lmworks.watch.ledger import LEDGER, read_ledger
 
 _POLL_INTERVAL = 0.3  # seconds
 _SAME_REQUEST = 1.0  # seconds within which a repeated signal counts as the same request
@@ -152,7 +152,7 @@ class Supervisor:
         return f"{how} (see {log}{': ' + lines[-1].strip()[:200] if lines else ''})"
 
     def _restarts(self) -> list[dict[str, Any]]:
-        return [event for event in read_ledger(self.run_dir / "ledger.jsonl") if event["event"] == "restart"]
+        return [event for event in read_ledger(self.run_dir / LEDGER) if event["event"] == "restart"]
 
     def _forget(self, name: str) -> None:
         """Close the pipe that keeps an agent alive."""

@@ -26,7 +26,7 @@ from lmworks.run.stages import STAGES, STAMP
 from lmworks.run.stamps import invalidate_stamp, read_stamp, write_stamp
 from lmworks.shards.order.timeline import Timeline
 from lmworks.train.load import folder
-from lmworks.watch.ledger import Ledger
+from lmworks.watch.ledger import LEDGER, Ledger
 from lmworks.watch.lock import RunLock
 from lmworks.watch.skips import EVENT
 
@@ -56,7 +56,7 @@ def rollback(run_dir: Path, model: str, to_step: int, skip: tuple[int, int] | No
     built on the model count as not done. The metrics of the undone steps are cut when the run resumes.
     """
     path = find(run_dir, model, to_step)
-    with RunLock(run_dir), Ledger(run_dir / "ledger.jsonl") as ledger:
+    with RunLock(run_dir), Ledger(run_dir / LEDGER) as ledger:
         refuse_damaged(path)
         found = listing.directories(folder(run_dir, model))
         later = [one for one in found if listing.step_of(one) > to_step]
@@ -97,7 +97,7 @@ def reset_optimizer(run_dir: Path, model: str, step: int | None) -> dict[str, An
     from lmworks.checkpoint import rewrite
 
     path = find(run_dir, model, step)
-    with RunLock(run_dir), Ledger(run_dir / "ledger.jsonl") as ledger:
+    with RunLock(run_dir), Ledger(run_dir / LEDGER) as ledger:
         refuse_damaged(path)
         kept = rewrite.reset_optimizer(path)
         fields = {"stage": of_model(model).stage, "step": listing.step_of(path), "kept": str(kept)}
@@ -114,7 +114,7 @@ def prune(run_dir: Path, model: str, options: Options, set_aside: bool, dry: boo
     timeline = Timeline(recipe.train.phases)
     tokens = timeline.tokens_before(timeline.steps) if model == BASE.model or recipe.tune is None else int(recipe.tune.planned_tokens)
     place = folder(run_dir, model)
-    with RunLock(run_dir), Ledger(run_dir / "ledger.jsonl") as ledger, explain_os_errors(place):
+    with RunLock(run_dir), Ledger(run_dir / LEDGER) as ledger, explain_os_errors(place):
         newest, _ = listing.newest_good(place)
         if newest is None:
             raise UserError(f"{place} has no good checkpoint, so nothing is deleted")
@@ -141,7 +141,7 @@ def average(run_dir: Path, model: str, steps: Sequence[int], weights: Sequence[f
         raise UserError(f"{to} exists already; choose another directory for the average")
     for path in paths:
         refuse_damaged(path)
-    with RunLock(to), Ledger(to / "ledger.jsonl") as ledger:
+    with RunLock(to), Ledger(to / LEDGER) as ledger:
         try:
             final = rewrite.average(paths, weights, folder(to, model))
             with explain_os_errors(to):

@@ -28,7 +28,7 @@ from lmworks.run.stages import STAGES, STAMP, Stage
 from lmworks.run.stamps import read_stamp
 from lmworks.storage import explain_storage_errors, filesystem, make_directory, require_writable
 from lmworks.watch import skips
-from lmworks.watch.ledger import read_ledger
+from lmworks.watch.ledger import LEDGER, read_ledger
 from lmworks.watch.lock import RunLock
 
 SEAL = "copied.json"
@@ -187,7 +187,7 @@ def _restore_checkpoint(remote: _Remote, to: Path, trained: ModelStage, report: 
     # files saved with the checkpoints of a later stage are newer
     shutil.copytree(files, to, dirs_exist_ok=True)
     shutil.rmtree(files)
-    history = skips.rollbacks(read_ledger(to / "ledger.jsonl"), stage)
+    history = skips.rollbacks(read_ledger(to / LEDGER), stage)
     for step in steps:
         reason = _fetch_checkpoint(remote, f"{name}/{step}", place / step, history)
         if reason is None:

@@ -8,9 +8,10 @@ from lmworks.errors import UserError
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.stages import STAMP, Stage
+from lmworks.watch.ledger import LEDGER
 from lmworks.watch.lock import is_lock
 
-_OURS = ("recipe.yaml", "resolved.json", "sources.json", "ledger.jsonl", "metrics.jsonl", "samples.jsonl", "report.html")
+_OURS = ("recipe.yaml", "resolved.json", "sources.json", LEDGER, "metrics.jsonl", "samples.jsonl", "report.html")
 
 
 def require_run(run_dir: Path) -> Recipe:
@@ -34,7 +35,7 @@ def require_own_run_dir(run_dir: Path, recipe: str) -> None:
         return  # every run creates it first
     if lock.exists():
         taken = ["lock"]
-    elif {"resolved.json", "ledger.jsonl"} & set(taken):
+    elif {"resolved.json", LEDGER} & set(taken):
         return  # a copy of a run, or a launcher has already written to the ledger
     elif taken == ["recipe.yaml"] and (run_dir / taken[0]).read_text(encoding="utf-8", errors="replace") == recipe:
         return

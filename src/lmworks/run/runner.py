@@ -31,7 +31,7 @@ from lmworks.run.stages import STAGES, STAMP, Stage, StageContext, clear, stages
 from lmworks.run.staleness import StaleReason, phase_names, recipe_values, stage_inputs, stale_reason
 from lmworks.run.stamps import read_stamp, seconds_by_stage, write_stamp
 from lmworks.train.data.frozen_tokenizer import require_same, weights_of
-from lmworks.watch.ledger import Ledger
+from lmworks.watch.ledger import LEDGER, Ledger
 from lmworks.watch.lock import RunLock
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class _State:
 
 def _record_times(run_dir: Path, seconds: float) -> None:
     """Record planned and actual times in the ledger."""
-    with Ledger(run_dir / "ledger.jsonl") as ledger:
+    with Ledger(run_dir / LEDGER) as ledger:
         stages = {name: list(pair) for name, pair in time_budget.planned_and_actual_seconds(run_dir, seconds_by_stage(run_dir)).items()}
         ledger.write("time", seconds=round(seconds, 1), planned_and_actual=stages)
 
@@ -238,7 +238,7 @@ def _run_stage(context: StageContext, stage: Stage, recipe: Recipe, state: _Stat
 def _record_stage(run_dir: Path, stage: Stage, event: str, **fields: float) -> None:
     """Record the start or end of a stage in the ledger; the trainer records its own stages."""
     if not stage.all_ranks:
-        with Ledger(run_dir / "ledger.jsonl") as ledger:
+        with Ledger(run_dir / LEDGER) as ledger:
             ledger.write(event, name=stage.name, **fields)
 
 
@@ -298,7 +298,7 @@ def _accept_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], fil
         return changed
     accepted = require_allowed(changed, allow, _derived_keys(resolved))
     if changed:
-        with Ledger(run_dir / "ledger.jsonl") as ledger:
+        with Ledger(run_dir / LEDGER) as ledger:
             ledger.write(
                 "recipe_changed",
                 allowed=[{"key": c.path, "old": c.old, "new": c.new} for c in accepted],
@@ -325,5 +325,5 @@ def _record_layout(run_dir: Path, recipe: Recipe) -> None:
     path = run_dir / "resolved.json"
     before = load_resolved(path).layout if path.exists() else Layout()
     if recipe.layout != before:
-        with Ledger(run_dir / "ledger.jsonl") as ledger:
+        with Ledger(run_dir / LEDGER) as ledger:
             ledger.write("layout", **as_tree(recipe.layout))

@@ -15,6 +15,7 @@ from lmworks.model_stages import MODEL_STAGES
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.run.stamps import seconds_by_stage
 from lmworks.run.time_budget import given_up, planned_and_actual_seconds
+from lmworks.watch.ledger import LEDGER
 
 _PLACES = (
     ("report.html", "the run page: open it in a browser"),
@@ -25,7 +26,7 @@ _PLACES = (
     ("evaluate/results.json", "evaluation results"),
     ("export/huggingface", "for transformers, vLLM and SGLang"),
     ("export/gguf/model.gguf", "for llama.cpp"),
-    ("ledger.jsonl", "event log of the run"),
+    (LEDGER, "event log of the run"),
 )
 _FIGURES = ("train/tokens", "train/loss", "perf/tokens_per_second", "perf/mfu")
 

@@ -20,7 +20,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
 from lmworks.train.data.frozen_tokenizer import META, digest
 from lmworks.train.pretrain import START_FROM, build_model, identity
-from lmworks.watch.ledger import Ledger, NoLedger
+from lmworks.watch.ledger import LEDGER, Ledger, NoLedger
 
 LoadStart = Callable[[Recipe, ParallelModel, Communicator], dict[str, Any]]
 
@@ -39,7 +39,7 @@ def save_start(recipe: Recipe, run_dir: Path, load_start: LoadStart, ranks: Rank
     if recipe.optimizer.ema_decay:  # whoever reads the model of a run with an average reads the average
         state["average"] = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with (
-        Ledger(run_dir / "ledger.jsonl") if ranks.is_first else NoLedger() as ledger,
+        Ledger(run_dir / LEDGER) if ranks.is_first else NoLedger() as ledger,
         Checkpoints(
             folder, recipe.checkpoints.of("checkpoints"), identity(recipe), report=ledger.write, total_tokens=0,
             recipe=as_tree(recipe), run_files=lambda: run_files_of(run_dir, folder),

@@ -36,7 +36,7 @@ from lmworks.train.pretrain import build_model, identity, with_optimizer
 from lmworks.train.trainer import StageFiles, Trainer
 from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
-from lmworks.watch.ledger import Ledger, NoLedger
+from lmworks.watch.ledger import LEDGER, Ledger, NoLedger
 
 REPLAY = "replay"  # under this key a checkpoint's meta has the hashes of the token files that `tune.replay` reads
 
@@ -72,7 +72,7 @@ def tune(
     held_out = _held_out(recipe, folder / "data")
     replayed = {REPLAY: curriculum.replay.digests} if curriculum.replay else {}
     with (
-        Ledger(run_dir / "ledger.jsonl") if ranks.is_first else NoLedger() as ledger,
+        Ledger(run_dir / LEDGER) if ranks.is_first else NoLedger() as ledger,
         Checkpoints(
             folder / "checkpoints", _checkpoint_options(recipe), identity(recipe) | adapter_identity(lora, base),
             report=ledger.write,

@@ -28,7 +28,7 @@ from lmworks.train.pretrain import build_model, identity, with_optimizer
 from lmworks.train.trainer import StageFiles, Trainer
 from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
-from lmworks.watch.ledger import Ledger, NoLedger
+from lmworks.watch.ledger import LEDGER, Ledger, NoLedger
 
 
 @dataclass
@@ -81,7 +81,7 @@ def run_stage(
     model, optimizer = with_optimizer(recipe, begun.model)
     plan = make_plan(model)
     with (
-        Ledger(run_dir / "ledger.jsonl") if ranks.is_first else NoLedger() as ledger,
+        Ledger(run_dir / LEDGER) if ranks.is_first else NoLedger() as ledger,
         Checkpoints(
             folder / "checkpoints", recipe.checkpoints.of(stage.checkpoints), identity(recipe), report=ledger.write,
             recipe=as_tree(recipe), total_tokens=plan.curriculum.tokens, run_files=lambda: run_files_of(run_dir, folder / "checkpoints"),
