@@ -8,26 +8,17 @@ from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
-from lmworks.recipe.schema.evaluate import Generator
 from lmworks.recipe.schema.train import EarlyStopping, LrSchedule
+from lmworks.recipe.schema.tuning_set import TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
 
 
-class PreferenceData(Node):
+class PreferenceData(TuningSet):
     """One set of preference pairs."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of this set of pairs")
     kind: Literal["files", "tasks"] = Field(
         description="files: {prompt, chosen, rejected} per line, as texts or messages, OpenAI's {input, preferred_output, "
         "non_preferred_output}, or {prompt, completion, label} for loss kto; tasks: a right answer of reasoning-gym against a wrong one"
-    )
-    path: str | None = Field(
-        None,
-        description="kind files: a file (.jsonl or .json, also compressed, or .parquet), a folder or a pattern, relative to the working "
-        "directory",
-    )
-    tasks: list[Generator] = Field(
-        default_factory=list, description="kind tasks: generators of the questions; those of evaluate.tasks when omitted"
     )
     count: int = Field(2000, gt=0, description="maximum number of pairs")
 

@@ -8,25 +8,16 @@ from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
-from lmworks.recipe.schema.evaluate import Generator
 from lmworks.recipe.schema.train import EarlyStopping, LrSchedule
+from lmworks.recipe.schema.tuning_set import TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
 
 
-class RewardTask(Node):
+class RewardTask(TuningSet):
     """One set of prompts, and the reward of their answers."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of this set of prompts")
     kind: Literal["tasks", "files"] = Field(
         description="tasks: questions of reasoning-gym; files: {prompt, answer, tests, ...} per line, prompt as text or messages"
-    )
-    path: str | None = Field(
-        None,
-        description="kind files: a file (.jsonl or .json, also compressed, or .parquet), a folder or a pattern, relative to the working "
-        "directory",
-    )
-    tasks: list[Generator] = Field(
-        default_factory=list, description="kind tasks: generators of the questions; those of evaluate.tasks when omitted"
     )
     count: int = Field(2000, gt=0, description="maximum number of prompts")
     reward: Literal["verifier", "exact", "numeric", "unit_tests", "python"] = Field(

