@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +192,25 @@ def test_what_lies_around_is_refused(
     assert "does not fit a CPU with 0.1 GB" in refused and "would do" in refused
     assert not (tmp_path / "d").exists()
     assert "neither a run directory" in lmworks("deploy", tmp_path, "--gpus", "h100", "--out", tmp_path / "d").error
+
+
+def test_a_quantized_model_needs_a_certificate(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
+    """As llm-compressor and others write it: what is quantized is said in config.json."""
+    model = tmp_path / "model"
+    shutil.copytree(exported, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+
+    def deploy(*options: str) -> Any:
+        return lmworks("deploy", model, "--gpus", "h100", "--expect", answers, "--out", tmp_path / "d", *options)
+
+    assert "is quantized and has no certificate.json" in deploy().error
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    (model / "certificate.json").write_text(json.dumps({"verdict": "passed", "bytes": size}))
+    assert deploy().code == 0
+    shutil.rmtree(tmp_path / "d")
+    (model / "certificate.json").unlink()
+    assert deploy("--uncertified").code == 0
 
 
 def test_recorded_answers_are_a_file_of_their_own(lmworks: Lmworks, exported: Path, tmp_path: Path) -> None:

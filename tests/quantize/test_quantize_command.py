@@ -16,6 +16,7 @@ from command import Lmworks
 
 from lmworks.export.export import write_huggingface
 from lmworks.quantize import gguf as quantize_gguf
+from lmworks.quantize.source import open_source
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
 
@@ -182,6 +183,34 @@ def test_a_hugging_face_directory_needs_text(lmworks: Lmworks, run: Any, tmp_pat
     assert found["verdict"] == "passed" and found["made_from"]["dtype"] == "bfloat16"
     assert (tmp_path / "model-quantized" / "gguf-q8_0" / "model.gguf").is_file() and files(model) == before
     assert "share a document" in lmworks("quantize", model, "--to", "gguf-q8_0", "--held-out", text, "--calibration", text).error
+
+
+def test_a_deployment_serves_what_is_certified(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    model, answers = tmp_path / "model", tmp_path / "answers.json"
+    write_huggingface(run.model, run.tokenizer, model, torch.bfloat16)
+    assert lmworks("deploy", "record", model, "--out", answers).code == 0
+    assert quantize(lmworks, run, tmp_path / "out").code == 0
+    result = tmp_path / "out" / "gguf-q8_0"
+
+    def deploy(file: Path, out: str, *options: str) -> Any:
+        return lmworks(
+            "deploy", model, "--engine", "llama.cpp", "--cpu", "--gguf", file, "--expect", answers, "--out", tmp_path / out, *options
+        )
+
+    assert deploy(result / "model.gguf", "certified").code == 0
+    certificate = json.loads((result / "certificate.json").read_text())
+    for change, why in (
+        ({"verdict": "failed", "failures": ["the mean KL divergence is 2"]}, "failed its certificate: the mean KL divergence is 2; serve"),
+        ({"bytes": 7}, "is of weights of 7 bytes"), ({"verdict": None, "failures": None}, "no reason given"), (None, "is damaged"),
+    ):  # fmt: skip
+        (result / "certificate.json").write_text(json.dumps(change and certificate | change))
+        assert why in deploy(result / "model.gguf", "refused").error
+    (result / "certificate.json").unlink()
+    assert "is quantized and has no certificate.json" in deploy(result / "model.gguf", "refused").error
+    assert not (tmp_path / "refused").exists()
+    assert deploy(result / "model.gguf", "uncertified", "--uncertified").code == 0
+    quantize_gguf.write_original(open_source(str(model)), tmp_path / "plain.gguf")
+    assert deploy(tmp_path / "plain.gguf", "plain").code == 0, "nothing was rounded"
 
 
 def test_benchmarks_of_both_models_are_compared(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ def write(
         str | None, typer.Option("--trainer", metavar="HOST:PORT", help="A run's metrics.prometheus_port, to be monitored too.")
     ] = None,
     gguf: GgufOption = None,
+    uncertified: Annotated[
+        bool, typer.Option("--uncertified", help="Serve a quantized model that has no passed certificate of lmworks quantize.")
+    ] = False,
     name: NameOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -67,7 +70,7 @@ def write(
     from lmworks.deploy.hardware import cpu as cpu_of
     from lmworks.deploy.hardware import detect, parse_gpus
     from lmworks.deploy.sizing import scenario_of
-    from lmworks.deploy.source import open_source
+    from lmworks.deploy.source import open_source, require_certified
     from lmworks.deploy.targets import require_host, require_target
 
     engine_of(engine), scenario_of(scenario)
@@ -78,6 +81,8 @@ def write(
     if trainer is not None:
         require_target(trainer)
     source = open_source(Path(model), Path(gguf) if gguf else None, name)
+    if not uncertified:
+        require_certified(source, engine_of(engine).gguf)
     plan = plan_deployment(source, engine, scenario, hardware, context=context, host=host, port=port)
     write_deployment(
         plan, Path(out), key_file=Path(api_key_file) if api_key_file else None, expected=Path(expect) if expect else None, trainer=trainer

@@ -70,6 +70,18 @@ def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -
     )  # fmt: skip
 
 
+def require_certified(source: Source, gguf: bool) -> None:
+    """Raise `UserError` if what the engine reads is quantized, and no certificate beside it says that it is near the original."""
+    from lmworks.export.gguf import is_quantized
+    from lmworks.quantize.certificate import require_passed
+
+    if gguf and source.gguf is not None:
+        if is_quantized(source.gguf):
+            require_passed(str(source.gguf), source.gguf.parent, source.gguf_bytes)
+    elif source.quantization:
+        require_passed(str(source.directory), source.directory, source.weight_bytes)
+
+
 def _places(path: Path) -> tuple[Path, Path | None]:
     if (path / "config.json").is_file():
         near = [*sorted(path.glob("*.gguf")), path.parent / "gguf" / "model.gguf"]

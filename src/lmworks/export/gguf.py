@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lmworks.errors import UserError
 from lmworks.export.names import from_interleaved, huggingface_name, is_exported, is_interleaved, to_interleaved
-from lmworks.files import atomic_path, read_json
+from lmworks.files import atomic_path, explain_damage, read_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
 from lmworks.model.rope import frequencies
@@ -137,6 +137,14 @@ def check_gguf(model: Transformer, path: Path, dtype: torch.dtype) -> int:
         if found[name].data.tobytes() != item.bits().tobytes():
             raise _damaged(path, f"the values of tensor {name} differ")
     return len(expected)
+
+
+def is_quantized(path: Path) -> bool:
+    """Whether a GGUF file has tensors of fewer than 16 bits. Raises `UserError` for a damaged file."""
+    gguf = _package()
+    kinds = gguf.GGMLQuantizationType
+    with explain_damage(path):
+        return any(tensor.tensor_type not in (kinds.F32, kinds.F16, kinds.BF16) for tensor in gguf.GGUFReader(path).tensors)
 
 
 def load_gguf(model: Transformer, path: Path) -> None:

@@ -5,12 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lmworks import __version__
+from lmworks.errors import UserError
+from lmworks.files import explain_damage, read_json
 from lmworks.quantize.accounting import TensorRecord, problems, summary
 from lmworks.quantize.agreement import Agreement
 from lmworks.quantize.schemes import Scheme
+
+CERTIFICATE = "certificate.json"
+
+
+def require_passed(model: str, folder: Path, size: int) -> None:
+    """Raise `UserError` unless `folder` has a certificate of the weights of `size` bytes beside it, and they passed."""
+    path = folder / CERTIFICATE
+    remedy = "serve a form that `lmworks quantize` has certified, or give --uncertified"
+    if not path.is_file():
+        raise UserError(f"{model} is quantized and has no {CERTIFICATE}, so nothing shows how far it is from the original; {remedy}")
+    with explain_damage(path):
+        found = read_json(path)
+        failures, made = [] if found["verdict"] == "passed" else found["failures"] or ["no reason given"], int(found["bytes"])
+    if failures:
+        raise UserError(f"{model} has failed its certificate: {failures[0]}; {remedy}")
+    if made != size:
+        raise UserError(f"{path} is of weights of {made:,} bytes, and {model} has {size:,}; {remedy}")
 
 
 def not_measured(why: str) -> dict[str, str]:

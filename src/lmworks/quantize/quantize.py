@@ -24,7 +24,7 @@ from lmworks.files import explain_os_errors, read_json, write_json
 from lmworks.progress import console
 from lmworks.quantize import compressed, gguf
 from lmworks.quantize.benchmarks import Comparison
-from lmworks.quantize.certificate import certificate
+from lmworks.quantize.certificate import CERTIFICATE, certificate
 from lmworks.quantize.evidence import Job, compressed_evidence, gguf_evidence
 from lmworks.quantize.schemes import Scheme
 from lmworks.quantize.source import Source, open_source
@@ -78,7 +78,7 @@ def quantize(where: str, schemes: Sequence[Scheme], out: Path, options: Options)
             certify = gguf_evidence if scheme.format == "gguf" else compressed_evidence
             evidence = certify(scheme, Job(source, texts, comparison, python, working, folder))
             document = certificate(scheme, evidence, wanted) | {"seconds": time.monotonic() - began}
-            write_json(folder / "certificate.json", document)
+            write_json(folder / CERTIFICATE, document)
             write_json(folder / "tensors.json", [asdict(one) for one in evidence.records])
             _publish(folder, out, document)
     return collect(out, source)
@@ -106,7 +106,7 @@ def _made_from(where: str, source: Source, texts: Texts, options: Options) -> di
 
 
 def _is_done(out: Path, scheme: Scheme, wanted: dict[str, Any]) -> bool:
-    paths = [out / name / "certificate.json" for name in (scheme.name, f"{scheme.name}.failed")]
+    paths = [out / name / CERTIFICATE for name in (scheme.name, f"{scheme.name}.failed")]
     return any(path.is_file() and read_json(path).get("made_from") == wanted for path in paths)
 
 
@@ -122,7 +122,7 @@ def _publish(folder: Path, out: Path, document: dict[str, Any]) -> None:
 
 def collect(out: Path, source: Source) -> dict[str, Any]:
     """The certificates in `out` that are of this model, written to quantization.json."""
-    found = [read_json(path) for path in sorted(out.glob("*/certificate.json"))]
+    found = [read_json(path) for path in sorted(out.glob(f"*/{CERTIFICATE}"))]
     of_this = [one for one in found if one.get("made_from", {}).get("fingerprint") == source.fingerprint]
     document = {
         "model": source.opened.name,
