@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -16,6 +18,15 @@ _LISTED = [DOCS / target for target in LINK.findall(_INDEX.read_text(encoding="u
 PAGES = [ROOT / "README.md", *dict.fromkeys(_LISTED), _INDEX, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 _SHELL = ("bash", "console", "sh", "shell", "")  # languages of blocks in which every line is a command
 _PROGRAMS = re.compile(r"(lmworks|make|pip|python|vllm|llama-[a-z]+|sh|export|docker|curl) \S")
+
+
+def script(name: str) -> ModuleType:
+    """A program of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @dataclass(frozen=True)

@@ -10,25 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pages import ROOT, script
 
-ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "lmworks"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-
-
-def rooms() -> dict[str, set[str]]:
-    """Room -> rooms that it may import, as the table says. "all above" means every earlier row."""
-    allowed: dict[str, set[str]] = {}
-    for name, may in re.findall(r"^\| `(\w+)/` \|.*\| ([^|]*) \|$", PAGE, flags=re.M):
-        above, _, exceptions = may.partition(" except ")
-        named = set(allowed) if above == "all above" else set(re.findall(r"`(\w+)`", above))
-        allowed[name] = named - set(re.findall(r"`(\w+)`", exceptions))
-        assert allowed[name] <= set(allowed), f"{name} may import something below it in the table"
-    return allowed
-
-
-ROOMS = rooms()
-FLOOR = set(re.findall(r"`(\w+)\.py`", PAGE.split("The floor")[1].split("\n\n")[0]))
+house = script("house")
+ROOMS = house.rooms(PAGE)
+FLOOR = set(house.shared_files(PAGE))
 
 
 STEPS = "lmworks.corpus.steps"
@@ -52,6 +40,10 @@ def test_the_table_names_every_room_and_the_floor_every_other_file() -> None:
     there = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert set(ROOMS) == there
     assert {path.stem for path in SOURCE.glob("*.py")} - {"__init__"} == FLOOR
+
+
+def test_the_figure_is_what_the_script_draws() -> None:
+    assert house.FIGURE.read_text(encoding="utf-8") == house.draw(PAGE), "run python docs/house.py"
 
 
 @pytest.mark.parametrize("room", ROOMS)

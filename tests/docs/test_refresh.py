@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from pages import ROOT
+from pages import ROOT, script
 
 from lmworks.errors import UserError
 from tiny_run import Tiny
@@ -18,10 +17,7 @@ PAGES = ("README.md", "docs/quickstart.md")
 @pytest.fixture
 def refresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, working on copies of the pages and without a browser."""
-    spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = script("refresh")
     (tmp_path / "docs").mkdir()
     for page in PAGES:
         (tmp_path / page).write_text((ROOT / page).read_text(encoding="utf-8"), encoding="utf-8")
