@@ -56,7 +56,7 @@ model:
   moe: {{n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, balance: {{bias_update_rate: 0.01}}}}
 optimizer: {{learning_rate: 0.01, adam_learning_rate: 0.01}}
 train:
-  micro_batch_size: 2
+  micro_batch_size: 4
   precision: fp32
   compile: false
   validate_every: 8 steps

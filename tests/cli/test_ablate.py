@@ -52,6 +52,7 @@ def end_after_a_save(file: Path, run: Path, number: signal.Signals) -> tuple[int
         return process.wait(PATIENCE), process.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_stopped_ablation_goes_on_and_shares_its_data(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
     file, out = write(tiny, tmp_path), tmp_path / "out"
     first = out / "arms" / "muon" / "seed-1"

@@ -42,6 +42,7 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return made
 
 
+@pytest.mark.slow
 def test_a_prediction_is_older_than_its_run_and_is_scored_afterwards(
     lmworks: Lmworks, tiny: Tiny, runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_prediction_is_older_than_its_run_and_is_scored_afterwards(
     assert "was changed" in lmworks("ladder", "score", ladder).error
 
 
+@pytest.mark.slow
 def test_runs_that_do_not_belong_to_a_ladder_are_refused(lmworks: Lmworks, tiny: Tiny, runs: list[Path], tmp_path: Path) -> None:
     ladder = tmp_path / "ladder"
     assert "is listed twice" in lmworks("ladder", "fit", ladder, *runs, runs[0]).error

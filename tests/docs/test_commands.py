@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -188,12 +188,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def done() -> set[str]:
-    """The commands that need not be run again."""
-    return set()
-
-
 def listed(command: Command) -> str | None:
     return next((known for known in LISTED if command.text.startswith(known)), None)
 
@@ -214,10 +208,23 @@ def test_every_command_is_run_or_listed() -> None:
     assert not unused, f"no page shows these any more: {unused}"
 
 
+PAGES_WITH_COMMANDS = list(dict.fromkeys(command.page for command in EVERY if is_known(command.text)))
+TUTORIALS = [page for page in PAGES_WITH_COMMANDS if page.name in ("README.md", "quickstart.md", "own-data.md")]
+
+
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", dict.fromkeys(command.page for command in EVERY if is_known(command.text)), ids=lambda page: page.name)
-def test_the_commands_of_a_page_work_in_their_order(page: Path, folder: Path, server: subprocess.Popen[str], done: set[str]) -> None:
-    for command in commands(page):
+def test_the_commands_of_the_tutorials_work_in_their_order(folder: Path, server: subprocess.Popen[str]) -> None:
+    _follow(TUTORIALS, folder, server)
+
+
+@pytest.mark.slow
+def test_the_commands_of_all_pages_work_in_their_order(folder: Path, server: subprocess.Popen[str]) -> None:
+    _follow(PAGES_WITH_COMMANDS, folder, server)
+
+
+def _follow(pages: Sequence[Path], folder: Path, server: subprocess.Popen[str]) -> None:
+    done: set[str] = set()  # commands that need not be run again
+    for command in (command for page in pages for command in commands(page)):
         if listed(command) is not None or command.text in done:
             continue
         if command.text.split()[1] in READING:

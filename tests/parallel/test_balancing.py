@@ -18,9 +18,10 @@ from parallel.parity import MODELS, ROWS, alone, compare, train
 from rank_pool import RankPool
 
 _LAYOUTS: list[Any] = [
-    {"dp_shard": 2, "zero": 2}, {"tp": 2},
+    {"dp_shard": 2, "zero": 2},
     *(pytest.param(layout, marks=pytest.mark.slow) for layout in (
-        {"dp_shard": 3, "zero": 3}, {"dp_shard": 2, "ep": 2, "zero": 0}, {"dp_replicate": 2}, {"dp_shard": 2, "tp": 2, "zero": 1},
+        {"tp": 2}, {"dp_shard": 3, "zero": 3},
+        {"dp_shard": 2, "ep": 2, "zero": 0}, {"dp_replicate": 2}, {"dp_shard": 2, "tp": 2, "zero": 1},
     )),
 ]  # fmt: skip
 

@@ -24,7 +24,7 @@ KINDS = ("tied", "dense", "moe", "mla", "mtp")
 CASES = [
     pytest.param(layout, kind, marks=[] if row == column else pytest.mark.slow, id=f"{_name(layout)}-{kind}")
     for row, layout in enumerate(LAYOUTS) for column, kind in enumerate(KINDS)
-] + [pytest.param({"dp_shard": 2, "zero": 3}, "post_norm", id="dp_shard2-zero3-post_norm")]  # fmt: skip
+] + [pytest.param({"dp_shard": 2, "zero": 3}, "post_norm", marks=pytest.mark.slow, id="dp_shard2-zero3-post_norm")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)

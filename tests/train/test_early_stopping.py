@@ -85,7 +85,7 @@ def test_a_run_stops_early_and_goes_on_to_the_next_stage(tiny_copy: Tiny) -> Non
     assert [line["step"] for line in curve(undisturbed.run_dir)] == list(range(1, STEPS + 1)), "without it the run goes on"
 
 
-@pytest.mark.parametrize("stop", [9, LAST - 1])
+@pytest.mark.parametrize("stop", [9, pytest.param(LAST - 1, marks=pytest.mark.slow)])
 def test_a_resumed_run_stops_at_the_same_step(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
     """Interrupted between two validations, and in the very step that is the last."""
     undisturbed = tiny_copy.copy(tiny_copy.run_dir.parent / "undisturbed")

@@ -108,7 +108,7 @@ def test_a_phase_is_held_near_where_it_began(undisturbed: Tiny, tiny_copy: Tiny)
     assert (event["phase"], event["step"], event["sequences"]) == ("long", FIRST, 4)
 
 
-@pytest.mark.parametrize("stop", [FIRST - 1, FIRST, FIRST + 6])
+@pytest.mark.parametrize("stop", [FIRST, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (FIRST - 1, FIRST + 6))])
 def test_a_resume_is_bit_exact(undisturbed: Tiny, tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
     """At the border, behind it, and in the middle, where the estimate is read and not made again."""
     with monkeypatch.context() as patch:
@@ -177,7 +177,10 @@ def fisher_here(tiny: Tiny, layout: Layout) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in whole.items()}
 
 
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero=1), Layout(dp_shard=2, zero=3), Layout(dp_replicate=2)], ids=str)
+@pytest.mark.parametrize("layout", [
+    Layout(dp_shard=2, zero=3),
+    *(pytest.param(layout, marks=pytest.mark.slow) for layout in (Layout(dp_shard=2, zero=1), Layout(dp_replicate=2))),
+], ids=str)  # fmt: skip
 def test_ranks_estimate_what_one_process_does(ranks: Any, tiny: Tiny, layout: Layout) -> None:
     (alone,) = ranks.run(fisher_here, 1, tiny, Layout())
     for shared in ranks.run(fisher_here, 2, tiny, layout):

@@ -75,7 +75,7 @@ def test_balancing_changes_its_rate_at_the_first_step(run: Tiny) -> None:
         assert moved.abs().max() == pytest.approx(rate, rel=1e-3)
 
 
-@pytest.mark.parametrize("stop", [None, FIRST - 1, FIRST, FIRST + 6])
+@pytest.mark.parametrize("stop", [None, FIRST, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (FIRST - 1, FIRST + 6))])
 def test_positions_change_at_the_first_step(tiny_copy: Tiny, run: Tiny, monkeypatch: pytest.MonkeyPatch, stop: int | None) -> None:
     """Also after a resume at the border exactly, behind it, and in the middle of the phase; and the weights are those of one go."""
     seen: dict[int, tuple[float, float]] = {}

@@ -119,7 +119,7 @@ def test_every_shape_is_compiled(tiny_copy: Tiny, tracing: tuple[str, ...]) -> N
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("step", [2, FIRST - 1, FIRST + 5, STEPS - 1])
+@pytest.mark.parametrize("step", [FIRST - 1, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, FIRST + 5, STEPS - 1))])
 def test_ctrl_c_saves_and_the_rest_is_the_same(tiny_copy: Tiny, undisturbed: Tiny, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """In the ramp, at the border of the phases, in the second phase, and in the very last step, after which nothing else may begin."""
     with monkeypatch.context() as patch:
@@ -132,7 +132,7 @@ def test_ctrl_c_saves_and_the_rest_is_the_same(tiny_copy: Tiny, undisturbed: Tin
     require_equal(tiny_copy, undisturbed)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+@pytest.mark.parametrize("damage", ["flipped", *(pytest.param(damage, marks=pytest.mark.slow) for damage in ("cut", "gone"))])
 def test_a_damaged_checkpoint_is_passed_over_aloud(
     tiny_copy: Tiny, undisturbed: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:

@@ -173,7 +173,7 @@ def test_a_rollback_in_the_run_equals_one_by_hand(rolled_back: Tiny, tiny_copy: 
     assert [line["train/loss"] for line in curve(tiny_copy.run_dir)] == [line["train/loss"] for line in curve(rolled_back.run_dir)]
 
 
-@pytest.mark.parametrize("when", ["before the checkpoint is loaded", "some steps later"])
+@pytest.mark.parametrize("when", ["some steps later", pytest.param("before the checkpoint is loaded", marks=pytest.mark.slow)])
 def test_a_run_that_dies_after_a_rollback_goes_on_alike(
     rolled_back: Tiny, tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -252,7 +252,7 @@ def fail_saves(patch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
     patch.setattr(CheckpointWriter, "_write_data", full)
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_full_disk_is_waited_out(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
     undisturbed = tiny_copy.copy(tiny_copy.run_dir.parent / "undisturbed")
     undisturbed.pretrain()
@@ -275,11 +275,11 @@ def test_a_disk_that_stays_full_ends_the_run_and_leaves_what_was_saved(tiny_copy
     assert checkpoint(tiny_copy.run_dir, 4)
 
 
-@pytest.mark.parametrize("action", ["stop", "rollback"])
+@pytest.mark.parametrize("action", ["rollback", pytest.param("stop", marks=pytest.mark.slow)])
 def test_arithmetic_that_does_not_repeat_is_noticed(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, action: str) -> None:
     """One bit of the loss differs the second time that a micro-batch is run, in step 9, the first time that it is trained."""
     undisturbed = tiny_copy.copy(tiny_copy.run_dir.parent / "undisturbed")
-    recheck = ("stability.recheck_every=5 steps", f"stability.on_corruption={action}")
+    recheck = ("stability.recheck_every=5 steps", f"stability.on_corruption={action}", "train.micro_batch_size=2")
     undisturbed.pretrain(*recheck)
     honest, now, planted = Transformer.loss, {"step": -1, "calls": 0}, []
 

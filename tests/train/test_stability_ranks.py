@@ -55,7 +55,7 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
     return [line for line in read_ledger(run / "ledger.jsonl") if line["event"] == name]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_flipped_bit_in_one_of_four_copies_is_found_and_the_rank_named(ranks, tiny_copy: Tiny, rank: int) -> None:
     told = ranks.run(trained, 4, tiny_copy, ["stability.recheck_every=4 steps"], "flip", rank)
     said = f"stopped at step 7: silent corruption on rank {rank}: its copy of model.layers.1.attention.key.weight differs from the others'"
