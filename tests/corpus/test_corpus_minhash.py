@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sysconfig
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -30,8 +31,13 @@ def altered(text: str, share: float, random_: random.Random) -> str:
     return " ".join(f"changed{random_.random()}" if random_.random() < share else word for word in text.split())
 
 
+@cache
+def _ngrams(text: str) -> frozenset[int]:
+    return frozenset(ngrams(units([text]).hashes, 5).tolist())
+
+
 def exact(left: str, right: str) -> float:
-    a, b = (set(ngrams(units([text]).hashes, 5).tolist()) for text in (left, right))
+    a, b = _ngrams(left), _ngrams(right)
     return len(a & b) / len(a | b)
 
 

@@ -136,6 +136,7 @@ def check_our_class(opened: OpenModel, folder: Path, exported: Sequence[Exported
     compare(ours(opened, items), run(opened, options).document, exported)
 
 
+@pytest.mark.slow
 def test_our_class_agrees_on_a_random_model(random_model: OpenModel, few: tuple[Path, list[Exported]]) -> None:
     check_our_class(random_model, *few, FAST)
 
