@@ -100,6 +100,11 @@ def step_in(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def ewc_folder(phase: str) -> str:
+    """The folder, beside the checkpoints of a stage, of what elastic weight consolidation estimated when a phase began."""
+    return f"ewc-{phase}"
+
+
 def final_checkpoint_of(newest: Path, meta: Mapping[str, Any]) -> Path:
     """The checkpoint with the weights of a stage, whose newest one has this meta: training resumes from the newest, and what follows the
     stage starts from this one. They differ after early stopping, where it is the best."""

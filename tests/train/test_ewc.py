@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lmworks.optim.placement import local
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.train import Ewc
+from lmworks.run.copy import copy_run, restore_run
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
 from lmworks.train.curriculum import sample_sequences
@@ -120,6 +122,27 @@ def test_a_resume_is_bit_exact(undisturbed: Tiny, tiny_copy: Tiny, monkeypatch: 
     tiny_copy.pretrain(*held(WEIGHT))
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(undisturbed.run_dir)) == []
     assert curve(tiny_copy.run_dir) == curve(undisturbed.run_dir)
+
+
+@pytest.mark.parametrize("by_command", [False, True])
+def test_the_estimate_travels_with_the_copies_of_the_checkpoints(
+    undisturbed: Tiny, tiny_copy: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_command: bool
+) -> None:
+    """By `checkpoints.copy_to`, and by `lmworks copy`: a run that was restored on another machine resumes bit-exactly."""
+    copies = str(tmp_path / "copies")
+    options = held(WEIGHT) if by_command else [*held(WEIGHT), f"checkpoints.copy_to={copies}"]
+    with monkeypatch.context() as patch:
+        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == FIRST + 6 else None)
+        with pytest.raises(Interrupted):
+            tiny_copy.walk(*options, last="pretrain")
+    if by_command:
+        copy_run(tiny_copy.run_dir, copies, print)
+    elsewhere = replace(tiny_copy, run_dir=tmp_path / "elsewhere")
+    restore_run(copies, elsewhere.run_dir, print)
+    monkeypatch.setattr(EwcPenalty, "estimate", lambda *given: pytest.fail("made again"))
+    elsewhere.walk(*options, last="pretrain")
+    assert same_bits(checkpoint(elsewhere.run_dir), checkpoint(undisturbed.run_dir)) == []
+    assert curve(elsewhere.run_dir) == curve(undisturbed.run_dir)
 
 
 def test_a_lost_estimate_is_refused_in_one_line(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.copy_to import copy_checkpoint
@@ -21,7 +22,7 @@ from lmworks.checkpoint.manifest import Entry
 from lmworks.checkpoint.run_bundle import BUNDLE, run_files_of, unpack
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, sync_directory
-from lmworks.model_stages import MODEL_STAGES, ModelStage, final_checkpoint_of
+from lmworks.model_stages import MODEL_STAGES, ModelStage, ewc_folder, final_checkpoint_of
 from lmworks.progress import bar
 from lmworks.run.run_dir import require_run
 from lmworks.run.stages import STAGES, STAMP, Stage
@@ -116,6 +117,8 @@ def copy_run(run_dir: Path, url: str, report: Report) -> None:
             if newest is not None:
                 to = f"{remote.url}/{place.relative_to(run_dir)}"
                 final = final_checkpoint_of(newest, listing.read_meta(newest)["meta"])
+                if (estimate := listing.newest_good(place / ewc_folder(str(_phase_of(newest))))[0]) is not None:
+                    copy_checkpoint(estimate, f"{to}/{estimate.parent.name}")
                 for one in (*([final] if final != newest and manifest.problem(final) is None else []), newest):
                     copied = copy_checkpoint(one, to, run_files=partial(run_files_of, run_dir, place))
                     report(f"{trained.stage}: {one.name} {'copied' if copied else 'already there'}")
@@ -193,6 +196,7 @@ def _restore_checkpoint(remote: _Remote, to: Path, trained: ModelStage, report: 
         if reason is None:
             report(f"{stage}: {step}")
             _restore_final(remote, place / step, steps, history, trained, report)
+            _restore_ewc(remote, place / step, trained, report)
             return True
         report(f"{stage}: {step} is not used: {reason}")
         shutil.rmtree(place / step, ignore_errors=True)
@@ -212,6 +216,22 @@ def _restore_final(
         return
     report(f"{trained.stage}: {final.name}, whose weights are those of the stage, is not used: {reason}")
     shutil.rmtree(final, ignore_errors=True)
+
+
+def _phase_of(checkpoint: Path) -> Any:
+    """The phase of training that a checkpoint belongs to, as its meta says."""
+    return listing.read_meta(checkpoint)["meta"].get("phase")
+
+
+def _restore_ewc(remote: _Remote, newest: Path, trained: ModelStage, report: Report) -> None:
+    """Restore what elastic weight consolidation estimated when the phase of the newest checkpoint began."""
+    folder = ewc_folder(str(_phase_of(newest)))
+    for step in remote.steps(f"{trained.checkpoints}/{folder}")[:1] if _NAME.fullmatch(folder) and "/" not in folder else ():
+        to = newest.parent / folder / step
+        reason = _fetch_checkpoint(remote, f"{trained.checkpoints}/{folder}/{step}", to, [])
+        report(f"{trained.stage}: {folder}" + (f" is not used: {reason}" if reason else ""))
+        if reason is not None:
+            shutil.rmtree(to, ignore_errors=True)
 
 
 def _fetch_checkpoint(remote: _Remote, name: str, to: Path, history: list[skips.Rollback]) -> str | None:

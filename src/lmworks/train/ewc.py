@@ -8,13 +8,13 @@ token, to second order. Both tensors are sharded like the parameters and are use
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
+from lmworks.model_stages import ewc_folder
 from lmworks.optim.placement import local, local_grad
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
@@ -80,20 +80,20 @@ class EwcPenalty:
         moved = {name: local(self.fisher[name]).sqrt() * (local(p) - local(self.anchor[name])) for name, p in self._parameters.items()}
         return self.options.weight / 2 * self._model.norm(moved) ** 2
 
-    # F and w0 are constant within a phase, and are saved once, beside the checkpoints.
+    # F and w0 are constant within a phase, and are saved once, beside the checkpoints, and copied where those are.
 
-    def save(self, directory: Path, step: int, identity: dict[str, Any]) -> None:
-        """Keep F and w0 in `directory`, as a checkpoint of `step`."""
-        with _kept(directory, identity) as kept:
+    def save(self, checkpoints: Checkpoints, phase: str, step: int) -> None:
+        """Keep F and w0 beside the checkpoints of the stage, as a checkpoint of `step`."""
+        with _kept(checkpoints, phase) as kept:
             kept.save(step, self._model.without_duplicates(self._state()), {"tokens": 0}, wait=True)
 
-    def load(self, directory: Path, step: int, identity: dict[str, Any]) -> None:
+    def load(self, checkpoints: Checkpoints, phase: str, step: int) -> None:
         """Take up again what was kept when the phase began with `step`. Raises `UserError` where it is lost or damaged."""
-        with _kept(directory, identity) as kept:
+        with _kept(checkpoints, phase) as kept:
             meta = kept.load_latest(self._state(), lambda saved, _: saved != step)
         if meta is None:
             raise UserError(
-                f"{directory} does not hold what ewc estimated when the phase began (step {step:,}); put it back from a copy, or "
+                f"{kept.directory} does not hold what ewc estimated when the phase began (step {step:,}); put it back from a copy, or "
                 f"estimate it again by going back to there: lmworks ckpt rollback RUN {step}"
             )
 
@@ -101,5 +101,12 @@ class EwcPenalty:
         return {"fisher": dict(self.fisher), "anchor": dict(self.anchor)}
 
 
-def _kept(directory: Path, identity: dict[str, Any]) -> Checkpoints:
-    return Checkpoints(directory, Options(keep_last=1, keep_best=False, asynchronous=False), identity)
+def _kept(checkpoints: Checkpoints, phase: str) -> Checkpoints:
+    name = ewc_folder(phase)
+    options = Options(keep_last=1, keep_best=False, asynchronous=False, copy_to=checkpoints.options.of(name).copy_to)
+
+    def report(event: str, **fields: Any) -> None:  # it is no checkpoint of the stage
+        if event == "checkpoint_copy_failed":
+            checkpoints.report(event, **fields)
+
+    return Checkpoints(checkpoints.directory / name, options, checkpoints.identity, report=report)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.train import Ewc
@@ -41,18 +39,14 @@ class PhaseBoundary:
     def _ewc_penalty(self, phase: PhaseSettings, options: Ewc, step: int, saved: int, loss_scale: float) -> EwcPenalty:
         """The penalty of a phase: estimated at the weights that the phase begins with, or loaded where the run resumes inside it."""
         penalty = EwcPenalty(self._model, options)
-        directory = self._directory(phase)
         if saved > phase.first_step:
-            penalty.load(directory, phase.first_step, self._checkpoints.identity)
+            penalty.load(self._checkpoints, phase.name, phase.first_step)
             return penalty
         before = self._curriculum.phase(max(phase.first_step, 1) - 1)
         if before.rope is not None:
             self._model.set_rope(before.rope)
         self._heartbeat.beat(step, "ewc")
         penalty.estimate(self._curriculum.sequences_before(phase, options.sequences), loss_scale)
-        penalty.save(directory, phase.first_step, self._checkpoints.identity)
+        penalty.save(self._checkpoints, phase.name, phase.first_step)
         self._ledger.write("ewc", stage=self._stage, phase=phase.name, step=step, sequences=options.sequences)
         return penalty
-
-    def _directory(self, phase: PhaseSettings) -> Path:
-        return self._checkpoints.directory / f"ewc-{phase.name}"
