@@ -89,6 +89,35 @@ def test_200_megabytes_in_one_line_do_not_blow_memory(tmp_path: Path, kind: str)
     assert output.strip() == {"text": "[('enormous', 400)] True"}.get(kind, "[('enormous', 400), (None, 5)] True")
 
 
+_PEAK_OF_LINES = """
+import resource, sys
+from lmworks.corpus.readers import parts, read
+from lmworks.recipe.schema.corpus import Source
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+source = Source(name="many", kind="jsonl", path=sys.argv[1], license="test")
+start, documents, characters = peak(), 0, 0
+for part in parts(source, 1 << 40):
+    for item in read(source, part, 1_000_000):
+        assert item.reason is None
+        documents, characters = documents + 1, characters + len(item.text)
+print(documents, characters, peak() - start < 30)
+"""
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_200_megabytes_of_documents_take_little_memory_however_small_their_file_is(tmp_path: Path, suffix: str) -> None:
+    """The compressed file has 3 MB. It is one part, which is read in pieces like plain text: 30 MB, whatever it holds."""
+    path = tmp_path / f"many.jsonl{suffix}"
+    document = rows(" ".join(f"Line {number} of a text that says the same again." for number in range(400)))
+    with open(path, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=6) if suffix else raw as out:
+        for _ in range(200_000_000 // len(document) + 1):
+            out.write(document)
+    assert not suffix or path.stat().st_size < 4_000_000
+    output = subprocess.run([sys.executable, "-c", _PEAK_OF_LINES, str(path)], capture_output=True, encoding="utf-8", check=True).stdout
+    documents, characters, bounded = output.split()
+    assert int(characters) > 195_000_000 and int(documents) > 9_000 and bounded == "True"
+
+
 def test_a_damaged_gzip_file_costs_its_rest_only(tmp_path: Path) -> None:
     whole = gzip.compress(rows(*[f"document {number} " + str(hash(str(number)) ** 3) for number in range(2000)]))
     (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
