@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from lmworks.errors import UserError
+from lmworks.interrupt import Interrupted
 from lmworks.metrics import MetricLog
+from lmworks.metrics.log import read
 from lmworks.recipe.schema.metrics import Metrics
+from tiny_run import STEPS, before_each_step
 
 
 def free_port() -> int:
@@ -32,8 +37,11 @@ import sys
 from pathlib import Path
 sys.modules[{module!r}] = None
 from lmworks.errors import UserError
+from lmworks.interrupt import Interrupted
 from lmworks.metrics import MetricLog
+from lmworks.metrics.log import read
 from lmworks.recipe.schema.metrics import Metrics
+from tiny_run import STEPS, before_each_step
 try:
     MetricLog(Path({str(tmp_path)!r}), Metrics(**{options!r}))
 except UserError as error:
@@ -75,16 +83,46 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
     assert curve == [(step, step if step < 4 else step + 4) for step in range(8)]
 
 
+def offline_values(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
+    """Step and values of every line that W&B has kept in the files of its offline runs, in the order in which they were made.
+
+    Such a file is a log of LevelDB: after a header of 7 bytes, blocks of 32 KiB with records of checksum, length, type and content.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found, block = [], 1 << 15
+    for path in sorted((run_dir / "wandb").glob("offline-run-*/*.wandb")):
+        data, at, content = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            if block - at % block < 7:  # too little for another record: filled up with zeros
+                at += block - at % block
+                continue
+            length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+            content, at = content + data[at + 7 : at + 7 + length], at + 7 + length
+            if kind in (1, 4):  # whole, or the last piece
+                record, content = Record.FromString(content), b""
+                if record.WhichOneof("record_type") == "history":
+                    items = {item.key or "/".join(item.nested_key): float(item.value_json) for item in record.history.item}
+                    found.append((int(items["step"]), {name: items[name] for name in items if "/" in name}))
+    return found
+
+
 @pytest.mark.slow  # wandb and what it pulls in are installed for it alone
-def test_weights_and_biases_goes_on_in_the_same_run(tmp_path, monkeypatch):
+def test_weights_and_biases_goes_on_in_the_same_run(tiny_copy, monkeypatch):
+    """Stopped by Ctrl-C and resumed: one run, with each step of metrics.jsonl once, and its values."""
     pytest.importorskip("wandb", reason="wandb is not installed (extra: wandb)")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    ids = []
-    for resume in (0, 2):
-        with MetricLog(tmp_path, Metrics(wandb_project="lmworks-test"), resume_step=resume) as log:
-            for step in range(resume, resume + 3):
-                log.write(step, {"train/loss": 1.0})
-        ids.append((tmp_path / "wandb_id").read_text())
-    assert ids[0] == ids[1]
-    assert len([name for name in os.listdir(tmp_path / "wandb") if name.startswith("offline-run")]) == 2
+    options = ("metrics.wandb_project=lmworks-test",)
+    with monkeypatch.context() as patch:
+        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 9 else None)
+        with pytest.raises(Interrupted):
+            tiny_copy.pretrain(*options)
+    first, begun = offline_values(tiny_copy.run_dir), (tiny_copy.run_dir / "wandb_id").read_text()
+    tiny_copy.pretrain(*options)
+    assert (tiny_copy.run_dir / "wandb_id").read_text() == begun
+    both, lines = offline_values(tiny_copy.run_dir), read(tiny_copy.run_dir)
+    assert 0 < len(first) < len(both) == len(lines) and both[: len(first)] == first
+    kept = [(line["step"], {name: value for name, value in line.items() if "/" in name}) for line in lines]
+    assert [step for step, _ in both] == [step for step, _ in kept] == list(range(1, STEPS + 1))
+    assert both == kept
