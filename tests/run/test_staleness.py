@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -26,6 +27,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import readers, table
 from lmworks.recipe.tree.keys import known_paths
 from lmworks.run import stages, staleness
+from lmworks.run.own_files import list_files
 from lmworks.run.runner import StageEvent, run_stages
 from lmworks.run.stages import STAGES, Stage, StageContext, stages_for
 from lmworks.train import load
@@ -368,3 +370,37 @@ def test_stages_know_what_they_need(finished: Tiny) -> None:
         for need in (one for one in stage.needs if one.partition("/")[0] not in absent):
             assert need.partition("/")[0] in earlier and (finished.run_dir / need).exists(), (stage.name, need)
         earlier.add(stage.folder)
+
+
+def test_an_edited_file_of_conversations_pairs_prompts_or_rewards_makes_its_stage_stale(tiny_copy: Tiny, tmp_path: Path) -> None:
+    """By its contents: the same file with another time, as on another machine, is not tuned on again."""
+    files = {name: tmp_path / name for name in ("chats.jsonl", "pairs.jsonl", "prompts.jsonl", "reward.py")}
+    for path in files.values():
+        path.write_bytes((tiny_copy.texts / "chats.jsonl").read_bytes())
+    chats, pairs, prompts, reward = map(str, files.values())
+    tune = ("tune.data=[{name: sums, kind: files, path: %s, count: 300}]" % chats, "tune.tokens=256 tokens")  # noqa: UP031
+    all_stages = (
+        *tune, "dpo={data: [{name: pairs, kind: files, path: %s}]}" % pairs,  # noqa: UP031
+        "grpo={data: [{name: asked, kind: files, path: %s, reward: python, file: %s}]}" % (prompts, reward),  # noqa: UP031
+    )  # fmt: skip
+    recipe = tiny_copy.resolve(*all_stages).recipe
+
+    def inputs() -> dict[str, dict[str, str]]:
+        listed = list_files(recipe, {})
+        return {stage.name: staleness.stage_inputs(stage, recipe, tiny_copy.run_dir, listed) for stage in stages_for(recipe)}
+
+    for name, stage in (("chats.jsonl", "tune"), ("pairs.jsonl", "dpo"), ("prompts.jsonl", "grpo"), ("reward.py", "grpo")):
+        before = inputs()
+        files[name].write_text(files[name].read_text().replace("What is 1 + 1?", "What is one and one?"))
+        now = inputs()
+        assert [one for one in now if now[one] != before[one]] == [stage], name
+
+    short = (*tune, "train.phases.general.tokens=2600 tokens", "train.phases.long.tokens=512 tokens",
+             "train.phases.general.lr_schedule={warmup: 1 steps, decay: 1 steps}")  # fmt: skip
+    told_by(tiny_copy, *short, last="tune")
+    os.utime(files["chats.jsonl"], (1, 1))
+    assert done(told_by(tiny_copy, *short, last="tune")) == []
+    files["chats.jsonl"].write_text(files["chats.jsonl"].read_text().replace("What is 2 + 2?", "What is two and two?"))
+    told = told_by(tiny_copy, *short, last="tune")
+    assert done(told) == ["tune"]
+    assert "tune.data.sums.files" in why(told, "tune") and "1 changed" in why(told, "tune")

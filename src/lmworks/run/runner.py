@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lmworks import credentials
 from lmworks.checkpoint import listing as saved
-from lmworks.corpus.readers.snapshot import Listing, changes, list_files
+from lmworks.corpus.readers.snapshot import Listing, changes
 from lmworks.doctor.page import write_page
 from lmworks.files import explain_full_disk, read_json, write_json
 from lmworks.interrupt import Interrupted
@@ -25,6 +25,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import readers
 from lmworks.recipe.tree.fingerprint import Change, as_tree, changed_keys, harmless, require_allowed
 from lmworks.run import time_budget
+from lmworks.run.own_files import list_files
 from lmworks.run.prediction import record_error, record_prediction
 from lmworks.run.run_dir import require_own_folder, require_own_run_dir
 from lmworks.run.stages import STAGES, STAMP, Stage, StageContext, clear, stages_for
@@ -266,13 +267,13 @@ def _recorded_files(run_dir: Path) -> Listing:
 
 
 def _detect_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], on_event: Callable[[StageEvent], None]) -> _State:
-    """Detect changes of the recipe and of the sources' files, which count as changes of the recipe."""
+    """Detect changes of the recipe and of the user's files, which count as changes of the recipe."""
     before = _recorded_files(run_dir)
     now = list_files(resolved.recipe, before)
     found = list(changes(before, now))
     accepted = _accept_changes(run_dir, resolved, allow, found)
     for change in found:
-        on_event(StageEvent("corpus", "note", printable=f"the files of source {change.path.split('.')[2]} have changed: {change.new}"))
+        on_event(StageEvent("corpus", "note", printable=f"the files of {change.path.split('.')[2]} have changed: {change.new}"))
     matter, derived = [change for change in accepted if not harmless(change)], _derived_keys(resolved)
     follows = [change for change in matter if set(change.keys) <= derived]
     if follows and len(follows) < len(matter) and saved.begun(run_dir / "checkpoints"):

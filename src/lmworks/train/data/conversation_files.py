@@ -52,7 +52,7 @@ def read_files(where: str, given: str | None, split: str = "train") -> Iterator[
     if any((path / name).is_file() for name in _SAVED_DATASETS):
         yield from read_dataset(where, given, split)
         return
-    for file in _listed(where, path):
+    for file in files_of(where, path):
         kind = _kind(file)
         if kind == _PARQUET:
             yield from _parquet(file)
@@ -70,7 +70,11 @@ def read_dataset(where: str, given: str | None, split: str) -> Iterator[RawRow]:
         yield RawRow(f"{given}/{split}:{number}", _without_nulls(row))
 
 
-def _listed(where: str, path: Path) -> list[Path]:
+def files_of(where: str, path: Path) -> list[Path]:
+    """The files of a set of kind `files`, sorted: the file itself, those in a folder, or those of a pattern; `where` is its recipe key.
+
+    Raises `UserError` if there are none.
+    """
     if path.is_file():
         if not _kind(path):
             known = ".jsonl, .json (both also .gz, .zst, .bz2 or .xz) or .parquet"
