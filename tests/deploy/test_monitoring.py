@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -30,15 +29,10 @@ from lmworks.recipe.schema.metrics import Metrics
 from lmworks.serve.prometheus import RequestStats, render_metrics
 from lmworks.serve.requests import EngineStats
 from patience import PATIENCE
+from ports import free_port
 from tiny_run import STEPS, Tiny, before_each_step
 
 needs_prometheus = pytest.mark.needs("prometheus")
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def names_in(expression: str) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -17,13 +16,8 @@ from lmworks.interrupt import Interrupted
 from lmworks.metrics import MetricLog
 from lmworks.metrics.log import read
 from lmworks.recipe.schema.metrics import Metrics
+from ports import free_port
 from tiny_run import STEPS, before_each_step
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize(("options", "module", "extra"), [
@@ -37,11 +31,8 @@ import sys
 from pathlib import Path
 sys.modules[{module!r}] = None
 from lmworks.errors import UserError
-from lmworks.interrupt import Interrupted
 from lmworks.metrics import MetricLog
-from lmworks.metrics.log import read
 from lmworks.recipe.schema.metrics import Metrics
-from tiny_run import STEPS, before_each_step
 try:
     MetricLog(Path({str(tmp_path)!r}), Metrics(**{options!r}))
 except UserError as error:

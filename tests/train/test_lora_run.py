@@ -297,11 +297,12 @@ def test_what_contradicts_itself_is_refused(tiny: Tiny, overrides: tuple[str, ..
 
 def test_a_later_stage_starts_from_the_merged_weights(based: Tiny) -> None:
     """`start` of alignment loads what evaluation loads."""
-    from lmworks.train.align.stage import start
+    from lmworks.parallel.mesh import alone
+    from lmworks.train.stage import start
 
     tune(based)
     recipe = based.resolve(*LORA, "dpo.data=[{name: pairs, kind: files, path: pairs.jsonl}]").recipe
-    begun = start(recipe, based.run_dir, "dpo", None)
+    begun = start(recipe, based.run_dir, "dpo", alone())
     expected = load_model(based.run_dir, "tuned").state_dict()
     found = begun.model.state_dict()
     assert found.keys() == expected.keys()

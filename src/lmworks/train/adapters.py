@@ -16,7 +16,7 @@ from lmworks.checkpoint.tensor_files import Reader
 from lmworks.errors import UserError
 from lmworks.model_stages import of_checkpoint
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.schema.lora import Lora, matrix_of
+from lmworks.recipe.schema.lora import Lora, is_adapter, matrix_of
 
 KEY = "lora"  # in a checkpoint's meta
 _FREE = {"dropout", "init_from"}  # may change when a run resumes
@@ -80,16 +80,15 @@ def load_weights(
 ) -> dict[str, Any]:  # fmt: skip
     """Load the weights of a checkpoint into a model on any layout, averaged if the base has averages, adapters merged; returns its meta.
 
-    Collective over the ranks of `communicator`.
+    The model may have adapters of its own, which stay as they are. Collective over the ranks of `communicator`.
     """
-    low_rank = adapters_of(path)
-    whole = path if low_rank is None else low_rank[1]
-    state = model.state_dict()
-    meta = checkpoints.load(whole, {"model": state}, identity, verified=True, communicator=communicator)
+    if (low_rank := adapters_of(path)) is not None:
+        options, base = low_rank
+        load_weights(base, model, identity, communicator, averaged)
+        add_adapters(model.base_state_dict(), path, options)
+        return dict(listing.read_meta(path)["meta"])
+    meta = checkpoints.load(path, {"model": model.base_state_dict()}, identity, verified=True, communicator=communicator)
     if averaged:
-        average = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        checkpoints.load(whole, {"average": average}, identity, verified=True, communicator=communicator)
-    if low_rank is None:
-        return meta
-    add_adapters(state, path, low_rank[0])
-    return dict(listing.read_meta(path)["meta"])
+        average = {name: parameter.detach() for name, parameter in model.named_parameters() if not is_adapter(name)}
+        checkpoints.load(path, {"average": average}, identity, verified=True, communicator=communicator)
+    return meta

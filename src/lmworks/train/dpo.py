@@ -15,7 +15,7 @@ from torch import Tensor
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
-from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.dpo import Dpo
 from lmworks.recipe.schema.recipe import Recipe
@@ -25,9 +25,9 @@ from lmworks.train.align.answers import Answer, PackedAnswers, pack, rows_of, we
 from lmworks.train.align.curriculum import AnswerCurriculum
 from lmworks.train.align.preference_losses import Scored, needs_reference, preference_loss
 from lmworks.train.align.reference import reference_scores
-from lmworks.train.align.stage import Plan, Start, run_stage, start
 from lmworks.train.data.preferences import Protect, build_preferences, read_preferences
 from lmworks.train.objective import Update
+from lmworks.train.stage import Plan, Start, run_stage, start
 from lmworks.train.step import micro_batch_of
 from lmworks.watch.heartbeat import Heartbeat
 
@@ -127,10 +127,10 @@ def dpo(
     assert options is not None
     folder, length = run_dir / "dpo", int(options.sequence_length)
     tokenizer = load_tokenizer(run_dir / "tokenizer")
-    if (ranks is None or ranks.is_first) and not (folder / "data" / "manifest.json").exists():
+    ranks = ranks or alone()
+    if ranks.is_first and not (folder / "data" / "manifest.json").exists():
         build_preferences(recipe, tokenizer, folder / "data", protect)
-    if ranks is not None:
-        ranks.barrier()
+    ranks.barrier()
     begun = start(recipe, run_dir, "dpo", ranks)
 
     def make_plan(model: ParallelModel) -> Plan:
@@ -144,7 +144,7 @@ def dpo(
         rows = [int(rows_of(train.answers(train.numbers(step)), length).max()) + 1 for step in range(steps)]
         packed = lru_cache(maxsize=2)(lambda step: objective.packed(step).batch)
         curriculum = AnswerCurriculum(recipe, "dpo", rows, length, options.learning_rate_scale, options.lr_schedule, packed)
-        return Plan(curriculum, objective, objective.validate, options.early_stopping)
+        return Plan(curriculum, objective.validate, objective, options.early_stopping)
 
     run_stage(
         recipe, run_dir, "dpo", begun, make_plan, tokenizer,

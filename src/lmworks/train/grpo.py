@@ -13,7 +13,7 @@ from torch import Tensor
 from lmworks.files import write_json
 from lmworks.model.sampling import GenerateOptions
 from lmworks.optim.ema import Ema
-from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.grpo import Grpo
 from lmworks.recipe.schema.recipe import Recipe
@@ -26,9 +26,9 @@ from lmworks.train.align.policy_losses import Evaluated, Sampled, advantages, po
 from lmworks.train.align.prompts import Prompts, read_prompts
 from lmworks.train.align.rewards import OUTCOMES
 from lmworks.train.align.rollouts import Prompt, Rollout, Rollouts
-from lmworks.train.align.stage import Plan, run_stage, start
 from lmworks.train.data.preferences import Protect
 from lmworks.train.objective import Update
+from lmworks.train.stage import Plan, run_stage, start
 from lmworks.train.step import micro_batch_of
 from lmworks.watch.heartbeat import Heartbeat
 
@@ -170,7 +170,7 @@ def grpo(
     folder, length = run_dir / "grpo", int(options.sequence_length)
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     prompts = read_prompts(recipe, tokenizer, protect()[0])
-    begun = start(recipe, run_dir, "grpo", ranks)
+    begun = start(recipe, run_dir, "grpo", ranks or alone())
     if begun.communicator.is_first:
         folder.mkdir(exist_ok=True)
         write_json(folder / "prompts.json", {"train": len(prompts.train), "held_out": len(prompts.held_out), "data": prompts.sets})
@@ -193,7 +193,7 @@ def grpo(
         curriculum = AnswerCurriculum(
             recipe, "grpo", [answers] * options.steps, length, options.learning_rate_scale, options.lr_schedule, batch
         )  # fmt: skip
-        return Plan(curriculum, objective, objective.validate, options.early_stopping)
+        return Plan(curriculum, objective.validate, objective, options.early_stopping)
 
     run_stage(
         recipe, run_dir, "grpo", begun, make_plan, tokenizer,

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from lmworks.checkpoint import listing
-from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.communicator import Communicator, new_communicator
-from lmworks.checkpoint.run_bundle import run_files_of
 from lmworks.errors import UserError
-from lmworks.metrics.log import MetricLog, NoMetrics
+from lmworks.model_stages import BASE
 from lmworks.optim.optimizer import Updates, build_optimizer
 from lmworks.parallel.mesh import Ranks, alone, own_device
 from lmworks.parallel.parallel_model import ParallelModel
@@ -39,10 +37,9 @@ from lmworks.train.observe.long_context import LongContextEvaluator
 from lmworks.train.observe.prompts import prompts
 from lmworks.train.observe.sampling import Sampler
 from lmworks.train.observe.validation import validate
-from lmworks.train.trainer import StageFiles, Trainer
-from lmworks.watch.bad_steps import BadSteps
+from lmworks.train.stage_files import open_stage
+from lmworks.train.trainer import Trainer
 from lmworks.watch.heartbeat import Heartbeat
-from lmworks.watch.ledger import LEDGER, Ledger, NoLedger
 
 START_FROM = "start_from"  # under this key a checkpoint's meta says which weights its run began with
 _QUICKLY_READ = 1 << 32  # bytes that are hashed in a few seconds
@@ -126,7 +123,6 @@ def pretrain(
     tokenizer_sha256 = digest(run_dir)
     check_vocabulary(batches.manifest, recipe.model.vocab_size, tokenizer_sha256)
     ranks = ranks or alone()
-    first_rank = ranks.is_first
     built, began_with = build_model(recipe, ranks), {}
     if recipe.start_from is not None:
         assert load_start is not None
@@ -137,27 +133,20 @@ def pretrain(
     lengths = [phase.sequence_length for phase in batches.order.timeline.phases]
     length, tokens = lengths[0], sum(phase.tokens for phase in batches.order.timeline.phases)
     rows = max(1, (recipe.train.micro_batch_size or 1) * max(lengths) // length)
-    data, folder = batches.manifest.digests(), run_dir / "checkpoints"
-    with (
-        Ledger(run_dir / LEDGER) if first_rank else NoLedger() as ledger,
-        Checkpoints(
-            folder, recipe.checkpoints.of("checkpoints"), identity(recipe), report=ledger.write, total_tokens=tokens,
-            recipe=as_tree(recipe), run_files=lambda: run_files_of(run_dir, folder),
-        ) as checkpoints,
-    ):
+    data = batches.manifest.digests()
+    with open_stage(
+        recipe, run_dir, BASE, ranks, identity(recipe), tokens,
+        lambda path: Sampler(path, tokenizer, prompts(recipe, run_dir / "corpus")),
+    ) as files:  # fmt: skip
         long_context = LongContextEvaluator(batches, recipe, tokenizer)
         curriculum = PretrainingCurriculum(recipe, batches)
         wanted = make_evaluation is not None and isinstance(recipe.evaluate.every, Duration)
         evaluation = make_evaluation(recipe, tokenizer, length, rows, ranks) if make_evaluation and wanted else None
-        stability = recipe.stability
-        keep = stability.save_bad_batches if first_rank else 0
-        bad_steps = BadSteps(run_dir / "bad_batches", stability.max_bad_steps, keep, ledger.write)
-        sampler = Sampler(run_dir / "samples.jsonl" if first_rank else None, tokenizer, prompts(recipe, run_dir / "corpus"))
         trainer = Trainer(
-            recipe, model, optimizer, curriculum, StageFiles(checkpoints, ledger, bad_steps, sampler),
+            recipe, model, optimizer, curriculum, files,
             validate=lambda: validate(model, pieces) | long_context.evaluate(model, curriculum.phase(max(trainer.step, 1) - 1)),
             flops_per_token=flops_per_token, resume_command=resume_command,
-            heartbeat=heartbeat or Heartbeat(None), mixture=MixtureUpdates(ledger, batches, ranks),
+            heartbeat=heartbeat or Heartbeat(None), mixture=MixtureUpdates(files.ledger, batches, ranks),
             early_stopping=recipe.train.early_stopping, evaluate=None if evaluation is None else lambda: evaluation(model),
             meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data, META: tokenizer_sha256} | began_with,
         )  # fmt: skip
@@ -177,10 +166,8 @@ def pretrain(
                     f"the token files in {run_dir / 'shards'} are not those that this run began with; put the old text back, "
                     "choose another run_dir, or continue with --allow shards"
                 )
-            ledger.write("data_changed", step=first, shards=data)
-        if first_rank and not recipe.shards.cache and _size(batches.manifest) <= _QUICKLY_READ:
+            files.ledger.write("data_changed", step=first, shards=data)
+        if ranks.is_first and not recipe.shards.cache and _size(batches.manifest) <= _QUICKLY_READ:
             verify(run_dir / "shards", batches.manifest)
         pieces = held_out(batches, recipe, length, rows)  # opened only now: files that are cut short are the hashes' to name
-        beats = heartbeat.directory if heartbeat else None
-        with MetricLog(run_dir, recipe.metrics, first + 1, beats) if first_rank else NoMetrics() as metrics:
-            trainer.run(metrics)
+        trainer.run()

@@ -17,9 +17,8 @@ import torch
 
 from lmworks import progress
 from lmworks.allocator import keep_freed_memory
-from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.interrupt import Interrupted, Preempted
-from lmworks.metrics.log import MetricLog
+from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.model.balance import set_temperature
 from lmworks.model_stages import USED
 from lmworks.optim.optimizer import Updates
@@ -39,32 +38,20 @@ from lmworks.train.faults.inspector import StepInspector
 from lmworks.train.intervals import Intervals, is_due
 from lmworks.train.objective import Objective
 from lmworks.train.observe.layer_statistics import LayerStatistics
-from lmworks.train.observe.sampling import Sampler
 from lmworks.train.observe.step_metrics import StepMetrics
 from lmworks.train.phase_boundary import PhaseBoundary
 from lmworks.train.saving import Saver, refuse_if_all_damaged
+from lmworks.train.stage_files import StageFiles
 from lmworks.train.state import TrainingState
 from lmworks.train.step import StepResult, dropout_seed, micro_batch_of, train_step
 from lmworks.train.step_flags import StepFlags, all_reduce_flags
 from lmworks.train.validator import Validator
-from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
-from lmworks.watch.ledger import Ledger
 from lmworks.watch.policy import RollbackRequest
 from lmworks.watch.spike import Limits
 from lmworks.watch.stop_signals import Stop, graceful_stop
 
 _NEXT_TOKEN = ("train/perplexity", "train/z_loss", "train/mtp_loss")  # metrics that mean nothing with another objective
-
-
-@dataclass
-class StageFiles:
-    """What a stage of training writes, beside its metrics."""
-
-    checkpoints: Checkpoints
-    ledger: Ledger
-    bad_steps: BadSteps
-    sampler: Sampler
 
 
 @dataclass
@@ -117,9 +104,13 @@ class Trainer:
             recipe, model, self.optimizer, curriculum, self._state, self._boundary, self._faults, self.flops_per_token
         )
 
-    def run(self, log: MetricLog) -> None:
-        """Train to the end of the curriculum. Raises `Interrupted` after saving when asked to stop."""
-        self._log = log
+    def run(self) -> None:
+        """Train to the end of the curriculum, and write metrics. Raises `Interrupted` after saving when asked to stop."""
+        log = (self.files.folder, self.recipe.metrics, self._saver.saved + 1, self.heartbeat.directory)
+        with MetricLog(*log) if self.model.ranks.is_first else NoMetrics() as self._log:
+            self._run()
+
+    def _run(self) -> None:
         self._start()
         total, done = self.curriculum.tokens, self.curriculum.tokens_before(self.step)
         patience = float(self.recipe.stability.data_timeout)
