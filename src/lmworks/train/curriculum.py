@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Protocol
 
 from lmworks.optim.schedules import Schedules
+from lmworks.recipe.schema.dpo import Dpo
+from lmworks.recipe.schema.grpo import Grpo
 from lmworks.recipe.schema.model import Rope
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Ewc, Phase
+from lmworks.recipe.schema.tune import Tune
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
 from lmworks.shards.read.tuning_batches import TuningBatches
@@ -140,11 +143,39 @@ def sample_sequences(batches: Batches, phase: int, count: int) -> Iterator[Batch
         yield batches.batch(step, index, index + 1)
 
 
-class TuningCurriculum:
-    """The conversations of `tune` as a `Curriculum` of one phase, with the RoPE of the base model.
+class OnePhase(Curriculum):
+    """A stage after pretraining as a `Curriculum` of one phase, with the RoPE of the model that it starts from.
 
-    Its `bias_update_rate` is 0: the expert biases stay as pretraining left them.
+    Its `bias_update_rate` is 0: the expert biases stay as they are.
     """
+
+    def __init__(
+        self, name: str, options: Tune | Dpo | Grpo, steps: int, mtp_loss_weight: float | None = None,
+        ewc: Ewc | None = None,
+    ) -> None:  # fmt: skip
+        """`tokens_before` must work before this is called."""
+        self.steps, self.tokens = steps, self.tokens_before(steps)
+        length = int(options.sequence_length)
+        self._phase = PhaseSettings(0, name, 0, length, None, 0.0, mtp_loss_weight, ewc)
+        # expressed as a phase, so that `Schedules` serves all stages
+        phase = Phase(
+            name=name, tokens=f"{self.tokens} tokens", mixture={name: 1.0}, sequence_length="1 tokens", global_batch_size="1 tokens",
+            learning_rate_scale=options.learning_rate_scale, lr_schedule=options.lr_schedule,
+        )  # fmt: skip
+        self._schedules = Schedules([phase], [steps], self.tokens_before)
+
+    def lr_factor(self, step: int) -> float:
+        return self._schedules.lr_factor(step)
+
+    def phase(self, step: int) -> PhaseSettings:
+        return self._phase
+
+    def steady_since(self, step: int) -> int:
+        return self._schedules.warmup_end(step)
+
+
+class TuningCurriculum(OnePhase):
+    """The conversations of `tune`."""
 
     def __init__(self, recipe: Recipe, data: Path) -> None:
         assert recipe.tune is not None
@@ -157,16 +188,8 @@ class TuningCurriculum:
         batch = self._batch - replayed * self._length
         read = None if options.epochs else budget // self._batch * batch if replayed else budget
         self.batches = TuningBatches(prefixes, self._length, batch, read, recipe.training_seed, weights, options.epochs)
-        steps = self.batches.steps
-        self.steps, self.tokens = steps, steps * self._batch
-        self.replay = Replay(recipe, options.replay, self._shards, steps, replayed, self._length) if options.replay else None
-        self._phase = PhaseSettings(0, "tune", 0, self._length, None, 0.0, final_mtp_weight(recipe), options.ewc)
-        # expressed as a phase, so that `Schedules` serves both stages
-        phase = Phase(
-            name="tune", tokens=f"{self.tokens} tokens", mixture={"conversations": 1.0}, sequence_length=options.sequence_length,
-            global_batch_size=f"{self._batch} tokens", learning_rate_scale=options.learning_rate_scale, lr_schedule=options.lr_schedule,
-        )  # fmt: skip
-        self._schedules = Schedules([phase], [self.steps], self.tokens_before)
+        super().__init__("tune", options, self.batches.steps, final_mtp_weight(recipe), options.ewc)
+        self.replay = Replay(recipe, options.replay, self._shards, self.steps, replayed, self._length) if options.replay else None
 
     def sequences(self, step: int) -> int:
         return self._batch // self._length
@@ -174,15 +197,6 @@ class TuningCurriculum:
     def batch(self, step: int, start: int, stop: int) -> Batch:
         found = self.batches.batch(step)
         return (append_rows(found, self.replay.batch(step)) if self.replay else found).sequences(start, stop)
-
-    def lr_factor(self, step: int) -> float:
-        return self._schedules.lr_factor(step)
-
-    def phase(self, step: int) -> PhaseSettings:
-        return self._phase
-
-    def steady_since(self, step: int) -> int:
-        return self._schedules.warmup_end(step)
 
     def tokens_before(self, step: int) -> int:
         return step * self._batch

@@ -143,7 +143,7 @@ def dpo(
         steps = max(1, math.floor(options.epochs * len(train.pairs) / train.per_step))
         rows = [int(rows_of(train.answers(train.numbers(step)), length).max()) + 1 for step in range(steps)]
         packed = lru_cache(maxsize=2)(lambda step: objective.packed(step).batch)
-        curriculum = AnswerCurriculum(recipe, "dpo", rows, length, options.learning_rate_scale, options.lr_schedule, packed)
+        curriculum = AnswerCurriculum("dpo", options, rows, packed)
         return Plan(curriculum, objective.validate, objective, options.early_stopping)
 
     run_stage(

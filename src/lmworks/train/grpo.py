@@ -190,9 +190,7 @@ def grpo(
             starts = np.arange(answers + 1, dtype=np.int32) * length
             return Batch(tokens, np.full_like(tokens, -100), starts, 0, step)
 
-        curriculum = AnswerCurriculum(
-            recipe, "grpo", [answers] * options.steps, length, options.learning_rate_scale, options.lr_schedule, batch
-        )  # fmt: skip
+        curriculum = AnswerCurriculum("grpo", options, [answers] * options.steps, batch)
         return Plan(curriculum, objective.validate, objective, options.early_stopping)
 
     run_stage(
