@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import shutil
 import sys
 import time
 import urllib.request
@@ -12,19 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from command import Lmworks
+from command import Done, Lmworks
 
 from docs.pages import blocks
 from lmworks.cli.main import main
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.metrics.log import read
-from lmworks.train.load import final_model
+from lmworks.recipe.schema.lora import is_adapter
+from lmworks.train.load import final_model, load_model
 from lmworks.watch.heartbeat import Heartbeat
 from patience import PATIENCE
 from ports import free_port
 from rank_pool import FORKS
-from tiny_run import Tiny, before_each_step
+from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 
 PAGE = Path(__file__).parents[2] / "docs" / "tune-and-align.md"
 SMALL = {
@@ -94,21 +98,106 @@ def _as_a_rank(arguments: list[str], run_dir: Path, port: int) -> None:
         main()
 
 
+def sections(folder: Path, **changes: dict[str, Any]) -> list[str]:
+    """Options that make all stages of the tiny recipe short, with changes by stage."""
+    rows = {
+        "dpo": [{"prompt": f"What is {n} + 1?", "chosen": str(n + 1), "rejected": str(n)} for n in range(6)],
+        "grpo": [{"prompt": f"Say {n}", "answer": str(n)} for n in range(6)],
+    }
+    (folder / "reward.py").write_text("def reward(prompt, answer, row):\n    return len(set(answer)) / max(1, len(answer))\n")
+    general = (f"train.phases={json.dumps([SHORT])}", "tune.tokens=256 tokens", "model.max_position_embeddings=128 tokens")
+    options = ["--allow", "train", *(word for option in general for word in ("--set", option))]
+    for stage, lines in rows.items():
+        path = folder / f"{stage}.jsonl"
+        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+        own = {"reward": "python", "file": str(folder / "reward.py")} if stage == "grpo" else {}
+        node = SMALL[stage] | {"sequence_length": "64 tokens", "data": [{"name": "own", "kind": "files", "path": str(path)} | own]}
+        options += ["--set", f"{stage}={json.dumps(node | changes.get(stage, {}))}"]
+    return options
+
+
 def test_every_stage_reports_the_silence_of_ranks(tiny_copy: Tiny, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
-    pairs = [{"prompt": f"What is {n} + 1?", "chosen": str(n + 1), "rejected": str(n)} for n in range(6)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)) + "\n")
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"Say {n}", "answer": str(n)}) for n in range(6)) + "\n")
-    port, data = free_port(), {"name": "own", "kind": "files"}
-    dpo = SMALL["dpo"] | {"data": [data | {"path": str(tmp_path / "pairs.jsonl")}]}
-    prompts = data | {"path": str(tmp_path / "prompts.jsonl"), "reward": "exact"}
-    grpo = SMALL["grpo"] | {"data": [prompts], "steps": 1, "sequence_length": "64 tokens"}
-    options = (f"run_dir={tiny_copy.run_dir}", f"metrics.prometheus_port={port}", f"train.phases={json.dumps([SHORT])}",
-               "tune.tokens=256 tokens", f"dpo={json.dumps(dpo)}", f"grpo={json.dumps(grpo)}")  # fmt: skip
-    arguments = ["grpo", str(tiny_copy.recipe), "--allow", "train", *(word for option in options for word in ("--set", option))]
-    process = FORKS.Process(target=_as_a_rank, args=(arguments, tiny_copy.run_dir, port))
+    port, run_dir = free_port(), tiny_copy.run_dir
+    arguments = ["grpo", str(tiny_copy.recipe), *sections(tmp_path, grpo={"steps": 1})]
+    arguments += ["--set", f"run_dir={run_dir}", "--set", f"metrics.prometheus_port={port}"]
+    process = FORKS.Process(target=_as_a_rank, args=(arguments, run_dir, port))
     process.start()
     process.join(PATIENCE)
-    found = [json.loads(line) for line in (tiny_copy.run_dir / "silent.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in (run_dir / "silent.jsonl").read_text().splitlines()]
     assert len(found) == 4, "pretrain, tune, dpo, grpo"
     assert all(set(silent) == {"0", "1"} and silent["0"] < 100 < 499 < silent["1"] for silent in found), found
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_every_stage_trains_adapters_on_the_merged_weights_of_the_one_before(
+    tiny_copy: Tiny, tmp_path: Path, lmworks: Lmworks
+) -> None:
+    """Checkpoints hold adapters, `grpo` starts at its reference, a run killed in both stages ends with the same bits, and the exported
+    adapter names the model that it belongs to."""
+    lora = {"rank": 2, "targets": ["all-linear", "experts"]}
+    arguments = sections(
+        tmp_path, dpo={"lora": lora, "learning_rate_scale": 1.0},
+        grpo={
+            "lora": lora | {"alpha": 3.0}, "learning_rate_scale": 1.0, "beta": 0.1, "temperature": 2.0, "group_size": 8,
+            "prompts_per_step": 4, "steps": 3, "max_new_tokens": 32,  # so many that some answers end, and earn something
+        },
+    )  # fmt: skip
+    arguments += ["--set", f"tune.lora={json.dumps(lora)}", "--set", "train.save_every=1 steps", "--set", "export.huggingface=true"]
+
+    def run(stage: str, run_dir: Path) -> Done:
+        return lmworks(stage, tiny_copy.recipe, *arguments, "--set", f"run_dir={run_dir}")
+
+    assert (done := run("tune", tiny_copy.run_dir)).code == 0, done.err
+    whole, hit = tiny_copy.copy(tmp_path / "whole").run_dir, tiny_copy.run_dir
+    assert (done := run("export", whole)).code == 0, done.err
+    for _ in range(2):  # at the second step of dpo, then of grpo
+        with pytest.MonkeyPatch.context() as patch:
+            before_each_step(patch, lambda step: (_ for _ in ()).throw(Killed) if step == 1 else None)  # type: ignore[misc]
+            assert run("grpo", hit).code != 0
+    assert (done := run("grpo", hit)).code == 0, done.err
+
+    for stage in ("dpo", "grpo"):
+        saved = checkpoint(whole, folder=f"{stage}/checkpoints")
+        assert same_bits(saved, checkpoint(hit, folder=f"{stage}/checkpoints")) == []
+        assert curve(whole / stage) == curve(hit / stage)
+        of_model = [name for name in saved if name.startswith("model/")]
+        assert of_model and all(map(is_adapter, of_model))
+        assert any(saved[name].any() for name in of_model if name.endswith("B")), "something was learned"
+    name = "layers.1.attention.query"
+    tuned, aligned, final = (load_model(whole, model).state_dict()[f"{name}.weight"] for model in ("tuned", "dpo", "grpo"))
+    for stage, before, after, scale in (("dpo", tuned, aligned, 16.0), ("grpo", aligned, final, 1.5)):
+        saved = checkpoint(whole, folder=f"{stage}/checkpoints")
+        torch.testing.assert_close(after, before + scale * saved[f"model/{name}.lora.B"] @ saved[f"model/{name}.lora.A"])
+    losses = [line["train/loss"] for line in read(whole / "dpo") if "train/loss" in line]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5), "the policy is the reference"
+    divergences = [line["grpo/divergence"] for line in read(whole / "grpo") if "grpo/divergence" in line]
+    assert divergences[0] < 1e-9 < divergences[-1], "the policy begins as the reference"
+    assert json.loads((whole / "export" / "peft" / "adapter_config.json").read_text())["base_model_name_or_path"] == "tiny@dpo"
+    again = Tiny(tiny_copy.recipe, whole).copy(tmp_path / "again").run_dir
+    shutil.rmtree(again / "grpo")
+    arguments += ["--set", f"grpo.lora.init_from={whole / 'export' / 'peft'}", "--set", "grpo.learning_rate_scale=1e-9"]
+    assert (done := run("grpo", again)).code == 0, done.err
+    continued, given = (checkpoint(one, folder="grpo/checkpoints") for one in (again, whole))
+    assert all(torch.allclose(continued[name], given[name], atol=1e-7) for name in of_model)
+    card = (whole / "export" / "huggingface" / "README.md").read_text()
+    assert "Preference optimization with the loss `sigmoid` followed. Low-rank adapters of rank 2 were trained, and merged." in card
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("dpo.lora.rank=64", "dpo.lora.rank 64 is larger than the matrix layers.0.attention.query (32 x 32); use at most 32"),
+        ("grpo.lora.dropout=0.1", "grpo.lora.dropout: grpo trains without dropout, so that a token keeps its probability; leave it out"),
+    ],
+)
+def test_adapters_that_cannot_be_trained_are_refused_before_anything_is(
+    tiny_copy: Tiny, tmp_path: Path, lmworks: Lmworks, change: str, message: str
+) -> None:
+    done = lmworks("grpo", tiny_copy.recipe, *sections(tmp_path), "--set", f"run_dir={tiny_copy.run_dir}", "--set", change)
+    assert message in done.error
+    assert not (tiny_copy.run_dir / "checkpoints").exists()

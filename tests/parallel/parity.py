@@ -74,6 +74,18 @@ def recipe_of(kind: str, **train: Any) -> Recipe:
     return Recipe.model_validate(tree)
 
 
+def model_of(kind: str, ranks: Ranks) -> tuple[ParallelModel, Lora | None]:
+    """The model of a kind in evaluation mode; "lora-" before its name gives it adapters, which change what it computes."""
+    lora = Lora(rank=2, targets=("all-linear", "experts") if "moe" in kind else ("all-linear",)) if kind.startswith("lora-") else None
+    model = ParallelModel(build(recipe_of(kind.removeprefix("lora-")), ranks, torch.device("cpu"), lora), ranks)
+    model.eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora.B"):
+                parameter.fill_(0.05)
+    return model, lora
+
+
 def batch_of(step: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
     """Random documents of random lengths; the last label of each is ignored, and some rows have hardly a label."""
     draw = np.random.default_rng(step)

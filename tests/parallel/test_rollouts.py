@@ -11,17 +11,15 @@ import torch
 from lmworks.checkpoint.communicator import new_communicator
 from lmworks.model.sampling import GenerateOptions
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.parallel.parallelize import build
 from lmworks.recipe.schema.layout import Layout, world_size
 from lmworks.train.align.rewards import Reward
 from lmworks.train.align.rollouts import Prompt, Rollouts, whole_model
-from parallel.parity import batch_of, recipe_of
+from parallel.parity import batch_of, model_of
 from rank_pool import RankPool
 
 LAYOUTS: list[tuple[dict[str, Any], str]] = [
     ({"dp_shard": 2, "zero": 3}, "moe"), ({"tp": 2}, "tied"), ({"dp_shard": 2, "ep": 2}, "mtp"), ({"cp": 2}, "mla"),
-    ({"dp_replicate": 2}, "dense"),
+    ({"dp_replicate": 2}, "dense"), ({"dp_shard": 2, "ep": 2, "zero": 3}, "lora-moe"), ({"tp": 2}, "lora-tied"),
 ]  # fmt: skip
 
 
@@ -36,14 +34,12 @@ class Letters:
 
 def draw(layout: dict[str, Any], kind: str) -> tuple[np.ndarray, list[list[tuple[list[int], list[float], float]]]]:
     """The logits of the gathered model, and the groups that a rank knows."""
-    ranks = Ranks(Layout(**layout))
-    model = ParallelModel(build(recipe_of(kind), ranks, torch.device("cpu")), ranks)
-    model.eval()
+    model, lora = model_of(kind, Ranks(Layout(**layout)))
     batch = batch_of(0)
     with torch.no_grad():
-        logits = whole_model(model)(torch.from_numpy(batch.tokens))
+        logits = whole_model(model, lora)(torch.from_numpy(batch.tokens))
     judge = lambda text, row: Reward(float(text.count("a")))  # noqa: E731
-    rollouts = Rollouts(model, Letters(), [judge], GenerateOptions(6, 1.0), new_communicator())  # type: ignore[arg-type]
+    rollouts = Rollouts(model, Letters(), [judge], GenerateOptions(6, 1.0), new_communicator(), lora)  # type: ignore[arg-type]
     groups = rollouts.draw([Prompt((1, 2, number), {}, 0) for number in range(5)], 2, "seed")
     found = [[(one.answer.ids.tolist(), one.logprobs.tolist(), one.reward.value) for one in group] for group in groups]
     return logits.numpy(), found

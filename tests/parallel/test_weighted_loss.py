@@ -23,16 +23,17 @@ from lmworks.parallel.parallelize import build
 from lmworks.recipe.schema.layout import Layout, world_size
 from lmworks.shards.format.labels import IGNORE
 from lmworks.train.step import train_step
-from parallel.parity import ROWS, batch_of, recipe_of, whole
+from parallel.parity import ROWS, batch_of, model_of, recipe_of, whole
 from rank_pool import RankPool
 
 PAIRS = ROWS // 2
 LAYOUTS: list[tuple[dict[str, Any], str]] = [
     ({"dp_shard": 2, "zero": 2}, "moe"), ({"tp": 2}, "tied"), ({"cp": 2}, "moe"), ({"pp": 2, "pipeline_schedule": "zero-bubble"}, "mtp"),
+    ({"dp_shard": 2, "zero": 3}, "lora-mtp"),
 ]  # fmt: skip
 SLOW: list[tuple[dict[str, Any], str]] = [
     ({"dp_replicate": 3}, "dense"), ({"pp": 2}, "dense"), ({"dp_shard": 2, "ep": 2}, "mtp"), ({"dp_shard": 2, "zero": 0}, "mtp"),
-    ({"dp_shard": 2, "zero": 3}, "mtp"),
+    ({"dp_shard": 2, "zero": 3}, "mtp"), ({"pp": 2}, "lora-dense"), ({"tp": 2}, "lora-moe"),
     ({"dp_shard": 2, "tp": 2, "zero": 3}, "mla"), ({"cp": 2, "tp": 2}, "moe"), ({"pp": 2, "cp": 2}, "mtp"),
     ({"pp": 2, "dp_shard": 2}, "tied"),
     ({"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2}, "moe"), ({"dp_shard": 2, "zero": 2}, "aux"),
@@ -57,11 +58,9 @@ def preference(cross_entropy_BT: torch.Tensor) -> torch.Tensor:
 
 def step(layout: dict[str, Any], kind: str, micro_batch_size: int) -> Stepped:
     """Score a batch, weigh its labels, and take a step on this rank of a layout."""
-    recipe = recipe_of(kind)
-    ranks = Ranks(Layout(**layout))
-    model = ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks)
+    recipe = recipe_of(kind.removeprefix("lora-"))
+    model, _ = model_of(kind, Ranks(Layout(**layout)))  # neither dropout nor the losses of multi-token prediction and of routers
     optimizer = build_optimizer(model, recipe.optimizer)  # type: ignore[arg-type]
-    model.eval()  # neither dropout nor the losses of multi-token prediction and of routers
     batch = batch_of(0)
     scores_BT = model.token_cross_entropy(batch, micro_batch_size).requires_grad_()
     loss = preference(scores_BT) * PAIRS

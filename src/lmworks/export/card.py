@@ -72,7 +72,10 @@ def _what(recipe: Recipe, model: Transformer) -> str:
         amount = f"for {epochs} epochs" if epochs else f"on {int(recipe.tune.planned_tokens):,} tokens"
         tuned = f" It was then fine-tuned {amount} of conversations, with loss on the assistant's tokens only."
         tuned += " The weights are those with the lowest loss on held-out conversations." if recipe.tune.keep == "best" else ""
-        tuned += f" Low-rank adapters of rank {recipe.tune.lora.rank} were trained, and merged." if recipe.tune.lora else ""
+        tuned += _adapted(recipe, "tune")
+    for stage in MODEL_STAGES:
+        if stage.stage in ("dpo", "grpo") and (section := getattr(recipe, stage.stage)) is not None:
+            tuned += f" {stage.title} with the loss `{section.loss}` followed." + _adapted(recipe, stage.stage)
     rows = [
         ("class", f"`{class_for(config)}`"), ("parameters", f"{total:,} ({total - idle:,} active per token)"), ("feed-forward", kind),
         ("layers, hidden size", f"{config.num_hidden_layers}, {config.hidden_size}"),
@@ -84,6 +87,10 @@ def _what(recipe: Recipe, model: Transformer) -> str:
     if recipe.start_from and not phases:
         text = f"The base model is `{recipe.start_from}`, as it is; the run was made with lmworks {__version__}.{tuned}"
     return text + "\n\n" + _markdown(("", ""), rows)
+
+
+def _adapted(recipe: Recipe, stage: str) -> str:
+    return f" Low-rank adapters of rank {recipe.loras[stage].rank} were trained, and merged." if stage in recipe.loras else ""
 
 
 def _ended_early(run_dir: Path) -> str:

@@ -24,6 +24,7 @@ from lmworks.export.peft import write_peft
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
+from lmworks.model_stages import BASE, of_checkpoint
 from lmworks.recipe.derivation.positions import positions
 from lmworks.recipe.loading.huggingface import class_for
 from lmworks.recipe.schema.recipe import Recipe
@@ -124,7 +125,9 @@ def write_adapter(recipe: Recipe, run_dir: Path, directory: Path) -> bool:
     if (low_rank := adapters_of(checkpoint)) is None:
         return False
     lora, base = low_rank
-    write_peft(checkpoint, lora, recipe.model, recipe.start_from or recipe.name, content_of(base), directory)
+    before = of_checkpoint(base)[0]
+    name = recipe.start_from or recipe.name if before is BASE else f"{recipe.name}@{before.model}"
+    write_peft(checkpoint, lora, recipe.model, name, content_of(base), directory)
     return True
 
 

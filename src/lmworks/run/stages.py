@@ -154,33 +154,31 @@ def _pretrain(context: StageContext) -> RenderableType | None:
     return None
 
 
-def _tune(context: StageContext) -> RenderableType | None:
-    from lmworks.export.peft import read_peft
+def _tune(context: StageContext) -> None:
     from lmworks.train.tune import tune
 
-    recipe = context.recipe
-
-    protect = _protection_of(recipe, context.run_dir / "tune")
-    tune(recipe, context.run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat, read_peft)
-    return None
+    _train_from_before(context, "tune", tune)
 
 
-def _dpo(context: StageContext) -> RenderableType | None:
+def _dpo(context: StageContext) -> None:
     from lmworks.train.dpo import dpo
 
-    recipe = context.recipe
-    protect = _protection_of(recipe, context.run_dir / "dpo")
-    dpo(recipe, context.run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat)
-    return None
+    _train_from_before(context, "dpo", dpo)
 
 
-def _grpo(context: StageContext) -> RenderableType | None:
+def _grpo(context: StageContext) -> None:
     from lmworks.train.grpo import grpo
 
-    recipe = context.recipe
-    protect = _protection_of(recipe, context.run_dir / "grpo")
-    grpo(recipe, context.run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat)
-    return None
+    _train_from_before(context, "grpo", grpo)
+
+
+def _train_from_before(context: StageContext, name: str, train: Callable[..., None]) -> None:
+    """Train a stage that starts from the weights of the one before."""
+    from lmworks.export.peft import read_peft
+
+    recipe, run_dir = context.recipe, context.run_dir
+    protect = _protection_of(recipe, run_dir / name)
+    train(recipe, run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat, read_peft)
 
 
 def _protection_of(recipe: Recipe, folder: Path) -> Callable[[], tuple[set[str], Decontaminator | None]]:
@@ -232,24 +230,24 @@ def _check_grpo(recipe: Recipe) -> None:
 
 
 def _check_start(recipe: Recipe) -> None:
-    """The headers of the weights to start from, until there is a checkpoint."""
+    """The headers of the weights to start from, until there is a checkpoint, and the low-rank adapters of later stages."""
     from lmworks.checkpoint import listing
     from lmworks.run.start_weights import check_start
 
     assert recipe.run_dir
     if recipe.start_from is not None and not listing.begun(Path(recipe.run_dir) / "checkpoints"):
         check_start(recipe)
-
-
-def _check_tune(recipe: Recipe) -> None:
-    if recipe.tune is not None and recipe.tune.lora is not None:
+    for name, lora in recipe.loras.items():
         import torch
 
         from lmworks.model import Transformer
         from lmworks.model.lora import attach
 
-        with torch.device("meta"):
-            attach(Transformer(recipe.model), recipe.tune.lora)
+        try:
+            with torch.device("meta"):
+                attach(Transformer(recipe.model), lora)
+        except UserError as error:
+            raise UserError(f"{name}.{error}") from None
 
 
 def _check_export(recipe: Recipe) -> None:
@@ -277,7 +275,7 @@ STAGES = (
         "pretrain", "checkpoints", (_TOKENIZER[0], "shards/manifest.json"), ("./",), _pretrain, keeps=True, all_ranks=True,
         check=_check_start,
     ),
-    Stage("tune", "tune", (_CORPUS, *_TOKENIZER, BASE.input), ("checkpoints/",), _tune, resumes=True, check=_check_tune, all_ranks=True),
+    Stage("tune", "tune", (_CORPUS, *_TOKENIZER, BASE.input), ("checkpoints/",), _tune, resumes=True, all_ranks=True),
     Stage("dpo", "dpo", (*_TOKENIZER, *(one.input for one in MODEL_STAGES[:2])), ("checkpoints/",), _dpo, resumes=True, all_ranks=True),
     Stage(
         "grpo", "grpo", (*_TOKENIZER, *(one.input for one in MODEL_STAGES[:3])), ("checkpoints/",), _grpo, resumes=True, check=_check_grpo,

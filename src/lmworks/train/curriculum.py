@@ -150,9 +150,8 @@ class OnePhase(Curriculum):
     """
 
     def __init__(
-        self, name: str, options: Tune | Dpo | Grpo, steps: int, mtp_loss_weight: float | None = None,
-        ewc: Ewc | None = None,
-    ) -> None:  # fmt: skip
+        self, name: str, options: Tune | Dpo | Grpo, steps: int, mtp_loss_weight: float | None = None, ewc: Ewc | None = None
+    ) -> None:
         """`tokens_before` must work before this is called."""
         self.steps, self.tokens = steps, self.tokens_before(steps)
         length = int(options.sequence_length)

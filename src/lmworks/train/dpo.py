@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
 from lmworks.parallel.mesh import Ranks, alone
@@ -27,7 +26,7 @@ from lmworks.train.align.preference_losses import Scored, needs_reference, prefe
 from lmworks.train.align.reference import reference_scores
 from lmworks.train.data.preferences import Protect, build_preferences, read_preferences
 from lmworks.train.objective import Update
-from lmworks.train.stage import Plan, Start, run_stage, start
+from lmworks.train.stage import LoadAdapter, Plan, Start, run_stage, start
 from lmworks.train.step import micro_batch_of
 from lmworks.watch.heartbeat import Heartbeat
 
@@ -117,11 +116,12 @@ def _metrics(scored: Scored) -> dict[str, float]:
 def dpo(
     recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str,
     protect: Protect = lambda: ((), None), ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
+    load_adapter: LoadAdapter | None = None,
 ) -> None:  # fmt: skip
     """Train the model of the stage before on preferences. Reads `tokenizer/` and its final checkpoint; writes `dpo/`.
 
-    `protect` is called where the pairs are to be read, for the evaluation items that are kept out of them. Raises `Interrupted` when asked
-    to stop, and `UserError`.
+    `protect` is called where the pairs are to be read, for the evaluation items that are kept out of them. `load_adapter`
+    fills the adapters from the folder that `dpo.lora.init_from` names. Raises `Interrupted` when asked to stop, and `UserError`.
     """
     options = recipe.dpo
     assert options is not None
@@ -131,7 +131,7 @@ def dpo(
     if ranks.is_first and not (folder / "data" / "manifest.json").exists():
         build_preferences(recipe, tokenizer, folder / "data", protect)
     ranks.barrier()
-    begun = start(recipe, run_dir, "dpo", ranks)
+    begun = start(recipe, run_dir, "dpo", ranks, options.lora, load_adapter)
 
     def make_plan(model: ParallelModel) -> Plan:
         micro_batch_size = micro_batch_of(recipe, length, model.pipeline is not None)
@@ -164,7 +164,7 @@ def _pairs(recipe: Recipe, folder: Path, split: str, model: ParallelModel, begun
         answers = [answer for pair in pairs for answer in pair]
         key = "/".join((
             sha256_file(folder / "data" / f"{split}.bin"), sha256_file(folder / "data" / f"{split}.mask"),
-            listing.content_of(begun.checkpoint), str(model.compute_dtype), str(int(options.sequence_length)),
+            begun.content(), str(model.compute_dtype), str(int(options.sequence_length)),
         ))  # fmt: skip
         reference_P2 = reference_scores(
             model, answers, folder / "reference" / split, hashlib.sha256(key.encode()).hexdigest(), begun.communicator,

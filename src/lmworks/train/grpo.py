@@ -28,7 +28,7 @@ from lmworks.train.align.rewards import OUTCOMES
 from lmworks.train.align.rollouts import Prompt, Rollout, Rollouts
 from lmworks.train.data.preferences import Protect
 from lmworks.train.objective import Update
-from lmworks.train.stage import Plan, run_stage, start
+from lmworks.train.stage import LoadAdapter, Plan, run_stage, start
 from lmworks.train.step import micro_batch_of
 from lmworks.watch.heartbeat import Heartbeat
 
@@ -43,8 +43,9 @@ class PolicyGradient:
         self._options, self._model, self._prompts, self._rollouts, self._seed = recipe.grpo, model, prompts, rollouts, seed
         self._length = int(self._options.sequence_length)
         self._micro_batch_size = micro_batch_of(recipe, self._length)
-        # The weights at the start: averages that are never updated, so that they can be swapped in.
-        self._reference = Ema(dict(model.named_parameters()), 1.0) if self._options.beta else None
+        # What is trained, as it is at the start: averages that are never updated, so that they can be swapped in.
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._reference = Ema(trained, 1.0) if self._options.beta else None
         self._metrics: dict[str, float] = {}
 
     def prompts_of(self, step: int, turn: int, count: int) -> list[Prompt]:
@@ -159,25 +160,26 @@ def sampling_of(options: Grpo) -> GenerateOptions:
 def grpo(
     recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str,
     protect: Protect = lambda: ((), None), ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
+    load_adapter: LoadAdapter | None = None,
 ) -> None:  # fmt: skip
     """Train the model of the stage before on its own answers. Reads `tokenizer/` and its final checkpoint; writes `grpo/`.
 
-    `protect` is called for the questions of the evaluation, which are not asked here. Raises `Interrupted` when asked to stop, and
-    `UserError`.
+    `protect` is called for the questions of the evaluation, which are not asked here. `load_adapter` fills the adapters from the
+    folder that `grpo.lora.init_from` names. Raises `Interrupted` when asked to stop, and `UserError`.
     """
     options = recipe.grpo
     assert options is not None
     folder, length = run_dir / "grpo", int(options.sequence_length)
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     prompts = read_prompts(recipe, tokenizer, protect()[0])
-    begun = start(recipe, run_dir, "grpo", ranks or alone())
+    begun = start(recipe, run_dir, "grpo", ranks or alone(), options.lora, load_adapter)
     if begun.communicator.is_first:
         folder.mkdir(exist_ok=True)
         write_json(folder / "prompts.json", {"train": len(prompts.train), "held_out": len(prompts.held_out), "data": prompts.sets})
 
     def make_plan(model: ParallelModel) -> Plan:
         model.set_sampling(sampling_of(options))
-        rollouts = Rollouts(model, tokenizer, prompts.judges, sampling_of(options), begun.communicator)
+        rollouts = Rollouts(model, tokenizer, prompts.judges, sampling_of(options), begun.communicator, options.lora)
         objective = PolicyGradient(recipe, model, prompts, rollouts, recipe.training_seed)
         answers = options.prompts_per_step * options.group_size
 

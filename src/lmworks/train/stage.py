@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lmworks.checkpoint.communicator import Communicator, new_communicator
 from lmworks.checkpoint.listing import content_of
+from lmworks.files import sha256_file
 from lmworks.model_stages import of_stage
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
@@ -45,6 +46,12 @@ class Start:
     lora: Lora | None
     communicator: Communicator
 
+    def content(self) -> str:
+        """Identifies the weights."""
+        given = self.lora.init_from if self.lora is not None else None
+        adapters = sorted(Path(given).glob("*.safetensors")) if given is not None else []
+        return "/".join((content_of(self.checkpoint), *map(sha256_file, adapters)))
+
 
 @dataclass
 class Plan:
@@ -65,7 +72,8 @@ def start(
     recipe: Recipe, run_dir: Path, name: str, ranks: Ranks, lora: Lora | None = None, load_adapter: LoadAdapter | None = None
 ) -> Start:
     """Build the model, in evaluation mode, and load the final weights of the stage before `name`, with their positions, on all ranks; the
-    first looks for the newest good ones. With `lora` the model is frozen and has adapters, which `load_adapter` fills from the folder that `lora.init_from` names."""
+    first looks for the newest good ones. With `lora` the model is frozen and has adapters, which `load_adapter` fills from the folder that
+    `lora.init_from` names."""
     model = build_model(recipe, ranks, lora)
     model.eval()
     communicator, stages, found = new_communicator(), stages_of(recipe), []

@@ -45,6 +45,9 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         yield ("tune", "keep"), "nothing is held out to find the best weights by; raise tune.validation_fraction, or keep the last"
     if recipe.tune and recipe.tune.lora and recipe.tune.ewc:
         yield ("tune", "ewc"), "the weights that it would hold are frozen with tune.lora; leave one of the two out"
+    for name, lora in recipe.loras.items():
+        if lora.dropout and name != "tune":
+            yield (name, "lora", "dropout"), f"{name} trains without dropout, so that a token keeps its probability; leave it out"
     known = [*sources, *outputs, *recipe.shards.imported]
     if recipe.tune and recipe.tune.replay:
         if not known:

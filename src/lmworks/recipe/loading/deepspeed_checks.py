@@ -49,8 +49,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     consolidated: list[Keys] = [("train", "phases", index, "ewc") for index, phase in enumerate(train.phases) if phase.ewc]
     for keys in consolidated + ([("tune", "ewc")] if recipe.tune and recipe.tune.ewc else []):
         yield keys, "gradients lie in pieces under train.deepspeed, where no penalty can be added; leave ewc out"
-    if recipe.tune and recipe.tune.lora:
-        yield ("tune", "lora"), "DeepSpeed holds all weights in flat pieces and would train them; leave train.deepspeed or tune.lora out"
+    for name in recipe.loras:
+        yield (name, "lora"), f"DeepSpeed holds all weights in flat pieces and would train them; leave train.deepspeed or {name}.lora out"
     if recipe.stability.detect_anomaly:
         yield ("stability", "detect_anomaly"), "the operators of DeepSpeed are not ours to watch; leave detect_anomaly out"
     if recipe.stability.recheck_every is not None:

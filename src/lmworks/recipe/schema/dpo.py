@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
+from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.train import EarlyStopping, LrSchedule
 from lmworks.recipe.schema.tuning_set import TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
@@ -47,6 +48,7 @@ class Dpo(Node):
     learning_rate_scale: float = Field(0.03, gt=0, description="peak learning rate relative to optimizer.learning_rate")
     lr_schedule: LrSchedule = LrSchedule(kind="linear", warmup=Duration.parse("10%"), min_lr_ratio=0.0)
     early_stopping: EarlyStopping | None = Field(None, description="end the stage early; requires held-out pairs")
+    lora: Lora | None = Field(None, description="train low-rank adapters instead of the weights")
 
     @model_validator(mode="after")
     def _consistent(self) -> Dpo:

@@ -16,6 +16,7 @@ from lmworks.recipe.schema.export import Export
 from lmworks.recipe.schema.grpo import Grpo
 from lmworks.recipe.schema.launch import Launch
 from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.metrics import Metrics
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.optimizer import Optimizer
@@ -69,6 +70,12 @@ class Recipe(Node):
     export: Export = Export()
     layout: Layout = Layout()
     launch: Launch = Launch()
+
+    @property
+    def loras(self) -> dict[str, Lora]:
+        """The low-rank adapters of the stages that train such, by the name of the stage."""
+        sections = {"tune": self.tune, "dpo": self.dpo, "grpo": self.grpo}
+        return {name: section.lora for name, section in sections.items() if section is not None and section.lora is not None}
 
     @property
     def trains_base(self) -> bool:

@@ -19,6 +19,8 @@ from lmworks.model import Transformer
 from lmworks.model.batching import ContinuousBatch
 from lmworks.model.sampling import GenerateOptions
 from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.parallel.parallelize import with_adapters
+from lmworks.recipe.schema.lora import Lora
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.align.answers import Answer
 from lmworks.train.align.rewards import Judge, Reward, score
@@ -48,16 +50,18 @@ class Rollouts:
     """Draws and judges answers. All ranks call its methods together; each draws for its share of the prompts."""
 
     def __init__(
-        self, model: ParallelModel, tokenizer: Tokenizer, judges: Sequence[Judge], options: GenerateOptions, communicator: Communicator
+        self, model: ParallelModel, tokenizer: Tokenizer, judges: Sequence[Judge], options: GenerateOptions, communicator: Communicator,
+        lora: Lora | None = None,
     ) -> None:  # fmt: skip
         self._model, self._tokenizer, self._judges, self._communicator = model, tokenizer, judges, communicator
+        self._lora = lora
         self._options = replace(options, stop_ids=tuple(tokenizer.stop_ids))
 
     def draw(self, prompts: Sequence[Prompt], group_size: int, seed: str) -> list[list[Rollout]]:
         """`group_size` answers to each prompt. `seed` names their random numbers."""
         rank, size = self._communicator.rank, self._communicator.size
         mine = list(range(rank, len(prompts), size))
-        generator = whole_model(self._model)
+        generator = whole_model(self._model, self._lora)
         found = self._communicator.run_on_all(lambda: self._groups(generator, prompts, mine, group_size, seed))
         groups: dict[int, list[Rollout]] = {}
         for part in self._communicator.all_gather(found):
@@ -98,8 +102,9 @@ def _seed_of(seed: str, number: int, member: int) -> int:
 
 
 @torch.no_grad()
-def whole_model(model: ParallelModel) -> Transformer:
-    """The live model where this process holds all of it, else a copy with the weights gathered from all ranks, which call it together.
+def whole_model(model: ParallelModel, lora: Lora | None = None) -> Transformer:
+    """The live model where this process holds all of it, else a copy with the weights gathered from all ranks, which call it together;
+    `lora` are the options of its adapters.
 
     A copy needs room for all weights on each rank, as long as it is used. Generation with sharded weights would gather them for each token,
     and all ranks would have to generate in step.
@@ -108,9 +113,9 @@ def whole_model(model: ParallelModel) -> Transformer:
     if model.ranks.world == 1:
         return part
     with torch.device("meta"):
-        copy = Transformer(model.config)
+        copy = with_adapters(Transformer(model.config), lora)
     copy.compute_dtype = model.compute_dtype
-    values = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()}
+    values = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in part.state_dict().items()}
     copy.load_state_dict(values, assign=True)
     for name, buffer in part.named_buffers():  # those that no checkpoint holds
         if name not in values:
