@@ -16,10 +16,11 @@ from lmworks.checkpoint import listing
 from lmworks.export.huggingface import read_model
 from lmworks.files import read_json
 from lmworks.metrics.log import read
+from lmworks.tokenizer import load
 from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
 
-ROWS = 448
+ROWS, ENTRIES = 448, 372  # of the embedding; of the tokenizer of kind qwen
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,81 @@ def test_a_base_model_is_tuned_evaluated_exported_and_served(lmworks: Lmworks, k
     again = lmworks("run", recipe)
     assert again.code == 0 and [path.name for path in listing.directories(run_dir / "checkpoints")] == ["step-00000000"]
     assert len([line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "start_from"]) == 1
+
+
+@pytest.mark.parametrize("spare", [0, 1, 40])
+def test_tokens_are_added_to_a_kept_tokenizer(lmworks: Lmworks, chats: Path, tmp_path: Path, spare: int) -> None:
+    """`spare`: rows of the embedding that no token has."""
+    import transformers
+
+    words = ["It is", "半導體", "capitalize"]
+    base = tmp_path / "base"
+    write_tokenizer(base, "qwen")
+    config = read_json(base / "tokenizer_config.json")
+    (base / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": {}}))
+    first = load(base).vocab_size
+    rows = first + spare
+    write_model(base, rows)
+    recipe = write_recipe(tmp_path, base, chats, tokenizer={"add_tokens": words})
+    done = lmworks("run", recipe)
+    assert done.code == 0, done.err
+    run_dir, ids = tmp_path / "run", list(range(first, first + 3))
+    given, ours = read_model(base).state_dict(), load_model(run_dir, "base").state_dict()
+    for name in ("embedding.weight", "head.weight"):
+        assert len(ours[name]) == max(rows, first + 3)
+        torch.testing.assert_close(ours[name][ids], given[name][:first].mean(0).expand(3, -1))
+        assert torch.equal(ours[name][:first], given[name][:first]) and torch.equal(ours[name][first + 3 :], given[name][first + 3 :])
+    event = next(line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "start_from")
+    assert event["first_loss"]["difference"] < 1e-5, "transformers has the same rows"
+    tuned = load_model(run_dir, "tuned").state_dict()
+    assert not torch.equal(tuned["embedding.weight"][first], ours["embedding.weight"][first]), "the conversations have the first one"
+    assert torch.equal(tuned["embedding.weight"][first + 1], ours["embedding.weight"][first + 1])
+
+    exported = run_dir / "export" / "huggingface"
+    peer, ours_again = transformers.AutoTokenizer.from_pretrained(exported), load(exported)
+    text = "It is capitalize 半導體. It is."
+    assert peer.encode(text) == ours_again.encode(text) and set(ids) <= set(peer.encode(text))
+    assert peer.decode(peer.encode(text)) == text
+    assert read_json(exported / "config.json")["vocab_size"] == max(rows, first + 3)
+    assert "with 3 added tokens" in (exported / "README.md").read_text()
+    listed = read_json(exported / "tokenizer_config.json")["added_tokens_decoder"]
+    assert [listed[str(number)]["content"] for number in ids] == words
+    (run_dir / "tokenizer" / "tokenizer.json").unlink()
+    assert lmworks("run", recipe).code == 0, "made again, equal"
+    again = lmworks("show", recipe, "--set", f"start_from={run_dir}", "--set", "tokenizer.add_tokens=[other]")
+    assert "are a checkpoint, to which no tokens are added; export the model" in again.error
+
+
+def test_rows_are_added_without_tokens(lmworks: Lmworks, chats: Path, tmp_path: Path) -> None:
+    base = _base(tmp_path / "base", "qwen")
+    done = lmworks("pretrain", write_recipe(tmp_path, base, chats, tokenizer={"vocab_size": ROWS + 6}))
+    assert done.code == 0, done.err
+    event = next(line for line in read_ledger(tmp_path / "run" / "ledger.jsonl") if line["event"] == "start_from")
+    assert event["first_loss"]["difference"] < 1e-5
+    given = read_model(base).state_dict()["head.weight"]
+    torch.testing.assert_close(load_model(tmp_path / "run", "base").state_dict()["head.weight"][ROWS:], given.mean(0).expand(6, -1))
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"add_tokens": ["a"]}, "'a' is a token of BASE/tokenizer.json already"),
+        ({"add_tokens": ["<|im_end|>"]}, "'<|im_end|>' is a token of"), ({"add_tokens": ["a b", "a b"]}, "'a b' is there twice"),
+        ({"add_tokens": [""]}, "'' is empty"), ({"add_tokens": "word"}, "add_tokens"),
+        ({"add_tokens": ["a b"], "vocab_size": ENTRIES}, f"has ids up to {ENTRIES} with tokenizer.add_tokens, but the embedding has"),
+        ({"add_tokens": ["a b"], "chat_template": "brief"}, "tokens are added to a tokenizer that is kept"),
+        ({"add_tokens": ["a b"]}, "adapters train no rows of tokenizer.add_tokens"),
+    ],
+)  # fmt: skip
+def test_tokens_that_cannot_be_added(lmworks: Lmworks, chats: Path, tmp_path: Path, keys: dict[str, Any], why: str) -> None:
+    base = tmp_path / "base"
+    write_tokenizer(base, "qwen")
+    assert load(base).vocab_size == ENTRIES
+    write_model(base, ENTRIES)
+    lora = ["--set", "tune.lora={}"] if "adapters" in why else []
+    done = lmworks("run", write_recipe(tmp_path, base, chats, tokenizer=keys), *lora)
+    assert why.replace("BASE", str(base)) in done.error
+    assert not (tmp_path / "run" / "tokenizer").exists()
 
 
 def test_another_first_loss_than_that_of_transformers_ends_the_run(

@@ -185,6 +185,8 @@ def _use(recipe: Recipe, gguf: bool) -> str:
         blocks.append("```\nllama-server -m ../gguf/model.gguf --jinja\n```")
     if talk:
         whose = "the base model's own" if recipe.tokenizer.keep else "that of GLM-4.x"
+        if added := recipe.tokenizer.add_tokens:
+            blocks.append(f"The tokenizer is the base model's with {len(added)} added tokens.")
         blocks.append(f"The chat template is {whose}. Generation stops at any of the ids in `generation_config.json`.")
     return "\n\n".join(blocks)
 

@@ -25,6 +25,7 @@ from lmworks.recipe.loading.huggingface import from_config, to_config
 from lmworks.recipe.schema.model import Model as Config
 
 _SHARD_BYTES = 5 * 10**9
+_MEAN_ROWS = 8192  # rows that are read at a time for their mean
 _SMALL = 1 << 20  # elements; smaller models are not checked
 TOLERANCE = 2e-5
 """Largest difference of logits, relative to the largest logit, that still counts as equal in fp32. The two libraries sum in different
@@ -89,11 +90,16 @@ def _split(state: dict[str, Tensor], dtype: torch.dtype) -> Iterator[list[str]]:
 
 
 @torch.no_grad()
-def load_weights(directory: Path, state: Mapping[str, Tensor], model: Config, *, extend: bool = False) -> None:
+def load_weights(
+    directory: Path, state: Mapping[str, Tensor], model: Config, *, extend: bool = False, added: range = range(0)
+) -> None:  # fmt: skip
     """Copy the weights of a Hugging Face checkpoint into `state`, tensors of `model` under our names. This rank may hold slices of them;
     only these are read.
 
-    `extend`: `model` may have more vocabulary rows, and layers of multi-token prediction, than the checkpoint; these keep their values.
+    `extend`: `model` may have more vocabulary rows than the checkpoint, and layers of multi-token prediction, which keep their values.
+    `added`: the ids of tokens that the tokenizer of the checkpoint does not have. Their rows, and those that the checkpoint does not have,
+    become the mean of the others. So a new token is at first no likelier than the average one (Hewitt 2021, "Initializing New Word
+    Embeddings for Pretrained Language Models"; `resize_token_embeddings` of transformers draws around the same mean).
     Raises `UserError` if the weights do not match `model`.
     """
     with ExitStack() as stack:
@@ -109,23 +115,36 @@ def load_weights(directory: Path, state: Mapping[str, Tensor], model: Config, *,
             for theirs, box in sources(part, model, family) if part is not None else ():
                 if theirs in handles:
                     reorder = partial(from_interleaved, ours, model=model) if interleaved and is_interleaved(ours, model) else None
-                    _read_slice(handles[theirs].get_slice(theirs), theirs, box, reorder, extend)
+                    _read_slice(handles[theirs].get_slice(theirs), theirs, box, reorder, extend, added)
                 elif not (extend and name.startswith("mtp.")):
                     raise UserError(f"{directory} has no tensor {theirs}; the config and the weights are of different models")
         if not extend:
             _refuse_unequal_copies(handles, state)
 
 
-def _read_slice(source: Any, theirs: str, box: TensorSlice, reorder: Callable[[Tensor], Tensor] | None, extend: bool) -> None:
+def _read_slice(
+    source: Any, theirs: str, box: TensorSlice, reorder: Callable[[Tensor], Tensor] | None, extend: bool, added: range
+) -> None:  # fmt: skip
     """Copy the slice `box` of a Hugging Face tensor; with `reorder`, which permutes its rows, the whole tensor is read."""
     shape = tuple(source.get_shape())
-    fewer_rows = extend and box.name in ("embedding.weight", "head.weight") and shape[0] < box.shape[0]
+    vocabulary = box.name in ("embedding.weight", "head.weight")
+    fewer_rows = extend and vocabulary and shape[0] < box.shape[0]
     if shape[1:] != box.shape[1:] or (shape != box.shape and not fewer_rows):
         raise UserError(f"tensor {theirs} has shape {shape}, but the config says {box.shape}")
     begin, count = box.offsets[0], max(0, min(box.sizes[0], shape[0] - box.offsets[0]))
     slices = (slice(begin, begin + count), *(slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True)))
     if count:
         box.values()[:count].copy_(reorder(source[:])[slices] if reorder else source[slices])
+    begin, end = box.offsets[0], box.offsets[0] + box.sizes[0]
+    if vocabulary and (rows := [row - begin for row in (*added, *range(shape[0], box.shape[0])) if begin <= row < end]):
+        values = box.values()
+        values[rows] = _mean_row(source, slices[1], min([shape[0], *added[:1]])).to(values)
+
+
+def _mean_row(source: Any, columns: slice, rows: int) -> Tensor:
+    """The mean of the first rows of a tensor in a file, which need not fit into memory."""
+    parts = (source[begin : min(rows, begin + _MEAN_ROWS), columns].double().sum(0) for begin in range(0, rows, _MEAN_ROWS))
+    return torch.stack(list(parts)).sum(0) / rows
 
 
 def _refuse_unequal_copies(handles: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:

@@ -30,15 +30,17 @@ _TOKENS = 128
 _HEADROOM = 1.3  # of memory, relative to the fp32 weights, for loading and for activations
 
 
-def compare_first_loss(start: Weights, model: ParallelModel, communicator: Communicator, seed: int) -> dict[str, Any]:
+def compare_first_loss(start: Weights, model: ParallelModel, communicator: Communicator, seed: int, added: range) -> dict[str, Any]:
     """The loss of `model` beside that of `transformers` on the same random tokens, or why it was not compared; called on all ranks.
 
-    Raises `UserError` on all ranks if they differ by more than `TOLERANCES`.
+    `added`: ids of added tokens, whose rows are made in `transformers`, too, as are those of a larger vocabulary. Raises `UserError` on all
+    ranks if the losses differ by more than `TOLERANCES`.
     """
-    assert start.model.vocab_size
+    vocabulary = model.config.vocab_size
+    assert vocabulary
     length = min(_TOKENS, int(start.model.max_position_embeddings or _TOKENS))
     rows = model.ranks.size("dp")
-    tokens = np.random.default_rng(seed).integers(0, start.model.vocab_size, (rows, length), dtype=np.int32)
+    tokens = np.random.default_rng(seed).integers(0, vocabulary, (rows, length), dtype=np.int32)
     labels = np.concatenate([tokens[:, 1:], np.full((rows, 1), IGNORE, np.int32)], axis=1)
     batch = Batch(tokens, labels, np.arange(0, rows * length + 1, length, dtype=np.int32), 0, 0)
     was_training = model.training
@@ -47,7 +49,8 @@ def compare_first_loss(start: Weights, model: ParallelModel, communicator: Commu
         ours = model.summed_cross_entropy(batch) / batch.valid_tokens
     finally:
         model.train(was_training)
-    theirs = communicator.broadcast(communicator.run_on_all(lambda: _their_loss(start, tokens) if communicator.is_first else ""))
+    ask = lambda: _their_loss(start, tokens, vocabulary, added) if communicator.is_first else ""  # noqa: E731
+    theirs = communicator.broadcast(communicator.run_on_all(ask))
     if isinstance(theirs, str):
         if communicator.is_first:
             console.print(f"first loss {ours:.4f}, not compared with transformers: {theirs}", style="yellow")
@@ -64,7 +67,7 @@ def compare_first_loss(start: Weights, model: ParallelModel, communicator: Commu
     return {"loss": ours, "transformers": theirs, "difference": difference, "tokens": int(tokens.size), "precision": precision}
 
 
-def _their_loss(start: Weights, tokens: np.ndarray) -> float | str:
+def _their_loss(start: Weights, tokens: np.ndarray, vocabulary: int, added: range) -> float | str:
     """The mean loss per token in `transformers`, in fp32 on the CPU, or why it cannot be computed."""
     needed, free = _HEADROOM * 4 * count_parameters(start.model), machine.available_memory()
     if needed > free:
@@ -80,8 +83,22 @@ def _their_loss(start: Weights, tokens: np.ndarray) -> float | str:
             theirs = transformers.AutoModelForCausalLM.from_pretrained(Path(start.path), dtype=torch.float32).eval()
         except Exception as error:  # it raises what its dependencies raise
             return " ".join(f"it cannot load the weights ({type(error).__name__}: {error})".split())[:300]
+    _add_rows(theirs, vocabulary, added)
     tokens_BT = torch.from_numpy(tokens).long()
     with torch.no_grad():
         losses = [torch.nn.functional.cross_entropy(theirs(row[None]).logits[0, :-1].float(), row[1:]) for row in tokens_BT]
     loss = float(torch.stack(losses).mean())
     return loss if math.isfinite(loss) else f"its loss is {loss}"
+
+
+@torch.no_grad()
+def _add_rows(theirs: Any, vocabulary: int, added: range) -> None:
+    """Give the rows of new tokens the mean of the others, as `lmworks.export.huggingface.load_weights` does."""
+    before = theirs.get_input_embeddings().weight.shape[0]
+    rows = [*added, *range(before, vocabulary)]
+    if not rows:
+        return
+    if vocabulary > before:
+        theirs.resize_token_embeddings(vocabulary, mean_resizing=False)
+    for table in (theirs.get_input_embeddings(), theirs.get_output_embeddings()):
+        table.weight[rows] = table.weight[: min([before, *added[:1]])].double().mean(0).float()

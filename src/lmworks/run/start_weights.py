@@ -10,20 +10,24 @@ from lmworks.checkpoint import loading, manifest
 from lmworks.checkpoint.communicator import Communicator
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.progress import console
+from lmworks.recipe.derivation.derive import count_entries
 from lmworks.recipe.loading.start_from import find
 from lmworks.recipe.loading.weights import Weights
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.start_check import compare_first_loss
+from lmworks.tokenizer.keeping import kept_json
 
 
 def check_start(recipe: Recipe) -> None:
-    """Raise `UserError` if the weights of `start_from` cannot be those of the model; reads headers only."""
+    """Raise `UserError` if the weights of `start_from` cannot be those of the model, by their headers, or if tokens cannot be added."""
     from lmworks.export.weight_map import map_weights
 
     assert recipe.start_from is not None
     start = find(recipe.start_from)
     if start.kind == "huggingface":
         map_weights(start.path, recipe.model)
+    if recipe.tokenizer.add_tokens:
+        kept_json(recipe)
 
 
 def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Communicator) -> dict[str, Any]:
@@ -34,10 +38,13 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
     """
     assert recipe.start_from is not None
     start = communicator.broadcast(communicator.run_on_all(partial(find, recipe.start_from)))
+    texts = recipe.tokenizer.add_tokens
+    first = count_entries(start.tokenizer) if texts else 0
+    added = range(first, first + len(texts))
     if start.kind == "huggingface":
         from lmworks.export.huggingface import load_weights
 
-        communicator.run_on_all(lambda: load_weights(start.path, model.state_dict(), recipe.model, extend=True))
+        communicator.run_on_all(lambda: load_weights(start.path, model.state_dict(), recipe.model, extend=True, added=added))
     else:
         loading.load(start.path, {"model": model.state_dict()}, communicator=communicator)
         if start.averaged:  # the weights that an export of that run would have
@@ -47,7 +54,7 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
     if communicator.is_first:
         console.print(f"initialized from the weights of {start.path}", style="dim")
     if start.kind == "huggingface" and recipe.train.deepspeed is None:
-        about["first_loss"] = compare_first_loss(start, model, communicator, recipe.seed)
+        about["first_loss"] = compare_first_loss(start, model, communicator, recipe.seed, added)
     return about
 
 

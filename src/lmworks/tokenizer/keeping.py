@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.files import atomic_path, read_json, write_json, write_text
+from lmworks.files import atomic_path, read_json, write_bytes, write_json, write_text
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer.foreign import ForeignTokenizer
 from lmworks.tokenizer.opening import TEMPLATE, load
@@ -18,19 +19,16 @@ KEPT = ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "special_tokens_map
 
 
 def keep(recipe: Recipe, out_dir: Path) -> tuple[Tokenizer, dict[str, Any]]:
-    """Copy the tokenizer at `tokenizer.path` into `out_dir`, byte for byte; returns it and a report.
+    """Copy the tokenizer at `tokenizer.path` into `out_dir`, byte for byte where no tokens are added; returns it and a report.
 
     A chat template that is part of tokenizer_config.json is also written as a file of its own, with the same characters. Raises `UserError`
-    if the tokenizer cannot be read, has ids that the embedding does not have, or if the recipe tunes on conversations and there is no chat
-    template, or one that does not show which tokens the assistant writes.
+    if the tokenizer cannot be read, if a token cannot be added, if it has ids that the embedding does not have, or if the recipe tunes on
+    conversations and there is no chat template, or one that does not show which tokens the assistant writes.
     """
-    assert recipe.tokenizer.path
-    path = Path(recipe.tokenizer.path).expanduser()
-    source = path.parent if path.suffix == ".json" else path
-    if not (source / "tokenizer.json").is_file():
-        raise UserError(f"{source} has no tokenizer.json, which the weights need; put it there")
+    source = _source(recipe)
     tokenizer = load(source)
     require_fit(tokenizer, recipe)
+    whole = kept_json(recipe)
     if recipe.tune is not None:
         require_chat(tokenizer)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -38,13 +36,58 @@ def keep(recipe: Recipe, out_dir: Path) -> tuple[Tokenizer, dict[str, Any]]:
         if (source / name).is_file():
             with atomic_path(out_dir / name) as aside:
                 shutil.copyfile(source / name, aside)
+    if added := recipe.tokenizer.add_tokens:
+        write_bytes(out_dir / "tokenizer.json", whole)
+        _describe_added(out_dir, added)
+        tokenizer = load(out_dir)
     if tokenizer.has_chat_template and not (out_dir / TEMPLATE).exists():
         write_text(out_dir / TEMPLATE, tokenizer.chat_template)
     if isinstance(tokenizer, ForeignTokenizer):
         _write_stops(tokenizer, out_dir / "generation_config.json")
-    report = {"origin": str(path), "kept": True, "vocab_size": tokenizer.vocab_size, "special_tokens": len(tokenizer.special),
-              "stop_tokens": [tokenizer.decode([token]) for token in tokenizer.stop_ids]}  # fmt: skip
+    stops = [tokenizer.decode([token]) for token in tokenizer.stop_ids]
+    report = {"origin": str(recipe.tokenizer.path), "kept": True, "vocab_size": tokenizer.vocab_size, "added_tokens": len(added),
+              "special_tokens": len(tokenizer.special), "stop_tokens": stops}  # fmt: skip
     return tokenizer, report
+
+
+def _source(recipe: Recipe) -> Path:
+    assert recipe.tokenizer.path
+    path = Path(recipe.tokenizer.path).expanduser()
+    source = path.parent if path.suffix == ".json" else path
+    if not (source / "tokenizer.json").is_file():
+        raise UserError(f"{source} has no tokenizer.json, which the weights need; put it there")
+    return source
+
+
+def kept_json(recipe: Recipe) -> bytes:
+    """The tokenizer.json that is kept: that at `tokenizer.path`, with `tokenizer.add_tokens` behind its last id.
+
+    Added tokens are text, not control tokens: what a user writes becomes them. Raises `UserError` for a text that is one token already.
+    """
+    source, texts = _source(recipe), recipe.tokenizer.add_tokens
+    data = (source / "tokenizer.json").read_bytes()
+    if not texts:
+        return data
+    tokenizer = load(source)
+    if not isinstance(tokenizer, ForeignTokenizer):
+        raise UserError(f"tokenizer.add_tokens: {source} has a tokenizer of lmworks, which takes no text as an added token; leave them out")
+    require_fit(tokenizer, recipe)
+    for text in texts:
+        if text in tokenizer.special or len(tokenizer.encode_batch([text])[0]) == 1:
+            raise UserError(f"tokenizer.add_tokens: {text!r} is a token of {source / 'tokenizer.json'} already; leave it out")
+    spec = json.loads(data)
+    own = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    spec["added_tokens"] += [{"id": number, "content": text} | own for number, text in enumerate(texts, tokenizer.vocab_size)]
+    return (json.dumps(spec, ensure_ascii=False, indent=2) + "\n").encode()
+
+
+def _describe_added(out_dir: Path, texts: list[str]) -> None:
+    """tokenizer_config.json may list the added tokens once more."""
+    config = read_json(out_dir / "tokenizer_config.json") if (out_dir / "tokenizer_config.json").is_file() else {}
+    if "added_tokens_decoder" in config:
+        added = read_json(out_dir / "tokenizer.json")["added_tokens"][-len(texts) :]
+        config["added_tokens_decoder"] |= {str(one["id"]): {key: one[key] for key in one if key != "id"} for one in added}
+        write_json(out_dir / "tokenizer_config.json", config)
 
 
 def _write_stops(tokenizer: ForeignTokenizer, path: Path) -> None:
@@ -57,10 +100,12 @@ def _write_stops(tokenizer: ForeignTokenizer, path: Path) -> None:
 def require_fit(tokenizer: Tokenizer, recipe: Recipe) -> None:
     """Raise `UserError` if the tokenizer has ids that the embedding has no rows for."""
     rows = recipe.model.vocab_size or recipe.tokenizer.vocab_size
-    if tokenizer.vocab_size > rows:
+    entries = tokenizer.vocab_size + len(recipe.tokenizer.add_tokens)
+    added = " with tokenizer.add_tokens" if recipe.tokenizer.add_tokens else ""
+    if entries > rows:
         raise UserError(
-            f"{tokenizer.directory / 'tokenizer.json'} has ids up to {tokenizer.vocab_size - 1:,}, but the embedding has {rows:,} rows; "
-            f"put the tokenizer of these weights there, or add rows with tokenizer.vocab_size={tokenizer.vocab_size}"
+            f"{tokenizer.directory / 'tokenizer.json'} has ids up to {entries - 1:,}{added}, but the embedding has {rows:,} rows; "
+            f"put the tokenizer of these weights there, or add rows with tokenizer.vocab_size={entries}"
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.files import read_json, sha256_file, write_json, write_text
+from lmworks.files import read_json, write_json, write_text
 from lmworks.progress import bar
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import bpe, special
@@ -21,7 +21,7 @@ from lmworks.tokenizer import spec as spec_
 from lmworks.tokenizer.chat import shipped_template
 from lmworks.tokenizer.evaluate import evaluate
 from lmworks.tokenizer.foreign import ForeignTokenizer
-from lmworks.tokenizer.keeping import keep
+from lmworks.tokenizer.keeping import keep, kept_json
 from lmworks.tokenizer.merges import GAP, learn
 from lmworks.tokenizer.opening import TEMPLATE, load
 from lmworks.tokenizer.sample import draw, shares, source_weights, text_bytes
@@ -73,7 +73,7 @@ def train(
 
 def _keep(recipe: Recipe, corpus_dir: Path, out_dir: Path, trained: str | None) -> dict[str, Any]:
     started, path = time.monotonic(), out_dir / "tokenizer.json"
-    if trained and not path.is_file() and recipe.tokenizer.path and sha256_file(_file(recipe.tokenizer.path)) != trained:
+    if trained and not path.is_file() and recipe.tokenizer.path and hashlib.sha256(kept_json(recipe)).hexdigest() != trained:
         raise UserError(f"{path} is lost, and {recipe.tokenizer.path} is not the tokenizer that the weights of this run were trained with")
     frozen = trained is not None and path.is_file()
     tokenizer, report = (load(out_dir), read_json(out_dir / "report.json")) if frozen else keep(recipe, out_dir)

@@ -139,17 +139,20 @@ def vocabulary(tree: dict[str, Any]) -> tuple[int, str]:
         path = Path(os.path.expanduser(str(tokenizer["path"])))
         path = path / "tokenizer.json" if os.path.isdir(path) else path
         if os.path.isfile(path):
-            entries, wanted = _count_entries(path), tokenizer.get("vocab_size", 0)
+            entries, wanted = count_entries(path) + len(tokenizer.get("add_tokens") or ()), tokenizer.get("vocab_size", 0)
             if not isinstance(wanted, int) or wanted <= entries:
                 return entries, f"entries of {path}"
     size = tokenizer.get("vocab_size", 4096)
     return (size if isinstance(size, int) else 4096), "tokenizer.vocab_size"
 
 
-def _count_entries(path: Path) -> int:
+def count_entries(path: Path) -> int:
+    """The number of ids of a tokenizer.json. Raises `UserError` if it is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        ids = [*content["model"]["vocab"].values(), *(token["id"] for token in content.get("added_tokens", []))]
+        pieces = content["model"]["vocab"]
+        ordinary = range(len(pieces)) if isinstance(pieces, list) else pieces.values()
+        ids = [*ordinary, *(token["id"] for token in content.get("added_tokens", []))]
         return int(max(ids)) + 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"tokenizer.path: {path} is not a tokenizer.json ({type(error).__name__}: {error})") from None

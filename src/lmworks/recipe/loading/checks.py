@@ -90,6 +90,10 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             ("model", "vocab_size"),
             f"{model.vocab_size} rows are too few for tokenizer.vocab_size {recipe.tokenizer.vocab_size}; leave model.vocab_size out",
         )
+    if recipe.tokenizer.add_tokens and recipe.tune and recipe.tune.lora and not recipe.train.phases:
+        yield ("tune", "lora"), "adapters train no rows of tokenizer.add_tokens; leave lora out, or train the rows in train.phases before"
+    if recipe.tokenizer.add_tokens and not recipe.tokenizer.keep:
+        yield ("tokenizer", "add_tokens"), "tokens are added to a tokenizer that is kept; set tokenizer.keep=true, or leave them out"
     yield from deepspeed_checks.problems(recipe)
     if model.moe and model.moe.first_k_dense_replace >= model.num_hidden_layers:
         yield (

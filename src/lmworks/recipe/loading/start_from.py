@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lmworks.errors import UserError
+from lmworks.recipe.derivation.derive import count_entries
 from lmworks.recipe.loading.weights import Weights, find_weights
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.tree.effects import not_architecture
@@ -55,12 +56,20 @@ def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
     if tokenizer.get("keep") is None:
         put(tree, ("tokenizer", "keep"), tokenizer.get("chat_template") is None)
         reasons["tokenizer", "keep"] = "the tokenizer of the weights as it is, unless tokenizer.chat_template is set"
-    if tokenizer.get("vocab_size") is None:
-        put(tree, ("tokenizer", "vocab_size"), start.model.vocab_size)
-        reasons["tokenizer", "vocab_size"] = f"rows of the embedding {why}"
-    elif isinstance(tokenizer["vocab_size"], int) and tokenizer["vocab_size"] > (start.model.vocab_size or 0) and "vocab_size" not in given:
-        put(tree, ("model", "vocab_size"), tokenizer["vocab_size"])
+    rows, added, size = start.model.vocab_size or 0, tokenizer.get("add_tokens"), tokenizer.get("vocab_size")
+    if size is None:
+        size, reasons["tokenizer", "vocab_size"] = rows, f"rows of the embedding {why}"
+        if isinstance(added, list) and added and (needed := count_entries(start.tokenizer) + len(added)) > rows:
+            size, reasons["tokenizer", "vocab_size"] = needed, f"entries of {start.tokenizer} and of tokenizer.add_tokens"
+        put(tree, ("tokenizer", "vocab_size"), size)
+    if isinstance(size, int) and size > rows and "vocab_size" not in given:
+        put(tree, ("model", "vocab_size"), size)
         reasons["model", "vocab_size"] = "tokenizer.vocab_size, which is larger than the embedding of the weights; rows are added"
+    if start.kind != "huggingface" and (added or tree["model"]["vocab_size"] != rows):
+        raise UserError(
+            f"start_from: the weights in {text} are a checkpoint, to which no tokens are added; export the model with `lmworks export`, "
+            "and name that folder"
+        )
     return reasons
 
 

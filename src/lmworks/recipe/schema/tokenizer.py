@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
@@ -23,6 +23,11 @@ class Tokenizer(Node):
         False,
         description="take the tokenizer at `path` as it is: its ids, special tokens and chat template. Otherwise it gets the special "
         "tokens of GLM-4 that it lacks, and the template of chat_template. With start_from it is kept unless chat_template is set",
+    )
+    add_tokens: list[str] = Field(
+        default_factory=list,
+        description="texts that become tokens of the kept tokenizer, such as words of a field. Rows are added to the weights of start_from "
+        "where none are free; the rows of new tokens begin as the mean of the others (Hewitt 2021)",
     )
     vocab_size: int = Field(4096, ge=320, description="number of entries, including special tokens")
     kind: Literal["bytes", "sentencepiece"] = Field(
@@ -47,3 +52,11 @@ class Tokenizer(Node):
     chat_template: Annotated[Literal["brief", "glm-4.6"], read_by("tokenizer")] = Field(
         "brief", description="glm-4.6: as published, each answer starts with its reasoning. brief: the same without empty reasoning"
     )
+
+    @field_validator("add_tokens")
+    @classmethod
+    def _distinct(cls, texts: list[str]) -> list[str]:
+        for number, text in enumerate(texts):
+            if not text or text in texts[:number]:
+                raise ValueError(f"{text!r} {'is there twice' if text else 'is empty'}; remove it")
+        return texts
