@@ -76,7 +76,8 @@ def recipe_of(kind: str, **train: Any) -> Recipe:
 
 def model_of(kind: str, ranks: Ranks) -> tuple[ParallelModel, Lora | None]:
     """The model of a kind in evaluation mode; "lora-" before its name gives it adapters, which change what it computes."""
-    lora = Lora(rank=2, targets=("all-linear", "experts") if "moe" in kind else ("all-linear",)) if kind.startswith("lora-") else None
+    targets = ("all-linear", "experts") if "moe" in kind else ("all-linear",)
+    lora = Lora(rank=2, alpha=4, targets=targets) if kind.startswith("lora-") else None
     model = ParallelModel(build(recipe_of(kind.removeprefix("lora-")), ranks, torch.device("cpu"), lora), ranks)
     model.eval()
     with torch.no_grad():
