@@ -66,7 +66,7 @@ def test_a_file_of_ones_own_is_kept_out_of_the_corpus_and_watched(lmworks: Lmwor
     assert ITEM not in trained_on(tmp_path / "run") and OTHER in trained_on(tmp_path / "run")
     own(tmp_path, ITEM, OTHER)
     done = lmworks("corpus", "prepare", *arguments, "--set", own(tmp_path, ITEM, OTHER))
-    assert "the files of source own have changed" in done.out + done.err
+    assert "the files of own have changed" in done.out + done.err
     assert ITEM not in trained_on(tmp_path / "run") and OTHER not in trained_on(tmp_path / "run")
     (tmp_path / "own.jsonl").write_text('{"question": "none"}\n')
     error = lmworks("corpus", "prepare", *arguments, "--set", own(tmp_path).replace("own.jsonl", "gone.jsonl")).error

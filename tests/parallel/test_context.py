@@ -71,7 +71,8 @@ def _own_load(group: Any, size: int) -> Any:
 
 
 def _own_ahead(*args: Any) -> Any:
-    return (*split(*args)[:-1], None)
+    *kept, _, weights = split(*args)
+    return (*kept, None, weights)
 
 
 split = context.split

@@ -68,7 +68,7 @@ def test_the_last_samples_are_of_the_model_that_leaves(run: Tiny) -> None:
 def test_tuning_begins_with_the_average(run: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[dict[str, torch.Tensor]] = []
 
-    def stop(self: Any, metrics: Any) -> None:
+    def stop(self: Any) -> None:
         begun.append({name: weight.detach().clone() for name, weight in self.model.named_parameters()})
 
     monkeypatch.setattr("lmworks.train.trainer.Trainer.run", stop)

@@ -24,9 +24,10 @@ def folder(run_dir: Path, model: str) -> Path:
     return run_dir / of_model(model).checkpoints
 
 
-def stages_of(recipe: Recipe) -> list[ModelStage]:
-    """The stages of a recipe that train weights."""
-    return [stage for stage in MODEL_STAGES if stage is BASE or getattr(recipe, stage.stage) is not None]
+def stages_of(recipe: Recipe, before: ModelStage | None = None) -> list[ModelStage]:
+    """The stages of a recipe that train weights: all, or those before a stage."""
+    earlier = MODEL_STAGES[: MODEL_STAGES.index(before)] if before else MODEL_STAGES
+    return [stage for stage in earlier if stage is BASE or getattr(recipe, stage.stage) is not None]
 
 
 def final_model(run_dir: Path, recipe: Recipe | None = None) -> str:

@@ -76,8 +76,8 @@ def start(
     `lora.init_from` names."""
     model = build_model(recipe, ranks, lora)
     model.eval()
-    communicator, stages, found = new_communicator(), stages_of(recipe), []
-    before = stages[stages.index(of_stage(name)) - 1].model
+    communicator, found = new_communicator(), []
+    before = stages_of(recipe, before=of_stage(name))[-1].model
     communicator.run_on_all(lambda: found.append(final_checkpoint(run_dir, before)) if communicator.is_first else None)
     path = communicator.broadcast(found[0] if found else Path())
     meta = load_weights(path, model, identity(recipe), communicator, bool(recipe.optimizer.ema_decay))
