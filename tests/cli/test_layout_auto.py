@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from command import Lmworks
+import yaml
+from command import Done, Lmworks
 
 from lmworks.launch.launcher import launch_local
 from lmworks.launch.torchrun import CountRange
@@ -59,6 +62,29 @@ def test_a_run_that_has_begun_is_launched_as_it_began(lmworks: Lmworks, tmp_path
         assert "as the run began" in done.err
     refused = lmworks("launch", "local", "quickstart", "--set", "layout=auto", "--set", f"run_dir={run}", "--ranks", 3, "--dry-run")
     assert "3 ranks are not a multiple of 2 (layout tp 2)" in refused.error
+
+
+def test_a_recipe_that_only_tunes_gets_a_layout_for_its_stages(lmworks: Lmworks, tmp_path: Path) -> None:
+    base = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(base), encoding="utf-8")
+    recipe: dict[str, Any] = {"name": "tuned", "start_from": str(tmp_path / "base"), "layout": "auto", "run_dir": str(tmp_path / "run")}
+    data = [{"name": "mine", "kind": "files", "path": "mine.jsonl"}]
+
+    def launch(sections: dict[str, Any]) -> Done:
+        (tmp_path / "tuned.yaml").write_text(yaml.safe_dump(recipe | sections), encoding="utf-8")
+        return lmworks("launch", "local", tmp_path / "tuned.yaml", "--ranks", 2, "--dry-run")
+
+    for sections in ({"tune": {"data": data}}, {"dpo": {"data": data, "lora": {}}}):
+        done = launch(sections)
+        assert done.code == 0, done.err
+        assert chosen(done.out)["dp_shard"] == "2"
+    assert "layout: auto: the recipe trains nothing" in launch({}).error
 
 
 def test_the_number_of_ranks_must_be_known(lmworks: Lmworks, tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lmworks.model.lora import attach
 from lmworks.model.transformer import Transformer
-from lmworks.plan.counts import count_by_component
+from lmworks.plan.counts import count_adapters, count_by_component
 from lmworks.recipe.derivation.parameters import count_parameters as total
 from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.loading.load import load_recipe, shipped
+from lmworks.recipe.schema.lora import Lora, is_adapter
 from lmworks.recipe.schema.model import Model, Moe
 from small_config import small_config
 
@@ -68,6 +70,20 @@ def built(model: Model) -> dict[str, tuple[int, ...]]:
 def test_every_tensor_has_its_name_and_shape(model: Model) -> None:
     assert {parameter.name: parameter.shape for parameter in parameters(model)} == built(model)
     assert total(model) == count_by_component(model).total
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("attention",), ("mlp",), ("output", "layers.1.ffn.down"), ("experts", "mlp")])
+@pytest.mark.parametrize("model", VARIANTS)
+def test_adapters_are_counted_as_they_are_built(model: Model, targets: tuple[str, ...]) -> None:
+    if "experts" in targets and not model.moe:
+        targets = ("mlp",)
+    elif any("layers.1" in target for target in targets) and model.moe and model.moe.first_k_dense_replace < 2:
+        targets = ("output", "layers.1.ffn.shared.down")
+    lora = Lora(rank=3, targets=targets)
+    with torch.device("meta"):
+        adapted = Transformer(model)
+        attach(adapted, lora)
+    assert count_adapters(model, lora) == sum(value.numel() for name, value in adapted.named_parameters() if is_adapter(name)) > 0
 
 
 @pytest.mark.parametrize("name", [name for name in shipped() if name != "glm46-355b-a32b"])

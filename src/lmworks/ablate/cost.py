@@ -137,7 +137,7 @@ def _checkpoint_bytes(arm: Arm) -> float:
     """One checkpoint stays of each run."""
     model = arm.recipe.model
     matrices = sum(parameter.size for parameter in parameters(model) if parameter.is_matrix)
-    return disk(arm.recipe, count_by_component(model), matrices).checkpoint
+    return disk(arm.recipe, count_by_component(model).trained, matrices).checkpoint
 
 
 def _data_bytes(runs: RunSet) -> float:

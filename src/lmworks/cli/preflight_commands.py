@@ -34,7 +34,7 @@ def preflight(
     from lmworks.doctor.preflight.check_result import CheckContext
     from lmworks.parallel.process_group import destroy_ranks, init_ranks, is_launched
     from lmworks.plan.layout import devices
-    from lmworks.plan.tuning import tuning_as_phase
+    from lmworks.plan.stage_phases import stages_as_phases
     from lmworks.recipe.loading.load import load_cluster, load_recipe
 
     where = load_cluster(cluster, load_recipe(recipe, overrides, size).path.parent) if cluster else None
@@ -48,7 +48,7 @@ def preflight(
     ranks = init_ranks(here.layout, float(here.launch.timeout), here.threads) if is_launched() else None
     if ranks is not None:
         here = here.model_copy(update={"layout": ranks.layout})
-    context = CheckContext(tuning_as_phase(here), resolved.fingerprint, where, recipe, ranks)
+    context = CheckContext(stages_as_phases(here), resolved.fingerprint, where, recipe, ranks)
     if ranks is not None and not ranks.is_first:
         checks.follow(context)
         destroy_ranks()

@@ -14,9 +14,8 @@ from lmworks.model.layers import Linear, SwiGLU
 from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import Experts
 from lmworks.model.transformer import Transformer
-from lmworks.recipe.schema.lora import Lora
+from lmworks.recipe.schema.lora import GROUPS, Lora, target_matches
 
-_GROUPS = ("attention", "mlp", "experts", "all-linear")
 _STACKS = ("gate", "up", "down")
 
 
@@ -31,7 +30,7 @@ def attach(model: Transformer, options: Lora) -> list[str]:
     places = list(_places(model))
     chosen = []
     for name, module, attribute, kinds in places:
-        if any(_matches(target, name, kinds) for target in options.targets):
+        if any(target_matches(target, name, kinds) for target in options.targets):
             weight = getattr(module, attribute if attribute != "lora" else "weight")
             largest = min(weight.shape[-2:])
             if options.rank > largest:
@@ -41,9 +40,9 @@ def attach(model: Transformer, options: Lora) -> list[str]:
             setattr(module, attribute if attribute == "lora" else f"{attribute}_lora", adapter)
             chosen.append(name)
     for target in options.targets:
-        if not any(_matches(target, name, kinds) for name, _, _, kinds in places):
+        if not any(target_matches(target, name, kinds) for name, _, _, kinds in places):
             known = sorted({name.split(".", 2)[-1] for name, *_ in places})
-            raise UserError(f"lora.targets: {target!r} matches no matrix of this model; known are {', '.join((*_GROUPS, *known))}")
+            raise UserError(f"lora.targets: {target!r} matches no matrix of this model; known are {', '.join((*GROUPS, *known))}")
     return chosen
 
 
@@ -78,10 +77,3 @@ def _places(model: Transformer) -> Iterator[tuple[str, nn.Module, str, tuple[str
             elif isinstance(module, Experts):
                 for stack in _STACKS:
                     yield f"{name}.{stack}", module, stack, ("experts",)
-
-
-def _matches(target: str, name: str, groups: tuple[str, ...]) -> bool:
-    """Ends of names mean whole parts, and not the experts unless they are named, whose projections have the names of others."""
-    if target in _GROUPS:
-        return target in groups
-    return f".{name}".endswith(f".{target}") and ("experts" not in groups or "experts" in target)

@@ -10,6 +10,7 @@ from lmworks.errors import UserError
 from lmworks.plan.layout import automatic, describe, devices, explain_shortage, place, suggest_fit
 from lmworks.plan.machine import this_machine
 from lmworks.plan.memory import GIB
+from lmworks.plan.stage_phases import stages_as_phases
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.layout import Layout
@@ -31,6 +32,9 @@ class LayoutChoice:
 
 def choose_layout(recipe: Recipe, cluster: Cluster) -> LayoutChoice:
     """Choose the layout, a function of recipe and devices alone. Raises `UserError` if no layout fits all phases."""
+    recipe = stages_as_phases(recipe)
+    if not recipe.train.phases:
+        raise UserError("layout: auto: the recipe trains nothing; leave layout out")
     phase, *others = sorted(recipe.train.phases, key=lambda phase: -phase.sequence_length)
     chosen, leanest = automatic(recipe, cluster, phase, recipe.layout.zero, others)
     if chosen is None:

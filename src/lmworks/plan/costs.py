@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmworks.plan.counts import Counts
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
@@ -40,9 +39,9 @@ class Disk:
     data: float
 
 
-def disk(recipe: Recipe, counts: Counts, matrices: int) -> Disk:
-    """Bytes of one checkpoint (fp32 weights and optimizer state), the maximum number kept, and bytes of the token files."""
-    trained = counts.trained
+def disk(recipe: Recipe, trained: int, matrices: int) -> Disk:
+    """Bytes of one checkpoint (fp32 weights and optimizer state) of `trained` parameters, `matrices` of them in hidden matrices; the maximum
+    number kept; and bytes of the token files."""
     states = matrices * 4 + (trained - matrices) * 8 if recipe.optimizer.kind == "muon" else trained * 8
     ema = trained * 4 if recipe.optimizer.ema_decay else 0
     kept = recipe.checkpoints.keep_last + recipe.checkpoints.keep_best

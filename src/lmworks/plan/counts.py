@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
-from lmworks.recipe.derivation.parameters import parameters
+from lmworks.recipe.derivation.parameters import Component, Parameter, parameters
+from lmworks.recipe.schema.lora import Lora, target_matches
 from lmworks.recipe.schema.model import Model
+
+_TARGETS: dict[Component, tuple[str, ...]] = {
+    "attention": ("attention", "all-linear"), "dense ffn": ("mlp", "all-linear"), "shared experts": ("mlp", "all-linear"),
+    "experts": ("experts",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,3 +59,19 @@ def count_by_component(model: Model) -> Counts:
         sum(components.values()), sum(rounded.values()), components["embedding"], model.tie_word_embeddings, components, rounded,
         mtp, round(mtp_active),
     )  # fmt: skip
+
+
+def adapter_size(parameter: Parameter, lora: Lora) -> int:
+    """Parameters of the low-rank adapter of one tensor, or of a stack of them; 0 if it has none."""
+    groups, name = _TARGETS.get(parameter.component, ()), parameter.name.removesuffix(".weight")
+    if not groups or not parameter.is_matrix or parameter.mtp:
+        return 0
+    if not any(target_matches(target, name, groups) for target in lora.targets):
+        return 0
+    *stack, rows, columns = parameter.shape
+    return prod(stack) * lora.rank * (rows + columns)
+
+
+def count_adapters(model: Model, lora: Lora) -> int:
+    """Parameters of all low-rank adapters."""
+    return sum(adapter_size(parameter, lora) for parameter in parameters(model))

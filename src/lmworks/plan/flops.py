@@ -36,15 +36,17 @@ def keys_seen(model: Model, layer: int, length: int) -> float:
     return (window * (window + 1) / 2 + (length - window) * window) / length
 
 
-def flops_per_token(model: Model, length: int) -> Flops:
-    """Training operations per token at sequence length `length`."""
+def flops_per_token(model: Model, length: int, frozen: bool = False) -> Flops:
+    """Training operations per token at sequence length `length`; with `frozen` weights, whose gradients nobody computes, 4 per parameter
+    instead of 6. Low-rank adapters are not counted: they add rank / width."""
+    each = 4.0 if frozen else 6.0
     assert model.num_attention_heads and model.head_dim and model.num_hidden_layers
     counts, ahead = count_by_component(model), model.mtp.num_nextn_predict_layers if model.mtp else 0
     per_pair = 3 * 2.0 * model.num_attention_heads * (model.head_dim + (model.mla.v_head_dim if model.mla else model.head_dim))
     pairs = [keys_seen(model, layer, length) for layer in range(model.num_hidden_layers + ahead)]
     again = ahead * counts.embedding  # one more pass through the head, which is as large as the embedding
-    mtp = 6.0 * (counts.mtp_active + again) + per_pair * sum(pairs[model.num_hidden_layers :])
-    return Flops(6.0 * counts.active_computed, per_pair * sum(pairs[: model.num_hidden_layers]), mtp)
+    mtp = each * (counts.mtp_active + again) + per_pair * sum(pairs[model.num_hidden_layers :])
+    return Flops(each * counts.active_computed, per_pair * sum(pairs[: model.num_hidden_layers]), mtp)
 
 
 def training_flops(active: float, tokens: float) -> float:

@@ -12,6 +12,7 @@ from lmworks.parallel.alignment import alignment_problems
 from lmworks.parallel.pipeline_stages import pipeline_stage_problems, pipelined_micro_batch
 from lmworks.plan.memory import GIB, Memory, memory
 from lmworks.plan.pipeline import bubble
+from lmworks.plan.stage_phases import StagePhase, lora_of
 from lmworks.recipe.loading import deepspeed_checks
 from lmworks.recipe.schema.activation_checkpointing import NONE, ActivationCheckpointing
 from lmworks.recipe.schema.cluster import Cluster
@@ -89,14 +90,14 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     if phase is not None:
         sequences = phase.global_batch_size // phase.sequence_length
         replicas = layout.dp_replicate * layout.dp_shard
-        if sequences % replicas:
+        if sequences % replicas and not isinstance(phase, StagePhase):  # whose rows the ranks may share unevenly
             yield f"the {sequences:,} sequences of a step of phase {phase.name} are not divisible by {replicas:,} data ranks"
         if phase.sequence_length % (2 * layout.cp if layout.cp > 1 else 1):
             yield f"cp {layout.cp} does not divide sequences of {int(phase.sequence_length):,} into pairs of slices"
         elif phase.sequence_length // layout.cp % layout.tp:
             yield f"tp {layout.tp} does not divide the {phase.sequence_length // layout.cp:,} tokens of a sequence on a rank of cp"
-        if layout.pp > 1 and not sequences % replicas:
-            yield from _micro_batch_problem(recipe, layout, phase, sequences // replicas)
+        if layout.pp > 1 and (not sequences % replicas or isinstance(phase, StagePhase)):
+            yield from _micro_batch_problem(recipe, layout, phase, -(-sequences // replicas))
 
 
 def _micro_batch_problem(recipe: Recipe, layout: Layout, phase: Phase, sequences: int) -> Iterator[str]:
@@ -135,13 +136,13 @@ def legal(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> Iterato
 
 def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Placement:
     """The layout with the largest micro-batch, up to that of the recipe, that fits with a margin; with one sequence if none does."""
-    per_rank = phase.global_batch_size // phase.sequence_length // (layout.dp_replicate * layout.dp_shard)
+    per_rank = -(-(phase.global_batch_size // phase.sequence_length) // (layout.dp_replicate * layout.dp_shard))
+    length, lora = int(phase.sequence_length), lora_of(phase)
     best = None
     for micro in range(min(recipe.train.micro_batch_size or 1, per_rank), 0, -1):
         if (pipelined_micro_batch(layout, per_rank, micro) or 1) == micro if layout.pp > 1 else per_rank % micro == 0:
-            best = Placement(
-                layout, micro, per_rank // micro, memory(recipe, cluster, layout, phase.sequence_length, micro, per_rank // micro)
-            )
+            number = per_rank // micro
+            best = Placement(layout, micro, number, memory(recipe, cluster, layout, length, micro, number, lora))
             if fits(best, cluster, MARGIN):
                 break
     assert best is not None

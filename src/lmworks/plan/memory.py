@@ -4,6 +4,7 @@ Weights: in bf16 or fp16 each parameter has a compute copy (2 bytes) and an fp32
 keeps one fp32 momentum per matrix element (4), AdamW two moments (8). ZeRO-1 shards master copy and optimizer state over the data ranks,
 ZeRO-2 also gradients, ZeRO-3 also the compute copy (two layers are gathered at a time). Experts are sharded over `ep` first, so only
 dp_shard * cp / ep ranks shard one expert.
+With low-rank adapters the weights are frozen: they have no gradients and no optimizer state, but still a master copy.
 Activations follow Korthikanti et al. (arXiv:2205.05198) with fused attention, which never stores scores, and with norms sharded over `tp`
 too (sequence parallelism). A pipeline rank keeps the activations of several micro-batches (`plan.pipeline`).
 Under `train.deepspeed` weights, gradients and moments are fp32, and some are offloaded (`_deepspeed_state`).
@@ -15,12 +16,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from lmworks.parallel.pipeline_stages import rank_layers
+from lmworks.plan.counts import adapter_size
 from lmworks.plan.pipeline import micro_batches_in_flight
 from lmworks.recipe.derivation.parameters import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
 from lmworks.recipe.schema.activation_checkpointing import POLICIES
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.deepspeed import BUCKET, LIVE, DeepSpeed, Place
 from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -44,18 +47,26 @@ class Memory:
 
 @dataclass
 class _Group:
-    """Counts of parameters with the same sharding: those of this rank before ZeRO, by optimizer."""
+    """Counts of parameters with the same sharding: those of this rank before ZeRO, by optimizer, and those that none trains."""
 
     muon: float = 0.0
     adam: float = 0.0
+    frozen: float = 0.0
 
     def add(self, count: float, muon: bool) -> None:
         self.muon += count if muon else 0
         self.adam += 0 if muon else count
 
+    def freeze(self) -> None:
+        self.frozen, self.muon, self.adam = self.count, 0.0, 0.0
+
+    @property
+    def trained(self) -> float:
+        return self.muon + self.adam
+
     @property
     def count(self) -> float:
-        return self.muon + self.adam
+        return self.trained + self.frozen
 
 
 @dataclass
@@ -153,7 +164,20 @@ def _mtp_layers(model: Model) -> list[list[Parameter]]:
     return [list(mtp_parameters(model, depth)) for depth in range(model.mtp.num_nextn_predict_layers if model.mtp else 0)]
 
 
-def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local, _Local]:
+@lru_cache(maxsize=16)
+def _adapters(model: Model, lora: Lora) -> list[tuple[int, int]]:
+    """Parameters of the adapters of each layer: those of matrices that all tokens use, and those of routed experts."""
+    assert model.num_hidden_layers
+    found = []
+    for layer in range(model.num_hidden_layers):
+        sizes = {True: 0, False: 0}
+        for parameter in layer_parameters(model, layer):
+            sizes[parameter.component == "experts"] += adapter_size(parameter, lora)
+        found.append((sizes[False], sizes[True]))
+    return found
+
+
+def _local(model: Model, layout: Layout, stage: int, muon: bool, lora: Lora | None = None) -> tuple[_Local, _Local]:
     """The parameters on a rank of `stage`, and those of its largest layer."""
     dense_layer, sparse_layer, dense = _layer_groups(model)
     assert model.num_hidden_layers
@@ -187,6 +211,12 @@ def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local
                 one.add(parameter, layout, muon)
                 local.add(parameter, layout, muon)
             largest = max(largest, one, key=lambda held: held.shared.count + held.experts.count)
+    if lora is not None:
+        local.shared.freeze()
+        local.experts.freeze()
+        for shared, experts in (_adapters(model, lora)[layer] for layer in layers):  # over tp one of their two factors is replicated
+            local.shared.add(shared, muon)
+            local.experts.add(experts / layout.ep, muon)
     return local, largest
 
 
@@ -206,8 +236,8 @@ def _fsdp_state(local: _Local, largest: _Local, layout: Layout, element: int, ke
         share1, share2, share3 = (degree if layout.zero >= level else 1 for level in (1, 2, 3))
         weights += group.count * element / share3
         master += group.count * 4 / share1 if element < 4 else 0
-        gradients += group.count * 4 / share2
-        states += (group.muon * 4 + group.adam * 8 + group.count * kept) / share1
+        gradients += group.trained * 4 / share2
+        states += (group.muon * 4 + group.adam * 8 + group.trained * kept) / share1
     if layout.zero == 3 and ranks > 1:
         weights += 2 * (largest.shared.count + largest.experts.count) * element + 4 * (largest.shared.count + largest.experts.count)
     return {"weights": weights, "fp32 master": master, "gradients": gradients, "optimizer state": states}
@@ -250,17 +280,23 @@ def _deepspeed_state(
     return found, elsewhere
 
 
-def memory(recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int) -> Memory:
-    """Memory of the rank that needs most, at sequence length `length`, with `micro_batches` of `micro_batch_size` sequences per step."""
+def memory(
+    recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int, lora: Lora | None = None
+) -> Memory:
+    """Memory of the rank that needs most, at sequence length `length`, with `micro_batches` of `micro_batch_size` sequences per step.
+
+    With `lora` the weights are frozen, and its adapters are trained.
+    """
     uneven = layout.layers_per_pipeline_stage or recipe.train.activation_checkpointing.share < 1
     stages = set(range(layout.pp)) if uneven else {0, layout.pp - 1, layout.pp // 2}
     return max(
-        (_stage_memory(recipe, cluster, layout, length, micro_batch_size, micro_batches, stage) for stage in stages), key=lambda m: m.total
+        (_stage_memory(recipe, cluster, layout, length, micro_batch_size, micro_batches, stage, lora) for stage in stages),
+        key=lambda m: m.total,
     )
 
 
 def _stage_memory(
-    recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int, stage: int
+    recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int, stage: int, lora: Lora | None
 ) -> Memory:
     model, optimizer = recipe.model, recipe.optimizer
     assert model.num_hidden_layers and model.vocab_size and model.hidden_size
@@ -268,10 +304,10 @@ def _stage_memory(
     muon = optimizer.kind == "muon"
     precision = recipe.train.precision
     element = 4 if precision == "fp32" or (precision == "auto" and not cluster.bf16) else 2
-    local, largest = _local(model, layout, stage, muon)
+    local, largest = _local(model, layout, stage, muon, lora)
     elsewhere: dict[str, float] = {}
     if recipe.train.deepspeed is None:
-        further = 4 * (optimizer.ema_decay > 0) + 8 * any(phase.ewc for phase in recipe.train.phases)
+        further = 4 * (optimizer.ema_decay > 0 and lora is None) + 8 * any(phase.ewc for phase in recipe.train.phases)
         kept = _fsdp_state(local, largest, layout, element, further)
     else:
         kept, elsewhere = _deepspeed_state(recipe.train.deepspeed, local, largest, layout, cluster.on_cpu)
@@ -295,7 +331,8 @@ def _stage_memory(
     if stage == layout.pp - 1:
         chunk = min(recipe.train.logit_chunk_size, tokens)
         passes = 1 + mtp_layers  # each keeps its gradient of the head until the backward pass sums them
-        head = chunk * model.vocab_size * (8 + element) / layout.tp + passes * 4 * model.vocab_size * model.hidden_size / layout.tp
+        gradient = 0 if lora else passes * 4 * model.vocab_size * model.hidden_size
+        head = (chunk * model.vocab_size * (8 + element) + gradient) / layout.tp
     else:
         head = 0.0
     runtime = 0.6 * GIB if cluster.on_cpu else (1.5 + (1.0 if world_size(layout) > 1 else 0.0)) * GIB + 0.04 * cluster.memory_gib * GIB

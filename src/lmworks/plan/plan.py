@@ -9,13 +9,13 @@ from typing import Any
 from lmworks.plan.amounts import DAY, days
 from lmworks.plan.automatic import choose_layout
 from lmworks.plan.costs import Disk, device_hours, disk, phase_steps, seconds
-from lmworks.plan.counts import Counts, count_by_component
+from lmworks.plan.counts import Counts, count_adapters, count_by_component
 from lmworks.plan.flops import flops_per_token
 from lmworks.plan.layout import MARGIN, Placement, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
 from lmworks.plan.overheads import Overheads, overheads
 from lmworks.plan.pipeline import bubble, micro_batches_for
-from lmworks.plan.tuning import tuning_as_phase
+from lmworks.plan.stage_phases import assumptions, lora_of, stages_as_phases
 from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.derivation.positions import positions, warnings
 from lmworks.recipe.schema.cluster import Cluster
@@ -191,7 +191,7 @@ def make_plan(
     `measured_mfu` replaces the cluster's assumption. With `one_machine` it was measured on one machine, so communication between machines
     is added to the time. Raises `UserError` for a layout that is not legal or does not fit.
     """
-    recipe = tuning_as_phase(recipe)
+    recipe = stages_as_phases(recipe)
     named = cluster.layout if cluster.layout and not cluster.layout.auto else None
     given = layout or named or (recipe.layout if world_size(recipe.layout) > 1 else None)
     if given is None and recipe.layout.auto:
@@ -200,13 +200,12 @@ def make_plan(
     mfu = measured_mfu if measured_mfu is not None else cluster.mfu
     model = recipe.model
     counts = count_by_component(model)
-    matrices = sum(parameter.size for parameter in parameters(model) if parameter.is_matrix)
-    held = disk(recipe, counts, matrices)
+    held = disk(recipe, *_trained(recipe, counts))
     phases = []
     for phase, here in zip(recipe.train.phases, positions(recipe), strict=True):
         placed = choose(recipe, cluster, phase, given)
         timeline = phase_steps(phase)
-        cost = flops_per_token(recipe.model, phase.sequence_length)
+        cost = flops_per_token(recipe.model, phase.sequence_length, frozen=lora_of(phase) is not None)
         tokens = timeline.tokens
         compute = seconds(cost.total * tokens, total, cluster, mfu)
         phases.append(
@@ -244,9 +243,18 @@ def make_plan(
         kv_cache=kv_cache_bytes(model, model.max_position_embeddings),
         kv_cache_shrink=kv_cache_shrink(model),
         kv_cache_by="latent attention" if model.mla else "GQA",
-        unwise=tuple(warnings(recipe)),
+        unwise=(*warnings(recipe), *assumptions(recipe)),
         activation_checkpointing=recipe.train.activation_checkpointing.text(),
     )
+
+
+def _trained(recipe: Recipe, counts: Counts) -> tuple[int, int]:
+    """Parameters that a checkpoint has, and how many of them are of hidden matrices: all, or adapters where no phase trains more."""
+    loras = [lora_of(phase) for phase in recipe.train.phases]
+    adapters = [count_adapters(recipe.model, lora) for lora in loras if lora is not None]
+    if adapters and len(adapters) == len(loras):
+        return max(adapters), max(adapters)
+    return counts.trained, sum(parameter.size for parameter in parameters(recipe.model) if parameter.is_matrix)
 
 
 def plain(plan: Plan) -> dict[str, Any]:

@@ -126,11 +126,11 @@ def _shards(context: StageContext) -> RenderableType | None:
     return f"{sum(manifest.train_tokens().values()):,} training tokens from {len(manifest.sources)} sources"
 
 
-def _flops_per_token(recipe: Recipe) -> Callable[[int], float]:
-    """Training FLOPs per token as a function of the sequence length, for the MFU of a step."""
+def _flops_per_token(recipe: Recipe, stage: str) -> Callable[[int], float]:
+    """Training FLOPs per token of a stage as a function of the sequence length, for the MFU of a step."""
     from lmworks.plan.flops import flops_per_token
 
-    return lambda length: flops_per_token(recipe.model, length).total
+    return lambda length: flops_per_token(recipe.model, length, frozen=stage in recipe.loras).total
 
 
 def _pretrain(context: StageContext) -> RenderableType | None:
@@ -148,7 +148,7 @@ def _pretrain(context: StageContext) -> RenderableType | None:
         save_start(context.recipe, context.run_dir, load_start_weights, context.ranks)
         return None
     pretrain(
-        context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.allow_other_data,
+        context.recipe, context.run_dir, _flops_per_token(context.recipe, "pretrain"), context.resume_command, context.allow_other_data,
         context.ranks, context.heartbeat, load_start_weights, make_evaluation,
     )  # fmt: skip
     return None
@@ -178,7 +178,7 @@ def _train_from_before(context: StageContext, name: str, train: Callable[..., No
 
     recipe, run_dir = context.recipe, context.run_dir
     protect = _protection_of(recipe, run_dir / name)
-    train(recipe, run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat, read_peft)
+    train(recipe, run_dir, _flops_per_token(recipe, name), context.resume_command, protect, context.ranks, context.heartbeat, read_peft)
 
 
 def _protection_of(recipe: Recipe, folder: Path) -> Callable[[], tuple[set[str], Decontaminator | None]]:

@@ -30,6 +30,20 @@ class Lora(Node):
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
+GROUPS = ("attention", "mlp", "experts", "all-linear")
+"""The targets that stand for several matrices."""
+
+
+def target_matches(target: str, name: str, groups: tuple[str, ...]) -> bool:
+    """Whether a target means the matrix `name`, which belongs to these of `GROUPS`.
+
+    Ends of names mean whole parts, and not the experts unless they are named, whose projections have the names of others.
+    """
+    if target in GROUPS:
+        return target in groups
+    return f".{name}".endswith(f".{target}") and ("experts" not in groups or "experts" in target)
+
+
 def is_adapter(name: str) -> bool:
     """Whether a parameter is one of an adapter, by its name."""
     return name.endswith(("lora.A", "lora.B"))
