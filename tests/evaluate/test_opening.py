@@ -57,6 +57,14 @@ def test_the_base_model_where_there_is_no_tuned_one(run: tuple[Path, dict[str, T
         open_model(f"{tmp_path / 'run'}@tuned")
 
 
+def test_a_run_that_ended_in_an_earlier_phase_has_the_context_of_that_phase(
+    run: tuple[Path, dict[str, Transformer]], tmp_path: Path
+) -> None:
+    shutil.copytree(run[0], tmp_path / "run", ignore=shutil.ignore_patterns("tune", "step-00000030"))
+    opened = open_model(tmp_path / "run", "cpu")
+    assert _same(opened.model, run[1]["4"]) and opened.context == 32
+
+
 def test_a_checkpoint_away_from_its_run_needs_its_tokenizer(run: tuple[Path, dict[str, Transformer]], tmp_path: Path) -> None:
     alone = tmp_path / "step-00000030"
     shutil.copytree(run[0] / "checkpoints" / "step-00000030", alone)

@@ -22,7 +22,7 @@ from lmworks.recipe.loading.weights import Weights, find_weights
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.load import final_model, folder, load_checkpoint, load_model
+from lmworks.train.load import final_checkpoint, final_model, folder, load_checkpoint, load_model
 
 _CARD_BYTES = 1 << 20
 _UNSTATED = 2048  # tokens of context, for a model that states none
@@ -91,7 +91,8 @@ def _open_run(run_dir: Path, chosen: str | None, device: torch.device) -> OpenMo
         raise UserError(f"{run_dir} has no {which} model; use {run_dir}@base, or train it with: lmworks {of_model(which).stage} RECIPE")
     precision = _precision(recipe.train.precision, device)
     model = load_model(run_dir, which, dtype_for(precision, device), device)
-    context = _context(recipe, None, model)
+    reached = find_weights(final_checkpoint(run_dir, BASE.model)).phase
+    context = context_length(recipe, model, reached)
     return OpenModel(model, load_tokenizer(run_dir / "tokenizer"), context, which != BASE.model, f"{name}@{which}", precision)
 
 
@@ -103,7 +104,7 @@ def _open_checkpoint(weights: Weights, device: torch.device) -> OpenModel:
     model = load_checkpoint(weights, dtype_for(precision, device), device)
     step = listing.read_meta(path)["step"]
     name = f"{run_dir.name}@{'' if stage is BASE else f'{stage.model}-'}{step}"
-    context = _context(recipe, weights.phase, model)
+    context = context_length(recipe, model, weights.phase)
     return OpenModel(model, load_tokenizer(weights.tokenizer.parent), context, stage is not BASE, name, precision)
 
 
@@ -125,10 +126,16 @@ def _precision(asked: str, device: torch.device) -> str:
     return "bf16" if asked != "fp16" and dtype_for(asked, device) == torch.bfloat16 else "fp32"
 
 
-def _context(recipe: Recipe, phase: str | None, model: Transformer) -> int:
-    """Tokens that the model was trained to look back on: the sequence length of the phase that it had reached, or what the model states."""
+def context_length(recipe: Recipe, model: Transformer, phase: str | None = None) -> int:
+    """Tokens that the model was trained to look back on: the sequence length of the phase that it had reached, by default the last one, or
+    what a base model from elsewhere states."""
     reached = [one for one in recipe.train.phases if phase in (None, one.name)]
-    return int(reached[-1].sequence_length if reached else model.config.max_position_embeddings or _UNSTATED)
+    if reached:
+        return int(reached[-1].sequence_length)
+    stated = int(model.config.max_position_embeddings or _UNSTATED)
+    if recipe.tune:  # it may reach much further than there is memory for
+        return min(stated, max(_UNSTATED, int(recipe.tune.sequence_length)))
+    return stated
 
 
 def _is_chat(path: Path, tokenizer: Tokenizer) -> bool:

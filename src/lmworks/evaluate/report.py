@@ -28,6 +28,7 @@ from lmworks.evaluate.generation.reasoning import SEED, Reasoning, generate_task
 from lmworks.evaluate.heldout import held_out, training_texts
 from lmworks.evaluate.items import FORMS, Form
 from lmworks.evaluate.logprobs import BatchedLogProbs
+from lmworks.evaluate.opening import context_length
 from lmworks.evaluate.records import write_records
 from lmworks.evaluate.replies import Answerer, ChatTokenizer
 from lmworks.evaluate.samples import samples
@@ -153,18 +154,6 @@ def _forms(scores: Iterable[dict[str, Any]]) -> tuple[Form, ...]:
     """The forms that were chosen for a model."""
     chosen = {score["form"] for score in scores if score.get("chosen")}
     return tuple(form for form in FORMS if form in chosen)
-
-
-_UNTOLD = 2048  # tokens
-
-
-def context_length(recipe: Recipe, model: Transformer) -> int:
-    """Tokens that the model was trained to look back on: the last phase's sequence length, or what the model states."""
-    if recipe.train.phases:
-        return int(recipe.train.phases[-1].sequence_length)
-    if recipe.tune and not recipe.trains_base:  # a base model may reach much further than there is memory for
-        return min(int(model.config.max_position_embeddings or _UNTOLD), max(_UNTOLD, int(recipe.tune.sequence_length)))
-    return int(model.config.max_position_embeddings or 2048)
 
 
 def _compare(out_dir: Path, later: str) -> tuple[dict[str, Any], dict[str, Any]]:
