@@ -213,6 +213,22 @@ def test_a_quantized_model_needs_a_certificate(lmworks: Lmworks, exported: Path,
     assert deploy("--uncertified").code == 0
 
 
+def test_the_answers_of_a_quantized_gguf_file_are_judged_by_its_bits(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
+    from lmworks.quantize import gguf
+    from lmworks.quantize.schemes import SCHEMES
+
+    original, quantized = exported.parent / "gguf" / "model.gguf", tmp_path / "quantized.gguf"
+    gguf.quantize(SCHEMES["gguf-q8_0"], original, quantized, None)
+    tolerances = {}
+    for file in (original, quantized):
+        out = tmp_path / file.stem
+        options = ("--cpu", "--engine", "llama.cpp", "--gguf", file, "--expect", answers, "--uncertified", "--out", out)
+        assert lmworks("deploy", exported, *options).code == 0
+        tolerances[file.stem] = json.loads((out / "expected.json").read_text())["tolerance"]
+    assert tolerances == {"model": json.loads(answers.read_text())["tolerance"], "quantized": 0.2}
+    assert "is quantized and has no certificate" in lmworks("deploy", exported, *options[:-3], "--out", tmp_path / "d").error
+
+
 def test_recorded_answers_are_a_file_of_their_own(lmworks: Lmworks, exported: Path, tmp_path: Path) -> None:
     done = lmworks("deploy", "record", exported, "--out", tmp_path / "e.json", "--json")
     assert json.loads(done.out)["tokens"] >= 15 and (tmp_path / "e.json").is_file()

@@ -28,6 +28,7 @@ from lmworks.deploy.sizing import fit, scenario_of
 from lmworks.deploy.source import Source
 from lmworks.deploy.start_script import start_script
 from lmworks.errors import UserError
+from lmworks.export.gguf import weight_bits
 from lmworks.files import require_empty, whole_directory, write_json, write_text
 
 
@@ -77,7 +78,8 @@ def write_deployment(
     except check.Refused as error:
         raise UserError(str(error)) from None
     source = plan.request.source
-    answers = answers | {"tolerance": tolerance_for(float(answers["tolerance"]), source.bits), "name": source.name}
+    bits = weight_bits(source.gguf) if engine_of(plan.engine).gguf and source.gguf is not None else source.bits
+    answers = answers | {"tolerance": tolerance_for(float(answers["tolerance"]), bits), "name": source.name}
     with whole_directory(out) as aside:
         _write(plan, aside, key, answers, trainer)
 

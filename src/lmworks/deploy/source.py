@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.errors import UserError
+from lmworks.export.gguf import weight_bits
 from lmworks.files import explain_damage, read_json
 from lmworks.recipe.families.registry import family_in
 from lmworks.recipe.loading.huggingface import from_config
@@ -72,11 +73,10 @@ def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -
 
 def require_certified(source: Source, gguf: bool) -> None:
     """Raise `UserError` if what the engine reads is quantized, and no certificate beside it says that it is near the original."""
-    from lmworks.export.gguf import is_quantized
     from lmworks.quantize.certificate import require_passed
 
     if gguf and source.gguf is not None:
-        if is_quantized(source.gguf):
+        if weight_bits(source.gguf) < 16:
             require_passed(str(source.gguf), source.gguf.parent, source.gguf_bytes)
     elif source.quantization:
         require_passed(str(source.directory), source.directory, source.weight_bytes)

@@ -139,12 +139,13 @@ def check_gguf(model: Transformer, path: Path, dtype: torch.dtype) -> int:
     return len(expected)
 
 
-def is_quantized(path: Path) -> bool:
-    """Whether a GGUF file has tensors of fewer than 16 bits. Raises `UserError` for a damaged file."""
+def weight_bits(path: Path) -> int:
+    """Bits per weight, rounded down, of the most quantized tensor of a GGUF file; 16 if none is quantized. Raises `UserError` for a damaged
+    file."""
     gguf = _package()
-    kinds = gguf.GGMLQuantizationType
     with explain_damage(path):
-        return any(tensor.tensor_type not in (kinds.F32, kinds.F16, kinds.BF16) for tensor in gguf.GGUFReader(path).tensors)
+        sizes = [gguf.GGML_QUANT_SIZES[tensor.tensor_type] for tensor in gguf.GGUFReader(path).tensors]
+    return min(16, *(8 * size // block for block, size in sizes))
 
 
 def load_gguf(model: Transformer, path: Path) -> None:

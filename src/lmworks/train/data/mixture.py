@@ -19,7 +19,7 @@ from lmworks.parallel.mesh import Ranks
 from lmworks.shards.order.order import MixtureOverride
 from lmworks.shards.read.batches import Batches
 from lmworks.watch.ledger import LEDGER, Ledger, read_ledger
-from lmworks.watch.lock import RunLock
+from lmworks.watch.lock import RunLock, in_use
 
 _ASKED, _TAKEN, _REFUSED = "mixture_asked", "mixture_changed", "mixture_refused"
 
@@ -78,9 +78,7 @@ def validate_change(run_dir: Path, step: int, weights: Sequence[str]) -> dict[st
 def request_change(run_dir: Path, change: MixtureOverride) -> bool:
     """Request a change in the ledger; returns whether the run is active and will apply it at once."""
     line = {"step": change.step, "mixture": dict(change.mixture)}
-    try:
-        lock = RunLock(run_dir)
-    except UserError:  # the run is active and owns the ledger; appending a whole line is safe
+    if in_use(run_dir):  # the run owns the ledger; appending a whole line is safe
         fd = os.open(Path(run_dir) / LEDGER, os.O_WRONLY | os.O_APPEND)
         try:
             jsonl.append(fd, {"event": _ASKED, **line})
@@ -88,7 +86,7 @@ def request_change(run_dir: Path, change: MixtureOverride) -> bool:
         finally:
             os.close(fd)
         return True
-    with lock, Ledger(Path(run_dir) / LEDGER) as ledger:
+    with RunLock(run_dir), Ledger(Path(run_dir) / LEDGER) as ledger:
         ledger.write(_ASKED, **line)
     return False
 
