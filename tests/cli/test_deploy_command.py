@@ -213,7 +213,7 @@ def test_a_quantized_model_needs_a_certificate(lmworks: Lmworks, exported: Path,
     assert deploy("--uncertified").code == 0
 
 
-def test_the_answers_of_a_quantized_gguf_file_are_judged_by_its_bits(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
+def test_answers_of_a_quantized_gguf_file_are_judged_by_its_bits(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
     from lmworks.quantize import gguf
     from lmworks.quantize.schemes import SCHEMES
 
@@ -225,7 +225,7 @@ def test_the_answers_of_a_quantized_gguf_file_are_judged_by_its_bits(lmworks: Lm
         options = ("--cpu", "--engine", "llama.cpp", "--gguf", file, "--expect", answers, "--uncertified", "--out", out)
         assert lmworks("deploy", exported, *options).code == 0
         tolerances[file.stem] = json.loads((out / "expected.json").read_text())["tolerance"]
-    assert tolerances == {"model": json.loads(answers.read_text())["tolerance"], "quantized": 0.2}
+    assert tolerances == {"model": json.loads(answers.read_text(encoding="utf-8"))["tolerance"], "quantized": 0.2}
     assert "is quantized and has no certificate" in lmworks("deploy", exported, *options[:-3], "--out", tmp_path / "d").error
 
 
