@@ -40,8 +40,8 @@ class Disk:
 
 
 def disk(recipe: Recipe, trained: int, matrices: int) -> Disk:
-    """Bytes of one checkpoint (fp32 weights and optimizer state) of `trained` parameters, `matrices` of them in hidden matrices; the largest
-    number kept; and bytes of the token files."""
+    """Bytes of one checkpoint (fp32 weights and optimizer state) of `trained` parameters, `matrices` of them in hidden matrices, the
+    maximum number kept, and bytes of the token files."""
     states = matrices * 4 + (trained - matrices) * 8 if recipe.optimizer.kind == "muon" else trained * 8
     ema = trained * 4 if recipe.optimizer.ema_decay else 0
     kept = recipe.checkpoints.keep_last + recipe.checkpoints.keep_best
