@@ -296,8 +296,9 @@ def memory(
 
 
 def _stage_memory(
-    recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int, stage: int, lora: Lora | None
-) -> Memory:
+    recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int, stage: int,
+    lora: Lora | None = None,
+) -> Memory:  # fmt: skip
     model, optimizer = recipe.model, recipe.optimizer
     assert model.num_hidden_layers and model.vocab_size and model.hidden_size
     mtp_layers = model.mtp.num_nextn_predict_layers if model.mtp else 0
