@@ -146,6 +146,7 @@ def test_arms_continue_a_checkpoint(trained: Tiny, make: Make) -> None:
         make(kind="critical-batch", checkpoint=str(trained.run_dir))
 
 
+@pytest.mark.slow
 def test_the_critical_batch_beside_the_gradient_noise_scale(trained: Tiny, make: Make) -> None:
     """Whole: two branches of a real checkpoint, trained, compared, and the gradients of that checkpoint measured."""
     checkpoint = trained.run_dir / "checkpoints" / "step-00000008"

@@ -38,6 +38,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 @needs_harness
 def test_our_scores_are_repeated_by_an_exported_task(lmworks: Lmworks, run: Path, data: Path, tmp_path: Path) -> None:
     done = lmworks("export-harness", tmp_path / "tasks", "--tasks", "piqa", "--data", data, "--json")

@@ -327,9 +327,8 @@ def interrupted(texts: Path, undisturbed: Path, folder: Path, kills: int) -> lis
     return at
 
 
-def test_killed_three_times_and_typed_again_gives_the_same(texts: Path, undisturbed: tuple[Path, Report], tmp_path: Path) -> None:
-    at = interrupted(texts, undisturbed[0], tmp_path, 3)
-    assert max(at) > 0, "one kill fell into the work"
+def test_killed_and_typed_again_gives_the_same(texts: Path, undisturbed: tuple[Path, Report], tmp_path: Path) -> None:
+    assert interrupted(texts, undisturbed[0], tmp_path, 1)[0] > 0, "the kill fell into the work"
 
 
 @pytest.mark.slow

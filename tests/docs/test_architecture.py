@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,14 @@ STEPS = "lmworks.corpus.steps"
 """The exception to the table: the recipe reads the options of the corpus steps, which stand beside the code of each step."""
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Line and full name of each module of ours that a file imports, at its top or inside a function."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name.startswith("lmworks."))
         elif isinstance(node, ast.ImportFrom):
@@ -62,7 +68,7 @@ def test_a_room_imports_only_what_the_table_allows(room: str) -> None:
 def at_the_top(path: Path) -> set[str]:
     """Modules that a file imports when it is imported, outside functions and `if TYPE_CHECKING`."""
     found: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -94,7 +100,7 @@ MODULES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).remov
 
 def imported_at_the_top(path: Path) -> set[str]:
     """Our modules that a file imports outside functions, under `if TYPE_CHECKING` too; a package stands for its `__init__`."""
-    found, waiting = set[str](), list[ast.stmt](ast.parse(path.read_text(encoding="utf-8")).body)
+    found, waiting = set[str](), list[ast.stmt](parsed(path).body)
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):
@@ -152,7 +158,7 @@ ASKING = {
 
 def names(path: Path) -> Iterator[tuple[int, str]]:
     """Line and dotted name of all that a file reads of modules, `from os import cpu_count` among it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Attribute):
             yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.ImportFrom):
@@ -170,7 +176,7 @@ def test_no_program_is_read_in_the_encoding_of_the_locale(folder: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call) and (given := {keyword.arg for keyword in node.keywords}) & {"text", "universal_newlines"}
         and ast.unparse(node.func).startswith("subprocess.") and "encoding" not in given
     ]  # fmt: skip

@@ -13,7 +13,9 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -268,13 +270,18 @@ def test_what_a_listed_command_names_is_there(command: Command, folder: Path) ->
             assert there.exists(), f"a finished run has no {path}"
 
 
-def parts(words: list[str]) -> list[str]:
-    """What is wrong with `lmworks ...`, where words in capitals, and *, stand for anything."""
+@cache
+def tree() -> Any:
+    """All commands of ours."""
     from lmworks.cli.main import _register, app
 
     _register()
-    command = typer.main.get_command(app)
-    words = words[1:]
+    return typer.main.get_command(app)
+
+
+def parts(words: list[str]) -> list[str]:
+    """What is wrong with `lmworks ...`, where words in capitals, and *, stand for anything."""
+    command, words = tree(), words[1:]
     while words and hasattr(command, "commands"):
         if words[0] not in command.commands:
             return [] if words[0].isupper() or words[0] == "*" else [f"there is no command {words[0]!r}"]
@@ -292,9 +299,6 @@ def test_commands_in_the_prose_exist() -> None:
 
 def test_options_in_the_prose_exist() -> None:
     """An option in backticks belongs to some command of ours; docs/serving.md is about the options of others."""
-    from lmworks.cli.main import _register, app
-
-    _register()
     known = {"--debug"}
 
     def gather(command: object) -> None:
@@ -302,7 +306,7 @@ def test_options_in_the_prose_exist() -> None:
         for child in getattr(command, "commands", {}).values():
             gather(child)
 
-    gather(typer.main.get_command(app))
+    gather(tree())
     found = [(page, line, code) for page in PAGES if page.name != "serving.md" for line, code in inline(page) if code.startswith("--")]
     assert found
     wrong = [f"{page.name}:{line}: {code}" for page, line, code in found if code.split()[0] not in known]

@@ -164,12 +164,13 @@ def test_no_valid_label_is_a_zero_gradient_not_a_nan() -> None:
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "tolerance"),
     [
         ("moe", torch.float32, 1e-5),
-        pytest.param("dense", torch.float32, 1e-5, marks=pytest.mark.slow),
-        pytest.param("moe", torch.bfloat16, 0.1, marks=pytest.mark.slow),
+        ("dense", torch.float32, 1e-5),
+        ("moe", torch.bfloat16, 0.1),
     ],
 )
 def test_compiled_training_equals_eager(name: str, dtype: torch.dtype, tolerance: float) -> None:

@@ -120,10 +120,11 @@ def assert_replicas_same(outcomes: list[Outcome]) -> None:
 
 
 # All ranks share each matrix of these, so that none of the work is done twice; elsewhere parameters are plain or on several meshes.
+SLOW = ("hsdp 3 x 2", "hsdp 2 x 2 over tp 2", "ep 2, efsdp 4 by rows", "fsdp 4 over tp 2, uneven")  # of a kind with others
 SHARED = ("fsdp 3, uneven", "copies on 2", "hsdp 2 x 2", "hsdp 3 x 2", "ep 2 with copies", "ep 2 in fsdp 2")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in CASES])
 def test_equal_to_one_process(name: str, ranks: RankPool) -> None:
     """Five steps with weight decay, average, clipping and a poisoned one."""
     expected, norms = alone()
@@ -153,7 +154,7 @@ def _unclipped(name: str, expected: Arrays, dtype: torch.dtype) -> Outcome:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["hsdp 3 x 2", "efsdp 2, ep 2, tp 2"])
+@pytest.mark.parametrize("name", [pytest.param("hsdp 3 x 2", marks=pytest.mark.slow), "efsdp 2, ep 2, tp 2"])
 def test_not_a_bit_is_lost_on_the_way(name: str, dtype: torch.dtype, ranks: RankPool) -> None:
     """Without clipping, whose norm is added up in another order, Muon makes the very bits of one process: parts travel in Newton-Schulz'
     type, to which one process rounds them too. (AdamW's fused kernel ends a tensor in scalar code, whose last bit may differ.)"""

@@ -64,11 +64,11 @@ def _partial_outputs_are_not_summed(patch: pytest.MonkeyPatch) -> None:
 
 
 def _gradients_of_norms_are_not_summed(patch: pytest.MonkeyPatch) -> None:
-    def whole(mesh: Any, *modules: Any) -> None:
+    def replicated(mesh: Any, *modules: Any) -> None:
         for module in filter(None, modules):
-            tensor._place(module, mesh, Replicate(), alike=True)
+            tensor._place(module, mesh, Replicate(), same_computation=True)
 
-    patch.setattr(tensor, "_whole", whole)
+    patch.setattr(tensor, "_replicated", replicated)
 
 
 def _gradients_of_the_router_are_summed_though_alike(patch: pytest.MonkeyPatch) -> None:

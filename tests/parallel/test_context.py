@@ -27,7 +27,7 @@ from rank_pool import RankPool
 
 _DEEP: dict[str, Any] = {"cp": 3, "zero": 3}
 _WIDE: dict[str, Any] = {"cp": 2, "dp_shard": 2, "zero": 2}
-_FAST: list[tuple[dict[str, Any], str]] = [({"cp": 2}, "tied"), ({"cp": 2}, "mla"), ({"cp": 2}, "mtp"), (_WIDE, "moe")]
+_FAST: list[tuple[dict[str, Any], str]] = [({"cp": 2}, "mla"), ({"cp": 2}, "mtp"), (_WIDE, "moe")]
 CASES = [
     pytest.param(layout, kind, marks=[] if (layout, kind) in _FAST else pytest.mark.slow)
     for layout in ({"cp": 2}, _DEEP, {"cp": 4, "zero": 0}, _WIDE) for kind in MODELS if kind != "sinkhorn"

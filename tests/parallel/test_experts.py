@@ -61,9 +61,9 @@ def _train_few(layout: dict[str, Any]) -> Any:
         return train(layout, "moe")
 
 
-@pytest.mark.parametrize("options", [{"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}], ids=str)
-def test_also_with_activation_checkpointing(ranks: RankPool, options: dict[str, Any]) -> None:
-    compare(alone("moe"), ranks.run(_train, 2, {"dp_shard": 2, "ep": 2}, options))
+@pytest.mark.parametrize("policy", ["full", pytest.param("selective", marks=pytest.mark.slow)])
+def test_also_with_activation_checkpointing(ranks: RankPool, policy: str) -> None:
+    compare(alone("moe"), ranks.run(_train, 2, {"dp_shard": 2, "ep": 2}, {"activation_checkpointing": policy}))
 
 
 def _train(layout: dict[str, Any], options: dict[str, Any]) -> Any:

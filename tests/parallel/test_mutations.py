@@ -10,6 +10,12 @@ from parallel.parity import alone, alone_bf16, compare, compare_bf16
 from rank_pool import RankPool
 
 
+def test_mistakes_are_planted_in_code_that_is_there() -> None:
+    for mistake in MISTAKES.values():
+        with pytest.MonkeyPatch.context() as patch:
+            mistake.plant(patch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MISTAKES)

@@ -11,10 +11,10 @@ from parallel.parity import alone, alone_bf16, compare, compare_bf16, train, tra
 from rank_pool import RankPool
 
 FAST: list[tuple[dict[str, Any], str]] = [
-    ({"dp_shard": 2, "zero": 3}, "dense"), ({"tp": 2}, "mla"),
+    ({"dp_shard": 2, "zero": 3}, "dense"),
 ]  # fmt: skip
 SLOW: list[tuple[dict[str, Any], str]] = [
-    ({"cp": 2, "ep": 2}, "moe"), ({"pp": 2}, "tied"),
+    ({"tp": 2}, "mla"), ({"cp": 2, "ep": 2}, "moe"), ({"pp": 2}, "tied"),
     ({"dp_shard": 2, "zero": 0}, "moe"), ({"dp_shard": 4, "zero": 1}, "tied"), ({"dp_shard": 2, "zero": 2}, "mtp"),
     ({"dp_replicate": 2}, "mla"), ({"tp": 2}, "moe"), ({"tp": 2}, "mtp"), ({"tp": 2}, "tied"), ({"cp": 2}, "mla"), ({"cp": 4}, "tied"),
     ({"dp_shard": 2, "ep": 2}, "moe"), ({"dp_shard": 2, "ep": 2}, "mla"), ({"pp": 2}, "moe"), ({"pp": 2}, "mtp"),

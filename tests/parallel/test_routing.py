@@ -47,6 +47,7 @@ def test_all_ranks_choose_the_same(ranks: RankPool, layout: dict[str, Any]) -> N
             np.testing.assert_array_equal(value, routers_there[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_another_choice_than_that_of_one_process_is_a_near_tie(ranks: RankPool) -> None:
     """Sums of shares are rounded to bf16 elsewhere than whole sums, by 2^-8 of a term: gates that are nearer than some of that may change
     places. Everything else is chosen alike."""

@@ -57,6 +57,7 @@ print(unkept, faults())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(__import__("ctypes").CDLL(None), "mallopt"), reason="the C library is not glibc")
 def test_training_keeps_the_memory_that_it_frees(tiny_copy: Tiny) -> None:
     """64 MB that were freed are cleared anew, 16,384 pages of them, before training has begun, and not after."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_lora_run import based, tune  # noqa: F401
 from torch import Tensor
 
 from lmworks.export import peft as ours
@@ -21,7 +22,6 @@ from lmworks.recipe.schema.lora import Lora, is_adapter
 from lmworks.recipe.schema.model import Model
 from lmworks.train.load import load_model
 from small_config import small_config
-from test_lora_run import based, tune  # noqa: F401
 from tiny_run import Tiny
 
 pytestmark = pytest.mark.slow
