@@ -112,6 +112,7 @@ def test_a_rank_that_always_breaks_ends_the_run_with_the_reason(tmp_path: Path) 
     assert "rank 1 on local-0" in (reason := events(run_dir, "restart")[-1]["reason"]) and "ArithmeticError: the toy is broken" in reason
 
 
+@pytest.mark.slow
 def test_ranks_that_never_meet_are_not_started_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     # the rank that waits for the other one hears no signal, and is killed after the grace period
