@@ -72,7 +72,7 @@ def test_adapters_fit_where_whole_weights_do_not_and_every_stage_is_planned(lmwo
     matrices = ((8192, 8192), (8192, 1024), (8192, 1024), (8192, 8192), (8192, 28672), (8192, 28672), (28672, 8192))
     adapters = 80 * 16 * sum(map(sum, matrices))
     memory = made["phases"][0]["placed"]["memory"]
-    assert memory["gradients"] == memory["optimizer state"] == 4 * adapters
-    assert made["disk"]["checkpoint"] == 8 * adapters
+    assert (memory["gradients"], memory["optimizer state"]) == (4 * adapters, 8 * adapters)  # AdamW trains them
+    assert made["disk"]["checkpoint"] == 12 * adapters
     frozen = next(line for line in made["warnings"] if "low-rank adapters" in line)
     assert frozen.startswith("tune, dpo, grpo: ") and made["flops_parameters"] == pytest.approx(4 * 69.5e9 * made["tokens"], rel=1e-3)

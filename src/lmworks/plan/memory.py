@@ -4,7 +4,7 @@ Weights: in bf16 or fp16 each parameter has a compute copy (2 bytes) and an fp32
 keeps one fp32 momentum per matrix element (4), AdamW two moments (8). ZeRO-1 shards master copy and optimizer state over the data ranks,
 ZeRO-2 also gradients, ZeRO-3 also the compute copy (two layers are gathered at a time). Experts are sharded over `ep` first, so only
 dp_shard * cp / ep ranks shard one expert.
-With low-rank adapters the weights are frozen: they have no gradients and no optimizer state, but still a master copy.
+With low-rank adapters, which AdamW trains, the weights have no gradients and no optimizer state, but still a master copy.
 Activations follow Korthikanti et al. (arXiv:2205.05198) with fused attention, which never stores scores, and with norms sharded over `tp`
 too (sequence parallelism). A pipeline rank keeps the activations of several micro-batches (`plan.pipeline`).
 Under `train.deepspeed` weights, gradients and moments are fp32, and some are offloaded (`_deepspeed_state`).
@@ -215,8 +215,8 @@ def _local(model: Model, layout: Layout, stage: int, muon: bool, lora: Lora | No
         local.shared.freeze()
         local.experts.freeze()
         for shared, experts in (_adapters(model, lora)[layer] for layer in layers):  # over tp one of their two factors is replicated
-            local.shared.add(shared, muon)
-            local.experts.add(experts / layout.ep, muon)
+            local.shared.adam += shared
+            local.experts.adam += experts / layout.ep
     return local, largest
 
 

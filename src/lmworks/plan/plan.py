@@ -253,7 +253,7 @@ def _trained(recipe: Recipe, counts: Counts) -> tuple[int, int]:
     loras = [lora_of(phase) for phase in recipe.train.phases]
     adapters = [count_adapters(recipe.model, lora) for lora in loras if lora is not None]
     if adapters and len(adapters) == len(loras):
-        return max(adapters), max(adapters)
+        return max(adapters), 0  # AdamW trains them
     return counts.trained, sum(parameter.size for parameter in parameters(recipe.model) if parameter.is_matrix)
 
 
