@@ -245,3 +245,30 @@ def test_a_replay_that_cannot_be_is_refused(lmworks: Lmworks, chats: Path, tmp_p
     assert "no source is called 'page'; did you mean 'pages'?" in done.error
     done = lmworks("show", recipe, "--set", source, "--set", "tune.replay={share: 0.5, mixture: {pages: 0.5}}")
     assert "tune.replay" in done.error and done.code == 2
+
+
+@pytest.mark.slow
+def test_half_a_billion_parameters_are_tuned_on_two_ranks(lmworks: Lmworks, chats: Path, tmp_path: Path) -> None:
+    """Each rank reads its own halves of the tensors, and transformers has the same first loss of the whole."""
+    base = tmp_path / "base"
+    write_tokenizer(base, "qwen")
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 25}
+    write_model(base, 65_536, initializer_range=0.02, **sizes)
+    recipe = write_recipe(
+        tmp_path, base, chats, layout={"dp_shard": 2, "zero": 3},
+        train={"precision": "fp32", "compile": False, "micro_batch_size": 1},
+        tune={
+            "data": [{"name": "sums", "kind": "files", "path": str(chats), "count": 20}], "tokens": "256 tokens",
+            "sequence_length": "64 tokens", "global_batch_size": "128 tokens",
+        },
+    )  # fmt: skip
+    done = lmworks("launch", "local", recipe, "--ranks", 2, "--to", "tune")
+    assert done.code == 0, done.err
+    run_dir = tmp_path / "run"
+    event = next(line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "start_from")
+    assert event["first_loss"]["loss"] == pytest.approx(event["first_loss"]["transformers"], rel=1e-4)
+    lines = [line["train/loss"] for line in read(run_dir / "tune") if "train/loss" in line]
+    assert len(lines) == 2 and lines[1] < lines[0]
+    newest = listing.directories(run_dir / "tune" / "checkpoints")[-1]
+    assert listing.read_meta(newest)["step"] == 2
+    assert sum(value.numel() for value in load_model(run_dir, "tuned").parameters()) > 500_000_000
