@@ -41,7 +41,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(tiny_copy: Tiny) -> None:
-    longer = "train.phases.general.tokens=12000 tokens"
+    longer = "train.phases.general.tokens=7000 tokens"
     arguments = ("pretrain", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}", "--set", longer)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command(*arguments), **pipes, encoding="utf-8", env=ENVIRONMENT) as process:

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from lmworks.checkpoint import Checkpoints
 from lmworks.errors import UserError
 from lmworks.evaluate.opening import open_model
 from lmworks.export.card import write_card
 from lmworks.export.export import write_huggingface
 from lmworks.model import Transformer
+from lmworks.recipe.loading.load import load_resolved
 from lmworks.tokenizer import load as load_tokenizer
+from lmworks.train.pretrain import identity
 from saved_run import save_run
 from tiny_run import Tiny
 
@@ -63,6 +66,15 @@ def test_a_run_that_ended_in_an_earlier_phase_has_the_context_of_that_phase(
     shutil.copytree(run[0], tmp_path / "run", ignore=shutil.ignore_patterns("tune", "step-00000030"))
     opened = open_model(tmp_path / "run", "cpu")
     assert _same(opened.model, run[1]["4"]) and opened.context == 32
+
+
+def test_a_run_whose_checkpoints_do_not_hold_its_recipe(run: tuple[Path, dict[str, Transformer]], tmp_path: Path) -> None:
+    shutil.copytree(run[0], tmp_path / "run", ignore=shutil.ignore_patterns("tune", "checkpoints"))
+    recipe, model = load_resolved(run[0] / "resolved.json"), run[1]["base"]
+    with Checkpoints(tmp_path / "run" / "checkpoints", recipe.checkpoints, identity(recipe)) as checkpoints:
+        checkpoints.save(30, {"model": dict(model.state_dict())}, {}, wait=True)
+    opened = open_model(tmp_path / "run", "cpu")
+    assert _same(opened.model, model) and opened.context == 64
 
 
 def test_a_checkpoint_away_from_its_run_needs_its_tokenizer(run: tuple[Path, dict[str, Transformer]], tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ def _open_run(run_dir: Path, chosen: str | None, device: torch.device) -> OpenMo
         raise UserError(f"{run_dir} has no {which} model; use {run_dir}@base, or train it with: lmworks {of_model(which).stage} RECIPE")
     precision = _precision(recipe.train.precision, device)
     model = load_model(run_dir, which, dtype_for(precision, device), device)
-    reached = find_weights(final_checkpoint(run_dir, BASE.model)).phase
-    context = context_length(recipe, model, reached)
+    base = final_checkpoint(run_dir, BASE.model)
+    context = context_length(recipe, model, listing.read_meta(base)["meta"].get("phase"))
     return OpenModel(model, load_tokenizer(run_dir / "tokenizer"), context, which != BASE.model, f"{name}@{which}", precision)
 
 
@@ -129,9 +129,9 @@ def _precision(asked: str, device: torch.device) -> str:
 def context_length(recipe: Recipe, model: Transformer, phase: str | None = None) -> int:
     """Tokens that the model was trained to look back on: the sequence length of the phase that it had reached, by default the last one, or
     what a base model from elsewhere states."""
-    reached = [one for one in recipe.train.phases if phase in (None, one.name)]
-    if reached:
-        return int(reached[-1].sequence_length)
+    phases = {one.name: one for one in recipe.train.phases}
+    if phases:
+        return int(phases.get(phase or "", recipe.train.phases[-1]).sequence_length)
     stated = int(model.config.max_position_embeddings or _UNSTATED)
     if recipe.tune:  # it may reach much further than there is memory for
         return min(stated, max(_UNSTATED, int(recipe.tune.sequence_length)))
