@@ -47,7 +47,9 @@ corpus:
   sources:
     - {{name: code, kind: code, path: {texts}, include: "*.py", domain: code, language: code, license: PSF-2.0}}
 tokenizer: {{vocab_size: 768, sample_bytes: 1MB}}
-model: {{hidden_size: 64, layers: 2, heads: 2, num_key_value_heads: 2, head_dim: 32, intermediate_size: 128, qk_norm: true}}
+model:
+  {{hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, head_dim: 32, intermediate_size: 128,
+    use_qk_norm: true}}
 optimizer: {{learning_rate: 0.02, adam_learning_rate: 0.02}}
 stability: {{spike: null}}
 train:
