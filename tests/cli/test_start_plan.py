@@ -42,7 +42,7 @@ def test_tuning_a_base_model_is_planned_without_its_weights(
     plan = json.loads(done.out)
     assert plan["counts"]["total"] == pytest.approx(total, rel=1e-3) and plan["counts"]["active"] == pytest.approx(active, rel=1e-2)
     assert [(phase["name"], phase["steps"], phase["sequence_length"]) for phase in plan["phases"]] == [("tune", 95, 8192)]
-    assert "base has no .safetensors file" in lmworks("run", recipe).error
+    assert "base has no .safetensors file" in lmworks("run", recipe, "--set", f"run_dir={tmp_path / 'run'}").error
 
 
 def test_adapters_fit_where_whole_weights_do_not_and_every_stage_is_planned(lmworks: Lmworks, tmp_path: Path) -> None:
