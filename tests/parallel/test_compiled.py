@@ -115,7 +115,7 @@ def _train(
 
 
 def _kinds(model: ParallelModel) -> int:
-    """How many pieces of code differ: kinds of layer, and the loss where this rank has it."""
+    """How many pieces of code differ: kinds of layer, and the loss where this rank has it. A window is in the mask, which is an input."""
     blocks = [block for part in model.parts for block in part.every_block()]
-    kinds = {(isinstance(block.ffn, MoE), getattr(block.attention, "uses_rope", True), block.attention.slides) for block in blocks}
+    kinds = {(isinstance(block.ffn, MoE), getattr(block.attention, "uses_rope", True)) for block in blocks}
     return len(kinds) + any(part.head is not None for part in model.parts)
