@@ -171,7 +171,7 @@ def test_a_job_that_crashes_is_tried_again_as_long_as_it_gets_on(tmp_path: Path)
 
 @pytest.mark.parametrize(("code", "then"), [(0, 0), (2, 2), (130, 130), (75, 75)])
 def test_a_job_is_queued_again_after_a_preemption_and_not_when_it_is_over(tmp_path: Path, code: int, then: int) -> None:
-    for _ in range(5):  # being pre-empted is no failure, however often
+    for _ in range(5):  # being preempted is no failure, however often
         LaunchDir.of(tmp_path).begin()
         LaunchDir.of(tmp_path).conclude(code, 0)
         assert slurm.finish_job(recipe(), tmp_path, 0).code == then

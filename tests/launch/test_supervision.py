@@ -287,7 +287,7 @@ def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_
         assert "JobState=CANCELLED" in told(number)
     assert events(cancelled, "checkpoint"), "it saved, and did not queue itself again"
     for event in events(run_dir, "requeue"):
-        assert not event["crashed"] and "pre-empted" in event["reason"]
+        assert not event["crashed"] and "preempted" in event["reason"]
     require_every_step(run_dir, steps)
     assert len({event["step"] for event in events(run_dir, "step")}) == done(), "it went on where it had saved"
     assert sys.executable in (run_dir / "launch" / "job.sh").read_text()
