@@ -16,6 +16,7 @@ from rich.console import RenderableType
 
 from lmworks.errors import UserError
 from lmworks.model_stages import BASE, INPUTS, MODEL_STAGES
+from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -126,11 +127,11 @@ def _shards(context: StageContext) -> RenderableType | None:
     return f"{sum(manifest.train_tokens().values()):,} training tokens from {len(manifest.sources)} sources"
 
 
-def _flops_per_token(recipe: Recipe, stage: str) -> Callable[[int], float]:
-    """Training FLOPs per token of a stage as a function of the sequence length, for the MFU of a step."""
+def _flops_per_token(recipe: Recipe, lora: Lora | None = None) -> Callable[[int], float]:
+    """Training FLOPs per token as a function of the sequence length, for the MFU of a step; with `lora` the weights are frozen."""
     from lmworks.plan.flops import flops_per_token
 
-    return lambda length: flops_per_token(recipe.model, length, frozen=stage in recipe.loras).total
+    return lambda length: flops_per_token(recipe.model, length, frozen=lora is not None).total
 
 
 def _pretrain(context: StageContext) -> RenderableType | None:
@@ -148,7 +149,7 @@ def _pretrain(context: StageContext) -> RenderableType | None:
         save_start(context.recipe, context.run_dir, load_start_weights, context.ranks)
         return None
     pretrain(
-        context.recipe, context.run_dir, _flops_per_token(context.recipe, "pretrain"), context.resume_command, context.allow_other_data,
+        context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.allow_other_data,
         context.ranks, context.heartbeat, load_start_weights, make_evaluation,
     )  # fmt: skip
     return None
@@ -177,8 +178,8 @@ def _train_from_before(context: StageContext, name: str, train: Callable[..., No
     from lmworks.export.peft import read_peft
 
     recipe, run_dir = context.recipe, context.run_dir
-    protect = _protection_of(recipe, run_dir / name)
-    train(recipe, run_dir, _flops_per_token(recipe, name), context.resume_command, protect, context.ranks, context.heartbeat, read_peft)
+    protect, flops_per_token = _protection_of(recipe, run_dir / name), _flops_per_token(recipe, getattr(recipe, name).lora)
+    train(recipe, run_dir, flops_per_token, context.resume_command, protect, context.ranks, context.heartbeat, read_peft)
 
 
 def _protection_of(recipe: Recipe, folder: Path) -> Callable[[], tuple[set[str], Decontaminator | None]]:
