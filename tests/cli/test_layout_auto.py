@@ -80,7 +80,8 @@ def test_a_recipe_that_only_tunes_gets_a_layout_for_its_stages(lmworks: Lmworks,
         (tmp_path / "tuned.yaml").write_text(yaml.safe_dump(recipe | sections), encoding="utf-8")
         return lmworks("launch", "local", tmp_path / "tuned.yaml", "--ranks", 2, "--dry-run")
 
-    for sections in ({"tune": {"data": data}}, {"dpo": {"data": data, "lora": {}}}):
+    uneven = {"dpo": {"data": data, "loss": "kto", "pairs_per_step": 5}}
+    for sections in ({"tune": {"data": data}}, {"dpo": {"data": data, "lora": {}}}, uneven):
         done = launch(sections)
         assert done.code == 0, done.err
         assert chosen(done.out)["dp_shard"] == "2"

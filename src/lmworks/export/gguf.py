@@ -145,7 +145,7 @@ def weight_bits(path: Path) -> int:
     gguf = _package()
     with explain_damage(path):
         sizes = [gguf.GGML_QUANT_SIZES[tensor.tensor_type] for tensor in gguf.GGUFReader(path).tensors]
-    return min(16, *(8 * size // block for block, size in sizes))
+    return min([16, *(8 * size // block for block, size in sizes)])
 
 
 def load_gguf(model: Transformer, path: Path) -> None:

@@ -90,13 +90,14 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     if phase is not None:
         sequences = phase.global_batch_size // phase.sequence_length
         replicas = layout.dp_replicate * layout.dp_shard
-        if sequences % replicas and not isinstance(phase, StagePhase):  # whose rows the ranks may share unevenly
+        uneven = isinstance(phase, StagePhase) and sequences >= replicas  # such rows need not be shared evenly
+        if sequences % replicas and not uneven:
             yield f"the {sequences:,} sequences of a step of phase {phase.name} are not divisible by {replicas:,} data ranks"
         if phase.sequence_length % (2 * layout.cp if layout.cp > 1 else 1):
             yield f"cp {layout.cp} does not divide sequences of {int(phase.sequence_length):,} into pairs of slices"
         elif phase.sequence_length // layout.cp % layout.tp:
             yield f"tp {layout.tp} does not divide the {phase.sequence_length // layout.cp:,} tokens of a sequence on a rank of cp"
-        if layout.pp > 1 and (not sequences % replicas or isinstance(phase, StagePhase)):
+        if layout.pp > 1 and (not sequences % replicas or uneven):
             yield from _micro_batch_problem(recipe, layout, phase, -(-sequences // replicas))
 
 
