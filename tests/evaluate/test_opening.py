@@ -66,6 +66,18 @@ def test_a_run_that_ended_in_an_earlier_phase_has_the_context_of_that_phase(
     shutil.copytree(run[0], tmp_path / "run", ignore=shutil.ignore_patterns("tune", "step-00000030"))
     opened = open_model(tmp_path / "run", "cpu")
     assert _same(opened.model, run[1]["4"]) and opened.context == 32
+    damaged = tmp_path / "run" / "checkpoints" / "step-00000030"
+    shutil.copytree(run[0] / "checkpoints" / damaged.name, damaged)
+    (damaged / "meta.json").write_text("{", encoding="utf-8")
+    opened = open_model(tmp_path / "run", "cpu")
+    assert _same(opened.model, run[1]["4"]) and opened.context == 32
+
+
+def test_a_tuned_model_whose_base_was_deleted(run: tuple[Path, dict[str, Transformer]], tmp_path: Path) -> None:
+    shutil.copytree(run[0], tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    opened = open_model(tmp_path / "run", "cpu")
+    assert _same(opened.model, run[1]["tuned"]) and opened.context == 64
 
 
 def test_a_run_whose_checkpoints_do_not_hold_its_recipe(run: tuple[Path, dict[str, Transformer]], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ from lmworks.evaluate.forms.measuring import Subject
 from lmworks.export.card import CHAT_TAG
 from lmworks.files import read_json
 from lmworks.model import Transformer
-from lmworks.model_stages import BASE, MODELS, of_checkpoint, of_model
+from lmworks.model_stages import BASE, MODELS, final_checkpoint_of, of_checkpoint, of_model
 from lmworks.precision import dtype_for
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.loading.weights import Weights, find_weights
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.load import final_checkpoint, final_model, folder, load_checkpoint, load_model
+from lmworks.train.load import final_model, folder, load_checkpoint, load_model
 
 _CARD_BYTES = 1 << 20
 _UNSTATED = 2048  # tokens of context, for a model that states none
@@ -91,9 +92,20 @@ def _open_run(run_dir: Path, chosen: str | None, device: torch.device) -> OpenMo
         raise UserError(f"{run_dir} has no {which} model; use {run_dir}@base, or train it with: lmworks {of_model(which).stage} RECIPE")
     precision = _precision(recipe.train.precision, device)
     model = load_model(run_dir, which, dtype_for(precision, device), device)
-    base = final_checkpoint(run_dir, BASE.model)
-    context = context_length(recipe, model, listing.read_meta(base)["meta"].get("phase"))
+    context = context_length(recipe, model, _reached_phase(run_dir))
     return OpenModel(model, load_tokenizer(run_dir / "tokenizer"), context, which != BASE.model, f"{name}@{which}", precision)
+
+
+def _reached_phase(run_dir: Path) -> str | None:
+    """The phase in which pretraining ended; None where its checkpoints are gone, which later models do not need. Nothing is hashed here:
+    `load_model` has verified what it loads, and has passed over damaged ones."""
+    for newest in reversed(listing.directories(folder(run_dir, BASE.model))):
+        with suppress(UserError, OSError):
+            meta = listing.read_meta(newest)["meta"]
+            final = final_checkpoint_of(newest, meta)
+            phase = (listing.read_meta(final)["meta"] if final.is_dir() else meta).get("phase")
+            return None if phase is None else str(phase)
+    return None
 
 
 def _open_checkpoint(weights: Weights, device: torch.device) -> OpenModel:
