@@ -12,9 +12,7 @@ from lmworks.ablate.sharing import shared_bytes
 from lmworks.doctor.read_run import read_run
 from lmworks.files import read_json, write_json
 from lmworks.plan.costs import disk
-from lmworks.plan.counts import count_by_component
 from lmworks.plan.flops import flops_per_token
-from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.schema.evaluate import Evaluate
 
 if TYPE_CHECKING:
@@ -135,9 +133,7 @@ def cost(runs: RunSet, seconds: Mapping[Path, float], jobs: int) -> Cost:
 
 def _checkpoint_bytes(arm: Arm) -> float:
     """One checkpoint stays of each run."""
-    model = arm.recipe.model
-    matrices = sum(parameter.size for parameter in parameters(model) if parameter.is_matrix)
-    return disk(arm.recipe, count_by_component(model).trained, matrices).checkpoint
+    return disk(arm.recipe).checkpoint
 
 
 def _data_bytes(runs: RunSet) -> float:

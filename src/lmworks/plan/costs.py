@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lmworks.plan.counts import count_adapters
+from lmworks.plan.stage_phases import lora_of
+from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
@@ -39,9 +42,19 @@ class Disk:
     data: float
 
 
-def disk(recipe: Recipe, trained: int, matrices: int) -> Disk:
-    """Bytes of one checkpoint (fp32 weights and optimizer state) of `trained` parameters, `matrices` of them in hidden matrices, the
-    maximum number kept, and bytes of the token files."""
+def _saved_parameters(recipe: Recipe) -> tuple[int, int]:
+    """Parameters that a checkpoint has, and how many of them Muon may train: all, or adapters where no phase trains more."""
+    loras = [lora_of(phase) for phase in recipe.train.phases]
+    adapters = [count_adapters(recipe.model, lora) for lora in loras if lora is not None]
+    if adapters and len(adapters) == len(loras):
+        return max(adapters), 0  # AdamW trains them
+    sizes = [(parameter.size, parameter.is_matrix) for parameter in parameters(recipe.model)]
+    return sum(size for size, _ in sizes), sum(size for size, matrix in sizes if matrix)
+
+
+def disk(recipe: Recipe) -> Disk:
+    """Bytes of one checkpoint (fp32 weights and optimizer state), the maximum number kept, and bytes of the token files."""
+    trained, matrices = _saved_parameters(recipe)
     states = matrices * 4 + (trained - matrices) * 8 if recipe.optimizer.kind == "muon" else trained * 8
     ema = trained * 4 if recipe.optimizer.ema_decay else 0
     kept = recipe.checkpoints.keep_last + recipe.checkpoints.keep_best

@@ -9,14 +9,13 @@ from typing import Any
 from lmworks.plan.amounts import DAY, days
 from lmworks.plan.automatic import choose_layout
 from lmworks.plan.costs import Disk, device_hours, disk, phase_steps, seconds
-from lmworks.plan.counts import Counts, count_adapters, count_by_component
+from lmworks.plan.counts import Counts, count_by_component
 from lmworks.plan.flops import flops_per_token
 from lmworks.plan.layout import MARGIN, Placement, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
 from lmworks.plan.overheads import Overheads, overheads
 from lmworks.plan.pipeline import bubble, micro_batches_for
 from lmworks.plan.stage_phases import assumptions, lora_of, stages_as_phases
-from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.derivation.positions import positions, warnings
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.layout import Layout, world_size
@@ -200,7 +199,7 @@ def make_plan(
     mfu = measured_mfu if measured_mfu is not None else cluster.mfu
     model = recipe.model
     counts = count_by_component(model)
-    held = disk(recipe, *_trained(recipe, counts))
+    held = disk(recipe)
     phases = []
     for phase, here in zip(recipe.train.phases, positions(recipe), strict=True):
         placed = choose(recipe, cluster, phase, given)
@@ -246,15 +245,6 @@ def make_plan(
         unwise=(*warnings(recipe), *assumptions(recipe)),
         activation_checkpointing=recipe.train.activation_checkpointing.text(),
     )
-
-
-def _trained(recipe: Recipe, counts: Counts) -> tuple[int, int]:
-    """Parameters that a checkpoint has, and how many of them are of hidden matrices: all, or adapters where no phase trains more."""
-    loras = [lora_of(phase) for phase in recipe.train.phases]
-    adapters = [count_adapters(recipe.model, lora) for lora in loras if lora is not None]
-    if adapters and len(adapters) == len(loras):
-        return max(adapters), 0  # AdamW trains them
-    return counts.trained, sum(parameter.size for parameter in parameters(recipe.model) if parameter.is_matrix)
 
 
 def plain(plan: Plan) -> dict[str, Any]:

@@ -38,8 +38,7 @@ def stages_as_phases(recipe: Recipe) -> Recipe:
             name=name, tokens=_tokens(section), mixture={name: 1.0}, sequence_length=section.sequence_length,
             global_batch_size=_step_tokens(section), lr_schedule=section.lr_schedule, lora=section.lora,
         )
-        for name, section in (("tune", recipe.tune), ("dpo", recipe.dpo), ("grpo", recipe.grpo))
-        if section is not None
+        for name, section in recipe.later_stages.items()
     ]  # fmt: skip
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases})})
 

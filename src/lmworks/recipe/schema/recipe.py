@@ -72,10 +72,15 @@ class Recipe(Node):
     launch: Launch = Launch()
 
     @property
+    def later_stages(self) -> dict[str, Tune | Dpo | Grpo]:
+        """What is trained after pretraining, in order, by the name of the stage."""
+        sections = {"tune": self.tune, "dpo": self.dpo, "grpo": self.grpo}
+        return {name: section for name, section in sections.items() if section is not None}
+
+    @property
     def loras(self) -> dict[str, Lora]:
         """The low-rank adapters of the stages that train such, by the name of the stage."""
-        sections = {"tune": self.tune, "dpo": self.dpo, "grpo": self.grpo}
-        return {name: section.lora for name, section in sections.items() if section is not None and section.lora is not None}
+        return {name: section.lora for name, section in self.later_stages.items() if section.lora is not None}
 
     @property
     def trains_base(self) -> bool:
