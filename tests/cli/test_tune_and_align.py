@@ -148,6 +148,7 @@ def test_every_stage_trains_adapters_on_the_merged_weights_of_the_one_before(
         },
     )  # fmt: skip
     arguments += ["--set", f"tune.lora={json.dumps(lora)}", "--set", "train.save_every=1 steps", "--set", "export.huggingface=true"]
+    arguments += ["--set", "export.gguf=true"]
 
     def run(stage: str, run_dir: Path) -> Done:
         return lmworks(stage, tiny_copy.recipe, *arguments, "--set", f"run_dir={run_dir}")
@@ -178,6 +179,9 @@ def test_every_stage_trains_adapters_on_the_merged_weights_of_the_one_before(
     divergences = [line["grpo/divergence"] for line in read(whole / "grpo") if "grpo/divergence" in line]
     assert divergences[0] < 1e-9 < divergences[-1], "the policy begins as the reference"
     assert json.loads((whole / "export" / "peft" / "adapter_config.json").read_text())["base_model_name_or_path"] == "tiny@dpo"
+    adapter = pytest.importorskip("gguf").GGUFReader(whole / "export" / "gguf" / "adapter.gguf")
+    assert adapter.get_field("general.name").contents() == "adapter of tiny@dpo"
+    assert len(adapter.tensors) == len(of_model)
     again = Tiny(tiny_copy.recipe, whole).copy(tmp_path / "again").run_dir
     shutil.rmtree(again / "grpo")
     arguments += ["--set", f"grpo.lora.init_from={whole / 'export' / 'peft'}", "--set", "grpo.learning_rate_scale=1e-9"]

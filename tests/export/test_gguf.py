@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapted import adapted
 from random_configs import random_config
 from small_models import SOFTMAX
 
 from lmworks.errors import UserError
-from lmworks.export.gguf import architecture_for, check_gguf, load_gguf, write_gguf
+from lmworks.export.gguf import architecture_for, check_gguf, load_gguf, write_gguf, write_gguf_adapter
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
@@ -206,6 +207,46 @@ def test_weights_come_back_from_the_file(make_run: Callable[..., Any], tmp_path:
     for key, tensor in other.state_dict().items():
         if not key.startswith("mtp."):
             assert torch.equal(tensor, expected[key]), key
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("glm4moe", ("all-linear", "experts")),
+        ("llama", ("all-linear",)),
+        ("deepseek", ("query_down", "query_up", "kv_down", "attention.output", "mlp", "experts")),
+    ],
+)
+def test_an_adapter_changes_the_file_as_merging_does(
+    make_run: Callable[..., Any], tmp_path: Path, name: str, targets: tuple[str, ...]
+) -> None:
+    """The file of the base model, plus scale B A of the adapter's file, is the file of the merged model."""
+    run = make_run(name)
+    one = adapted(run.model, *targets)
+    config = run.model.config.model_copy(update={"rope": run.model.rope})
+    write_gguf_adapter(one.adapters, one.lora, config, tmp_path / "adapter.gguf", "tiny")
+    base, adapter = written(run, tmp_path / "base.gguf"), gguf.GGUFReader(tmp_path / "adapter.gguf")
+    write_gguf(one.merged, run.tokenizer, tmp_path / "merged.gguf", torch.float32, "tiny")
+    merged = gguf.GGUFReader(tmp_path / "merged.gguf")
+    fields = {key: adapter.get_field(key).contents() for key in ("general.type", "adapter.type", "adapter.lora.alpha")}
+    assert fields == {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": one.lora.alpha * 2}  # rslora, rank 4
+    assert adapter.get_field("general.architecture").contents() == base.get_field("general.architecture").contents()
+    parts = {tensor.name: tensor.data for tensor in adapter.tensors}
+    changed = {tensor.name.rpartition(".")[0] for tensor in adapter.tensors}
+    assert len(changed) == len(one.adapters) / 2
+    for tensor in base.tensors:
+        found = tensor.data
+        if tensor.name in changed:
+            found = found + one.lora.scale * parts[f"{tensor.name}.lora_b"] @ parts[f"{tensor.name}.lora_a"]
+        np.testing.assert_allclose(found, values(merged, tensor.name)[0], atol=1e-6, err_msg=tensor.name)  # the order of sums
+
+
+def test_an_adapter_of_what_llama_cpp_splits_is_refused(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    run = make_run("deepseek")
+    one = adapted(run.model, "attention")
+    with pytest.raises(UserError, match="the expansion of latents to keys and values"):
+        write_gguf_adapter(one.adapters, one.lora, run.model.config, tmp_path / "adapter.gguf", "tiny")
+    assert not (tmp_path / "adapter.gguf").exists()
 
 
 def test_another_split_rule_is_refused(make_run: Callable[..., Any], tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapted import adapted
 from engines import ask, engine
 from small_models import CHATS, MODELS, STEPS, TEXTS
 
 from lmworks.export.export import write_huggingface
-from lmworks.export.gguf import write_gguf
+from lmworks.export.gguf import write_gguf, write_gguf_adapter
 from lmworks.model import Transformer
 from lmworks.model.generate import GenerateOptions, generate
 
@@ -46,6 +47,30 @@ def test_ids_and_log_probabilities(make_run: Callable[..., Any], tmp_path: Path,
         difference = np.abs(expected - answer["logprobs"])
         print(f"{name}: {len(ids)} tokens, log-probabilities differ by at most {difference.max():.1e}, mean {difference.mean():.1e}")
         assert difference.max() < 5e-5
+
+
+@pytest.mark.parametrize(("name", "targets"), [("glm4moe", ("all-linear", "experts")), ("llama", ("all-linear",))])
+def test_an_adapter_is_applied_as_merging_does(
+    make_run: Callable[..., Any], tmp_path: Path, name: str, targets: tuple[str, ...]
+) -> None:
+    python, server = engine("LMWORKS_LLAMA_PYTHON"), engine("LMWORKS_LLAMA_SERVER")
+    run = make_run(name, STEPS)
+    one = adapted(run.model, *targets)
+    write_gguf(run.model, run.tokenizer, tmp_path / "base.gguf", torch.float32, name)
+    config = run.model.config.model_copy(update={"rope": run.model.rope})
+    write_gguf_adapter(one.adapters, one.lora, config, tmp_path / "adapter.gguf", name)
+    question = {"model": str(tmp_path / "base.gguf"), "texts": TEXTS}
+    library = {"LLAMA_CPP_LIB_PATH": str(server.parent)}
+    base = ask(python, "scores_llama.py", question, **library)
+    answers = ask(python, "scores_llama.py", question | {"lora": str(tmp_path / "adapter.gguf")}, **library)
+    for plain, answer in zip(base, answers, strict=True):
+        ids = answer["ids"]
+        with torch.no_grad():
+            logprobs = one.merged(torch.tensor([ids]))[0].double().log_softmax(-1)
+        expected = logprobs[range(len(ids) - 1), ids[1:]].numpy()
+        difference, effect = (np.abs(expected - other["logprobs"]).max() for other in (answer, plain))
+        print(f"{name}: with the adapter different by at most {difference:.1e}, without it {effect:.1e}")
+        assert difference < 5e-5 < 1e-2 < effect
 
 
 @pytest.mark.parametrize(

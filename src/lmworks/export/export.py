@@ -3,6 +3,7 @@
     out_dir/huggingface/      safetensors, config, generation_config, tokenizer, README.md: transformers, vLLM, SGLang
     out_dir/peft/             low-rank adapters in PEFT's format, if the model was tuned with them
     out_dir/gguf/model.gguf   llama.cpp
+    out_dir/gguf/adapter.gguf   the same adapters for llama.cpp
     out_dir/parity.json       comparison of the exports with the trained model
 """
 
@@ -17,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmworks.errors import UserError
 from lmworks.export import gguf as gguf_
 from lmworks.export.card import write_card
 from lmworks.export.huggingface import TOLERANCE, Parity, compare, require_parity, write_model
-from lmworks.export.peft import write_peft
+from lmworks.export.peft import adapter_tensors, write_peft
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
@@ -58,6 +60,7 @@ class Report:
     sequences: int = 0
     gguf_architecture: str | None = None
     tensors: int = 0
+    no_gguf_adapter: str | None = None  # why llama.cpp cannot apply the adapters that were trained
     bytes: dict[str, int] | None = None
 
     def __rich__(self) -> Table:
@@ -77,6 +80,11 @@ class Report:
         if self.gguf_architecture:
             checked = f"read back: all {self.tensors} tensors equal, bit for bit"
             table.add_row("llama.cpp", self.gguf_architecture, _size(size["gguf"]), checked)
+        for kind, use in (("peft", "peft, vLLM"), ("gguf_adapter", "llama.cpp --lora")):
+            if kind in size:
+                table.add_row(use, "low-rank adapter", _size(size[kind]), "")
+        if self.no_gguf_adapter:
+            table.add_row("llama.cpp --lora", "none", "", self.no_gguf_adapter)
         return table
 
 
@@ -111,6 +119,12 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
         gguf_.write_gguf(model, tokenizer, path, dtype, recipe.name)
         values |= {"gguf_architecture": gguf_.architecture_for(model.config), "tensors": gguf_.check_gguf(model, path, dtype)}
         sizes["gguf"] = path.stat().st_size
+        adapter = path.with_name("adapter.gguf")
+        try:
+            if write_gguf_adapter(recipe, run_dir, adapter, model):
+                sizes["gguf_adapter"] = adapter.stat().st_size
+        except UserError as error:
+            values["no_gguf_adapter"] = str(error)
     report = Report(**values, bytes=sizes)
     write_json(out_dir / "parity.json", asdict(report) | {"tolerance": TOLERANCE})
     return report
@@ -125,10 +139,26 @@ def write_adapter(recipe: Recipe, run_dir: Path, directory: Path) -> bool:
     if (low_rank := adapters_of(checkpoint)) is None:
         return False
     lora, base = low_rank
-    before = of_checkpoint(base)[0]
-    name = recipe.start_from or recipe.name if before is BASE else f"{recipe.name}@{before.model}"
-    write_peft(checkpoint, lora, recipe.model, name, content_of(base), directory)
+    write_peft(checkpoint, lora, recipe.model, _base_name(recipe, base), content_of(base), directory)
     return True
+
+
+def write_gguf_adapter(recipe: Recipe, run_dir: Path, path: Path, model: Transformer) -> bool:
+    """Write the adapters of the last stage for llama.cpp, if it has trained adapters; returns whether it has. Raises `UserError` if
+    llama.cpp cannot apply them."""
+    checkpoint = final_checkpoint(run_dir, final_model(run_dir, recipe))
+    if (low_rank := adapters_of(checkpoint)) is None:
+        return False
+    lora, base = low_rank
+    config = recipe.model.model_copy(update={"rope": model.rope})
+    gguf_.write_gguf_adapter(adapter_tensors(checkpoint), lora, config, path, f"adapter of {_base_name(recipe, base)}")
+    return True
+
+
+def _base_name(recipe: Recipe, base: Path) -> str:
+    """The model that adapters belong to: what the run started from, or `NAME@MODEL`."""
+    before = of_checkpoint(base)[0]
+    return recipe.start_from or recipe.name if before is BASE else f"{recipe.name}@{before.model}"
 
 
 def check(recipe: Recipe) -> None:

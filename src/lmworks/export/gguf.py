@@ -8,8 +8,8 @@ converter (`tests/export/test_llama_cpp.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from lmworks.progress import bar
 from lmworks.recipe.families.common import rope_parameters
 from lmworks.recipe.families.family import Gguf, NoClass
 from lmworks.recipe.families.registry import family_of
+from lmworks.recipe.schema.lora import Lora, matrix_of
 from lmworks.recipe.schema.model import Model
 from lmworks.tokenizer import bpe, special
 from lmworks.tokenizer.foreign import ForeignTokenizer
@@ -123,6 +124,34 @@ def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torc
         writer.close()
 
 
+def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Model, path: Path, name: str) -> None:
+    """Write low-rank adapters to a file for llama.cpp's `--lora`, in fp32: for the GGUF file of the model that they were trained on.
+
+    `adapters` are tensors by our names, `model` the config with the RoPE of the last phase. Raises `UserError` for an adapter that
+    llama.cpp cannot apply.
+    """
+    gguf, places, items = _package(), _Places(model), []
+    for ours, tensor in adapters.items():
+        if _LATENT_KEYS_AND_VALUES.match(matrix_of(ours)):
+            raise UserError("llama.cpp has the expansion of latents to keys and values as other matrices than those with adapters")
+        item = places.place(matrix_of(ours), tensor, torch.float32)
+        if ours.endswith("A"):  # whose rows are ranks
+            item = replace(item, heads=0, rotated="")
+        items.append(replace(item, name=f"{item.name}.lora_{ours[-1].lower()}"))
+    with atomic_path(path) as aside:
+        writer = gguf.GGUFWriter(aside, architecture_for(model))
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_name(name)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, lora.scale * lora.rank)  # which llama.cpp divides by the rank
+        for item in items:
+            writer.add_tensor(item.name, item.bits())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
 def check_gguf(model: Transformer, path: Path, dtype: torch.dtype) -> int:
     """Read the file and compare every value with the model's, bit for bit. Returns the number of tensors; raises `UserError` if one
     differs."""
@@ -176,31 +205,42 @@ def _package() -> Any:
     return gguf
 
 
+class _Places:
+    """Where llama.cpp has the tensors of a model, whose config has the RoPE of the last phase."""
+
+    def __init__(self, config: Model) -> None:
+        gguf = _package()
+        self.config, self.family, self._known = config, family_of(config), _gguf_of(config)
+        number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self._known.architecture)
+        self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+
+    def place(self, ours: str, tensor: Tensor, dtype: torch.dtype) -> _GgufTensor:
+        """The tensor to write for one of ours, or for another one with the same rows."""
+        # the package maps Hugging Face's names, with stacked experts and the bias as a separate tensor
+        theirs = huggingface_name(ours, self.family).replace(".{e}", "").replace("e_score_correction_bias", "e_score_correction.bias")
+        name = self._names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        assert name, f"gguf has no name for {theirs}"
+        is_matrix = tensor.dim() > 1 and not name.endswith("ffn_gate_inp.weight")
+        config, match = self.config, _QUERY_OR_KEY.match(ours) if self._known.interleaved_rope else None
+        heads = 0 if match is None else config.num_attention_heads if match[1] == "query" else config.num_key_value_heads
+        rotated = ours if is_interleaved(ours, config) else ""
+        return _GgufTensor(name, tensor, dtype if is_matrix else torch.float32, heads or 0, rotated, config)
+
+
 def _items(model: Transformer, dtype: torch.dtype) -> Iterator[_GgufTensor]:
-    gguf = _package()
     config = _final_config(model)
-    known, family = _gguf_of(config), family_of(config)
-    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == known.architecture)
-    names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
+    places = _Places(config)
     for ours, tensor in model.state_dict().items():
         if ours == "head.weight" and model.config.tie_word_embeddings:
             continue  # llama.cpp uses the embedding if there is no output
         if ours.startswith("mtp."):
             continue  # llama.cpp would load multi-token prediction but not run it
-        if not is_exported(ours, family):
+        if not is_exported(ours, places.family):
             continue
         if (split := _LATENT_KEYS_AND_VALUES.match(ours)) is not None:
             yield from _split_latents(int(split[1]), tensor, dtype, config)
             continue
-        # the package maps Hugging Face's names, with stacked experts and the bias as a separate tensor
-        theirs = huggingface_name(ours, family).replace(".{e}", "").replace("e_score_correction_bias", "e_score_correction.bias")
-        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
-        assert name, f"gguf has no name for {theirs}"
-        is_matrix = tensor.dim() > 1 and not name.endswith("ffn_gate_inp.weight")
-        match = _QUERY_OR_KEY.match(ours) if known.interleaved_rope else None
-        heads = 0 if match is None else model.config.num_attention_heads if match[1] == "query" else model.config.num_key_value_heads
-        rotated = ours if is_interleaved(ours, config) else ""
-        yield _GgufTensor(name, tensor, dtype if is_matrix else torch.float32, heads or 0, rotated, config)
+        yield places.place(ours, tensor, dtype)
     if model.rope.scaling == "llama3":  # llama.cpp divides each frequency by a stored factor
         assert config.head_dim
         plain = model.rope.model_copy(update={"scaling": "none", "factor": 1.0})

@@ -32,16 +32,21 @@ _BASE = "lmworks_base"  # in the metadata of the weights: the hash of the tensor
 _UNSUPPORTED = ("modules_to_save", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "target_parameters", "lora_bias")
 
 
+def adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """The adapters of a checkpoint that holds nothing else, by our names."""
+    reader = Reader(checkpoint)
+    prefix = "model/"
+    return {
+        name.removeprefix(prefix): reader.read_slice(name, (0,) * len(record.shape), record.shape)
+        for name, record in reader.table.items() if name.startswith(prefix)
+    }  # fmt: skip
+
+
 def write_peft(checkpoint: Path, options: Lora, model: Model, base: str, base_hash: str, directory: Path) -> None:
     """Write the adapters of a checkpoint. `base` names the base model in the config; it is written beside the adapter as a model."""
     from safetensors.torch import save_file
 
-    reader = Reader(checkpoint)
-    prefix = "model/"
-    state = {
-        name.removeprefix(prefix): reader.read_slice(name, (0,) * len(record.shape), record.shape)
-        for name, record in reader.table.items() if name.startswith(prefix)
-    }  # fmt: skip
+    state = adapter_tensors(checkpoint)
     family, tensors = family_of(model), {}
     for name, tensor in state.items():
         for theirs, part in _their_tensors(name, tensor, model, family):
