@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from patience import PATIENCE
+from unsynced import do_not_wait_for_the_disk
 
 FORKS = mp.get_context("forkserver")  # of the environment of whoever was the first to fork
 FORKS.set_forkserver_preload(
@@ -34,6 +35,7 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
     from torch.distributed.tensor import _redistribute, debug
 
     torch.set_num_threads(1)
+    do_not_wait_for_the_disk()
     frozen = False
     while (job := jobs.get()) is not None:
         if not frozen:

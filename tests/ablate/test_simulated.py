@@ -51,7 +51,10 @@ def verdicts(values: np.ndarray, is_paired: bool) -> list[Verdict]:
 
 @pytest.mark.parametrize(
     ("noise", "seeds", "is_paired"),
-    [(real, 2, True), (real, 3, True), (real, 3, False), (real, 5, False), (skewed, 3, True), (skewed, 5, False)],
+    [
+        (real, 2, True), (real, 3, True), (real, 5, False), (skewed, 3, True),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((real, 3, False), (skewed, 5, False))),
+    ],
 )
 def test_equal_arms_get_a_verdict_in_at_most_5_percent_of_ablations(noise: object, seeds: int, is_paired: bool) -> None:
     assert callable(noise)

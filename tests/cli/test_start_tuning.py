@@ -101,7 +101,7 @@ def test_a_base_model_is_tuned_evaluated_exported_and_served(lmworks: Lmworks, k
     assert len([line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "start_from"]) == 1
 
 
-@pytest.mark.parametrize("spare", [0, 1, 40])
+@pytest.mark.parametrize("spare", [0, pytest.param(1, marks=pytest.mark.slow), 40])
 def test_tokens_are_added_to_a_kept_tokenizer(lmworks: Lmworks, chats: Path, tmp_path: Path, spare: int) -> None:
     """`spare`: rows of the embedding that no token has."""
     import transformers

@@ -76,7 +76,7 @@ print(found, peak() - start < 60)
 """
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "text", "gz"])
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("text", marks=pytest.mark.slow), "gz"])
 def test_200_megabytes_in_one_line_do_not_blow_memory(tmp_path: Path, kind: str) -> None:
     path = tmp_path / {"jsonl": "big.jsonl", "text": "big.txt", "gz": "big.jsonl.gz"}[kind]
     with open(path, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=1) if kind == "gz" else raw as out:

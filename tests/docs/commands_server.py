@@ -10,7 +10,12 @@ import json
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from unsynced import do_not_wait_for_the_disk
 
 _NEEDED = (
     "transformers", "lmworks.run.runner", "lmworks.run.summary", "lmworks.corpus", "lmworks.corpus.source_checks",
@@ -27,6 +32,7 @@ def serve() -> None:
     _register()
     for name in _NEEDED:
         import_module(name)
+    do_not_wait_for_the_disk()
     gc.freeze()  # else each child looks at all of it when it ends, which takes a second
     while line := sys.stdin.readline():
         command = json.loads(line)

@@ -211,7 +211,7 @@ def test_every_command_is_run_or_listed() -> None:
 
 
 PAGES_WITH_COMMANDS = list(dict.fromkeys(command.page for command in EVERY if is_known(command.text)))
-TUTORIALS = [page for page in PAGES_WITH_COMMANDS if page.name in ("README.md", "quickstart.md", "own-data.md")]
+TUTORIALS = [page for page in PAGES_WITH_COMMANDS if page.name in ("README.md", "quickstart.md")]
 
 
 @pytest.mark.timeout(1800)

@@ -171,7 +171,7 @@ def test_tokens_are_read_from_the_copy(bucket: str, trained: Tiny, tmp_path: Pat
     assert same_bits(checkpoint(lean.run_dir), checkpoint(trained.run_dir)) == []
 
 
-@pytest.mark.parametrize("harm", ["truncated", "gone"])
+@pytest.mark.parametrize("harm", ["truncated", pytest.param("gone", marks=pytest.mark.slow)])
 def test_a_damaged_copy_is_passed_over_aloud(bucket: str, trained: Tiny, tmp_path: Path, harm: str) -> None:
     folder = trained.run_dir / "checkpoints"
     copy_run(trained.run_dir, f"s3://{bucket}/run", print)

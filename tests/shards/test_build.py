@@ -123,7 +123,7 @@ module.build_shards(Recipe.model_validate_json(sys.argv[1]), *map(Path, sys.argv
 """
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_killed_and_started_again_gives_equal_files(
     recipe: Recipe, corpus: Path, tokenizer_dir: Path, shards_dir: Path, tmp_path: Path, threads: int
 ) -> None:

@@ -60,7 +60,7 @@ no_markup = st.text(max_size=20).filter(lambda text: "<" not in text)
 
 
 @given(city=no_markup, days=values, thoughts=no_markup, content=no_markup, count=st.integers(1, 3))
-@pytest.mark.parametrize("name", ["brief", "glm-4.6"])
+@pytest.mark.parametrize("name", [pytest.param("brief", marks=pytest.mark.slow), "glm-4.6"])
 def test_what_the_template_writes_is_read_back(name: str, city: str, days: Any, thoughts: str, content: str, count: int) -> None:
     if isinstance(days, str) and _reads_as_json(days):
         days = "x"  # a bare string for a parameter that is declared no string is read as what it looks like
