@@ -176,3 +176,26 @@ def test_llm_compressor(make_run: Callable[..., Any], tmp_path: Path, monkeypatc
             assert found["calibration"]["experts"]["count"] == 3 * 8
     assert results["fp8"]["bytes"] < results["fp8"]["original_bytes"]
     assert name == "deepseek" or results["gptq"]["bytes"] < results["fp8"]["bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.needs("compress")
+@pytest.mark.needs("vllm")
+def test_vllm_is_asked(make_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """Logits and speed are those of the engine that the forms are for, on a CPU for those with kernels for it; of the others the page says
+    that it did not run them."""
+    run = make_run("qwen3", 64)
+    pythons = [word for name in ("COMPRESS", "VLLM") for word in ("--python", engine(f"LMWORKS_{name}_PYTHON"))]
+    options = ("--out", tmp_path, "--tokens", "600", *pythons, "--json")
+    done = Lmworks(monkeypatch, capfd)("quantize", run.directory, "--to", "int8,gptq,awq", *options)
+    assert done.code == 0, done.err + done.out
+    results = {one["scheme"]: one for one in json.loads(done.out)["results"]}
+    asked = {scheme for scheme, found in results.items() if found["scored_by"].startswith("vLLM ")}
+    print({scheme: (found["scored_by"], found["agreement"]["kl_mean"], found["warnings"]) for scheme, found in results.items()})
+    assert "int8" in asked
+    for scheme, found in results.items():
+        assert found["verdict"] == "passed"
+        if scheme in asked:
+            assert found["speed"]["engine"] == "vLLM" and found["speed"]["decode"] > 0 < found["speed"]["original"]["prefill"]
+        else:
+            assert any("vLLM does not run it on this machine" in warning for warning in found["warnings"])

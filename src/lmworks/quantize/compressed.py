@@ -32,6 +32,7 @@ MODULES = ("llmcompressor",)
 GROUPS = (128, 64, 32)
 """Sizes of groups of weights that share a scale, with 4 bits; the first that divides all rows is used."""
 _PROGRAM, _NAME = "compress_program", "llm-compressor"
+_VLLM, _REPEATS = "vllm_program", 3
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
 _PARTS = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
 _ROLES = (
@@ -53,6 +54,11 @@ def find_llmcompressor(scheme: Scheme, given: Sequence[Path]) -> Path:
             "(pip install 'lmworks[compress]' also works, but replaces transformers by an older version)"
         )
     return python
+
+
+def find_vllm(given: Sequence[Path]) -> Path | None:
+    """The Python that has vLLM, the engine of these forms."""
+    return find_python(("vllm",), given)
 
 
 def require(scheme: Scheme, source: Source, calibration: Sequence[Window]) -> None:
@@ -274,3 +280,25 @@ def transformers_scorer(python: Path, model: Path, vocabulary: int, scratch: Pat
     with running(python, _PROGRAM, "transformers", **_environment()) as child:
         answer = child.ask({"do": "open", "model": str(model), "threads": machine.threads()})
         yield ChildScorer(child, scratch, vocabulary, f"transformers {answer['version']} with compressed-tensors")
+
+
+@contextmanager
+def vllm_scorer(python: Path, model: Path, vocabulary: int, length: int, scratch: Path) -> Iterator[ChildScorer]:
+    """Open a directory in vLLM, for windows of at most `length` tokens: logits as it computes them to serve the model.
+
+    Raises `Crashed` if it does not load it."""
+    with running(python, _VLLM, "vLLM", **_vllm_environment()) as child:
+        answer = child.ask({"do": "open", "model": str(model), "length": length})
+        yield ChildScorer(child, scratch, vocabulary, f"vLLM {answer['version']}")
+
+
+def measure_speed(python: Path, model: Path, ids: Sequence[int], new_tokens: int) -> dict[str, float]:
+    """Tokens per second at which vLLM reads `ids` and generates, one request at a time: medians of some repeats."""
+    with running(python, _VLLM, "vLLM", **_vllm_environment()) as child:
+        return child.ask({"do": "speed", "model": str(model), "ids": list(ids), "new_tokens": new_tokens, "repeats": _REPEATS})
+
+
+def _vllm_environment() -> dict[str, str]:
+    # in one process, where its logits can be seen; on a CPU, 1 GB for its cache
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return _environment() | own

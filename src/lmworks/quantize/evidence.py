@@ -24,13 +24,14 @@ _PROMPT, _FOLLOWING = 256, 32  # tokens, of the measurement of speed
 
 @dataclass(frozen=True)
 class Job:
-    """What a scheme is applied to. `python` has the scheme's library, if one is needed or there; `working` holds unfinished files that all
-    schemes share, `folder` becomes the result."""
+    """What a scheme is applied to. `python` has the scheme's library, if one is needed or there, and `vllm` has vLLM; `working` holds
+    unfinished files that all schemes share, `folder` becomes the result."""
 
     source: Source
     texts: Texts
     comparison: Comparison
     python: Path | None
+    vllm: Path | None
     working: Path
     folder: Path
 
@@ -53,9 +54,10 @@ def gguf_evidence(scheme: Scheme, job: Job) -> Evidence:
         _score(evidence, OwnScorer(ours), scheme, job)
         evidence.speed = not_measured("llama.cpp is not installed: pip install 'lmworks[llama]'")
     else:
-        longest = max(len(window.ids) for window in job.texts.measured)
         try:
-            with gguf.llama_scorer(job.python, target, job.source.model.config.vocab_size or 0, longest, job.working) as scorer:
+            with gguf.llama_scorer(
+                job.python, target, job.source.model.config.vocab_size or 0, job.texts.longest, job.working
+            ) as scorer:  # fmt: skip
                 _score(evidence, scorer, scheme, job)
             evidence.speed = _gguf_speed(job, original, target)
         except Crashed as error:
@@ -66,7 +68,8 @@ def gguf_evidence(scheme: Scheme, job: Job) -> Evidence:
 
 
 def compressed_evidence(scheme: Scheme, job: Job) -> Evidence:
-    """Quantize to compressed-tensors. Logits are those of transformers if it loads every tensor, else those of dequantized weights."""
+    """Quantize to compressed-tensors. Logits and speed are vLLM's where it is installed and runs the result; else logits are those of
+    transformers if it loads every tensor, else those of dequantized weights."""
     assert job.python is not None
     source, target = job.source, job.folder
     original = source.directory or job.working / "huggingface"
@@ -77,17 +80,26 @@ def compressed_evidence(scheme: Scheme, job: Job) -> Evidence:
     sizes = [sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (target, original)]
     evidence = Evidence(
         made_by, "", sizes[0], sizes[1], records, None, compressed.check_files(original, target), calibration=_calibration(scheme, job),
-        speed=not_measured("vLLM, the engine of this format, was not asked"), mtp=_mtp(source, records),
+        speed=not_measured("vLLM, the engine of this format, was not asked: it is not installed"), mtp=_mtp(source, records),
     )  # fmt: skip
     if _is_lost(records, evidence):
         return evidence
-    ours = compressed.dequantized(source, target, job.working)
-    try:
-        with compressed.transformers_scorer(job.python, target, source.model.config.vocab_size or 0, job.working) as scorer:
-            _score(evidence, scorer, scheme, job)
-    except Crashed as error:
-        evidence.notes.append(f"not asked in transformers: {error}")
-        _score(evidence, OwnScorer(ours), scheme, job)
+    ours, vocabulary = compressed.dequantized(source, target, job.working), source.model.config.vocab_size or 0
+    if job.vllm is not None:
+        try:
+            with compressed.vllm_scorer(job.vllm, target, vocabulary, job.texts.longest, job.working) as scorer:
+                _score(evidence, scorer, scheme, job)
+            evidence.speed = _vllm_speed(job.vllm, job, original, target)
+        except Crashed as error:
+            evidence.notes.append(f"vLLM does not run it on this machine: {error}")
+            evidence.speed = not_measured("vLLM does not run it on this machine")
+    if evidence.agreement is None:
+        try:
+            with compressed.transformers_scorer(job.python, target, vocabulary, job.working) as scorer:
+                _score(evidence, scorer, scheme, job)
+        except Crashed as error:
+            evidence.notes.append(f"not asked in transformers: {error}")
+            _score(evidence, OwnScorer(ours), scheme, job)
     evidence.benchmarks = job.comparison.against(ours, scheme.name)
     return evidence
 
@@ -111,14 +123,28 @@ def _agreement(job: Job, scorer: Scorer, scheme: Scheme) -> Agreement:
 
 def _gguf_speed(job: Job, original: Path, target: Path) -> dict[str, Any]:
     assert job.python is not None
-    ids = [token for window in job.texts.measured for token in window.ids]
-    most = min(_PROMPT, max(2, job.source.opened.context - _FOLLOWING))
-    prompt, following = ids[:most], (ids * _FOLLOWING)[most : most + _FOLLOWING]
+    prompt, following = _speed_texts(job)
     measured, reference = (gguf.measure_speed(job.python, path, prompt, following) for path in (target, original))
     return {
         "engine": "llama.cpp on the CPU", "threads": machine.threads(), "prompt": len(prompt), "new_tokens": len(following),
         **measured, "original": reference,
     }  # fmt: skip
+
+
+def _vllm_speed(python: Path, job: Job, original: Path, target: Path) -> dict[str, Any]:
+    prompt, following = _speed_texts(job)
+    measured, reference = (compressed.measure_speed(python, path, prompt, len(following)) for path in (target, original))
+    return {
+        "engine": "vLLM", "threads": machine.threads(), "prompt": len(prompt), "new_tokens": len(following), **measured,
+        "original": reference,
+    }  # fmt: skip
+
+
+def _speed_texts(job: Job) -> tuple[list[int], list[int]]:
+    """A prompt and tokens to follow it, for measurements of speed."""
+    ids = [token for window in job.texts.measured for token in window.ids]
+    most = min(_PROMPT, max(2, job.source.opened.context - _FOLLOWING - 1))
+    return ids[:most], (ids * _FOLLOWING)[most : most + _FOLLOWING]
 
 
 def _calibration(scheme: Scheme, job: Job) -> dict[str, Any]:

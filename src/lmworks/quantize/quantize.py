@@ -55,10 +55,11 @@ def quantize(where: str, schemes: Sequence[Scheme], out: Path, options: Options)
     `UserError` before anything is written if a library, text or disk space is missing.
     """
     pythons = {scheme.name: _find(scheme, options.pythons) for scheme in schemes}
+    vllm = compressed.find_vllm(options.pythons) if any(scheme.format == "compressed-tensors" for scheme in schemes) else None
     source = open_source(where)
     if source.directory is not None and out.resolve() == source.directory.resolve():
         raise UserError(f"--out {out} is the model itself; choose another directory")
-    length = min(_LONGEST, source.opened.context)
+    length = min(_LONGEST, source.opened.context - 1)  # an engine wants room for a next token
     texts = read_texts(source.run_dir, options.held_out, options.calibration, source.opened.tokenizer, length, options.tokens)
     for scheme in schemes:
         if scheme.format == "compressed-tensors":
@@ -69,14 +70,14 @@ def quantize(where: str, schemes: Sequence[Scheme], out: Path, options: Options)
     with explain_os_errors(out), _working(out) as working:
         for scheme in schemes:
             python = pythons[scheme.name]
-            wanted = {**made_from, "limits": asdict(scheme.limits), "engine": python is not None}
+            wanted = {**made_from, "limits": asdict(scheme.limits), "engine": (python if scheme.format == "gguf" else vllm) is not None}
             if _is_done(out, scheme, wanted):
                 console.print(f"{scheme.name}: certified already, kept", style="dim")
                 continue
             began = time.monotonic()
             (folder := working / scheme.name).mkdir()
             certify = gguf_evidence if scheme.format == "gguf" else compressed_evidence
-            evidence = certify(scheme, Job(source, texts, comparison, python, working, folder))
+            evidence = certify(scheme, Job(source, texts, comparison, python, vllm, working, folder))
             document = certificate(scheme, evidence, wanted) | {"seconds": time.monotonic() - began}
             write_json(folder / CERTIFICATE, document)
             write_json(folder / "tensors.json", [asdict(one) for one in evidence.records])

@@ -34,6 +34,11 @@ class Texts:
     measured_from: str
     calibration_from: str
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest window that is measured."""
+        return max(len(window.ids) for window in self.measured)
+
 
 def read_texts(
     run_dir: Path | None, held_out_file: Path | None, calibration_file: Path | None, tokenizer: Tokenizer, length: int, most: int
@@ -67,7 +72,7 @@ def _windows(documents: Mapping[str, Sequence[str]], tokenizer: Tokenizer, lengt
     total = 0
     for turn in zip_longest(*(_of_domain(domain, parts, tokenizer, length) for domain, parts in documents.items())):
         for window in filter(None, turn):
-            if total >= most:
+            if total and most - total < _FEWEST:
                 return
             ids = window.ids[: max(_FEWEST, most - total)]
             total += len(ids)
