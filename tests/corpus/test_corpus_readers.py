@@ -104,7 +104,7 @@ print(documents, characters, peak() - start < 30)
 """
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("suffix", [pytest.param("", marks=pytest.mark.slow), ".gz"])
 def test_200_megabytes_of_documents_take_little_memory_however_small_their_file_is(tmp_path: Path, suffix: str) -> None:
     """The compressed file has 3 MB. It is one part, which is read in pieces like plain text: 30 MB, whatever it holds."""
     path = tmp_path / f"many.jsonl{suffix}"

@@ -198,8 +198,13 @@ def test_light_and_dark(page: Page, report: str) -> None:
     assert page.evaluate(ground) != light  # it is remembered
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [320, 390, 768, 1400])
+SCREENS = [(320, "light"), (390, "light"), (390, "dark"), (768, "dark"), (1400, "light")]  # beside those of the fast tests
+
+
+@pytest.mark.parametrize(
+    ("width", "theme"),
+    [(320, "dark"), (768, "light"), (1400, "dark"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SCREENS)],
+)
 def test_it_fits_and_can_be_read(browser: Browser, report: str, width: int, theme: str) -> None:
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme)  # type: ignore[arg-type]
     page = context.new_page()

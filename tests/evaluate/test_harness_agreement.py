@@ -145,6 +145,7 @@ def test_our_class_agrees_on_a_trained_model(trained_model: OpenModel, few: tupl
     check_our_class(trained_model, *few, FAST)
 
 
+@pytest.mark.slow
 def test_their_class_agrees_on_our_export(export_folder: Path, few: tuple[Path, list[Exported]]) -> None:
     opened = open_model(export_folder, "cpu")
     compare(ours(opened, FAST), by_their_class(export_folder, *few, opened.context), few[1])

@@ -79,6 +79,7 @@ RECIPES = {
     "a size without end": (DIAL, ["size=999999T"], "is no size of a model; shapes are derived up to 10T"),
     "a size of nothing": (DIAL, ["size=0M"], "is no size of a model"),
     "a billion heads": (RECIPE, ["model.num_attention_heads=1000000000"], "input should be less than or equal to 65536"),
+    "a billion threads": (RECIPE, ["threads=1000000000"], "input should be less than or equal to 4096"),
     "a billion layers": (RECIPE, ["model.num_hidden_layers=1000000000"], "input should be less than or equal to 2000"),
     "a key below an item that is a text": (RECIPE, ["tokenizer.special=[a]", "tokenizer.special.0.b=1"], "is a single value; nothing"),
     "an override of two lines": (RECIPE, ["time=\n"], "--set time= : time: '' is not a quantity"),

@@ -26,6 +26,7 @@ def test_a_law_without_noise_is_found() -> None:
     assert found.loss(1e9, 2e10) == pytest.approx(LAW.loss(1e9, 2e10), abs=0.01), "far away too"
 
 
+@pytest.mark.slow
 def test_intervals_of_90_percent_hold_about_as_often() -> None:
     """12 ladders with 0.3% noise, each with one target. Fewer than 8 hits have a probability of 0.4% at 90% coverage. 12 hits do not show
     that intervals are not too wide, so their width is bounded too: 0.055 on average in 30 other ladders."""

@@ -120,7 +120,7 @@ def assert_replicas_same(outcomes: list[Outcome]) -> None:
 
 
 # All ranks share each matrix of these, so that none of the work is done twice; elsewhere parameters are plain or on several meshes.
-SLOW = ("hsdp 3 x 2", "hsdp 2 x 2 over tp 2", "ep 2, efsdp 4 by rows", "fsdp 4 over tp 2, uneven")  # of a kind with others
+SLOW = ("hsdp 2 x 2", "hsdp 3 x 2", "hsdp 2 x 2 over tp 2", "ep 2, efsdp 4 by rows", "fsdp 4 over tp 2, uneven")  # of a kind with others
 SHARED = ("fsdp 3, uneven", "copies on 2", "hsdp 2 x 2", "hsdp 3 x 2", "ep 2 with copies", "ep 2 in fsdp 2")
 
 

@@ -190,8 +190,13 @@ def test_nothing_is_loaded_from_elsewhere(page: Page, server: Any) -> None:
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
 
 
-@pytest.mark.parametrize("width", [320, 390, 1000])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+SCREENS = [(320, "dark"), (390, "light"), (390, "dark"), (1000, "light")]  # widths and themes beside those of the fast tests
+
+
+@pytest.mark.parametrize(
+    ("width", "theme"),
+    [(320, "light"), (1000, "dark"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SCREENS)],
+)
 def test_it_fits_and_can_be_read(browser: Browser, server: Any, width: int, theme: str) -> None:
     context = browser.new_context(viewport={"width": width, "height": 700}, color_scheme=theme)  # type: ignore[arg-type]
     page = context.new_page()

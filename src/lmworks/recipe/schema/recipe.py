@@ -48,7 +48,9 @@ class Recipe(Node):
         description="wall time of `lmworks run` from start to end, such as 10min: the token budgets of phases and tuning become "
         "proportions, scaled by the speed that is measured before the first step",
     )
-    threads: Annotated[int | None, RESUME_ONLY] = Field(None, gt=0, description="CPU threads; all cores of the machine when omitted")
+    threads: Annotated[int | None, RESUME_ONLY] = Field(
+        None, gt=0, le=4096, description="CPU threads; all cores of the machine when omitted"
+    )  # fmt: skip
     start_from: Annotated[str | None, read_by("pretrain", "evaluate", "export", frozen=True)] = Field(
         None,
         description="base model to start from instead of random weights: a Hugging Face folder, a run, or one of its checkpoints, relative "
