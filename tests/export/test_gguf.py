@@ -223,8 +223,7 @@ def test_an_adapter_changes_the_file_as_merging_does(
     """The file of the base model, plus scale B A of the adapter's file, is the file of the merged model."""
     run = make_run(name)
     one = adapted(run.model, *targets)
-    config = run.model.config.model_copy(update={"rope": run.model.rope})
-    write_gguf_adapter(one.adapters, one.lora, config, tmp_path / "adapter.gguf", "tiny")
+    write_gguf_adapter(one.adapters, one.lora, run.model, tmp_path / "adapter.gguf", "tiny")
     base, adapter = written(run, tmp_path / "base.gguf"), gguf.GGUFReader(tmp_path / "adapter.gguf")
     write_gguf(one.merged, run.tokenizer, tmp_path / "merged.gguf", torch.float32, "tiny")
     merged = gguf.GGUFReader(tmp_path / "merged.gguf")
@@ -245,7 +244,7 @@ def test_an_adapter_of_what_llama_cpp_splits_is_refused(make_run: Callable[..., 
     run = make_run("deepseek")
     one = adapted(run.model, "attention")
     with pytest.raises(UserError, match="the expansion of latents to keys and values"):
-        write_gguf_adapter(one.adapters, one.lora, run.model.config, tmp_path / "adapter.gguf", "tiny")
+        write_gguf_adapter(one.adapters, one.lora, run.model, tmp_path / "adapter.gguf", "tiny")
     assert not (tmp_path / "adapter.gguf").exists()
 
 

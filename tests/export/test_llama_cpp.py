@@ -57,8 +57,7 @@ def test_an_adapter_is_applied_as_merging_does(
     run = make_run(name, STEPS)
     one = adapted(run.model, *targets)
     write_gguf(run.model, run.tokenizer, tmp_path / "base.gguf", torch.float32, name)
-    config = run.model.config.model_copy(update={"rope": run.model.rope})
-    write_gguf_adapter(one.adapters, one.lora, config, tmp_path / "adapter.gguf", name)
+    write_gguf_adapter(one.adapters, one.lora, run.model, tmp_path / "adapter.gguf", name)
     question = {"model": str(tmp_path / "base.gguf"), "texts": TEXTS}
     library = {"LLAMA_CPP_LIB_PATH": str(server.parent)}
     base = ask(python, "scores_llama.py", question, **library)

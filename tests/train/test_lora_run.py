@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.export.export import write_adapter
+from lmworks.export.export import find_adapter, write_adapter
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.model.lora import adapters, attach, merge
@@ -119,7 +119,9 @@ def test_other_adapters_and_another_base_are_refused(based: Tiny) -> None:
 def test_an_adapter_in_pefts_format_goes_out_and_comes_back(based: Tiny, tmp_path: Path) -> None:
     tune(based)
     recipe = based.resolve(*LORA).recipe
-    assert write_adapter(recipe, based.run_dir, tmp_path / "peft")
+    adapter = find_adapter(recipe, based.run_dir)
+    assert adapter is not None
+    write_adapter(recipe, adapter, tmp_path / "peft")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text(encoding="utf-8"))
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 32.0, "LORA")
     assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -191,7 +193,9 @@ def test_an_adapter_of_another_base_is_refused(based: Tiny, tmp_path: Path) -> N
 
     tune(based)
     recipe = based.resolve(*LORA).recipe
-    write_adapter(recipe, based.run_dir, tmp_path / "peft")
+    adapter = find_adapter(recipe, based.run_dir)
+    assert adapter is not None
+    write_adapter(recipe, adapter, tmp_path / "peft")
     lora = recipe.tune.lora  # type: ignore[union-attr]
     for changes, message in (({}, "has the hash other"), ({"hidden_size": 64}, "another base model: .* has the shape")):
         model = recipe.model.model_copy(update=changes)

@@ -12,7 +12,7 @@ from test_lora_run import based, tune  # noqa: F401
 from torch import Tensor
 
 from lmworks.export import peft as ours
-from lmworks.export.export import write_adapter
+from lmworks.export.export import find_adapter, write_adapter
 from lmworks.export.huggingface import write_model
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
@@ -89,7 +89,9 @@ def test_peft_loads_and_merges_our_adapter(based: Tiny, tmp_path: Path) -> None:
     overrides = ("tune.lora.targets=[attention]",)
     tune(based, *overrides)
     recipe = based.resolve("tune.lora.rank=4", *overrides).recipe
-    assert write_adapter(recipe, based.run_dir, tmp_path / "adapter")
+    adapter = find_adapter(recipe, based.run_dir)
+    assert adapter is not None
+    write_adapter(recipe, adapter, tmp_path / "adapter")
     theirs = base_in_transformers(load_model(based.run_dir, "base"), tmp_path / "base")
     ids = torch.randint(0, 500, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

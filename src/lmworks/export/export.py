@@ -29,6 +29,7 @@ from lmworks.model.generate import SAMPLING
 from lmworks.model_stages import BASE, of_checkpoint
 from lmworks.recipe.derivation.positions import positions
 from lmworks.recipe.loading.huggingface import class_for
+from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.format.manifest import Manifest
 from lmworks.shards.read.validation import Validation
@@ -103,6 +104,7 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
     dtype = DTYPES[options.dtype]
     values: dict[str, Any] = {"model": which, "dtype": options.dtype}
     sizes: dict[str, int] = {}
+    adapter = find_adapter(recipe, run_dir)
     if options.huggingface:
         directory = _fresh(out_dir / "huggingface")
         write_huggingface(model, tokenizer, directory, dtype)
@@ -112,47 +114,49 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
         require_parity(parity, directory)
         values |= {"architecture": class_for(model.config), "huggingface": parity, "sequences": len(tokens_BT)}
         sizes["huggingface"] = sum(file.stat().st_size for file in directory.iterdir())
-        if write_adapter(recipe, run_dir, out_dir / "peft"):
+        shutil.rmtree(out_dir / "peft", ignore_errors=True)
+        if adapter:
+            write_adapter(recipe, adapter, out_dir / "peft")
             sizes["peft"] = sum(file.stat().st_size for file in (out_dir / "peft").iterdir())
     if options.gguf:
         path = _fresh(out_dir / "gguf") / "model.gguf"
         gguf_.write_gguf(model, tokenizer, path, dtype, recipe.name)
         values |= {"gguf_architecture": gguf_.architecture_for(model.config), "tensors": gguf_.check_gguf(model, path, dtype)}
         sizes["gguf"] = path.stat().st_size
-        adapter = path.with_name("adapter.gguf")
-        try:
-            if write_gguf_adapter(recipe, run_dir, adapter, model):
-                sizes["gguf_adapter"] = adapter.stat().st_size
-        except UserError as error:
-            values["no_gguf_adapter"] = str(error)
+        if adapter:
+            beside, name = path.with_name("adapter.gguf"), f"adapter of {_base_name(recipe, adapter.base)}"
+            try:
+                gguf_.write_gguf_adapter(adapter_tensors(adapter.checkpoint), adapter.lora, model, beside, name)
+                sizes["gguf_adapter"] = beside.stat().st_size
+            except UserError as error:
+                values["no_gguf_adapter"] = str(error)
     report = Report(**values, bytes=sizes)
     write_json(out_dir / "parity.json", asdict(report) | {"tolerance": TOLERANCE})
     return report
 
 
-def write_adapter(recipe: Recipe, run_dir: Path, directory: Path) -> bool:
-    """Write the adapters of the last stage in PEFT's format, if it has trained adapters; returns whether it has."""
+@dataclass(frozen=True)
+class TrainedAdapter:
+    """The adapters of the last stage: their checkpoint, their options and the checkpoint of the model that they belong to."""
+
+    checkpoint: Path
+    lora: Lora
+    base: Path
+
+
+def find_adapter(recipe: Recipe, run_dir: Path) -> TrainedAdapter | None:
+    """The adapters of the last stage, if it has trained such; they and their base are verified."""
+    checkpoint = final_checkpoint(run_dir, final_model(run_dir, recipe))
+    low_rank = adapters_of(checkpoint)
+    return None if low_rank is None else TrainedAdapter(checkpoint, *low_rank)
+
+
+def write_adapter(recipe: Recipe, adapter: TrainedAdapter, directory: Path) -> None:
+    """Write adapters in PEFT's format."""
     from lmworks.checkpoint.listing import content_of
 
-    shutil.rmtree(directory, ignore_errors=True)
-    checkpoint = final_checkpoint(run_dir, final_model(run_dir, recipe))
-    if (low_rank := adapters_of(checkpoint)) is None:
-        return False
-    lora, base = low_rank
-    write_peft(checkpoint, lora, recipe.model, _base_name(recipe, base), content_of(base), directory)
-    return True
-
-
-def write_gguf_adapter(recipe: Recipe, run_dir: Path, path: Path, model: Transformer) -> bool:
-    """Write the adapters of the last stage for llama.cpp, if it has trained adapters; returns whether it has. Raises `UserError` if
-    llama.cpp cannot apply them."""
-    checkpoint = final_checkpoint(run_dir, final_model(run_dir, recipe))
-    if (low_rank := adapters_of(checkpoint)) is None:
-        return False
-    lora, base = low_rank
-    config = recipe.model.model_copy(update={"rope": model.rope})
-    gguf_.write_gguf_adapter(adapter_tensors(checkpoint), lora, config, path, f"adapter of {_base_name(recipe, base)}")
-    return True
+    base = adapter.base
+    write_peft(adapter.checkpoint, adapter.lora, recipe.model, _base_name(recipe, base), content_of(base), directory)
 
 
 def _base_name(recipe: Recipe, base: Path) -> str:

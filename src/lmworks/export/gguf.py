@@ -124,13 +124,13 @@ def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torc
         writer.close()
 
 
-def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Model, path: Path, name: str) -> None:
+def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Transformer, path: Path, name: str) -> None:
     """Write low-rank adapters to a file for llama.cpp's `--lora`, in fp32: for the GGUF file of the model that they were trained on.
 
-    `adapters` are tensors by our names, `model` the config with the RoPE of the last phase. Raises `UserError` for an adapter that
-    llama.cpp cannot apply.
+    `adapters` are tensors by our names; of `model` only the config and the RoPE matter. Raises `UserError` for an adapter that llama.cpp
+    cannot apply.
     """
-    gguf, places, items = _package(), _Places(model), []
+    gguf, places, items = _package(), _Places(_final_config(model)), []
     for ours, tensor in adapters.items():
         if _LATENT_KEYS_AND_VALUES.match(matrix_of(ours)):
             raise UserError("llama.cpp has the expansion of latents to keys and values as other matrices than those with adapters")
@@ -139,7 +139,7 @@ def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Model,
             item = replace(item, heads=0, rotated="")
         items.append(replace(item, name=f"{item.name}.lora_{ours[-1].lower()}"))
     with atomic_path(path) as aside:
-        writer = gguf.GGUFWriter(aside, architecture_for(model))
+        writer = gguf.GGUFWriter(aside, architecture_for(places.config))
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_name(name)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")

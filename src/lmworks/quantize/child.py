@@ -103,10 +103,10 @@ def running(python: Path, program: str, name: str, **environment: str) -> Iterat
     """Start `programs/PROGRAM.py` under `python`, and end it with the block, however it is left."""
     with tempfile.TemporaryDirectory() as scratch:
         variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | environment
+        command = [str(python), "-I", "-B", str(PROGRAMS / "run_program.py"), program]  # -B: nothing is written beside the programs
         process = subprocess.Popen(
-            [str(python), "-I", str(PROGRAMS / f"{program}.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=variables | {"TMPDIR": scratch},
-        )  # fmt: skip
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables | {"TMPDIR": scratch}
+        )
         try:
             yield Child(process, name)
         finally:

@@ -32,7 +32,7 @@ MODULES = ("llmcompressor",)
 GROUPS = (128, 64, 32)
 """Sizes of groups of weights that share a scale, with 4 bits; the first that divides all rows is used."""
 _PROGRAM, _NAME = "compress_program", "llm-compressor"
-_VLLM, _REPEATS = "vllm_program", 3
+_VLLM = "vllm_program"
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
 _PARTS = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
 _ROLES = (
@@ -292,10 +292,10 @@ def vllm_scorer(python: Path, model: Path, vocabulary: int, length: int, scratch
         yield ChildScorer(child, scratch, vocabulary, f"vLLM {answer['version']}")
 
 
-def measure_speed(python: Path, model: Path, ids: Sequence[int], new_tokens: int) -> dict[str, float]:
-    """Tokens per second at which vLLM reads `ids` and generates, one request at a time: medians of some repeats."""
+def measure_speed(python: Path, model: Path, ids: Sequence[int], following: Sequence[int], repeats: int) -> dict[str, float]:
+    """Tokens per second at which vLLM reads `ids` and generates as many tokens as `following`, medians of the repeats."""
     with running(python, _VLLM, "vLLM", **_vllm_environment()) as child:
-        return child.ask({"do": "speed", "model": str(model), "ids": list(ids), "new_tokens": new_tokens, "repeats": _REPEATS})
+        return child.ask({"do": "speed", "model": str(model), "ids": list(ids), "following": list(following), "repeats": repeats})
 
 
 def _vllm_environment() -> dict[str, str]:

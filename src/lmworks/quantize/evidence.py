@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from lmworks.quantize.schemes import Scheme
 from lmworks.quantize.source import Source
 from lmworks.quantize.texts import Texts
 
-_PROMPT, _FOLLOWING = 256, 32  # tokens, of the measurement of speed
+_PROMPT, _FOLLOWING, _REPEATS = 256, 32, 3  # tokens and repeats of the measurement of speed
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def gguf_evidence(scheme: Scheme, job: Job) -> Evidence:
                 job.python, target, job.source.model.config.vocab_size or 0, job.texts.longest, job.working
             ) as scorer:  # fmt: skip
                 _score(evidence, scorer, scheme, job)
-            evidence.speed = _gguf_speed(job, original, target)
+            evidence.speed = _speed("llama.cpp on the CPU", gguf.measure_speed, job.python, job, original, target)
         except Crashed as error:
             evidence.structure.append(f"llama.cpp does not run it: {error}")
             evidence.speed = not_measured("llama.cpp does not run it")
@@ -89,7 +90,7 @@ def compressed_evidence(scheme: Scheme, job: Job) -> Evidence:
         try:
             with compressed.vllm_scorer(job.vllm, target, vocabulary, job.texts.longest, job.working) as scorer:
                 _score(evidence, scorer, scheme, job)
-            evidence.speed = _vllm_speed(job.vllm, job, original, target)
+            evidence.speed = _speed("vLLM", compressed.measure_speed, job.vllm, job, original, target)
         except Crashed as error:
             evidence.notes.append(f"vLLM does not run it on this machine: {error}")
             evidence.speed = not_measured("vLLM does not run it on this machine")
@@ -121,30 +122,16 @@ def _agreement(job: Job, scorer: Scorer, scheme: Scheme) -> Agreement:
     return measure_agreement(job.source.model, scorer, job.texts.measured, f"{scheme.name}: compare")
 
 
-def _gguf_speed(job: Job, original: Path, target: Path) -> dict[str, Any]:
-    assert job.python is not None
-    prompt, following = _speed_texts(job)
-    measured, reference = (gguf.measure_speed(job.python, path, prompt, following) for path in (target, original))
-    return {
-        "engine": "llama.cpp on the CPU", "threads": machine.threads(), "prompt": len(prompt), "new_tokens": len(following),
-        **measured, "original": reference,
-    }  # fmt: skip
-
-
-def _vllm_speed(python: Path, job: Job, original: Path, target: Path) -> dict[str, Any]:
-    prompt, following = _speed_texts(job)
-    measured, reference = (compressed.measure_speed(python, path, prompt, len(following)) for path in (target, original))
-    return {
-        "engine": "vLLM", "threads": machine.threads(), "prompt": len(prompt), "new_tokens": len(following), **measured,
-        "original": reference,
-    }  # fmt: skip
-
-
-def _speed_texts(job: Job) -> tuple[list[int], list[int]]:
-    """A prompt and tokens to follow it, for measurements of speed."""
+def _speed(engine: str, measure: Callable[..., dict[str, float]], python: Path, job: Job, original: Path, target: Path) -> dict[str, Any]:
+    """Tokens per second of the result beside the original's, as medians of some repeats."""
     ids = [token for window in job.texts.measured for token in window.ids]
     most = min(_PROMPT, max(2, job.source.opened.context - _FOLLOWING - 1))
-    return ids[:most], (ids * _FOLLOWING)[most : most + _FOLLOWING]
+    prompt, following = ids[:most], (ids * _FOLLOWING)[most : most + _FOLLOWING]
+    measured, reference = (measure(python, path, prompt, following, _REPEATS) for path in (target, original))
+    return {
+        "engine": engine, "threads": machine.threads(), "prompt": len(prompt), "new_tokens": len(following), **measured,
+        "original": reference,
+    }  # fmt: skip
 
 
 def _calibration(scheme: Scheme, job: Job) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from lmworks.quantize.source import Source
 MODULES = ("llama_cpp",)
 _PROGRAM, _NAME = "llama_cpp_program", "llama.cpp"
 _ROLES = {"ffn_gate_inp.weight": "router", "exp_probs_b.bias": "router", "token_embd.weight": "embedding", "output.weight": "head"}
-_REPEATS = 3
 
 
 def find_llama(scheme: Scheme, given: Sequence[Path]) -> Path | None:
@@ -173,11 +172,11 @@ def llama_scorer(python: Path, model: Path, vocabulary: int, length: int, scratc
         yield ChildScorer(child, scratch, vocabulary, f"llama.cpp (llama-cpp-python {answer['version']}), cache in fp32")
 
 
-def measure_speed(python: Path, model: Path, ids: Sequence[int], following: Sequence[int]) -> dict[str, float]:
-    """Tokens per second of reading `ids` and of generating as many tokens as `following`, medians of some repeats."""
+def measure_speed(python: Path, model: Path, ids: Sequence[int], following: Sequence[int], repeats: int) -> dict[str, float]:
+    """Tokens per second of reading `ids` and of generating as many tokens as `following`, medians of the repeats."""
     with running(python, _PROGRAM, _NAME) as child:
         request = {"do": "speed", "model": str(model), "ids": list(ids), "following": list(following), "threads": machine.threads()}
-        return child.ask(request | {"repeats": _REPEATS})
+        return child.ask(request | {"repeats": repeats})
 
 
 def dequantized(source: Source, path: Path) -> Transformer:

@@ -1,18 +1,22 @@
 """Run by a Python that has `llmcompressor`: writes a Hugging Face directory with weights in compressed-tensors, and computes its logits.
 
-Requests and answers are JSON lines. Logits are written to a file as float32, one row per token.
+Logits are written to a file as float32, one row per token.
 """
 
 # mypy: ignore-errors
 # the types are those of libraries of another environment
 
-import json
-import os
 import re
-import sys
 
 SENSITIVE = ("lm_head", "re:.*embed_tokens", r"re:.*mlp\.gate$", r"re:.*shared_head.*", r"re:.*eh_proj")
 SCHEMES = {"fp8": "FP8_DYNAMIC", "int8": "W8A8", "gptq": "W4A16", "awq": "W4A16"}
+
+
+def quantize(request):
+    from importlib.metadata import version
+
+    (with_data if request["calibration"] else without_data)(request)
+    return {"version": version("llmcompressor")}
 
 
 def ignored(request):
@@ -112,32 +116,3 @@ class Scorer:
         with self.torch.no_grad():
             self.model(self.torch.tensor([request["ids"]])).logits[0].float().numpy().tofile(request["to"])
         return {"rows": len(request["ids"])}
-
-
-def main():
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever libraries print goes to the messages
-    scorer = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            if request["do"] == "quantize":
-                from importlib.metadata import version
-
-                (with_data if request["calibration"] else without_data)(request)
-                answer = {"version": version("llmcompressor")}
-            elif request["do"] == "open":
-                scorer = Scorer(request)
-                answer = {"version": scorer.version}
-            else:
-                answer = scorer.logits(request)
-        except Exception as error:
-            if os.environ.get("LMWORKS_DEBUG"):
-                raise
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,14 @@
 """Run by a Python that has `llama_cpp`: quantizes GGUF files, and computes logits and speed under them.
 
-Requests and answers are JSON lines. Logits are written to a file as float32, one row per token.
+Logits are written to a file as float32, one row per token.
 """
 
 # mypy: ignore-errors
 # the types are those of libraries of another environment
 
 import ctypes
-import json
 import os
 import statistics
-import sys
 import time
 
 
@@ -45,6 +43,9 @@ class Scorer:
         self.model.scores[: len(ids)].astype("float32").tofile(request["to"])
         return {"rows": len(ids)}
 
+    def tokenize(self, request):
+        return {"ids": self.model.tokenize(request["text"].encode(), add_bos=False, special=False)}
+
 
 def speed(request):
     import llama_cpp
@@ -64,35 +65,3 @@ def speed(request):
         prefill.append(len(request["ids"]) / (first - began))
         decode.append(len(request["following"]) / (time.perf_counter() - first))
     return {"prefill": statistics.median(prefill[1:]), "decode": statistics.median(decode[1:])}  # the first warms up
-
-
-def tokenize(request, scorer):
-    return {"ids": scorer.model.tokenize(request["text"].encode(), add_bos=False, special=False)}
-
-
-def main():
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever libraries print goes to the messages
-    scorer = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            if request["do"] == "quantize":
-                answer = quantize(request)
-            elif request["do"] == "open":
-                scorer = Scorer(request)
-                answer = {"version": scorer.version}
-            elif request["do"] == "logits":
-                answer = scorer.logits(request)
-            elif request["do"] == "tokenize":
-                answer = tokenize(request, scorer)
-            else:
-                answer = speed(request)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,12 @@
 """Run by a Python that has `vllm`: computes logits and speed of a directory as vLLM serves it.
 
-Requests and answers are JSON lines. Logits are written to a file as float32, one row per token.
+Logits are written to a file as float32, one row per token.
 """
 
 # mypy: ignore-errors
 # the types are those of libraries of another environment
 
-import json
-import os
 import statistics
-import sys
 import time
 
 _OPTIONS = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 1, "disable_log_stats": True}
@@ -59,7 +56,7 @@ class Scorer:
 def speed(request):
     from vllm import SamplingParams
 
-    ids, new = request["ids"], request["new_tokens"]
+    ids, new = request["ids"], len(request["following"])
     model = load(request | {"length": len(ids) + new})
     prefill, decode = [], []
     for _ in range(request["repeats"] + 1):
@@ -72,27 +69,3 @@ def speed(request):
         prefill.append(len(ids) / seconds[0])
         decode.append(new / (seconds[1] - seconds[0]))
     return {"prefill": statistics.median(prefill[1:]), "decode": statistics.median(decode[1:])}  # the first warms up
-
-
-def main():
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever libraries print goes to the messages
-    scorer = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            if request["do"] == "open":
-                scorer = Scorer(request)
-                answer = {"version": scorer.version}
-            elif request["do"] == "logits":
-                answer = scorer.logits(request)
-            else:
-                answer = speed(request)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()
