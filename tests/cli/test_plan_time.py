@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -80,6 +81,9 @@ def test_the_loss_is_predicted_where_there_is_a_law(lmworks: Lmworks, tmp_path: 
         (("quickstart", "--served-tokens", "1T"), "give --size auto"),
         (("--time", "3d", "--cluster", "8xh100", "--ladder", "nowhere"), "nowhere has no fitted law"),
         (("--time", "3 parsecs"), "is not a time"),
+        (("quickstart", "--mfu", "1.5"), "--mfu is a number from 0.001 to 1, or a run directory; 1.5 is neither"),
+        (("quickstart", "--mfu", "nowhere"), "nowhere is not a run directory"),
+        (("quickstart", "--mfu", "0.4", "--calibrate"), "--calibrate and --mfu both set the MFU"),
     ],
 )
 def test_bad_input_is_one_line(lmworks: Lmworks, words: tuple[str, ...], message: str) -> None:
@@ -106,3 +110,26 @@ def test_a_run_records_its_prediction_before_the_first_step_and_then_its_error(l
     assert "Predicted and measured" in page and f"{100 * found['seconds']['error']:+.0f}%" in page
     assert lmworks("pretrain", tiny.recipe, "--set", f"run_dir={run_dir}").code == 0
     assert [line["event"] for line in read_ledger(run_dir / "ledger.jsonl")].count("prediction") == 1
+
+
+def test_a_plan_takes_the_speed_of_a_run(lmworks: Lmworks, tiny_copy: Tiny) -> None:
+    """The metrics have the MFU over the same peak (`conftest.py`), for FLOPs that depend on the sequence length of the phase."""
+    recipe, run_dir = tiny_copy.recipe, tiny_copy.run_dir
+    assert "has not begun to pretrain" in lmworks("plan", recipe, "--mfu", run_dir).error
+    assert lmworks("pretrain", recipe, "--set", f"run_dir={run_dir}").code == 0
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {line["train/sequence_length"] for line in lines} == {32, 64}
+    with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:  # another start, at half the speed
+        for line in lines:
+            file.write(json.dumps(line | {"time": line["time"] + 1e4, "perf/tokens_per_second": line["perf/tokens_per_second"] / 2}) + "\n")
+    start = next(event for event in read_ledger(run_dir / "ledger.jsonl") if event["event"] == "start")
+    with (run_dir / "ledger.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(start | {"time": start["time"] + 1e4}) + "\n")
+    found = plan(lmworks, str(recipe), "--mfu", str(run_dir))
+    assert found["mfu"] == pytest.approx(median(line["perf/mfu"] for line in lines) / 2, rel=1e-6)
+    assert found["mfu_source"].startswith(f"measured in {run_dir}: median of {len(lines)} metrics lines, ")
+    assert found["seconds"] == pytest.approx(plan(lmworks, str(recipe), "--mfu", str(found["mfu"]))["seconds"])
+    assert "was trained on CPUs, and cluster 8xh100 has others" in lmworks("plan", recipe, "--mfu", run_dir, "--cluster", "8xh100").error
+    slow = run_dir.parent / "slow.yaml"
+    slow.write_text("device: 1 CPU thread\ntflops: 0.000001\nmemory_gib: 4\n", encoding="utf-8")
+    assert "above the peak of cluster slow" in lmworks("plan", recipe, "--mfu", run_dir, "--cluster", slow).error

@@ -16,6 +16,7 @@ from lmworks.recipe.schema.units import Tokens
 if TYPE_CHECKING:
     from lmworks.recipe.loading.load import Resolved
     from lmworks.recipe.schema.cluster import Cluster
+    from lmworks.recipe.schema.recipe import Recipe
 
 
 def register(app: typer.Typer) -> None:
@@ -73,7 +74,9 @@ def plan(
         Path | None, typer.Option("--ladder", metavar="DIR", help="Folder of a fitted ladder of runs, for the predicted loss.")
     ] = None,
     calibrated: Annotated[bool, typer.Option("--calibrate", help="Measure the MFU on this machine, in half a minute.")] = False,
-    mfu: Annotated[float | None, typer.Option("--mfu", min=0.001, max=1.0, help="MFU to assume, from a measurement of yours.")] = None,
+    mfu: Annotated[
+        str | None, typer.Option("--mfu", metavar="X|RUN", help="MFU to assume, or the run directory in which it was measured.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict parameters, FLOPs, memory, mesh layout, time, cost and disk space of a run. --time and --money set its tokens and size."""
@@ -87,13 +90,7 @@ def plan(
     words, size = _budget_overrides(recipe, cluster, time, money, size)
     resolved, note = _as_it_runs(recipe or _DEFAULT_RECIPE, [*overrides, *words], size)
     where = _cluster_of(resolved, cluster)
-    source = "as given by --mfu"
-    if calibrated:
-        from lmworks.plan.flops import flops_per_token
-        from lmworks.train.calibrate import calibrate
-
-        model = resolved.recipe.model
-        mfu, source = calibrate(resolved.recipe, lambda length: flops_per_token(model, length).total)
+    measured, source, one_machine = _mfu(mfu, resolved.recipe, where, calibrated)
     choose = resolved.recipe.size == "auto"
     if served is not None and not choose:
         raise UserError("--served-tokens chooses a size; give --size auto and --time or --money with it")
@@ -103,15 +100,40 @@ def plan(
         assert resolved.recipe.time is not None
         resolved, made, budget = fit_time(
             resolved, where, float(resolved.recipe.time), choose_size=choose, served_tokens=tokens, law=law,
-            measured_mfu=mfu, measured_source=source, one_machine=calibrated,
+            measured_mfu=measured, measured_source=source, one_machine=one_machine,
         )  # fmt: skip
     else:
-        made = make_plan(resolved.recipe, resolved.fingerprint, where, measured_mfu=mfu, measured_source=source, one_machine=calibrated)
+        made = make_plan(
+            resolved.recipe, resolved.fingerprint, where, measured_mfu=measured, measured_source=source, one_machine=one_machine
+        )
     if as_json:
         print_json(plain(made) | ({"budget": as_plain(budget)} if budget else {}))
     else:
         console().print(render(made, budget, law))
         _warn(resolved, note, text_shortage(resolved.recipe, Path(resolved.recipe.run_dir or "")))
+
+
+def _mfu(given: str | None, recipe: Recipe, cluster: Cluster, calibrated: bool) -> tuple[float | None, str, bool]:
+    """The MFU that replaces the cluster's, its origin, and whether it contains no communication between machines."""
+    if calibrated and given is not None:
+        raise UserError("--calibrate and --mfu both set the MFU; give one of them")
+    if calibrated:
+        from lmworks.plan.flops import flops_per_token
+        from lmworks.train.calibrate import calibrate
+
+        return *calibrate(recipe, lambda length: flops_per_token(recipe.model, length).total), True
+    if given is None:
+        return None, "", False
+    try:
+        mfu = float(given)
+    except ValueError:
+        from lmworks.run.prediction import measured_mfu
+
+        found = measured_mfu(Path(given), cluster)
+        return found.mfu, found.source, found.one_machine
+    if not 0.001 <= mfu <= 1:
+        raise UserError(f"--mfu is a number from 0.001 to 1, or a run directory; {given} is neither")
+    return mfu, "as given by --mfu", False
 
 
 def _budget_overrides(

@@ -1,23 +1,70 @@
 """What a run is predicted to take before its first step, and how far off the prediction was.
 
 The prediction is the plan for this machine. It is written to the ledger (event `prediction`) once, before training, and compared with what
-was measured when pretraining has ended (event `prediction_error`). The run page shows both beside each other.
+was measured when pretraining has ended (event `prediction_error`). The run page shows both beside each other. The speed of a run can be
+the basis of other plans (`lmworks plan --mfu RUN`).
 """
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from lmworks.checkpoint.listing import directories
 from lmworks.doctor.read_run import read_run
+from lmworks.doctor.record_files import lines, number
 from lmworks.errors import UserError
+from lmworks.plan.flops import flops_per_token
 from lmworks.plan.machine import machine_for
 from lmworks.plan.plan import make_plan
+from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.time_budget import planned_and_actual_seconds
 from lmworks.watch.ledger import LEDGER, Ledger, events_of
 
 PREDICTION, ERROR = "prediction", "prediction_error"
+_NEWEST = 1000  # metrics lines whose median speed counts
+
+
+@dataclass(frozen=True)
+class MeasuredMfu:
+    """The speed of a run as an MFU of a cluster. `one_machine`: no communication between machines is in it."""
+
+    mfu: float
+    source: str
+    one_machine: bool
+
+
+def measured_mfu(run_dir: Path, cluster: Cluster) -> MeasuredMfu:
+    """The MFU of `cluster` at which its devices are as fast as those that pretrained this run.
+
+    Speed is the median of model FLOPs per second and device in the last 1,000 metrics lines since the newest start. Ranks on CPUs share
+    one machine, which is one device. Raises `UserError` if the run has no such lines, or devices of another kind.
+    """
+    run = read_run(run_dir)
+    if run.recipe is None or not run.pretrain.starts:
+        raise UserError(f"{run_dir} has not begun to pretrain, so it has no speed; give another run, a number, or --calibrate")
+    model, start = run.recipe.model, run.pretrain.starts[-1]
+    if bool(start.cores) != cluster.on_cpu:
+        devices = "CPUs" if start.cores else "accelerators"
+        raise UserError(f"{run_dir} was trained on {devices}, and cluster {cluster.name} has others; name one of its kind with --cluster")
+    speeds: deque[float] = deque(maxlen=_NEWEST)
+    for record in lines(run_dir / "metrics.jsonl"):
+        speed, length = number(record.get("perf/tokens_per_second")), int(number(record.get("train/sequence_length")))
+        if speed > 0 and length > 0 and number(record.get("time")) >= start.time:
+            speeds.append(speed * flops_per_token(model, length).total)
+    if not speeds:
+        raise UserError(f"{run_dir} has no metrics since it was last started; give another run, a number, or --calibrate")
+    each = median(speeds) / (1 if start.cores else start.ranks)
+    if (mfu := each / (cluster.tflops * 1e12)) > 1:
+        raise UserError(
+            f"{run_dir} ran at {each / 1e12:.3g} TFLOP/s per device, above the peak of cluster {cluster.name} ({cluster.tflops:g}); "
+            "name the cluster on which it was trained with --cluster"
+        )
+    source = f"measured in {run_dir}: median of {len(speeds)} metrics lines, {each / 1e12:.3g} TFLOP/s per device"
+    return MeasuredMfu(mfu, source, cluster.on_cpu or start.ranks <= cluster.devices_per_node)
 
 
 def record_prediction(recipe: Recipe, run_dir: Path) -> None:
