@@ -162,7 +162,7 @@ def before_each_step(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> N
 
 
 def checkpoint(run_dir: Path, step: int | None = None, folder: str = "checkpoints") -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint by path: model, optimizer, experts, random state."""
+    """All tensors of a checkpoint by path: model, optimizer, experts."""
     path = run_dir / folder / listing.name_of(step) if step is not None else listing.directories(run_dir / folder)[-1]
     reader = Reader(path)
     return {name: reader.read_slice(name, (0,) * len(record.shape), record.shape) for name, record in reader.table.items()}

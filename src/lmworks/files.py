@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import struct
+import tokenize
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from lmworks.errors import UserError
 
 # Raised by file parsers for unexpected contents.
 _CONFUSED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
-_DAMAGE = (*_CONFUSED, EOFError, struct.error, zlib.error, csv.Error, gzip.BadGzipFile)
+_DAMAGE = (*_CONFUSED, EOFError, struct.error, zlib.error, csv.Error, gzip.BadGzipFile, tokenize.TokenError)  # the last by np.load
 
 
 def sync_directory(path: Path) -> None:

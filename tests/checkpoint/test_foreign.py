@@ -74,7 +74,8 @@ def test_a_table_names_files_of_the_manifest_only(saved: Path, tmp_path: Path) -
     "change",
     [
         part(at=1), part(at=-1), part(dtype="save"), part(dtype="float64"), part(sizes=[9]), part(shape=[-8]), part(offsets=["0"]),
-        part(shape=[8, 1]), part(at=10**30), part(shape="12345678"), part(name=["a"]), lambda document: document.update(parts=3),
+        part(shape=[8, 1]), part(at=10**30), part(shape="12345678"), part(name=["a"]), part(name=63),
+        lambda document: document.update(parts=3),
     ],
 )  # fmt: skip
 def test_a_table_of_nonsense_is_said_to_be_one(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -38,6 +38,14 @@ def test_a_wrong_recipe(lmworks: Lmworks, mine: Mine, tmp_path: Path, old: str, 
     assert not (tmp_path / "run").exists()
 
 
+def test_values_that_need_others(lmworks: Lmworks, tiny: Tiny) -> None:
+    error = lmworks("plan", tiny.recipe, "--time", "10min", "--set", "train.phases=[]", "--set", "tune=null").error
+    assert "time: time sets the budgets of pretraining, and this recipe has no train.phases" in error
+    error = lmworks("run", tiny.recipe, "--set", "run_dir=s3://bucket/run").error
+    assert "run_dir: a run directory has to be in a file system; checkpoints.copy_to and `lmworks copy` write to object storage" in error
+    assert not Path("s3:").exists()
+
+
 def test_a_recipe_that_is_not_there(lmworks: Lmworks) -> None:
     assert "there is no recipe 'quikstart', as a file or by name; did you mean quickstart?" in lmworks("run", "quikstart").error
 

@@ -200,7 +200,12 @@ def test_imported_shards_lose_the_documents_that_hold_what_is_asked(lmworks: Lmw
 
     assert lmworks("shards", "build", *arguments, *imported).code == 0
     assert texts_of() == sorted(texts)
-    done = lmworks("shards", "build", *arguments, *imported, "--set", own(tmp_path, ITEM))
+    protected = (*imported, "--set", own(tmp_path, ITEM))
+    failed = lmworks("shards", "build", *arguments, *protected, "--set", "corpus.decontaminate.action=fail").error
+    assert "shards.imported.web: 1 of its 30 documents hold protected text, the first that of own/" in failed
+    assert lmworks("shards", "build", *arguments, *protected, "--set", "corpus.decontaminate.action=report").code == 0
+    assert texts_of() == sorted(texts) and read_json(tmp_path / "run" / "shards" / "imported-web.json")["contaminated"] == 1
+    done = lmworks("shards", "build", *arguments, *protected)
     assert done.code == 0, done.err
     assert texts_of() == sorted(texts[:11] + texts[12:])
     split = Manifest.load(tmp_path / "run" / "shards").source("web").train

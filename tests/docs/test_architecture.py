@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from pages import ROOT, script
 
+from lmworks.corpus.engine.passes.sequence import PASSES
+
 SOURCE = ROOT / "src" / "lmworks"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 house = script("house")
@@ -181,6 +183,12 @@ def test_no_program_is_read_in_the_encoding_of_the_locale(folder: str) -> None:
         and ast.unparse(node.func).startswith("subprocess.") and "encoding" not in given
     ]  # fmt: skip
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_passes_of_a_corpus_job_are_those_of_its_table() -> None:
+    table = PAGE.partition("| passes | what they do |")[2].partition("\n\n")[0]
+    told = [name for row in table.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert told == [one.name for one in PASSES]
 
 
 def test_the_registry_of_benchmark_sets_can_be_imported_first() -> None:

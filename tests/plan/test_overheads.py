@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lmworks.checkpoint import retention
+from lmworks.checkpoint.retention import Saved
+from lmworks.plan.costs import Course, courses, disk
 from lmworks.plan.layout import place
 from lmworks.plan.overheads import overheads
 from lmworks.plan.plan import Plan, make_plan
 from lmworks.recipe.loading.load import load_cluster, load_recipe
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.layout import Layout
+from lmworks.shards.order.timeline import Timeline
+from lmworks.train.intervals import Intervals, is_due
+
+TEN = Course(0, 10, 10, 10)
 
 
 def two_machines(**change: Any) -> Cluster:
@@ -24,12 +33,12 @@ def test_traffic_between_machines_by_hand() -> None:
     phase = recipe.train.phases[0]
     placed = place(recipe, cluster, Layout(dp_shard=16, zero=1), phase)
     plain = make_plan(recipe, "", cluster, Layout(dp_shard=16, zero=1))
-    one = overheads(recipe, cluster, phase, placed, 10, 0.0, 0.0)
+    one = overheads(recipe, cluster, phase, placed, TEN, 0.0, 0.0)
     assert one.communication == pytest.approx(10 * 6 * plain.counts.total / 2 / 8 / (0.001e9 / 8), rel=1e-6)
-    hidden = overheads(recipe, two_machines(), phase, placed, 10, 100.0, 0.0)
+    hidden = overheads(recipe, two_machines(), phase, placed, TEN, 100.0, 0.0)
     assert hidden.communication == 0, "behind the computation of a micro-batch"
     inside = Layout(dp_replicate=2, dp_shard=8, zero=1)
-    other = overheads(recipe, cluster, phase, place(recipe, cluster, inside, phase), 10, 0.0, 0.0)
+    other = overheads(recipe, cluster, phase, place(recipe, cluster, inside, phase), TEN, 0.0, 0.0)
     assert other.communication == pytest.approx(10 * 2 * 4 * plain.counts.total / 8 / 2 / (0.001e9 / 8), rel=1e-6), "copies exchange shards"
 
 
@@ -38,7 +47,7 @@ def test_experts_on_other_machines_are_waited_for_and_limit_the_mfu() -> None:
 
     def planned(ep: int) -> Plan:
         """Two machines of 8 devices, with experts on `ep` ranks; the MFU was measured on one machine."""
-        return make_plan(resolved.recipe, "", two_machines(), Layout(dp_shard=16, ep=ep, zero=1), measured_mfu=0.4, one_machine=True)
+        return make_plan(resolved.recipe, "", two_machines(), Layout(dp_shard=16, ep=ep, zero=1), measured_mfu=0.4, layout_in_mfu=False)
 
     near, far = planned(8), planned(16)
     assert near.overheads.communication < 0.05 * near.compute_seconds < far.overheads.communication
@@ -56,7 +65,40 @@ def test_saves_count_only_what_is_slower_than_training() -> None:
     def saves(speed: float, asynchronous: bool) -> float:
         cluster = load_cluster("8xh100").model_copy(update={"disk_gb_per_second": speed})
         changed = recipe.model_copy(update={"checkpoints": recipe.checkpoints.model_copy(update={"asynchronous": asynchronous})})
-        return overheads(changed, cluster, phase, placed, 1000, 1000.0, 1e9).saves
+        return overheads(changed, cluster, phase, placed, Course(0, 1000, 1000, int(phase.tokens)), 1000.0, 1e9).saves
 
     assert saves(1.0, False) == pytest.approx(10.0) and saves(1.0, True) == 0 and saves(0.0, False) == 0
     assert saves(0.005, True) == pytest.approx(10 * (200 - 100)), "a save of 200 s every 100 s"
+
+
+def test_percentages_are_of_the_stage_as_in_training() -> None:
+    """Five phases, of which training validates and keeps checkpoints by percentages of all of them together."""
+    recipe = load_recipe("smollm3-3b", ["train.validate_every=7%", "checkpoints.keep_every=10%"]).recipe
+    timeline = Timeline(recipe.train.phases)
+    steps, tokens = timeline.steps, sum(phase.tokens for phase in timeline.phases)
+    interval = Intervals.of(recipe, SimpleNamespace(steps=steps, tokens=tokens)).validate  # type: ignore[arg-type]
+    due = [step for step in range(1, steps + 1) if is_due(step, interval) or step == steps]
+    found = [course.times(recipe.train.validate_every) for course in courses(recipe.train.phases)]
+    assert len(found) == 5 and sum(found) == len(due) == 15
+    assert found[0] == sum(step <= courses(recipe.train.phases)[0].end for step in due)
+    saved = [Saved(Path(str(step)), step, tokens * step // steps, None, False) for step in range(0, steps + 1, steps // 200)]
+    kept = retention.keep(saved, recipe.checkpoints, saved[-1].step, tokens)
+    others = recipe.checkpoints.keep_last + recipe.checkpoints.keep_best
+    assert 9 == sum("every" in reason for reason in kept.values()) <= disk(recipe).checkpoints_kept - others <= 10, "a last one may fall on 100%"
+
+
+def test_a_pipeline_is_idle_on_top_of_an_mfu_of_one_process() -> None:
+    recipe, layout = load_recipe("smollm3-3b").recipe, Layout(tp=4, pp=4, dp_shard=4)
+    cluster = load_cluster("64xh100")
+    alone, whole = (make_plan(recipe, "", cluster, layout, measured_mfu=0.4, layout_in_mfu=has) for has in (False, True))
+    for phase in alone.phases:
+        assert phase.bubble > 0
+        assert phase.overheads.bubble == pytest.approx(phase.compute_seconds / (1 - phase.bubble) - phase.compute_seconds)
+    assert alone.seconds - whole.seconds == pytest.approx(alone.overheads.communication + alone.overheads.bubble)
+
+
+def test_reading_counts_where_it_is_slower_than_training() -> None:
+    recipe = load_recipe("dense-125m").recipe
+    (slow, fast) = (make_plan(recipe, "", load_cluster("8xh100").model_copy(update={"disk_gb_per_second": one})) for one in (1e-6, 1.0))
+    read = sum(int(phase.tokens) for phase in recipe.train.phases) * 2 / 1e3
+    assert slow.overheads.data == pytest.approx(read - slow.compute_seconds) and fast.overheads.data == 0

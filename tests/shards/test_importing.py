@@ -118,6 +118,9 @@ def test_files_that_cannot_be_right_are_refused(tokenizer_dir: Path, tmp_path: P
     np.concatenate([np.append(rng.integers(94, 256, 30), tokenizer.eos_id) for _ in range(50)]).astype("<u2").tofile(tmp_path / "b.npy")
     with pytest.raises(UserError, match=r"b\.npy: \d+ of 32 documents do not decode to text; another tokenizer, or another --dtype\?"):
         take("olmo", tmp_path / "b.npy")
+    (tmp_path / "c.npy").write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': '<\xe32', 'shape': (,), }".ljust(117) + b"\n" + bytes(60))
+    with pytest.raises(UserError, match=r"c\.npy is damaged, or not what its name says"):
+        take("olmo", tmp_path / "c.npy")
     copied = Path(shutil.copytree(DATATROVE, tmp_path / "cut"))
     (copied / "00000_tokens.ds").write_bytes((copied / "00000_tokens.ds").read_bytes()[:-4])
     with pytest.raises(UserError, match=r"00000_tokens\.ds\.index does not fit its tokens: documents end at 11 of 9; is a file cut off"):

@@ -53,7 +53,7 @@ def poison(patch: pytest.MonkeyPatch, steps: Collection[int], spoil: Callable[[L
 
 @pytest.mark.parametrize("spoil", [nan_loss, pytest.param(infinite_gradient, marks=pytest.mark.slow)])
 def test_a_bad_step_changes_nothing_that_matters(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Loss], Loss]) -> None:
-    """Between the checkpoints before and after the step no bit differs: weights, biases, optimizer, counts, random state."""
+    """Between the checkpoints before and after the step no bit differs: weights, biases, optimizer, counts."""
     poison(monkeypatch, [14], spoil)
     tiny_copy.pretrain(*EVERY, "optimizer.ema_decay=0.9")
     run = tiny_copy.run_dir

@@ -14,6 +14,7 @@ from lmworks.files import read_json, write_json
 from lmworks.plan.costs import disk
 from lmworks.plan.flops import flops_per_token
 from lmworks.recipe.schema.evaluate import Evaluate
+from lmworks.shards.format.indexed import token_dtype
 
 if TYPE_CHECKING:
     from lmworks.train.calibrate import Speed
@@ -139,5 +140,5 @@ def _checkpoint_bytes(arm: Arm) -> float:
 def _data_bytes(runs: RunSet) -> float:
     """Token files of the different data, as far as the budget reads them."""
     arms = {arm.data_key: arm for arm in runs.arms.values()}
-    width = 2 if (runs.baseline.recipe.model.vocab_size or 0) < 65_500 else 4
+    width = token_dtype(runs.baseline.recipe.model.vocab_size or 0).itemsize
     return float(sum(arm.tokens * width for arm in arms.values()))

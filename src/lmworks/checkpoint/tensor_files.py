@@ -182,6 +182,8 @@ def parse_table(data: bytes, files: Mapping[str, manifest.Entry], names: Collect
             for name, dtype, shape, offsets, sizes, at in parts:
                 chunk = SavedSlice(_numbers(offsets), _numbers(sizes), file, *_numbers([at]))
                 record = SavedTensor(_DTYPES[dtype], _numbers(shape), [])
+                if not isinstance(name, str):
+                    raise ValueError(f"{name} is no name of a tensor")
                 if not len(record.shape) == len(chunk.offsets) == len(chunk.sizes):
                     raise ValueError(f"a slice of {name} has another number of dimensions")
                 if at + math.prod(chunk.sizes) * record.dtype.itemsize > size:

@@ -90,7 +90,7 @@ def plan(
     words, size = _budget_overrides(recipe, cluster, time, money, size)
     resolved, note = _as_it_runs(recipe or _DEFAULT_RECIPE, [*overrides, *words], size)
     where = _cluster_of(resolved, cluster)
-    measured, source, one_machine = _mfu(mfu, resolved.recipe, where, calibrated)
+    measured, source, whole = _mfu(mfu, resolved.recipe, where, calibrated)
     choose = resolved.recipe.size == "auto"
     if served is not None and not choose:
         raise UserError("--served-tokens chooses a size; give --size auto and --time or --money with it")
@@ -100,11 +100,11 @@ def plan(
         assert resolved.recipe.time is not None
         resolved, made, budget = fit_time(
             resolved, where, float(resolved.recipe.time), choose_size=choose, served_tokens=tokens, law=law,
-            measured_mfu=measured, measured_source=source, one_machine=one_machine,
+            measured_mfu=measured, measured_source=source, layout_in_mfu=whole,
         )  # fmt: skip
     else:
         made = make_plan(
-            resolved.recipe, resolved.fingerprint, where, measured_mfu=measured, measured_source=source, one_machine=one_machine
+            resolved.recipe, resolved.fingerprint, where, measured_mfu=measured, measured_source=source, layout_in_mfu=whole
         )
     if as_json:
         print_json(plain(made) | ({"budget": as_plain(budget)} if budget else {}))
@@ -114,26 +114,26 @@ def plan(
 
 
 def _mfu(given: str | None, recipe: Recipe, cluster: Cluster, calibrated: bool) -> tuple[float | None, str, bool]:
-    """The MFU that replaces the cluster's, its origin, and whether it contains no communication between machines."""
+    """The MFU that replaces the cluster's, its origin, and whether it contains communication between machines and pipeline bubble."""
     if calibrated and given is not None:
         raise UserError("--calibrate and --mfu both set the MFU; give one of them")
     if calibrated:
         from lmworks.plan.flops import flops_per_token
         from lmworks.train.calibrate import calibrate
 
-        return *calibrate(recipe, lambda length: flops_per_token(recipe.model, length).total), True
+        return *calibrate(recipe, lambda length: flops_per_token(recipe.model, length).total), False
     if given is None:
-        return None, "", False
+        return None, "", True
     try:
         mfu = float(given)
     except ValueError:
         from lmworks.run.prediction import measured_mfu
 
         found = measured_mfu(Path(given), cluster)
-        return found.mfu, found.source, found.one_machine
+        return found.mfu, found.source, found.with_layout
     if not 0.001 <= mfu <= 1:
         raise UserError(f"--mfu is a number from 0.001 to 1, or a run directory; {given} is neither")
-    return mfu, "as given by --mfu", False
+    return mfu, "as given by --mfu", True
 
 
 def _budget_overrides(

@@ -92,7 +92,7 @@ def seconds_for_money(dollars: float, cluster: Cluster) -> float:
 
 def fit_time(
     resolved: Resolved, cluster: Cluster, seconds: float, *, choose_size: bool, served_tokens: float = 0.0, law: LossLaw | None = None,
-    measured_mfu: float | None = None, measured_source: str = "measured here", one_machine: bool = False,
+    measured_mfu: float | None = None, measured_source: str = "measured here", layout_in_mfu: bool = True,
 ) -> tuple[Resolved, Plan, TimeBudget]:
     """The recipe with the size and token budgets whose pretraining takes `seconds` on the cluster, and its plan.
 
@@ -102,7 +102,7 @@ def fit_time(
     into the memory.
     """
     planner = partial(
-        make_plan, cluster=cluster, measured_mfu=measured_mfu, measured_source=measured_source, one_machine=one_machine
+        make_plan, cluster=cluster, measured_mfu=measured_mfu, measured_source=measured_source, layout_in_mfu=layout_in_mfu
     )
     fitter = _Fitter(resolved, cluster, seconds, cluster.mfu if measured_mfu is None else measured_mfu, planner)
     ratio = TOKENS_PER_PARAMETER if law is None else None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmworks.plan.counts import count_adapters
-from lmworks.plan.stage_phases import lora_of
+from lmworks.plan.stage_phases import StagePhase, lora_of
 from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
+from lmworks.recipe.schema.units import Duration
+from lmworks.shards.format.indexed import token_dtype
 from lmworks.shards.order.timeline import PhaseSteps
 
 
@@ -31,6 +34,39 @@ def device_hours(devices: int, seconds: float) -> float:
 def phase_steps(phase: Phase) -> PhaseSteps:
     """Steps and tokens of a phase, exactly as in training, with the batch-size ramp."""
     return PhaseSteps.of(phase)
+
+
+@dataclass(frozen=True)
+class Course:
+    """The steps of a phase within its stage, of which it has those from `begin` to `end`. A percentage of a key outside the phases, such as
+    `train.validate_every`, is one of the whole stage."""
+
+    begin: int
+    end: int
+    steps: int
+    tokens: int
+
+    def multiples(self, every: Duration) -> int:
+        """Steps of the phase that are multiples of this interval."""
+        interval = every.interval(self.steps, self.tokens)
+        return self.end // interval - self.begin // interval
+
+    def times(self, every: Duration) -> int:
+        """How often an event that has this interval happens in the phase, and at the last step of the stage too."""
+        return self.multiples(every) + (self.end == self.steps and self.steps % every.interval(self.steps, self.tokens) > 0)
+
+
+def courses(phases: Sequence[Phase]) -> list[Course]:
+    """The course of each phase: those of pretraining follow each other, each of the later stages is its own."""
+    sums = [phase_steps(phase) for phase in phases]
+    steps, tokens, begin, found = sum(one.steps for one in sums), sum(one.tokens for one in sums), 0, []
+    for phase, one in zip(phases, sums, strict=True):
+        if isinstance(phase, StagePhase):
+            found.append(Course(0, one.steps, one.steps, one.tokens))
+        else:
+            found.append(Course(begin, begin + one.steps, steps, tokens))
+            begin += one.steps
+    return found
 
 
 @dataclass(frozen=True)
@@ -60,11 +96,8 @@ def disk(recipe: Recipe) -> Disk:
     kept = recipe.checkpoints.keep_last + recipe.checkpoints.keep_best
     tokens = sum(phase.tokens for phase in recipe.train.phases)
     if recipe.checkpoints.keep_every:
-        for phase in recipe.train.phases:
-            every = recipe.checkpoints.keep_every.tokens(step_tokens=phase.global_batch_size, phase_tokens=phase.tokens)
-            kept += phase.tokens // every if every else 0
-    width = 2 if (recipe.model.vocab_size or 0) < 65_500 else 4
-    return Disk(trained * 4 + states + ema, kept, tokens * width)
+        kept += sum(course.multiples(recipe.checkpoints.keep_every) for course in courses(recipe.train.phases))
+    return Disk(trained * 4 + states + ema, kept, tokens * token_dtype(recipe.model.vocab_size or 0).itemsize)
 
 
 def seconds(flops: float, devices: int, cluster: Cluster, mfu: float) -> float:

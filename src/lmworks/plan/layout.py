@@ -36,6 +36,11 @@ class Placement:
     accumulation: int
     memory: Memory
 
+    @property
+    def bubble(self) -> float:
+        """Fraction of a step in which the pipeline is idle."""
+        return bubble(self.layout.pp, self.accumulation, self.layout.pipeline_schedule, self.layout.pipeline_stages_per_rank)
+
 
 def describe(layout: Layout) -> str:
     """Short text such as `TP8 x PP16 x DP64, EP32, ZeRO-1`."""
@@ -188,16 +193,13 @@ def automatic(
 def _least_idle(recipe: Recipe, cluster: Cluster, placed: Placement, phases: Sequence[Phase]) -> Placement:
     """The same axes with another schedule, if 1F1B has a large bubble and another schedule that fits all phases has a smaller one."""
 
-    def idle(one: Placement) -> float:
-        return bubble(one.layout.pp, one.accumulation, one.layout.pipeline_schedule, one.layout.pipeline_stages_per_rank)
-
     best = placed
-    for schedule, chunks in _SCHEDULES if idle(placed) > _IDLE else ():
+    for schedule, chunks in _SCHEDULES if placed.bubble > _IDLE else ():
         layout = placed.layout.model_copy(update={"pipeline_schedule": schedule, "pipeline_stages_per_rank": chunks})
         if any(problem for phase in phases for problem in problems(recipe, cluster, layout, phase)):
             continue
         tried, *rest = [place(recipe, cluster, layout, phase) for phase in phases]
-        if all(fits(one, cluster) for one in (tried, *rest)) and idle(tried) < idle(best):
+        if all(fits(one, cluster) for one in (tried, *rest)) and tried.bubble < best.bubble:
             best = tried
     return best
 

@@ -24,7 +24,7 @@ def this_machine(threads: int | None = None) -> Cluster:
         return _cluster(name, count, torch.cuda.get_device_properties(0).total_memory, torch.device("cuda"))
     before = torch.get_num_threads()
     if threads:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(min(threads, machine.cores()))  # a recipe for a larger machine may be planned here
     try:
         return _cluster(f"{torch.get_num_threads()} CPU threads", 1, machine.memory(), torch.device("cpu"))
     finally:

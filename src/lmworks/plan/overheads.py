@@ -1,13 +1,13 @@
-"""Time of a phase besides its computation: communication between machines, validation and saves.
+"""Time of a phase besides its computation: communication between machines, pipeline bubble, reading of tokens, validation and saves.
 
 Between machines, each device has a link of `cluster.network_gbps`. A collective over ranks of several machines sends
 (machines - 1) / machines of its bytes through the links of each machine's ranks, which share the work (the bound that ring and tree
 algorithms approach). Gradients, weights and pipeline activations move behind computation, so only what takes longer than the computation
 counts. Tokens for experts and the keys and values of context parallelism are waited for. Muon's exchange of matrices is small beside the
-gradients and is left out.
+gradients and is left out. Token files are read ahead, so reading counts only where it takes longer than the computation.
 
-An MFU is usually stated for a whole run and then contains the communication. The MFU that `--calibrate` measures is that of one machine,
-so `communication` comes on top of it.
+An MFU is usually stated for a whole run and then contains communication and bubble. The MFU that `--calibrate` measures is that of one
+process, so they come on top of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from math import ceil
 
+from lmworks.plan.costs import Course
 from lmworks.plan.layout import Placement
 from lmworks.plan.memory import rank_parameters
 from lmworks.recipe.derivation.parameters import is_moe
@@ -22,6 +23,7 @@ from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
+from lmworks.shards.format.indexed import token_dtype
 
 _BYTES_PER_TOKEN = 4.0  # of validation text; most tokenizers reach 3 to 4.5
 _GRADIENT = 4  # bytes of a number: gradients are reduced in fp32
@@ -30,15 +32,21 @@ _WEIGHT = 2  # weights and activations travel in bf16
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds of a phase besides computation."""
+    """Seconds of a phase besides computation. `of_layout`: those that the MFU of a whole run contains."""
 
     communication: float = 0.0
+    bubble: float = 0.0
+    data: float = 0.0
     validation: float = 0.0
     saves: float = 0.0
 
     @property
     def total(self) -> float:
         return sum(asdict(self).values())
+
+    @property
+    def of_layout(self) -> float:
+        return self.communication + self.bubble
 
 
 @dataclass(frozen=True)
@@ -68,13 +76,16 @@ class _Group:
 
 
 def overheads(
-    recipe: Recipe, cluster: Cluster, phase: Phase, placed: Placement, steps: int, compute: float, checkpoint: float
+    recipe: Recipe, cluster: Cluster, phase: Phase, placed: Placement, course: Course, compute: float, checkpoint: float
 ) -> Overheads:  # fmt: skip
-    """Overheads of a phase of `steps` steps with `compute` seconds of computation in all; a checkpoint has `checkpoint` bytes."""
+    """Overheads of a phase with `compute` seconds of computation in all; a checkpoint has `checkpoint` bytes."""
+    steps, idle = course.end - course.begin, placed.bubble
     return Overheads(
         communication=steps * _exposed(recipe, cluster, phase, placed, compute / max(1, steps)),
-        validation=_validation(recipe, phase, compute, steps),
-        saves=_saves(recipe, cluster, phase, compute, steps, checkpoint),
+        bubble=compute * idle / (1 - idle),
+        data=_reading(recipe, cluster, phase, compute),
+        validation=_validation(recipe, phase, compute, course),
+        saves=_saves(recipe, cluster, phase, compute, course, checkpoint),
     )
 
 
@@ -123,14 +134,22 @@ def _data_parallel(recipe: Recipe, layout: Layout, each: int) -> tuple[float, fl
     return step, micro
 
 
-def _validation(recipe: Recipe, phase: Phase, compute: float, steps: int) -> float:
+def _reading(recipe: Recipe, cluster: Cluster, phase: Phase, compute: float) -> float:
+    """Seconds in which training waits for its tokens. 0 if the cluster states no speed of its disk."""
+    if not cluster.disk_gb_per_second:
+        return 0.0
+    read = int(phase.tokens) * token_dtype(recipe.model.vocab_size or 0).itemsize
+    return max(0.0, read / (cluster.disk_gb_per_second * 1e9) - compute)
+
+
+def _validation(recipe: Recipe, phase: Phase, compute: float, course: Course) -> float:
     """A forward pass, a third of a training step, over the validation text of every domain."""
     domains = len({source.domain for source in recipe.corpus.sources})
     tokens = domains * recipe.train.validate_bytes_per_domain / _BYTES_PER_TOKEN
-    return recipe.train.validate_every.times(steps, int(phase.tokens)) * tokens / max(1, int(phase.tokens)) * compute / 3
+    return course.times(recipe.train.validate_every) * tokens / max(1, int(phase.tokens)) * compute / 3
 
 
-def _saves(recipe: Recipe, cluster: Cluster, phase: Phase, compute: float, steps: int, checkpoint: float) -> float:
+def _saves(recipe: Recipe, cluster: Cluster, phase: Phase, compute: float, course: Course, checkpoint: float) -> float:
     """Time for which training waits for checkpoints: in the background, only what takes longer than the interval.
 
     0 if the cluster states no speed of its disk.
@@ -138,5 +157,6 @@ def _saves(recipe: Recipe, cluster: Cluster, phase: Phase, compute: float, steps
     if not cluster.disk_gb_per_second:
         return 0.0
     one = checkpoint / (cluster.disk_gb_per_second * 1e9)
-    number = (phase.save_every or recipe.train.save_every).times(steps, int(phase.tokens))
+    own = phase.save_every
+    number = own.times(course.end - course.begin, int(phase.tokens)) if own else course.times(recipe.train.save_every)
     return number * (max(0.0, one - compute / max(1, number)) if recipe.checkpoints.asynchronous else one)

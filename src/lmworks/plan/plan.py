@@ -8,13 +8,13 @@ from typing import Any
 
 from lmworks.plan.amounts import DAY, days
 from lmworks.plan.automatic import choose_layout
-from lmworks.plan.costs import Disk, device_hours, disk, phase_steps, seconds
+from lmworks.plan.costs import Disk, courses, device_hours, disk, phase_steps, seconds
 from lmworks.plan.counts import Counts, count_by_component
 from lmworks.plan.flops import flops_per_token
 from lmworks.plan.layout import MARGIN, Placement, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
 from lmworks.plan.overheads import Overheads, overheads
-from lmworks.plan.pipeline import bubble, micro_batches_for
+from lmworks.plan.pipeline import micro_batches_for
 from lmworks.plan.stage_phases import assumptions, lora_of, stages_as_phases
 from lmworks.recipe.derivation.positions import positions, warnings
 from lmworks.recipe.schema.cluster import Cluster
@@ -42,11 +42,11 @@ class PhasePlan:
     bubble: float
     compute_seconds: float
     overheads: Overheads
-    network_in_mfu: bool
+    layout_in_mfu: bool
 
     @property
     def seconds(self) -> float:
-        included = self.overheads.communication if self.network_in_mfu else 0.0
+        included = self.overheads.of_layout if self.layout_in_mfu else 0.0
         return self.compute_seconds + self.overheads.total - included
 
 
@@ -105,9 +105,9 @@ class Plan:
         return Overheads(*(sum(values) for values in zip(*(vars(part).values() for part in parts), strict=True))) if parts else Overheads()
 
     @property
-    def network_in_mfu(self) -> bool:
-        """Whether the MFU contains the communication between machines."""
-        return all(phase.network_in_mfu for phase in self.phases)
+    def layout_in_mfu(self) -> bool:
+        """Whether the MFU contains communication between machines and pipeline bubble."""
+        return all(phase.layout_in_mfu for phase in self.phases)
 
     @property
     def seconds_parameters(self) -> float:
@@ -180,15 +180,15 @@ def make_plan(
     layout: Layout | None = None,
     measured_mfu: float | None = None,
     measured_source: str = "measured here",
-    one_machine: bool = False,
+    layout_in_mfu: bool = True,
 ) -> Plan:
     """Plan a resolved recipe on a cluster.
 
     `layout` (by default that of the cluster, or that of the recipe if it is for more than one device) is used for all phases. Without one
     each phase gets the smallest that fits, because a longer context may need another (checkpoints can be resharded); with `layout: auto`
     all phases get the one that the run would use.
-    `measured_mfu` replaces the cluster's assumption. With `one_machine` it was measured on one machine, so communication between machines
-    is added to the time. Raises `UserError` for a layout that is not legal or does not fit.
+    `measured_mfu` replaces that of the cluster. Without `layout_in_mfu` it contains neither communication between machines nor pipeline
+    bubble, so they are added to the time. Raises `UserError` for a layout that is not legal or does not fit.
     """
     recipe = stages_as_phases(recipe)
     named = cluster.layout if cluster.layout and not cluster.layout.auto else None
@@ -201,7 +201,7 @@ def make_plan(
     counts = count_by_component(model)
     held = disk(recipe)
     phases = []
-    for phase, here in zip(recipe.train.phases, positions(recipe), strict=True):
+    for phase, here, course in zip(recipe.train.phases, positions(recipe), courses(recipe.train.phases), strict=True):
         placed = choose(recipe, cluster, phase, given)
         timeline = phase_steps(phase)
         cost = flops_per_token(recipe.model, phase.sequence_length, frozen=lora_of(phase) is not None)
@@ -219,12 +219,10 @@ def make_plan(
                 flops_attention=cost.attention * tokens,
                 flops_mtp=cost.mtp * tokens,
                 placed=placed,
-                bubble=bubble(
-                    placed.layout.pp, placed.accumulation, placed.layout.pipeline_schedule, placed.layout.pipeline_stages_per_rank
-                ),
+                bubble=placed.bubble,
                 compute_seconds=compute,
-                overheads=overheads(recipe, cluster, phase, placed, timeline.steps, compute, held.checkpoint),
-                network_in_mfu=not one_machine,
+                overheads=overheads(recipe, cluster, phase, placed, course, compute, held.checkpoint),
+                layout_in_mfu=layout_in_mfu,
             )
         )
     assert model.max_position_embeddings and model.num_attention_heads and model.num_key_value_heads

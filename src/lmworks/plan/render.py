@@ -148,7 +148,8 @@ def _costs(plan: Plan) -> Table:
     table.add_row("operations", f"{plan.flops:.3g} FLOP: {plan.flops_parameters:.3g} for 6N, {attention:.3g} for attention{mtp}")
     table.add_row("speed", f"{amount(plan.tokens_per_second)} tokens/s at {plan.mfu:.1%} MFU ({plan.mfu_source})")
     table.add_row("time", f"{days(plan.seconds)} ({days(plan.seconds_parameters)} for 6N alone)")
-    counted = vars(plan.overheads) | ({"communication": 0.0} if plan.network_in_mfu else {})
+    counted = vars(plan.overheads) | ({"communication": 0.0, "bubble": 0.0} if plan.layout_in_mfu else {})
+    counted["pipeline bubble"] = counted.pop("bubble")
     besides = ", ".join(f"{name} {days(took)}" for name, took in counted.items() if took >= 0.5)
     if besides:
         table.add_row("", f"including, besides computation: {besides}")

@@ -30,11 +30,11 @@ _NEWEST = 1000  # metrics lines whose median speed counts
 
 @dataclass(frozen=True)
 class MeasuredMfu:
-    """The speed of a run as an MFU of a cluster. `one_machine`: no communication between machines is in it."""
+    """The speed of a run as an MFU of a cluster. `with_layout`: communication between machines and pipeline bubble are in it."""
 
     mfu: float
     source: str
-    one_machine: bool
+    with_layout: bool
 
 
 def measured_mfu(run_dir: Path, cluster: Cluster) -> MeasuredMfu:
@@ -64,7 +64,7 @@ def measured_mfu(run_dir: Path, cluster: Cluster) -> MeasuredMfu:
             "name the cluster on which it was trained with --cluster"
         )
     source = f"measured in {run_dir}: median of {len(speeds)} metrics lines, {each / 1e12:.3g} TFLOP/s per device"
-    return MeasuredMfu(mfu, source, cluster.on_cpu or start.ranks <= cluster.devices_per_node)
+    return MeasuredMfu(mfu, source, run.recipe.layout.pp > 1 or (not cluster.on_cpu and start.ranks > cluster.devices_per_node))
 
 
 def record_prediction(recipe: Recipe, run_dir: Path) -> None:

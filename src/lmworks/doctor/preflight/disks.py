@@ -21,6 +21,7 @@ from lmworks.doctor.preflight.check_result import CheckContext, CheckResult, Sta
 from lmworks.errors import UserError
 from lmworks.plan.amounts import size
 from lmworks.recipe.schema.layout import world_size
+from lmworks.shards.format.indexed import token_dtype
 
 _BLOCK = 4 << 20
 _WRITES = 8
@@ -110,8 +111,7 @@ def read(context: CheckContext) -> CheckResult:
     if not count:
         return CheckResult("fail", "the token files are empty", f"delete {context.shards_dir} and run: lmworks shards build {context.name}")
     rate, worst = count / sum(times), max(times)
-    width = 2 if (context.recipe.model.vocab_size or 0) < 65_500 else 4
-    wanted = context.plan.tokens_per_second * width
+    wanted = context.plan.tokens_per_second * token_dtype(context.recipe.model.vocab_size or 0).itemsize
     kind = machine.file_system(context.shards_dir)
     figures = {"read_bytes_per_second": rate, "needed_bytes_per_second": wanted, "worst_read_seconds": worst}
     text = f"{size(rate)}/s at random places on {kind}, {size(wanted)}/s needed, worst of {len(times)} reads {worst:.3f} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from pydantic import ValidationError
@@ -30,11 +31,12 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     for index, name in enumerate(bodies):
         if name in bodies[:index]:
             yield ("tune", "data", index, "name"), f"two bodies of conversations are called {name!r}; give each its own name"
-    if not recipe.trains_base:
-        if recipe.time is not None:
-            yield ("time",), "time sets the budgets of pretraining, and this recipe has no train.phases; set tune.tokens instead"
-        if recipe.tune and recipe.tune.ewc:
-            yield ("tune", "ewc"), "ewc weighs what pretraining read in its last phase; add train.phases, or leave it out"
+    if recipe.run_dir and re.match(r"[a-z][a-z0-9+.-]*:/", recipe.run_dir):
+        yield ("run_dir",), "a run directory has to be in a file system; checkpoints.copy_to and `lmworks copy` write to object storage"
+    if recipe.time is not None and not recipe.train.phases:
+        yield ("time",), "time sets the budgets of pretraining, and this recipe has no train.phases; add some, or set tune.tokens instead"
+    if not recipe.trains_base and recipe.tune and recipe.tune.ewc:
+        yield ("tune", "ewc"), "ewc weighs what pretraining read in its last phase; add train.phases, or leave it out"
     if recipe.tune and recipe.tune.epochs is not None:
         if recipe.tune.tokens is not None:
             yield ("tune", "epochs"), "tune.tokens says how much to train, too; leave one of the two out"

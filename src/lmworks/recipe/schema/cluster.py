@@ -19,7 +19,7 @@ class Cluster(Node):
     bf16: bool = Field(True, description="whether the device multiplies bf16 in hardware; otherwise `train.precision: auto` is fp32")
     memory_gib: float = Field(gt=0, le=1e6, description="per device")
     network_gbps: float = Field(0.0, ge=0, le=1e6, description="per device, between nodes; 0: not known")
-    disk_gb_per_second: float = Field(0.0, ge=0, le=1e6, description="write speed of the run directory's file system, for all machines")
+    disk_gb_per_second: float = Field(0.0, ge=0, le=1e6, description="speed of the run directory's file system, for all machines")
     dollars_per_hour: float = Field(0.0, ge=0, le=1e6, description="per device")
     watts: float = Field(0.0, ge=0, le=1e6, description="power per device, including its share of the machine and the cooling")
     mfu: float = Field(0.4, ge=1e-6, le=1, description="expected model FLOPs utilization (MFU); `lmworks plan --calibrate` measures it")
