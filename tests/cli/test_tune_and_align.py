@@ -133,6 +133,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_every_stage_trains_adapters_on_the_merged_weights_of_the_one_before(
     tiny_copy: Tiny, tmp_path: Path, lmworks: Lmworks

@@ -269,6 +269,7 @@ def played_by(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Callable[[Cal
     return by
 
 
+@pytest.mark.slow
 def test_mystery_4_tensor_ranks_with_one_seed(tiny: Tiny, played_by: Callable[[Callable[..., Any]], None]) -> None:
     overrides = ("layout.tp=2", "model.num_key_value_heads=2")
     played_by(alone)

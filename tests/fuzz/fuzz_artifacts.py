@@ -199,6 +199,8 @@ def use_template(folder: Path) -> None:
     from lmworks.tokenizer.chat import Template
 
     rendering.SECONDS = 1.0
+    if not (folder / "chat_template.jinja").is_file():
+        raise UserError("the template is gone")  # as the loaders of models say, of which this is none
     Template((folder / "chat_template.jinja").read_text(encoding="utf-8", errors="replace"), "chat_template.jinja").render(CHAT)
 
 

@@ -84,6 +84,7 @@ RECIPES = {
     "a key below an item that is a text": (RECIPE, ["tokenizer.special=[a]", "tokenizer.special.0.b=1"], "is a single value; nothing"),
     "an override of two lines": (RECIPE, ["time=\n"], "--set time= : time: '' is not a quantity"),
     "an override without end": (RECIPE, ["x" * 70_000], "is not of the form a.b=c"),
+    "a time without phases": (RECIPE.partition("train:")[0], ["time=10min"], "this recipe has no train.phases; add some"),
     "a preset's name that no file can have": (RECIPE, [f"model.preset={'x' * 300}"], "there is no model preset"),
     "a preset of a user that is not there": (RECIPE, ["model.preset=~nobody-here"], "there is no model preset"),
 }  # fmt: skip
@@ -128,6 +129,7 @@ ARTIFACTS: dict[str, tuple[str, str, Any, str]] = {  # artifact, file, its conte
     "a table that is not packed": ("foreign", "b.csv.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff" + b"\xff" * 50, "b.npy is damaged"),
     "ends that are cut off": ("foreign", "a.ds.index", b"\0" * 13, "a.ds is damaged"),
     "a manifest beyond all tokens": ("manifest", "manifest.json", ('"tokens": 45', f'"tokens": {10**30}'), "manifest.json: .*tokens"),
+    "a shard without hashes": ("manifest", "manifest.json", ('".bin": "', '".bon": "'), "sha256.*the hash of .bin or .idx is missing"),
     "a ledger that is a list": ("records", "run/ledger.jsonl", b"[]\n", "line 1 is not a JSON object"),
     "a ledger of nesting": ("records", "run/ledger.jsonl", b"[" * 100_000 + b"\n", "line 1 is not JSON"),
     "a line of no event": ("records", "run/ledger.jsonl", b'{"time": 1}\n', "line 1 has no event name"),
@@ -166,6 +168,21 @@ def test_a_record_of_another_form_still_makes_a_page(artifacts: Artifacts, tmp_p
     case = {"artifact": "records", "files": {f"run/{file}": base64.b64encode(data).decode()}, "signed": False}
     assert artifacts.run(case, tmp_path) == "records read"
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+
+
+def test_a_run_without_a_model(artifacts: Artifacts, tmp_path: Path) -> None:
+    recipe = json.loads(artifacts._good["run"]["resolved.json"])
+    recipe["model"]["intermediate_size"] = None
+    files = {"resolved.json": base64.b64encode(json.dumps(recipe).encode()).decode()}
+    with pytest.raises(UserError, match=r"has no model.intermediate_size, so it describes no model; use a run that has trained one"):
+        artifacts.run({"artifact": "run", "files": files, "signed": False}, tmp_path)
+
+
+def test_a_checkpoint_without_its_document(artifacts: Artifacts, tmp_path: Path) -> None:
+    """Signed anew, so that nothing is said to be missing."""
+    names = [name for name in artifacts._good["run"] if name.endswith("/meta.json")]
+    with pytest.raises(UserError, match=r"meta.json cannot be read \(No such file or directory\); use another checkpoint of its run"):
+        artifacts.run({"artifact": "run", "files": dict.fromkeys(names), "signed": True}, tmp_path)
 
 
 def test_a_document_of_a_checkpoint_that_no_writer_wrote(artifacts: Artifacts, tmp_path: Path) -> None:

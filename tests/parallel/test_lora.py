@@ -14,10 +14,10 @@ from rank_pool import RankPool
 
 EVERYTHING = ("all-linear", "experts")
 LAYOUTS: list[tuple[dict[str, Any], str]] = [
-    ({"tp": 2}, "moe"), ({"dp_shard": 2, "ep": 2}, "moe"), ({"pp": 2}, "mtp"),
+    ({"dp_shard": 2, "ep": 2}, "moe"), ({"pp": 2}, "mtp"),
 ]  # fmt: skip
 SLOW: list[tuple[dict[str, Any], str]] = [
-    ({"dp_shard": 2, "zero": 3}, "moe"), ({"dp_replicate": 2}, "dense"), ({"tp": 2}, "mla"), ({"cp": 2}, "dense"),
+    ({"tp": 2}, "moe"), ({"dp_shard": 2, "zero": 3}, "moe"), ({"dp_replicate": 2}, "dense"), ({"tp": 2}, "mla"), ({"cp": 2}, "dense"),
     ({"dp_shard": 2, "tp": 2, "ep": 2, "zero": 3}, "mla"), ({"pp": 2, "dp_shard": 2}, "tied"), ({"dp_shard": 3, "zero": 2}, "moe"),
     ({"dp_shard": 2, "zero": 0}, "mla"), ({"pp": 2, "tp": 2}, "moe"),
 ]  # fmt: skip

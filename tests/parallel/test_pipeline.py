@@ -189,11 +189,11 @@ SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}
 @pytest.mark.parametrize(
     ("layout", "count"),
     [
-        ({"pp": 4, "pipeline_schedule": "gpipe"}, 6),
+        pytest.param({"pp": 4, "pipeline_schedule": "gpipe"}, 6, marks=pytest.mark.slow),
         ({"pp": 4}, 6),
         ({"pp": 2, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 2}, 6),
         ({"pp": 4, "pipeline_schedule": "zero-bubble"}, 8),
-        ({"pp": 2, "pipeline_schedule": "zero-bubble", "pipeline_stages_per_rank": 2}, 4),
+        pytest.param({"pp": 2, "pipeline_schedule": "zero-bubble", "pipeline_stages_per_rank": 2}, 4, marks=pytest.mark.slow),
     ],
     ids=_name,
 )

@@ -45,6 +45,7 @@ def test_more_layouts_equal_one_process(ranks: RankPool, layout: dict[str, Any],
     compare(alone(kind), ranks.run(train, _world(layout), layout, kind))
 
 
+@pytest.mark.slow
 def test_also_with_activation_checkpointing(ranks: RankPool) -> None:
     compare(alone("moe", 2), ranks.run(_train, 2, {"tp": 2}, "moe", {"activation_checkpointing": "full"}))
 

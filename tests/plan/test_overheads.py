@@ -84,7 +84,8 @@ def test_percentages_are_of_the_stage_as_in_training() -> None:
     saved = [Saved(Path(str(step)), step, tokens * step // steps, None, False) for step in range(0, steps + 1, steps // 200)]
     kept = retention.keep(saved, recipe.checkpoints, saved[-1].step, tokens)
     others = recipe.checkpoints.keep_last + recipe.checkpoints.keep_best
-    assert 9 == sum("every" in reason for reason in kept.values()) <= disk(recipe).checkpoints_kept - others <= 10, "a last one may fall on 100%"
+    assert sum("every" in reason for reason in kept.values()) == 9
+    assert 9 <= disk(recipe).checkpoints_kept - others <= 10, "the last step may be a tenth multiple"
 
 
 def test_a_pipeline_is_idle_on_top_of_an_mfu_of_one_process() -> None:

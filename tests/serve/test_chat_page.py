@@ -129,6 +129,7 @@ def test_stop_button_and_escape(page: Page, server: Any, slow: None, waiting: An
         assert page.get_by_role("button", name="Send").is_visible()
 
 
+@pytest.mark.slow
 def test_the_oldest_messages_make_room(page: Page, server: Any) -> None:
     page.goto(server.url)
     for number in range(1, 5):

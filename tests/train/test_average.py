@@ -88,7 +88,8 @@ def trained(tiny: Tiny, to: Path, zero: int, seldom: bool) -> None:
     pretrain(recipe, to, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
 
 
-@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 3])
 def test_gathered_weights_are_not_left_behind(ranks: Any, tiny: Tiny, tmp_path: Path, zero: int) -> None:
     """Ranks that keep gathered weights from one forward to the next must not train with the average, nor validate without it."""
     found = []

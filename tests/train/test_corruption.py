@@ -116,6 +116,7 @@ def replica(planted: int | None) -> list[tuple[int, str, bool]]:
     return [(one.rank, one.tensor, one.certain) for one in compare_replicas(tensors, dist.group.WORLD)]
 
 
+@pytest.mark.slow
 def test_the_rank_is_named_among_four(ranks):
     assert ranks.run(replica, 4, None) == [[]] * 4
     for planted in range(4):

@@ -64,7 +64,8 @@ def test_a_flipped_bit_in_one_of_four_copies_is_found_and_the_rank_named(ranks, 
     assert (line["ranks"], line["certain"]) == ([rank], True)
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_sound_copies_and_arithmetic_pass(ranks, tiny_copy: Tiny, precision: str) -> None:
     short = ["train.phases.general.tokens=1728 tokens", "train.phases.long.tokens=1024 tokens"]  # 8 steps and 4
     told = ranks.run(trained, 2, tiny_copy, ["stability.recheck_every=4 steps", f"train.precision={precision}", *short], "", 0)

@@ -9,6 +9,7 @@ from typing import Any
 
 from lmworks.checkpoint import manifest
 from lmworks.checkpoint.retention import Saved
+from lmworks.errors import UserError
 from lmworks.files import explain_damage
 from lmworks.model_stages import checkpoint_name, step_in
 from lmworks.progress import bar
@@ -87,9 +88,12 @@ def step_of(path: Path) -> int:
 def read_meta(path: Path) -> dict[str, Any]:
     """The meta.json of a checkpoint: step, metric, permanent, identity, meta (of the caller), recipe (resolved), values.
 
-    Raises `UserError` for any other document.
+    Raises `UserError` if it is missing or any other document.
     """
-    data = manifest.read_document(path / META)
+    try:
+        data = manifest.read_document(path / META)
+    except OSError as error:
+        raise UserError(f"{path / META} cannot be read ({error.strerror}); use another checkpoint of its run") from None
     with explain_damage(path / META, "use another checkpoint of its run"):
         return parse_meta(data)
 

@@ -14,6 +14,7 @@ from lmworks.model import Transformer
 from lmworks.model_stages import BASE, MODEL_STAGES, ModelStage, final_checkpoint_of, last, of_model
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.loading.weights import Weights, rope_of
+from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.adapters import adapters_of, add_adapters
 from lmworks.train.data.frozen_tokenizer import META, require_same, require_same_file
@@ -98,7 +99,7 @@ def load_model(
     recipe = load_resolved(run_dir / "resolved.json")
     place = folder(run_dir, model or final_model(run_dir, recipe))
     path = _final(place)
-    loaded = Transformer(recipe.model)
+    loaded = _empty(recipe.model, run_dir)
     while (meta := _filled(loaded, path, bool(recipe.optimizer.ema_decay))) is None:
         path = _final(place)
     require_same(run_dir, meta.get(META))
@@ -113,11 +114,23 @@ def load_checkpoint(weights: Weights, dtype: torch.dtype = torch.float32, device
     """
     if (reason := manifest.problem(weights.path)) is not None:
         raise UserError(f"{weights.path} is damaged ({reason}); use another checkpoint of its run")
-    model = Transformer(weights.model)
+    model = _empty(weights.model, weights.path)
     if (meta := _filled(model, weights.path, weights.averaged)) is None:
         raise UserError(f"{weights.path} does not exist any more; the run has deleted it, use a newer one")
     require_same_file(weights.tokenizer, meta.get(META))
     return _placed(model, dtype, device)
+
+
+_SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+)  # fmt: skip
+
+
+def _empty(model: Model, where: Path) -> Transformer:
+    """A model to load weights into. Raises `UserError` if the recipe at `where` leaves a size open, as that of a corpus alone does."""
+    if absent := [name for name in _SIZES if getattr(model, name) is None]:
+        raise UserError(f"the recipe of {where} has no model.{absent[0]}, so it describes no model; use a run that has trained one")
+    return Transformer(model)
 
 
 def _placed(model: Transformer, dtype: torch.dtype, device: torch.device | None) -> Transformer:

@@ -46,6 +46,13 @@ class Shard(_Record):
     sha256: dict[Ending, Sha256]
     size: dict[Ending, Count]
 
+    @field_validator("sha256")
+    @classmethod
+    def _hashed(cls, sha256: dict[str, str]) -> dict[str, str]:
+        if not {".bin", ".idx"} <= set(sha256):
+            raise ValueError("the hash of .bin or .idx is missing")
+        return sha256
+
     @field_validator("prefix")
     @classmethod
     def _inside(cls, prefix: str) -> str:
