@@ -412,3 +412,13 @@ def test_multi_token_prediction_costs_the_last_stage_memory() -> None:
     assert found == pytest.approx(experts / 8 / 32 + (held - whole) / 8 + whole + embedding / 8, rel=1e-9)
     assert last["head and loss"] - bare["head and loss"] == 4 * embedding / 8
     assert last["activations"] > bare["activations"]
+
+
+def test_latents_that_other_engines_would_normalize_differently_are_warned_of() -> None:
+    shape = "hidden_size: 128, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 256"
+    latent = "mla: {kv_lora_rank: 64, qk_rope_head_dim: 16, qk_nope_head_dim: 32, v_head_dim: 32}"
+    found = []
+    for eps in (1e-5, 1e-6):
+        model = f"model={{{shape}, rms_norm_eps: {eps}, {latent}}}"
+        found.append(" ".join(make_plan(load_recipe("quickstart", [model]).recipe, "", load_cluster("2-cores")).warnings()))
+    assert "an export would have other logits there; set both to 1e-6" in found[0] and "logits" not in found[1]

@@ -173,6 +173,15 @@ class Plan:
             )
 
 
+def _other_engines(recipe: Recipe) -> Iterator[str]:
+    model = recipe.model
+    if model.mla and model.rms_norm_eps != model.mla.rms_norm_eps:
+        yield (
+            f"model.rms_norm_eps is {model.rms_norm_eps:g} and model.mla.rms_norm_eps {model.mla.rms_norm_eps:g}: vLLM and llama.cpp take "
+            "the first for latents too, so an export would have other logits there; set both to 1e-6 before you train"
+        )
+
+
 def make_plan(
     recipe: Recipe,
     fingerprint: str,
@@ -240,7 +249,7 @@ def make_plan(
         kv_cache=kv_cache_bytes(model, model.max_position_embeddings),
         kv_cache_shrink=kv_cache_shrink(model),
         kv_cache_by="latent attention" if model.mla else "GQA",
-        unwise=(*warnings(recipe), *assumptions(recipe)),
+        unwise=(*warnings(recipe), *_other_engines(recipe), *assumptions(recipe)),
         activation_checkpointing=recipe.train.activation_checkpointing.text(),
     )
 

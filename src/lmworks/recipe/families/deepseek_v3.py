@@ -69,7 +69,7 @@ def _gguf(model: Model) -> Gguf:
     assert mla is not None
     if model.rms_norm_eps != mla.rms_norm_eps:
         eps = f"{model.rms_norm_eps:g}, with which llama.cpp would normalize latents too ({mla.rms_norm_eps:g} here)"
-        raise NoClass(f"it has norm_eps {eps}")
+        raise NoClass(f"it has rms_norm_eps {eps}")
     if (model.num_hidden_layers in _LITE) == bool(mla.q_lora_rank):
         raise NoClass("it has latent attention (mla), for which llama.cpp decides by the number of layers whether there is a q_lora_rank")
     if model.rope.scaling == "yarn":
@@ -94,9 +94,9 @@ def _gguf(model: Model) -> Gguf:
 
 
 FAMILY = Family(
-    name="DeepseekV3ForCausalLM", model_type="deepseek_v3", about="latent attention (MLA), dense or with experts; `norm_eps` 1e-6",
+    name="DeepseekV3ForCausalLM", model_type="deepseek_v3", about="latent attention (MLA), dense or with experts; `rms_norm_eps` 1e-6",
     names=(*common.LLAMA, *_LATENT, *common.EXPERTS, *common.SHARED_EXPERTS, *common.SELECTION_BIAS, *common.MTP), mtp=True,
     requires=frozenset({"MLA"}), allows=frozenset({"experts", "shared experts", "selection bias", "expert groups", "routed scale"}),
     differs=_differs, to_config=_to_config, omits=("head_dim",), from_config=_from_config, architectures=("deepseek2",), gguf=_gguf,
-    without_gguf="rope.scaling yarn; other norm_eps than 1e-6; without q_lora_rank but with 26 or 27 layers",
+    without_gguf="rope.scaling yarn; other rms_norm_eps than 1e-6; without q_lora_rank but with 26 or 27 layers",
 )  # fmt: skip
