@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command import Lmworks
 
 from lmworks import jsonl
-from lmworks.plan.loss_law import load_law
-from lmworks.watch.ledger import read_ledger
+from lmworks.ladder.file import resolve
+from lmworks.ladder.points import size_and_tokens
+from lmworks.plan.downstream_law import sigmoid_score
+from lmworks.plan.loss_law import LossLaw, load_law
+from lmworks.recipe.schema.units import Duration
+from lmworks.watch.ledger import Ledger, read_ledger
 from tiny_run import Tiny
 
 WIDTHS = (16, 64, 256)
@@ -46,7 +51,7 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_a_prediction_is_older_than_its_run_and_is_scored_afterwards(
     lmworks: Lmworks, tiny: Tiny, runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmworks.ladder.fit.BOOTSTRAPS", 20)
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 20)
     ladder, target = tmp_path / "ladder", tiny.copy(tmp_path / "target").run_dir
     fitted = json.loads(lmworks("ladder", "fit", ladder, *runs, "--json").out)
     assert [point["tokens"] for point in fitted["points"]] == [TOKENS[tokens] for _, tokens in RUNS]
@@ -57,6 +62,7 @@ def test_a_prediction_is_older_than_its_run_and_is_scored_afterwards(
     recipe = [tiny.recipe, *words(target, 256, 8192)]
     predicted = json.loads(lmworks("ladder", "predict", ladder, *recipe, "--json").out)
     assert predicted["low"] < predicted["predicted"] < predicted["high"] and predicted["measured"] is None
+    assert fitted["benchmarks"] == predicted["benchmarks"] == [], "the recipe has none"
     assert "has a prediction already" in lmworks("ladder", "predict", ladder, *recipe).error
     assert "not finished" in lmworks("ladder", "score", ladder).out
 
@@ -72,6 +78,93 @@ def test_a_prediction_is_older_than_its_run_and_is_scored_afterwards(
     record = ladder / "predictions.jsonl"
     record.write_text(record.read_text(encoding="utf-8").replace(str(predicted["predicted"]), "1.5"), encoding="utf-8")
     assert "was changed" in lmworks("ladder", "score", ladder).error
+
+
+PLANTED = LossLaw(0.5, 60.0, 40.0, 0.4, 0.4)
+ITEMS = 400
+
+
+def values(name: str, score: float, items: int, chance: float) -> dict[str, float]:
+    return {f"eval/{name}/cloze-0-shot": score, f"eval/{name}/items": items, f"eval/{name}/chance": chance}
+
+
+def planted_run(tiny: Tiny, run_dir: Path, width: int, tokens: int, scored: tuple[str, ...] = ("colors", "coins")) -> float:
+    """The records of a finished run as training would write them, with a planted loss, a score that follows it (colors) and one at chance
+    (coins); returns the expected score."""
+    resolved = tiny.resolve(*words(run_dir, width, tokens)[1::2])
+    resolved.save(run_dir)
+    (run_dir / "corpus").mkdir()
+    (run_dir / "corpus" / "manifest.json").write_text("{}", encoding="utf-8")
+    steps, loss = tokens // 256, PLANTED.loss(*size_and_tokens(resolved.recipe))
+    with Ledger(run_dir / "ledger.jsonl") as ledger:
+        ledger.write("start", stage="pretrain", steps=steps, tokens=tokens)
+        ledger.write("finish", stage="pretrain", step=steps)
+    expected = float(sigmoid_score(loss, 0.25, 1.0, 2.0, 2.6))
+    random = np.random.default_rng(width * tokens)
+    scores = {"colors": random.binomial(ITEMS, expected) / ITEMS, "coins": (ITEMS // 2 + width * tokens % 7) / ITEMS}
+    lines = [
+        {"step": 1, "time": 1.0, "optim/learning_rate": 0.01, **values("colors", 0.9, 3, 0.25)},
+        {"step": steps, "time": 2.0, "optim/learning_rate": 0.0, "validation/bits_per_byte": loss},
+    ]  # fmt: skip
+    for name in scored:
+        lines[-1] |= values(name, scores[name], ITEMS, {"colors": 0.25, "coins": 0.5}[name])
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return expected
+
+
+def test_benchmark_scores_are_predicted_through_the_loss_and_scored_afterwards(
+    lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From records of nine runs to the record of a prediction."""
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 20)
+    ladder, target, runs = tmp_path / "ladder", tmp_path / "target", []
+    for width in WIDTHS:
+        for tokens in TOKENS:
+            runs.append(tmp_path / f"{width}-{tokens}")
+            planted_run(tiny, runs[-1], width, tokens)
+    fitted = json.loads(lmworks("ladder", "fit", ladder, *runs, "--json").out)
+    coins, colors = fitted["benchmarks"]
+    assert (colors["name"], colors["chance"], colors["items"], colors["runs"]) == ("colors/cloze-0-shot", 0.25, ITEMS, 9)
+    assert colors["signal"] and colors["ceiling"] > 0.5 and "samples" not in colors
+    assert (coins["name"], coins["chance"], coins["signal"]) == ("coins/cloze-0-shot", 0.5, False) and fitted["left_out"] == {}
+    assert fitted["points"][0]["scores"]["colors/cloze-0-shot"]["items"] == ITEMS, "those of the last step"
+
+    recipe = [tiny.recipe, *words(target, 512, 16384)]
+    said = lmworks("ladder", "predict", ladder, *recipe)
+    assert "coins/cloze-0-shot: no signal in the ladder" in said.out and "the run does not score coins/cloze-0-shot" in said.out, said.err
+    (line,) = jsonl.read(ladder / "predictions.jsonl")
+    of_coins, of_colors = line["benchmarks"]
+    assert of_coins == {"name": "coins/cloze-0-shot", "items": ITEMS, "predicted": None, "low": None, "high": None}
+    assert f"colors/cloze-0-shot: {of_colors['predicted']:.3f}, 90% interval {of_colors['low']:.3f} to {of_colors['high']:.3f}" in said.out
+
+    assert "not measured" in lmworks("ladder", "score", ladder).out
+    expected = planted_run(tiny, target, 512, 16384)
+    (found,) = json.loads(lmworks("ladder", "score", ladder, "--json").out)["scores"]
+    measured = found["benchmarks"][1]["measured"]
+    assert abs(of_colors["predicted"] - expected) < 0.1 and of_colors["low"] < measured < of_colors["high"] < of_colors["low"] + 0.3
+    assert found["benchmarks"][1] == of_colors | {"measured": measured, "error": of_colors["predicted"] - measured, "inside": True}
+    assert found["benchmarks"][0]["measured"] is not None and found["benchmarks"][0]["error"] is None
+    kept = json.loads((ladder / "scores.json").read_text(encoding="utf-8"))
+    assert kept["scores"] == [found]
+    assert kept["benchmarks"]["colors/cloze-0-shot"]["coverage"] == 1.0 and kept["benchmarks"]["coins/cloze-0-shot"]["finished"] == 0
+    assert "colors/cloze-0-shot: 1 finished: mean error" in lmworks("ladder", "score", ladder).out
+    record = ladder / "predictions.jsonl"
+    record.write_text(record.read_text(encoding="utf-8").replace(str(of_colors["low"]), "0.001"), encoding="utf-8")
+    assert "was changed" in lmworks("ladder", "score", ladder).error
+
+
+def test_scores_that_cannot_be_used_are_told(lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 2)
+    runs = [tmp_path / str(number) for number in range(6)]
+    for (width, tokens), run_dir in zip(RUNS, runs, strict=True):
+        planted_run(tiny, run_dir, WIDTHS[width], TOKENS[tokens], ("colors",) if run_dir == runs[2] else ("colors", "coins"))
+    shown = lmworks("ladder", "fit", tmp_path / "ladder", *runs)
+    assert "coins/cloze-0-shot is left out: 5 of 6 runs have scored it" in shown.out, shown.err
+    assert "sigmoid(slope * (midpoint - loss))" in shown.out and "colors" in shown.out
+    followed = {"stage": "pretrain", "step": TOKENS[0] // 256, **values("colors", 3, 400, 0.25)}
+    (runs[0] / "follow.jsonl").write_text(json.dumps(followed) + "\n", encoding="utf-8")
+    error = lmworks("ladder", "fit", tmp_path / "ladder", *runs).error
+    assert "eval/colors/cloze-0-shot cannot be 3 of 400 items with chance 0.25; remove the line from metrics.jsonl or follow.jsonl" in error
 
 
 @pytest.mark.slow
@@ -97,17 +190,41 @@ def test_runs_that_do_not_belong_to_a_ladder_are_refused(lmworks: Lmworks, tiny:
 
 LADDER = """
 recipe: {recipe}
-set: [model.moe=null, tune=null, train.validate_bytes_per_domain=2048]
+set: [model.moe=null, tune=null, train.validate_bytes_per_domain=2048{more}]
 sizes: {{narrow: [model.intermediate_size=16], middle: [model.intermediate_size=64], wide: [model.intermediate_size=256]}}
 horizons: [2048 tokens, 4096 tokens, 8192 tokens]
 out: {out}
 """
 
 
-def ladder_file(tmp_path: Path, recipe: Path) -> Path:
+def ladder_file(tmp_path: Path, recipe: Path, *more: str) -> Path:
     file = tmp_path / "ladder.yaml"
-    file.write_text(LADDER.format(recipe=recipe, out=tmp_path / "out"), encoding="utf-8")
+    text = "".join(f", '{one}'" for one in more)
+    file.write_text(LADDER.format(recipe=recipe, out=tmp_path / "out", more=text), encoding="utf-8")
     return file
+
+
+def own_task(folder: Path, count: int) -> Path:
+    rows = [{"question": f"Word {number}?", "choices": ["red", "green", "blue", "grey"], "answer": number % 4} for number in range(count)]
+    (folder / "colors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "colors.yaml").write_text("file: colors.jsonl\nchoices: choices\n", encoding="utf-8")
+    return folder / "colors.yaml"
+
+
+def evaluations(file: Path, name: str) -> tuple[object, int]:
+    """When a run of the ladder scores benchmarks, and how many items."""
+    evaluate = resolve(file).arms[name].recipe.evaluate
+    return evaluate.every, evaluate.every_items
+
+
+def test_decays_score_the_benchmarks_of_the_recipe_at_their_end_and_trunks_do_not(tiny: Tiny, tmp_path: Path) -> None:
+    task = own_task(tmp_path, 60)
+    without = ladder_file(tmp_path, tiny.recipe)
+    assert evaluations(without, "wide-4096") == evaluations(without, "wide-trunk") == ("never", 50), "as without a ladder"
+    file = ladder_file(tmp_path, tiny.recipe, f"evaluate.benchmarks=[{task}]")
+    assert evaluations(file, "wide-4096") == (Duration.parse("100%"), 200) and evaluations(file, "wide-trunk") == ("never", 50)
+    file = ladder_file(tmp_path, tiny.recipe, f"evaluate.benchmarks=[{task}]", "evaluate.every_items=700", "evaluate.every=never")
+    assert evaluations(file, "wide-4096") == ("never", 700), "the ladder file has the last word"
 
 
 def test_a_ladder_file_lists_a_trunk_and_branches_for_each_size(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
@@ -136,12 +253,14 @@ def test_decays_branch_off_from_one_run_of_each_size_and_a_law_is_fitted_to_them
     lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 10)
-    file, out = ladder_file(tmp_path, tiny.recipe), tmp_path / "out"
+    file, out = ladder_file(tmp_path, tiny.recipe, f"evaluate.benchmarks=[{own_task(tmp_path, 60)}]"), tmp_path / "out"
     done = lmworks("ladder", "run", file, "--jobs", "2", "--json")
     assert done.code == 0, done.error
     fitted = json.loads(done.out)
     assert sorted(point["tokens"] for point in fitted["points"]) == sorted(3 * [2048, 4096, 8192])
-    assert len(load_law(out).samples) == 10
+    (law,) = load_law(out).benchmarks
+    assert len(load_law(out).samples) == 10 and (law.name, law.chance, law.items, law.runs) == ("colors/cloze-0-shot", 0.25, 60, 9)
+    assert not any("eval/colors/items" in one for one in jsonl.read(out / "arms" / "wide-trunk" / "seed-1" / "metrics.jsonl"))
     for index, horizon in enumerate((2048, 4096, 8192)):
         trunk, branch = (out / "arms" / name / "seed-1" for name in ("wide-trunk", f"wide-{horizon}"))
         resumed = next(one for one in read_ledger(branch / "ledger.jsonl") if one["event"] == "resume")

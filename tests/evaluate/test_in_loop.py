@@ -49,7 +49,8 @@ def test_equals_the_plain_scores(small_transformer: Any, byte_tokenizer: Any) ->
         assert values[f"eval/{name}/cloze-0-shot"] == likelihood.score(part).accuracy
         bits = sum(one.bits_per_byte for one in part) / len(part)
         assert values[f"eval/{name}/bits_per_byte"] == pytest.approx(bits, rel=1e-5)  # fp32, batched in another shape
-    assert len(values) == 4
+        assert (values[f"eval/{name}/items"], values[f"eval/{name}/chance"]) == (len(part), 0.25)
+    assert len(values) == 8
 
 
 SIZES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=30)

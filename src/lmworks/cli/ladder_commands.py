@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +13,11 @@ from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOptio
 from lmworks.cli.output import console, note_stage, print_json
 
 if TYPE_CHECKING:
-    from lmworks.ladder.predictions import Score
+    from lmworks.ladder.fit import Point
+    from lmworks.ladder.predictions import BenchmarkComparison, Score
+    from lmworks.plan.downstream_law import DownstreamLaw
 
+_NO_SIGNAL = "no signal in the ladder"
 _FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the ladder.")]
 
 
@@ -69,18 +74,26 @@ def fit(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Finished runs of at least 3 sizes and 3 token budgets.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Fit L(N, D) = E + A / N^alpha + B / D^beta to the held-out bits per byte of finished runs, with bootstrap intervals."""
+    """Fit L(N, D) = E + A / N^alpha + B / D^beta to the held-out bits per byte of finished runs, with bootstrap intervals.
+
+    A sigmoid of the loss is fitted to each benchmark that all runs have scored at their end.
+    """
     _fit(folder, runs, as_json)
 
 
 def _fit(folder: Path, runs: list[Path], as_json: bool) -> None:
+    from lmworks.ladder.downstream import split_benchmarks
     from lmworks.ladder.run import fit_runs
 
     law, points = fit_runs(folder, runs)
     rows = [(run, one, law.loss(one.parameters, one.tokens)) for run, one in zip(runs, points, strict=True)]
     if as_json:
-        fitted = [{"run": str(run), **vars(one), "fitted": value} for run, one, value in rows]
-        print_json({name: getattr(law, name) for name in ("e", "a", "b", "alpha", "beta", "unit")} | {"points": fitted})
+        fitted = [{"run": str(run), **asdict(one), "fitted": value} for run, one, value in rows]
+        benchmarks = [{key: value for key, value in vars(one).items() if key != "samples"} for one in law.benchmarks]
+        print_json(
+            {name: getattr(law, name) for name in ("e", "a", "b", "alpha", "beta", "unit")}
+            | {"points": fitted, "benchmarks": benchmarks, "left_out": split_benchmarks(points)[1]}
+        )
         return
     from rich.table import Table
 
@@ -92,26 +105,58 @@ def _fit(folder: Path, runs: list[Path], as_json: bool) -> None:
         sizes = f"{one.parameters:,.0f}", f"{one.tokens:,.0f}"
         table.add_row(str(run), *sizes, f"{one.loss:.4f}", f"{value:.4f}", f"{one.loss - value:+.4f}")
     console().print(table)
+    if law.benchmarks:
+        _print_benchmarks(law.benchmarks, points)
+    for name, why in split_benchmarks(points)[1].items():
+        console().print(f"{name} is left out: {why}", soft_wrap=True)
     console().print(f"next: lmworks ladder predict {folder} RECIPE, before that recipe is run", soft_wrap=True)
+
+
+def _print_benchmarks(laws: Sequence[DownstreamLaw], points: Sequence[Point]) -> None:
+    from rich.table import Table
+
+    table = Table(title="score = chance + (ceiling - chance) * sigmoid(slope * (midpoint - loss))", title_justify="left")
+    for heading in ("benchmark", "runs", "items", "chance", "scores", "ceiling", "slope", "midpoint", "p", "scores rise as the loss falls"):
+        table.add_column(heading, justify="left" if heading in ("benchmark", "scores rise as the loss falls") else "right")
+    for law in laws:
+        scores = [point.scores[law.name].score for point in points]
+        curve = [f"{law.ceiling:.3f}", f"{law.slope:.3g}", f"{law.midpoint:.3f}"] if law.signal else ["", "", ""]
+        found = f"{min(scores):.3f} to {max(scores):.3f}"
+        shown = "yes" if law.signal else _NO_SIGNAL
+        table.add_row(law.name, str(law.runs), f"{law.items:,}", f"{law.chance:.3f}", found, *curve, f"{law.p_value:.3f}", shown)
+    console().print(table)
 
 
 def predict(
     folder: _FolderArgument, recipe: RecipeArgument, overrides: SetOption, size: SizeOption = None, as_json: JsonOption = False
 ) -> None:
-    """Predict the held-out loss of a run that has not begun, with its 90% interval, and record the prediction."""
+    """Predict the held-out loss and the benchmark scores of a run that has not begun, with 90% intervals, and record the prediction."""
+    from lmworks.ladder.predictions import not_scored
     from lmworks.ladder.predictions import predict as record
     from lmworks.recipe.loading.load import load_recipe
 
-    found = record(folder, load_recipe(recipe, overrides, size))
+    target = load_recipe(recipe, overrides, size)
+    found = record(folder, target)
     if as_json:
         print_json(found.to_json())
         return
     text = f"{found.run_dir}: {found.predicted:.4f} bits per byte, 90% interval {found.low:.4f} to {found.high:.4f}"
     console().print(text, soft_wrap=True)
+    for one in found.benchmarks:
+        console().print(f"{one.name}: {_predicted(one)} on {one.items:,} items", soft_wrap=True)
+    if names := not_scored(found, target.recipe.evaluate):
+        text = f"the run does not score {', '.join(names)}: set evaluate.every, or score it later with lmworks evaluate --follow"
+        console().print(text, soft_wrap=True)
+
+
+def _predicted(one: BenchmarkComparison) -> str:
+    if one.predicted is None or one.low is None or one.high is None:
+        return _NO_SIGNAL
+    return f"{one.predicted:.3f}, 90% interval {one.low:.3f} to {one.high:.3f}"
 
 
 def score(folder: _FolderArgument, as_json: JsonOption = False) -> None:
-    """Compare all predictions with their runs: errors, and how often the intervals held."""
+    """Compare all predictions with their runs: errors of the loss and of benchmark scores, and how often the intervals held."""
     from lmworks.ladder.predictions import score as compare
     from lmworks.ladder.predictions import summary
 
@@ -137,8 +182,26 @@ def _print(scores: list[Score]) -> None:
         table.add_row(one.run_dir, f"{one.predicted:.4f}", f"{one.low:.4f} to {one.high:.4f}", *measured)
     console().print(table)
     found = summary(scores)
+    _print_summary("", found, 4)
+    if not found["benchmarks"]:
+        return
+    table = Table(title="Predictions and measurements, benchmark scores", title_justify="left")
+    for heading in ("run", "benchmark", "items", "predicted", "90% interval", "measured", "error", "inside"):
+        table.add_column(heading, justify="left" if heading in ("run", "benchmark") else "right")
+    for score in scores:
+        for row in score.benchmarks:
+            predicted = (_NO_SIGNAL, "") if row.predicted is None else (f"{row.predicted:.3f}", f"{row.low:.3f} to {row.high:.3f}")
+            measured = ("not measured" if row.measured is None else f"{row.measured:.3f}", "", "")
+            if row.error is not None:
+                measured = measured[0], f"{row.error:+.3f}", "yes" if row.inside else "no"
+            table.add_row(score.run_dir, row.name, f"{row.items:,}", *predicted, *measured)
+    console().print(table)
+    for name, of_benchmark in found["benchmarks"].items():
+        _print_summary(f"{name}: ", of_benchmark, 3)
+
+
+def _print_summary(name: str, found: dict[str, Any], digits: int) -> None:
     if found["finished"]:
-        console().print(
-            f"{found['finished']} finished: mean error {found['mean_error']:.4f}, largest {found['largest_error']:.4f}; "
-            f"{found['coverage']:.0%} inside their 90% intervals", soft_wrap=True,
-        )  # fmt: skip
+        mean, largest = (f"{found[which]:.{digits}f}" for which in ("mean_error", "largest_error"))
+        text = f"{found['finished']} finished: mean error {mean}, largest {largest}; {found['coverage']:.0%} inside their 90% intervals"
+        console().print(f"{name}{text}", soft_wrap=True)

@@ -11,7 +11,7 @@ from lmworks.doctor.formatting import compact
 from lmworks.doctor.heatmap import Heatmap
 from lmworks.doctor.run_records import Training
 from lmworks.doctor.series import Point, Series
-from lmworks.metrics.names import METRICS
+from lmworks.metrics.names import METRICS, is_score
 
 TONES = 7  # c0 ... c6 in page.css
 _FEW_LAYERS = 8
@@ -81,7 +81,7 @@ class Curves:
     def benchmarks(self) -> list[Chart]:
         """Evaluations in the loop: accuracy, and bits per byte of the right answers. A line per set, or a chart per set to compare runs."""
         names = sorted(name for name in self.training.series if name.startswith("eval/"))
-        scores, bits = ([name for name in names if name.endswith("/bits_per_byte") == of_bits] for of_bits in (False, True))
+        scores, bits = [name for name in names if is_score(name)], [name for name in names if name.endswith("/bits_per_byte")]
         hint = "Share of a small sample of each set that is right, in cloze form without examples, during training."
         charts = self._of_sets("benchmarks", "Benchmarks during training", hint, scores, shown="percent")
         hint = "Bits per byte of the right answers of the same items. Lower is better; it often falls before scores rise."

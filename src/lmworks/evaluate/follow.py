@@ -69,6 +69,7 @@ def scores_in_loop(recipe: Recipe, benchmarks: Sequence[Benchmark] = (), items: 
         for score in measure(opened, wanted, items or recipe.evaluate.every_items).scores.values():
             if score["set"] != ALL_SETS:
                 values[f"eval/{score['set']}/{score['form']}-{score['shots']}-shot"] = score["score"]
+                values |= {f"eval/{score['set']}/items": score["n"], f"eval/{score['set']}/chance": score["chance"]}
                 if "bits_per_byte" in score:
                     values[f"eval/{score['set']}/bits_per_byte"] = score["bits_per_byte"]
         return values
@@ -152,7 +153,8 @@ def _evaluate(one: Checkpoint, evaluate: Measure, device: torch.device | str | N
 
 
 def _line(record: dict[str, Any], eta: str) -> str:
-    scores = ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in record.items() if name.startswith("eval/"))
+    shown = {name.removeprefix("eval/"): value for name, value in record.items() if name.startswith("eval/") and describe(name).better}
+    scores = ", ".join(f"{name} {value:.3f}" for name, value in shown.items())
     return f"{record['stage']} step {record['step']:,}: {scores} ({record['seconds']:.0f} s{eta})"
 
 

@@ -46,7 +46,7 @@ def _read(recipe: Recipe, tokenizer: Encoder) -> tuple[list[ChoiceItem], list[Re
         if one.file is None and one.name in GENERATION:
             continue
         try:
-            sample = loading.load(one, min(recipe.evaluate.every_items, one.items or recipe.evaluate.every_items), 0).items
+            sample = loading.load(one, recipe.evaluate.items_in_loop(one), 0).items
         except Unavailable as reason:
             console.print(f"{one.name} is not evaluated during training: {reason}", style="yellow")
             continue
@@ -79,14 +79,16 @@ class LoopEvaluation:
         finally:
             model.train(was_training)
         logprobs = [-float(nats_BT[place.row, place.start : place.stop].sum()) for place in self._places]
-        values, start = {}, 0
+        values: dict[str, float] = {}
+        start = 0
         sets: dict[str, list[Answered]] = {}
         for item in self.items:
             span = slice(start, start := start + len(item.continuations))
             tokens = tuple(len(rest) for _, rest in self.requests[span])
             sets.setdefault(item.set, []).append(Answered(item, tuple(logprobs[span]), tokens))
         for name, answered in sets.items():
-            values[f"eval/{name}/{_FORM}"] = score(answered).accuracy
+            scored = score(answered)
+            values |= {f"eval/{name}/{_FORM}": scored.accuracy, f"eval/{name}/items": scored.n, f"eval/{name}/chance": scored.chance}
             values[f"eval/{name}/bits_per_byte"] = sum(one.bits_per_byte for one in answered) / len(answered)
         return values
 

@@ -23,6 +23,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.loading.document import parse_file
 from lmworks.recipe.loading.load import as_node, load_recipe
 from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.evaluate import Evaluate
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.schema.units import Tokens
@@ -87,8 +88,10 @@ def _matrix_size(recipe: Recipe) -> int:
 
 def _arms_of_size(ladder: LadderFile, size: str, own: Sequence[str], out: Path) -> Iterator[Arm]:
     """The trunk of a size, and a branch for each horizon."""
-    overrides = [*DEFAULTS, *_AT_THE_END, *ladder.set, *own, *ALWAYS]
-    phases = load_recipe(ladder.recipe, overrides).recipe.train.phases
+    defaults, chosen = [*DEFAULTS, *_AT_THE_END], [*ladder.set, *own, *ALWAYS]
+    recipe = load_recipe(ladder.recipe, [*defaults, *chosen]).recipe
+    of_trunk, of_branch = ([*defaults, *scored, *chosen] for scored in _evaluations(recipe.evaluate))
+    phases = recipe.train.phases
     if not phases:
         raise UserError("the recipe has no phases to train; add train.phases to it")
     pattern = max(phases, key=lambda phase: int(phase.tokens))
@@ -102,14 +105,22 @@ def _arms_of_size(ladder: LadderFile, size: str, own: Sequence[str], out: Path) 
         _part(pattern, f"to-{count}", (end - before) * batch, "constant", max(1, round(ladder.warmup * steps[0])) if not before else 0)
         for count, before, end in zip(steps, [0, *ends], ends, strict=False)
     ]
-    trunk = _arm(ladder, f"{size}-{TRUNK}", [*overrides, f"checkpoints.keep_last={len(parts)}"], parts)
+    trunk = _arm(ladder, f"{size}-{TRUNK}", [*of_trunk, f"checkpoints.keep_last={len(parts)}"], parts)
     yield trunk
-    of_trunk = run_dir(out, trunk.name, ladder.seed)
+    trunk_dir = run_dir(out, trunk.name, ladder.seed)
     for index, (count, decay, end) in enumerate(zip(steps, decays, ends, strict=True)):
         tail = _part(pattern, "decay", decay * batch, "linear", 0)
-        checkpoint = of_trunk / "checkpoints" / listing.name_of(end)
-        arm = _arm(ladder, f"{size}-{count * batch}", overrides, [*parts[: index + 1], tail])
-        yield replace(arm, branch=Branch(of_trunk, checkpoint, end, end * batch))
+        checkpoint = trunk_dir / "checkpoints" / listing.name_of(end)
+        arm = _arm(ladder, f"{size}-{count * batch}", of_branch, [*parts[: index + 1], tail])
+        yield replace(arm, branch=Branch(trunk_dir, checkpoint, end, end * batch))
+
+
+def _evaluations(evaluate: Evaluate) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The overrides by which a trunk scores no benchmarks, and a branch scores them at its end, on as many items as a finished model."""
+    if not evaluate.benchmarks:
+        return (), ()
+    items = max(evaluate.every_items, evaluate.benchmark_items)
+    return ("evaluate.every=never",), ("evaluate.every=100%", f"evaluate.every_items={items}")
 
 
 def _part(pattern: Phase, name: str, tokens: int, kind: str, warmup: int) -> dict[str, Any]:

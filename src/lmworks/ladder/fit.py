@@ -8,8 +8,8 @@ around the fit, and the law is fitted again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -26,12 +26,22 @@ _BOUNDS = ((-12.0, 5.0), (-5.0, 40.0), (-5.0, 40.0), (0.05, 1.5), (0.05, 1.5))
 
 
 @dataclass(frozen=True)
+class BenchmarkScore:
+    """The score of a run on a sample of `items` items; `chance` is that of blind guesses on the same items."""
+
+    score: float
+    items: int
+    chance: float
+
+
+@dataclass(frozen=True)
 class Point:
-    """One run: active parameters (without the embedding look-up), training tokens, and its measured loss."""
+    """One run: active parameters (without the embedding look-up), training tokens, its measured loss, and its scores by benchmark."""
 
     parameters: float
     tokens: float
     loss: float
+    scores: Mapping[str, BenchmarkScore] = field(default_factory=dict)
 
 
 def fit_law(
@@ -83,7 +93,7 @@ def _starts(loss: np.ndarray) -> list[np.ndarray]:
     return [np.array([np.log(share * lowest), a, b, exponent, exponent]) for share, a, b, exponent in grid]
 
 
-def _minimizer() -> Callable[..., Any]:
+def minimizer() -> Callable[..., Any]:
     try:
         from scipy.optimize import minimize
     except ImportError:
@@ -92,7 +102,7 @@ def _minimizer() -> Callable[..., Any]:
 
 
 def _minimize(size: np.ndarray, tokens: np.ndarray, loss: np.ndarray, start: np.ndarray) -> tuple[float, np.ndarray]:
-    minimize = _minimizer()
+    minimize = minimizer()
     log_size, log_tokens, log_loss = np.log(size), np.log(tokens), np.log(loss)
 
     def objective(theta: np.ndarray) -> tuple[float, np.ndarray]:

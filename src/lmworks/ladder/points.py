@@ -1,18 +1,24 @@
-"""Reads finished runs as points of a ladder: size, tokens, and held-out loss."""
+"""Reads finished runs as points of a ladder: size, tokens, held-out loss, and scores on benchmarks."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from lmworks.doctor.read_run import read_run
+from lmworks.doctor.run_records import Run
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
-from lmworks.ladder.fit import Point
+from lmworks.ladder.fit import BenchmarkScore, Point
+from lmworks.metrics.names import is_score
 from lmworks.plan.counts import count_by_component
+from lmworks.plan.downstream_law import MOST_ITEMS, NAME
 from lmworks.recipe.schema.recipe import Recipe
 
 MEASURE = "validation/bits_per_byte"
 UNIT = "bits per byte"
+_EVAL = "eval/"
 _DECAYED = 0.5  # of the peak learning rate: a run that ends above it has not been annealed
 
 
@@ -29,13 +35,41 @@ def held_out_text(run_dir: Path) -> str:
     return sha256_file(manifest)
 
 
-def finished_loss(run_dir: Path) -> float | None:
-    """Held-out bits per byte behind the last step of pretraining; None while it is not finished."""
-    part = read_run(run_dir).pretrain
-    series = part.series.get(MEASURE)
-    if not part.done or series is None or series.last[0] < part.step:
+@dataclass(frozen=True)
+class Finished:
+    """Held-out bits per byte behind the last step of pretraining, and the scores that were measured there, by benchmark."""
+
+    loss: float
+    scores: dict[str, BenchmarkScore]
+
+
+def finished(run: Run) -> Finished | None:
+    """What a run has measured behind its last step; None while it is not finished. Raises `UserError` for impossible scores."""
+    loss = _last(run, MEASURE)
+    if not run.pretrain.done or loss is None:
         return None
-    return series.last[1]
+    names = [name for name in run.pretrain.series if is_score(name) and re.fullmatch(NAME, name.removeprefix(_EVAL))]
+    scores = {name.removeprefix(_EVAL): score for name in names if (score := _score(run, name)) is not None}
+    return Finished(loss, scores)
+
+
+def _last(run: Run, name: str) -> float | None:
+    """The value of a metric behind the last step."""
+    series = run.pretrain.series.get(name)
+    return None if series is None or series.last[0] < run.pretrain.step else series.last[1]
+
+
+def _score(run: Run, name: str) -> BenchmarkScore | None:
+    """A score with its items; None if it is of an earlier step, or of a version that did not record the number of items."""
+    score, items, chance = (_last(run, one) for one in (name, *(f"{name.rpartition('/')[0]}/{of}" for of in ("items", "chance"))))
+    if score is None or items is None or chance is None:
+        return None
+    if not (0 <= score <= 1 and 0 <= chance <= 1 and 1 <= items <= MOST_ITEMS and items == int(items)):
+        raise UserError(
+            f"{run.directory}: {name} cannot be {score:g} of {items:g} items with chance {chance:g}; remove the line from metrics.jsonl or "
+            "follow.jsonl and score the run again"
+        )
+    return BenchmarkScore(score, int(items), chance)
 
 
 def read_points(runs: list[Path]) -> list[Point]:
@@ -51,7 +85,7 @@ def read_points(runs: list[Path]) -> list[Point]:
             raise UserError(f"{run_dir} is listed twice; each run counts once")
         held_out_text(run_dir)
         run = read_run(run_dir)
-        if run.recipe is None or (loss := finished_loss(run_dir)) is None:
+        if run.recipe is None or (measured := finished(run)) is None:
             raise UserError(f"{run_dir} has not finished pretraining with a validation at its end; run: lmworks pretrain {run_dir}")
         if held_out_text(run_dir) != text:
             raise UserError(f"{run_dir} is validated on other text than {runs[0]}; a ladder needs one corpus for all its runs")
@@ -62,5 +96,5 @@ def read_points(runs: list[Path]) -> list[Point]:
                 "model; let the schedule of its last phase decay (min_lr_ratio)"
             )
         size, tokens = size_and_tokens(run.recipe)
-        points.append(Point(size, tokens, loss))
+        points.append(Point(size, tokens, measured.loss, measured.scores))
     return points

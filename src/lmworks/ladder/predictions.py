@@ -10,26 +10,66 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
 from lmworks import jsonl
 from lmworks.checkpoint import listing
+from lmworks.doctor.read_run import read_run
 from lmworks.errors import UserError
 from lmworks.files import explain_damage, write_json
-from lmworks.ladder.points import finished_loss, held_out_text, size_and_tokens
+from lmworks.ladder.fit import BenchmarkScore
+from lmworks.ladder.points import finished, held_out_text, size_and_tokens
+from lmworks.plan.downstream_law import MOST_ITEMS, NAME, DownstreamLaw
 from lmworks.plan.loss_law import LAW_FILE, load_law
 from lmworks.recipe.loading.load import Resolved
+from lmworks.recipe.schema.evaluate import Evaluate
 
 FILE = "predictions.jsonl"
 SCORES = "scores.json"
 LEVEL = 0.9  # of the prediction interval
 
 
+class _Compared:
+    """A prediction with its interval, and the measurement; each is None where there is none."""
+
+    predicted: float | None
+    low: float | None
+    high: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        return None if self.measured is None or self.predicted is None else self.predicted - self.measured
+
+    @property
+    def inside(self) -> bool | None:
+        return None if self.measured is None or self.low is None or self.high is None else self.low <= self.measured <= self.high
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"error": self.error, "inside": self.inside}
+
+
 @dataclass(frozen=True)
-class Score:
-    """A prediction and what its run has measured; `measured` is None while the run is not finished."""
+class BenchmarkComparison(_Compared):
+    """The predicted score of a benchmark on `items` items, which is None without a signal in the ladder, and the measured one."""
+
+    name: str
+    items: int
+    predicted: float | None
+    low: float | None
+    high: float | None
+    measured: float | None = None
+
+
+@dataclass(frozen=True)
+class Score(_Compared):
+    """The predicted loss of a run and the measured one, which is None while the run is not finished; and its benchmarks."""
 
     run_dir: str
     parameters: int
@@ -38,17 +78,37 @@ class Score:
     low: float
     high: float
     measured: float | None
-
-    @property
-    def error(self) -> float | None:
-        return None if self.measured is None else self.predicted - self.measured
-
-    @property
-    def inside(self) -> bool | None:
-        return None if self.measured is None else self.low <= self.measured <= self.high
+    benchmarks: tuple[BenchmarkComparison, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"error": self.error, "inside": self.inside}
+        return super().to_json() | {"benchmarks": [one.to_json() for one in self.benchmarks]}
+
+
+_Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _BenchmarkLine(BaseModel):
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    name: str = Field(pattern=NAME)
+    items: int = Field(gt=0, le=MOST_ITEMS)
+    predicted: _Share | None
+    low: _Share | None
+    high: _Share | None
+
+
+class _Line(BaseModel):
+    """What is read of a line; those of earlier versions have no benchmarks."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    run_dir: str
+    parameters: int
+    tokens: int
+    predicted: float
+    low: float
+    high: float
+    benchmarks: tuple[_BenchmarkLine, ...] = Field((), max_length=1000)
 
 
 def predict(folder: Path, target: Resolved) -> Score:
@@ -70,9 +130,11 @@ def predict(folder: Path, target: Resolved) -> Score:
     size, tokens = size_and_tokens(recipe)
     interval = law.interval(size, tokens, LEVEL)
     assert interval is not None, "a ladder's law has bootstrap fits"
+    losses = law.draws(size, tokens)
     record = {
         "time": time.time(), "run_dir": str(run_dir), "recipe": target.fingerprint, "parameters": size, "tokens": tokens,
         "predicted": law.loss(size, tokens), "low": interval[0], "high": interval[1], "level": LEVEL, "unit": law.unit,
+        "benchmarks": [_predict_score(one, losses, recipe.evaluate) for one in law.benchmarks],
         "law": hashlib.sha256((folder / LAW_FILE).read_bytes()).hexdigest(), "before": known[-1]["hash"] if known else "",
     }  # fmt: skip
     fd = jsonl.open_append(folder / FILE)
@@ -82,6 +144,20 @@ def predict(folder: Path, target: Resolved) -> Score:
     finally:
         os.close(fd)
     return _score(record)
+
+
+def _predict_score(law: DownstreamLaw, losses: np.ndarray, evaluate: Evaluate) -> dict[str, Any]:
+    """The score on as many items as the run will have: at most those of the ladder."""
+    asked = next((evaluate.items_in_loop(one) for one in evaluate.benchmarks if one.name == law.name.partition("/")[0]), law.items)
+    items = min(asked, law.items)
+    predicted, low, high = law.predict(losses, items, LEVEL) or (None, None, None)
+    return {"name": law.name, "items": items, "predicted": predicted, "low": low, "high": high}
+
+
+def not_scored(score: Score, evaluate: Evaluate) -> list[str]:
+    """The predicted benchmarks that the run will not score by itself."""
+    scored = [] if evaluate.every == "never" else [one.name for one in evaluate.benchmarks]
+    return [one.name for one in score.benchmarks if one.name.partition("/")[0] not in scored]
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -94,6 +170,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
             record = {key: value for key, value in line.items() if key != "hash"}
             if line["hash"] != _hash(record) or record["before"] != before:
                 raise UserError(f"{path}: the prediction of {record['run_dir']} was changed, or the line before it was; restore the file")
+            _Line.model_validate(record)
             before = line["hash"]
             found.append(line)
     return found
@@ -108,8 +185,15 @@ def score(folder: Path) -> list[Score]:
     return scores
 
 
-def summary(scores: list[Score]) -> dict[str, Any]:
-    """How many runs are finished, the mean and the largest absolute error, and the fraction of intervals that hold."""
+def summary(scores: Sequence[Score]) -> dict[str, Any]:
+    """How many predictions have a measurement, the mean and the largest absolute error, and the fraction of intervals that hold: of the
+    loss, and of each benchmark."""
+    rows = [one for score in scores for one in score.benchmarks]
+    names = sorted({one.name for one in rows})
+    return _summary(scores) | {"benchmarks": {name: _summary([one for one in rows if one.name == name]) for name in names}}
+
+
+def _summary(scores: Sequence[_Compared]) -> dict[str, Any]:
     errors = [abs(one.error) for one in scores if one.error is not None]
     if not errors:
         return {"finished": 0, "mean_error": None, "largest_error": None, "coverage": None}
@@ -134,9 +218,18 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _score(record: dict[str, Any]) -> Score:
     run_dir = Path(record["run_dir"])
-    measured = finished_loss(run_dir) if run_dir.is_dir() else None
-    values = {name: record[name] for name in ("run_dir", "parameters", "tokens", "predicted", "low", "high")}
-    return Score(**values, measured=measured)
+    measured = finished(read_run(run_dir)) if run_dir.is_dir() else None
+    line = _Line.model_validate(record)
+    values = {name: getattr(line, name) for name in ("run_dir", "parameters", "tokens", "predicted", "low", "high")}
+    scores = measured.scores if measured else {}
+    benchmarks = tuple(BenchmarkComparison(**vars(one), measured=_measured(one, scores)) for one in line.benchmarks)
+    return Score(**values, measured=measured.loss if measured else None, benchmarks=benchmarks)
+
+
+def _measured(line: _BenchmarkLine, scores: Mapping[str, BenchmarkScore]) -> float | None:
+    """The score of a finished run, if it has at least the items for which the interval holds."""
+    found = scores.get(line.name)
+    return None if found is None or found.items < line.items else found.score
 
 
 def _hash(record: dict[str, Any]) -> str:

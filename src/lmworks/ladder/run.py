@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lmworks import machine
@@ -12,6 +13,7 @@ from lmworks.ablate.run_set import RunSet, require_own_directory, save_arms
 from lmworks.ablate.runs import Runner, described, state_of
 from lmworks.ablate.sharing import prepare_data
 from lmworks.files import write_text
+from lmworks.ladder.downstream import fit_downstream, split_benchmarks
 from lmworks.ladder.file import FILE
 from lmworks.ladder.fit import BOOTSTRAPS, Point, fit_law
 from lmworks.ladder.points import UNIT, read_points
@@ -54,10 +56,12 @@ def points_of(ladder: RunSet) -> list[Path]:
 
 
 def fit_runs(folder: Path, runs: Sequence[Path]) -> tuple[LossLaw, list[Point]]:
-    """Fit a law to finished runs and write it into `folder`; returns it and the points of the runs. Raises `UserError`."""
+    """Fit a law of the loss, and one of each benchmark, to finished runs and write them into `folder`; returns them and the points of the
+    runs. Raises `UserError`."""
     points = read_points(list(runs))
-    with bar("bootstrap", BOOTSTRAPS) as progress:
+    with bar("bootstrap", BOOTSTRAPS * (1 + len(split_benchmarks(points)[0]))) as progress:
         law = fit_law(points, UNIT, f"fitted to {len(points)} runs", bootstraps=BOOTSTRAPS, advance=progress.advance)
+        law = replace(law, benchmarks=fit_downstream(points, bootstraps=BOOTSTRAPS, advance=progress.advance))
     folder.mkdir(parents=True, exist_ok=True)
     save_settings(folder, list(runs))
     save_law(law, folder / LAW_FILE)

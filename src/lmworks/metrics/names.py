@@ -27,6 +27,7 @@ _MOE = "model.moe"
 _DETAIL = "metrics.detail_every"
 _NEEDLE = "a phase with needle"
 _EVALUATION = "evaluate.benchmarks and evaluate.every"
+_SCORE = "eval/{set}/{form}"
 _DPO, _KTO, _GRPO = "dpo", "dpo.loss: kto", "grpo"
 _NVML = "an NVIDIA GPU and lmworks[gpu]"
 _TABLE: tuple[tuple[Any, ...], ...] = (
@@ -122,8 +123,10 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("needle/chance", "", "the same by guessing", _NEEDLE),
     ("needle/{length}/{depth}", "", "the same in rows of a length, for facts behind so many per cent of the text", _NEEDLE, "higher"),
     ("eval/{set}/bits_per_byte", "bits/byte", "of the right answers of a sample of the set, in cloze form", _EVALUATION, "lower"),
+    ("eval/{set}/items", "items", "items in this sample", _EVALUATION),
+    ("eval/{set}/chance", "", "share of this sample that a blind guess gets right, the mean of 1 / number of choices", _EVALUATION),
     (
-        "eval/{set}/{form}", "", "share of a sample of the set that is right, the likeliest choice per byte counting as the answer",
+        _SCORE, "", "share of a sample of the set that is right, the likeliest choice per byte counting as the answer",
         _EVALUATION, "higher",
     ),
     ("validation/{domain}/loss", "nats/token", "mean over a domain's validation tokens", "", "lower"),
@@ -145,3 +148,11 @@ def describe(name: str) -> Metric:
         if pattern.match(name):
             return metric
     raise KeyError(f"{name!r} is no metric of lmworks.metrics.names; add it there with its unit and meaning")
+
+
+def is_score(name: str) -> bool:
+    """Whether this is the score of a benchmark set during training."""
+    try:
+        return describe(name).name == _SCORE
+    except KeyError:
+        return False

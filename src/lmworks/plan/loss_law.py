@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmworks.errors import UserError
 from lmworks.files import write_json
+from lmworks.plan.downstream_law import DownstreamLaw, DownstreamLawFile
 
 LAW_FILE = "law.json"  # in the folder of a ladder
 _LARGEST_FILE = 16 << 20
@@ -19,7 +20,8 @@ _LARGEST_FILE = 16 << 20
 
 @dataclass(frozen=True)
 class LossLaw:
-    """Loss as a function of N active parameters (without the embedding look-up) and D training tokens, in `unit`."""
+    """Loss as a function of N active parameters (without the embedding look-up) and D training tokens, in `unit`; and the scores of
+    `benchmarks` as functions of this loss."""
 
     e: float
     a: float
@@ -29,19 +31,23 @@ class LossLaw:
     unit: str = "nats per token"
     source: str = ""
     samples: tuple[tuple[float, float, float, float, float, float], ...] = ()  # of bootstrap fits: e, a, b, alpha, beta, noise of log loss
+    benchmarks: tuple[DownstreamLaw, ...] = ()
 
     def loss(self, parameters: float, tokens: float) -> float:
         return self.e + self.a / parameters**self.alpha + self.b / tokens**self.beta
 
     def interval(self, parameters: float, tokens: float, level: float = 0.9) -> tuple[float, float] | None:
-        """Prediction interval of a run's loss: the spread of the bootstrap fits and of runs around the law; None without such fits."""
+        """Prediction interval of a run's loss: quantiles of `draws`; None without bootstrap fits."""
         if not self.samples:
             return None
+        low, high = np.quantile(self.draws(parameters, tokens), [(1 - level) / 2, (1 + level) / 2])
+        return float(low), float(high)
+
+    def draws(self, parameters: float, tokens: float) -> np.ndarray:
+        """Losses of a run: each bootstrap fit with 64 draws of the noise of runs around it."""
         e, a, b, alpha, beta, noise = np.asarray(self.samples).T
         fits = e + a / parameters**alpha + b / tokens**beta
-        drawn = fits * np.exp(noise * np.random.default_rng(0).standard_normal((64, len(fits))))
-        low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-        return float(low), float(high)
+        return np.asarray(fits * np.exp(noise * np.random.default_rng(0).standard_normal((64, len(fits)))))
 
     def optimal_parameters(self, flops: float) -> float:
         """N of the lowest loss for 6 N D = `flops`."""
@@ -93,11 +99,12 @@ class _LawFile(BaseModel):
     unit: str = Field(max_length=100)
     source: str = Field(max_length=1000)
     samples: tuple[tuple[float, float, float, float, float, float], ...] = ()
+    benchmarks: tuple[DownstreamLawFile, ...] = Field((), max_length=1000)
 
 
 def save_law(law: LossLaw, path: Path) -> None:
     """Write a law as JSON."""
-    write_json(path, _LawFile(**vars(law)).model_dump(mode="json"))
+    write_json(path, _LawFile.model_validate(asdict(law)).model_dump(mode="json"))
 
 
 def load_law(path: Path) -> LossLaw:
@@ -108,7 +115,8 @@ def load_law(path: Path) -> LossLaw:
     try:
         if file.stat().st_size > _LARGEST_FILE:
             raise ValueError("it is too large")
-        return LossLaw(**_LawFile.model_validate(json.loads(file.read_text(encoding="utf-8"))).model_dump())
+        found = _LawFile.model_validate(json.loads(file.read_text(encoding="utf-8"))).model_dump()
+        return LossLaw(**found | {"benchmarks": tuple(DownstreamLaw(**one) for one in found["benchmarks"])})
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{file} is not a fitted law: {': '.join([*map(str, first['loc']), first['msg']])}") from None

@@ -125,6 +125,10 @@ class Evaluate(Node):
         ("Hello! How are you today?", "What can you do for me?"), description="questions for the tuned model, during tuning and at the end"
     )
 
+    def items_in_loop(self, benchmark: Benchmark) -> int:
+        """Maximum items of a set for evaluations during pretraining."""
+        return min(self.every_items, benchmark.items or self.every_items)
+
     @model_validator(mode="after")
     def _tasks_differ(self) -> Evaluate:
         names = [task.name for task in self.tasks]
