@@ -1,4 +1,4 @@
-"""`lmworks ladder run | fit | predict | score`: a scaling law from a ladder of runs, and its predictions held against later runs."""
+"""`lmworks ladder run | fit | predict | score | curve`: laws that are fitted to runs, and their predictions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOptio
 from lmworks.cli.output import console, note_stage, print_json
 
 if TYPE_CHECKING:
+    from lmworks.ladder.curve import Curve
     from lmworks.ladder.fit import Point
     from lmworks.ladder.predictions import BenchmarkComparison, Score
     from lmworks.plan.downstream_law import DownstreamLaw
 
+_CURVE_ROWS = 12
 _NO_SIGNAL = "no signal in the ladder"
 _FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the ladder.")]
 
@@ -24,7 +26,7 @@ _FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The direct
 def register(app: typer.Typer) -> None:
     """Add the commands to `lmworks ladder`."""
     noun = typer.Typer(no_args_is_help=True, help="Scaling laws: run a ladder, fit a law, predict a larger run, and score the prediction.")
-    for command in (run, fit, predict, score):
+    for command in (run, fit, predict, score, curve):
         noun.command()(command)
     app.add_typer(noun, name="ladder")
 
@@ -205,3 +207,53 @@ def _print_summary(name: str, found: dict[str, Any], digits: int) -> None:
         mean, largest = (f"{found[which]:.{digits}f}" for which in ("mean_error", "largest_error"))
         text = f"{found['finished']} finished: mean error {mean}, largest {largest}; {found['coverage']:.0%} inside their 90% intervals"
         console().print(f"{name}{text}", soft_wrap=True)
+
+
+def curve(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One or two runs of one recipe, at least one with a decay.")],
+    overrides: SetOption,
+    recipe: Annotated[
+        str | None, typer.Option("--for", metavar="RECIPE", help="The recipe to predict; that of the first RUN when omitted.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict the loss curve of a recipe under another learning-rate schedule than that of the runs.
+
+    Fits the annealing law L = L0 + A / S1^alpha - C S2 (arXiv:2408.11029) to the validations of finished or active runs, and predicts the
+    held-out bits per byte at the validations of the recipe. It may differ from the runs in its schedule, its token budget and its seed.
+    """
+    from lmworks.ladder.curve import predict_curve
+    from lmworks.recipe.loading.load import load_recipe
+
+    found = predict_curve(runs, load_recipe(recipe or runs[0], overrides))
+    if as_json:
+        print_json(found.to_json())
+        return
+    _print_curve(found, recipe or str(runs[0]))
+
+
+def _print_curve(found: Curve, name: str) -> None:
+    from rich.table import Table
+
+    law, end = found.law.best, found.points[-1]
+    table = Table(title="Fitted runs, bits per byte at their last validation", title_justify="left")
+    for heading in ("run", "validations", "tokens", "learning rate", "measured", "fitted"):
+        table.add_column(heading, justify="left" if heading == "run" else "right")
+    for run in found.runs:
+        rate = f"{run.lr_factor:.1%}"
+        table.add_row(run.run_dir, f"{run.validations:,}", f"{run.tokens:,}", rate, f"{run.measured:.4f}", f"{run.fitted:.4f}")
+    console().print(table)
+    formula = f"L = {law.l0:.4g} + {law.a:.4g} / S1^{law.alpha:.3f} - {law.c:.4g} S2, lambda {found.law.decay:.4g}"
+    console().print(f"{formula}; residual {found.residual:.2%} (root mean square)", soft_wrap=True)
+    table = Table(title=f"{name}, predicted bits per byte", title_justify="left")
+    for heading in ("tokens", "learning rate", "predicted", "90% interval"):
+        table.add_column(heading, justify="right")
+    every = -(-len(found.points) // _CURVE_ROWS)
+    for point in found.points[::-1][::every][::-1]:
+        table.add_row(f"{point.tokens:,}", f"{point.lr_factor:.1%}", f"{point.predicted:.4f}", f"{point.low:.4f} to {point.high:.4f}")
+    console().print(table)
+    for note in found.notes:
+        console().print(note, style="yellow", soft_wrap=True)
+    for run in found.runs:
+        difference = f"{end.predicted - run.measured:+.4f} ({end.low - run.measured:+.4f} to {end.high - run.measured:+.4f})"
+        console().print(f"at the end against {run.run_dir} at {run.tokens:,} tokens: {difference}", soft_wrap=True)
