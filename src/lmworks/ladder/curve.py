@@ -102,7 +102,7 @@ def predict_curve(run_dirs: Sequence[Path], target: Resolved, bootstraps: int | 
     if 1 - low > _UNDETERMINED * (1 - high):
         notes.append(
             f"the decays of these runs hardly determine lambda ({low:.3g} to {high:.3g}), and so the gain of a decay of another length; "
-            "add a run that decays over most of its steps, such as one with lr_schedule.kind=cosine"
+            "add a run whose decay is of another length, best of that to be predicted"
         )
     described = [run.describe(float(fit[-1])) for run, fit in zip(runs, fitted, strict=True)]
     return Curve(law, float(np.sqrt((residuals**2).mean())), described, points, notes)
