@@ -92,6 +92,13 @@ def test_a_table_that_unpacks_to_more_than_it_describes_is_not_unpacked(saved: P
         load(saved, state())
 
 
+@pytest.mark.parametrize("text", ['{"files": {"a": {"bytes": 1e999, "blake3": ""}}}', "[" * 100_000, '{"files": [1]}'])
+def test_a_manifest_of_nonsense_is_said_to_be_one(saved: Path, text: str) -> None:
+    (saved / manifest.NAME).write_text(text, encoding="utf-8")
+    (row,) = verify(saved.parent)
+    assert row["problem"] == "manifest.json is not readable" == listing.list_checkpoints(saved.parent)[0]["problem"]
+
+
 @pytest.mark.parametrize("name", [DATA, listing.META, TABLE])
 def test_only_regular_files_are_opened(saved: Path, tmp_path: Path, name: str) -> None:
     """No link is followed and no pipe waited for, by any reader."""

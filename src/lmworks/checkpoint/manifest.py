@@ -90,7 +90,7 @@ def entries(directory: Path) -> dict[str, Entry]:
         raise ValueError(f"{NAME} cannot be read ({error.strerror})") from None
     try:
         files = {str(name): Entry(int(entry["bytes"]), str(entry["blake3"])) for name, entry in json.loads(data)["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise ValueError(f"{NAME} is not readable") from None
     if canonical(files) != data or any(not _NAMES.fullmatch(name) or entry.bytes < 0 for name, entry in files.items()):
         raise ValueError(f"{NAME} does not match what was written")

@@ -239,7 +239,8 @@ class Reader:
         return {chunk.file for part in parts for chunk, _ in self._overlaps(part)}
 
     def fill(self, parts: Iterable[TensorSlice]) -> None:
-        """Read the values of the slices, in a few threads. Raises OSError if a file is truncated or elements of a slice were not saved."""
+        """Read the values of the slices, in a few threads. Raises `UserError` if a file is truncated or elements of a slice were not
+        saved."""
         manifest.parallel(self._fill, list(parts), _THREADS)
 
     def read_slice(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
@@ -271,7 +272,7 @@ class Reader:
             self._read(chunk, part.dtype, bounds, to)
             left -= to.numel()
         if left:
-            raise OSError(f"{self.directory}: {left} elements of {part.name} were never saved")
+            raise UserError(f"{self.directory} is damaged: {left} elements of {part.name} were never saved; use another checkpoint")
 
     def _read(self, chunk: SavedSlice, dtype: torch.dtype, bounds: list[tuple[int, int]], to: Tensor) -> None:
         """Read only the rows that overlap, directly into the target if its memory has the same layout as the file."""
@@ -309,5 +310,5 @@ def _read_into(fd: int, offset: int, target: memoryview, path: Path) -> None:
     while target:
         count = os.preadv(fd, [target], offset)
         if not count:
-            raise OSError(f"{path} is truncated")
+            raise UserError(f"{path} is truncated; use another checkpoint")
         target, offset = target[count:], offset + count
