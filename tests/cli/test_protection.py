@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from command import Lmworks
 
 from generation_models import GSM8K, HUMANEVAL, write_rows
+from lmworks.corpus.contamination import record
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.documents import corpus_files
 from lmworks.evaluate.generation import reasoning
@@ -26,11 +28,12 @@ from lmworks.recipe.schema.evaluate import Benchmark, Generator
 from lmworks.shards.format.indexed import IndexedFile, IndexedWriter
 from lmworks.shards.format.manifest import Manifest
 from lmworks.tokenizer import load
+from lmworks.train import dpo, grpo, pretrain, tune
 from lmworks.train import load as loading
-from lmworks.train import pretrain, tune
 from tiny_run import Tiny
 
 ITEM = "Which of the four winds carries the salt of the seventh sea over the glass hills before the first bell of autumn rings?"
+REPEAT = "once the set can be read, train again in another run_dir, so that all text is searched for it"
 OTHER = "Who taught the lamplighters of the upper harbor to count the herons by the shadow of the third tower in a year without snow?"
 
 
@@ -151,11 +154,11 @@ def test_benchmarks_are_kept_out_and_one_that_was_not_is_scored_as_not_clean(
     monkeypatch.setattr(sets, "load_all", toy_set)
     results, said = evaluated(lmworks, monkeypatch, tmp_path, *arguments)
     scores = results["models"]["base"]["scores"]
-    assert results["not_clean"] == {"piqa": "no network today"}
+    assert results["not_clean"] == {"piqa": f"no network today; {REPEAT}"}
     for marked in ("piqa", "all sets"):
         assert scores[f"{marked}/cloze/0-shot"]["verdict"].endswith(", not clean")
     assert not scores["copa/cloze/0-shot"]["verdict"].endswith("not clean")
-    assert "not clean: piqa: no network today" in " ".join(said.split())
+    assert f"not clean: piqa: no network today; {REPEAT}" in " ".join(said.split())
     assert "Not clean: piqa: no network today" in (tmp_path / "run" / "report.html").read_text()
 
 
@@ -175,6 +178,107 @@ def test_tuning_data_holds_nothing_that_is_asked(
     lmworks("tune", *with_leak(tiny, tmp_path), "--set", own(tmp_path, ITEM), "--set", data)
     manifest = read_json(tmp_path / "run" / "tune" / "data" / "manifest.json")
     assert manifest["data"]["mine"]["left_out"] == {"holds an evaluation item": 1}
+
+
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
+
+
+def saying(turn: int, content: Any) -> list[dict[str, Any]]:
+    """A conversation with this in one turn."""
+    return [{**message, "content": content} if number == turn else message for number, message in enumerate(TALK)]
+
+
+CLEAN = {"prompt": "What is 1 + 1?", "chosen": "2", "rejected": "3", "answer": "2"}
+ANSWERS = {"chosen": "Yes.", "rejected": "No."}
+ASKED: dict[str, list[dict[str, Any]]] = {  # a user's turn is an item
+    "grpo": [{"prompt": ITEM}, {"prompt": saying(1, ITEM)[:2]}, {"prompt": saying(1, [{"type": "text", "text": f" {ITEM}"}])[:2]}],
+    "dpo": [{"prompt": ITEM, **ANSWERS}, {"prompt": saying(1, ITEM)[:2], **ANSWERS}],
+}
+HELD: dict[str, list[dict[str, Any]]] = {  # an item is in another text, or is only a part of it
+    "grpo": [
+        {"prompt": f"Question: {ITEM}"}, {"prompt": saying(1, f"Question: {ITEM}\nAnswer:")[:2]}, {"prompt": saying(0, ITEM)[:2]},
+        {"prompt": f"<b>{ITEM.replace(' ', '</b> <b>')}</b>"}, {"prompt": json.dumps({"task": f"{ITEM} \u201c"})},
+        {"prompt": "Hello?", "question": f"Question: {ITEM}"}, {"prompt": "Hello!", "answer": ITEM},
+        {"prompt": TALK[:2], "tools": [{"type": "function", "function": {"name": "ask", "description": ITEM, "parameters": {}}}]},
+    ],
+    "dpo": [
+        {"prompt": f"Question: {ITEM}", **ANSWERS}, {"prompt": saying(0, ITEM)[:2], **ANSWERS},
+        {"prompt": [*saying(2, ITEM), TALK[1]], **ANSWERS}, {"prompt": "Hello?", "chosen": ITEM, "rejected": "No."},
+        {"prompt": "Hello?", "chosen": "Yes.", "rejected": ITEM},
+        {"prompt": [TALK[1]], "chosen": [{**TALK[2], "reasoning_content": ITEM}], "rejected": [{**TALK[2], "content": "No."}]},
+        {
+            "prompt": [TALK[1]], "chosen": [TALK[2]], "rejected": [{**TALK[2], "content": "No."}],
+            "tools": [{"type": "function", "function": {"name": "ask", "description": ITEM, "parameters": {}}}],
+        },
+    ],
+}  # fmt: skip
+
+
+def aligned(lmworks: Lmworks, tiny: Tiny, folder: Path, stage: str, rows: list[Any], *changes: str) -> tuple[Any, str]:
+    """What a stage, which is not trained, reports of its only data set, if anything; and what is printed."""
+
+    def enough(*given: object, **named: object) -> None:
+        raise RuntimeError("the data is read")
+
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text("def reward(prompt, answer, row):\n    return 0.0\n")
+    data = {"name": "mine", "kind": "files", "path": f"{folder}/rows.jsonl"}
+    data |= {"reward": "python", "file": f"{folder}/reward.py"} if stage == "grpo" else {}
+    node = {"data": [data], "sequence_length": "512 tokens"} | ({"max_new_tokens": 8} if stage == "grpo" else {})
+    every = (f"{stage}={json.dumps(node)}", "tune=null", "model.max_position_embeddings=512 tokens", *changes)
+    options = itertools.chain.from_iterable(("--set", change) for change in every)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "pretrain", lambda *given: None)
+        patch.setattr(dpo, "start", enough)
+        patch.setattr(grpo, "start", lambda *given: SimpleNamespace(communicator=SimpleNamespace(is_first=True)))
+        patch.setattr(grpo, "run_stage", enough)
+        done = lmworks(stage, *with_leak(tiny, folder), *options)
+    path = folder / "run" / stage / {"grpo": "prompts.json", "dpo": "data/manifest.json"}[stage]
+    return read_json(path)["data"]["mine"] if path.exists() else None, " ".join((done.out + done.err).split())
+
+
+@pytest.mark.parametrize("action", ["drop", "report", "fail"])
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+def test_preference_pairs_and_prompts_hold_nothing_that_is_asked(
+    stage: str, action: str, lmworks: Lmworks, tiny: Tiny, tmp_path: Path
+) -> None:  # fmt: skip
+    asked, held, kept = ASKED[stage], HELD[stage], {"dpo": "pairs", "grpo": "prompts"}[stage]
+    changes = f"corpus.decontaminate.action={action}", own(tmp_path, ITEM)
+    made, said = aligned(lmworks, tiny, tmp_path, stage, [CLEAN, *held, *asked], *changes)
+    if action == "fail":
+        assert made is None
+        assert f"{stage}.data.mine: {tmp_path}/rows.jsonl:2 holds the evaluation item own/" in said
+        _, said = aligned(lmworks, tiny, tmp_path, stage, [CLEAN, *asked], *changes)
+        assert f"{tmp_path}/rows.jsonl:2 is asked by the evaluation; take it out, or set corpus.decontaminate.action to drop" in said
+    elif action == "drop":
+        assert made["left_out"] == {"asked by the evaluation": len(asked), "holds an evaluation item": len(held)}
+        assert (made[kept], made["contaminated"]) == (1, len(held + asked))
+    else:
+        assert (made["left_out"], made[kept], made["contaminated"]) == ({}, 1 + len(held + asked), len(held + asked))
+        assert f"{stage}.data.mine: {len(held + asked)} contaminated rows are kept" in said
+    searched = record.common_items([tmp_path / "run" / stage])
+    assert len(searched) == (0 if action == "report" else 1)
+
+
+def test_a_set_that_can_be_read_after_training_began_does_not_count_as_searched_for(
+    lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(benchmark: Benchmark) -> tuple[ChoiceItem, ...]:
+        raise Unavailable("no network today")
+
+    folder, given = tmp_path / "run" / "grpo", (lmworks, tiny, tmp_path, "grpo", [CLEAN], "evaluate.benchmarks=[copa]", own(tmp_path, ITEM))
+    monkeypatch.setattr(sets, "load_all", away)
+    aligned(*given)
+    assert len(record.common_items([folder])) == 1
+    monkeypatch.setattr(sets, "load_all", toy_set)
+    aligned(*given)
+    assert len(record.common_items([folder])) == 22
+    monkeypatch.setattr(sets, "load_all", away)
+    aligned(*given)
+    (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    monkeypatch.setattr(sets, "load_all", toy_set)
+    aligned(*given)
+    assert len(record.common_items([folder])) == 1, "the first step read prompts that were searched for less"
 
 
 def test_imported_shards_lose_the_documents_that_hold_what_is_asked(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:

@@ -291,4 +291,22 @@ def test_evaluation_items_are_kept_out_of_conversations(tokenizer: Tokenizer, tm
     with pytest.raises(UserError, match=r"tune\.data\.mine: .*a\.jsonl:\d+ holds the evaluation item riddles/0"):
         build_chat_data(failing, tokenizer, tmp_path / "failing", decontaminator=decontaminator)
     reported = recipe_of(mine, length=512, corpus={"decontaminate": {"action": "report"}})
-    assert build_chat_data(reported, tokenizer, tmp_path / "reported", decontaminator=decontaminator)["data"]["mine"]["left_out"] == {}
+    kept = build_chat_data(reported, tokenizer, tmp_path / "reported", decontaminator=decontaminator)["data"]["mine"]
+    assert (kept["left_out"], kept["contaminated"]) == ({}, 2)
+
+
+def test_the_action_holds_for_equal_questions_and_for_tools(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    decontaminator = Decontaminator(13)
+    decontaminator.protect(["riddles/0"], [ITEM], ["the north one"], evaluation=True)
+    tool = {"type": "function", "function": {"name": "ask", "description": ITEM, "parameters": {}}}
+    rows = [{"messages": chat("Hello?", "Hi.")}, {"messages": chat("Two?", "2")}, {"messages": chat("Go!", "Gone."), "tools": [tool]}]
+    mine = jsonl(tmp_path / "a.jsonl", rows)
+
+    def left_out(**corpus: Any) -> dict[str, int]:
+        recipe, out = recipe_of(mine, length=512, corpus=corpus), tmp_path / "out"
+        return dict(build_chat_data(recipe, tokenizer, out, None, {" Two?"}, decontaminator)["data"]["mine"]["left_out"])
+
+    assert left_out() == {"asked by the evaluation": 1, "holds an evaluation item": 1}
+    assert left_out(decontaminate={"action": "report"}) == left_out(decontaminate=None) == {}
+    with pytest.raises(UserError, match=r"tune\.data\.mine: .*a\.jsonl:2 is asked by the evaluation; take it out"):
+        left_out(decontaminate={"action": "fail"})

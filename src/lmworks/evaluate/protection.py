@@ -99,4 +99,6 @@ def doubt(name: str, asked: Sequence[Question], searched: Sequence[Path], recipe
     if decontaminator is None or decontaminator.action == "report":
         return f"corpus.decontaminate is {'null' if decontaminator is None else 'set to report only'}"
     unread = read_json(path).get("unread", {}) if path.exists() else {}
-    return str(unread.get(name, f"not all text trained on was searched for {missed} of its {len(asked)} items"))
+    if name in unread:
+        return f"{unread[name]}; once the set can be read, train again in another run_dir, so that all text is searched for it"
+    return f"not all text trained on was searched for {missed} of its {len(asked)} items"

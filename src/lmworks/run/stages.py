@@ -78,11 +78,17 @@ def _protected_items(recipe: Recipe) -> Protection:
 
 
 def _record_search(protected: Protection, recipe: Recipe, folder: Path) -> None:
-    """Record for which evaluation items the text of a stage's folder was searched."""
+    """Record for which evaluation items the text of a stage's folder was searched. If the stage has trained before, its earlier steps may
+    have read text that was searched for fewer items."""
+    import numpy as np
+
+    from lmworks.checkpoint import listing
     from lmworks.corpus.contamination import record
 
     options = recipe.corpus.decontaminate
-    record.save(folder, record.hashes(protected.questions if options and options.action != "report" else ()))
+    items = record.hashes(protected.questions if options and options.action != "report" else ())
+    has_trained = listing.begun(folder / "checkpoints")
+    record.save(folder, np.intersect1d(items, record.common_items([folder])) if has_trained else items)
 
 
 def search_records(run_dir: Path, recipe: Recipe, *stages: str) -> list[Path]:

@@ -24,7 +24,8 @@ from lmworks.train.align.answers import Answer, PackedAnswers, pack, rows_of, we
 from lmworks.train.align.curriculum import AnswerCurriculum
 from lmworks.train.align.preference_losses import Scored, needs_reference, preference_loss
 from lmworks.train.align.reference import reference_scores
-from lmworks.train.data.preferences import Protect, build_preferences, read_preferences
+from lmworks.train.data.decontamination import Protect
+from lmworks.train.data.preferences import build_preferences, read_preferences
 from lmworks.train.objective import Update
 from lmworks.train.stage import LoadAdapter, Plan, Start, run_stage, start
 from lmworks.train.step import micro_batch_of
@@ -129,7 +130,7 @@ def dpo(
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     ranks = ranks or alone()
     if ranks.is_first and not (folder / "data" / "manifest.json").exists():
-        build_preferences(recipe, tokenizer, folder / "data", protect)
+        build_preferences(recipe, tokenizer, folder / "data", *protect())
     ranks.barrier()
     begun = start(recipe, run_dir, "dpo", ranks, options.lora, load_adapter)
 

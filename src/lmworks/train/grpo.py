@@ -26,7 +26,7 @@ from lmworks.train.align.policy_losses import Evaluated, Sampled, advantages, po
 from lmworks.train.align.prompts import Prompts, read_prompts
 from lmworks.train.align.rewards import OUTCOMES
 from lmworks.train.align.rollouts import Prompt, Rollout, Rollouts
-from lmworks.train.data.preferences import Protect
+from lmworks.train.data.decontamination import Protect
 from lmworks.train.objective import Update
 from lmworks.train.stage import LoadAdapter, Plan, run_stage, start
 from lmworks.train.step import micro_batch_of
@@ -164,14 +164,14 @@ def grpo(
 ) -> None:  # fmt: skip
     """Train the model of the stage before on its own answers. Reads `tokenizer/` and its final checkpoint; writes `grpo/`.
 
-    `protect` is called for the questions of the evaluation, which are not asked here. `load_adapter` fills the adapters from the
-    folder that `grpo.lora.init_from` names. Raises `Interrupted` when asked to stop, and `UserError`.
+    `protect` is called for the evaluation items that are kept out of the prompts. `load_adapter` fills the adapters from the folder that
+    `grpo.lora.init_from` names. Raises `Interrupted` when asked to stop, and `UserError`.
     """
     options = recipe.grpo
     assert options is not None
     folder, length = run_dir / "grpo", int(options.sequence_length)
     tokenizer = load_tokenizer(run_dir / "tokenizer")
-    prompts = read_prompts(recipe, tokenizer, protect()[0])
+    prompts = read_prompts(recipe, tokenizer, *protect())
     begun = start(recipe, run_dir, "grpo", ranks or alone(), options.lora, load_adapter)
     if begun.communicator.is_first:
         folder.mkdir(exist_ok=True)

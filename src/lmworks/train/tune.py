@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.contamination import Decontaminator
 from lmworks.errors import UserError
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
@@ -15,6 +14,7 @@ from lmworks.shards.read.tuning_batches import TuningBatches
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.curriculum import TuningCurriculum
 from lmworks.train.data.chat import build_chat_data, chat_shards
+from lmworks.train.data.decontamination import Protect
 from lmworks.train.observe.validation import validate_conversations
 from lmworks.train.stage import LoadAdapter, Plan, run_stage, start
 from lmworks.watch.heartbeat import Heartbeat
@@ -24,8 +24,8 @@ REPLAY = "replay"  # under this key a checkpoint's meta has the hashes of the to
 
 def tune(
     recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str,
-    protect: Callable[[], tuple[Collection[str], Decontaminator | None]] = lambda: ((), None),
-    ranks: Ranks | None = None, heartbeat: Heartbeat | None = None, load_adapter: LoadAdapter | None = None,
+    protect: Protect = lambda: ((), None), ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
+    load_adapter: LoadAdapter | None = None,
 ) -> None:  # fmt: skip
     """Fine-tune the base model of `run_dir`; the selection biases of the experts stay as pretraining left them.
 

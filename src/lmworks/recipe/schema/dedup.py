@@ -81,5 +81,7 @@ class Decontaminate(Node):
 
     ngram: int = Field(13, ge=5, description="length of an overlap in words (twice as many characters where a language has no spaces)")
     action: Literal["drop", "fail", "report"] = Field(
-        "drop", description="drop: remove such documents; fail: stop with an error; report: report and keep them"
+        "drop",
+        description="drop: remove such documents, also rows of tuning data, preference pairs and prompts; fail: stop with an error; "
+        "report: report and keep them",
     )

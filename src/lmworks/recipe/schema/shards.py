@@ -40,7 +40,7 @@ class Shards(Node):
     imported: Annotated[dict[str, str], read_by("shards", "pretrain")] = Field(
         default_factory=dict,
         description="additional sources by name: folders written by `lmworks data import`, relative to the working directory; mixtures "
-        "may use them",
+        "may use them; they are searched for evaluation items and held-out text (corpus.decontaminate), and are not deduplicated",
     )
     cache: Annotated[Cache | None, NO_EFFECT] = None
     packing: Annotated[Literal["concatenate", "best_fit"], read_by("pretrain")] = Field(

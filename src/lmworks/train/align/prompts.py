@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lmworks.corpus.contamination import Decontaminator
 from lmworks.errors import UserError
 from lmworks.recipe.schema.grpo import RewardTask
 from lmworks.recipe.schema.recipe import Recipe
@@ -18,6 +19,7 @@ from lmworks.train.align.rewards import Judge, check_file, make_judge
 from lmworks.train.align.rollouts import Prompt
 from lmworks.train.data.conversation_files import read_files
 from lmworks.train.data.conversation_sets import TASK_SEEDS
+from lmworks.train.data.decontamination import Contents, Decontamination
 from lmworks.train.data.preference_forms import NoPreference
 
 _NEEDED = {"exact": "answer", "numeric": "answer", "unit_tests": "tests"}
@@ -54,9 +56,14 @@ def check(recipe: Recipe) -> None:
             _data_sets(data, recipe, 1)
 
 
-def read_prompts(recipe: Recipe, tokenizer: Tokenizer, questions: Collection[str] = ()) -> Prompts:
+def read_prompts(
+    recipe: Recipe, tokenizer: Tokenizer, questions: Collection[str] = (), decontaminator: Decontaminator | None = None
+) -> Prompts:
     """All prompts of the recipe. Left out and counted are rows that cannot be read, repeated prompts, those without room for an answer, and
-    `questions` of the evaluation. Raises `UserError` if a data set yields nothing, or a reward cannot run here."""
+    contaminated rows (see `Decontamination`: `questions` are those of the evaluation).
+
+    Raises `UserError` if a data set yields nothing, a reward cannot run here, or decontamination is set to fail and finds an item.
+    """
     options = recipe.grpo
     assert options is not None
     check(recipe)
@@ -69,23 +76,23 @@ def read_prompts(recipe: Recipe, tokenizer: Tokenizer, questions: Collection[str
         verifiers: dict[str, Any] = {}
         left_out: Counter[str] = Counter()
         before, seen = len(found), set()
-        for row in _rows(data, recipe, verifiers):
-            if len(found) - before == data.count:
-                break
-            prompt, reason = _encode(row, tokenizer, most, number)
-            text = str(row.get("question", row.get("prompt", ""))).strip() if isinstance(row, dict) else ""
-            if prompt is None:
-                left_out[reason] += 1
-            elif prompt.ids in seen or text in questions:
-                left_out["repeated" if prompt.ids in seen else "asked by the evaluation"] += 1
+        key = f"grpo.data.{data.name}"
+        decontamination = Decontamination(key, recipe, questions, decontaminator, generated=data.kind == "tasks")
+        for (_, row), contaminated in decontamination.search(_rows(data, recipe, verifiers), _contents):
+            prompt, reason = _encode(row, tokenizer, most, number) if not contaminated else (None, contaminated.partition(":")[0])
+            if prompt is None or prompt.ids in seen:
+                left_out["repeated" if prompt else reason] += 1
             else:
                 seen.add(prompt.ids)
                 found.append(prompt)
+            if len(found) - before == data.count:
+                break
         if len(found) == before:
             reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common()) or "it is empty"
-            raise UserError(f"grpo.data.{data.name} yields no prompt ({reasons})")
-        judges.append(make_judge(data, f"grpo.data.{data.name}", verifiers))
-        sets[data.name] = {"prompts": len(found) - before, "left_out": dict(left_out.most_common())}
+            raise UserError(f"{key} yields no prompt ({reasons})")
+        judges.append(make_judge(data, key, verifiers))
+        counts = {"prompts": len(found) - before, "contaminated": decontamination.report()}
+        sets[data.name] = counts | {"left_out": dict(left_out.most_common())}
     order = np.random.default_rng(recipe.seed).permutation(len(found)).tolist()
     held_out = min(options.held_out, len(found) // 2)
     return Prompts([found[i] for i in order[held_out:]], [found[i] for i in order[:held_out]], judges, sets)
@@ -95,8 +102,7 @@ def _encode(row: Any, tokenizer: Tokenizer, most: int, judge: int) -> tuple[Prom
     """A row as a prompt, or why it is none."""
     if isinstance(row, NoPreference):
         return None, str(row).partition(":")[0]
-    given = row.get("prompt")
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    messages = _messages(row)
     if not isinstance(messages, list) or not messages:
         return None, "no prompt"
     try:
@@ -108,16 +114,31 @@ def _encode(row: Any, tokenizer: Tokenizer, most: int, judge: int) -> tuple[Prom
     return Prompt(tuple(ids), row, judge), ""
 
 
-def _rows(data: RewardTask, recipe: Recipe, verifiers: dict[str, Any]) -> Iterator[Any]:
+def _messages(row: dict[str, Any]) -> Any:
+    given = row.get("prompt")
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def _contents(found: tuple[str, Any]) -> Contents | None:
+    """The prompt and all other columns: a reward may use each of them."""
+    origin, row = found
+    if isinstance(row, NoPreference):
+        return None
+    messages, asked, answer = _messages(row), {"role": "user", "content": row.get("question")}, str(row.get("answer", ""))
+    return Contents(origin, [*(messages if isinstance(messages, list) else ()), asked], (answer, row))
+
+
+def _rows(data: RewardTask, recipe: Recipe, verifiers: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each row with its origin, or why it is none."""
     if data.kind == "files":
         needed = _NEEDED.get(data.reward)
         for row in read_files(f"grpo.data.{data.name}", data.path):
             if row.fault is not None:
-                yield NoPreference(row.fault)
+                yield row.origin, NoPreference(row.fault)
             elif not isinstance(row.value, dict):
-                yield NoPreference("no object with columns")
+                yield row.origin, NoPreference("no object with columns")
             else:
-                yield NoPreference(f"no {needed}") if needed is not None and row.value.get(needed) is None else row.value
+                yield row.origin, NoPreference(f"no {needed}") if needed is not None and row.value.get(needed) is None else row.value
         return
     sets = _data_sets(data, recipe, -(-data.count // max(1, len(data.tasks or recipe.evaluate.tasks))))
     for name, items in sets.items():
@@ -126,9 +147,9 @@ def _rows(data: RewardTask, recipe: Recipe, verifiers: dict[str, Any]) -> Iterat
             try:
                 entry = items[number]
             except Exception:  # a generator may fail on a seed; that is one item less
-                yield NoPreference("generator failed")
+                yield f"{name}/{number}", NoPreference("generator failed")
                 continue
-            yield {"prompt": entry["question"], "question": entry["question"], "generator": name, "entry": entry}
+            yield f"{name}/{number}", {"prompt": entry["question"], "question": entry["question"], "generator": name, "entry": entry}
 
 
 def _data_sets(data: RewardTask, recipe: Recipe, count: int) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from lmworks import progress as progress_bars
-from lmworks.corpus.cleaning import clean
 from lmworks.corpus.contamination import Decontaminator
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
@@ -29,12 +28,12 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import ChatData
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.data.conversation_files import Row
-from lmworks.train.data.conversation_masks import check_mask, fit, has_special_text, strings
+from lmworks.train.data.conversation_masks import check_mask, fit, has_special_text
 from lmworks.train.data.conversation_sets import digest, open_set
+from lmworks.train.data.decontamination import Contents, Decontamination
 
 _MOST_HELD_OUT = 500
 _EXAMPLES = 5
-_LOOKED_AT = 256
 _SPARE = 4  # rows held ready per conversation asked for, since some repeat or do not fit
 
 
@@ -51,42 +50,13 @@ class _Losses:
             self.examples.append({"reason": reason, "origin": origin, "detail": detail})
 
 
-class _Protected:
-    """What may not be learned: `questions`, word by word, and what the gate finds."""
-
-    def __init__(self, questions: Collection[str], decontaminator: Decontaminator | None, recipe: Recipe) -> None:
-        self.questions, self._decontaminator = questions, decontaminator
-        self._what = recipe.corpus.decontaminate.action if recipe.corpus.decontaminate else "report"
-
-    def find_contaminated(self, data: ChatData, rows: Iterable[Row]) -> Iterator[tuple[Row, str]]:
-        """Each row with the evaluation item that it holds, if any, if decontamination drops such rows."""
-        decontaminator = self._decontaminator
-        if decontaminator is None or self._what == "report" or data.kind == "tasks":
-            yield from ((row, "") for row in rows)
-            return
-        document_counts = decontaminator.count_documents([])
-        rows = iter(rows)
-        while some := list(islice(rows, _LOOKED_AT)):
-            texts = [clean("\n".join(strings(row.messages))) for row in some]
-            suspect_documents = set(decontaminator.suspect_documents(decontaminator.scan(texts), document_counts))
-            for number, row in enumerate(some):
-                matches = decontaminator.find_matches(texts[number], document_counts) if number in suspect_documents else []
-                if matches and self._what == "fail":
-                    raise UserError(
-                        f"tune.data.{data.name}: {row.origin} holds the evaluation item {matches[0].against}; take it out, or set "
-                        "corpus.decontaminate.action to drop"
-                    )
-                yield row, matches[0].against if matches else ""
-
-
 def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_dir: Path | None = None,
                     exclude_questions: Collection[str] = (), decontaminator: Decontaminator | None = None) -> dict[str, Any]:
     """Write `out_dir`/{train,validation}/NAME.{bin,idx,mask} for each of `recipe.tune.data`, and manifest.json (returned).
 
     A conversation has at most sequence_length + 1 tokens (inputs and labels of one sequence); a longer one is cut after an answer that
-    fits, or dropped. Left out are repeated conversations, those in which a user asks one of `exclude_questions` (the evaluation's), those
-    in which `decontaminator` finds evaluation items (except for kind tasks, whose questions resemble those of the evaluation by design),
-    those whose mask is wrong (`check_mask`), and those whose document the corpus holds out (`corpus_dir`/validation).
+    fits, or dropped. Left out are repeated conversations, contaminated ones (see `Decontamination`: `exclude_questions` are those of the
+    evaluation), those whose mask is wrong (`check_mask`), and those whose document the corpus holds out (`corpus_dir`/validation).
     `tune.validation_fraction` of them, at most 500 per set, go to validation. The result depends on the arguments only. Raises UserError
     if a file or task does not exist, a dataset yields nothing, or decontamination is set to fail and finds an item.
     """
@@ -98,7 +68,6 @@ def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_
         shutil.rmtree(out_dir / split, ignore_errors=True)
         (out_dir / split).mkdir(parents=True)
     held_out = _held_out_origins(corpus_dir)
-    protected = _Protected({question.strip() for question in exclude_questions}, decontaminator, recipe)
     bodies: dict[str, Any] = {}
     unavailable: dict[str, str] = {}
     limits = [data.limit for data in recipe.tune.data]
@@ -110,7 +79,9 @@ def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_
                 unavailable[data.name] = rows
                 progress.advance(data.limit or 0)
             else:
-                bodies[data.name] = body = _write(data, rows, recipe, tokenizer, out_dir, held_out, protected, progress)
+                where, generated = f"tune.data.{data.name}", data.kind == "tasks"
+                decontamination = Decontamination(where, recipe, exclude_questions, decontaminator, generated=generated)
+                bodies[data.name] = body = _write(data, rows, recipe, tokenizer, out_dir, held_out, decontamination, progress)
                 progress_bars.console.print(described(data.name, body), style="dim", markup=False, highlight=False)
     if not bodies:
         raise UserError(f"tune.data: none of the conversations can be had ({next(iter(unavailable.values()))})")
@@ -150,18 +121,19 @@ def described(name: str, body: dict[str, Any]) -> str:
 
 
 def _write(data: ChatData, rows: Iterator[Row], recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, held_out: Collection[str],
-           protected: _Protected, progress: Bar) -> dict[str, Any]:
+           decontamination: Decontamination, progress: Bar) -> dict[str, Any]:
     from lmworks.shards.format.indexed import IndexedWriter, token_dtype
 
     assert recipe.tune is not None
     losses, limit, to_validation = _Losses(), data.limit, _chooser(recipe.tune.validation_fraction)
-    chosen: Iterable[Row] = _good(rows, losses, held_out, protected.questions)
+    chosen: Iterable[Row] = _good(rows, losses, held_out)
     if limit is not None:  # evenly drawn; without a limit rows are taken as they come, and none is held in memory
         keyed = ((digest(recipe.seed, data.name, number), number, row) for number, row in enumerate(chosen))
         chosen = [row for _, _, row in heapq.nsmallest(_SPARE * limit, keyed)]
     counts = {split: Counter(conversations=0, tokens=0, learned_tokens=0) for split in ("train", "validation")}
     kept, noted, forms = 0, Counter(cut_at_a_turn=0, answers=0, open_answers=0, special_text=0), Counter[str]()
-    encoded = _encoded(protected.find_contaminated(data, chosen), losses, tokenizer, int(recipe.tune.sequence_length) + 1, noted)
+    searched = decontamination.search(chosen, lambda row: Contents(row.origin, row.messages, row.tools))
+    encoded = _encoded(searched, losses, tokenizer, int(recipe.tune.sequence_length) + 1, noted)
     with ExitStack() as stack:
         writers = {split: stack.enter_context(IndexedWriter(out_dir / split / data.name, token_dtype(tokenizer.vocab_size), mask=True))
                    for split in counts}
@@ -176,7 +148,7 @@ def _write(data: ChatData, rows: Iterator[Row], recipe: Recipe, tokenizer: Token
         raise UserError(f"tune.data.{data.name} yields no conversation ({_said(losses)})")
     progress.advance((limit or kept) - kept)
     return {"kind": data.kind, "forms": dict(forms.most_common()), **{split: dict(count) for split, count in counts.items()}, **noted,
-            "left_out": dict(losses.counts.most_common()), "examples": losses.examples}
+            "contaminated": decontamination.report(), "left_out": dict(losses.counts.most_common()), "examples": losses.examples}
 
 
 def _chooser(fraction: float) -> Callable[[int], str]:
@@ -193,9 +165,10 @@ def _encoded(rows: Iterable[tuple[Row, str]], losses: _Losses, tokenizer: Tokeni
              ) -> Iterator[tuple[Row, np.ndarray, np.ndarray]]:
     """The conversations that can be trained on, each once, with ids and mask."""
     seen: set[bytes] = set()
-    for row, item in rows:
-        if item:
-            losses.add(row.origin, "holds an evaluation item", item)
+    for row, contaminated in rows:
+        if contaminated:
+            reason, _, item = contaminated.partition(": ")
+            losses.add(row.origin, reason, item)
             continue
         try:
             fitted = fit(row.messages, row.tools, tokenizer, most)
@@ -228,23 +201,15 @@ def _said(losses: _Losses) -> str:
     return f"left out: {reasons}; first: {example['origin']} {example['detail']}".rstrip()
 
 
-def _good(rows: Iterator[Row], losses: _Losses, held_out: Collection[str], excluded: Collection[str]) -> Iterator[Row]:
+def _good(rows: Iterator[Row], losses: _Losses, held_out: Collection[str]) -> Iterator[Row]:
     for row in rows:
         if row.fault is not None:
             reason, _, detail = row.fault.partition(": ")
             losses.add(row.origin, reason, detail)
         elif row.origin in held_out:
             losses.add(row.origin, "held out of the corpus")
-        elif excluded and any(question in excluded for question in _questions(row.messages)):
-            losses.add(row.origin, "asked by the evaluation")
         else:
             yield row
-
-
-def _questions(messages: Any) -> Iterator[str]:
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict) and message.get("role") == "user" and isinstance(message.get("content"), str):
-            yield message["content"].strip()
 
 
 def _held_out_origins(corpus_dir: Path | None) -> set[str]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from lmworks.corpus.cleaning import clean
 from lmworks.corpus.contamination import Decontaminator
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_bytes, write_json
@@ -28,12 +27,12 @@ from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.align.answers import Answer
 from lmworks.train.data.conversation_files import read_files
 from lmworks.train.data.conversation_sets import TASK_SEEDS
+from lmworks.train.data.decontamination import Contents, Decontamination
 from lmworks.train.data.preference_forms import NoPreference, Preference, convert
 
 _MOST_HELD_OUT = 500
 _EXAMPLES = 5
 SPLITS = ("train", "validation")
-Protect = Callable[[], tuple[Collection[str], Decontaminator | None]]
 
 
 @dataclass
@@ -60,11 +59,14 @@ class _Found:
         return f"left out: {reasons}; first: {first['origin']} {first['detail']}".rstrip()
 
 
-def build_preferences(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, protect: Protect = lambda: ((), None)) -> dict[str, Any]:
+def build_preferences(
+    recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, questions: Collection[str] = (), decontaminator: Decontaminator | None = None
+) -> dict[str, Any]:
     """Write `out_dir`/{train,validation}.{bin,idx,mask}, with .labels.npy for loss kto, and manifest.json (returned).
 
     Left out and counted are rows that cannot be read, equal answers, empty ones, rows longer than sequence_length, repeated pairs, and
-    rows that hold evaluation items. Raises `UserError` if a file or task does not exist or a data set yields nothing.
+    contaminated rows (see `Decontamination`: `questions` are those of the evaluation). Raises `UserError` if a file or task does not exist,
+    a data set yields nothing, or decontamination is set to fail and finds an item.
     """
     options = recipe.dpo
     assert options is not None
@@ -72,19 +74,22 @@ def build_preferences(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, prote
         raise UserError("dpo.data is empty; list at least one set of preference pairs")
     shutil.rmtree(out_dir, ignore_errors=True)
     out_dir.mkdir(parents=True)
-    questions, decontaminator = protect()
     every: list[tuple[Answer, Answer]] = []
     labels: list[bool] = []
     sets: dict[str, Any] = {}
     with bar("preference pairs", total=sum(data.count for data in options.data)) as progress:
         for data in options.data:
             progress.note(data.name)
-            # generated questions resemble those of the evaluation by design
-            rows = _protected(_rows(data, recipe, options), set(questions), decontaminator if data.kind == "files" else None)
+            where, generated = f"dpo.data.{data.name}", data.kind == "tasks"
+            decontamination = Decontamination(where, recipe, questions, decontaminator, generated=generated)
+            rows = decontamination.search(_rows(data, recipe, options), _contents)
             found = _encode(data, rows, options, tokenizer, progress.advance)
             if not found.pairs:
                 raise UserError(f"dpo.data.{data.name} yields no pair ({found.said()})")
-            sets[data.name] = {"pairs": len(found.pairs), "left_out": dict(found.left_out.most_common()), "examples": found.examples}
+            sets[data.name] = {
+                "pairs": len(found.pairs), "contaminated": decontamination.report(), "left_out": dict(found.left_out.most_common()),
+                "examples": found.examples,
+            }  # fmt: skip
             every += found.pairs
             labels += found.labels
     manifest = {"loss_kto": options.loss == "kto", "data": sets, **_write(out_dir, every, labels, recipe, tokenizer)}
@@ -156,35 +161,24 @@ def _task_rows(data: PreferenceData, recipe: Recipe) -> Iterator[tuple[str, Pref
             yield origin, Preference(origin, [{"role": "user", "content": entry["question"]}], answers)
 
 
-def _protected(
-    rows: Iterator[tuple[str, Preference | NoPreference]], questions: set[str], decontaminator: Decontaminator | None
-) -> Iterator[tuple[str, Preference | NoPreference]]:
-    """The rows, with a reason instead of those that hold an evaluation item."""
-    counts = decontaminator.count_documents([]) if decontaminator else None
-    for origin, row in rows:
-        if isinstance(row, Preference):
-            asked = [str(message.get("content", "")).strip() for message in row.prompt if message.get("role") == "user"]
-            if any(text in questions for text in asked):
-                row = NoPreference("asked by the evaluation")
-            elif decontaminator is not None and counts is not None:
-                text = clean("\n".join([*asked, *(str(answer.get("content", "")) for answer in row.answers)]))
-                suspects = decontaminator.suspect_documents(decontaminator.scan([text]), counts)
-                if suspects and decontaminator.find_matches(text, counts):
-                    row = NoPreference("holds an evaluation item")
-        yield origin, row
+def _contents(found: tuple[str, Preference | NoPreference]) -> Contents | None:
+    """The conversation of each answer, as it is trained on."""
+    origin, row = found
+    if isinstance(row, NoPreference):
+        return None
+    first, *others = [row.conversation(answer) for answer in row.answers]
+    return Contents(origin, first, (others, row.tools))
 
 
 def _encode(
-    data: PreferenceData, rows: Iterator[tuple[str, Preference | NoPreference]], options: Dpo, tokenizer: Tokenizer,
+    data: PreferenceData, rows: Iterator[tuple[tuple[str, Preference | NoPreference], str]], options: Dpo, tokenizer: Tokenizer,
     advance: Callable[[int], None],
 ) -> _Found:  # fmt: skip
     found, seen = _Found(), set()
     kept: list[tuple[Preference, Answer]] = []
-    for origin, row in rows:
-        if len(found.pairs) + len(kept) >= data.count:
-            break
-        if isinstance(row, NoPreference):
-            found.omit(origin, str(row))
+    for (origin, row), contaminated in rows:
+        if contaminated or isinstance(row, NoPreference):
+            found.omit(origin, contaminated or str(row))
             continue
         singles = _singles(row) if options.loss == "kto" else [row]
         for one in singles:
@@ -204,6 +198,8 @@ def _encode(
                 kept.append((one, answers[0]))
             else:
                 found.pairs.append((answers[0], answers[1]))
+        if len(found.pairs) + len(kept) >= data.count:
+            break
     if options.loss == "kto":
         _mismatch(kept, found, tokenizer, int(options.sequence_length))
     return found
