@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from doctor_runs import HOSTILE, STEPS, recipe, write_metrics, write_samples
 
+from lmworks import doctor
 from lmworks.doctor.page import write_page
 from lmworks.doctor.read_run import read_run
 from lmworks.errors import UserError
@@ -320,6 +321,17 @@ def test_hostile_text_stays_text(run_dir: Path) -> None:
     assert "49" not in page.of("h1") and "{{ 7 * 7 }}" in page.text
     assert page.text.count("window.hacked=1") > 10
     assert any(HOSTILE in str(one.get("title")) for one in page.of("i"))
+
+
+def test_every_class_that_is_styled_is_used() -> None:
+    """A class under another spelling in the style sheet leaves its elements unstyled."""
+    sources = [path for path in Path(doctor.__file__).parent.iterdir() if path.suffix in (".html", ".js", ".py")]
+    words = set(re.findall(r"[\w-]+", "".join(path.read_text(encoding="utf-8") for path in sources)))
+    for sheet in Path(doctor.__file__).parent.glob("*.css"):
+        selectors = re.sub(r"\{[^{}]*\}", "{}", sheet.read_text(encoding="utf-8"))
+        styled = set(re.findall(r"\.([a-z][\w-]*)", selectors))
+        numbered = {name for name in styled if re.fullmatch(r"(is|part)-\w+|[cq]\d+", name)}  # the pages put these names together
+        assert styled - numbered <= words, sheet.name
 
 
 def test_it_needs_nothing_else(run_dir: Path) -> None:
