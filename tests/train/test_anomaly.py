@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from lmworks.errors import UserError
 from lmworks.model import Transformer, documents
 from lmworks.model.init import initialize
 from lmworks.model.layers import Linear
+from lmworks.model_stages import of_model
 from lmworks.recipe.schema.model import Model
 from lmworks.run.replay import replay
 from lmworks.train.faults.anomaly import FirstNonFinite
 from lmworks.watch.ledger import read_ledger
+from saved_run import save_run
 from small_config import small_config
 from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -238,6 +241,39 @@ def test_what_cannot_be_replayed_is_one_line(tiny_copy: Tiny, damage: str, said:
     (tiny_copy.run_dir / "checkpoints" / "step-00000006").mkdir(parents=True, exist_ok=True)
     with pytest.raises(UserError, match=said):
         replay(tiny_copy.run_dir, "base", 3 if damage == "other step" else 6, 6)
+
+
+LORA = ("tune.lora.rank=4", "tune.tokens=2Ki")
+
+
+@pytest.mark.parametrize(("model_name", "overrides", "said"), [
+    ("dpo", (), "batches of dpo cannot be replayed, because it has an objective of its own; pretraining can be replayed, and tuning of whole"),
+    ("grpo", (), "batches of grpo cannot be replayed, because it has an objective of its own"),
+    ("tuned", LORA, "batches of tune cannot be replayed, because it trains low-rank adapters; .* and tuning of whole weights"),
+])  # fmt: skip
+def test_stages_with_another_objective_or_with_adapters_are_refused(
+    tiny: Tiny, tmp_path: Path, model_name: str, overrides: tuple[str, ...], said: str
+) -> None:
+    save_run(tiny, tmp_path / "run", *overrides)
+    save_bad_batch(tmp_path / "run" / of_model(model_name).folder)
+    with pytest.raises(UserError, match=said):
+        replay(tmp_path / "run", model_name, None, None)
+
+
+def test_a_batch_of_tuning_is_replayed(tiny: Tiny, tmp_path: Path) -> None:
+    tuned = save_run(tiny, tmp_path / "run")["tuned"]
+    tokens, starts = save_bad_batch(tmp_path / "run" / "tune")
+    found = replay(tmp_path / "run", "tuned", None, None)
+    loss = tuned.loss(*map(torch.from_numpy, (tokens, tokens, starts))).head.cross_entropy / tokens.size
+    assert found["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+def save_bad_batch(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Two sequences of one document each, as the batch of step 6."""
+    tokens, starts = np.arange(16, dtype=np.int32).reshape(2, 8), np.array([0, 8, 16], np.int32)
+    (folder / "bad_batches").mkdir(parents=True)
+    np.savez_compressed(folder / "bad_batches" / "step-00000006.npz", tokens=tokens, labels=tokens, cu_seqlens=starts)
+    return tokens, starts
 
 
 def culprit_of(tiny: Tiny) -> str:

@@ -37,7 +37,7 @@ def test_too_many_in_a_row_have_a_reason(tmp_path, loss, grad_norm, what):
     assert policy.too_many
     assert policy.first == 7
     assert policy.reason(loss) == f"the {what} was not finite in 3 steps in a row (stability.max_bad_steps)"
-    assert policy.where == f"batches for replay are in {tmp_path}/bad_batches"
+    assert policy.where == f"the saved batches are in {tmp_path}/bad_batches"
     assert [event for event, _ in events] == ["bad_step"] * 3
     batch = str(tmp_path / "bad_batches/step-00000007.npz")
     assert events[0][1] == {"step": 7, "loss": str(loss), "grad_norm": str(grad_norm), "in_a_row": 1, "batch": batch}

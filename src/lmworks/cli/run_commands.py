@@ -110,7 +110,10 @@ def replay(
     model: checkpoint_commands.ModelOption = BASE.model,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a saved bad batch through a checkpoint again: loss, gradients, and the first operator with a non-finite result."""
+    """Run a saved bad batch through a checkpoint again: loss, gradients, and the first operator with a non-finite result.
+
+    Batches of pretraining can be replayed, and those of tuning without LoRA.
+    """
     from lmworks.run.replay import replay
 
     found = replay(Path(run), model, step, at)

@@ -41,12 +41,13 @@ def bad_batches(run_dir: Path, model_name: str) -> dict[int, Path]:
 
 def replay(run_dir: Path, model_name: str, step: int | None, at: int | None) -> dict[str, Any]:
     """Forward and backward of the batch saved at `step` (by default the newest) with the checkpoint of step `at` (by default the newest
-    from before that step), in one process. No weight is changed.
+    from before that step), in one process. No weight is changed. Only for stages that train whole weights on the next-token loss.
 
     Returns step, checkpoint, loss and gradient norm of the whole batch, `first` (the first operator whose result was not finite, or
     None), the sequences with the highest loss and the parameters with the largest gradients. Raises `UserError`.
     """
     recipe = require_run(run_dir)
+    _require_whole_weights(recipe, of_model(model_name).stage)
     kept = bad_batches(run_dir, model_name)
     if not kept:
         raise UserError(f"{run_dir} has no saved bad batch of {of_model(model_name).title.lower()}")
@@ -69,6 +70,17 @@ def replay(run_dir: Path, model_name: str, step: int | None, at: int | None) -> 
         "step": step, "checkpoint": path.name, "loss": loss, "grad_norm": norm, "first": first,
         "sequences": [{"sequence": row, "loss": value} for row, value in worst], "gradients": gradients,
     }  # fmt: skip
+
+
+def _require_whole_weights(recipe: Recipe, stage: str) -> None:
+    """Raise `UserError` if a stage has another objective than the next-token loss, or checkpoints of adapters alone."""
+    aligns = stage in ("dpo", "grpo")
+    if aligns or stage in recipe.loras:
+        why = "has an objective of its own" if aligns else "trains low-rank adapters"
+        raise UserError(
+            f"the batches of {stage} cannot be replayed, because it {why}; pretraining can be replayed, and tuning of whole weights "
+            "(without tune.lora)"
+        )
 
 
 def _load(path: Path, step: int, vocab_size: int) -> Batch:

@@ -61,7 +61,7 @@ class BadSteps:
     @property
     def where(self) -> str:
         """Where the batches are saved, for messages."""
-        return f"batches for replay are in {self.directory}" if self.keep else "no batch was saved (stability.save_bad_batches is 0)"
+        return f"the saved batches are in {self.directory}" if self.keep else "no batch was saved (stability.save_bad_batches is 0)"
 
     def save(self, step: int, batch: Arrays | Callable[[], Arrays]) -> Path | None:
         """Save a batch for replay if fewer than `keep` have been saved; returns its path, or None."""

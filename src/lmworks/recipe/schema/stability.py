@@ -41,7 +41,9 @@ class Stability(Node):
         "spike the new level is accepted",
     )  # fmt: skip
     skip_steps: int = Field(100, gt=0, description="number of undone steps before the bad one whose data a rollback skips")
-    save_bad_batches: Annotated[int, NO_EFFECT] = Field(20, ge=0, description="number of bad batches saved for replay")
+    save_bad_batches: Annotated[int, NO_EFFECT] = Field(
+        20, ge=0, description="number of bad batches saved; `lmworks replay` takes those of pretraining and of tuning without LoRA"
+    )
     spike: Spike | None = Field(Spike(), description="loss spike handling; null turns it off")
     starved_share: Annotated[float, NO_EFFECT] = Field(
         0.2, gt=0, le=1, description="fraction of wall time spent waiting for data above which the run warns"
