@@ -19,6 +19,7 @@ from small_models import MODELS, recipe_for
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
+from lmworks.export.card import write_card
 from lmworks.export.export import check, export, held_out_tokens, write_huggingface
 from lmworks.export.huggingface import TOLERANCE, compare, read_model, require_parity
 from lmworks.files import read_json, write_json
@@ -26,6 +27,7 @@ from lmworks.model import Transformer
 from lmworks.model.router import Router
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import RopeChange
+from lmworks.recipe.schema.units import Tokens
 from lmworks.recipe.tree.fingerprint import as_tree
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
@@ -99,8 +101,6 @@ def test_end_to_end(glm: Any, tmp_path: Path) -> None:
 
 def test_transformers_uses_it_as_the_card_says(glm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = glm.recipe.model_copy(update={"tune": Recipe.model_validate({"name": "t", "tune": {}}).tune})
-    from lmworks.export.card import write_card
-
     write_huggingface(glm.model, glm.tokenizer, tmp_path / "hf", torch.float32)
     monkeypatch.chdir(tmp_path / "hf")
     for recipe in (glm.recipe, tuned):
@@ -112,6 +112,16 @@ def test_transformers_uses_it_as_the_card_says(glm: Any, tmp_path: Path, monkeyp
     ids = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert ids == glm.tokenizer.encode_chat(chat, add_generation_prompt=True)[0]
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == list(glm.tokenizer.stop_ids)
+
+
+def test_the_card_counts_whole_steps(glm: Any, tmp_path: Path) -> None:
+    """Budgets that are no multiple of the batch: 64 steps of 1,024 tokens in pretraining, 3 of 8,192 in tuning."""
+    phase = glm.recipe.train.phases[0].model_copy(update={"tokens": Tokens(66_000)})
+    train = glm.recipe.train.model_copy(update={"phases": [phase]})
+    tune = Recipe.model_validate({"name": "t", "tune": {"tokens": "30000 tokens"}}).tune
+    write_card(glm.recipe.model_copy(update={"train": train, "tune": tune}), glm.model, glm.directory, tmp_path, gguf=False)
+    card = (tmp_path / "README.md").read_text()
+    assert "only 65,536 tokens at" in card and "on 24,576 tokens of conversations" in card and "pretrained on 65,536 tokens." in card
 
 
 def test_bf16_halves_the_files_and_keeps_the_selection_bias(glm: Any, tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ LORA = ("tune.lora.rank=4", "tune.tokens=2Ki")
 
 
 @pytest.mark.parametrize(("model_name", "overrides", "said"), [
-    ("dpo", (), "batches of dpo cannot be replayed, because it has an objective of its own; pretraining can be replayed, and tuning of whole"),
+    ("dpo", (), "batches of dpo cannot be replayed, because it has an objective of its own; pretraining can be replayed"),
     ("grpo", (), "batches of grpo cannot be replayed, because it has an objective of its own"),
     ("tuned", LORA, "batches of tune cannot be replayed, because it trains low-rank adapters; .* and tuning of whole weights"),
 ])  # fmt: skip

@@ -64,12 +64,12 @@ def _what(recipe: Recipe, model: Transformer) -> str:
             f"mixture of experts: {config.moe.n_routed_experts} routed experts, {config.moe.num_experts_per_tok} active per token; "
             f"shared experts: {config.moe.n_shared_experts}; leading dense layers: {config.moe.first_k_dense_replace}"
         )
-    trained = [(phase, PhaseSteps.of(phase)) for phase in recipe.train.phases]  # whole steps rarely use a budget exactly
-    phases = [f"{phase.name} {steps.tokens:,} tokens at sequence length {int(phase.sequence_length):,}" for phase, steps in trained]
+    trained = map(PhaseSteps.of, recipe.train.phases)  # whole steps rarely use a budget exactly
+    phases = [f"{phase.name} {phase.tokens:,} tokens at sequence length {phase.sequence_length:,}" for phase in trained]
     tuned = ""
     if recipe.tune:
-        epochs = recipe.tune.epochs
-        amount = f"for {epochs} epochs" if epochs else f"on {int(recipe.tune.planned_tokens):,} tokens"
+        epochs, batch = recipe.tune.epochs, recipe.tune.global_batch_size
+        amount = f"for {epochs} epochs" if epochs else f"on {recipe.tune.planned_tokens // batch * batch:,} tokens"
         tuned = f" It was then fine-tuned {amount} of conversations, with loss on the assistant's tokens only."
         tuned += " The weights are those with the lowest loss on held-out conversations." if recipe.tune.keep == "best" else ""
         tuned += _adapted(recipe, "tune")
@@ -192,7 +192,7 @@ def _use(recipe: Recipe, gguf: bool) -> str:
 
 
 def _limits(recipe: Recipe) -> str:
-    seen = sum(int(phase.tokens) for phase in recipe.train.phases)
+    seen = sum(PhaseSteps.of(phase).tokens for phase in recipe.train.phases)
     text = f"The model was pretrained on {seen:,} tokens{', after those of the base model' if recipe.start_from else ''}."
     if recipe.start_from:
         text = text if seen else "The limitations of the base model apply."
