@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -53,3 +56,26 @@ def test_gpu_metrics_have_their_fixed_names():
     assert all(describe(name) for name in metrics)
     if not torch.cuda.is_available():
         assert metrics == {}
+
+
+def test_a_value_that_nvml_does_not_report_is_left_out(monkeypatch, capsys):
+    """As on a MIG slice or a vGPU: the other values are recorded, the absence is printed once, and other errors are raised."""
+    nvml = ModuleType("pynvml")
+    nvml.__spec__ = ModuleSpec("pynvml", None)
+    nvml.NVMLError = type("NVMLError", (Exception,), {})
+
+    def fail(error: Exception):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(system, "_unreported", set())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda: 40)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda: fail(nvml.NVMLError("Not Supported")))
+    assert [system.gpu_metrics() for _ in range(2)] == [{"system/gpu_temp": 40.0}] * 2
+    assert capsys.readouterr().err.count("system/power is not recorded: NVML reports no value (Not Supported)") == 1
+    monkeypatch.setattr(torch.cuda, "temperature", lambda: fail(nvml.NVMLError("Not Supported")))
+    assert system.gpu_metrics() == {}
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda: fail(RuntimeError("another fault")))
+    with pytest.raises(RuntimeError, match="another fault"):
+        system.gpu_metrics()

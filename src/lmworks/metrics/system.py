@@ -6,13 +6,14 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from lmworks import machine
+from lmworks import machine, progress
 from lmworks.precision import dtype_for
 
 if TYPE_CHECKING:
     import torch
 
 _peaks: dict[tuple[torch.device, torch.dtype, int], float] = {}
+_unreported: set[str] = set()  # metrics of which it has been said that NVML reports no value
 
 
 def memory_bytes() -> int:
@@ -43,14 +44,27 @@ def machine_metrics() -> dict[str, float]:
 
 
 def gpu_metrics() -> dict[str, float]:
-    """`system/gpu_temp` (degrees C) and `system/power` (W) of the current GPU; empty where there is no GPU or no NVML package."""
+    """`system/gpu_temp` (degrees C) and `system/power` (W) of the current GPU; empty where there is no GPU or no NVML package.
+
+    Without a value that NVML does not report, as of a MIG slice or a vGPU, which is said once.
+    """
     import importlib.util
 
     import torch
 
     if not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None:
         return {}
-    return {"system/gpu_temp": float(torch.cuda.temperature()), "system/power": torch.cuda.power_draw() / 1000}
+    import pynvml
+
+    found: dict[str, float] = {}
+    for name, read, unit in (("system/gpu_temp", torch.cuda.temperature, 1), ("system/power", torch.cuda.power_draw, 1000)):
+        try:
+            found[name] = read() / unit
+        except pynvml.NVMLError as error:
+            if name not in _unreported:
+                _unreported.add(name)
+                progress.console.print(f"{name} is not recorded: NVML reports no value ({error})", style="yellow")
+    return found
 
 
 def measure_peak(seconds: float = 1.0) -> float:
