@@ -19,7 +19,7 @@ from lmworks.model.layers import Linear
 from lmworks.optim import clip
 from lmworks.parallel import collectives, experts, parallelize, pipeline, tensor
 from lmworks.parallel.parallel_model import ParallelModel
-from parallel.parity import Trained, train, train_bf16
+from parallel.parity import Trained, train, train_16bit
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -38,7 +38,7 @@ def train_mistaken(name: str, precision: str) -> Trained:
     mistake = MISTAKES[name]
     with pytest.MonkeyPatch.context() as patch:
         mistake.plant(patch)
-        return (train_bf16 if precision == "bf16" else train)(mistake.layout, mistake.kind)
+        return (train_16bit if precision == "bf16" else train)(mistake.layout, mistake.kind)
 
 
 def _gathered_gradients_are_not_summed(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from lmworks.doctor.preflight.rounding import OF_LOSS, OF_NORM, SLACK, worst
 from lmworks.doctor.preflight.small_model import LONGER
 from lmworks.model.init import normal_part
-from lmworks.optim.optimizer import build_optimizer
+from lmworks.optim.optimizer import Updates, build_optimizer
+from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build, local_shard
@@ -23,7 +24,7 @@ from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.read.batch import Batch
-from lmworks.train.step import train_step
+from lmworks.train.step import StepResult, train_step
 from small_config import small_config
 
 _COMMON: dict[str, Any] = small_config(num_hidden_layers=4) | {
@@ -52,6 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 STEPS, ROWS, LENGTH = 3, 8, 24
 CLIP = 0.5  # of the norm of the gradients, which is larger
+OF_FP16 = 2**-3  # the unit roundoff of fp16, whose significand has 11 bits, relative to that of bf16, which has 8
 
 
 @dataclass
@@ -117,14 +119,11 @@ def train(
                 here.copy_(normal_part(7, name, parameter.shape, begins, here.shape) * 0.2)
     chosen = recipe.optimizer if lora is None else recipe.optimizer.model_copy(update={"eps": 0.01})  # all is Adam's, whose division rounds
     optimizer = build_optimizer(model, chosen)  # type: ignore[arg-type]
+    scaler = LossScaler() if recipe.train.precision == "fp16" else None
     model.train()
     losses, norms, extras, grads, counts = [], [], [], {}, None
     for step in range(STEPS):
-        batch = batch_of(step, rows, length)
-        result = train_step(
-            model, optimizer, batch.sequences(*model.rank_sequences(rows)), sequences=rows, valid_tokens=batch.valid_tokens,
-            micro_batch_size=micro_batch_size, lr_factor=1.0, max_grad_norm=recipe.optimizer.max_grad_norm, bias_update_rate=0.01,
-        )  # fmt: skip
+        result = step_of(model, optimizer, batch_of(step, rows, length), scaler, micro_batch_size)
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
         extras += [float(value) for value in (result.z_loss, result.auxiliary_loss, result.mtp_loss) if value is not None]
@@ -135,20 +134,29 @@ def train(
     return Trained(losses, norms, grads, weights, None if counts is None else counts.numpy(), extras)
 
 
+def step_of(model: ParallelModel, optimizer: Updates, batch: Batch, scaler: LossScaler | None, micro_batch_size: int = 1) -> StepResult:
+    """One step on this rank's sequences of `batch`."""
+    rows = len(batch.tokens)
+    return train_step(
+        model, optimizer, batch.sequences(*model.rank_sequences(rows)), sequences=rows, valid_tokens=batch.valid_tokens, scaler=scaler,
+        micro_batch_size=micro_batch_size, lr_factor=1.0, max_grad_norm=CLIP, bias_update_rate=0.01,
+    )  # fmt: skip
+
+
 @cache
 def alone(kind: str, micro_batch_size: int = 1, rows: int = ROWS, length: int = LENGTH, precision: str = "fp32") -> Trained:
     """The same steps in one process, once for all tests that compare with it."""
     return train({}, kind, micro_batch_size, rows, length, precision=precision)
 
 
-def train_bf16(layout: dict[str, Any], kind: str) -> Trained:
-    """The steps that `compare_bf16` compares, on this rank."""
-    return train(layout, kind, length=LONGER, precision="bf16")
+def train_16bit(layout: dict[str, Any], kind: str, precision: str = "bf16") -> Trained:
+    """The steps that `compare_16bit` compares, on this rank."""
+    return train(layout, kind, length=LONGER, precision=precision)
 
 
-def alone_bf16(kind: str) -> tuple[Trained, Trained]:
-    """One process in fp32, and one in bf16."""
-    return alone(kind, length=LONGER), alone(kind, length=LONGER, precision="bf16")
+def alone_16bit(kind: str, precision: str = "bf16") -> tuple[Trained, Trained]:
+    """One process in fp32, and one in a precision of 16 bits."""
+    return alone(kind, length=LONGER), alone(kind, length=LONGER, precision=precision)
 
 
 def whole(tensor: torch.Tensor) -> np.ndarray:
@@ -178,16 +186,17 @@ def compare(expected: Trained, found: list[Trained], tolerance: float = 1e-5, of
             np.testing.assert_allclose(weight, expected.weights[name], rtol=0, atol=of_update * 0.02, err_msg=name)
 
 
-def compare_bf16(exact: Trained, one: Trained, found: list[Trained]) -> None:
-    """Every rank in bf16 against one process in bf16 (`one`), measured from one process in fp32 (`exact`) as `rounding` explains.
+def compare_16bit(exact: Trained, one: Trained, found: list[Trained], roundoff: float = 1.0) -> None:
+    """Every rank in 16 bits against one process in 16 bits (`one`), measured from one process in fp32 (`exact`) as `rounding` explains.
 
-    The norm of the gradients is that of the gradients themselves in any precision.
+    The norm of the gradients is that of the gradients themselves in any precision. `roundoff` is relative to that of bf16: `OF_FP16` for
+    fp16.
     """
     _all_there(exact, found)
     for trained in found:
-        np.testing.assert_allclose(trained.losses, exact.losses, rtol=OF_LOSS)
-        np.testing.assert_allclose(trained.norms[:1], exact.norms[:1], rtol=OF_NORM)
-        np.testing.assert_allclose(trained.extras, exact.extras, rtol=OF_NORM)
+        np.testing.assert_allclose(trained.losses, exact.losses, rtol=roundoff * OF_LOSS)
+        np.testing.assert_allclose(trained.norms[:1], exact.norms[:1], rtol=roundoff * OF_NORM)
+        np.testing.assert_allclose(trained.extras, exact.extras, rtol=roundoff * OF_NORM)
         if exact.counts is not None and one.counts is not None and trained.counts is not None:
             moved = np.abs(one.counts - exact.counts).sum()
             assert np.abs(trained.counts - exact.counts).sum() <= SLACK * moved, "tokens per expert"

@@ -6,7 +6,7 @@ import pytest
 
 from lmworks.recipe.schema.layout import Layout, world_size
 from parallel.mutations import MISTAKES, train_mistaken
-from parallel.parity import alone, alone_bf16, compare, compare_bf16
+from parallel.parity import alone, alone_16bit, compare, compare_16bit
 from rank_pool import RankPool
 
 
@@ -23,4 +23,4 @@ def test_is_found(ranks: RankPool, name: str, precision: str) -> None:
     kind = MISTAKES[name].kind
     found = ranks.run(train_mistaken, world_size(Layout.model_validate(MISTAKES[name].layout)), name, precision)
     with pytest.raises(AssertionError):
-        compare_bf16(*alone_bf16(kind), found) if precision == "bf16" else compare(alone(kind), found)
+        compare_16bit(*alone_16bit(kind), found) if precision == "bf16" else compare(alone(kind), found)
