@@ -173,9 +173,10 @@ def test_a_record_of_another_form_still_makes_a_page(artifacts: Artifacts, tmp_p
 def test_a_run_without_a_model(artifacts: Artifacts, tmp_path: Path) -> None:
     recipe = json.loads(artifacts._good["run"]["resolved.json"])
     recipe["model"]["intermediate_size"] = None
-    files = {"resolved.json": base64.b64encode(json.dumps(recipe).encode()).decode()}
+    data = base64.b64encode(json.dumps(recipe).encode()).decode()
+    artifacts.run({"artifact": "records", "files": {"run/resolved.json": data}, "signed": False}, tmp_path / "page")
     with pytest.raises(UserError, match=r"has no model.intermediate_size, so it describes no model; use a run that has trained one"):
-        artifacts.run({"artifact": "run", "files": files, "signed": False}, tmp_path)
+        artifacts.run({"artifact": "run", "files": {"resolved.json": data}, "signed": False}, tmp_path)
 
 
 def test_a_checkpoint_without_its_document(artifacts: Artifacts, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def tiles(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
     """Key figures: label, value, the text below it."""
     part = run.pretrain
     found: list[tuple[str, str, str]] = []
-    if run.recipe is not None and run.recipe.model.hidden_size:
+    if run.recipe is not None and run.recipe.model.open_size is None:
         tensors = [tensor for tensor in parameters(run.recipe.model) if not tensor.mtp]
         active = round(sum(tensor.size * tensor.active for tensor in tensors))
         total = sum(tensor.size for tensor in tensors)

@@ -121,15 +121,10 @@ def load_checkpoint(weights: Weights, dtype: torch.dtype = torch.float32, device
     return _placed(model, dtype, device)
 
 
-_SIZES = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-)  # fmt: skip
-
-
 def _empty(model: Model, where: Path) -> Transformer:
     """A model to load weights into. Raises `UserError` if the recipe at `where` leaves a size open, as that of a corpus alone does."""
-    if absent := [name for name in _SIZES if getattr(model, name) is None]:
-        raise UserError(f"the recipe of {where} has no model.{absent[0]}, so it describes no model; use a run that has trained one")
+    if (size := model.open_size) is not None:
+        raise UserError(f"the recipe of {where} has no model.{size}, so it describes no model; use a run that has trained one")
     return Transformer(model)
 
 

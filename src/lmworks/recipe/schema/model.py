@@ -212,6 +212,15 @@ class Model(Node):
         None, description="context length that the exported config.json states; derived from the phases"
     )
 
+    @property
+    def open_size(self) -> str | None:
+        """The first size that is not known; None if this describes a whole model. All are known after derivation, but in a recipe for a
+        corpus alone."""
+        sizes = (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+        )  # fmt: skip
+        return next((name for name in sizes if getattr(self, name) is None), None)
+
     @model_validator(mode="after")
     def _heads_divide(self) -> Model:
         if self.num_attention_heads and self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
