@@ -85,6 +85,7 @@ RECIPES = {
     "an override of two lines": (RECIPE, ["time=\n"], "--set time= : time: '' is not a quantity"),
     "an override without end": (RECIPE, ["x" * 70_000], "is not of the form a.b=c"),
     "a time without phases": (RECIPE.partition("train:")[0], ["time=10min"], "this recipe has no train.phases; add some"),
+    "a base model's name that no file can have": (RECIPE, [f"start_from={'x' * 300}"], "xxx cannot be opened: File name too long"),
     "a preset's name that no file can have": (RECIPE, [f"model.preset={'x' * 300}"], "there is no model preset"),
     "a preset of a user that is not there": (RECIPE, ["model.preset=~nobody-here"], "there is no model preset"),
 }  # fmt: skip
@@ -121,6 +122,7 @@ ARTIFACTS: dict[str, tuple[str, str, Any, str]] = {  # artifact, file, its conte
     "added tokens that are none":
         ("tokenizer", "tokenizer.json", ('"added_tokens": [', '"added_tokens": [7, '), "tokenizer.json is damaged"),
     "a tokenizer of nesting": ("tokenizer", "tokenizer.json", b"[" * 100_000, "is not readable JSON"),
+    "a pattern that is none": ("tokenizer", "tokenizer.json", ("\\\\p{N}]?", "\\\\p{-}]?"), "tokenizer.json is damaged, or not what"),
     "a config that lacks a key": ("model", "config.json", ('"hidden_size"', '"hidden"'), "config.json has no hidden_size"),
     "a config beyond its limits":
         ("model", "config.json", ('"initializer_range": 0.02', '"initializer_range": -1'), "config.json describes no model"),

@@ -115,8 +115,10 @@ class TextTokenizer:
     def _tiktoken(self) -> tiktoken.Encoding:
         import tiktoken
 
-        return tiktoken.Encoding(
-            str(self.directory), pat_str=self._bpe.pattern, mergeable_ranks=self._bpe.ranks, special_tokens=self.special)
+        with explain_damage(self.directory / "tokenizer.json"):  # a pattern of its pre-tokenizer that is no regular expression
+            return tiktoken.Encoding(
+                str(self.directory), pat_str=self._bpe.pattern, mergeable_ranks=self._bpe.ranks, special_tokens=self.special
+            )
 
     @cached_property
     def reference(self) -> tokenizers.Tokenizer:

@@ -44,7 +44,11 @@ def find_weights(path: Path, needs_tokenizer: bool = True) -> Weights:
 
     Raises `UserError` if it is none of these, or if there is no tokenizer; without `needs_tokenizer` it may be missing, for a plan.
     """
-    if (path / "config.json").is_file():
+    try:
+        is_model = (path / "config.json").is_file()
+    except OSError as error:  # a folder that is closed to us, a name that no file system has
+        raise UserError(f"{str(path)[:200]} cannot be opened: {error.strerror}") from None
+    if is_model:
         return Weights("huggingface", path, from_config(_mapping(path / "config.json")), _tokenizer(path, needs_tokenizer))
     if (path / "resolved.json").is_file():
         steps = [step for step in sorted((path / "checkpoints").glob("step-*")) if step_in(step.name) is not None]
