@@ -151,6 +151,9 @@ def test_a_file(artifacts: Artifacts, tmp_path: Path, what: str) -> None:
 RECORDS = {
     "numbers that are none": ("metrics.jsonl", b'{"step": 1, "time": 2, "train/loss": NaN}\n{"step": 1e999, "time": 1}\n'),
     "numbers of 400 digits": ("metrics.jsonl", b'{"step": 1, "time": 2, "train/loss": 1' + b"0" * 400 + b"}\n"),
+    "a load below zero": ("metrics.jsonl", b"".join(
+        b'{"step": %d, "time": 2, "train/loss": 1, "experts/load_cv": 1, "experts/load_cv/1": %s, "experts/load_cv/2": 1}\n' % (step, value)
+        for step, value in enumerate((b"1", b"-1e30", b"1e-300", b"-1"), 1))),
     "a score without a baseline that is a number": ("evaluate/results.json", b'{"models": {"base": {"scores": {"a": {"score": 1, "n": 1, '
         b'"interval": [0, 1], "baseline": []}}}}}'),
     "a difference of half an interval":

@@ -33,7 +33,7 @@ class Heatmap:
         paths: list[list[str]] = [[] for _ in range(LEVELS)]
         for row, points in enumerate(self.rows.values()):
             edges = _edges([x.place(at) for at, _ in points])
-            levels = [min(LEVELS - 1, int(LEVELS * y / top)) for _, y in points]
+            levels = [min(LEVELS - 1, int(LEVELS * min(1.0, max(0.0, y / top)))) for _, y in points]
             start = 0
             for at in range(1, len(points) + 1):
                 if at == len(points) or levels[at] != levels[start]:
