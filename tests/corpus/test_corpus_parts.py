@@ -114,7 +114,7 @@ def test_links_that_lead_out_of_a_source_are_not_followed(tmp_path: Path, kind: 
     (tmp_path / "data" / "folder").symlink_to(tmp_path / "secrets")
     (tmp_path / "data" / f"file.{suffix}").symlink_to(secret)
     (tmp_path / "data" / f"up.{suffix}").symlink_to(f"../secrets/key.{suffix}")
-    for path in (tmp_path / "data", tmp_path / "data" / "**" / f"*.{suffix}"):
+    for path in (tmp_path / "data", tmp_path / "data" / "**" / f"*.{suffix}", f"file://{tmp_path}/data", f"local://{tmp_path}/data"):
         found = items(kind, path=str(path))
         assert reasons(found) == ["leads_out"] * 3
         assert sorted(Path(item.origin).name for item in found) == sorted(["folder", f"file.{suffix}", f"up.{suffix}"])

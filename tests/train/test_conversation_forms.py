@@ -231,3 +231,23 @@ def test_answers_without_a_stop_token_and_special_text_are_counted(tokenizer: To
     assert (body["answers"], body["open_answers"], body["special_text"]) == (4, 1, 1)
     ids, mask = map(np.array, tokenizer.encode_chat(open_one))
     assert check_mask(ids, mask, tokenizer.stop_ids).fault is None
+
+
+def test_links_that_lead_out_of_a_folder_of_conversations_are_not_followed(tmp_path: Path) -> None:
+    for folder in ("secrets", "data/deep"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "secrets" / "key.jsonl").write_text('{"text": "a key"}\n')
+    (tmp_path / "data" / "deep" / "a.jsonl").write_text('{"text": "mine"}\n')
+    (tmp_path / "data" / "file.jsonl").symlink_to(tmp_path / "secrets" / "key.jsonl")
+    (tmp_path / "data" / "folder").symlink_to(tmp_path / "secrets")
+    (tmp_path / "data" / "inside.jsonl").symlink_to(tmp_path / "data" / "deep" / "a.jsonl")
+    (tmp_path / "name").symlink_to(tmp_path / "data")
+    for path in (tmp_path / "data", tmp_path / "name", tmp_path / "data" / "**" / "*.jsonl"):
+        rows = list(read_files("tune.data.mine", str(path)))
+        assert [row.value for row in rows if row.fault is None] == [{"text": "mine"}] * 2
+        outside = [row for row in rows if row.fault is not None]
+        assert "file.jsonl" in {Path(row.origin).name for row in outside}
+        assert all(row.fault and row.fault.startswith("leads out: a link") for row in outside)
+        assert "key" not in str([row.value for row in rows])
+    (row,) = read_files("tune.data.mine", str(tmp_path / "data" / "file.jsonl"))
+    assert row.value == {"text": "a key"}, "named by the user"

@@ -50,10 +50,11 @@ def find_files(source: Source, suffixes: tuple[str, ...] = ()) -> list[File]:
         pattern = source.include
         return pattern is None or fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(os.path.basename(name), pattern)
 
-    if "://" in source.path:
-        files = [file for file in _list_remote(source.path, suffixes) if included(file.path)]
+    path = re.sub("^(?:file|local)://", "", source.path)  # fsspec follows every link of a local directory, and lists linked folders as files
+    if "://" in path:
+        files = [file for file in _list_remote(path, suffixes) if included(file.path)]
     else:
-        files = list(_list_local(source.path, suffixes, included))
+        files = list(_list_local(path, suffixes, included))
     if not files:
         matching = f" matching {source.include}" if source.include else f" ending in {', '.join(suffixes[:6])}" if suffixes else ""
         raise Unavailable(f"no files at {source.path}{matching}; check the path{working_directory_hint(source.path)}")
@@ -80,10 +81,14 @@ def _list_local(path: str, suffixes: tuple[str, ...], included: Callable[[str], 
         if included(path):
             yield from filter(None, [local_file(path)])
     elif mark := re.search(r"[*?[]", path):
-        base, pattern = path[: mark.start()].rpartition("/")[0], _pattern(path)
+        pattern = _pattern(path)
         deepest = None if "**" in path else os.path.normpath(path).count("/")
-        below = base or ("/" if path.startswith("/") else ".")
-        yield from _walk(below, lambda name: bool(pattern.fullmatch(os.path.normpath(name))) and included(name), deepest)
+        yield from _walk(folder_of_glob(path, mark.start()), lambda name: bool(pattern.fullmatch(os.path.normpath(name))) and included(name), deepest)
+
+
+def folder_of_glob(path: str, first_mark: int) -> str:
+    """The folder in which a glob starts: all before the path component with its first wildcard, which is at `first_mark`."""
+    return path[:first_mark].rpartition("/")[0] or ("/" if path.startswith("/") else ".")
 
 
 def local_file(path: str) -> File | None:
@@ -105,7 +110,7 @@ def _walk(path: str, wanted: Callable[[str], bool], deepest: int | None = None) 
     seen: set[tuple[int, int]] = set()
 
     def leads_out(name: str) -> bool:
-        return os.path.islink(name) and os.path.commonpath([root, os.path.realpath(name)]) != root
+        return os.path.islink(name) and lies_outside(name, root)
 
     for folder, folders, names in os.walk(path, followlinks=True):
         if folder != path and leads_out(folder):
@@ -124,6 +129,11 @@ def _walk(path: str, wanted: Callable[[str], bool], deepest: int | None = None) 
                 file = File(name, 0, LEADS_OUT) if leads_out(name) else local_file(name)
                 if file is not None:
                     yield file
+
+
+def lies_outside(name: str, root: str) -> bool:
+    """Whether a file or directory, or the target of a link to it, is not below `root`, a path without links."""
+    return os.path.commonpath([root, os.path.realpath(name)]) != root
 
 
 def _pattern(glob: str) -> re.Pattern[str]:

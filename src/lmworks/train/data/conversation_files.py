@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import glob
 import json
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.readers.listing import working_directory_hint
+from lmworks.corpus.readers.listing import LEADS_OUT, folder_of_glob, lies_outside, working_directory_hint
 from lmworks.corpus.readers.opening import COMPRESSED, DecompressionBomb, bounded_lines, open_binary
 from lmworks.errors import UserError
 
@@ -52,7 +54,10 @@ def read_files(where: str, given: str | None, split: str = "train") -> Iterator[
     if any((path / name).is_file() for name in _SAVED_DATASETS):
         yield from read_dataset(where, given, split)
         return
-    for file in files_of(where, path):
+    files, outside = _list_files(where, path)
+    for file in outside:
+        yield RawRow(str(file), fault=f"leads out: {LEADS_OUT}; to read its target, make that a set")
+    for file in files:
         kind = _kind(file)
         if kind == _PARQUET:
             yield from _parquet(file)
@@ -73,21 +78,31 @@ def read_dataset(where: str, given: str | None, split: str) -> Iterator[RawRow]:
 def files_of(where: str, path: Path) -> list[Path]:
     """The files of a set of kind `files`, sorted: the file itself, those in a folder, or those of a pattern; `where` is its recipe key.
 
-    Raises `UserError` if there are none.
+    Links to targets outside the folder are left out. Raises `UserError` if there are no files.
     """
+    return _list_files(where, path)[0]
+
+
+def _list_files(where: str, path: Path) -> tuple[list[Path], list[Path]]:
+    """The files of a set, and those that are not read because a link leads out of its folder: its author may point links anywhere."""
     if path.is_file():
         if not _kind(path):
             known = ".jsonl, .json (both also .gz, .zst, .bz2 or .xz) or .parquet"
             raise UserError(f"{where}.path: {path} is no such file; its name must end in {known}")
-        return [path]
+        return [path], []
+    folder = path
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.is_file() and _kind(file)]
     else:
+        mark = re.search(r"[*?[]", str(path))
+        folder = Path(folder_of_glob(str(path), mark.start() if mark else 0))
         files = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file() and _kind(Path(name))]
     if not files:
         hint = working_directory_hint(str(path))
         raise UserError(f"{where}.path: {path} is no file and no folder with .jsonl, .json or .parquet files{hint}")
-    return sorted(files)
+    root = os.path.realpath(folder)
+    outside = {file for file in files if lies_outside(str(file), root)}
+    return sorted(set(files) - outside), sorted(outside)
 
 
 def _kind(path: Path) -> str:
