@@ -182,6 +182,20 @@ def test_a_frequent_run_that_lies_in_the_answer_is_told_as_it_stands_there() -> 
     assert told == Widespread(11, "own/0", held_words(5, 25), let_pass=False)
 
 
+def test_a_tag_does_not_reach_from_the_question_into_the_answer() -> None:
+    decontaminator = decontaminator_of([("Is x <b", f"y> {held_words(0, 30)}")])
+    documents = [f"start{number} {held_words(0, 30)} end{number}" for number in range(11)]
+    (told,) = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]), 5)
+    assert told == Widespread(11, "own/0", held_words(0, 30), let_pass=False)
+
+
+def test_a_passage_of_question_and_answer_is_told_with_both() -> None:
+    decontaminator = decontaminator_of([(f"{held_words(0, 20)}?", f"({held_words(20, 30)})")])
+    documents = [f"start{number} {held_words(5, 28)} end{number}" for number in range(11)]
+    (told,) = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]), 5)
+    assert told == Widespread(11, "own/0", f"{held_words(5, 20)}\n{held_words(20, 28)}", let_pass=False)
+
+
 def test_what_is_in_an_evaluation_set_is_a_leak_however_often_most_of_it_was_copied() -> None:
     decontaminator = decontaminator_of([(held_words(0, 40), "")])
     documents = [f"start{number} {held_words(0, 24)} end{number}" for number in range(30)]

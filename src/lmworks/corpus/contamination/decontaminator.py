@@ -210,7 +210,7 @@ class Decontaminator:
         self.ngram = ngram
         self.names: list[str] = []
         self.evaluation: list[bool] = []
-        self._texts: list[str] = []
+        self._texts: list[tuple[str, str]] = []  # questions and answers
         self._sets: dict[str, int] = {}
         self._sizes: list[int] = []
         self._items: dict[Symbols, list[Item]] = {"": [], "all": []}
@@ -247,7 +247,7 @@ class Decontaminator:
                     self._items[symbols].append(Item(len(self.names), group, question, answer, scale))
                     self.names.append(names[number])
                     self.evaluation.append(evaluation)
-                    self._texts.append(both[number])
+                    self._texts.append((texts[number], answers[number]))
                     self._symbols.append(symbols)
 
     def _set(self, name: str) -> int:
@@ -388,10 +388,17 @@ class Decontaminator:
         ]
 
     def _passage(self, owner: int, first: int, last: int) -> str:
-        """A range of units of a protected text, numbered through question and answer."""
-        ((text, places), *_) = scan_forms_with_positions(self._texts[owner])
-        own = units([text], self._symbols[owner])
-        return self._texts[owner][int(places[own.starts[first]]) : int(places[own.ends[last - 1] - 1]) + 1]
+        """A range of units of a protected text, numbered through question and answer, which are split apart: a tag ends within them."""
+        found, before = [], 0
+        for text in self._texts[owner]:
+            ((form, places), *_) = scan_forms_with_positions(text)
+            own = units([form], self._symbols[owner])
+            count = len(own.starts)
+            start, end = max(first - before, 0), min(last - before, count)
+            if start < end:
+                found.append(text[int(places[own.starts[start]]) : int(places[own.ends[end - 1] - 1]) + 1])
+            before += count
+        return "\n".join(found)
 
 
 def _excerpts(read: Sequence[tuple[int, str]], triggered: Iterable[tuple[int, int]]) -> Iterator[tuple[int, str]]:
