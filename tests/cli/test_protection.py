@@ -14,7 +14,7 @@ import pytest
 from command import Lmworks
 
 from generation_models import GSM8K, HUMANEVAL, write_rows
-from lmworks.corpus.contamination import record
+from lmworks.corpus.contamination import Decontaminator, record
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.documents import corpus_files
 from lmworks.evaluate.generation import reasoning
@@ -25,8 +25,9 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark, Generator
+from lmworks.shards.build.decontaminate import decontaminate
 from lmworks.shards.format.indexed import IndexedFile, IndexedWriter
-from lmworks.shards.format.manifest import Manifest
+from lmworks.shards.format.manifest import Manifest, Shard, Split
 from lmworks.tokenizer import load
 from lmworks.train import dpo, grpo, pretrain, tune
 from lmworks.train import load as loading
@@ -316,3 +317,25 @@ def test_imported_shards_lose_the_documents_that_hold_what_is_asked(lmworks: Lmw
     assert (split.documents, split.bytes) == (29, sum(len(text.encode()) for text in texts[:11] + texts[12:]))
     assert read_json(tmp_path / "run" / "shards" / "imported-web.json")["passages"][0]["against"].startswith("own/")
     assert lmworks("data", "verify", tmp_path / "run").code == 0
+
+
+def test_what_many_imported_documents_share_with_protected_text_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notice, item = range(20), range(100, 120)
+    with IndexedWriter(tmp_path / "web", np.dtype("<u2")) as writer:
+        for number in range(24):
+            writer.add(np.array([1000 + number, *(notice if number < 12 else item)]))
+    shard = Shard.model_construct(prefix=str(tmp_path / "web"), tokens=24 * 21, documents=24, sha256={}, size={})
+    split = Split.model_construct(tokens=24 * 21, bytes=1000, documents=24, inputs="", shards=(shard,))
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special: " ".join(f"word{one}" for one in ids))
+    decontaminator = Decontaminator(13)
+    decontaminator.protect(["docs/7"], [tokenizer.decode(notice, True)], evaluation=False)
+    decontaminator.protect(["own/3"], [tokenizer.decode(item, True)], evaluation=True)
+    assert decontaminate("web", split, tokenizer, decontaminator, "report", tmp_path) == split
+    found = read_json(tmp_path / "imported-web.json")
+    assert (found["contaminated"], found["exempt"]) == (12, 1)
+    assert [(one["against"], one["documents"], one["let_pass"]) for one in found["widespread"]] == [("docs/7", 12, True), ("own/3", 12, False)]
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "shards.imported.web: own/3, in 12 documents: a leak, however frequent" in said
+    assert "shards.imported.web: docs/7, in 12 documents: 1 passages of held-out text were exempt as boilerplate" in said

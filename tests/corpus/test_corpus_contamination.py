@@ -58,8 +58,21 @@ def test_boilerplate_is_reported_and_drops_nothing() -> None:
     documents = [f"start{number} {held_words(0, 20)} end{number} {FILLER}" for number in range(11)]
     decontaminator, found = run(documents, held=[HELD])
     assert found == {}
-    (told,) = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]), 1)
-    assert told == Widespread(11, "held/0", held_words(0, 20), let_pass=True)
+    (told,), exempt = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]))
+    assert (told, exempt) == (Widespread(11, "held/0", held_words(0, 20), let_pass=True), 1)
+
+
+def test_boilerplate_does_not_hide_a_leak_and_all_of_it_is_counted() -> None:
+    decontaminator = Decontaminator(13)
+    notices = [" ".join(f"notice{number}x{place}" for place in range(20)) for number in range(80)]
+    decontaminator.protect([f"held/{number}" for number in range(80)], notices, evaluation=False)
+    decontaminator.protect(["own/0"], [HELD], evaluation=True)
+    documents = [f"start{number} " + f" {FILLER} ".join(notices) for number in range(13)]
+    documents += [f"start{number} {HELD}" for number in range(11)]
+    told, exempt = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]))
+    assert exempt == 80
+    assert [one.let_pass for one in told] == [True] * 50 + [False]
+    assert told[-1] == Widespread(11, "own/0", HELD, let_pass=False)
 
 
 def test_ten_copies_are_still_leaks() -> None:
@@ -166,7 +179,7 @@ def test_an_empty_gate_finds_nothing() -> None:
     seen = decontaminator.count_documents([found])
     assert decontaminator.suspect_documents(found, seen) == []
     assert decontaminator.find_matches(FILLER, seen) == []
-    assert decontaminator.widespread_runs(seen, 5) == []
+    assert decontaminator.widespread_runs(seen) == ([], 0)
 
 
 def decontaminator_of(questions: list[tuple[str, str]]) -> Decontaminator:
@@ -178,21 +191,21 @@ def decontaminator_of(questions: list[tuple[str, str]]) -> Decontaminator:
 def test_a_frequent_run_that_lies_in_the_answer_is_told_as_it_stands_there() -> None:
     decontaminator = decontaminator_of([("What follows?", held_words(0, 30))])
     documents = [f"start{number} {held_words(5, 25)} end{number}" for number in range(11)]
-    (told,) = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]), 5)
+    (told,), _ = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]))
     assert told == Widespread(11, "own/0", held_words(5, 25), let_pass=False)
 
 
 def test_a_tag_does_not_reach_from_the_question_into_the_answer() -> None:
     decontaminator = decontaminator_of([("Is x <b", f"y> {held_words(0, 30)}")])
     documents = [f"start{number} {held_words(0, 30)} end{number}" for number in range(11)]
-    (told,) = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]), 5)
+    (told,), _ = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]))
     assert told == Widespread(11, "own/0", held_words(0, 30), let_pass=False)
 
 
 def test_a_passage_of_question_and_answer_is_told_with_both() -> None:
     decontaminator = decontaminator_of([(f"{held_words(0, 20)}?", f"({held_words(20, 30)})")])
     documents = [f"start{number} {held_words(5, 28)} end{number}" for number in range(11)]
-    (told,) = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]), 5)
+    (told,), _ = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]))
     assert told == Widespread(11, "own/0", f"{held_words(5, 20)}\n{held_words(20, 28)}", let_pass=False)
 
 
@@ -200,7 +213,7 @@ def test_what_is_in_an_evaluation_set_is_a_leak_however_often_most_of_it_was_cop
     decontaminator = decontaminator_of([(held_words(0, 40), "")])
     documents = [f"start{number} {held_words(0, 24)} end{number}" for number in range(30)]
     assert sorted(matches_of(decontaminator, documents)) == list(range(30))
-    (told,) = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]), 5)
+    (told,), _ = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]))
     assert told == Widespread(30, "own/0", held_words(0, 24), let_pass=False)
 
 

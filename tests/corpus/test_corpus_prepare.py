@@ -329,8 +329,8 @@ def test_leaks_are_told_one_by_one_and_boilerplate_of_held_out_text_in_one_line(
     leaks = [{"let_pass": False, "against": f"mine/{row}", "documents": 12, "passage": f"question {row}"} for row in range(2)]
     console = Console(width=200)
     with console.capture() as said:
-        console.print(table(Report(widespread=[*passed, *leaks])))
+        console.print(table(Report(widespread=[*passed, *leaks], exempt=80)))
     lines = [line for line in said.get().splitlines() if "question" in line or "topic" in line]
     assert len(lines) == 3
     assert all(f"mine/{row}" in lines[row] and f'a leak, however frequent: "question {row}"' in lines[row] for row in range(2))
-    assert "17 passages of held-out text were exempt as boilerplate" in lines[2] and '"topic 16"' in lines[2] and " 36 " in lines[2]
+    assert "80 passages of held-out text were exempt as boilerplate" in lines[2] and '"topic 16"' in lines[2] and " 36 " in lines[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,7 @@ class Report:
     `statistics` are distributions by SOURCE/FACT over documents read and training documents; `bytes_per_document` is the memory of
     comparing all documents, per document. `protected` has, for each evaluation set and for the held-out documents, the number of `items`
     searched for, of items too `trivial` to be searched for, of items `found`, and of `documents` that contain one. `widespread` are
-    passages in more than ten documents, `shared` the wording that items of an evaluation set share and that is not searched for; `unread`
+    passages in more than ten documents: all of evaluation sets, and the most frequent of the `exempt` ones of held-out text. `shared` is the wording that items of an evaluation set share and that is not searched for; `unread`
     maps evaluation sets that could not be read, and are not protected, to the reason. `advice` is about the settings of deduplication.
     """
 
@@ -99,6 +99,7 @@ class Report:
     statistics: dict[str, Any] = field(default_factory=dict)
     contamination: list[dict[str, Any]] = field(default_factory=list)
     widespread: list[dict[str, Any]] = field(default_factory=list)
+    exempt: int = 0
     shared: list[dict[str, Any]] = field(default_factory=list)
     protected: dict[str, dict[str, int]] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
@@ -142,18 +143,23 @@ def _rows(source: SourceReport) -> Iterable[tuple[str, Count, Count, str]]:
 
 
 def _contamination_rows(report: Report) -> Iterator[tuple[str, str, str]]:
-    """Frequent leaks and exempted boilerplate: (protected text, documents, remark)."""
-    leaks = [one for one in report.widespread if not one["let_pass"]]
+    """Frequent leaks, exempted boilerplate, and shared wording: (protected text, documents, remark)."""
+    yield from widespread_rows(report.widespread, report.exempt, "report.json")
+    for one in report.shared:
+        yield one["set"], "", f"{one['runs']:,} runs that its items share are not searched for: {_quoted(one['passage'])}"
+
+
+def widespread_rows(widespread: Sequence[dict[str, Any]], exempt: int, file: str) -> Iterator[tuple[str, str, str]]:
+    """Frequent leaks and exempted boilerplate: (protected text, documents, remark). `file` has them under `widespread`."""
+    leaks = [one for one in widespread if not one["let_pass"]]
     for one in leaks[:_MOST_LEAKS]:
         yield one["against"], f"{one['documents']:,}", f"a leak, however frequent: {_quoted(one['passage'])}"
     if len(leaks) > _MOST_LEAKS:
-        yield "more passages", "", f"{len(leaks) - _MOST_LEAKS} in report.json under widespread"
-    if passed := [one for one in report.widespread if one["let_pass"]]:
+        yield "more passages", "", f"{len(leaks) - _MOST_LEAKS} in {file} under widespread"
+    if passed := [one for one in widespread if one["let_pass"]]:
         most = max(passed, key=lambda one: one["documents"])
-        what = f"{len(passed)} passages of held-out text were exempt as boilerplate (report.json, widespread); the most frequent: "
+        what = f"{exempt:,} passages of held-out text were exempt as boilerplate ({file}, widespread); the most frequent: "
         yield most["against"], f"{most['documents']:,}", what + _quoted(most["passage"])
-    for one in report.shared:
-        yield one["set"], "", f"{one['runs']:,} runs that its items share are not searched for: {_quoted(one['passage'])}"
 
 
 def _rows_of_strict_rules(report: Report) -> Iterator[tuple[str, str, str]]:

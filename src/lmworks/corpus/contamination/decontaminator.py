@@ -5,7 +5,7 @@ The docstring of the package states the rules.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,7 @@ from lmworks.corpus.units import Symbols, Units, mostly_symbols, ngrams, ngrams_
 from lmworks.files import atomic_path
 
 BOILERPLATE_DOCUMENTS = 10
+MOST_EXEMPT = 50  # passages of boilerplate that are reported
 ANSWER_WITHIN = 48
 _MIN_SYMBOLS = 20  # symbols from which an item is searched for although it has too few words to trigger a comparison with symbols
 _CONTEXT = 1024  # characters of a document, before and after a trigger, that are compared with symbols
@@ -361,22 +362,31 @@ class Decontaminator:
         view = next(view for view in reversed(self._views) if view.first <= entry)
         return view, *view.tables.where(entry - view.first)
 
-    def widespread_runs(self, document_counts: np.ndarray, most: int) -> list[Widespread]:
-        """The runs that occur in more than ten training documents, most frequent first; overlapping runs are merged."""
+    def widespread_runs(self, document_counts: np.ndarray, most_exempt: int = MOST_EXEMPT) -> tuple[list[Widespread], int]:
+        """The passages that occur in more than ten training documents, most frequent first; overlapping runs are merged.
+
+        All passages of evaluation sets, which are leaks, and `most_exempt` of held-out text; and the number of all of held-out text.
+        """
         common = np.flatnonzero(document_counts > BOILERPLATE_DOCUMENTS)
         where = sorted((-int(document_counts[entry]), *self._locate_entry(entry)[1:]) for entry in common.tolist())
         passages: list[list[int]] = []  # negative documents, owner, first unit, one past the last
+        covered: dict[int, set[int]] = defaultdict(set)  # units of each owner in a passage: there may be too many passages to compare with
         for count, owner, place, length in where:
             if passages and passages[-1][:2] == [count, owner] and place <= passages[-1][3]:
                 passages[-1][3] = place + length
-            elif not any(owner == known[1] and place < known[3] and known[2] < place + length for known in passages):
-                if len(passages) == most:
-                    break
+            elif covered[owner].isdisjoint(range(place, place + length)):
                 passages.append([count, owner, place, place + length])
-        return [
+            else:
+                continue
+            covered[owner].update(range(place, place + length))
+        exempt = [passage for passage in passages if not self.evaluation[passage[1]]]
+        left_out = {tuple(passage) for passage in exempt[most_exempt:]}
+        found = [
             Widespread(-count, self.names[owner], self._passage(owner, first, last), not self.evaluation[owner])
             for count, owner, first, last in passages
+            if (count, owner, first, last) not in left_out
         ]
+        return found, len(exempt)
 
     def shared(self) -> list[Shared]:
         """The runs that many items of an evaluation set share, which are therefore not searched for."""

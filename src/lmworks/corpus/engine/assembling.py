@@ -100,7 +100,7 @@ def assemble_report(job: Job, missing: dict[str, str]) -> Report:
     report.bytes_per_document = read_json(job.path("resolve_duplicates", "all", ".found.json"))["bytes_per_document"]
     if enabled(job):
         found = read_json(job.path("common_ngrams", "all", ".found.json"))
-        report.widespread, report.shared = found["widespread"], found["shared"]
+        report.widespread, report.exempt, report.shared = found["widespread"], found["exempt"], found["shared"]
         for name in sorted({*found["protected"], *found["trivial"]}):
             one = touched.get(name, ContaminatedItems())
             report.protected[name] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy as np
 
 from lmworks.corpus.cleaning import clean
 from lmworks.corpus.contamination import Decontaminator, Findings, Match
+from lmworks.corpus.report import widespread_rows
 from lmworks.errors import UserError
 from lmworks.files import atomic_path, write_json
-from lmworks.progress import bar
+from lmworks.progress import bar, console
 from lmworks.shards.build.shuffle import finish_shard
 from lmworks.shards.format import lineage
 from lmworks.shards.format.indexed import IndexedFile, IndexedWriter, with_ending
@@ -25,7 +27,8 @@ _SHOWN = 200
 
 
 def decontaminate(name: str, split: Split, tokenizer: Tokenizer, decontaminator: Decontaminator, action: str, out_dir: Path) -> Split:
-    """The split without the documents that contain protected text; these are listed in `out_dir`/imported-NAME.json.
+    """The split without the documents that contain protected text; these are listed in `out_dir`/imported-NAME.json, with the passages in
+    more than ten documents, which are also printed.
 
     `action` is `corpus.decontaminate.action`. Shards with such documents are written again below `out_dir`; the others stay in place.
     Raises UserError if no document would be left, and if the action is to fail.
@@ -51,7 +54,14 @@ def decontaminate(name: str, split: Split, tokenizer: Tokenizer, decontaminator:
         for shard, part in zip(split.shards, leaks, strict=True)
         for document, matches in part.items()
     ]
-    write_json(out_dir / f"imported-{name}.json", {"documents": split.documents, "contaminated": len(report), "passages": report[:_SHOWN]})
+    widespread, exempt = decontaminator.widespread_runs(document_counts)
+    rows = [asdict(one) for one in widespread]
+    counts = {"documents": split.documents, "contaminated": len(report), "exempt": exempt}
+    file = out_dir / f"imported-{name}.json"
+    write_json(file, {**counts, "passages": report[:_SHOWN], "widespread": rows})
+    for against, documents, what in widespread_rows(rows, exempt, str(file)):
+        text = f"shards.imported.{name}: {against}{documents and f', in {documents} documents'}: {what}"
+        console.print(text, style="yellow", markup=False, highlight=False)
     if not report or action == "report":
         return split
     finding = f"{len(report)} of its {split.documents} documents hold protected text, the first that of {report[0]['against']}"

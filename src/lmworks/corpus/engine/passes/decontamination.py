@@ -28,7 +28,6 @@ from lmworks.files import write_json
 EVALUATION = "evaluation.parquet"
 PROTECTED = pa.schema([("name", pa.string()), ("text", pa.string()), ("answer", pa.string()), ("evaluation", pa.bool_())])
 _BATCH = 1024
-_MOST_WIDESPREAD = 50
 
 
 def enabled(job: Job) -> bool:
@@ -107,14 +106,16 @@ def common_ngrams_inputs(job: Job, task: str) -> Any:
 
 
 def count_common_ngrams(job: Job, task: str, advance: Advance) -> None:
-    """Add up the findings of all parts: count the documents of each n-gram, and collect the most frequent ones for the report."""
+    """Add up the findings of all parts: count the documents of each n-gram, and collect the widespread ones for the report."""
     decontaminator = _decontaminator(job)
     document_counts = decontaminator.count_documents(Findings.load(_findings_path(job, piece)) for piece in job.pieces)
     save_array(_common_ngrams_path(job), document_counts)
+    widespread, exempt = decontaminator.widespread_runs(document_counts)
     summary = {
         "protected": decontaminator.protected,
         "trivial": decontaminator.trivial,
-        "widespread": [asdict(one) for one in decontaminator.widespread_runs(document_counts, _MOST_WIDESPREAD)],
+        "widespread": [asdict(one) for one in widespread],
+        "exempt": exempt,
         "shared": [asdict(one) for one in decontaminator.shared()],
     }
     write_json(job.path("common_ngrams", "all", ".found.json"), summary)
