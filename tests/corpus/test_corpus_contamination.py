@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lmworks.corpus.contamination import Decontaminator, Findings, Match, Shared, Widespread
+from lmworks.corpus.contamination.readings import scan_forms
 
 HELD = " ".join(f"held{number}" for number in range(60))
 FILLER = " ".join(f"filler{number}" for number in range(40))
@@ -118,6 +120,10 @@ LAYOUTS = {
     "verbatim": "Which planet is nearest the sun? Mercury",
     "template": "Question: Which planet is nearest the sun?\nA. Venus\nB. Earth\nC. Mercury\nD. Mars\nAnswer: C",
     "shouted": "**WHICH  PLANET is nearest -- the SUN?** (mercury)",
+    "in italics": "_Which planet is nearest the sun?_ Mercury",
+    "in bold": "__Which planet is nearest the sun?__ **_Mercury_**",
+    "with a comment": "Which planet is <!-- a hint: not Earth --> nearest the sun?\n<!-- answer -->Mercury",
+    "in a comment": "<!-- Which planet is nearest the sun? Mercury -->",
     "quoted": "> Q: Which planet\n> is nearest\n> the sun?\n> A: Mercury",
 }
 
@@ -239,6 +245,11 @@ DEFACED = {
     "entities in entities": "&amp;nbsp;".join(_WORDS),
     "escaped tags": "&lt;i&gt;" + "&lt;/i&gt; &lt;i&gt;".join(_WORDS),
     "a file of JSON": '{"q": "' + "\\n".join(_WORDS).replace("b", "\\u0062") + '"}',
+    "comments between all words": "<!-- x -->".join(_WORDS),
+    "escaped comments": " &lt;!-- a <b>note</b> --&gt; ".join(_WORDS),
+    "comments in a file of JSON": '{"q": "' + "\\n\\u003c!-- x --\\u003e".join(_WORDS) + '"}',
+    "emphasis on all words": "_" + "_ __".join(_WORDS) + "__",
+    "underscores as entities": "&#95;" + "&#95; &#95;".join(_WORDS) + "&#95;",
     "one word in ten changed": " ".join("something" if place % 10 == 6 else word for place, word in enumerate(_WORDS)),
 }
 
@@ -251,6 +262,25 @@ def test_an_item_is_found_however_it_is_marked_up_or_changed(how: str) -> None:
     longest = text[found[1][0].start : found[1][0].end]
     assert len(longest) > len(DEFACED[how]) / 2
     assert longest in DEFACED[how]
+
+
+def test_protected_text_with_comments_and_emphasis_is_found_without_them() -> None:
+    decontaminator = decontaminator_of([("<!-- 7 --> " + ITEM.replace("two of his", "__two <!-- sic --> of__ _his_"), "")])
+    assert list(matches_of(decontaminator, [FILLER, f"{FILLER} {ITEM}"])) == [1]
+
+
+def test_held_out_text_inside_a_long_comment_is_protected() -> None:
+    _, found = run([f"<p>{FILLER}</p> <!-- {held_words(5, 30)} -->"], held=[f"<!-- {HELD} -->"])
+    assert found == {0: held_words(5, 30)}
+
+
+def test_an_underscore_inside_a_name_belongs_to_it_and_unclosed_comments_take_linear_time() -> None:
+    assert scan_forms("a_b __init__ x__y _ ___ c_") == ["a_b  init  x__y     c "]
+    assert scan_forms("<!-- a <!-- b --> c -->") == ["<!-- a   c -->", "<!-- a <!-- b --> c -->"]
+    text = "<!-- " * 200_000 + "_ " * 200_000
+    begun = time.process_time()
+    assert len(scan_forms(text)) == 2
+    assert time.process_time() - begun < 5  # quadratic time would be hours
 
 
 def test_a_few_common_words_are_no_item_with_changes() -> None:

@@ -1,4 +1,6 @@
-"""The forms in which a document is scanned: without markup between its words and, if it is full of escapes, unescaped as well."""
+"""The forms in which a document is scanned: without markup between its words, with and without short comments, and, if it is full of
+escapes, unescaped as well.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,8 @@ _TAG = re.compile(
     r"<(?:/?[A-Za-z][A-Za-z0-9:-]{0,30}"
     r"(?:\s{1,40}[\w:@.-]{1,60}(?:\s{0,40}=\s{0,40}(?:\"[^\"<>]{0,500}\"|'[^'<>]{0,500}'|[^\s\"'<>]{1,300}))?){0,20}\s{0,40}/?)>"
 )
+_COMMENT = re.compile(r"<!--(?:(?!-->|<!--)[\s\S]){0,80}+-->")  # longer ones are text of their own: 13 words have about 80 characters
+_EDGE = re.compile(r"(?<!\w)_++|_++(?!\w)")  # underscores that do not join two words: emphasis, or a gap to fill in
 _ENTITY = re.compile(r"&(?:amp;){0,3}(#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
 _ESCAPE = re.compile(r"\\(?:u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|([nrtbf\"'/\\]))")
 _ESCAPED = ("\\n", '\\"', "\\u", "\\t")
@@ -34,22 +38,34 @@ def _unescaped(match: re.Match[str]) -> str:
     return chr(int(one, 16)) if one else {"n": "\n", "r": " ", "t": " ", "b": " ", "f": " "}.get(char, char)
 
 
-_MARKUP: tuple[_Pass, ...] = ((_ENTITY, _entity), (_TAG, lambda match: " "))
-_DUMP: tuple[_Pass, ...] = ((_ESCAPE, _unescaped), *_MARKUP)
+def _space(match: re.Match[str]) -> str:
+    return " "
 
 
 def _passes(text: str) -> Iterator[tuple[_Pass, ...]]:
+    """The passes of each form. The first, without short comments, is that of protected text. Comments are trained on: documents are also
+    scanned with them.
+    """
     entities = "&" in text and ";" in text
     tags = entities or any(rest[:1].isalpha() or rest[:1] == "/" for rest in text.split("<")[1:])
-    yield (*_MARKUP[: int(entities)], *_MARKUP[1 : 1 + int(tags)])
+    comments = (True, False) if "!--" in text else (False,)
     escapes = text.count("\\")
-    if escapes and escapes > (lines := text.count("\n")) and sum(map(text.count, _ESCAPED)) > lines:
-        yield _DUMP
+    dump = escapes and escapes > (lines := text.count("\n")) and sum(map(text.count, _ESCAPED)) > lines
+    for unescape in (False, True) if dump else (False,):
+        for comment in comments:
+            wanted = (
+                (unescape, (_ESCAPE, _unescaped)),
+                (unescape or entities, (_ENTITY, _entity)),
+                (comment, (_COMMENT, _space)),
+                (unescape or tags, (_TAG, _space)),
+                (unescape or entities or "_" in text, (_EDGE, _space)),
+            )
+            yield tuple(one for needed, one in wanted if needed)
 
 
 def scan_forms(text: str) -> list[str]:
-    """The text without tags and with its entities decoded. If it has more escapes than line ends, as JSON files have, also its unescaped
-    form.
+    """The text without short comments, tags and underscores at the edges of words, and with its entities decoded. If it has comments,
+    also with them. If it has more escapes than line ends, as JSON files have, also its unescaped forms.
     """
     found = []
     for passes in _passes(text):
