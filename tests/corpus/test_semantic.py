@@ -131,6 +131,15 @@ def test_the_stage_drops_the_copy_of_lower_priority_and_says_of_which(folder: Pa
     assert not [row for row in pq.read_table(out / "decisions").to_pylist() if row["reason"] == "semantic_duplicate"]
 
 
+def test_functions_that_differ_in_all_operators_stay(tmp_path: Path) -> None:
+    signs = ("+", "-", "*", "/", "%", "^", "|", "&", "<", ">", "=", "@")
+    rows = [f"def f(a, b, c):\n    x = a {sign} b {sign} c\n    return x {sign} a {sign} b {sign} c\n" for sign in signs]
+    (tmp_path / "web.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    (tmp_path / "books.jsonl").write_text(json.dumps({"text": texts()[0]}) + "\n")
+    prepare(recipe(tmp_path, minhash=None), tmp_path / "corpus")
+    assert not [row for row in pq.read_table(tmp_path / "corpus" / "decisions").to_pylist() if row["reason"]]
+
+
 def test_a_model_on_disk_makes_the_embeddings(folder: Path) -> None:
     """A small encoder with random weights and a real tokenizer: what is tested is that it is loaded, pooled and used."""
     transformers = pytest.importorskip("transformers")

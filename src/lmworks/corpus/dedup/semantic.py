@@ -13,7 +13,7 @@ import numpy as np
 
 from lmworks.corpus.dedup.near import StackedArrays
 from lmworks.corpus.document import Document
-from lmworks.corpus.units import Units, mix
+from lmworks.corpus.units import Units, mix, symbolic, units
 from lmworks.errors import UserError
 from lmworks.recipe.schema.dedup import Semantic
 
@@ -29,8 +29,21 @@ _MODEL_BATCH, _MODEL_TOKENS = 16, 512
 def embedding(node: Semantic, folder: Path) -> Embed:
     """The embedding function of the recipe. Raises `UserError` if its model cannot be loaded."""
     if node.model is None:
-        return lambda documents, units: random_projection(units, node.dimensions)
+        return lambda documents, words: _word_embedding(documents, words, node.dimensions)
     return _model_embedding(folder / node.model)
+
+
+def _word_embedding(documents: Sequence[Document], words: Units, dimensions: int) -> np.ndarray:
+    """The random projection of each document: of its words or, for code and formulas, which differ in their operators, with its symbols.
+
+    The whole text decides, and not each line as in other comparisons: reordered text has other lines.
+    """
+    found = random_projection(words, dimensions)
+    texts = [document.text for document in documents]
+    places = np.flatnonzero(symbolic(texts))
+    if len(places):
+        found[places] = random_projection(units([texts[place] for place in places.tolist()], "all"), dimensions)
+    return found
 
 
 def random_projection(units: Units, dimensions: int) -> np.ndarray:

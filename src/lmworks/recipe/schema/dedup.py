@@ -38,7 +38,7 @@ class Substring(Node):
 
 
 class Semantic(Node):
-    """Semantic deduplication by the cosine similarity of document embeddings (SemDeDup, arXiv:2303.09540)."""
+    """Semantic deduplication by the cosine similarity of document embeddings (SemDeDup, arXiv:2303.09540). Not for code and mathematics."""
 
     threshold: float = Field(0.95, gt=0, le=1, description="cosine similarity from which two documents are duplicates")
     model: str | None = Field(None, description="folder of an embedding model, relative to the recipe; hashed words when omitted")
