@@ -14,8 +14,10 @@ import pytest
 from lmworks.corpus.rules import RULES, Rule, Text, first_broken, rules_for
 from lmworks.corpus.rules import measures as m
 from lmworks.corpus.rules.reference import page
+from lmworks.corpus.steps.rules import Rules
 from lmworks.corpus.units import units
 from lmworks.errors import UserError
+from lmworks.recipe.schema.corpus import Source
 
 PROSE = (
     "The recent accession of the important state to the union, the general and increasing good will toward the government, "
@@ -201,3 +203,13 @@ def test_a_domain_counts_in_chinese_too() -> None:
     assert (judged(poem, "prose"), judged(poem, "other"), judged(question, "other")) == ("character_count", None, None)
     assert judged("你好。", "other") == "character_count"
     assert judged(poem, "math") is None and judged(poem, "facts") == "character_count"
+
+
+def test_published_rules_warn_of_languages_without_spaces() -> None:
+    common = {"kind": "text", "path": "texts", "license": "test"}
+    sources = [Source.model_validate({"name": name, "language": name, **common}) for name in ("en", "zh", "ja")]
+    found = list(Rules(sets=("gopher", "c4", "fineweb")).warnings(sources))
+    assert [line.split(":")[0] for line in found] == ["source zh", "source ja"]
+    assert "gopher and c4 count words between spaces and drop nearly all text in zh" in found[0]
+    assert [line.split(":")[0] for line in Rules(sets=("c4",), sources=("en", "ja")).warnings(sources)] == ["source ja"]
+    assert not list(Rules(sets=("fineweb",)).warnings(sources)) and not list(Rules().warnings(sources))

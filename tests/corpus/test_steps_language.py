@@ -33,6 +33,12 @@ def test_a_paragraph_is_enough(language: str) -> None:
     assert score > 0.5
 
 
+def test_a_classical_chinese_poem_is_not_japanese() -> None:
+    poem = "國破山河在，城春草木深。感時花濺淚，恨別鳥驚心。"  # the model calls it Japanese, with 0.66
+    assert identifier()(poem)[0] == "zh"
+    assert identifier()(f"{poem}" + "これは漢詩である。" * 5)[0] == "ja", "kana"
+
+
 def test_reference_prose_is_english() -> None:
     """Topics of the Python reference with 200 letters of prose in a paragraph."""
     paragraphs = [part for topic in pydoc_data.topics.topics.values() for part in topic.split("\n\n")]
