@@ -19,6 +19,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
 from lmworks.serve.grammar import GrammarError
+from lmworks.serve.openai.structure import require_distinct
 from lmworks.serve.structured import json_grammar, regex_grammar, tools_grammar
 from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer.reply import read
@@ -175,6 +176,9 @@ def forced(parameters: Any) -> Any:
     ({"guided_choice": []}, "guided_choice: it needs at least one choice", "guided_choice"),
     ({"response_format": schema_format(PERSON), "max_tokens": 5}, "no answer of at most 5 tokens was found", "response_format"),
     ({"tools": [TOOL, TOOL]}, "tools has two functions with the name clock; rename one", "tools"),
+    ({"tools": [TOOL] * 20_000}, "tools: List should have at most 1000 items", "tools"),
+    ({"tools": [{"function": {"name": f"f{number}"}} for number in range(20_000)]}, "tools: List should have at most 1000 items", "tools"),
+    ({"tools": [{"function": {}}] * 20_000}, "a tool needs function.name", "tools"),
     ({"tools": [TOOL], "tool_choice": OTHER}, "tool_choice names 'zzz', but the tools are clock", "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "zzz"}, "tool_choice is none, auto, required or", "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice demands a call, but the request has no tools", "tool_choice"),
@@ -186,6 +190,21 @@ def test_bad_requests(tool_client: openai.OpenAI, body: Any, message: str, param
         tool_client.chat.completions.create(model="tiny", messages=HELLO, extra_body=body)
     assert caught.value.param == param
     assert "\n" not in caught.value.message
+
+
+def test_the_names_of_tools_are_compared_once() -> None:
+    """The event loop waits for this thread: 20,000 names that are each counted in all of them take seconds."""
+    class Name(str):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Name.compared += 1
+            return str.__eq__(self, other)  # type: ignore[arg-type]
+
+        __hash__ = str.__hash__
+
+    require_distinct([{"function": {"name": Name(f"f{number}")}} for number in range(2000)])
+    assert Name.compared < 2000
 
 
 HOSTILE: list[Any] = [

@@ -19,6 +19,7 @@ MAX_ANSWERS = 128  # per request
 _MAX_TOP = 20
 _MAX_STOPS = 16
 _MAX_MESSAGES = 10_000
+_MAX_TOOLS = 1000
 T = TypeVar("T")
 
 
@@ -217,7 +218,7 @@ class ChatRequest(Sampling):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=_MAX_TOP)
-    tools: ListOf[Annotated[dict[str, Any], AfterValidator(_tool)]] | None = None
+    tools: Annotated[ListOf[Annotated[dict[str, Any], AfterValidator(_tool)]], Field(max_length=_MAX_TOOLS)] | None = None
     parallel_tool_calls: bool = True
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None

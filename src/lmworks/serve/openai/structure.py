@@ -16,10 +16,12 @@ Make = Callable[[Vocabulary, bool], Grammar]
 
 def require_distinct(tools: list[dict[str, Any]]) -> None:
     """Raise `BadRequest` if two tools have the same name."""
-    names = [tool.get("function", tool)["name"] for tool in tools]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise BadRequest(f"tools has two functions with the name {twice}; rename one", "tools")
+    seen: set[str] = set()
+    for tool in tools:
+        name = tool.get("function", tool)["name"]
+        if name in seen:
+            raise BadRequest(f"tools has two functions with the name {name}; rename one", "tools")
+        seen.add(name)
 
 
 def chosen_tools(choice: Any, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
