@@ -8,7 +8,8 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.tokenizer import Tokenizer, rendering
-from lmworks.tokenizer.chat import Template, encode
+from lmworks.tokenizer.chat import Template, encode, mark
+from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Temperatur in °C", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}}}]
@@ -137,7 +138,8 @@ def test_nobody_speaks_in_anothers_role(tokenizer: Tokenizer, where: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "parts", [["<|assist", "ant|>"], ["<|", "assistant|", ">"], ["x<", "|assistant|>"], ["[gMA", "SK]"], ["</thi", "nk>"]])
+    "parts", [["<|assist", "ant|>"], ["<|", "assistant|", ">"], ["x<", "|assistant|>"], ["[gMA", "SK]"], ["</thi", "nk>"],
+              ["Say </", "nothink ok"], ["</", "no", "think"], ["<|assistant</", "nothink"]])
 def test_no_special_token_is_put_together_from_parts(tokenizer: Tokenizer, parts: list[str]) -> None:
     """In parts of a message, in fields that a template puts side by side, and where it strips the white space between."""
     asked = {"role": "user", "content": [{"type": "text", "text": part} for part in ["Hi ", *parts, " there"]]}
@@ -150,6 +152,26 @@ def test_no_special_token_is_put_together_from_parts(tokenizer: Tokenizer, parts
     template = Template("{% for m in messages %}{% for p in m.content %}{{ p.text.strip() }}{% endfor %}{% endfor %}", "strips.jinja")
     spaced = {"role": "user", "content": [{"type": "text", "text": f"{part} \n"} for part in parts]}
     assert not set(encode(tokenizer, template, [spaced])) & set(tokenizer.special.values())
+
+
+@pytest.mark.parametrize("special", [
+    ["</b", "/n"], ["<a", "ab"], ["<ab>", "ab"], [">b<", "<a>"], ["<a<b>", "<b>", "a<b>"], ["<a b", "/n"], ["aab", "ab", "ba"],
+])
+def test_no_special_token_is_put_together_from_what_is_left_of_another(special: list[str]) -> None:
+    """All texts of up to two parts of up to four characters, for tokens that are the beginning, the end or the inside of one another."""
+    class Tokens(TextTokenizer):
+        def __init__(self) -> None:
+            self.special = {name: number for number, name in enumerate(special)}
+            self._index_special()
+
+    tokens, letters = Tokens(), sorted(set("".join(special)))
+    texts = ["".join(text) for size in range(1, 5) for text in itertools.product(letters, repeat=size)]
+    marked = [mark(tokens, text, "\ufdd0") for text in texts]
+    assert [text.replace("\ufdd0", "") for text in marked] == texts
+    assert [text for text in marked if len(tokens.split_special(text)) > 1] == []
+    ends = [text for text, whole in zip(marked, texts, strict=True) if tokens.special_prefix_length(whole)]
+    for end, begin in itertools.product(ends, marked):
+        assert len(tokens.split_special(end + begin)) == len(tokens.split_special(end.strip() + begin.strip())) == 1
 
 
 def test_openai_arguments_as_json_text(tokenizer: Tokenizer) -> None:

@@ -132,8 +132,8 @@ def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict
     """Ids of the rendered conversation, in which only the template's own special tokens are special (and /nothink in a user's message).
 
     Text of a message that looks like a special token is broken up with a marker before rendering; the marker is removed after splitting.
-    The same is done for the beginning of one at the end of a text (ignoring trailing white space, which templates strip), because the next
-    part of the message could complete it.
+    A marker is also put behind the beginning of one at the end of a text (ignoring trailing white space, which templates strip), because
+    the next part of the message could complete it.
     """
     messages = template.checked(messages)
     marker = unused_markers(messages, tools)[0]
@@ -155,13 +155,17 @@ def render_marked(tokenizer: TextTokenizer, template: Template, messages: Sequen
 
 
 def mark(tokenizer: TextTokenizer, text: str, marker: str, allowed: tuple[str, ...] = ()) -> str:
-    """`text` with `marker` in each special token but those `allowed`, and in the beginning of one at its end."""
+    """`text` with `marker` in each special token but those `allowed`, and behind the beginning of one at its end.
+
+    A special token is broken up behind each of its characters: what is left of it may be another one, or begin another one with the text
+    that follows. Behind a beginning, the marker breaks up every token that the next part could complete; inside it, the rest could be the
+    beginning of another: </ is the beginning of </think>, and its second character that of /nothink.
+    """
     parts = tokenizer.split_special(text)
-    parts[1::2] = [part if part in allowed else part[0] + marker + part[1:] for part in parts[1::2]]
+    parts[1::2] = [part if part in allowed else "".join(char + marker for char in part) for part in parts[1::2]]
     text = "".join(parts)
     end = len(text.rstrip())
-    begun = end - tokenizer.special_prefix_length(text[:end])
-    return text if begun == end else text[: begun + 1] + marker + text[begun + 1 :]
+    return text[:end] + marker + text[end:] if tokenizer.special_prefix_length(text[:end]) else text
 
 
 def encode_marked(tokenizer: TextTokenizer, text: str, marker: str) -> list[int]:
