@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lmworks
-from lmworks import progress
+from lmworks import cli, progress
 from lmworks.terminal import Terminal
 
 HOSTILE = "a\x1b]0;title\x07b\x9b2J[/x][red]c :smile:"
@@ -53,3 +54,18 @@ def test_nothing_is_styled_by_markup() -> None:
     assert [str(path) for path in sources if tags.search(path.read_text(encoding="utf-8"))] == []
     consoles = [path.name for path in sources if re.search(r"rich\.console import .*\bConsole\b", path.read_text(encoding="utf-8"))]
     assert consoles == ["terminal.py"]
+
+
+# Arguments of bare print() that hold nothing that others wrote: our own words, and JSON, which escapes control characters.
+_OWN = re.compile(r"plain\(|json\.dumps\(|_CONTROL\.sub\(|(__version__|context\.get_help\(\))$")
+
+
+def test_commands_print_values_through_what_removes_control_characters() -> None:
+    """That is the console, or `plain` for scripts and for standard error."""
+    bare = []
+    for path in sorted(Path(cli.__file__).parent.rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "print":
+                values = [ast.unparse(value) for value in call.args if not isinstance(value, ast.Constant)]
+                bare += [f"{path.name}:{call.lineno}: {value}" for value in values if not _OWN.match(value)]
+    assert bare == []

@@ -262,3 +262,18 @@ def test_ctrl_c_leaves_everything_as_it_was(
         assert {path: data for path, data in now.items() if ".before-reset-" not in path} == before
         assert not (tmp_path / "to").exists()
     assert lmworks("ckpt", *arguments).code == 0
+
+
+def test_the_meta_of_a_checkpoint_is_shown_without_control_characters(lmworks: Lmworks, run: Tiny) -> None:
+    """Anybody may have written it: an escape in it must not reach the terminal."""
+    place = run.run_dir / "checkpoints" / listing.name_of(STEPS)
+    document = json.loads((place / "meta.json").read_text())
+    document["meta"] |= {"phase": "a\x1b]0;title\x07b", "k\x9b2J": 1}
+    document["recipe"] = (document.get("recipe") or {}) | {"name": "r\x1b[2J"}
+    (place / "meta.json").write_text(json.dumps(document))
+    entries = {path.name: manifest.entry_of(path.read_bytes()) for path in place.iterdir() if path.name != manifest.NAME}
+    (place / manifest.NAME).write_bytes(manifest.canonical(entries))
+    for words in (["show", run.run_dir], ["diff", run.run_dir]):
+        out = lmworks("ckpt", *words).out
+        assert "a]0;titleb" in out and "k2J: " in out
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out)

@@ -60,7 +60,7 @@ def ablate(
     if as_json:
         print_json(document)
     elif as_markdown:
-        print(markdown(document))
+        terminal.out(markdown(document))
     else:
         terminal.print(printable(document))
         terminal.print(f"\npage: {place / FILE}", soft_wrap=True)

@@ -61,13 +61,14 @@ def show(
     if as_json:
         print_json(row | {"meta": document["meta"], "recipe": recipe})
         return
+    out = console()
     for name, value in row.items():
         if value is not None:
-            print(f"{name}: {_text(name, value)}")
+            out.out(f"{name}: {_text(name, value)}")
     for name, value in flatten(document["meta"]).items():
         if name not in row:
-            print(f"{name}: {_text(name, value)}")
-    print("\n" + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip() if recipe else "it has no recipe")
+            out.out(f"{name}: {_text(name, value)}")
+    out.out("\n" + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip() if recipe else "it has no recipe")
 
 
 def verify(run: RunArgument, as_json: JsonOption = False) -> None:
@@ -114,9 +115,9 @@ def diff(
     before, after = flatten(before), flatten(after)
     for key in {**before, **after}:
         if before.get(key) != after.get(key):
-            print(f"{key}: {_text(key, before.get(key))} -> {_text(key, after.get(key))}")
+            out.out(f"{key}: {_text(key, before.get(key))} -> {_text(key, after.get(key))}")
     for key, (old, new) in found["recipe"].items():
-        print(f"recipe {key}: {_text(key, old)} -> {_text(key, new)}")
+        out.out(f"recipe {key}: {_text(key, old)} -> {_text(key, new)}")
     for where in ("only_before", "only_after"):
         for name in found[where]:
             out.print(f"{where.replace('_', ' ')}: {name}")
@@ -154,7 +155,7 @@ def prune(
         print_json(done)
         return
     names = [f"step {step}" for step in done["steps"]] + done["set_aside"]
-    print(f"{'would delete' if dry_run else 'deleted'}: {', '.join(names)}" if names else "nothing to delete")
+    console().out(f"{'would delete' if dry_run else 'deleted'}: {', '.join(names)}" if names else "nothing to delete")
 
 
 def reset_optimizer(
@@ -170,9 +171,9 @@ def reset_optimizer(
     if as_json:
         print_json(done)
         return
-    print(f"the optimizer state of step {done['step']} is reset; the old checkpoint is kept as {done['kept']}")
+    console().out(f"the optimizer state of step {done['step']} is reset; the old checkpoint is kept as {done['kept']}")
     if "note" in done:
-        print(done["note"])
+        console().out(done["note"])
 
 
 def rollback(
@@ -192,11 +193,11 @@ def rollback(
         print_json(done)
         return
     skipped = f", without the data of steps {done['skip'][0]} to {done['skip'][1] - 1}" if done["skip"] else ""
-    print(f"the next run resumes from step {to_step}{skipped}")
+    console().out(f"the next run resumes from step {to_step}{skipped}")
     if done["set_aside"]:
-        print(f"set aside: {', '.join(done['set_aside'])}")
+        console().out(f"set aside: {', '.join(done['set_aside'])}")
     if done["again"]:
-        print(f"will be repeated: {', '.join(done['again'])}")
+        console().out(f"will be repeated: {', '.join(done['again'])}")
 
 
 def average(
@@ -219,7 +220,7 @@ def average(
     if len(weights) != len(steps) or any(not 0 < one < float("inf") for one in weights):
         raise UserError(f"--weight: one positive number for each of the {len(steps)} steps, or none at all")
     made = average(Path(run), model, steps, weights, to)
-    print_json({"path": str(made), "steps": steps, "weights": weights}) if as_json else print(made)
+    print_json({"path": str(made), "steps": steps, "weights": weights}) if as_json else console().out(str(made))
 
 
 def _window(text: str | None, to_step: int) -> tuple[int, int] | None:
@@ -245,7 +246,7 @@ def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
         print_json(rows)
         return
     if not rows:
-        print("no checkpoints yet")
+        console().out("no checkpoints yet")
         return
     table = Table(box=None)
     names = list(dict.fromkeys(name for row in rows for name in row))

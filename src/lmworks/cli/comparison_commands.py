@@ -62,7 +62,7 @@ def compare(
         return
     console().print(printable(document))
     if html is not None:
-        print(html)
+        console().out(str(html))
 
 
 def speed(

@@ -232,4 +232,4 @@ def _follow(run: Path, wanted: list[Any] | None, items: int | None, device: torc
     from lmworks.run.run_dir import require_run
 
     count = follow(run, scores_in_loop(require_run(run), wanted or (), items), device, wait)
-    print(f"evaluated {count} checkpoints of {run}")
+    console().out(f"evaluated {count} checkpoints of {run}")

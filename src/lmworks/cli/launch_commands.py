@@ -17,6 +17,7 @@ from lmworks.cli.output import console
 from lmworks.errors import UserError
 from lmworks.launch.launch_dir import COMMAND
 from lmworks.masking import mask
+from lmworks.terminal import plain
 
 
 def register(app: typer.Typer) -> None:
@@ -144,9 +145,9 @@ def slurm(
     gpus = each if run.cluster and not run.cluster.on_cpu else None
     made = job_for(run.recipe, run.run_dir, sizes, each, run.work, gpus)
     if asked.dry_run:
-        print(mask(made.script()))
+        print(plain(mask(made.script())))
     else:
-        print(f"submitted job {made.submit()}; its output is in {run.run_dir}/launch")
+        console().out(f"submitted job {made.submit()}; its output is in {run.run_dir}/launch")
 
 
 def readmit(run: RunArgument, host: Annotated[str, typer.Argument(metavar="HOST", help="Host name as in RUN/launch/hosts.json.")]) -> None:
@@ -170,8 +171,8 @@ def job(
         slurm.begin(Path(run))
         return
     decided = slurm.finish_job(require_run(Path(run)), Path(run), code)
-    print(decided.reason, file=sys.stderr)
-    print(",".join(decided.excluded))
+    print(plain(decided.reason), file=sys.stderr)
+    print(plain(",".join(decided.excluded)))
     raise typer.Exit(decided.code)
 
 
@@ -182,7 +183,7 @@ def _start(launch: object, dry_run: bool) -> None:
     if dry_run:
         for host in launch.hosts:
             script = launch.script(host, 0)
-            print(f"# {host.name}, {host.slots} ranks; the port is chosen at start")
-            print(mask(script if launch.ssh is None else shlex.join(launch.command(script, host))))
+            print(plain(f"# {host.name}, {host.slots} ranks; the port is chosen at start"))
+            print(plain(mask(script if launch.ssh is None else shlex.join(launch.command(script, host)))))
         return
     raise typer.Exit(launch.run())

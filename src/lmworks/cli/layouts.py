@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmworks.terminal import plain
+
 if TYPE_CHECKING:
     from lmworks.recipe.loading.load import Resolved
     from lmworks.recipe.schema.cluster import Cluster
@@ -28,7 +30,7 @@ def settled(
     assert recipe.run_dir
     found = layout_of_run(Path(recipe.run_dir)) or choose_layout(recipe, devices_of(cluster, ranks, per_host, recipe.threads))
     if os.environ.get("RANK", "0") == "0":
-        print(f"layout: {found.why}", file=sys.stderr)  # scripts go to standard output
+        print(plain(f"layout: {found.why}"), file=sys.stderr)  # scripts go to standard output
     return load_recipe(name, [*overrides, *found.overrides()], size), found.overrides()
 
 

@@ -90,7 +90,7 @@ def quantize(
                 console().print(f"{one['scheme']} failed: {failure}", markup=False)
             for warning in one["warnings"]:
                 console().print(f"{one['scheme']}: {warning}", markup=False)
-        print(page)
+        console().out(str(page))
     asked = {one.name for one in schemes}
     if any(one["verdict"] == "failed" for one in document["results"] if one["scheme"] in asked):
         raise typer.Exit(1)

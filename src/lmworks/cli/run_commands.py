@@ -140,7 +140,8 @@ def report(
     from lmworks.doctor.page import write_page
     from lmworks.recipe.loading.load import load_cluster
 
-    print(write_page(Path(runs[0]), load_cluster(cluster) if cluster else None, [Path(run) for run in runs[1:]]))
+    page = write_page(Path(runs[0]), load_cluster(cluster) if cluster else None, [Path(run) for run in runs[1:]])
+    console().out(str(page))
 
 
 def copy(run: RunArgument, url: UrlArgument) -> None:
