@@ -143,6 +143,44 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_passed_over(run_dir: Path, tmp
     assert [path.name for path in loads] == [listing.name_of(step) for step in (2, 3)]
 
 
+def test_a_checkpoint_that_is_pruned_after_it_was_found_good_is_passed_over(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmworks.checkpoint import listing
+    from lmworks.train.load import final_checkpoint
+
+    run = tmp_path / "run"
+    shutil.copytree(run_dir, run, ignore=shutil.ignore_patterns("tune"))
+    found, pruned = listing.newest_good, []
+
+    def look(directory: Path) -> object:
+        path, refused = found(directory)
+        if path is not None and not pruned:
+            pruned.append(path)
+            shutil.copytree(path, path.with_name(listing.name_of(listing.step_of(path) + 1)))
+            shutil.rmtree(path)
+        return path, refused
+
+    monkeypatch.setattr(listing, "newest_good", look)
+    assert listing.step_of(final_checkpoint(run, "base")) == listing.step_of(pruned[0]) + 1
+    (listing.directories(run / "checkpoints")[-1] / "meta.json").unlink()
+    monkeypatch.setattr(listing, "newest_good", lambda directory: (listing.directories(directory)[-1], []))
+    with pytest.raises(UserError, match=r"meta\.json cannot be read"):  # but one that is still there is damaged
+        final_checkpoint(run, "base")
+
+
+def test_adapters_are_not_added_to_weights_that_were_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an active run prunes the base after the adapters were found."""
+    from lmworks.train import load
+
+    added: list[Path] = []
+    base = tmp_path / "pruned"
+    monkeypatch.setattr(load, "adapters_of", lambda path: None if path == base else (None, base))
+    monkeypatch.setattr(load, "add_adapters", lambda state, path, options: added.append(path))
+    assert load._filled(torch.nn.Linear(1, 1), tmp_path, False) is None  # type: ignore[arg-type]
+    assert not added
+
+
 def test_a_damaged_checkpoint_is_not_served(run_dir: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(run_dir, damaged)

@@ -50,13 +50,20 @@ def final_checkpoint(run_dir: Path, model: str) -> Path:
 
 def _final(place: Path) -> Path:
     """The final checkpoint of a stage: the newest good one; after early stopping the best one, which the meta of the newest names."""
-    path, refused = listing.newest_good(place)
-    while path is None and any(not bad.exists() for bad, _ in refused):  # an active run has pruned them meanwhile
+    while True:
         path, refused = listing.newest_good(place)
-    if path is None:
-        reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in refused)
-        raise UserError(f"{place} has no good checkpoint{' (' + reasons + ')' if reasons else ''}; train one with: lmworks run RECIPE")
-    used = final_checkpoint_of(path, listing.read_meta(path)["meta"])
+        if path is None and any(not bad.exists() for bad, _ in refused):  # an active run has pruned them meanwhile
+            continue
+        if path is None:
+            reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in refused)
+            raise UserError(f"{place} has no good checkpoint{' (' + reasons + ')' if reasons else ''}; train one with: lmworks run RECIPE")
+        try:
+            meta = listing.read_meta(path)["meta"]
+            break
+        except UserError:
+            if path.exists():
+                raise
+    used = final_checkpoint_of(path, meta)
     if used == path:
         return path
     if (reason := manifest.problem(used) if used.is_dir() else "it is missing") is not None:
@@ -73,7 +80,8 @@ def _filled(model: Transformer, path: Path, averaged: bool) -> dict[str, Any] | 
     try:
         if (low_rank := adapters_of(path)) is not None:
             options, base = low_rank
-            _filled(model, base, averaged)
+            if _filled(model, base, averaged) is None:
+                return None
             add_adapters(dict(model.state_dict()), path, options)
             return dict(listing.read_meta(path)["meta"])
         found = checkpoints.load(path, state, verified=True)
