@@ -64,6 +64,13 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text(shipped_template(), encoding="utf-8")
 
 
+def write_foreign_tokenizer(directory: Path) -> None:
+    """A tokenizer of another kind of model, with a chat template of its own."""
+    from base_models import write_tokenizer as write
+
+    write(directory, "qwen")
+
+
 def small(**more: Any) -> Any:
     from lmworks.recipe.schema.model import Model
 
@@ -366,6 +373,7 @@ ARTIFACTS: dict[str, Artifact] = {
     "tokens": Artifact(make_tokens, use_tokens, weight=2),
     "foreign": Artifact(make_foreign, use_foreign, weight=1),
     "tokenizer": Artifact(write_tokenizer, use_tokenizer, ("tokenizer.json",), weight=2),
+    "foreign tokenizer": Artifact(write_foreign_tokenizer, use_tokenizer, ("tokenizer.json",), weight=1.5),
     "template": Artifact(write_tokenizer, use_template, ("chat_template.jinja",), weight=0.3),
     "records": Artifact(make_records, use_records, weight=4),
     "model": Artifact(make_model, use_model, weight=1.5),

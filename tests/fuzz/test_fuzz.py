@@ -53,7 +53,7 @@ def test_the_seeds_are_good(recipes: Recipes, artifacts: Artifacts, tmp_path: Pa
     for number, (text, word) in enumerate(((RECIPE, "plan"), (DIAL, "show"), (DIAL, "plan"))):
         (tmp_path / str(number)).mkdir()
         assert recipes.run({"recipe": text, "words": [word, "recipe.yaml"]}, tmp_path / str(number)) == "accepted"
-    for name in ("tokens", "tokenizer", "records", "model", "run", "foreign", "source a.tar"):
+    for name in ("tokens", "tokenizer", "records", "model", "run", "foreign", "foreign tokenizer", "source a.tar"):
         (tmp_path / name).mkdir()
         assert artifacts.run({"artifact": name, "files": {}, "signed": False}, tmp_path / name) == f"{name} read"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,24 @@ def test_the_bytes_of_ids_are_those_of_the_text(kind: tuple[str, Path]) -> None:
     assert tuple(ids[: len(tokenizer.prefix)]) == tokenizer.prefix
     assert bool(tokenizer.prefix) == (kind[0] in ("llama", "mistral"))
     assert tokenizer.byte_lengths[ids].sum() == len(found)
+
+
+def test_ids_that_the_library_would_give_to_other_tokens_are_refused(tmp_path: Path) -> None:
+    """It numbers added tokens anew if the vocabulary has a gap before them."""
+    write_tokenizer(tmp_path, "qwen")
+    path = tmp_path / "tokenizer.json"
+    whole = json.loads(path.read_text())
+    vocab = whole["model"]["vocab"]
+    last = max(vocab, key=vocab.get)
+    added = whole["added_tokens"][0]
+    short = {"vocab": {piece: number for piece, number in vocab.items() if piece != last}, "merges": whole["model"]["merges"][:-1]}
+    for spec, numbers in (
+        (whole | {"model": whole["model"] | short}, f"the id {added['id']}, but the package tokenizers gives it {added['id'] - 1};"),
+        (whole | {"added_tokens": [added | {"id": 10**6}]}, f"the id 1000000, but the package tokenizers gives it {added['id']};"),
+    ):
+        path.write_text(json.dumps(spec))
+        with pytest.raises(UserError, match=f"tokenizer.json gives its token .* {numbers} get the file again"):
+            load(tmp_path)
 
 
 def _write(folder: Path, template: str) -> Any:

@@ -39,6 +39,11 @@ class ForeignTokenizer(Tokenizer):
                 whole = tokenizers.Tokenizer.from_str(json.dumps(spec))
             except Exception as error:  # its Rust code raises the bare class
                 raise UserError(f"{path} is not a tokenizer that the package tokenizers reads ({error})") from None
+            # where the vocabulary has a gap, the library numbers added tokens anew: ids of the file would be those of other tokens, or none
+            for token in spec.get("added_tokens") or []:
+                if (found := whole.token_to_id(token["content"])) != int(token["id"]):
+                    raise UserError(f"{path} gives its token {token['content'][:100]!r} the id {token['id']}, but the package tokenizers "
+                                    f"gives it {found}; get the file again from its origin")  # fmt: skip
             tokens = {token["content"]: token for token in spec.get("added_tokens") or [] if token.get("special")}
             self.special = {name: int(token["id"]) for name, token in sorted(tokens.items(), key=lambda item: int(item[1]["id"]))}
             self._strips = {name: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for name, token in tokens.items()}
