@@ -153,3 +153,25 @@ def test_a_recipe_stands_for_its_conversations(lmworks: Lmworks, exported: Path,
     assert json.loads(done.out)["prompts"] == 324  # all rows of the file
     first = json.loads((tmp_path / "d" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert first["prompt"] == [{"role": "user", "content": "What is 0 + 0?"}] and first["label"] == "0 + 0 is 0."
+
+
+@pytest.mark.parametrize("action", ["drop", "report", "fail"])
+def test_items_of_the_evaluation_are_not_handed_over(
+    lmworks: Lmworks, exported: Path, prompts: Path, tiny: Tiny, tmp_path: Path, action: str
+) -> None:
+    run, out, own = tmp_path / "run", tmp_path / "d", tmp_path / "own.jsonl"
+    recipe = read_json(tiny.run_dir / "resolved.json")
+    own.write_text(json.dumps({"question": "What is 4 + 4?"}) + "\n")
+    recipe["evaluate"]["protect"] = [{"name": "own", "kind": "jsonl", "path": str(own)}]
+    recipe["corpus"]["decontaminate"] = {"ngram": 13, "action": action}
+    shutil.copytree(exported, run / "export" / "huggingface")
+    write_json(run / "resolved.json", recipe)
+    done = lmworks("handover", "slime", run, "--prompts", prompts, "--out", out, "--json")
+    if action == "fail":
+        assert f"--prompts: {prompts}, row 2 is asked by the evaluation; take it out" in done.error and not out.exists()
+        return
+    assert done.code == 0, done.err
+    asked = [json.loads(line)["prompt"][-1]["content"] for line in (out / "prompts.jsonl").read_text().splitlines()]
+    assert ("What is 4 + 4?" in asked) == (action == "report") and len(asked) == json.loads(done.out)["prompts"]
+    assert json.loads(done.out)["contaminated"] == 1
+    assert "1 held an item of the evaluation" in (out / "README.md").read_text()

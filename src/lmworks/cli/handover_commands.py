@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lmworks.cli.options import JsonOption
 from lmworks.cli.output import console, print_json
 from lmworks.errors import UserError
+
+if TYPE_CHECKING:
+    from lmworks.train.data.decontamination import Decontamination
 
 
 def register(app: typer.Typer) -> None:
@@ -45,11 +48,36 @@ def slime(
         return
     if not prompts or out is None:
         raise UserError("say which prompts to hand over, and where to: --prompts FILE --out DIR")
-    made = hand_over(Path(model), prompt_files(prompts), Path(out), rm_type=rm_type, max_response=max_response)
+    made = hand_over(
+        Path(model), prompt_files(prompts), Path(out), rm_type=rm_type, max_response=max_response,
+        decontamination=_decontamination(Path(model), prompts),
+    )  # fmt: skip
     if as_json:
         print_json(asdict(made) | {"directory": out})
         return
     terminal = console()
     for one in [*made.arguments, *(one for group in made.run_arguments.values() for one in group)]:
         terminal.print(f"  {one.name} {one.value or ''}  # {one.reason}")
+    if made.contaminated is None:
+        terminal.print("the prompts were not searched for items of the evaluation: no recipe with corpus.decontaminate is known")
+    elif made.contaminated:
+        terminal.print(f"{made.contaminated} of the prompts given hold an item of the evaluation")
     terminal.print(f"{made.tensors} tensors have names in both formats; {made.prompts} prompts; written to {out}. Start it: {out}/run.sh")
+
+
+def _decontamination(model: Path, prompts: list[str]) -> Decontamination | None:
+    """The search for items of the evaluation of the model's run, or else of the recipe that stands for the prompts; None without either."""
+    from lmworks.evaluate.protection import protection
+    from lmworks.progress import console as notes
+    from lmworks.recipe.loading.load import load_recipe, load_resolved
+    from lmworks.train.data.decontamination import Decontamination
+
+    resolved, named = model / "resolved.json", next((name for name in prompts if name.endswith((".yaml", ".yml"))), None)
+    recipe = load_resolved(resolved) if resolved.is_file() else load_recipe(named, []).recipe if named is not None else None
+    if recipe is None or recipe.corpus.decontaminate is None:
+        return None
+    protected = protection(recipe)
+    for name, reason in protected.unread.items():
+        notes.print(f"the prompts cannot be searched for the items of {name}: {reason}", style="yellow")
+    questions = {one.text.strip() for one in protected.questions}
+    return Decontamination("--prompts", recipe, questions, protected.decontaminator(recipe.corpus.decontaminate.ngram), generated=False)

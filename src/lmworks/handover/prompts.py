@@ -1,7 +1,8 @@
 """Prompts for slime: JSONL rows {"prompt": [messages], "label": text, "metadata": {"rm_type": ...}}.
 
 slime drops rows in silence: lines that are not JSON, and prompts longer than --rollout-max-prompt-len. A row without a label earns no
-reward. All are refused here, with the numbers of the rows.
+reward. All are refused here, with the numbers of the rows. Rows that hold an item of the evaluation are left out, as they are where
+lmworks trains itself: the scores of the trained model would otherwise be those on texts that it has seen.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.tokenizer.tokenizer import Tokenizer
+from lmworks.train.data.decontamination import Contents, Decontamination
 
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm")
 _ROLES = ("system", "user", "assistant", "tool")
@@ -22,22 +24,26 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Prompts:
-    """Checked rows, and the length of the longest prompt in tokens."""
+    """Checked rows, the length of the longest prompt in tokens, and how many rows held an item of the evaluation; None if no search was
+    made."""
 
     rows: list[dict[str, Any]]
     longest: int
+    contaminated: int | None = None
 
 
-def read_prompts(paths: Sequence[Path], tokenizer: Tokenizer, rm_type: str, max_tokens: int) -> Prompts:
+def read_prompts(
+    paths: Sequence[Path], tokenizer: Tokenizer, rm_type: str, max_tokens: int, decontamination: Decontamination | None = None
+) -> Prompts:
     """Read and check prompts. A row has `prompt` (text or messages) or `messages`, whose last answer is the label, or `question` and
     `answer`; `label`, and `metadata`, which may name another `rm_type`.
 
-    Raises `UserError` with the numbers (from 1) of the rows that slime would drop or could not score.
+    `decontamination` decides about rows that hold an item of the evaluation. Raises `UserError` with the numbers (from 1) of the rows that
+    slime would drop or could not score.
     """
     if rm_type not in RM_TYPES:
         raise UserError(f"--rm-type {rm_type!r} is not known; slime has: {', '.join(RM_TYPES)}")
-    rows: list[dict[str, Any]] = []
-    longest = 0
+    rows: list[tuple[str, dict[str, Any], int]] = []
     for path in paths:
         bad: list[tuple[int, str]] = []
         try:
@@ -55,13 +61,21 @@ def read_prompts(paths: Sequence[Path], tokenizer: Tokenizer, rm_type: str, max_
             except UserError as error:
                 bad.append((number, str(error)))
                 continue
-            rows.append(row)
-            longest = max(longest, length)
+            rows.append((f"{path}, row {number}", row, length))
         if bad:
             raise UserError(f"{path}: {_listed(bad)}")
     if not rows:
         raise UserError(f"{', '.join(map(str, paths))}: there is no row")
-    return Prompts(rows, longest)
+    kept = rows if decontamination is None else [one for one, reason in decontamination.search(rows, _contents) if not reason]
+    contaminated = None if decontamination is None else decontamination.report()
+    if not kept:
+        raise UserError(f"{', '.join(map(str, paths))}: all {len(rows)} rows hold an item of the evaluation; give other prompts")
+    return Prompts([row for _, row, _ in kept], max(length for _, _, length in kept), contaminated)
+
+
+def _contents(found: tuple[str, dict[str, Any], int]) -> Contents:
+    origin, row, _ = found
+    return Contents(origin, row["prompt"], (row["label"], row["metadata"]))
 
 
 def _listed(bad: list[tuple[int, str]]) -> str:

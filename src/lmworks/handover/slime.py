@@ -18,6 +18,7 @@ from lmworks.handover.arguments import Argument, model_arguments
 from lmworks.handover.names import copies, mapping, require_bijection
 from lmworks.handover.prompts import Prompts, read_prompts
 from lmworks.tokenizer import load
+from lmworks.train.data.decontamination import Decontamination
 
 _PROMPTS_A_ROLLOUT, _SAMPLES, _STEPS_A_ROLLOUT = 128, 8, 4
 _WEIGHTS = (".safetensors", ".index.json")
@@ -25,7 +26,8 @@ _WEIGHTS = (".safetensors", ".index.json")
 
 @dataclass(frozen=True)
 class Handover:
-    """What was decided and checked. `tensors`: pairs of names in both directions; `mtp`: layers of multi-token prediction."""
+    """What was decided and checked. `tensors`: pairs of names in both directions; `mtp`: layers of multi-token prediction;
+    `contaminated`: rows that held an item of the evaluation, None if no search was made."""
 
     arguments: list[Argument]
     run_arguments: dict[str, list[Argument]]
@@ -33,12 +35,17 @@ class Handover:
     mtp: int
     prompts: int
     longest: int
+    contaminated: int | None
 
 
-def hand_over(model: Path, prompts: list[Path], out: Path, *, rm_type: str = "math", max_response: int | None = None) -> Handover:
+def hand_over(
+    model: Path, prompts: list[Path], out: Path, *, rm_type: str = "math", max_response: int | None = None,
+    decontamination: Decontamination | None = None,
+) -> Handover:  # fmt: skip
     """Write the Hugging Face directory, model_args.sh, prompts.jsonl, run.sh, names.json and README.md to `out`, new or empty.
 
-    `max_response` is in tokens; by default half of the context, and prompts have the rest. Raises `UserError`, and leaves nothing.
+    `max_response` is in tokens; by default half of the context, and prompts have the rest. `decontamination` decides about
+    prompts that hold an item of the evaluation. Raises `UserError`, and leaves nothing.
     """
     out = Path(out)
     require_empty(out)
@@ -51,9 +58,9 @@ def hand_over(model: Path, prompts: list[Path], out: Path, *, rm_type: str = "ma
     response = max_response or source.context // 2
     if not 0 < response < source.context:
         raise UserError(f"--max-response {response} leaves no room for a prompt in a context of {source.context} tokens")
-    rows = read_prompts(prompts, load(source.directory), rm_type, source.context - response)
+    rows = read_prompts(prompts, load(source.directory), rm_type, source.context - response, decontamination)
     run = run_arguments(source, rows, rm_type, response)
-    made = Handover(arguments, run, tensors, source.mtp, len(rows.rows), rows.longest)
+    made = Handover(arguments, run, tensors, source.mtp, len(rows.rows), rows.longest, rows.contaminated)
     with whole_directory(out) as aside:
         _write(made, source, rows, aside)
     return made
@@ -204,10 +211,13 @@ def _readme(made: Handover) -> str:
     rows = [one for group in ({"MODEL_ARGS": made.arguments} | made.run_arguments).values() for one in group]
     table = "\n".join(f"| `{one.name}` | `{one.value or ''}` | {one.reason} |" for one in rows)
     mtp = f"{made.mtp} of multi-token prediction included" if made.mtp else "without multi-token prediction"
+    found = made.contaminated
+    searched = "none was searched for items of the evaluation" if found is None else f"{found:,} held an item of the evaluation"
     return f"""# Hand-over to slime
 
 `run.sh` starts reinforcement learning in slime's image. `huggingface/` has the model, `model_args.sh` the arguments by which Megatron
-builds it, `prompts.jsonl` {made.prompts:,} prompts of at most {made.longest:,} tokens.
+builds it, `prompts.jsonl` {made.prompts:,} prompts of at most {made.longest:,} tokens (of the
+rows given, {searched}).
 `names.json` gives the name of each of the {made.tensors:,}
 tensors in both formats (layers {mtp}); every tensor of the directory was found in it.
 
