@@ -89,8 +89,9 @@ class Report:
     `statistics` are distributions by SOURCE/FACT over documents read and training documents; `bytes_per_document` is the memory of
     comparing all documents, per document. `protected` has, for each evaluation set and for the held-out documents, the number of `items`
     searched for, of items too `trivial` to be searched for, of items `found`, and of `documents` that contain one. `widespread` are
-    passages in more than ten documents: all of evaluation sets, and the most frequent of the `exempt` ones of held-out text. `shared` is the wording that items of an evaluation set share and that is not searched for; `unread`
-    maps evaluation sets that could not be read, and are not protected, to the reason. `advice` is about the settings of deduplication.
+    passages in more than ten documents: all of evaluation sets, and the most frequent of the `exempt` ones of held-out text. `shared` is
+    the wording that items of an evaluation set share and that is not searched for; `unread` maps evaluation sets that could not be read,
+    and are not protected, to the reason. `advice` is about the settings of deduplication.
     """
 
     sources: list[SourceReport] = field(default_factory=list)

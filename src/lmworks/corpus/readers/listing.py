@@ -50,7 +50,7 @@ def find_files(source: Source, suffixes: tuple[str, ...] = ()) -> list[File]:
         pattern = source.include
         return pattern is None or fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(os.path.basename(name), pattern)
 
-    path = re.sub("^(?:file|local)://", "", source.path)  # fsspec follows every link of a local directory, and lists linked folders as files
+    path = re.sub("^(?:file|local)://", "", source.path)  # fsspec follows all links of a local folder, and lists linked folders as files
     if "://" in path:
         files = [file for file in _list_remote(path, suffixes) if included(file.path)]
     else:
@@ -83,7 +83,8 @@ def _list_local(path: str, suffixes: tuple[str, ...], included: Callable[[str], 
     elif mark := re.search(r"[*?[]", path):
         pattern = _pattern(path)
         deepest = None if "**" in path else os.path.normpath(path).count("/")
-        yield from _walk(folder_of_glob(path, mark.start()), lambda name: bool(pattern.fullmatch(os.path.normpath(name))) and included(name), deepest)
+        below = folder_of_glob(path, mark.start())
+        yield from _walk(below, lambda name: bool(pattern.fullmatch(os.path.normpath(name))) and included(name), deepest)
 
 
 def folder_of_glob(path: str, first_mark: int) -> str:

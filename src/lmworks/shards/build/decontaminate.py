@@ -57,9 +57,9 @@ def decontaminate(name: str, split: Split, tokenizer: Tokenizer, decontaminator:
     widespread, exempt = decontaminator.widespread_runs(document_counts)
     rows = [asdict(one) for one in widespread]
     counts = {"documents": split.documents, "contaminated": len(report), "exempt": exempt}
-    file = out_dir / f"imported-{name}.json"
-    write_json(file, {**counts, "passages": report[:_SHOWN], "widespread": rows})
-    for against, documents, what in widespread_rows(rows, exempt, str(file)):
+    written = out_dir / f"imported-{name}.json"
+    write_json(written, {**counts, "passages": report[:_SHOWN], "widespread": rows})
+    for against, documents, what in widespread_rows(rows, exempt, str(written)):
         text = f"shards.imported.{name}: {against}{documents and f', in {documents} documents'}: {what}"
         console.print(text, style="yellow", markup=False, highlight=False)
     if not report or action == "report":
