@@ -1,4 +1,4 @@
-"""The pages on 15T tokens and on checkpoints show what their benchmarks print."""
+"""The pages on 15T tokens, on checkpoints and on sizes show what their benchmarks print."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 from pages import ROOT
 
 
-@pytest.mark.parametrize(("script", "name"), [("data_at_scale.py", "data-at-scale.md"), ("checkpoint_scale.py", "checkpoints.md")])
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("data_at_scale.py", "data-at-scale.md"), ("checkpoint_scale.py", "checkpoints.md"), ("size_table.py", "sizing.md")],
+)
 def test_the_table_is_what_the_script_prints(script: str, name: str) -> None:
     printed = subprocess.run([sys.executable, str(ROOT / "benchmarks" / script)], capture_output=True, encoding="utf-8", check=True).stdout
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
