@@ -10,6 +10,7 @@ import pytest
 from command import Lmworks
 
 from lmworks import jsonl
+from lmworks.ladder.comparable import Course
 from lmworks.ladder.file import resolve
 from lmworks.ladder.points import size_and_tokens
 from lmworks.plan.downstream_law import sigmoid_score
@@ -129,6 +130,8 @@ def test_benchmark_scores_are_predicted_through_the_loss_and_scored_afterwards(
     assert (coins["name"], coins["chance"], coins["signal"]) == ("coins/cloze-0-shot", 0.5, False) and fitted["left_out"] == {}
     assert fitted["points"][0]["scores"]["colors/cloze-0-shot"]["items"] == ITEMS, "those of the last step"
 
+    refused = lmworks("ladder", "predict", ladder, tiny.recipe, *words(target, 512, 16384, end=1.0))
+    assert refused.code == 2 and "ends at 100% of its peak learning rate" in refused.error and not (ladder / "predictions.jsonl").exists()
     recipe = [tiny.recipe, *words(target, 512, 16384)]
     said = lmworks("ladder", "predict", ladder, *recipe)
     assert "coins/cloze-0-shot: no signal in the ladder" in said.out and "the run does not score coins/cloze-0-shot" in said.out, said.err
@@ -246,6 +249,16 @@ def test_a_ladder_file_lists_a_trunk_and_branches_for_each_size(lmworks: Lmworks
         file.write_text(text.replace(before, after), encoding="utf-8")
         refused = lmworks("ladder", "run", file)
         assert refused.code == 2 and why in refused.error, refused.error
+
+
+def test_a_branch_has_the_learning_rates_of_a_wsd_schedule_of_its_horizon(tiny: Tiny, tmp_path: Path) -> None:
+    """So the larger run that is predicted can be trained in one phase."""
+    arm = resolve(ladder_file(tmp_path, tiny.recipe)).arms["wide-8192"]
+    schedule = "{kind: wsd, warmup: 1 steps, decay: 6 steps, min_lr_ratio: 0}"
+    one_phase = PHASE.format(tokens=8192, end=0).replace("{kind: linear, warmup: 2 steps, min_lr_ratio: 0}", schedule)
+    branched, whole = (Course.of(recipe).lr_factors() for recipe in (arm.recipe, tiny.resolve(f"train.phases=[{one_phase}]").recipe))
+    assert len(branched) == 32 and branched[0] == 1 and branched[-1] == 0
+    assert branched == pytest.approx(whole, abs=1e-12)  # the same formula, on tokens since the start of one phase or of another
 
 
 @pytest.mark.slow

@@ -165,6 +165,23 @@ def test_what_comes_is_fetched_ahead(folder: Path, tmp_path: Path, monkeypatch: 
     assert len(storage.reads) == known, "all of it was there"
 
 
+def test_threads_that_store_blocks_in_one_set_replace_none_of_each_other(tmp_path: Path) -> None:
+    cache, ways = BlockCache(tmp_path, 8 * BLOCK), 8  # one set
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for attempt in range(50):
+            keys = [attempt * ways + way + 1 for way in range(ways)]
+            threads = [threading.Thread(target=cache.put, args=(key, bytes([key % 251]) * BLOCK)) for key in keys]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert [cache.get(key, BLOCK) for key in keys] == [bytes([key % 251]) * BLOCK for key in keys]
+    finally:
+        sys.setswitchinterval(interval)
+
+
 WORKER = """
 import sys, hashlib, json
 from pathlib import Path

@@ -78,6 +78,12 @@ class Course:
             found[first : first + phase.steps] = np.interp(np.arange(phase.steps), at, values)
         return found[: self.end]
 
+    @property
+    def final_rate(self) -> float:
+        """The learning rate of the recipe's last step as a fraction of that of its highest phase."""
+        highest = max(phase.learning_rate_scale for phase in self.recipe.train.phases)
+        return self._schedules.lr_factor(self.timeline.steps - 1) / highest
+
 
 def require_comparable(run: Recipe, other: Recipe, name: str, run_name: str, same_corpus: bool, remedy: str = "") -> None:
     """Raises `UserError` if two recipes differ in more than the schedule. `same_corpus`: their corpora are known to be the same, so the

@@ -47,7 +47,7 @@ class LadderFile(Node):
         description="at least 3 sizes: overrides of the recipe by the name of the size, such as 30M: [size=30M]"
     )
     horizons: list[Tokens] = Field(min_length=3, description="at least 3 token budgets, each trained at every size")
-    decay: float = Field(0.2, gt=0, lt=1, description="fraction of each horizon over which the learning rate falls linearly to 0")
+    decay: float = Field(0.2, gt=0, lt=1, description="fraction of each horizon over which the learning rate falls to 0 (wsd schedule)")
     warmup: float = Field(0.05, gt=0, lt=1, description="warm-up of the learning rate, as a fraction of the shortest horizon")
     seed: int = Field(1, ge=0, description="train.seed of all runs")
     out: str | None = Field(None, description="directory of the ladder; runs/ladders/NAME when omitted")
@@ -101,15 +101,16 @@ def _arms_of_size(ladder: LadderFile, size: str, own: Sequence[str], out: Path) 
     ends = [count - decay for count, decay in zip(steps, decays, strict=True)]  # of the parts of the trunk
     if ends[0] < 1 or any(one <= before for before, one in pairwise(ends)):
         raise UserError(f"horizons: the shortest is of {steps[0]} steps of {batch:,} tokens, or two are of almost the same; spread them")
+    warmup = max(1, round(ladder.warmup * steps[0]))
     parts = [
-        _part(pattern, f"to-{count}", (end - before) * batch, "constant", max(1, round(ladder.warmup * steps[0])) if not before else 0)
+        _part(pattern, f"to-{count}", (end - before) * batch, {"kind": "constant", "warmup": f"{0 if before else warmup} steps"})
         for count, before, end in zip(steps, [0, *ends], ends, strict=False)
     ]
     trunk = _arm(ladder, f"{size}-{TRUNK}", [*of_trunk, f"checkpoints.keep_last={len(parts)}"], parts)
     yield trunk
     trunk_dir = run_dir(out, trunk.name, ladder.seed)
     for index, (count, decay, end) in enumerate(zip(steps, decays, ends, strict=True)):
-        tail = _part(pattern, "decay", decay * batch, "linear", 0)
+        tail = _part(pattern, "decay", decay * batch, {"kind": "wsd", "warmup": "0 steps", "decay": "100%", "min_lr_ratio": 0.0})
         checkpoint = trunk_dir / "checkpoints" / listing.name_of(end)
         arm = _arm(ladder, f"{size}-{count * batch}", of_branch, [*parts[: index + 1], tail])
         yield replace(arm, branch=Branch(trunk_dir, checkpoint, end, end * batch))
@@ -123,11 +124,11 @@ def _evaluations(evaluate: Evaluate) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return ("evaluate.every=never",), ("evaluate.every=100%", f"evaluate.every_items={items}")
 
 
-def _part(pattern: Phase, name: str, tokens: int, kind: str, warmup: int) -> dict[str, Any]:
+def _part(pattern: Phase, name: str, tokens: int, lr_schedule: dict[str, Any]) -> dict[str, Any]:
     """A phase like the recipe's longest one, of these tokens and this schedule; a checkpoint is saved at its end."""
     own = {
         "name": name, "tokens": f"{tokens} tokens", "learning_rate_scale": 1.0, "save_every": "100%", "batch_ramp": None,
-        "mixture_changes": [], "lr_schedule": {"kind": kind, "warmup": f"{warmup} steps", "min_lr_ratio": 0.0},
+        "mixture_changes": [], "lr_schedule": lr_schedule,
     }  # fmt: skip
     return as_tree(pattern) | own
 

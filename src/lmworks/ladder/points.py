@@ -19,7 +19,7 @@ from lmworks.recipe.schema.recipe import Recipe
 MEASURE = "validation/bits_per_byte"
 UNIT = "bits per byte"
 _EVAL = "eval/"
-_DECAYED = 0.5  # of the peak learning rate: a run that ends above it has not been annealed
+DECAYED = 0.5  # of the peak learning rate: a run that ends above it has not been annealed
 
 
 def size_and_tokens(recipe: Recipe) -> tuple[int, int]:
@@ -90,7 +90,7 @@ def read_points(runs: list[Path]) -> list[Point]:
         if held_out_text(run_dir) != text:
             raise UserError(f"{run_dir} is validated on other text than {runs[0]}; a ladder needs one corpus for all its runs")
         rate = run.pretrain.series.get("optim/learning_rate")
-        if rate is not None and rate.last[1] > _DECAYED * rate.high[1]:
+        if rate is not None and rate.last[1] > DECAYED * rate.high[1]:
             raise UserError(
                 f"{run_dir} ends at {rate.last[1] / rate.high[1]:.0%} of its peak learning rate, so its loss is not that of a finished "
                 "model; let the schedule of its last phase decay (min_lr_ratio)"

@@ -23,8 +23,9 @@ from lmworks.checkpoint import listing
 from lmworks.doctor.read_run import read_run
 from lmworks.errors import UserError
 from lmworks.files import explain_damage, write_json
+from lmworks.ladder.comparable import Course
 from lmworks.ladder.fit import BenchmarkScore
-from lmworks.ladder.points import finished, held_out_text, size_and_tokens
+from lmworks.ladder.points import DECAYED, finished, held_out_text, size_and_tokens
 from lmworks.plan.downstream_law import MOST_ITEMS, NAME, DownstreamLaw
 from lmworks.plan.loss_law import LAW_FILE, load_law
 from lmworks.recipe.loading.load import Resolved
@@ -114,10 +115,13 @@ class _Line(BaseModel):
 def predict(folder: Path, target: Resolved) -> Score:
     """Write the prediction of the run that the recipe would make.
 
-    Raises `UserError` if the run has begun to train, if it has a prediction already, or if its corpus is there and is another one.
+    Raises `UserError` if the run has begun to train, if it has a prediction already, if its corpus is there and is another one, or if its
+    learning rate does not decay.
     """
     law, recipe = load_law(folder), target.recipe
     assert recipe.run_dir
+    if not recipe.train.phases:
+        raise UserError("the recipe has no phases to train; add train.phases to it")
     run_dir = Path(recipe.run_dir)
     known = read(folder)
     if listing.begun(run_dir / "checkpoints") or (run_dir / "metrics.jsonl").exists():
@@ -127,6 +131,11 @@ def predict(folder: Path, target: Resolved) -> Score:
     text = _settings(folder)["held_out_text"]
     if (run_dir / "corpus" / "manifest.json").exists() and held_out_text(run_dir) != text:
         raise UserError(f"{run_dir} is validated on other text than the ladder; its loss cannot be predicted")
+    if (rate := Course.of(recipe).final_rate) > DECAYED:
+        raise UserError(
+            f"the recipe ends at {rate:.0%} of its peak learning rate, and the runs of a ladder are annealed; let the schedule of its last "
+            "phase decay (lr_schedule: {kind: wsd, min_lr_ratio: 0})"
+        )
     size, tokens = size_and_tokens(recipe)
     interval = law.interval(size, tokens, LEVEL)
     assert interval is not None, "a ladder's law has bootstrap fits"

@@ -2,7 +2,8 @@
 
 It is set-associative: one file of fixed size holds 16 KiB slots in sets of eight, a block's key selects the set, and the least recently
 used slot of the set is replaced. So its size is bounded exactly, it survives restarts, and the processes of a machine share it without a
-lock: each reader verifies the checksum of a block, and a block that is half overwritten counts as a miss.
+lock: each reader verifies the checksum of a block, and a block that is half overwritten counts as a miss. The threads of one process, which
+read ahead into the same sets, take turns, so that none replaces what another has just stored.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import mmap
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +51,7 @@ class BlockCache:
                 data = _allocated(folder / f"blocks-{self.slots}", self.slots * BLOCK)
                 tags = _allocated(folder / f"tags-{self.slots}", self.slots * _TAG.itemsize)
         self._data = memoryview(data)
+        self._putting = threading.Lock()
         self._tags = np.frombuffer(tags, _TAG).reshape(self._sets, _WAYS)
 
     def get(self, key: int, size: int) -> bytes | None:
@@ -65,13 +68,14 @@ class BlockCache:
     def put(self, key: int, block: bytes) -> None:
         """Store a block of at most 16 KiB in the least recently used slot of its set."""
         row = self._tags[key % self._sets]
-        found = np.flatnonzero(row["key"] == np.uint64(key))
-        way = int(found[0]) if found.size else int(np.argmin(row["used"]))
-        at = (key % self._sets * _WAYS + way) * BLOCK
-        row["key"][way] = 0
-        self._data[at : at + len(block)] = block
-        row["used"][way] = time.time()
-        row["key"][way] = key
+        with self._putting:
+            found = np.flatnonzero(row["key"] == np.uint64(key))
+            way = int(found[0]) if found.size else int(np.argmin(row["used"]))
+            at = (key % self._sets * _WAYS + way) * BLOCK
+            row["key"][way] = 0
+            self._data[at : at + len(block)] = block
+            row["used"][way] = time.time()
+            row["key"][way] = key
 
 
 def block_key(shard_sha256: str, block: int) -> int:
