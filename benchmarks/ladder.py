@@ -30,9 +30,9 @@ MIXTURE = {  # of the quickstart's first phase
     "speeches": 0.14, "facts": 0.13, "chats": 0.165, "stories": 0.18, "stories-ja": 0.08, "stories-zh": 0.085, "code": 0.15, "docs": 0.07,
 }  # fmt: skip
 BATCH = 1024
-HORIZONS = (96 * BATCH, 160 * BATCH, 256 * BATCH, 416 * BATCH)
+HORIZONS = (128 * BATCH, 224 * BATCH, 384 * BATCH, 640 * BATCH)
 WARMUP = 0.1  # of the shortest horizon
-SIZES = {"tiny": (48, 2), "small": (64, 3), "middle": (96, 3), "large": (128, 4)}  # hidden size and layers
+SIZES = {"48": (48, 2), "64": (64, 3), "80": (80, 3), "96": (96, 4), "128": (128, 4)}  # hidden size and layers
 TARGETS = [  # hidden size, layers, and the operations relative to those of the ladder's largest run
     (128, 4, 4), (128, 5, 5), (160, 4, 4), (160, 5, 5), (160, 5, 6), (192, 4, 4), (192, 5, 5), (192, 6, 6), (224, 5, 5), (224, 6, 4),
 ]  # fmt: skip

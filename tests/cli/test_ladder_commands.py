@@ -261,6 +261,14 @@ def test_a_branch_has_the_learning_rates_of_a_wsd_schedule_of_its_horizon(tiny: 
     assert branched == pytest.approx(whole, abs=1e-12)  # the same formula, on tokens since the start of one phase or of another
 
 
+def test_all_runs_of_a_ladder_have_one_tokenizer(tiny: Tiny, tmp_path: Path) -> None:
+    """It is trained on the mixture over all phases, whose shares another division into phases rounds otherwise."""
+    ladder = resolve(ladder_file(tmp_path, tiny.recipe))
+    trained = {arm.data_key for arm in ladder.arms.values() if arm.recipe.tokenizer.path is None}
+    imported = {arm.recipe.tokenizer.path for arm in ladder.arms.values()} - {None}
+    assert trained == {ladder.baseline.data_key} and imported == {str(ladder.data_dir(ladder.baseline) / "tokenizer" / "tokenizer.json")}
+
+
 @pytest.mark.slow
 def test_decays_branch_off_from_one_run_of_each_size_and_a_law_is_fitted_to_them(
     lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -271,6 +279,7 @@ def test_decays_branch_off_from_one_run_of_each_size_and_a_law_is_fitted_to_them
     assert done.code == 0, done.error
     fitted = json.loads(done.out)
     assert sorted(point["tokens"] for point in fitted["points"]) == sorted(3 * [2048, 4096, 8192])
+    assert len({path.read_bytes() for path in out.glob("arms/*/*/tokenizer/tokenizer.json")}) == 1
     (law,) = load_law(out).benchmarks
     assert len(load_law(out).samples) == 10 and (law.name, law.chance, law.items, law.runs) == ("colors/cloze-0-shot", 0.25, 60, 9)
     assert not any("eval/colors/items" in one for one in jsonl.read(out / "arms" / "wide-trunk" / "seed-1" / "metrics.jsonl"))

@@ -13,7 +13,7 @@ from lmworks.ablate.kinds.base import Ablation, Expansion, meant
 from lmworks.ablate.kinds.registry import kinds
 from lmworks.ablate.measures import Measure, needs_evaluation
 from lmworks.ablate.measures import resolve as resolve_measures
-from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, RunSet, matter
+from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, RunSet, matter, share_tokenizer
 from lmworks.errors import UserError
 from lmworks.files import read_json
 from lmworks.optim.schedules import Schedules
@@ -81,7 +81,7 @@ def resolve(path: str | Path, out: Path | None = None, speeds: Mapping[str, floa
     except UserError as error:
         raise UserError(f"{found}: {error}") from None
     arms = dict(_resolve_arms(ablation, expansion, speeds or {}))
-    arms = _share_tokenizer(ablation, arms, expansion.baseline, out)
+    arms = share_tokenizer(arms, arms[expansion.baseline], out)
     _refuse_equal(arms, found)
     baseline = arms[expansion.baseline]
     arms = {
@@ -150,20 +150,6 @@ def _with_budget(recipe: Recipe, ablation: Ablation, factor: float) -> list[dict
                 f"the budget gives phase {phase.name} less than one step of {batch:,} tokens; raise budget or lower global_batch_size"
             )
     return [as_tree(phase) | {"tokens": f"{n * batch} tokens"} for phase, batch, n in zip(recipe.train.phases, batches, steps, strict=True)]
-
-
-def _share_tokenizer(ablation: Ablation, arms: dict[str, Arm], baseline: str, out: Path) -> dict[str, Arm]:
-    """Give the tokenizer of the baseline to the arms that would train the same kind on other text: an arm changes what it says, no more."""
-    base = arms[baseline]
-    found = {}
-    for name, arm in arms.items():
-        if arm.data_key != base.data_key and base.recipe.tokenizer.path is None and arm.recipe.tokenizer == base.recipe.tokenizer:
-            path = out / "data" / base.data_key / "tokenizer" / "tokenizer.json"
-            phases = json.dumps([as_tree(phase) for phase in arm.recipe.train.phases])
-            overrides = [*DEFAULTS, *ablation.set, *arm.overrides, *ALWAYS, f"train.phases={phases}", f"tokenizer.path={path}"]
-            arm = Arm(name, arm.overrides, load_recipe(ablation.recipe, overrides))
-        found[name] = arm
-    return found
 
 
 def _tokenizers(arms: Mapping[str, Arm], baseline: Arm) -> dict[str, Any]:

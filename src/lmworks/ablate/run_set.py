@@ -6,15 +6,15 @@ Ablations and ladders of scaling laws are such sets.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.model_stages import MODEL_STAGES
-from lmworks.recipe.loading.load import Resolved, load_resolved
+from lmworks.recipe.loading.load import Resolved, load_recipe, load_resolved
 from lmworks.recipe.schema.effect import BEFORE_TUNING
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import readers
@@ -130,7 +130,27 @@ class RunSet:
 
     def data_dir(self, arm: Arm) -> Path:
         """The directory with the corpus, tokenizer and shards of an arm."""
-        return self.out / "data" / arm.data_key
+        return _data_dir(self.out, arm)
+
+
+def _data_dir(out: Path, arm: Arm) -> Path:
+    return out / "data" / arm.data_key
+
+
+def share_tokenizer(arms: Mapping[str, Arm], baseline: Arm, out: Path) -> dict[str, Arm]:
+    """Give the tokenizer of the baseline to the arms that would train the same kind on other text, or on other shares of the same text: an
+    arm changes what it says, no more."""
+    path = _data_dir(out, baseline) / "tokenizer" / "tokenizer.json"
+
+    def shared(arm: Arm) -> Arm:
+        own = arm.recipe.tokenizer != baseline.recipe.tokenizer
+        if arm.data_key == baseline.data_key or baseline.recipe.tokenizer.path is not None or own:
+            return arm
+        source = arm.resolved.source
+        assert source is not None
+        return replace(arm, resolved=load_recipe(source.path, [*source.overrides, f"tokenizer.path={path}"]))
+
+    return {name: shared(arm) for name, arm in arms.items()}
 
 
 def require_own_directory(out: Path, what: str) -> None:

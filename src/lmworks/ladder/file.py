@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
-from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, Branch, RunSet, run_dir
+from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, Branch, RunSet, run_dir, share_tokenizer
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.recipe.loading.document import parse_file
@@ -76,6 +76,7 @@ def resolve(path: Path, out: Path | None = None) -> RunSet:
     largest = max(trunks, key=lambda arm: _matrix_size(arm.recipe))
     if len({_matrix_size(arm.recipe) for arm in trunks}) < len(trunks):
         raise UserError(f"{path}: sizes: two of them have the same number of parameters; change one")
+    arms = share_tokenizer(arms, largest, out)
     text = path.read_text(encoding="utf-8")
     return RunSet("lmworks ladder run", ladder.recipe, tuple(ladder.set), path, out, arms, largest, [ladder.seed], text=text)
 
