@@ -30,11 +30,11 @@ MIXTURE = {  # of the quickstart's first phase
     "speeches": 0.14, "facts": 0.13, "chats": 0.165, "stories": 0.18, "stories-ja": 0.08, "stories-zh": 0.085, "code": 0.15, "docs": 0.07,
 }  # fmt: skip
 BATCH = 1024
-HORIZONS = (128 * BATCH, 224 * BATCH, 384 * BATCH, 640 * BATCH)
+HORIZONS = (200 * BATCH, 400 * BATCH, 800 * BATCH, 1600 * BATCH)
 WARMUP = 0.1  # of the shortest horizon
-SIZES = {"48": (48, 2), "64": (64, 3), "80": (80, 3), "96": (96, 4), "128": (128, 4)}  # hidden size and layers
+SIZES = {"32": (32, 2), "48": (48, 2), "64": (64, 2), "80": (80, 3), "96": (96, 3)}  # hidden size and layers
 TARGETS = [  # hidden size, layers, and the operations relative to those of the ladder's largest run
-    (128, 4, 4), (128, 5, 5), (160, 4, 4), (160, 5, 5), (160, 5, 6), (192, 4, 4), (192, 5, 5), (192, 6, 6), (224, 5, 5), (224, 6, 4),
+    (96, 3, 4), (96, 4, 5), (112, 3, 4), (112, 4, 4), (112, 4, 6), (128, 4, 4), (128, 4, 5), (128, 5, 4), (160, 4, 4), (160, 5, 5),
 ]  # fmt: skip
 COMMON = [
     "time=null", "tune=null", "evaluate.benchmarks=[]", "export.huggingface=false", "export.gguf=false", "tokenizer.vocab_size=2048",

@@ -163,6 +163,11 @@ class ContinuousBatch:
         """Whether there are rows that have not ended."""
         return bool(self._waiting or self._reading or self._running)
 
+    @property
+    def reads(self) -> bool:
+        """Whether the next step may read a piece of a prompt, beside decoding."""
+        return bool(self._waiting or self._reading)
+
     def stats(self) -> BatchStats:
         """Counts of rows now, and of tokens since the start."""
         return BatchStats(len(self._active()), len(self._waiting), self.prompt_tokens, self.hit_tokens)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from lmworks.model.batching import ContinuousBatch, Sampled
 from lmworks.model.prefixes import PrefixCache
 from lmworks.model.sampling import GenerateOptions
+from lmworks.serve.decode_threads import DecodeThreads
 from lmworks.serve.grammar import GrammarState
 from lmworks.serve.requests import Delta, EngineStats, Event, Job, PromptTooLong, Request, Scores
 from lmworks.serve.scoring import score
@@ -67,6 +68,13 @@ class _Counts:
     generated_tokens: int = 0
 
 
+def _decode_threads(model: Transformer) -> DecodeThreads | None:
+    """None on a GPU."""
+    import torch
+
+    return DecodeThreads(torch.get_num_threads()) if model.embedding.weight.device.type == "cpu" else None
+
+
 @dataclass(eq=False)
 class Engine:
     """A model, its vocabulary and the worker thread that runs it.
@@ -91,6 +99,7 @@ class Engine:
         self.model.eval()
         prefixes = PrefixCache(_KEPT_CONTEXTS * self.context if self.prefix_tokens is None else self.prefix_tokens)
         self._batch = ContinuousBatch(self.model, self.max_rows, prefixes=prefixes)
+        self._decode_threads = _decode_threads(self.model)
         self._wake = threading.Condition()
         self._closed = False
         self._worker = threading.Thread(target=self._run, name="lmworks-generate", daemon=True)
@@ -241,7 +250,9 @@ class Engine:
 
     def _step(self) -> list[Sampled]:
         self._batch.max_rows = self.max_rows  # `Models` divides the rows among the models that are loaded
-        return self._batch.step()
+        if self._decode_threads is None or self._batch.reads:
+            return self._batch.step()
+        return self._decode_threads.run(len(self._running), self._batch.step)
 
     def _receive(self, answer: _Answer, sampled: Sampled) -> None:
         if answer.grammar is not None and answer.grammar.error:
