@@ -124,6 +124,8 @@ def test_benchmark_scores_are_predicted_through_the_loss_and_scored_afterwards(
             runs.append(tmp_path / f"{width}-{tokens}")
             planted_run(tiny, runs[-1], width, tokens)
     fitted = json.loads(lmworks("ladder", "fit", ladder, *runs, "--json").out)
+    assert fitted["residual"] < 1e-4 and fitted["doubts"] == []
+    assert "residual 0.00% (root mean square)" in lmworks("ladder", "fit", ladder, *runs).out
     coins, colors = fitted["benchmarks"]
     assert (colors["name"], colors["chance"], colors["items"], colors["runs"]) == ("colors/cloze-0-shot", 0.25, ITEMS, 9)
     assert colors["signal"] and colors["ceiling"] > 0.5 and "samples" not in colors

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.ladder.fit import Point, fit_law
+from lmworks.ladder.fit import Point, doubts, fit_law, residual
 from lmworks.plan.loss_law import LossLaw
 
 LAW = LossLaw(1.0, 40.0, 150.0, 0.33, 0.35)
@@ -40,6 +40,24 @@ def test_intervals_of_90_percent_hold_about_as_often() -> None:
         widths.append(interval[1] - interval[0])
     assert hits >= 8
     assert 0.02 < float(np.mean(widths)) < 0.12
+
+
+EARLY = {  # held-out bits per byte of real runs by size, after 205k, 410k, 819k and 1,638k tokens (LOG.md)
+    91_104: (2.7013, 2.4539, 2.3032, 2.2106), 149_168: (2.5807, 2.3736, 2.2193, 2.0900), 223_936: (2.5366, 2.3387, 2.1691, 2.0230),
+    369_456: (2.5156, 2.3185, 2.1106, 1.9424), 499_776: (2.5222, 2.3305, 2.1303, 1.9256),
+}  # fmt: skip
+
+
+def test_what_speaks_against_a_law_is_told() -> None:
+    """Losses of real runs that are too short: larger models still learn faster with every doubling of the tokens."""
+    runs = [Point(size, 204_800 << index, loss) for size, losses in EARLY.items() for index, loss in enumerate(losses)]
+    law = fit_law(runs, "bits per byte", "real", bootstraps=0)
+    assert residual(law, runs) == pytest.approx(0.0113, abs=0.001)
+    described, limit = doubts(law, runs)
+    assert "only to within 1.2%" in described and "leave out the runs with the fewest tokens" in described
+    assert limit.startswith("alpha is at its limit")
+    planted = fit_law(points(0.003, 1), "bits per byte", "planted", bootstraps=0)
+    assert doubts(planted, points(0.003, 1)) == [] and 0.001 < residual(planted, points(0.003, 1)) < 0.004
 
 
 def test_one_bad_run_moves_the_law_little() -> None:

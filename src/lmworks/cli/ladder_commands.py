@@ -85,6 +85,7 @@ def fit(
 
 def _fit(folder: Path, runs: list[Path], as_json: bool) -> None:
     from lmworks.ladder.downstream import split_benchmarks
+    from lmworks.ladder.fit import doubts, residual
     from lmworks.ladder.run import fit_runs
 
     law, points = fit_runs(folder, runs)
@@ -94,6 +95,7 @@ def _fit(folder: Path, runs: list[Path], as_json: bool) -> None:
         benchmarks = [{key: value for key, value in vars(one).items() if key != "samples"} for one in law.benchmarks]
         print_json(
             {name: getattr(law, name) for name in ("e", "a", "b", "alpha", "beta", "unit")}
+            | {"residual": residual(law, points), "doubts": doubts(law, points)}
             | {"points": fitted, "benchmarks": benchmarks, "left_out": split_benchmarks(points)[1]}
         )
         return
@@ -107,6 +109,9 @@ def _fit(folder: Path, runs: list[Path], as_json: bool) -> None:
         sizes = f"{one.parameters:,.0f}", f"{one.tokens:,.0f}"
         table.add_row(str(run), *sizes, f"{one.loss:.4f}", f"{value:.4f}", f"{one.loss - value:+.4f}")
     console().print(table)
+    console().print(f"residual {residual(law, points):.2%} (root mean square)", soft_wrap=True)
+    for doubt in doubts(law, points):
+        console().print(doubt, style="yellow", soft_wrap=True)
     if law.benchmarks:
         _print_benchmarks(law.benchmarks, points)
     for name, why in split_benchmarks(points)[1].items():

@@ -21,6 +21,7 @@ from lmworks.plan.loss_law import LossLaw
 PARAMETERS = 5  # of the law
 HUBER = 1e-3  # of log loss; larger residuals count linearly
 BOOTSTRAPS = 200
+_DESCRIBED = 0.005  # root mean square of the residuals of log loss above which the law does not describe the runs
 _NOISE_FREEDOM = 2  # degrees of freedom that a ladder with few runs has at least, so that the noise is finite
 _BOUNDS = ((-12.0, 5.0), (-5.0, 40.0), (-5.0, 40.0), (0.05, 1.5), (0.05, 1.5))
 
@@ -65,6 +66,25 @@ def fit_law(
             advance(1)
     e, a, b, alpha, beta = _law(best)
     return LossLaw(e, a, b, alpha, beta, unit, source, tuple(samples))
+
+
+def residual(law: LossLaw, points: Sequence[Point]) -> float:
+    """Root mean square of the residuals of log loss."""
+    return float(np.sqrt(np.mean([np.log(one.loss / law.loss(one.parameters, one.tokens)) ** 2 for one in points])))
+
+
+def doubts(law: LossLaw, points: Sequence[Point]) -> list[str]:
+    """Why predictions of the law may be wrong by more than their intervals, which assume that it holds."""
+    found = []
+    if (missed := residual(law, points)) > _DESCRIBED:
+        found.append(
+            f"the law describes these runs only to within {missed:.1%}, so predictions can miss by more than their intervals: look at the "
+            "residuals; it does not hold in the first part of training, so leave out the runs with the fewest tokens, or train for longer"
+        )
+    for name, exponent, of in (("alpha", law.alpha, "size"), ("beta", law.beta, "number of tokens")):
+        if not _BOUNDS[3][0] * 1.01 < exponent < _BOUNDS[3][1] * 0.99:
+            found.append(f"{name} is at its limit: these runs do not show how the loss depends on the {of}; add values that differ more")
+    return found
 
 
 def _require_enough(points: Sequence[Point]) -> None:
