@@ -84,7 +84,8 @@ def test_the_engine_decodes_with_both_and_reads_prompts_with_all(
         return hidden(self, tokens, *given, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Transformer, "hidden", recorded)
-    engine = Engine(model, vocabulary, "model", 256)
+    torch.set_num_threads(1)  # as another engine does in a decode step; a new thread begins with this number
+    engine = Engine(model, vocabulary, "model", 256, threads=ALL)
     try:
         prompt = tuple(vocabulary.encode("import sys\n\ndef main("))
         list(engine.stream(Request((prompt,), GenerateOptions(max_new_tokens=4 * _SAMPLES))))

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from lmworks.model.batching import ContinuousBatch, Sampled
 from lmworks.model.prefixes import PrefixCache
 from lmworks.model.sampling import GenerateOptions
@@ -68,20 +70,13 @@ class _Counts:
     generated_tokens: int = 0
 
 
-def _decode_threads(model: Transformer) -> DecodeThreads | None:
-    """None on a GPU."""
-    import torch
-
-    return DecodeThreads(torch.get_num_threads()) if model.embedding.weight.device.type == "cpu" else None
-
-
 @dataclass(eq=False)
 class Engine:
     """A model, its vocabulary and the worker thread that runs it.
 
     `context` is the maximum length of prompt plus answer, in tokens. Up to `max_rows` answers are generated at a time, each with its own
     options; an answer that ends makes room for the next at once. Keys and values of `prefix_tokens` tokens are kept for prompts that begin
-    like earlier ones: 8 times the context by default.
+    like earlier ones: 8 times the context by default. `threads` are those of a CPU, by default as many as PyTorch has.
     """
 
     model: Transformer
@@ -91,6 +86,7 @@ class Engine:
     tuned: bool = True
     max_rows: int = 32
     prefix_tokens: int | None = None
+    threads: int = field(default_factory=torch.get_num_threads)
     _waiting: deque[_Answer] = field(default_factory=deque, repr=False)
     _running: dict[int, _Answer] = field(default_factory=dict, repr=False)
     _counts: _Counts = field(default_factory=_Counts, repr=False)
@@ -99,7 +95,8 @@ class Engine:
         self.model.eval()
         prefixes = PrefixCache(_KEPT_CONTEXTS * self.context if self.prefix_tokens is None else self.prefix_tokens)
         self._batch = ContinuousBatch(self.model, self.max_rows, prefixes=prefixes)
-        self._decode_threads = _decode_threads(self.model)
+        on_cpu = self.model.embedding.weight.device.type == "cpu"
+        self._decode_threads = DecodeThreads(self.threads) if on_cpu else None
         self._wake = threading.Condition()
         self._closed = False
         self._worker = threading.Thread(target=self._run, name="lmworks-generate", daemon=True)
@@ -187,8 +184,7 @@ class Engine:
         self._worker.join()
 
     def _run(self) -> None:
-        import torch
-
+        torch.set_num_threads(self.threads)  # a new thread takes the number of any other, which may be in a decode step
         with torch.inference_mode():
             self._work()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from lmworks.errors import UserError
 from lmworks.model_stages import BASE
 from lmworks.serve.engine import Engine
@@ -14,8 +16,9 @@ if TYPE_CHECKING:
     from lmworks.model import Transformer
 
 
-def load_engine(run_dir: Path, base: bool = False) -> Engine:
+def load_engine(run_dir: Path, base: bool = False, threads: int | None = None) -> Engine:
     """Load the engine of a run from the newest good checkpoint: of the model that it ends with, or of its base model if `base` is set.
+    `threads` of the CPU are those of PyTorch by default.
 
     Raises `UserError` if there is no such run, if nothing has been trained, or if model and tokenizer do not match.
     """
@@ -28,7 +31,7 @@ def load_engine(run_dir: Path, base: bool = False) -> Engine:
     recipe = load_resolved(run_dir / "resolved.json")
     which = BASE.model if base else final_model(run_dir, recipe)
     name = f"{recipe.name}-base" if base else recipe.name
-    return make_engine(load_model(run_dir, which), run_dir / "tokenizer", name, tuned=which != BASE.model)
+    return make_engine(load_model(run_dir, which), run_dir / "tokenizer", name, which != BASE.model, threads)
 
 
 def load_models(run_dir: Path, base: bool = False) -> Models:
@@ -40,10 +43,10 @@ def load_models(run_dir: Path, base: bool = False) -> Models:
     if final_model(run_dir) == BASE.model:
         return Models(first)
     name = first.name.removesuffix("-base") if base else f"{first.name}-base"
-    return Models(first, {name: LazyModel(first.context, base, lambda: load_engine(run_dir, not base))})
+    return Models(first, {name: LazyModel(first.context, base, lambda: load_engine(run_dir, not base, first.threads))})
 
 
-def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool = True) -> Engine:
+def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool = True, threads: int | None = None) -> Engine:
     """Make an engine from a model and the tokenizer in `tokenizer_dir`. Raises `UserError` if they do not match."""
     from lmworks.serve.vocabulary import Vocabulary
     from lmworks.tokenizer import load
@@ -54,4 +57,4 @@ def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool 
     if vocabulary.size > rows:
         what = f"the tokenizer in {tokenizer_dir} has {vocabulary.size} entries, but the model has {rows}"
         raise UserError(f"{what}: one of them is not from this run; make the tokenizer again with: lmworks run RECIPE")
-    return Engine(model, vocabulary, name, int(context), tuned=tuned)
+    return Engine(model, vocabulary, name, int(context), tuned=tuned, threads=threads or torch.get_num_threads())
