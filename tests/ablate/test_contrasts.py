@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from lmworks.ablate.statistics.contrast import Contrast, contrast
+from lmworks.ablate.statistics.contrast import Contrast, contrast, pairing_pays
 from lmworks.ablate.statistics.noise import UNKNOWN, Noise, paired, pooled, unpaired
 from lmworks.ablate.statistics.verdict import detectable_in_noise, judge, seeds_needed
 
@@ -97,10 +97,17 @@ def test_noise_of_items_is_counted_once() -> None:
     assert np.sqrt(np.mean(stated)) > 1.05 * np.sqrt(np.mean([without.se**2])) or found.items > 0
 
 
+def test_pairing_pays_where_its_lost_degrees_of_freedom_cost_less_than_half_of_the_variance() -> None:
+    """Student's t: 4.303 (2), 2.776 (4), 2.571 (5), 2.228 (10); times sqrt(1/2), the paired one is 1.10 and 0.82 of the unpaired."""
+    assert not pairing_pays(2, 4, 0.05) and pairing_pays(5, 10, 0.05)
+    assert not pairing_pays(5, 10, 0.0001), "far out in the tails the degrees of freedom weigh more"
+    assert pairing_pays(3, 0, 0.05) and not pairing_pays(0, 3, 0.05) and not pairing_pays(0, 0, 0.05)
+
+
 def test_seeds_needed_grow_as_the_difference_shrinks() -> None:
     needed = [seeds_needed(made(size, 1.0), 0.05) for size in (3.0, 1.0, 0.3)]
     assert needed == sorted(needed) and needed[0] >= 4  # type: ignore[operator, type-var]
     assert seeds_needed(made(1e-6, 1.0), 0.05) is None
     assert seeds_needed(made(0.5, 1.0, items=1.0), 0.05) is None, "more seeds do not help where the items are the noise"
-    sizes = [detectable_in_noise(seeds, 3, 4, True) for seeds in (1, 3, 10)]
+    sizes = [detectable_in_noise(seeds, 3, 4) for seeds in (1, 3, 10)]
     assert sizes[0] is None and sizes[1] > sizes[2]  # type: ignore[operator]

@@ -56,6 +56,20 @@ def test_lower_bits_per_byte_are_better(tiny: Tiny, tmp_path: Path) -> None:
     assert table["quality"]["trust"] and table["noise"]["paired"]["sd"] < table["noise"]["unpaired"]["sd"]
 
 
+def test_few_seeds_are_not_paired(tiny: Tiny, tmp_path: Path) -> None:
+    """Two arms with three seeds would leave two degrees of freedom. With eight seeds, pairing has seven, and removes what seeds share."""
+    shared, own = np.linspace(-0.1, 0.1, 8), np.array([1, -1, -1, 1, 1, -1, -1, 1]) * 0.01
+    for seeds, is_paired, df in ((3, False, 4), (8, True, 7)):
+        values = {"base": list(2 + shared[:seeds]), "good": list(1.9 + (shared + own)[:seeds])}
+        (folder := tmp_path / str(seeds)).mkdir()
+        found = document(results(tiny, folder, values))
+        (one,) = found["verdicts"]
+        floor = found["measures"][BITS]["noise"]["paired" if is_paired else "unpaired"]["sd"]
+        assert (one["paired"], round(one["df"]), one["noise"], found["measures"][BITS]["noise_floor"]) == (is_paired, df, floor, floor)
+        assert ("not paired by seed, because so few seeds" in markdown(found)) is not is_paired
+    assert one["verdict"] == "better", "the spread over seeds is 0.07, of which the pairs share nearly all"
+
+
 def test_one_seed_gives_no_verdict_unless_a_noise_floor_is_given(tiny: Tiny, tmp_path: Path) -> None:
     values = {"base": [2.0], "good": [1.5]}
     alone = verdict(results(tiny, tmp_path, values), "good")

@@ -64,6 +64,13 @@ def test_equal_arms_get_a_verdict_in_at_most_5_percent_of_ablations(noise: objec
     assert some <= FAMILY_WISE * ABLATIONS
 
 
+def test_the_unpaired_floor_holds_for_arms_that_share_noise() -> None:
+    """Where few seeds are not paired (`pairing_pays`), what they share is in the floor and not in the differences."""
+    random, noise = np.random.default_rng(5), real()
+    ablations = (verdicts(draw(random, noise, 2, is_paired=True), is_paired=False) for _ in range(ABLATIONS))
+    assert sum(any(one.outcome in ("higher", "lower") for one in found) for found in ablations) <= FAMILY_WISE * ABLATIONS
+
+
 @pytest.mark.parametrize(("seeds", "is_paired"), [(3, True), (3, False), (5, True)])
 def test_planted_differences_are_found_as_often_as_the_stated_power(seeds: int, is_paired: bool) -> None:
     """One arm differs in one measure, by what is stated as detectable for this noise. Real noise has no heavy tails, so the power holds."""

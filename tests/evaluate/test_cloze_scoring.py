@@ -78,6 +78,18 @@ def test_rows_that_begin_another_are_not_run(bigram, byte_tokenizer) -> None:
     assert scored == pytest.approx(PlainLogProbs(bigram)(requests))
 
 
+def test_short_rows_are_not_padded_to_the_longest(bigram) -> None:
+    """Forty rows of 7 to 101 tokens fit into one batch, of which half would be padding."""
+    requests = [([i + 1, *range(98, 98 + 20 * (1 + i % 5) - 2 * (i // 5))], [97]) for i in range(40)]
+    rows = [len(context) for context, _ in requests]
+    fed: list[int] = []
+    hidden = bigram.hidden
+    bigram.hidden = lambda tokens, *rest: (fed.append(tokens.numel()), hidden(tokens, *rest))[1]
+    scored = BatchedLogProbs(bigram, batch_tokens=4000)(requests)
+    assert sum(rows) <= sum(fed) < 1.3 * sum(rows) < 0.7 * len(rows) * max(rows)
+    assert scored == pytest.approx(PlainLogProbs(bigram)(requests))
+
+
 def test_progress_counts_every_request_once(bigram) -> None:
     requests = [(list(b"ab"), [i]) for i in range(9)] + [(list(b"cd" * i), [1, 2]) for i in range(1, 9)]
     seen: list[int] = []

@@ -67,6 +67,7 @@ def _measure(results: Results, measure: Measure) -> dict[str, Any]:
     noise = {name: results.floor(measure, arms, seeds, name == "paired")[0].to_json() for name in ("paired", "unpaired")}
     found: dict[str, Any] = {
         "unit": measure.unit, "better": measure.better, "values": values, "noise": noise,
+        "noise_floor": noise["paired" if results.by_pairs(measure, arms, seeds) else "unpaired"]["sd"],
         "curves": spread(results, measure, arms, seeds), "quality": None,
     }  # fmt: skip
     if arms and seeds and measure.better:
@@ -116,7 +117,7 @@ def _without_floor(results: Results, record: Mapping[str, Any]) -> str:
     if record["seeds"] > 1:
         return "all seeds have the same value, so there is no noise floor"
     arms, tests = len(results.experiment.arms), (len(results.experiment.arms) - 1) * len(results.experiment.measures)
-    sizes = [(seeds, detectable_in_noise(seeds, arms, tests, record["paired"])) for seeds in _MORE_SEEDS]
+    sizes = [(seeds, detectable_in_noise(seeds, arms, tests)) for seeds in _MORE_SEEDS]
     found = ", ".join(f"{size:.1f} with {seeds} seeds" for seeds, size in sizes if size is not None)
     return (
         "one seed gives no noise floor; name an earlier ablation in noise, or take more seeds: a difference found with 80% power is, in "

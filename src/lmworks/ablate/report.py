@@ -50,6 +50,8 @@ def notes(document: Json) -> list[str]:
     unpaired = [name for name, arm in document["arms"].items() if not arm["paired"]]
     if unpaired:
         found.append(f"not paired by seed, because the data order differs from the baseline's: {', '.join(unpaired)}")
+    if any(not one["paired"] and document["arms"][one["arm"]]["paired"] for one in document["verdicts"]):
+        found.append("not paired by seed, because so few seeds and arms leave too few degrees of freedom: the intervals would be wider")
     if document["conclusion"]:
         found.append(document["conclusion"]["text"])
     found += document["not_measured"]
@@ -75,7 +77,7 @@ def _verdicts(document: Json) -> Iterator[list[str]]:
 def _values(document: Json) -> Iterator[list[str]]:
     for name, measure in document["measures"].items():
         means = [_mean(measure["values"].get(arm)) for arm in document["arms"]]
-        sd = measure["noise"]["paired"]["sd"] if measure["noise"]["paired"]["sd"] is not None else measure["noise"]["unpaired"]["sd"]
+        sd = measure["noise_floor"]
         yield [name, *means, "" if sd is None else significant(sd, 2)]
 
 

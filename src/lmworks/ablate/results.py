@@ -12,8 +12,9 @@ from lmworks.ablate.measures import Measure, Reading, read_run
 from lmworks.ablate.resolve import Experiment
 from lmworks.ablate.run_set import Arm, Run, run_dir
 from lmworks.ablate.runs import state_of
-from lmworks.ablate.statistics.contrast import Contrast, contrast
+from lmworks.ablate.statistics.contrast import Contrast, contrast, own_df, pairing_pays
 from lmworks.ablate.statistics.noise import UNKNOWN, Floor, Noise, floor, with_earlier
+from lmworks.ablate.statistics.verdict import FAMILY_WISE
 
 
 @dataclass
@@ -62,6 +63,15 @@ class Results:
         noise = with_earlier(found.noise, Noise.from_json(there["paired" if is_paired else "unpaired"])) if there else found.noise
         return noise, found.arms, [own[index] for index in sorted(found.apart)]
 
+    def by_pairs(self, measure: Measure, arms: list[Arm], seeds: list[int]) -> bool:
+        """Whether arms with the baseline's data order are compared with it seed by seed (`pairing_pays`)."""
+        counts = {True: sum(map(self.experiment.is_paired, arms)), False: len(arms)}
+        earlier = self.experiment.earlier.get(measure.name, {"paired": {}, "unpaired": {}})
+        tests = max(1, (len(arms) - 1) * len(self.experiment.measures))
+        here = {kind: own_df(count, len(seeds), kind) if count and seeds else 0 for kind, count in counts.items()}
+        paired, unpaired = (here[kind] + Noise.from_json(earlier[name]).df for kind, name in ((True, "paired"), (False, "unpaired")))
+        return pairing_pays(paired, unpaired, FAMILY_WISE / tests)
+
     def contrasts(self) -> list[tuple[Arm, Measure, Contrast]]:
         """Every arm against the baseline on every measure that both have."""
         found = []
@@ -70,8 +80,9 @@ class Results:
             arms, seeds = self.complete(measure)
             if base not in arms or not seeds:
                 continue
+            by_pairs = self.by_pairs(measure, arms, seeds)
             for arm in (one for one in arms if one is not base):
-                is_paired = self.experiment.is_paired(arm)
+                is_paired = by_pairs and self.experiment.is_paired(arm)
                 noise, behind, apart = self.floor(measure, arms, seeds, is_paired)
                 own, other = self.table(measure, [arm, base], seeds)
                 alone = arm in apart or base in apart

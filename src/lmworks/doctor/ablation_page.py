@@ -183,7 +183,7 @@ def _quality(document: Json) -> Iterator[dict[str, Any]]:
     for name, measure in document["measures"].items():
         one = measure["quality"]
         if one:
-            sd = measure["noise"]["paired"]["sd"] or measure["noise"]["unpaired"]["sd"]
+            sd = measure["noise_floor"]
             figures = [one["monotonicity"], one["signal_to_noise"], one["signal_to_checkpoints"], one["rank_halves"], one["rank_seeds"]]
             yield {
                 "measure": name, "trust": one["trust"], "reasons": one["reasons"], "noise": "–" if sd is None else significant(sd, 2),

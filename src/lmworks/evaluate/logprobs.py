@@ -19,6 +19,9 @@ Ids = Sequence[int]
 Request = tuple[Ids, Ids]  # context (at least one token), continuation
 Advance = Callable[[int], None]
 
+_ENOUGH = 1 / 8  # of `batch_tokens`: a batch so large keeps a processor busy, so from there on padding costs more than another batch
+_FILLED = 3 / 4  # of the width of such a batch: a row that is shorter begins another
+
 
 class LogProbs(Protocol):
     """Natural-log probability of each continuation after its context, summed over the continuation's tokens."""
@@ -70,7 +73,7 @@ class BatchedLogProbs:
 
     A row whose tokens begin another row is not run at all: its logits are the other's first ones. All one-token choices of
     an item thus cost one row. The head is run only where a continuation stands, `logit_chunk_size` places at a time.
-    `batch_tokens` bounds B * T (a single longer row is still run).
+    `batch_tokens` bounds B * T (a single longer row is still run). Rows much shorter than a batch's longest are left to the next one.
     """
 
     def __init__(self, model: Transformer, max_length: int | None = None, batch_tokens: int = 8192, logit_chunk_size: int = 1024) -> None:
@@ -97,7 +100,9 @@ class BatchedLogProbs:
         batches: list[list[_Row]] = []
         width = 0
         for row in sorted(rows, key=lambda row: -len(row.inputs)):  # the longest first: memory trouble shows at once
-            if not batches or (len(batches[-1]) + 1) * width > self.batch_tokens:
+            tokens = len(batches[-1]) * width if batches else 0
+            padded = tokens >= _ENOUGH * self.batch_tokens and len(row.inputs) < _FILLED * width
+            if not batches or tokens + width > self.batch_tokens or padded:
                 batches.append([])
                 width = max(1, len(row.inputs))
             batches[-1].append(row)

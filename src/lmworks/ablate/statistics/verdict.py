@@ -85,7 +85,7 @@ def seeds_needed(one: Contrast, level: float) -> int | None:
     return max(high, one.seeds + 1)
 
 
-def detectable_in_noise(seeds: int, arms: int, tests: int, is_paired: bool) -> float | None:
-    """The difference that `seeds` seeds find with 80% power, in standard deviations of the noise; for an ablation without a floor."""
-    df = own_df(arms, seeds, is_paired)
+def detectable_in_noise(seeds: int, arms: int, tests: int) -> float | None:
+    """The difference that `seeds` seeds find with 80% power, in standard deviations over seeds; for an ablation without a floor."""
+    df = own_df(arms, seeds, is_paired=False)
     return shift_for_power(POWER, df, FAMILY_WISE / max(1, tests)) * math.sqrt(2 / seeds) if df else None
