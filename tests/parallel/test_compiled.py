@@ -22,7 +22,7 @@ from rank_pool import RankPool
 
 LONGER = 32  # tokens in a row of the last step
 Case = tuple[dict[str, Any], str, str]  # layout, model, activation_checkpointing
-FAST: list[Case] = [({"tp": 2}, "dense", "full")]
+FAST: list[Case] = [({"tp": 2}, "dense", "none")]
 SLOW: list[Case] = [
     ({"dp_shard": 2, "zero": 0}, "dense", "none"), ({"dp_shard": 2, "zero": 3}, "moe", "selective"), ({"dp_replicate": 2}, "mla", "full"),
     ({"tp": 2}, "tied", "full"), ({"tp": 2}, "moe", "selective"), ({"tp": 2}, "moe", "full"), ({"tp": 2}, "mla", "none"),

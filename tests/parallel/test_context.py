@@ -39,6 +39,7 @@ def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) 
     compare(alone(kind, 2), ranks.run(train, layout["cp"] * layout.get("dp_shard", 1), layout, kind, 2))
 
 
+@pytest.mark.slow
 def test_also_with_activation_checkpointing(ranks: RankPool) -> None:
     compare(alone("tied"), ranks.run(_train_with, 2, {"activation_checkpointing": "full"}))
 

@@ -45,6 +45,7 @@ def test_more_layouts_equal_one_process_in_bf16(ranks: RankPool, layout: dict[st
     compare_16bit(*alone_16bit(kind), ranks.run(train_16bit, world_size(Layout(**layout)), layout, kind))
 
 
+@pytest.mark.slow
 def test_equals_one_process_in_fp16(ranks: RankPool) -> None:
     """With a scaled loss. The tolerance is again a multiple of the error of one process, and an eighth of bf16's for losses and norms."""
     layout, kind = FAST[0]

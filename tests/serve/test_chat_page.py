@@ -138,6 +138,7 @@ def test_the_oldest_messages_make_room(page: Page, server: Any) -> None:
     assert page.get_by_text("The oldest messages no longer fit").is_visible()
 
 
+@pytest.mark.slow
 def test_a_message_that_is_too_long_comes_back(page: Page, server: Any) -> None:
     asked: list[dict[str, Any]] = []
     page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)

@@ -223,6 +223,7 @@ def train_on(tiny: Tiny, to: Path, layout: Layout, stop: int | None) -> None:
             assert stop is not None
 
 
+@pytest.mark.slow
 def test_another_layout_goes_on_with_the_estimate(ranks: Any, undisturbed: Tiny, tiny_copy: Tiny) -> None:
     """Two ranks begin the phase and one process ends it; losses within rounding of one go."""
     ranks.run(train_on, 2, tiny_copy, tiny_copy.run_dir, Layout(dp_shard=2, zero=3), FIRST + 4)
