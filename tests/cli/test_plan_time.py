@@ -58,7 +58,7 @@ def test_a_size_that_does_not_fit_into_memory_gives_way_to_the_largest_that_does
 
 
 def test_the_loss_is_predicted_where_there_is_a_law(lmworks: Lmworks, tmp_path: Path) -> None:
-    samples = tuple((e, 20.0, 60.0, 0.3, 0.35, 0.01) for e in (0.59, 0.61))
+    samples = tuple((e, 20.0, 60.0, 0.3, 0.35, 0.01, 1.0) for e in (0.59, 0.61))
     law = LossLaw(0.6, 20.0, 60.0, 0.3, 0.35, "bits per byte", "12 runs", samples=samples)
     save_law(law, tmp_path / LAW_FILE)
     assert load_law(tmp_path) == law

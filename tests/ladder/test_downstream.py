@@ -121,14 +121,15 @@ def test_a_benchmark_that_not_all_runs_have_scored_alike_is_left_out() -> None:
 
 
 LAW = DownstreamLaw(NAME, CHANCE, 1.0, SLOPE, MIDPOINT, 200, 9, 0.001, True, ((1.0, SLOPE, MIDPOINT, 0.01), (0.9, 9.0, 0.86, 0.0)))
-LOSS_LAW = LossLaw(0.5, 30.0, 90.0, 0.33, 0.35, "bits per byte", "9 runs", ((0.5, 30.0, 90.0, 0.33, 0.35, 0.01),), (LAW,))
+LOSS_LAW = LossLaw(0.5, 30.0, 90.0, 0.33, 0.35, "bits per byte", "9 runs", ((0.5, 30.0, 90.0, 0.33, 0.35, 0.01, 1.0),), (LAW,))
 
 
-def test_a_law_file_is_read_as_written_and_older_ones_have_no_benchmarks(tmp_path: Path) -> None:
+def test_a_law_file_is_read_as_written_and_older_ones_have_no_benchmarks_and_no_gamma(tmp_path: Path) -> None:
     save_law(LOSS_LAW, tmp_path / "law.json")
     assert load_law(tmp_path) == LOSS_LAW
     tree = json.loads((tmp_path / "law.json").read_text(encoding="utf-8"))
-    del tree["benchmarks"]
+    del tree["benchmarks"], tree["gamma"]
+    tree["samples"] = [one[:6] for one in tree["samples"]]
     (tmp_path / "law.json").write_text(json.dumps(tree), encoding="utf-8")
     old = load_law(tmp_path)
     assert old.benchmarks == () and old.interval(1e8, 2e9) == LOSS_LAW.interval(1e8, 2e9)

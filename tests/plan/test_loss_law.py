@@ -28,7 +28,7 @@ def test_the_tradeoff_is_the_minimum_of_the_total_cost_at_equal_loss(flops: floa
 def test_the_interval_holds_the_spread_of_the_fits_and_of_the_runs() -> None:
     """Fits spread by 0.02 and runs by 3% of 1 around the law: 90% of runs lie within 1.645 sqrt(0.02^2 + 0.03^2)."""
     spread = np.random.default_rng(1).normal(1.0, 0.02, 2000)
-    law = LossLaw(1.0, 1e-9, 1e-9, 0.3, 0.35, samples=tuple((e, 1e-9, 1e-9, 0.3, 0.35, 0.03) for e in spread))
+    law = LossLaw(1.0, 1e-9, 1e-9, 0.3, 0.35, samples=tuple((e, 1e-9, 1e-9, 0.3, 0.35, 0.03, 1.0) for e in spread))
     interval = law.interval(1e8, 2e9)
     assert interval is not None
     assert np.subtract(interval, 1.0) == pytest.approx([-0.0593, 0.0593], abs=0.003)

@@ -76,7 +76,7 @@ def fit(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Finished runs of at least 3 sizes and 3 token budgets.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Fit L(N, D) = E + A / N^alpha + B / D^beta to the held-out bits per byte of finished runs, with bootstrap intervals.
+    """Fit L(N, D) = E + (A / N^alpha + B / D^beta)^gamma to the held-out bits per byte of finished runs, with bootstrap intervals.
 
     A sigmoid of the loss is fitted to each benchmark that all runs have scored at their end.
     """
@@ -94,15 +94,14 @@ def _fit(folder: Path, runs: list[Path], as_json: bool) -> None:
         fitted = [{"run": str(run), **asdict(one), "fitted": value} for run, one, value in rows]
         benchmarks = [{key: value for key, value in vars(one).items() if key != "samples"} for one in law.benchmarks]
         print_json(
-            {name: getattr(law, name) for name in ("e", "a", "b", "alpha", "beta", "unit")}
+            {name: getattr(law, name) for name in ("e", "a", "b", "alpha", "beta", "gamma", "unit")}
             | {"residual": residual(law, points), "doubts": doubts(law, points)}
             | {"points": fitted, "benchmarks": benchmarks, "left_out": split_benchmarks(points)[1]}
         )
         return
     from rich.table import Table
 
-    formula = f"L = {law.e:.3f} + {law.a:.4g} / N^{law.alpha:.3f} + {law.b:.4g} / D^{law.beta:.3f} {law.unit}"
-    table = Table(title=formula, title_justify="left")
+    table = Table(title=law.formula, title_justify="left")
     for heading in ("run", "parameters", "tokens", "measured", "fitted", "residual"):
         table.add_column(heading, justify="left" if heading == "run" else "right")
     for run, one, value in rows:

@@ -1,9 +1,13 @@
-"""Fits L(N, D) = E + A / N^alpha + B / D^beta to measured losses.
+"""Fits L(N, D) = E + (A / N^alpha + B / D^beta)^gamma to measured losses.
 
-The objective is that of Hoffmann et al. (arXiv:2203.15556): the Huber loss of the residuals of log L, minimized by L-BFGS from a grid of
-starts over log E, log A, log B, alpha and beta. Intervals come from a parametric bootstrap: the residual standard deviation is drawn from
-its own distribution (scaled inverse chi-squared with n - 5 degrees of freedom, so that few runs give wide intervals), losses are drawn
-around the fit, and the law is fitted again.
+Two forms with five parameters each are fitted, and the one that describes the runs better is taken: gamma = 1 (Hoffmann et al.,
+arXiv:2203.15556), and E = 0 (Kaplan et al., arXiv:2001.08361). Small models in the first part of training follow the second: a larger
+model learns more from the same additional tokens, and what no model can learn is not in sight yet.
+
+The objective is that of Hoffmann et al.: the Huber loss of the residuals of log L, minimized by L-BFGS from a grid of starts. Intervals
+come from a parametric bootstrap: the residual standard deviation is drawn from its own distribution (scaled inverse chi-squared with n - 5
+degrees of freedom, so that few runs give wide intervals), losses are drawn around the fit, and the law is fitted again. The form is
+chosen again too, so where both describe the runs the interval covers both.
 """
 
 from __future__ import annotations
@@ -23,7 +27,12 @@ HUBER = 1e-3  # of log loss; larger residuals count linearly
 BOOTSTRAPS = 200
 _DESCRIBED = 0.005  # root mean square of the residuals of log loss above which the law does not describe the runs
 _NOISE_FREEDOM = 2  # degrees of freedom that a ladder with few runs has at least, so that the noise is finite
-_BOUNDS = ((-12.0, 5.0), (-5.0, 40.0), (-5.0, 40.0), (0.05, 1.5), (0.05, 1.5))
+_NOTHING = -40.0  # log E where E is 0
+_Bounds = tuple[tuple[float, float], ...]
+# of log E, log A, log B, alpha, beta, log gamma
+_HOFFMANN: _Bounds = ((-12.0, 5.0), (-5.0, 40.0), (-5.0, 40.0), (0.05, 1.5), (0.05, 1.5), (0.0, 0.0))
+_KAPLAN: _Bounds = ((_NOTHING, _NOTHING), (-5.0, 80.0), (-5.0, 80.0), (0.05, 3.0), (0.05, 3.0), (-3.0, 0.0))
+_FORMS = (_HOFFMANN, _KAPLAN)
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,9 @@ def fit_law(
     """The law of these runs, with bootstrap fits. Raises `UserError` if the runs do not determine one."""
     _require_enough(points)
     size, tokens, loss = (np.array([getattr(one, name) for one in points], np.float64) for name in ("parameters", "tokens", "loss"))
-    best = min((_minimize(size, tokens, loss, start) for start in _starts(loss)), key=lambda found: found[0])[1]
+    grid = (_best([_minimize(size, tokens, loss, start, form) for start in _starts(size, tokens, loss, form)]) for form in _FORMS)
+    bests = list(grid)
+    best = _best(bests)[1]
     residuals = np.log(loss) - np.log(_predict(best, size, tokens))
     freedom = max(_NOISE_FREEDOM, len(points) - PARAMETERS)
     deviation = float(np.sqrt((residuals**2).sum() / freedom))
@@ -61,11 +72,17 @@ def fit_law(
     for _ in range(bootstraps):
         drawn = deviation * np.sqrt(freedom / random.chisquare(freedom))
         noisy = _predict(best, size, tokens) * np.exp(drawn * random.standard_normal(len(points)))
-        samples.append((*_law(_minimize(size, tokens, noisy, best)[1]), float(drawn)))
+        again = [_minimize(size, tokens, noisy, start, form) for (_, start), form in zip(bests, _FORMS, strict=True)]
+        e, a, b, alpha, beta, gamma = _law(_best(again)[1])
+        samples.append((e, a, b, alpha, beta, float(drawn), gamma))
         if advance:
             advance(1)
-    e, a, b, alpha, beta = _law(best)
-    return LossLaw(e, a, b, alpha, beta, unit, source, tuple(samples))
+    e, a, b, alpha, beta, gamma = _law(best)
+    return LossLaw(e, a, b, alpha, beta, unit, source, tuple(samples), gamma=gamma)
+
+
+def _best(fits: Sequence[tuple[float, np.ndarray]]) -> tuple[float, np.ndarray]:
+    return min(fits, key=lambda found: found[0])
 
 
 def residual(law: LossLaw, points: Sequence[Point]) -> float:
@@ -81,8 +98,9 @@ def doubts(law: LossLaw, points: Sequence[Point]) -> list[str]:
             f"the law describes these runs only to within {missed:.1%}, so predictions can miss by more than their intervals: look at the "
             "residuals; it does not hold in the first part of training, so leave out the runs with the fewest tokens, or train for longer"
         )
+    low, high = (_HOFFMANN if law.gamma == 1 else _KAPLAN)[3]
     for name, exponent, of in (("alpha", law.alpha, "size"), ("beta", law.beta, "number of tokens")):
-        if not _BOUNDS[3][0] * 1.01 < exponent < _BOUNDS[3][1] * 0.99:
+        if not low * 1.01 < exponent < high * 0.99:
             found.append(f"{name} is at its limit: these runs do not show how the loss depends on the {of}; add values that differ more")
     return found
 
@@ -98,19 +116,25 @@ def _require_enough(points: Sequence[Point]) -> None:
 
 
 def _predict(theta: np.ndarray, size: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    e, a, b, alpha, beta = theta
-    return np.asarray(np.exp(e) + np.exp(a - alpha * np.log(size)) + np.exp(b - beta * np.log(tokens)))
+    e, a, b, alpha, beta, gamma = _law(theta)
+    return np.asarray(e + (a / size**alpha + b / tokens**beta) ** gamma)
 
 
-def _law(theta: np.ndarray) -> tuple[float, float, float, float, float]:
-    e, a, b = (float(value) for value in np.exp(theta[:3]))
-    return e, a, b, float(theta[3]), float(theta[4])
+def _law(theta: np.ndarray) -> tuple[float, float, float, float, float, float]:
+    e, a, b, gamma = (float(value) for value in np.exp(theta[[0, 1, 2, 5]]))
+    return 0.0 if theta[0] == _NOTHING else e, a, b, float(theta[3]), float(theta[4]), gamma
 
 
-def _starts(loss: np.ndarray) -> list[np.ndarray]:
-    lowest = float(loss.min())
-    grid = product((0.3, 0.8), (2.0, 8.0), (2.0, 8.0), (0.2, 0.5))
-    return [np.array([np.log(share * lowest), a, b, exponent, exponent]) for share, a, b, exponent in grid]
+def _starts(size: np.ndarray, tokens: np.ndarray, loss: np.ndarray, form: _Bounds) -> list[np.ndarray]:
+    if form is _HOFFMANN:
+        lowest = float(loss.min())
+        grid = product((0.3, 0.8), (2.0, 8.0), (2.0, 8.0), (0.2, 0.5))
+        return [np.array([np.log(share * lowest), a, b, exponent, exponent, 0.0]) for share, a, b, exponent in grid]
+    n, d, middle = (float(np.log(values).mean()) for values in (size, tokens, loss))
+    return [  # both terms are equal in the middle of the runs
+        np.array([_NOTHING, inner + exponent / gamma * n, inner + exponent / gamma * d, exponent / gamma, exponent / gamma, np.log(gamma)])
+        for gamma, exponent in product((0.15, 0.3, 0.6), (0.1, 0.25)) for inner in [middle / gamma - np.log(2)]
+    ]  # fmt: skip
 
 
 def minimizer() -> Callable[..., Any]:
@@ -121,22 +145,26 @@ def minimizer() -> Callable[..., Any]:
     return minimize
 
 
-def _minimize(size: np.ndarray, tokens: np.ndarray, loss: np.ndarray, start: np.ndarray) -> tuple[float, np.ndarray]:
+def _minimize(size: np.ndarray, tokens: np.ndarray, loss: np.ndarray, start: np.ndarray, form: _Bounds) -> tuple[float, np.ndarray]:
     minimize = minimizer()
     log_size, log_tokens, log_loss = np.log(size), np.log(tokens), np.log(loss)
 
     def objective(theta: np.ndarray) -> tuple[float, np.ndarray]:
-        e, a, b, alpha, beta = theta
-        parts = np.stack([np.full_like(log_size, np.exp(e)), np.exp(a - alpha * log_size), np.exp(b - beta * log_tokens)])
-        whole = parts.sum(0)
-        residual = np.log(whole) - log_loss
+        e, a, b, alpha, beta, log_gamma = theta
+        irreducible, gamma = np.exp(e), np.exp(log_gamma)
+        of_size, of_tokens = np.exp(a - alpha * log_size), np.exp(b - beta * log_tokens)
+        inner = of_size + of_tokens
+        reducible = inner**gamma
+        residual = np.log(irreducible + reducible) - log_loss
         inside = np.abs(residual) <= HUBER
         value = np.where(inside, residual**2 / 2, HUBER * (np.abs(residual) - HUBER / 2)).sum()
-        slope = np.clip(residual, -HUBER, HUBER) / whole
+        slope = np.clip(residual, -HUBER, HUBER) / (irreducible + reducible)
+        of_size, of_tokens = (gamma * reducible / inner * part for part in (of_size, of_tokens))
         gradient = np.array([
-            slope @ parts[0], slope @ parts[1], slope @ parts[2], -(slope * log_size) @ parts[1], -(slope * log_tokens) @ parts[2],
+            slope.sum() * irreducible, slope @ of_size, slope @ of_tokens, -(slope * log_size) @ of_size, -(slope * log_tokens) @ of_tokens,
+            slope @ (gamma * reducible * np.log(inner)),
         ])  # fmt: skip
         return float(value) / HUBER**2, gradient / HUBER**2
 
-    found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=_BOUNDS, options={"maxiter": 300, "ftol": 1e-11})
+    found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=form, options={"maxiter": 1000, "ftol": 1e-11})
     return float(found.fun), found.x

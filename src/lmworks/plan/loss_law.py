@@ -1,4 +1,8 @@
-"""The parametric scaling law L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al., arXiv:2203.15556), and what is optimal under it."""
+"""The parametric scaling law L(N, D) = E + (A / N^alpha + B / D^beta)^gamma, and what is optimal under it.
+
+With gamma = 1 it is that of Hoffmann et al. (arXiv:2203.15556). With E = 0 it is equation 1.5 of Kaplan et al. (arXiv:2001.08361): a larger
+model then learns more from the same additional tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from lmworks.errors import UserError
 from lmworks.files import write_json
@@ -30,11 +35,18 @@ class LossLaw:
     beta: float
     unit: str = "nats per token"
     source: str = ""
-    samples: tuple[tuple[float, float, float, float, float, float], ...] = ()  # of bootstrap fits: e, a, b, alpha, beta, noise of log loss
+    samples: tuple[tuple[float, float, float, float, float, float, float], ...] = ()  # bootstrap fits: e to beta, noise of log loss, gamma
     benchmarks: tuple[DownstreamLaw, ...] = ()
+    gamma: float = 1.0
 
     def loss(self, parameters: float, tokens: float) -> float:
-        return self.e + self.a / parameters**self.alpha + self.b / tokens**self.beta
+        return self.e + (self.a / parameters**self.alpha + self.b / tokens**self.beta) ** self.gamma
+
+    @property
+    def formula(self) -> str:
+        """The law with its numbers."""
+        parts = f"{self.a:.4g} / N^{self.alpha:.3f} + {self.b:.4g} / D^{self.beta:.3f}"
+        return f"L = {f'{self.e:.3f} + ' if self.e else ''}{parts if self.gamma == 1 else f'({parts})^{self.gamma:.3f}'} {self.unit}"
 
     def interval(self, parameters: float, tokens: float, level: float = 0.9) -> tuple[float, float] | None:
         """Prediction interval of a run's loss: quantiles of `draws`; None without bootstrap fits."""
@@ -45,12 +57,12 @@ class LossLaw:
 
     def draws(self, parameters: float, tokens: float) -> np.ndarray:
         """Losses of a run: each bootstrap fit with 64 draws of the noise of runs around it."""
-        e, a, b, alpha, beta, noise = np.asarray(self.samples).T
-        fits = e + a / parameters**alpha + b / tokens**beta
+        e, a, b, alpha, beta, noise, gamma = np.asarray(self.samples).T
+        fits = e + (a / parameters**alpha + b / tokens**beta) ** gamma
         return np.asarray(fits * np.exp(noise * np.random.default_rng(0).standard_normal((64, len(fits)))))
 
     def optimal_parameters(self, flops: float) -> float:
-        """N of the lowest loss for 6 N D = `flops`."""
+        """N of the lowest loss for 6 N D = `flops`, whatever gamma is."""
         ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / (self.alpha + self.beta))
         return ratio * (flops / 6) ** (self.beta / (self.alpha + self.beta))
 
@@ -96,9 +108,19 @@ class _LawFile(BaseModel):
     b: float = Field(gt=0)
     alpha: float = Field(gt=0, le=4)
     beta: float = Field(gt=0, le=4)
+    gamma: float = Field(1.0, gt=0, le=1)
     unit: str = Field(max_length=100)
     source: str = Field(max_length=1000)
-    samples: tuple[tuple[float, float, float, float, float, float], ...] = ()
+    samples: tuple[tuple[float, float, float, float, float, float, float], ...] = ()
+
+    @field_validator("samples", mode="before")
+    @classmethod
+    def _with_gamma(cls, samples: Any) -> Any:
+        """Files of earlier versions have no gamma."""
+        if not isinstance(samples, list):
+            return samples
+        return [[*one, 1.0] if isinstance(one, list) and len(one) == 6 else one for one in samples]
+
     benchmarks: tuple[DownstreamLawFile, ...] = Field((), max_length=1000)
 
 
