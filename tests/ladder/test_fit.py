@@ -27,16 +27,16 @@ def test_a_law_without_noise_is_found() -> None:
     assert found.loss(1e9, 2e10) == pytest.approx(LAW.loss(1e9, 2e10), abs=0.01), "far away too"
 
 
-def test_a_law_without_an_irreducible_loss_is_found_by_its_form() -> None:
+def test_a_law_without_an_irreducible_loss_is_found() -> None:
     """Under it a larger model learns more from the same additional tokens, which a sum of two powers cannot describe."""
     runs = points(0.001, 0, KAPLAN)
-    found = fit_law(runs, "bits per byte", "planted", bootstraps=10)
-    assert found.e == 0 and 0.1 < found.gamma < 0.4 and found.formula.startswith("L = (")
+    found = fit_law(runs, "bits per byte", "planted", bootstraps=20)
+    assert found.gamma < 0.5 and f")^{found.gamma:.3f}" in found.formula
     assert found.loss(*TARGET) == pytest.approx(KAPLAN.loss(*TARGET), rel=0.005)
-    assert all(e == 0 and gamma < 1 for e, *_, gamma in found.samples), "no other form is near"
     assert residual(found, runs) < 0.002 and doubts(found, runs) == []
-    other = fit_law(points(0.001, 0), "bits per byte", "planted", bootstraps=10)
-    assert other.gamma == 1 and other.e > 0.5 and other.formula.startswith(f"L = {other.e:.3f} + ")
+    assert max(one[0] for one in found.samples) > 0.1, "these runs do not show whether there is a small irreducible loss"
+    interval = found.interval(*TARGET)
+    assert interval is not None and interval[0] < KAPLAN.loss(*TARGET) < interval[1]
 
 
 @pytest.mark.slow
@@ -68,8 +68,8 @@ def test_what_speaks_against_a_law_is_told() -> None:
     assert residual(law, runs) == pytest.approx(0.0081, abs=0.0005)
     (described,) = doubts(law, runs)
     assert "only to within 0.8%" in described and "leave out the runs with the fewest tokens" in described
-    same = [Point(one.parameters, one.tokens, LAW.loss(1e6, one.tokens)) for one in points(0.0, 0)]
-    (limit,) = doubts(fit_law(same, "bits per byte", "planted", bootstraps=0), same)
+    steep = [Point(one.parameters, one.tokens, LAW.loss(1e6, one.tokens) + 0.5 * (one.parameters == SIZES[0])) for one in points(0.0, 0)]
+    *_, limit = doubts(fit_law(steep, "bits per byte", "planted", bootstraps=0), steep)
     assert limit.startswith("alpha is at its limit")
     planted = fit_law(points(0.003, 1), "bits per byte", "planted", bootstraps=0)
     assert doubts(planted, points(0.003, 1)) == [] and 0.001 < residual(planted, points(0.003, 1)) < 0.004

@@ -1,13 +1,12 @@
 """Fits L(N, D) = E + (A / N^alpha + B / D^beta)^gamma to measured losses.
 
-Two forms with five parameters each are fitted, and the one that describes the runs better is taken: gamma = 1 (Hoffmann et al.,
-arXiv:2203.15556), and E = 0 (Kaplan et al., arXiv:2001.08361). Small models in the first part of training follow the second: a larger
-model learns more from the same additional tokens, and what no model can learn is not in sight yet.
+gamma = 1 is the law of Hoffmann et al. (arXiv:2203.15556). Small models in the first part of training are nearer to that of Kaplan et
+al. (arXiv:2001.08361), where E = 0: a larger model learns more from the same additional tokens, and what no model can learn is not in sight
+yet. Few runs determine E and gamma together, but not each, which widens the intervals.
 
 The objective is that of Hoffmann et al.: the Huber loss of the residuals of log L, minimized by L-BFGS from a grid of starts. Intervals
-come from a parametric bootstrap: the residual standard deviation is drawn from its own distribution (scaled inverse chi-squared with n - 5
-degrees of freedom, so that few runs give wide intervals), losses are drawn around the fit, and the law is fitted again. The form is
-chosen again too, so where both describe the runs the interval covers both.
+come from a parametric bootstrap: the residual standard deviation is drawn from its own distribution (scaled inverse chi-squared with n - 6
+degrees of freedom, so that few runs give wide intervals), losses are drawn around the fit, and the law is fitted again.
 """
 
 from __future__ import annotations
@@ -22,17 +21,13 @@ import numpy as np
 from lmworks.errors import UserError
 from lmworks.plan.loss_law import LossLaw
 
-PARAMETERS = 5  # of the law
+PARAMETERS = 6  # of the law
 HUBER = 1e-3  # of log loss; larger residuals count linearly
 BOOTSTRAPS = 200
 _DESCRIBED = 0.005  # root mean square of the residuals of log loss above which the law does not describe the runs
 _NOISE_FREEDOM = 2  # degrees of freedom that a ladder with few runs has at least, so that the noise is finite
-_NOTHING = -40.0  # log E where E is 0
-_Bounds = tuple[tuple[float, float], ...]
-# of log E, log A, log B, alpha, beta, log gamma
-_HOFFMANN: _Bounds = ((-12.0, 5.0), (-5.0, 40.0), (-5.0, 40.0), (0.05, 1.5), (0.05, 1.5), (0.0, 0.0))
-_KAPLAN: _Bounds = ((_NOTHING, _NOTHING), (-5.0, 80.0), (-5.0, 80.0), (0.05, 3.0), (0.05, 3.0), (-3.0, 0.0))
-_FORMS = (_HOFFMANN, _KAPLAN)
+# of E, log A, log B, alpha, beta, log gamma; E is not in logarithm, which would never leave 0
+_BOUNDS = ((0.0, 100.0), (-5.0, 80.0), (-5.0, 80.0), (0.05, 3.0), (0.05, 3.0), (-3.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -61,9 +56,7 @@ def fit_law(
     """The law of these runs, with bootstrap fits. Raises `UserError` if the runs do not determine one."""
     _require_enough(points)
     size, tokens, loss = (np.array([getattr(one, name) for one in points], np.float64) for name in ("parameters", "tokens", "loss"))
-    grid = (_best([_minimize(size, tokens, loss, start, form) for start in _starts(size, tokens, loss, form)]) for form in _FORMS)
-    bests = list(grid)
-    best = _best(bests)[1]
+    best = min((_minimize(size, tokens, loss, start) for start in _starts(size, tokens, loss)), key=lambda found: found[0])[1]
     residuals = np.log(loss) - np.log(_predict(best, size, tokens))
     freedom = max(_NOISE_FREEDOM, len(points) - PARAMETERS)
     deviation = float(np.sqrt((residuals**2).sum() / freedom))
@@ -72,17 +65,12 @@ def fit_law(
     for _ in range(bootstraps):
         drawn = deviation * np.sqrt(freedom / random.chisquare(freedom))
         noisy = _predict(best, size, tokens) * np.exp(drawn * random.standard_normal(len(points)))
-        again = [_minimize(size, tokens, noisy, start, form) for (_, start), form in zip(bests, _FORMS, strict=True)]
-        e, a, b, alpha, beta, gamma = _law(_best(again)[1])
+        e, a, b, alpha, beta, gamma = _law(_minimize(size, tokens, noisy, best)[1])
         samples.append((e, a, b, alpha, beta, float(drawn), gamma))
         if advance:
             advance(1)
     e, a, b, alpha, beta, gamma = _law(best)
     return LossLaw(e, a, b, alpha, beta, unit, source, tuple(samples), gamma=gamma)
-
-
-def _best(fits: Sequence[tuple[float, np.ndarray]]) -> tuple[float, np.ndarray]:
-    return min(fits, key=lambda found: found[0])
 
 
 def residual(law: LossLaw, points: Sequence[Point]) -> float:
@@ -98,9 +86,8 @@ def doubts(law: LossLaw, points: Sequence[Point]) -> list[str]:
             f"the law describes these runs only to within {missed:.1%}, so predictions can miss by more than their intervals: look at the "
             "residuals; it does not hold in the first part of training, so leave out the runs with the fewest tokens, or train for longer"
         )
-    low, high = (_HOFFMANN if law.gamma == 1 else _KAPLAN)[3]
     for name, exponent, of in (("alpha", law.alpha, "size"), ("beta", law.beta, "number of tokens")):
-        if not low * 1.01 < exponent < high * 0.99:
+        if not _BOUNDS[3][0] * 1.01 < exponent < _BOUNDS[3][1] * 0.99:
             found.append(f"{name} is at its limit: these runs do not show how the loss depends on the {of}; add values that differ more")
     return found
 
@@ -121,20 +108,18 @@ def _predict(theta: np.ndarray, size: np.ndarray, tokens: np.ndarray) -> np.ndar
 
 
 def _law(theta: np.ndarray) -> tuple[float, float, float, float, float, float]:
-    e, a, b, gamma = (float(value) for value in np.exp(theta[[0, 1, 2, 5]]))
-    return 0.0 if theta[0] == _NOTHING else e, a, b, float(theta[3]), float(theta[4]), gamma
+    a, b, gamma = (float(value) for value in np.exp(theta[[1, 2, 5]]))
+    return float(theta[0]), a, b, float(theta[3]), float(theta[4]), gamma
 
 
-def _starts(size: np.ndarray, tokens: np.ndarray, loss: np.ndarray, form: _Bounds) -> list[np.ndarray]:
-    if form is _HOFFMANN:
-        lowest = float(loss.min())
-        grid = product((0.3, 0.8), (2.0, 8.0), (2.0, 8.0), (0.2, 0.5))
-        return [np.array([np.log(share * lowest), a, b, exponent, exponent, 0.0]) for share, a, b, exponent in grid]
-    n, d, middle = (float(np.log(values).mean()) for values in (size, tokens, loss))
-    return [  # both terms are equal in the middle of the runs
-        np.array([_NOTHING, inner + exponent / gamma * n, inner + exponent / gamma * d, exponent / gamma, exponent / gamma, np.log(gamma)])
-        for gamma, exponent in product((0.15, 0.3, 0.6), (0.1, 0.25)) for inner in [middle / gamma - np.log(2)]
-    ]  # fmt: skip
+def _starts(size: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> list[np.ndarray]:
+    """Laws whose two terms are equal in the middle of the runs."""
+    n, d, lowest, middle = np.log(size).mean(), np.log(tokens).mean(), loss.min(), float(np.exp(np.log(loss).mean()))
+    found = []
+    for share, gamma, exponent in product((0.01, 0.4, 0.8), (0.15, 0.4, 0.999), (0.1, 0.3)):
+        inner, slope = np.log(middle - share * lowest) / gamma - np.log(2), exponent / gamma
+        found.append(np.array([share * lowest, inner + slope * n, inner + slope * d, slope, slope, np.log(gamma)]))
+    return found
 
 
 def minimizer() -> Callable[..., Any]:
@@ -145,13 +130,13 @@ def minimizer() -> Callable[..., Any]:
     return minimize
 
 
-def _minimize(size: np.ndarray, tokens: np.ndarray, loss: np.ndarray, start: np.ndarray, form: _Bounds) -> tuple[float, np.ndarray]:
+def _minimize(size: np.ndarray, tokens: np.ndarray, loss: np.ndarray, start: np.ndarray) -> tuple[float, np.ndarray]:
     minimize = minimizer()
     log_size, log_tokens, log_loss = np.log(size), np.log(tokens), np.log(loss)
 
     def objective(theta: np.ndarray) -> tuple[float, np.ndarray]:
-        e, a, b, alpha, beta, log_gamma = theta
-        irreducible, gamma = np.exp(e), np.exp(log_gamma)
+        irreducible, a, b, alpha, beta, log_gamma = theta
+        gamma = np.exp(log_gamma)
         of_size, of_tokens = np.exp(a - alpha * log_size), np.exp(b - beta * log_tokens)
         inner = of_size + of_tokens
         reducible = inner**gamma
@@ -161,10 +146,10 @@ def _minimize(size: np.ndarray, tokens: np.ndarray, loss: np.ndarray, start: np.
         slope = np.clip(residual, -HUBER, HUBER) / (irreducible + reducible)
         of_size, of_tokens = (gamma * reducible / inner * part for part in (of_size, of_tokens))
         gradient = np.array([
-            slope.sum() * irreducible, slope @ of_size, slope @ of_tokens, -(slope * log_size) @ of_size, -(slope * log_tokens) @ of_tokens,
+            slope.sum(), slope @ of_size, slope @ of_tokens, -(slope * log_size) @ of_size, -(slope * log_tokens) @ of_tokens,
             slope @ (gamma * reducible * np.log(inner)),
         ])  # fmt: skip
         return float(value) / HUBER**2, gradient / HUBER**2
 
-    found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=form, options={"maxiter": 1000, "ftol": 1e-11})
+    found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=_BOUNDS, options={"maxiter": 1000, "ftol": 1e-11})
     return float(found.fun), found.x
