@@ -30,11 +30,13 @@ MIXTURE = {  # of the quickstart's first phase
     "speeches": 0.14, "facts": 0.13, "chats": 0.165, "stories": 0.18, "stories-ja": 0.08, "stories-zh": 0.085, "code": 0.15, "docs": 0.07,
 }  # fmt: skip
 BATCH = 1024
-HORIZONS = (600 * BATCH, 850 * BATCH, 1200 * BATCH, 1700 * BATCH, 2400 * BATCH)
+HORIZONS = (800 * BATCH, 1050 * BATCH, 1400 * BATCH, 1800 * BATCH, 2400 * BATCH)
+SEEDS = 2
 WARMUP = 0.1  # of the shortest horizon
 LAYERS = 2  # of all runs: depth and width do not count alike, so a family of models grows in one of them, or in both together
-SIZES = (24, 32, 48, 64)  # hidden sizes
-TARGETS = (94, 82, 66, 108, 74, 90, 100, 70, 78, 86)
+HEAD = 16  # dimension of a head: hidden sizes are multiples of it, so that all else is in proportion to them
+SIZES = (32, 48, 64, 80)  # hidden sizes
+TARGETS = (112, 128, 96, 144, 112, 128, 112, 128, 112, 128)
 FACTOR = 4  # operations of a target, relative to those of the ladder's largest run
 COMMON = [
     "time=null", "tune=null", "evaluate.benchmarks=[]", "export.huggingface=false", "export.gguf=false", "tokenizer.vocab_size=2048",
@@ -45,8 +47,8 @@ COMMON = [
 def shape(hidden: int) -> list[str]:
     """A dense model in place of the quickstart's mixture of experts, which is slow at these sizes."""
     return ["model.moe=null", *(f"model.{key}={value}" for key, value in {
-        "hidden_size": hidden, "num_hidden_layers": LAYERS, "head_dim": 32, "num_attention_heads": max(1, hidden // 32),
-        "num_key_value_heads": 1, "intermediate_size": hidden * 11 // 4,
+        "hidden_size": hidden, "num_hidden_layers": LAYERS, "head_dim": HEAD, "num_attention_heads": hidden // HEAD,
+        "num_key_value_heads": hidden // HEAD, "intermediate_size": hidden * 11 // 4,
     }.items())]  # fmt: skip
 
 
@@ -78,7 +80,7 @@ def main() -> None:
     warmup = round(WARMUP * HORIZONS[0] / BATCH)
     file, out = folder / "ladder.yaml", folder / "ladder"
     ladder = {
-        "recipe": "quickstart", "set": [*COMMON, phase(HORIZONS[-1], warmup)], "out": str(out), "warmup": WARMUP,
+        "recipe": "quickstart", "set": [*COMMON, phase(HORIZONS[-1], warmup)], "out": str(out), "warmup": WARMUP, "seeds": SEEDS,
         "sizes": {str(hidden): shape(hidden) for hidden in SIZES}, "horizons": [f"{one} tokens" for one in HORIZONS],
     }  # fmt: skip
     file.write_text(yaml.safe_dump(ladder, sort_keys=False), encoding="utf-8")
@@ -91,7 +93,7 @@ def main() -> None:
     commands: list[list[str]] = []
     for number, hidden in enumerate(TARGETS, 1):
         run_dir = folder / f"target-{number:02d}"
-        chosen = [*COMMON, *shape(hidden), f"run_dir={run_dir}", f"train.seed={number + 101}", "threads=1"]
+        chosen = [*COMMON, *shape(hidden), f"run_dir={run_dir}", f"train.seed={number + 300}", "threads=1"]
         size = size_and_tokens(load_recipe("quickstart", [*chosen, phase(HORIZONS[-1], warmup)]).recipe)[0]
         words = ["quickstart", *overrides([*chosen, phase(-(-FACTOR * largest // (size * BATCH)) * BATCH, warmup)])]
         if not run_dir.exists():

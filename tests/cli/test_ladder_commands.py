@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from tiny_run import Tiny
 
 WIDTHS = (16, 64, 256)
 TOKENS = (2048, 4096, 8192)
-RUNS = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (0, 2)]
+RUNS = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
 PHASE = (
     "{{name: general, tokens: {tokens} tokens, mixture: {{code: 0.7, docs: 0.3}}, sequence_length: 32 tokens, "
     "global_batch_size: 256 tokens, lr_schedule: {{kind: linear, warmup: 2 steps, min_lr_ratio: {end}}}}}"
@@ -38,7 +39,7 @@ def words(run_dir: Path, width: int, tokens: int, end: float = 0.0) -> list[str]
 
 @pytest.fixture(scope="module")
 def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Six finished runs of three sizes and three horizons, on one corpus."""
+    """Seven finished runs of three sizes and three horizons, on one corpus."""
     made = []
     for width, tokens in RUNS:
         run_dir = tiny.copy(tmp_path_factory.mktemp("ladder") / "run").run_dir
@@ -124,7 +125,7 @@ def test_benchmark_scores_are_predicted_through_the_loss_and_scored_afterwards(
             runs.append(tmp_path / f"{width}-{tokens}")
             planted_run(tiny, runs[-1], width, tokens)
     fitted = json.loads(lmworks("ladder", "fit", ladder, *runs, "--json").out)
-    assert fitted["residual"] < 1e-4 and fitted["doubts"] == []
+    assert fitted["residual"] < 1e-4 and "each size has one seed" in "".join(fitted["doubts"])
     assert "residual 0.00% (root mean square)" in lmworks("ladder", "fit", ladder, *runs).out
     coins, colors = fitted["benchmarks"]
     assert (colors["name"], colors["chance"], colors["items"], colors["runs"]) == ("colors/cloze-0-shot", 0.25, ITEMS, 9)
@@ -160,11 +161,11 @@ def test_benchmark_scores_are_predicted_through_the_loss_and_scored_afterwards(
 
 def test_scores_that_cannot_be_used_are_told(lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 2)
-    runs = [tmp_path / str(number) for number in range(6)]
+    runs = [tmp_path / str(number) for number in range(len(RUNS))]
     for (width, tokens), run_dir in zip(RUNS, runs, strict=True):
         planted_run(tiny, run_dir, WIDTHS[width], TOKENS[tokens], ("colors",) if run_dir == runs[2] else ("colors", "coins"))
     shown = lmworks("ladder", "fit", tmp_path / "ladder", *runs)
-    assert "coins/cloze-0-shot is left out: 5 of 6 runs have scored it" in shown.out, shown.err
+    assert "coins/cloze-0-shot is left out: 6 of 7 runs have scored it" in shown.out, shown.err
     assert "sigmoid(slope * (midpoint - loss))" in shown.out and "colors" in shown.out
     followed = {"stage": "pretrain", "step": TOKENS[0] // 256, **values("colors", 3, 400, 0.25)}
     (runs[0] / "follow.jsonl").write_text(json.dumps(followed) + "\n", encoding="utf-8")
@@ -263,6 +264,20 @@ def test_a_branch_has_the_learning_rates_of_a_wsd_schedule_of_its_horizon(tiny: 
     assert branched == pytest.approx(whole, abs=1e-12)  # the same formula, on tokens since the start of one phase or of another
 
 
+def test_a_branch_continues_the_trunk_of_its_own_seed(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    file = ladder_file(tmp_path, tiny.recipe)
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text + "seeds: 2\n", encoding="utf-8")
+    continued = {(run.arm.name, run.seed): run.branch for run in resolve(file).runs}
+    assert len(continued) == 3 * 4 * 2
+    for (name, seed), branch in continued.items():
+        trunk = tmp_path / "out" / "arms" / f"{name.split('-')[0]}-trunk" / f"seed-{seed}"
+        assert branch is None if name.endswith("trunk") else branch is not None and branch.checkpoint.parents[1] == branch.run_dir == trunk
+    for seeds, why in (("[1, 1]", "lists 1 twice"), ("0", "must be from 1"), ("400", "more than 1000 runs")):
+        file.write_text(f"{text}seeds: {seeds}\n", encoding="utf-8")
+        assert why in lmworks("ladder", "run", file).error
+
+
 def test_all_runs_of_a_ladder_have_one_tokenizer(tiny: Tiny, tmp_path: Path) -> None:
     """It is trained on the mixture over all phases, whose shares another division into phases rounds otherwise."""
     ladder = resolve(ladder_file(tmp_path, tiny.recipe))
@@ -277,16 +292,19 @@ def test_decays_branch_off_from_one_run_of_each_size_and_a_law_is_fitted_to_them
 ) -> None:
     monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 10)
     file, out = ladder_file(tmp_path, tiny.recipe, f"evaluate.benchmarks=[{own_task(tmp_path, 60)}]"), tmp_path / "out"
+    file.write_text(file.read_text(encoding="utf-8") + "seeds: [1, 5]\n", encoding="utf-8")
     done = lmworks("ladder", "run", file, "--jobs", "2", "--json")
     assert done.code == 0, done.error
     fitted = json.loads(done.out)
-    assert sorted(point["tokens"] for point in fitted["points"]) == sorted(3 * [2048, 4096, 8192])
+    assert sorted((point["tokens"], point["seed"]) for point in fitted["points"]) == sorted(3 * list(product([2048, 4096, 8192], [1, 5])))
+    losses = {seed: [point["loss"] for point in fitted["points"] if point["seed"] == seed] for seed in (1, 5)}
+    assert not set(losses[1]) & set(losses[5]) and not any("one seed" in one for one in fitted["doubts"])
     assert len({path.read_bytes() for path in out.glob("arms/*/*/tokenizer/tokenizer.json")}) == 1
     (law,) = load_law(out).benchmarks
-    assert len(load_law(out).samples) == 10 and (law.name, law.chance, law.items, law.runs) == ("colors/cloze-0-shot", 0.25, 60, 9)
+    assert len(load_law(out).samples) == 10 and (law.name, law.chance, law.items, law.runs) == ("colors/cloze-0-shot", 0.25, 60, 18)
     assert not any("eval/colors/items" in one for one in jsonl.read(out / "arms" / "wide-trunk" / "seed-1" / "metrics.jsonl"))
-    for index, horizon in enumerate((2048, 4096, 8192)):
-        trunk, branch = (out / "arms" / name / "seed-1" for name in ("wide-trunk", f"wide-{horizon}"))
+    for seed, (index, horizon) in product((1, 5), enumerate((2048, 4096, 8192))):
+        trunk, branch = (out / "arms" / name / f"seed-{seed}" for name in ("wide-trunk", f"wide-{horizon}"))
         resumed = next(one for one in read_ledger(branch / "ledger.jsonl") if one["event"] == "resume")
         assert resumed["step"] == int(sorted((trunk / "checkpoints").glob("step-*"))[index].name.removeprefix("step-"))
         rates = [one["optim/learning_rate"] for one in jsonl.read(branch / "metrics.jsonl") if "optim/learning_rate" in one]

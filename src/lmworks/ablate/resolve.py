@@ -13,7 +13,7 @@ from lmworks.ablate.kinds.base import Ablation, Expansion, meant
 from lmworks.ablate.kinds.registry import kinds
 from lmworks.ablate.measures import Measure, needs_evaluation
 from lmworks.ablate.measures import resolve as resolve_measures
-from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, RunSet, matter, share_tokenizer
+from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, RunSet, matter, seed_list, share_tokenizer
 from lmworks.errors import UserError
 from lmworks.files import read_json
 from lmworks.optim.schedules import Schedules
@@ -95,7 +95,7 @@ def resolve(path: str | Path, out: Path | None = None, speeds: Mapping[str, floa
         ablation.measures or ablation.default_measures, {arm.name: arm.recipe for arm in arms.values()}, _tokenizers(arms, baseline)
     )
     return Experiment(
-        "lmworks ablate", ablation.recipe, tuple(ablation.set), found, out, arms, arms[expansion.baseline], ablation.seed_list,
+        "lmworks ablate", ablation.recipe, tuple(ablation.set), found, out, arms, arms[expansion.baseline], seed_list(ablation.seeds),
         "evaluate" if needs_evaluation(measures) else "pretrain", text,
         ablation=ablation, measures=measures, earlier=_earlier_noise(ablation),
     )  # fmt: skip

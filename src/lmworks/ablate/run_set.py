@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from lmworks.errors import UserError
 from lmworks.model_stages import MODEL_STAGES
@@ -30,6 +32,28 @@ _ORDER = ("name", "tokens", "mixture", "mixture_changes", "sequence_length", "gl
 
 
 _ARMS = "arms"
+_MOST_SEEDS = 1000
+
+
+def _check_seeds(value: int | list[int]) -> int | list[int]:
+    if isinstance(value, int):
+        if not 1 <= value <= _MOST_SEEDS:
+            raise ValueError(f"must be from 1 to {_MOST_SEEDS}, or a list of seeds")
+        return value
+    if not value or any(one < 0 for one in value) or len(value) > _MOST_SEEDS:
+        raise ValueError(f"must have from 1 to {_MOST_SEEDS} seeds, none of them negative")
+    twice = [one for one in value if value.count(one) > 1]
+    if twice:
+        raise ValueError(f"lists {twice[0]} twice, and a run repeated with its seed gives the same result; remove one or take another seed")
+    return value
+
+
+Seeds = Annotated[int | list[int], AfterValidator(_check_seeds)]  # the number of seeds (1, 2, ...), or a list of them
+
+
+def seed_list(seeds: int | list[int]) -> list[int]:
+    """The seeds that a file of runs asks for."""
+    return list(range(1, seeds + 1)) if isinstance(seeds, int) else list(seeds)
 
 
 def run_dir(out: Path, arm: str, seed: int) -> Path:
@@ -39,12 +63,14 @@ def run_dir(out: Path, arm: str, seed: int) -> Path:
 
 @dataclass(frozen=True)
 class Branch:
-    """A checkpoint that runs continue; it has trained on `tokens` tokens in `steps` steps of the run in `run_dir`."""
+    """A checkpoint that runs continue; it has trained on `tokens` tokens in `steps` steps of the run in `run_dir`. `trunk` is the arm of
+    that run if it belongs to the set: each run then continues the trunk with its own seed."""
 
     run_dir: Path
     checkpoint: Path
     steps: int
     tokens: int
+    trunk: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,11 +119,12 @@ class Arm:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One run: an arm with a seed."""
+    """One run: an arm with a seed, and the checkpoint that it continues."""
 
     arm: Arm
     seed: int
     directory: Path
+    branch: Branch | None = None
 
     @property
     def name(self) -> str:
@@ -123,7 +150,16 @@ class RunSet:
     @cached_property
     def runs(self) -> list[Run]:
         """All runs, seed by seed, so that an unfinished set has whole seeds."""
-        return [Run(arm, seed, run_dir(self.out, arm.name, seed)) for seed in self.seeds for arm in self.arms.values()]
+        return [
+            Run(arm, seed, run_dir(self.out, arm.name, seed), self._branch(arm, seed)) for seed in self.seeds for arm in self.arms.values()
+        ]
+
+    def _branch(self, arm: Arm, seed: int) -> Branch | None:
+        branch = arm.branch
+        if branch is None or branch.trunk is None:
+            return branch
+        trunk = run_dir(self.out, branch.trunk, seed)
+        return replace(branch, run_dir=trunk, checkpoint=trunk / branch.checkpoint.relative_to(branch.run_dir))
 
     def directory(self, arm: Arm) -> Path:
         return self.out / _ARMS / arm.name

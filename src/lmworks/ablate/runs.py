@@ -65,7 +65,7 @@ def command(runs: RunSet, run: Run, threads: int | None = None) -> list[str]:
     """The command of a run, without the name of the program."""
     options = [f"train.seed={run.seed}", f"run_dir={run.directory}", *([f"threads={threads}"] if threads else [])]
     words = [word for option in options for word in ("--set", option)]
-    words += [word for key in ("threads", *(["shards"] if run.arm.branch else [])) for word in ("--allow", key)]
+    words += [word for key in ("threads", *(["shards"] if run.branch else [])) for word in ("--allow", key)]
     place, stage = str(runs.directory(run.arm) / "resolved.json"), runs.last
     if world_size(run.arm.recipe.layout) > 1:
         return ["launch", "local", place, "--to", stage, *words]
@@ -158,7 +158,7 @@ class Runner:
 
     def _ended(self, run: Run, code: int, stop: Stop) -> None:
         if code == 0:
-            if not any(other.arm.branch and other.arm.branch.run_dir == run.directory for other in self.set.runs):
+            if not any(other.branch and other.branch.run_dir == run.directory for other in self.set.runs):
                 prune(run)
             self.on_done(run)
         elif not stop.requested:
@@ -169,9 +169,9 @@ class Runner:
     def _give_up_on_branches_of_failed_runs(self, waiting: list[Run]) -> None:
         failed = {run.directory: run for run, _ in self.failed}
         for run in list(waiting):
-            if run.arm.branch and run.arm.branch.run_dir in failed and not _is_ready(run):
+            if run.branch and run.branch.run_dir in failed and not _is_ready(run):
                 waiting.remove(run)
-                self.failed.append((run, f"it continues {failed[run.arm.branch.run_dir].name}, which failed"))
+                self.failed.append((run, f"it continues {failed[run.branch.run_dir].name}, which failed"))
 
     def _tokens(self, run: Run) -> float:
         """Tokens that a run has trained on, by the last line of its metrics."""
@@ -185,7 +185,7 @@ class Runner:
 
 def _is_ready(run: Run) -> bool:
     """Whether the checkpoint that a run continues is complete."""
-    return run.arm.branch is None or (run.arm.branch.checkpoint / manifest.NAME).is_file()
+    return run.branch is None or (run.branch.checkpoint / manifest.NAME).is_file()
 
 
 def prune(run: Run) -> None:

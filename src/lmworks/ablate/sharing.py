@@ -85,7 +85,7 @@ def _providers(runs: RunSet, directory: Path) -> Iterator[Path]:
     yield from sorted(path for path in directory.parent.iterdir() if path.is_dir() and path != directory)
     own = load_recipe(runs.recipe, runs.overrides).recipe.run_dir
     yield Path(own or "")
-    yield from dict.fromkeys(arm.branch.run_dir for arm in runs.arms.values() if arm.branch)
+    yield from dict.fromkeys(run.branch.run_dir for run in runs.runs if run.branch)
 
 
 def link_data(runs: RunSet, run: Run) -> None:
@@ -94,7 +94,7 @@ def link_data(runs: RunSet, run: Run) -> None:
     for stage in _STAGES:
         if read_stamp(run.directory / stage.folder) is None:
             link_tree(source / stage.folder, run.directory / stage.folder)
-    branch, folder = run.arm.branch, run.directory / "checkpoints"
+    branch, folder = run.branch, run.directory / "checkpoints"
     if branch and not listing.begun(folder):
         link_tree(branch.checkpoint, folder / branch.checkpoint.name)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
-from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, Branch, RunSet, run_dir, share_tokenizer
+from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, Branch, RunSet, Seeds, run_dir, seed_list, share_tokenizer
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.recipe.loading.document import parse_file
@@ -49,7 +49,10 @@ class LadderFile(Node):
     horizons: list[Tokens] = Field(min_length=3, description="at least 3 token budgets, each trained at every size")
     decay: float = Field(0.2, gt=0, lt=1, description="fraction of each horizon over which the learning rate falls to 0 (wsd schedule)")
     warmup: float = Field(0.05, gt=0, lt=1, description="warm-up of the learning rate, as a fraction of the shortest horizon")
-    seed: int = Field(1, ge=0, description="train.seed of all runs")
+    seeds: Seeds = Field(
+        1, description="number of seeds (1, 2, ...), or a list of them; each run sets train.seed to its seed, and two or more of them show "
+        "how much the loss depends on it"
+    )
     out: str | None = Field(None, description="directory of the ladder; runs/ladders/NAME when omitted")
 
 
@@ -62,8 +65,8 @@ def resolve(path: Path, out: Path | None = None) -> RunSet:
     sizes = ladder.sizes
     if len(sizes) < 3:
         raise UserError(f"{path}: sizes: a law needs at least 3 sizes, and there are {len(sizes)}; add some")
-    if len(sizes) * len(ladder.horizons) > _MOST_RUNS:
-        raise UserError(f"{path}: {len(sizes)} sizes at {len(ladder.horizons)} horizons are more than {_MOST_RUNS} runs; use fewer")
+    if len(sizes) * len(ladder.horizons) * len(seed_list(ladder.seeds)) > _MOST_RUNS:
+        raise UserError(f"{path}: sizes, horizons and seeds make more than {_MOST_RUNS} runs; use fewer")
     arms: dict[str, Arm] = {}
     for size, own in sizes.items():
         if not re.fullmatch(NAME, size):
@@ -78,7 +81,7 @@ def resolve(path: Path, out: Path | None = None) -> RunSet:
         raise UserError(f"{path}: sizes: two of them have the same number of parameters; change one")
     arms = share_tokenizer(arms, largest, out)
     text = path.read_text(encoding="utf-8")
-    return RunSet("lmworks ladder run", ladder.recipe, tuple(ladder.set), path, out, arms, largest, [ladder.seed], text=text)
+    return RunSet("lmworks ladder run", ladder.recipe, tuple(ladder.set), path, out, arms, largest, seed_list(ladder.seeds), text=text)
 
 
 def _matrix_size(recipe: Recipe) -> int:
@@ -109,12 +112,12 @@ def _arms_of_size(ladder: LadderFile, size: str, own: Sequence[str], out: Path) 
     ]
     trunk = _arm(ladder, f"{size}-{TRUNK}", [*of_trunk, f"checkpoints.keep_last={len(parts)}"], parts)
     yield trunk
-    trunk_dir = run_dir(out, trunk.name, ladder.seed)
+    trunk_dir = run_dir(out, trunk.name, seed_list(ladder.seeds)[0])
     for index, (count, decay, end) in enumerate(zip(steps, decays, ends, strict=True)):
         tail = _part(pattern, "decay", decay * batch, {"kind": "wsd", "warmup": "0 steps", "decay": "100%", "min_lr_ratio": 0.0})
         checkpoint = trunk_dir / "checkpoints" / listing.name_of(end)
         arm = _arm(ladder, f"{size}-{count * batch}", of_branch, [*parts[: index + 1], tail])
-        yield replace(arm, branch=Branch(trunk_dir, checkpoint, end, end * batch))
+        yield replace(arm, branch=Branch(trunk_dir, checkpoint, end, end * batch, trunk.name))
 
 
 def _evaluations(evaluate: Evaluate) -> tuple[tuple[str, ...], tuple[str, ...]]:

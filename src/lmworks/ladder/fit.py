@@ -7,6 +7,10 @@ yet. Few runs determine E and gamma together, but not each, which widens the int
 The objective is that of Hoffmann et al.: the Huber loss of the residuals of log L, minimized by L-BFGS from a grid of starts. Intervals
 come from a parametric bootstrap: the residual standard deviation is drawn from its own distribution (scaled inverse chi-squared with n - 6
 degrees of freedom, so that few runs give wide intervals), losses are drawn around the fit, and the law is fitted again.
+
+Runs of one size and one seed have initial weights and the order of the data in common, and those of a ladder the trunk, so part of their
+noise is common to them. It is seen where a size has several seeds, and estimated and drawn for itself (a random effect of size and seed,
+by the analysis of variance).
 """
 
 from __future__ import annotations
@@ -41,12 +45,14 @@ class BenchmarkScore:
 
 @dataclass(frozen=True)
 class Point:
-    """One run: active parameters (without the embedding look-up), training tokens, its measured loss, and its scores by benchmark."""
+    """One run: active parameters (without the embedding look-up), training tokens, its measured loss, its scores by benchmark, and its
+    seed."""
 
     parameters: float
     tokens: float
     loss: float
     scores: Mapping[str, BenchmarkScore] = field(default_factory=dict)
+    seed: int = 0
 
 
 def fit_law(
@@ -57,20 +63,53 @@ def fit_law(
     _require_enough(points)
     size, tokens, loss = (np.array([getattr(one, name) for one in points], np.float64) for name in ("parameters", "tokens", "loss"))
     best = min((_minimize(size, tokens, loss, start) for start in _starts(size, tokens, loss)), key=lambda found: found[0])[1]
-    residuals = np.log(loss) - np.log(_predict(best, size, tokens))
-    freedom = max(_NOISE_FREEDOM, len(points) - PARAMETERS)
-    deviation = float(np.sqrt((residuals**2).sum() / freedom))
+    noise = _Noise.of(np.log(loss) - np.log(_predict(best, size, tokens)), points)
     random = np.random.default_rng(seed)
     samples = []
     for _ in range(bootstraps):
-        drawn = deviation * np.sqrt(freedom / random.chisquare(freedom))
-        noisy = _predict(best, size, tokens) * np.exp(drawn * random.standard_normal(len(points)))
-        e, a, b, alpha, beta, gamma = _law(_minimize(size, tokens, noisy, best)[1])
-        samples.append((e, a, b, alpha, beta, float(drawn), gamma))
+        own, common = noise.draw(random)
+        drawn = own * random.standard_normal(len(points)) + common * random.standard_normal(noise.pairs.max() + 1)[noise.pairs]
+        e, a, b, alpha, beta, gamma = _law(_minimize(size, tokens, _predict(best, size, tokens) * np.exp(drawn), best)[1])
+        samples.append((e, a, b, alpha, beta, float(np.hypot(own, common)), gamma))
         if advance:
             advance(1)
     e, a, b, alpha, beta, gamma = _law(best)
     return LossLaw(e, a, b, alpha, beta, unit, source, tuple(samples), gamma=gamma)
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """The noise of log loss. `pairs` (runs,) numbers the pairs of size and seed; `size` is the mean number of runs of a pair. `between` is
+    the mean square of what the means of pairs differ from that of their size, `own` that of all other residuals, each with its degrees
+    of freedom."""
+
+    pairs: np.ndarray
+    size: float
+    own: float
+    own_freedom: int
+    between: float
+    between_freedom: int
+
+    @classmethod
+    def of(cls, residuals: np.ndarray, points: Sequence[Point]) -> _Noise:
+        _, sizes = np.unique([one.parameters for one in points], return_inverse=True)
+        names, pairs = np.unique([(one.parameters, one.seed) for one in points], axis=0, return_inverse=True)
+        pairs = pairs.reshape(-1)
+        if len(names) == len(points):  # every run has a seed of its own
+            pairs, names = sizes, names[: sizes.max() + 1]
+        means = (np.bincount(pairs, residuals) / np.bincount(pairs))[pairs] - (np.bincount(sizes, residuals) / np.bincount(sizes))[sizes]
+        between, between_freedom = float((means**2).sum()), len(names) - int(sizes.max()) - 1
+        freedom = max(_NOISE_FREEDOM, len(points) - PARAMETERS - between_freedom)
+        own = (float((residuals**2).sum()) - between) / freedom
+        return cls(pairs, len(points) / len(names), own, freedom, between / max(1, between_freedom), between_freedom)
+
+    def draw(self, random: np.random.Generator) -> tuple[float, float]:
+        """Standard deviations: of a run alone, and of what the runs of a pair have in common (0 with one seed, which does not show it)."""
+        own = self.own * self.own_freedom / random.chisquare(self.own_freedom)
+        if self.between_freedom == 0:
+            return float(np.sqrt(own)), 0.0
+        between = self.between * self.between_freedom / random.chisquare(self.between_freedom)
+        return float(np.sqrt(own)), float(np.sqrt(max(0.0, between - own) / self.size))
 
 
 def residual(law: LossLaw, points: Sequence[Point]) -> float:
@@ -85,6 +124,11 @@ def doubts(law: LossLaw, points: Sequence[Point]) -> list[str]:
         found.append(
             f"the law describes these runs only to within {missed:.1%}, so predictions can miss by more than their intervals: look at the "
             "residuals; it does not hold in the first part of training, so leave out the runs with the fewest tokens, or train for longer"
+        )
+    if len({(one.parameters, one.seed) for one in points}) == len({one.parameters for one in points}):
+        found.append(
+            "each size has one seed, so the runs do not show how much their loss depends on it, and the intervals leave that out; add a "
+            "second one (seeds: 2)"
         )
     for name, exponent, of in (("alpha", law.alpha, "size"), ("beta", law.beta, "number of tokens")):
         if not _BOUNDS[3][0] * 1.01 < exponent < _BOUNDS[3][1] * 0.99:

@@ -96,5 +96,5 @@ def read_points(runs: list[Path]) -> list[Point]:
                 "model; let the schedule of its last phase decay (min_lr_ratio)"
             )
         size, tokens = size_and_tokens(run.recipe)
-        points.append(Point(size, tokens, measured.loss, measured.scores))
+        points.append(Point(size, tokens, measured.loss, measured.scores, run.recipe.training_seed))
     return points

@@ -52,7 +52,7 @@ def list_runs(ladder: RunSet) -> list[dict[str, object]]:
 
 def points_of(ladder: RunSet) -> list[Path]:
     """The runs whose learning rate decays: those that branch off from the trunks."""
-    return [run.directory for run in ladder.runs if run.arm.branch is not None]
+    return [run.directory for run in ladder.runs if run.branch is not None]
 
 
 def fit_runs(folder: Path, runs: Sequence[Path]) -> tuple[LossLaw, list[Point]]:

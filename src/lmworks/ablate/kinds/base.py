@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from lmworks.ablate.run_set import NAME, Branch
+from lmworks.ablate.run_set import NAME, Branch, Seeds
 from lmworks.errors import UserError
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.recipe import Recipe
@@ -17,7 +17,6 @@ from lmworks.recipe.schema.units import Tokens
 from lmworks.recipe.tree.paths import nearest
 
 DEFAULT_MEASURES = ("validation/bits_per_byte", "validation/{domain}/bits_per_byte")
-_MOST_RUNS = 1000
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Ablation(Node):
         description="what the arms have in common: tokens, or training time. time: the budget is the baseline's, and each other arm gets "
         "the tokens that it trains on in the same time, at the speed measured before the first run",
     )
-    seeds: int | list[int] = Field(3, description="number of seeds (1, 2, ...), or a list of them; each run sets train.seed to its seed")
+    seeds: Seeds = Field(3, description="number of seeds (1, 2, ...), or a list of them; each run sets train.seed to its seed")
     measures: list[str] | None = Field(
         None,
         description="metrics, or evaluation/NAME for the results of the evaluation stage; {domain} stands for every domain. Held-out bits "
@@ -69,26 +68,6 @@ class Ablation(Node):
     out: str | None = Field(None, description="directory of the ablation; runs/ablations/NAME when omitted")
 
     default_measures: ClassVar[tuple[str, ...]] = DEFAULT_MEASURES
-
-    @field_validator("seeds")
-    @classmethod
-    def _seeds(cls, value: int | list[int]) -> int | list[int]:
-        if isinstance(value, int):
-            if not 1 <= value <= _MOST_RUNS:
-                raise ValueError(f"must be from 1 to {_MOST_RUNS}, or a list of seeds")
-            return value
-        if not value or any(one < 0 for one in value) or len(value) > _MOST_RUNS:
-            raise ValueError(f"must have from 1 to {_MOST_RUNS} seeds, none of them negative")
-        twice = [one for one in value if value.count(one) > 1]
-        if twice:
-            raise ValueError(
-                f"lists {twice[0]} twice, and a run repeated with its seed gives the same result; remove one or take another seed"
-            )
-        return value
-
-    @property
-    def seed_list(self) -> list[int]:
-        return list(range(1, self.seeds + 1)) if isinstance(self.seeds, int) else list(self.seeds)
 
     @abstractmethod
     def expand(self, recipe: Recipe) -> Expansion:
