@@ -66,7 +66,7 @@ def test_the_loss_is_predicted_where_there_is_a_law(lmworks: Lmworks, tmp_path: 
     said = lmworks(*words).out
     found = plan(lmworks, *map(str, words[1:]))
     active, tokens = found["counts"]["active"] - (0 if found["counts"]["tied"] else found["counts"]["embedding"]), found["tokens"]
-    assert f"predicted loss: {law.loss(active, tokens):.3f} bits per byte, 90% interval" in said
+    assert f"predicted loss: {law.predict(active, tokens):.3f} bits per byte, 90% interval" in said
     best = min(found["budget"]["candidates"], key=lambda one: one["loss"])
     assert best["size"] == found["budget"]["chosen"], "the law decides, not 20 tokens per parameter"
 

@@ -41,6 +41,7 @@ def test_a_law_without_an_irreducible_loss_is_found() -> None:
     assert max(one[0] for one in found.samples) > 0.1, "these runs do not show whether there is a small irreducible loss"
     interval = found.interval(*TARGET)
     assert interval is not None and interval[0] < KAPLAN.loss(*TARGET) < interval[1]
+    assert found.e == 0 and found.loss(*TARGET) < found.predict(*TARGET) == pytest.approx(KAPLAN.loss(*TARGET), rel=0.005)
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def predict(folder: Path, target: Resolved) -> Score:
     losses = law.draws(size, tokens)
     record = {
         "time": time.time(), "run_dir": str(run_dir), "recipe": target.fingerprint, "parameters": size, "tokens": tokens,
-        "predicted": law.loss(size, tokens), "low": interval[0], "high": interval[1], "level": LEVEL, "unit": law.unit,
+        "predicted": law.predict(size, tokens), "low": interval[0], "high": interval[1], "level": LEVEL, "unit": law.unit,
         "benchmarks": [_predict_score(one, losses, recipe.evaluate) for one in law.benchmarks],
         "law": hashlib.sha256((folder / LAW_FILE).read_bytes()).hexdigest(), "before": known[-1]["hash"] if known else "",
     }  # fmt: skip

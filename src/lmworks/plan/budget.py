@@ -199,7 +199,7 @@ def _numbers(scaled: Recipe, size: int, seconds: float) -> Numbers:
 
 def _candidate(name: str, recipe: Recipe, law: LossLaw | None) -> Candidate:
     counts, tokens = count_by_component(recipe.model), _tokens(recipe)
-    return Candidate(name, counts.active, tokens, None if law is None else law.loss(counts.active_computed, tokens))
+    return Candidate(name, counts.active, tokens, None if law is None else law.predict(counts.active_computed, tokens))
 
 
 def _tokens(recipe: Recipe) -> int:

@@ -48,6 +48,11 @@ class LossLaw:
         parts = f"{self.a:.4g} / N^{self.alpha:.3f} + {self.b:.4g} / D^{self.beta:.3f}"
         return f"L = {f'{self.e:.3f} + ' if self.e else ''}{parts if self.gamma == 1 else f'({parts})^{self.gamma:.3f}'} {self.unit}"
 
+    def predict(self, parameters: float, tokens: float) -> float:
+        """Predicted loss of a run: the median of `draws`, or that of the law itself without bootstrap fits. They differ where a parameter
+        is at its limit: a fit with E = 0 is the lowest of the laws that agree with the runs, not the one in the middle."""
+        return float(np.median(self.draws(parameters, tokens))) if self.samples else self.loss(parameters, tokens)
+
     def interval(self, parameters: float, tokens: float, level: float = 0.9) -> tuple[float, float] | None:
         """Prediction interval of a run's loss: quantiles of `draws`; None without bootstrap fits."""
         if not self.samples:

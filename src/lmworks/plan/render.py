@@ -58,7 +58,7 @@ def _loss(plan: Plan, law: LossLaw | None) -> list[RenderableType]:
     size, tokens = plan.counts.active_computed, plan.tokens
     interval = law.interval(size, tokens)
     between = f", 90% interval {interval[0]:.3f} to {interval[1]:.3f}" if interval else ""
-    return [Text(f"\npredicted loss: {law.loss(size, tokens):.3f} {law.unit}{between} ({law.source})")]
+    return [Text(f"\npredicted loss: {law.predict(size, tokens):.3f} {law.unit}{between} ({law.source})")]
 
 
 def _parameters(plan: Plan) -> Table:
