@@ -7,6 +7,7 @@ import pytest
 import scipy.stats
 
 from lmworks.ablate.noise_scale import from_norms
+from lmworks.ablate.statistics.chance import is_above
 from lmworks.ablate.statistics.noise import Noise
 from lmworks.ablate.statistics.parabola import fit
 from lmworks.ablate.statistics.quality import kendall, quality, spearman
@@ -54,7 +55,32 @@ def test_direction_and_chance() -> None:
     rising = -curves(spread=0.5, over_seeds=0.02, wavering=0.01)
     assert quality(rising, lower_is_better=False, is_paired=False).reasons == []
     assert quality(rising, lower_is_better=True, is_paired=False).monotonicity < -0.9  # type: ignore[operator]
-    assert "no arm is above chance" in quality(rising, lower_is_better=False, is_paired=False, above_chance=False).reasons
+    assert "no arm is shown to be above chance" in quality(rising, lower_is_better=False, is_paired=False, above_chance=False).reasons
+
+
+def test_arms_that_guess_are_seldom_above_chance_and_good_ones_are() -> None:
+    """Four arms with three seeds that guess on the same 60 items with 4 choices: in at most 5% of ablations one of them counts as above."""
+    random, level = np.random.default_rng(4), 0.05 / 4
+    by_items, by_seeds = 0, 0
+    for _ in range(500):
+        guesses = random.binomial(60, 0.25, size=(4, 3)) / 60
+        by_items += any(is_above(arm, 0.25, 60, level) for arm in guesses)
+        by_seeds += any(is_above(arm, 0.25, None, level) for arm in guesses)
+    assert by_items / 500 <= 0.05 and by_seeds / 500 <= 0.05
+    assert is_above(np.full(3, 30 / 60), 0.25, 60, level) and not is_above(np.full(3, 15 / 60), 0.25, 60, level)
+    assert not is_above(np.full(3, 0.1), 0.25, 60, level) and is_above(np.array([0.5, 0.52, 0.51]), 0.25, None, level)
+    assert not is_above(np.array([0.5]), 0.25, None, level), "one seed without a number of items shows nothing"
+
+
+def test_a_curve_may_be_of_another_sample_than_the_final_values() -> None:
+    """Final values that are all 0.3 higher than the last points are no step of the curve, and the order of the arms is theirs."""
+    sampled = -curves(spread=0.5, over_seeds=0.02, wavering=0.01)
+    final = sampled[:, :, -1] + 0.3
+    found = quality(sampled, lower_is_better=False, is_paired=False, final=final)
+    own = quality(sampled, lower_is_better=False, is_paired=False).to_json()
+    assert found.to_json() == {key: pytest.approx(value) for key, value in own.items()}  # 0.3 is added and taken away in float64
+    backward = quality(sampled, lower_is_better=False, is_paired=False, final=final[::-1])
+    assert backward.rank_halves == -1 and backward.rank_seeds == 1
 
 
 def test_a_final_value_without_a_curve_and_a_single_seed() -> None:

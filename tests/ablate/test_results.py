@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lmworks.ablate.document import document, save
-from lmworks.ablate.measures import Curve, Reading
+from lmworks.ablate.readings import Curve, Reading
 from lmworks.ablate.report import markdown
 from lmworks.ablate.resolve import resolve
 from lmworks.ablate.results import Results
@@ -68,6 +68,43 @@ def test_few_seeds_are_not_paired(tiny: Tiny, tmp_path: Path) -> None:
         assert (one["paired"], round(one["df"]), one["noise"], found["measures"][BITS]["noise_floor"]) == (is_paired, df, floor, floor)
         assert ("not paired by seed, because so few seeds" in markdown(found)) is not is_paired
     assert one["verdict"] == "better", "the spread over seeds is 0.07, of which the pairs share nearly all"
+
+
+SCORE = "eval/colors/cloze-0-shot"
+
+
+def scored(tiny: Tiny, folder: Path, values: dict[str, list[float]], items: int | None, chance: float | None) -> Results:
+    """The same for a score during training, with the number of its items and its chance level as a run records them."""
+    found = results(tiny, folder, values, measures=[SCORE], set=["evaluate.benchmarks=[{name: colors, path: x}]", "evaluate.every=50%"])
+    for reading in found.readings.values():
+        value = reading.values.pop(BITS)
+        reading.values[SCORE] = value
+        rising = [value - 0.03, value - 0.02, value - 0.01, value]
+        reading.curves[SCORE] = Curve([100.0, 200.0, 300.0, 400.0], rising)
+        reading.counts.update({} if items is None else {SCORE: items})
+        reading.baselines.update({} if chance is None else {SCORE: chance})
+    return found
+
+
+def test_a_difference_at_or_below_chance_is_not_better(tiny: Tiny, tmp_path: Path) -> None:
+    """Curves that rise, seeds that agree, arms far apart: at chance the measure is not to be trusted, and higher is not better."""
+    low = {"base": [0.10, 0.101, 0.099], "more": [0.20, 0.201, 0.199]}
+    high = {name: [value + 0.4 for value in of_arm] for name, of_arm in low.items()}
+    for values, chance, word, trust in ((low, 0.25, "higher", False), (low, None, "higher", False), (high, 0.25, "better", True)):
+        found = document(scored(tiny, tmp_path, values, 100_000, chance))
+        (one,) = found["verdicts"]
+        quality = found["measures"][SCORE]["quality"]
+        assert (one["verdict"], quality["trust"], quality["above_chance"]) == (word, trust, trust), (values, chance, quality)
+        assert ("above chance" in one["why"]) is not trust
+        assert trust or quality["reasons"] == ["no arm is shown to be above chance"]
+
+
+def test_the_choice_of_few_items_counts(tiny: Tiny, tmp_path: Path) -> None:
+    """Seeds agree to 0.001, so the noise over seeds alone would show a difference of 0.1; 20 items cannot show it, 10,000 can."""
+    values = {"base": [0.60, 0.601, 0.599], "more": [0.70, 0.701, 0.699]}
+    few, many = (document(scored(tiny, tmp_path, values, items, 0.25))["verdicts"][0] for items in (20, 10_000))
+    assert (few["verdict"], many["verdict"]) == ("no difference shown", "better")
+    assert few["from_items"] == pytest.approx(np.sqrt((0.6 * 0.4 + 0.7 * 0.3) / 20)) and "more items" in few["why"]
 
 
 def test_one_seed_gives_no_verdict_unless_a_noise_floor_is_given(tiny: Tiny, tmp_path: Path) -> None:

@@ -140,6 +140,14 @@ def test_a_stopped_ablation_goes_on_and_shares_its_data(lmworks: Lmworks, tiny: 
         ({"measures": ["needle/accuracy"]}, "measures: no arm writes needle/accuracy, which needs a phase with needle"),
         ({"measures": ["train/mtp_loss"]}, "measures: no arm writes train/mtp_loss, which needs model.mtp"),
         ({"measures": ["validation/prose/loss"]}, "no source has the domain 'prose'; the domains are: code, docs"),
+        (
+            {"measures": ["eval/piqa/cloze-0-shot"], "set": ["evaluate.benchmarks=[copa]", "evaluate.every=50%"]},
+            "no arm writes eval/piqa/cloze-0-shot, because evaluate.benchmarks does not name 'piqa'; it names: copa",
+        ),
+        (
+            {"measures": ["eval/copa/cloze-0-shot"], "set": ["evaluate.benchmarks=[copa]", "evaluate.every=never"]},
+            "no arm writes eval/copa/cloze-0-shot, which needs evaluate.benchmarks and evaluate.every",
+        ),
         ({"measures": ["evaluation/arc-easy"]}, "because evaluate.benchmarks and evaluate.tasks do not name 'arc-easy'"),
         (
             {"arms": {"small": [], "large": ["tokenizer.vocab_size=600"]}, "measures": ["validation/loss"]},

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from lmworks.ablate.measures import Curve, Measure
+from lmworks.ablate.measures import EVALUATION, Measure
+from lmworks.ablate.readings import Curve
 from lmworks.ablate.results import Results
 from lmworks.ablate.run_set import Arm
 
@@ -14,7 +15,10 @@ _QUALITY_POINTS, _PAGE_POINTS = 20, 200
 
 
 def aligned(results: Results, measure: Measure, arms: list[Arm], seeds: list[int]) -> np.ndarray:
-    """Curves (arms, seeds, points) at equal fractions of the budget; the final value alone where a measure has no curve."""
+    """Curves (arms, seeds, points) at equal fractions of the budget; the final value alone where a measure has no curve.
+
+    The last point is the final value, unless that is of the evaluation stage, whose score is of more items than its curve.
+    """
     final = results.table(measure, arms, seeds)
     curves = [_curve(results, measure, arm, seed) for arm in arms for seed in seeds]
     points = min(_QUALITY_POINTS, *(len(curve.values) if curve else 1 for curve in curves))
@@ -22,7 +26,8 @@ def aligned(results: Results, measure: Measure, arms: list[Arm], seeds: list[int
         return final[:, :, None]
     found = np.array([_on(np.linspace(curve.tokens[0], curve.tokens[-1], points), curve) for curve in curves if curve])
     found = found.reshape(len(arms), len(seeds), points)
-    found[:, :, -1] = final
+    if not measure.name.startswith(EVALUATION):
+        found[:, :, -1] = final
     return found
 
 

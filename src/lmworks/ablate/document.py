@@ -11,7 +11,7 @@ from lmworks import __version__
 from lmworks.ablate.conclusions import Findings
 from lmworks.ablate.cost import cost
 from lmworks.ablate.curves import aligned, spread
-from lmworks.ablate.measures import Measure, above_chance
+from lmworks.ablate.measures import Measure
 from lmworks.ablate.resolve import RESULTS
 from lmworks.ablate.results import Results
 from lmworks.ablate.run_set import Arm
@@ -21,6 +21,7 @@ from lmworks.doctor.formatting import compact, significant
 from lmworks.files import write_json
 
 SEED_VARIES = "the data order, the initial weights and dropout; corpus, tokenizer, shards and held-out text are the same for all seeds"
+AT_CHANCE = "neither of the two is shown to be above chance, so this is neither better nor worse"
 _MORE_SEEDS = (3, 5, 10)
 
 
@@ -71,16 +72,17 @@ def _measure(results: Results, measure: Measure) -> dict[str, Any]:
         "curves": spread(results, measure, arms, seeds), "quality": None,
     }  # fmt: skip
     if arms and seeds and measure.better:
-        good = above_chance(results.readings.values(), measure) if measure.has_items else None
+        good = any(results.above_chance(measure, arm, seeds) for arm in arms) if measure.has_chance else None
         is_paired = all(results.experiment.is_paired(arm) for arm in arms)
-        found["quality"] = quality(aligned(results, measure, arms, seeds), measure.better == "lower", is_paired, good).to_json()
+        curves, final = aligned(results, measure, arms, seeds), results.table(measure, arms, seeds)
+        found["quality"] = quality(curves, measure.better == "lower", is_paired, good, final).to_json()
     return _finite(found)
 
 
 def _verdict(results: Results, arm: Arm, measure: Measure, verdict: Verdict) -> dict[str, Any]:
     one = verdict.contrast
     word: str = verdict.outcome
-    if measure.better and word in ("higher", "lower"):
+    if measure.better and word in ("higher", "lower") and not _is_at_chance(results, arm, measure):
         word = "better" if word == measure.better else "worse"
     per_seed = arm.tokens + results.experiment.baseline.tokens - 2 * results.experiment.started_at
     needed = verdict.seeds_needed
@@ -90,7 +92,14 @@ def _verdict(results: Results, arm: Arm, measure: Measure, verdict: Verdict) -> 
         "own_spread": one.own, "from_items": math.sqrt(one.items), "detectable": verdict.detectable, "seeds_needed": needed,
         "tokens_needed": None if needed is None else needed * per_seed,
     }  # fmt: skip
-    return _finite(record | {"why": _why(results, record, measure)})
+    why = AT_CHANCE if measure.better and word in ("higher", "lower") else _why(results, record, measure)
+    return _finite(record | {"why": why})
+
+
+def _is_at_chance(results: Results, arm: Arm, measure: Measure) -> bool:
+    """Whether neither an arm nor the baseline is shown to be above chance, where a higher score is no better one."""
+    seeds = results.complete(measure)[1]
+    return measure.has_chance and not any(results.above_chance(measure, one, seeds) for one in (arm, results.experiment.baseline))
 
 
 def _finite(value: Any) -> Any:

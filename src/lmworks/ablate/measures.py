@@ -1,4 +1,4 @@
-"""What an ablation compares: names of measures, and their values in a finished run.
+"""What an ablation compares: the names of measures.
 
 A measure is a metric (`lmworks.metrics.names`), or a result of the evaluation stage: `evaluation/bits_per_byte` on all held-out text,
 `evaluation/DOMAIN/bits_per_byte`, or `evaluation/SCORE` for a benchmark set or task.
@@ -6,29 +6,19 @@ A measure is a metric (`lmworks.metrics.names`), or a result of the evaluation s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
-from lmworks import jsonl
 from lmworks.errors import UserError
-from lmworks.evaluate.references import OVERALL
-from lmworks.evaluate.statistics import wilson
-from lmworks.files import explain_damage, read_json
-from lmworks.metrics.log import read
-from lmworks.metrics.names import METRICS, describe
+from lmworks.metrics.names import METRICS, describe, is_score
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.recipe.tree.paths import get, nearest
 
 EVALUATION = "evaluation/"
-_BITS = "bits_per_byte"
-_EACH_STEP = ("train/", "optim/", "perf/", "experts/", "layers/", "system/")
-_TAIL = 0.1  # of the steps: over these a metric of every step is averaged
+IN_TRAINING, NEEDLE = "eval/", "needle/"
+BITS = "bits_per_byte"
 
 
 @dataclass(frozen=True)
@@ -45,23 +35,10 @@ class Measure:
         """Whether its values depend on the tokenizer."""
         return "token" in self.unit or self.name == "train/perplexity"
 
-
-@dataclass(frozen=True)
-class Curve:
-    """A measure along training, each point behind so many tokens."""
-
-    tokens: list[float]
-    values: list[float]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a run has measured. `items` holds right (1) or wrong (0) by item, `baselines` what guessing gets, both by score."""
-
-    values: dict[str, float] = field(default_factory=dict)
-    curves: dict[str, Curve] = field(default_factory=dict)
-    items: dict[str, dict[str, float]] = field(default_factory=dict)
-    baselines: dict[str, float] = field(default_factory=dict)
+    @property
+    def has_chance(self) -> bool:
+        """Whether guessing gets a part of it right."""
+        return self.has_items or (self.name.startswith(NEEDLE) and self.better == "higher")
 
 
 def needs_evaluation(measures: Iterable[Measure]) -> bool:
@@ -98,7 +75,7 @@ def _measure(name: str, recipes: Mapping[str, Recipe], domains: Sequence[str]) -
     try:
         metric = describe(name)
     except KeyError:
-        close = nearest(name, [*METRICS, f"{EVALUATION}{_BITS}"])
+        close = nearest(name, [*METRICS, f"{EVALUATION}{BITS}"])
         raise UserError(
             f"measures: there is no metric {name!r}; {f'did you mean {close!r}?' if close else 'docs/glossary.md lists them'}"
         ) from None
@@ -107,7 +84,10 @@ def _measure(name: str, recipes: Mapping[str, Recipe], domains: Sequence[str]) -
         raise UserError(f"measures: no arm writes {name}, because no source has the domain {part!r}; the domains are: {', '.join(domains)}")
     if metric.when and not any(_writes(metric.when, recipe) for recipe in recipes.values()):
         raise UserError(f"measures: no arm writes {name}, which needs {metric.when}; set it, or leave the measure out")
-    return Measure(name, metric.unit, metric.better)
+    sets = dict.fromkeys(one.name for recipe in recipes.values() for one in recipe.evaluate.benchmarks)
+    if name.startswith(IN_TRAINING) and part not in sets:
+        raise UserError(f"measures: no arm writes {name}, because evaluate.benchmarks does not name {part!r}; it names: {', '.join(sets)}")
+    return Measure(name, metric.unit, metric.better, has_items=is_score(name))
 
 
 def _writes(when: str, recipe: Recipe) -> bool:
@@ -124,15 +104,15 @@ def _has(condition: str, tree: dict[str, Any]) -> bool:
     if keys[0] not in tree:
         return True
     value = get(tree, keys)
-    return str(value) == wanted if wanted else bool(value)
+    return str(value) == wanted if wanted else bool(value) and value != "never"
 
 
 def _evaluation(name: str, recipes: Mapping[str, Recipe], domains: Sequence[str]) -> Measure:
     rest = name.removeprefix(EVALUATION)
-    if rest == _BITS or (rest.endswith(f"/{_BITS}") and rest.removesuffix(f"/{_BITS}") in domains):
+    if rest == BITS or (rest.endswith(f"/{BITS}") and rest.removesuffix(f"/{BITS}") in domains):
         return Measure(name, "bits/byte", "lower")
-    if rest.endswith(f"/{_BITS}"):
-        domain = rest.removesuffix(f"/{_BITS}")
+    if rest.endswith(f"/{BITS}"):
+        domain = rest.removesuffix(f"/{BITS}")
         raise UserError(
             f"measures: no arm writes {name}, because no source has the domain {domain!r}; the domains are: {', '.join(domains)}"
         )
@@ -148,82 +128,3 @@ def _evaluation(name: str, recipes: Mapping[str, Recipe], domains: Sequence[str]
             )
         )
     return Measure(name, "", "higher", has_items=True)
-
-
-def read_run(run_dir: Path, measures: Sequence[Measure]) -> Reading:
-    """The measures of a run, as far as it has written them. Values that are not finite are left out."""
-    reading = Reading()
-    lines = read(run_dir)
-    last = max((line.get("step", 0) for line in lines), default=0)
-    tokens = 0.0
-    places: dict[str, list[tuple[int, float, float]]] = {measure.name: [] for measure in measures}
-    for line in lines:
-        tokens = float(line.get("train/tokens") or tokens)
-        for name, points in places.items():
-            value = line.get(name)
-            if isinstance(value, int | float) and math.isfinite(value):
-                points.append((int(line["step"]), tokens, float(value)))
-    for name, points in places.items():
-        if not points:
-            continue
-        reading.curves[name] = Curve([at for _, at, _ in points], [value for _, _, value in points])
-        tail = [value for step, _, value in points if step > (1 - _TAIL) * last] if name.startswith(_EACH_STEP) else []
-        # A validation counts only if it is of the end: a run that diverged before has no value.
-        if tail:
-            reading.values[name] = float(np.mean(tail))
-        elif not name.startswith(_EACH_STEP) and points[-1][0] == last:
-            reading.values[name] = points[-1][2]
-    if needs_evaluation(measures):
-        _read_evaluation(run_dir / "evaluate", measures, reading)
-    return reading
-
-
-def _read_evaluation(folder: Path, measures: Sequence[Measure], reading: Reading) -> None:
-    path = folder / "results.json"
-    if not path.exists():
-        return
-    with explain_damage(path, "delete it and run the same command again"):
-        model = read_json(path)["models"]["base"]
-        bits = {name: record[_BITS] for name, record in model[_BITS].items()}
-        scores = model.get("scores", {})
-    outcomes = _outcomes(folder)
-    for measure in measures:
-        if not measure.name.startswith(EVALUATION):
-            continue
-        rest = measure.name.removeprefix(EVALUATION)
-        if not measure.has_items:
-            domain = rest.removesuffix(_BITS).rstrip("/") or OVERALL
-            if domain in bits:
-                reading.values[measure.name] = float(bits[domain])
-        elif (score := _score_of(rest, scores)) is not None:
-            reading.values[measure.name] = float(scores[score]["score"])
-            reading.baselines[measure.name] = float(scores[score].get("baseline") or 0)
-            reading.items[measure.name] = outcomes.get(score, {})
-
-
-def _score_of(name: str, scores: Mapping[str, Any]) -> str | None:
-    """The score of this name; of a set that is scored in several forms, the one that was chosen for the model."""
-    return (
-        name
-        if name in scores
-        else next((one for one, record in scores.items() if record.get("set") == name and record.get("chosen")), None)
-    )
-
-
-def _outcomes(folder: Path) -> dict[str, dict[str, float]]:
-    """Right (1) or wrong (0) per item, by score."""
-    found: dict[str, dict[str, float]] = {}
-    for line in jsonl.read(folder / "outcomes-base.jsonl"):
-        with explain_damage(folder / "outcomes-base.jsonl"):
-            found.setdefault(line["score"], {})[line["id"]] = float(line["correct"])
-    return found
-
-
-def above_chance(readings: Iterable[Reading], measure: Measure) -> bool | None:
-    """Whether the best of these runs scores above guessing, its 95% interval taken over items; None where there is no chance level."""
-    known = [
-        (reading.items[measure.name], reading.baselines.get(measure.name, 0.0)) for reading in readings if reading.items.get(measure.name)
-    ]
-    if not known:
-        return None
-    return any(wilson(int(sum(items.values())), len(items))[0] > baseline for items, baseline in known)

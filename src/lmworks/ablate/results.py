@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from lmworks.ablate.cost import training_seconds
-from lmworks.ablate.measures import Measure, Reading, read_run
+from lmworks.ablate.measures import Measure
+from lmworks.ablate.readings import Reading, read_run
 from lmworks.ablate.resolve import Experiment
 from lmworks.ablate.run_set import Arm, Run, run_dir
 from lmworks.ablate.runs import state_of
+from lmworks.ablate.statistics.chance import is_above
 from lmworks.ablate.statistics.contrast import Contrast, contrast, own_df, pairing_pays
 from lmworks.ablate.statistics.noise import UNKNOWN, Floor, Noise, floor, with_earlier
 from lmworks.ablate.statistics.verdict import FAMILY_WISE
@@ -89,8 +91,18 @@ class Results:
                 found.append((arm, measure, contrast(own, other, noise, behind, is_paired, alone, self._items(measure, arm, seeds))))
         return found
 
-    def _items(self, measure: Measure, arm: Arm, seeds: list[int]) -> np.ndarray | None:
-        """Differences per item (seeds, items) of a score, over the items that all runs have."""
+    def above_chance(self, measure: Measure, arm: Arm, seeds: list[int]) -> bool:
+        """Whether an arm is shown to be above what guessing gets. The error rate of 5% is divided over all arms."""
+        readings = [one for seed in seeds if (one := self.reading(arm, seed)) and {measure.name} <= {*one.values} & {*one.baselines}]
+        if not readings:
+            return False
+        values = np.array([one.values[measure.name] for one in readings])
+        counts = [one.counts[measure.name] for one in readings if measure.name in one.counts]
+        level = max(one.baselines[measure.name] for one in readings)
+        return is_above(values, level, min(counts, default=None), FAMILY_WISE / len(self.experiment.arms))
+
+    def _items(self, measure: Measure, arm: Arm, seeds: list[int]) -> np.ndarray | int | None:
+        """Differences per item (seeds, items) of a score, over the items that all runs have; their number where they were not recorded."""
         if not measure.has_items:
             return None
         pairs = []
@@ -98,4 +110,7 @@ class Results:
             readings = self.reading(arm, seed), self.reading(self.experiment.baseline, seed)
             pairs.append([{} if one is None else one.items.get(measure.name, {}) for one in readings])
         names = sorted(set.intersection(*(set(one) for pair in pairs for one in pair)))
-        return np.array([[one[name] - other[name] for name in names] for one, other in pairs]) if names else None
+        if names:
+            return np.array([[one[name] - other[name] for name in names] for one, other in pairs])
+        counts = [self.readings[run.directory].counts.get(measure.name) for run in self.finished(arm)]
+        return min((count for count in counts if count), default=None)

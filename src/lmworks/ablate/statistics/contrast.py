@@ -8,7 +8,9 @@ With D the table (seeds, items) of differences per item and R its residuals afte
 
     V_items = max(0, var(item means of D) / N - sum R^2 / ((S - 1) (N - 1)) / (S N))
 
-The second term is what the item means owe to the seeds, which the first term of V counts already. The degrees of freedom of a sum are
+The second term is what the item means owe to the seeds, which the first term of V counts already. Where only the scores p and q of the two
+arms were recorded, V_items = (p (1 - p) + q (1 - q)) / N: an upper bound, since an item that is hard for one arm is hard for the other.
+The degrees of freedom of a sum are
 Satterthwaite's (1946). Where one of the two arms was set aside for its larger spread, `sd` is estimated from these two alone (Welch 1947).
 """
 
@@ -22,6 +24,7 @@ import numpy as np
 from lmworks.ablate.statistics.noise import UNKNOWN, Noise
 from lmworks.ablate.statistics.student import t_critical, t_two_sided
 
+Items = np.ndarray | int | None
 SHARED = 0.5  # the part of the variance over seeds that arms with the same data order are taken to share
 
 
@@ -66,14 +69,14 @@ def pairing_pays(paired_df: float, unpaired_df: float, level: float) -> bool:
 
 
 def contrast(
-    arm: np.ndarray, baseline: np.ndarray, floor: Noise, arms: int, is_paired: bool, own: bool = False, items: np.ndarray | None = None
+    arm: np.ndarray, baseline: np.ndarray, floor: Noise, arms: int, is_paired: bool, own: bool = False, items: Items = None
 ) -> Contrast:
     """The contrast of values over the same seeds (S,). `floor` is the noise floor of `arms` arms; `own` replaces it by that of these two.
-    `items` is the table (S, N) of differences per item."""
+    `items` is the table (S, N) of differences per item, or N where it was not recorded."""
     seeds = len(arm)
     difference = float(arm.mean() - baseline.mean())
     noise, arms = (_own_noise(arm, baseline, is_paired), 2) if own else (floor, arms)
-    from_items, items_df = _items(items) if items is not None else (0.0, 1.0)
+    from_items, items_df = (0.0, 1.0) if items is None else _bound(arm, baseline, items) if isinstance(items, int) else _items(items)
     if not noise.df:
         return Contrast(difference, math.nan, 0, seeds, UNKNOWN, arms, is_paired, from_items)
     from_seeds = 2 * noise.sd**2 / seeds
@@ -93,6 +96,12 @@ def _own_noise(arm: np.ndarray, baseline: np.ndarray, is_paired: bool) -> Noise:
     square = own**2 + other**2
     df = (own + other) ** 2 / (square / (seeds - 1)) if square else 2 * (seeds - 1)  # Welch
     return Noise(math.sqrt((own + other) / 2), df)
+
+
+def _bound(arm: np.ndarray, baseline: np.ndarray, count: int) -> tuple[float, float]:
+    """The most that the choice of `count` items adds, and its degrees of freedom."""
+    scores = np.clip([arm.mean(), baseline.mean()], 0, 1)
+    return float((scores * (1 - scores)).sum()) / count, max(1.0, count - 1.0)
 
 
 def _items(table: np.ndarray) -> tuple[float, float]:

@@ -1,12 +1,12 @@
 """Quality of a measure as an early signal: whether it can rank arms at this size, from its values along training.
 
-Curves are arrays (arms, seeds, points) at equal fractions of the budget; the last point is the final value.
+Curves are arrays (arms, seeds, points) at equal fractions of the budget.
 
     monotonicity         Spearman's rho of value and point (toward better), mean over arms and seeds        FineTasks: at least 0.5
     signal to noise      (largest - smallest arm mean) / standard deviation of a run's value over seeds
     arms told apart      F test of equal arms against the noise over seeds                                  p at most 5%
     to checkpoints       the same signal over the deviation of a run's last points from their line          at least 2
-    above chance         the best arm's interval lies above what guessing gets
+    above chance         some arm's score is shown to be above what guessing gets (`chance`)
     rank consistency     Kendall's tau-b of the order of the arms: half of training against the end,        at least 0.5 each
                          and mean over pairs of seeds
 
@@ -51,7 +51,7 @@ class Quality:
         if self.monotonicity is not None and self.monotonicity < MONOTONE:
             yield f"it does not improve steadily with training (Spearman {self.monotonicity:.2f}, below {MONOTONE:g})"
         if self.above_chance is False:
-            yield "no arm is above chance"
+            yield "no arm is shown to be above chance"
         if self.p_of_equal_arms is None:
             yield "noise over seeds was not measured"
         elif self.p_of_equal_arms > SEPARATE:
@@ -67,11 +67,15 @@ class Quality:
         return asdict(self) | {"trust": not self.reasons, "reasons": self.reasons}
 
 
-def quality(curves: np.ndarray, lower_is_better: bool, is_paired: bool, above_chance: bool | None = None) -> Quality:
-    """The quality of a measure from its curves (arms, seeds, points). Paired: a seed gives all arms the same data order."""
-    good = -curves if lower_is_better else curves
+def quality(
+    curves: np.ndarray, lower_is_better: bool, is_paired: bool, above_chance: bool | None = None, final: np.ndarray | None = None
+) -> Quality:
+    """The quality of a measure from its curves (arms, seeds, points) and its `final` values (arms, seeds), by default their last points.
+    Paired: a seed gives all arms the same data order. `above_chance` is None where there is no chance level."""
+    sign = -1.0 if lower_is_better else 1.0
+    good = sign * curves
     arms, seeds, points = good.shape
-    final = good[:, :, -1]
+    final = good[:, :, -1] if final is None else sign * final
     spread = float(np.ptp(final.mean(axis=1))) if arms > 1 else math.nan
     over_seeds = math.sqrt(float(final.var(axis=1, ddof=1).mean())) if seeds > 1 else math.nan
     last = min(_LAST, points)
