@@ -82,6 +82,13 @@ def test_optimizers_rates_and_batches(make: Make) -> None:
         make(kind="batch", factors=[1.0, 0.3])
 
 
+def test_what_is_measured_may_differ_where_it_is_measured(make: Make) -> None:
+    arms: dict[str, Any] = {"arms": {"one": [], "two": ["evaluate.benchmark_items=9"]}}
+    assert len(make(**arms, measures=["evaluation/bits_per_byte"]).arms) == 2
+    with pytest.raises(UserError, match="equals arm one"):
+        make(**arms, measures=["validation/bits_per_byte"])
+
+
 def test_tokenizers_are_compared_per_byte(make: Make) -> None:
     experiment = make(kind="tokenizer", vocab_sizes=[600], kinds=["sentencepiece"])
     assert [arm.recipe.model.vocab_size for arm in experiment.arms.values()] == [512, 600, 512]
@@ -138,6 +145,12 @@ def test_arms_continue_a_checkpoint(trained: Tiny, make: Make) -> None:
     assert old.recipe.train.phases[1].mixture == {"code": 0.7, "docs": 0.3}
     assert new.recipe.train.phases[1].mixture == pytest.approx({"code": 0.28, "docs": 0.72}), "40% of the old, 60% of the new"
     assert old.recipe.train.phases[1].learning_rate_scale == 1.0, "wsd has not begun to fall"
+    same = {"again": {"code": 2.1, "docs": 0.9}}  # 0.7 and 0.3, up to the rounding of 2.1 / 3
+    with pytest.raises(UserError) as raised:
+        make(kind="anneal", recipe=str(trained.run_dir), checkpoint=str(trained.run_dir), budget="1024 tokens", candidates=same)
+    assert str(raised.value).endswith(
+        "arm again equals arm old in all that is trained or measured; change another key, or remove it (kind: noise compares equal arms)"
+    ), "and no overrides of a phase"
     with pytest.raises(UserError, match="is of another model than the recipe"):
         make(kind="anneal", checkpoint=str(trained.run_dir), budget="1Ki", candidates={"d": {"docs": 1.0}}, set=["model.hidden_size=64"])
     with pytest.raises(UserError, match="is neither a run directory nor a checkpoint"):

@@ -16,6 +16,7 @@ from lmworks.ablate.report import markdown
 from lmworks.ablate.resolve import resolve
 from lmworks.ablate.results import Results
 from lmworks.doctor.ablation_page import FILE, write_ablation_page
+from lmworks.errors import UserError
 from tiny_run import Tiny
 
 BITS = "validation/bits_per_byte"
@@ -116,6 +117,32 @@ def test_one_seed_gives_no_verdict_unless_a_noise_floor_is_given(tiny: Tiny, tmp
     save(earlier)
     judged = verdict(results(tiny, tmp_path, values, noise=str(earlier.experiment.out)), "good")
     assert judged["verdict"] == "better" and judged["df"] == 3
+
+
+def test_a_noise_floor_of_another_recipe_or_budget_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "earlier").mkdir()
+    earlier = results(tiny, tmp_path / "earlier", {"a": [2.0, 2.1, 1.9, 2.05], "b": [2.02, 2.11, 1.88, 2.04]}, kind="noise")
+    save(earlier)
+    values, out = {"base": [2.0], "good": [1.5]}, earlier.experiment.out
+    noise = {"noise": str(out)}
+    kept = verdict(results(tiny, tmp_path, values, **noise), "good")
+    assert kept["verdict"] == "better", "the initial weights of the copies are no other recipe"
+    two = {name: of_arm * 2 for name, of_arm in values.items()}
+    assert results(tiny, tmp_path, two, **noise, measures=[BITS, "validation/loss"]), "with two seeds the others have a floor of their own"
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"budget": "4096 tokens"}, f"noise: the runs of {out} have 7,936 training tokens, and these have 4,096; make a noise floor"),
+        ({"set": ["optimizer.weight_decay=0.3"]}, "has another recipe (optimizer.weight_decay); make a noise floor of this one with"),
+        ({"set": ["train.validate_bytes_per_domain=700"]}, "has another recipe (train.validate_bytes_per_domain)"),
+        ({"measures": [BITS, "validation/loss"]}, f"noise: {out} has no noise floor of validation/loss; add it to the measures there"),
+    ]  # fmt: skip
+    for keys, error in refused:
+        with pytest.raises(UserError) as raised:
+            results(tiny, tmp_path, values, **noise, **keys)
+        assert error in str(raised.value) and "\n" not in str(raised.value)
+    written = json.loads((out / "ablation.json").read_text())
+    (out / "ablation.json").write_text(json.dumps({key: value for key, value in written.items() if key != "noise_conditions"}))
+    with pytest.raises(UserError, match="of a version that did not record its recipe; run its lmworks ablate command again"):
+        results(tiny, tmp_path, values, **noise)
 
 
 def test_a_run_that_diverged_is_named_and_left_out(tiny: Tiny, tmp_path: Path) -> None:

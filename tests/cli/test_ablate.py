@@ -122,7 +122,15 @@ def test_a_stopped_ablation_goes_on_and_shares_its_data(lmworks: Lmworks, tiny: 
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        ({"arms": {"one": [], "two": ["threads=1"]}}, "arm two (threads=1) changes nothing that a run reads: its recipe equals"),
+        ({"arms": {"one": [], "two": ["threads=1"]}}, "arm two equals arm one in all that is trained or measured; change another key"),
+        ({"arms": {"one": [], "two": ["export.huggingface=true"]}}, "arm two equals arm one in all that is trained or measured"),
+        ({"arms": {"one": [], "two": ["name=other"]}}, "arm two equals arm one in all that is trained or measured"),
+        ({"arms": {"one": [], "two": ["evaluate.benchmark_items=9"]}}, "arm two equals arm one in all that is trained or measured"),
+        ({"kind": "optimizer", "rates": {"muon": [0.01, 0.010000001]}}, "rates: two values make the arm muon-0.01; remove one of them"),
+        ({"kind": "learning-rate", "factors": [1, 2, 2.0000001]}, "factors: two values make the arm rate-0.02; remove one of them"),
+        ({"kind": "tokenizer", "vocab_sizes": [600, 600]}, "two values make the arm vocab-600; remove one of them"),
+        ({"kind": "mixture", "sources": ["code", "code"], "factor": 0.5}, "sources: two values make the arm code-times-0.5"),
+        ({"kind": "architecture", "features": ["mtp", "mtp"]}, "features: two values make the arm with-mtp; remove one of them"),
         ({"arms": {"one": [], "two": ["optimizer.learning_rat=1"]}}, "optimizer has no key 'learning_rat'; did you mean 'learning_rate'?"),
         ({"arms": {"one": [], "two": ["optimizer.learning_rat=1"]}}, "arm two: --set optimizer.learning_rat=1: "),
         ({"arms": {"one": [], "two": ["seed 3"]}}, "arm two: --set 'seed 3' is not of the form a.b=c"),

@@ -11,6 +11,7 @@ from lmworks import __version__
 from lmworks.ablate.conclusions import Findings
 from lmworks.ablate.cost import cost
 from lmworks.ablate.curves import aligned, spread
+from lmworks.ablate.earlier import CONDITIONS, conditions
 from lmworks.ablate.measures import Measure
 from lmworks.ablate.resolve import RESULTS
 from lmworks.ablate.results import Results
@@ -40,7 +41,7 @@ def document(results: Results) -> dict[str, Any]:
     return {
         "version": __version__, "written": time.time(), "name": ablation.name or experiment.path.stem, "kind": ablation.kind,
         "baseline": experiment.baseline.name, "seeds": experiment.seeds, "seed_varies": SEED_VARIES, "equal": ablation.equal,
-        "started_at": experiment.started_at,
+        "started_at": experiment.started_at, CONDITIONS: conditions(experiment.baseline),
         "arms": {arm.name: _arm(results, arm) for arm in experiment.arms.values()},
         "measures": {measure.name: _measure(results, measure) for measure in experiment.measures},
         "verdicts": [_verdict(results, arm, measure, one) for (arm, measure, _), one in zip(contrasts, verdicts, strict=True)],

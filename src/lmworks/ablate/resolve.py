@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lmworks.ablate.earlier import read_floors
 from lmworks.ablate.kinds.base import Ablation, Expansion, meant
 from lmworks.ablate.kinds.registry import kinds
 from lmworks.ablate.measures import Measure, needs_evaluation
 from lmworks.ablate.measures import resolve as resolve_measures
 from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, RunSet, matter, seed_list, share_tokenizer
 from lmworks.errors import UserError
-from lmworks.files import read_json
 from lmworks.optim.schedules import Schedules
 from lmworks.recipe.loading.document import parse_file
 from lmworks.recipe.loading.load import as_node, load_recipe, shipped_folder
+from lmworks.recipe.schema.effect import BEFORE_TUNING, StageName
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.fingerprint import as_tree, canonical, changed_keys
 from lmworks.shards.order.timeline import Timeline
@@ -82,34 +83,25 @@ def resolve(path: str | Path, out: Path | None = None, speeds: Mapping[str, floa
         raise UserError(f"{found}: {error}") from None
     arms = dict(_resolve_arms(ablation, expansion, speeds or {}))
     arms = share_tokenizer(arms, arms[expansion.baseline], out)
-    _refuse_equal(arms, found)
-    baseline = arms[expansion.baseline]
+    base = arms[expansion.baseline].recipe
     arms = {
-        one.name: Arm(
-            one.name, one.overrides, one.resolved, tuple(matter(changed_keys(baseline.recipe, one.recipe))),
-            expansion.labels.get(one.name), expansion.branch,
-        )
-        for one in arms.values()
+        name: replace(one, changes=tuple(matter(changed_keys(base, one.recipe))), label=expansion.labels.get(name), branch=expansion.branch)
+        for name, one in arms.items()
     }
+    baseline = arms[expansion.baseline]
     measures = resolve_measures(
         ablation.measures or ablation.default_measures, {arm.name: arm.recipe for arm in arms.values()}, _tokenizers(arms, baseline)
     )
+    last: StageName = "evaluate" if needs_evaluation(measures) else "pretrain"
+    stages = tuple(dict.fromkeys((*BEFORE_TUNING, last)))
+    _refuse_equal(arms, stages, found)
+    seeds, earlier = seed_list(ablation.seeds), dict[str, Any]()
+    if ablation.noise is not None:
+        earlier = read_floors(Path(ablation.noise), RESULTS, baseline, measures, stages, needs_all=len(seeds) == 1)
     return Experiment(
-        "lmworks ablate", ablation.recipe, tuple(ablation.set), found, out, arms, arms[expansion.baseline], seed_list(ablation.seeds),
-        "evaluate" if needs_evaluation(measures) else "pretrain", text,
-        ablation=ablation, measures=measures, earlier=_earlier_noise(ablation),
+        "lmworks ablate", ablation.recipe, tuple(ablation.set), found, out, arms, baseline, seeds, last, text,
+        ablation=ablation, measures=measures, earlier=earlier,
     )  # fmt: skip
-
-
-def _earlier_noise(ablation: Ablation) -> dict[str, Any]:
-    if ablation.noise is None:
-        return {}
-    path = Path(ablation.noise).expanduser() / RESULTS
-    document = read_json(path)
-    try:
-        return {name: {kind: one["noise"][kind] for kind in ("paired", "unpaired")} for name, one in document["measures"].items()}
-    except (KeyError, TypeError, AttributeError):
-        raise UserError(f"noise: {path} is not the result of an ablation; name the directory of one") from None
 
 
 def _resolve_arms(ablation: Ablation, expansion: Expansion, speeds: Mapping[str, float]) -> Iterator[tuple[str, Arm]]:
@@ -163,14 +155,13 @@ def _tokenizers(arms: Mapping[str, Arm], baseline: Arm) -> dict[str, Any]:
     return {name: key(arm) for name, arm in arms.items()}
 
 
-def _refuse_equal(arms: Mapping[str, Arm], path: Path) -> None:
+def _refuse_equal(arms: Mapping[str, Arm], stages: Sequence[StageName], path: Path) -> None:
     seen: dict[bytes, str] = {}
     for name, arm in arms.items():
-        values = canonical(arm.effective)
+        values = canonical(arm.effective(stages))
         if values in seen:
-            own = " ".join(arm.overrides) or "nothing"
             raise UserError(
-                f"{path}: arm {name} ({own}) changes nothing that a run reads: its recipe equals that of arm {seen[values]}; change a key "
-                "of it, or remove it (kind: noise measures equal arms)"
+                f"{path}: arm {name} equals arm {seen[values]} in all that is trained or measured; change another key, or remove it "
+                "(kind: noise compares equal arms)"
             )
         seen[values] = name

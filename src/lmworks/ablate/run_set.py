@@ -17,7 +17,7 @@ from pydantic import AfterValidator
 from lmworks.errors import UserError
 from lmworks.model_stages import MODEL_STAGES
 from lmworks.recipe.loading.load import Resolved, load_recipe, load_resolved
-from lmworks.recipe.schema.effect import BEFORE_TUNING
+from lmworks.recipe.schema.effect import BEFORE_TUNING, StageName
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import readers
 from lmworks.recipe.tree.fingerprint import Change, as_tree, canonical, changed_keys
@@ -111,10 +111,9 @@ class Arm:
         phases = [{key: value for key, value in as_tree(phase).items() if key in _ORDER} for phase in self.recipe.train.phases]
         return [phases, self.recipe.shards.packing, as_tree(self.recipe.tokenizer)["path"] or self.data_key]
 
-    @cached_property
-    def effective(self) -> dict[str, Any]:
-        """The recipe values that a stage reads: equal ones give equal runs."""
-        return {path: value for path, value in recipe_values(self.recipe).items() if readers(path)}
+    def effective(self, stages: Sequence[StageName]) -> dict[str, Any]:
+        """The recipe values that these stages read: equal ones give equal results."""
+        return {path: value for path, value in recipe_values(self.recipe).items() if set(readers(path)) & set(stages)}
 
 
 @dataclass(frozen=True, eq=False)

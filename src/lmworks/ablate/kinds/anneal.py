@@ -11,6 +11,8 @@ from lmworks.ablate.kinds.branching import find_start
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 
+_DIGITS = 12  # of a weight: the old mixture as new data is the old one again, whatever its sums are rounded to
+
 
 class Anneal(Ablation):
     """Annealing, to judge new data (the method of arXiv:2407.21783, section 3.1.3): a checkpoint continued over the budget while the
@@ -50,6 +52,7 @@ class Anneal(Ablation):
             mixture = {source: kept * weight for source, weight in start.phase.mixture.items() if kept}
             for source, weight in new.items():
                 mixture[source] = mixture.get(source, 0.0) + (1 - kept) * weight / total
+            mixture = {source: round(weight, _DIGITS) for source, weight in mixture.items()}
             arms[name] = start.overrides(
                 name="anneal", tokens=f"{tokens} tokens", mixture=mixture, global_batch_size=f"{batch} tokens",
                 learning_rate_scale=start.rate, lr_schedule={"kind": "linear", "warmup": "0 steps", "min_lr_ratio": 0.0},

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lmworks.ablate.kinds.base import Ablation, Expansion
+from lmworks.ablate.kinds.base import Ablation, Expansion, distinct
 from lmworks.errors import UserError
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
@@ -79,8 +79,8 @@ class Architecture(Ablation):
     features: list[Feature] = Field(min_length=1, description="features of the model to switch, an arm each")
 
     def expand(self, recipe: Recipe) -> Expansion:
-        arms: dict[str, list[str]] = {"recipe": []}
-        for feature in dict.fromkeys(self.features):
+        arms: list[tuple[str, list[str]]] = [("recipe", [])]
+        for feature in self.features:
             word, overrides = _FEATURES[feature](recipe.model)
-            arms[f"{word}-{feature}"] = overrides
-        return Expansion(arms, "recipe")
+            arms.append((f"{word}-{feature}", overrides))
+        return Expansion(distinct("features", arms), "recipe")

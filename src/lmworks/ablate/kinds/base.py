@@ -84,6 +84,16 @@ def phases_of(recipe: Recipe) -> None:
         raise UserError("the recipe of an ablation has no phases to train; add train.phases to it")
 
 
+def distinct(key: str, arms: Iterable[tuple[str, list[str]]]) -> dict[str, list[str]]:
+    """Overrides by the name of their arm. Raises `UserError` if two values of a key make one name, as rates equal to six digits do."""
+    found: dict[str, list[str]] = {}
+    for name, overrides in arms:
+        if name in found:
+            raise UserError(f"{key}: two values make the arm {name}; remove one of them")
+        found[name] = overrides
+    return found
+
+
 def meant(word: str, known: Iterable[str]) -> str:
     """The known word that `word` was probably meant to be, or all of them."""
     close = nearest(word, list(known))

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lmworks.ablate.kinds.base import Ablation, Expansion, Findings, number
+from lmworks.ablate.kinds.base import Ablation, Expansion, Findings, distinct, number
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -26,13 +26,15 @@ class LearningRate(Ablation):
             raise UserError("factors: must be positive and differ from each other")
         rate, adam = recipe.optimizer.learning_rate, recipe.optimizer.adam_learning_rate
         assert rate and adam
-        rates = {f"rate-{number(rate * factor)}": factor for factor in sorted(self.factors)}
-        arms = {
-            name: [f"optimizer.learning_rate={rate * factor!r}", f"optimizer.adam_learning_rate={adam * factor!r}"] if factor != 1 else []
-            for name, factor in rates.items()
-        }
+        factors = sorted(self.factors)
+        arms = distinct("factors", ((f"rate-{number(rate * factor)}", _overrides(rate, adam, factor)) for factor in factors))
+        rates = dict(zip(arms, factors, strict=True))
         baseline = min(rates, key=lambda name: max(rates[name], 1 / rates[name]))
         return Expansion(arms, baseline, labels={name: rate * factor for name, factor in rates.items()})
 
     def conclude(self, findings: Findings) -> dict[str, Any] | None:
         return findings.optimum("learning rate")
+
+
+def _overrides(rate: float, adam: float, factor: float) -> list[str]:
+    return [] if factor == 1 else [f"optimizer.learning_rate={rate * factor!r}", f"optimizer.adam_learning_rate={adam * factor!r}"]

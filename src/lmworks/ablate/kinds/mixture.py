@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lmworks.ablate.kinds.base import Ablation, Expansion, meant, number, phases_of
+from lmworks.ablate.kinds.base import Ablation, Expansion, distinct, meant, number, phases_of
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -26,7 +26,7 @@ class Mixture(Ablation):
             raise UserError("factor: 1 changes no mixture; write 0 to take sources out, or another factor")
         known = list(dict.fromkeys(name for phase in recipe.train.phases for name in phase.mixture))
         word = "without-{}" if not self.factor else f"{{}}-times-{number(self.factor)}"
-        arms: dict[str, list[str]] = {"recipe": []}
+        arms: list[tuple[str, list[str]]] = [("recipe", [])]
         for source in self.sources or known:
             if source not in known:
                 raise UserError(f"sources: no mixture has {source!r}; {meant(source, known)}")
@@ -41,5 +41,5 @@ class Mixture(Ablation):
                 scaled = {name: weight / total for name, weight in weights.items() if weight}
                 if source in phase.mixture:
                     overrides.append(f"train.phases.{phase.name}.mixture={json.dumps(scaled)}")
-            arms[word.format(source)] = overrides
-        return Expansion(arms, "recipe")
+            arms.append((word.format(source), overrides))
+        return Expansion(distinct("sources", arms), "recipe")

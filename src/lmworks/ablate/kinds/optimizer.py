@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from lmworks.ablate.kinds.base import Ablation, Expansion, number
+from lmworks.ablate.kinds.base import Ablation, Expansion, distinct, number
 from lmworks.recipe.schema.recipe import Recipe
 
 
@@ -28,9 +28,11 @@ class Optimizer(Ablation):
         return value
 
     def expand(self, recipe: Recipe) -> Expansion:
-        arms = {}
-        for kind, rates in self.rates.items():
-            for rate in rates:
-                own = [f"optimizer.kind={kind}", f"optimizer.learning_rate={rate!r}"]
-                arms[f"{kind}-{number(rate)}"] = own + ([f"optimizer.adam_learning_rate={rate!r}"] if kind == "adamw" else [])
+        pairs = [(kind, rate) for kind, rates in self.rates.items() for rate in rates]
+        arms = distinct("rates", [(f"{kind}-{number(rate)}", _overrides(kind, rate)) for kind, rate in pairs])
         return Expansion(arms, next(iter(arms)))
+
+
+def _overrides(kind: str, rate: float) -> list[str]:
+    own = [f"optimizer.kind={kind}", f"optimizer.learning_rate={rate!r}"]
+    return own + ([f"optimizer.adam_learning_rate={rate!r}"] if kind == "adamw" else [])

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from lmworks.ablate.kinds.base import Ablation, Expansion
+from lmworks.ablate.kinds.base import Ablation, Expansion, distinct
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -24,10 +24,10 @@ class Tokenizer(Ablation):
     default_measures: ClassVar = ("evaluation/bits_per_byte", "evaluation/{domain}/bits_per_byte")
 
     def expand(self, recipe: Recipe) -> Expansion:
-        arms: dict[str, list[str]] = {"recipe": []}
-        arms |= {f"vocab-{size}": [f"tokenizer.vocab_size={size}"] for size in self.vocab_sizes}
-        arms |= {kind: [f"tokenizer.kind={kind}"] for kind in self.kinds}
-        arms |= {name: [f"tokenizer.path={path}"] for name, path in self.paths.items()}
-        if len(arms) == 1:
+        arms = [(f"vocab-{size}", f"tokenizer.vocab_size={size}") for size in self.vocab_sizes]
+        arms += [(kind, f"tokenizer.kind={kind}") for kind in self.kinds]
+        arms += [(name, f"tokenizer.path={path}") for name, path in self.paths.items()]
+        if not arms:
             raise UserError("kind tokenizer needs something to compare: vocab_sizes, kinds or paths")
-        return Expansion({name: [*own, "model.vocab_size=null"] if own else own for name, own in arms.items()}, "recipe")
+        own = [(name, [override, "model.vocab_size=null"]) for name, override in arms]
+        return Expansion(distinct("vocab_sizes, kinds, paths", [("recipe", []), *own]), "recipe")
