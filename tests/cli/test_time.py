@@ -5,10 +5,12 @@ what a test itself takes is nothing beside them.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command import Done, Lmworks
 
 from lmworks.errors import UserError
@@ -19,6 +21,7 @@ from lmworks.recipe.derivation.parameters import count_active_parameters, count_
 from lmworks.recipe.loading.load import load_recipe, load_resolved
 from lmworks.run import time_budget
 from lmworks.shards.read.batches import Batches
+from lmworks.train import calibrate
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -216,3 +219,66 @@ def test_a_run_without_a_time_is_as_it_was(runs: Runs) -> None:
     assert read_json(run_dir / "resolved.json") == before
     assert before["time"] is None
     assert not (run_dir / "ledger.jsonl").exists() or not {"budget", "time"} & {e["event"] for e in read_ledger(run_dir / "ledger.jsonl")}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "fewest"), [({4: 100.0, 2: 98.0, 1: 60.0}, 2), ({4: 100.0, 2: 60.0}, 4), ({4: 50.0, 2: 90.0, 1: 100.0}, 1)]
+)
+def test_threads_that_gain_nothing_are_not_used(speeds: dict[int, float], fewest: int) -> None:
+    assert calibrate.fewest_threads(speeds) == fewest
+
+
+class Threads:
+    """`lmworks pretrain --time 60s` on a machine of 4 cores whose speed is `speeds` by threads; returns those that the first step has."""
+
+    def __init__(self, lmworks: Lmworks, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lmworks, self.tiny, self.monkeypatch = lmworks, tiny, monkeypatch
+        self.speeds: dict[int, float] = {}
+
+    def __call__(self, run_dir: Path, threads: str = "null", cores: int = 4, stop_at: int = 0) -> int:
+        found: list[int] = []
+
+        def stop(step: int) -> None:
+            found.append(torch.get_num_threads())
+            if step == stop_at:
+                raise UserError("the power went")
+
+        tried = iter(self.speeds.values())
+        step_seconds = calibrate._Model.step_seconds
+
+        def seconds(model: Any, batch: Any, patience: float, bar: Any) -> list[float]:
+            measured = step_seconds(model, batch, 0.0, bar)
+            return [batch.tokens.size / speed] if (speed := next(tried, None)) else measured
+
+        with self.monkeypatch.context() as patch:
+            patch.setenv("LMWORKS_MACHINE", f"cores={cores}")
+            patch.setattr(calibrate._Model, "step_seconds", seconds)
+            before_each_step(patch, stop)
+            words = ("--set", f"run_dir={run_dir}", "--set", f"threads={threads}", "--time", "60s")
+            done = self.lmworks("pretrain", self.tiny.recipe, *words)
+        assert "the power went" in done.err, done.err
+        return found[-1]
+
+
+@pytest.fixture
+def threads(lmworks: Lmworks, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
+    before = torch.get_num_threads()
+    yield Threads(lmworks, tiny, monkeypatch)
+    torch.set_num_threads(before)
+
+
+def test_a_run_with_a_time_trains_with_the_fewest_threads_that_are_as_fast(runs: Runs, threads: Threads) -> None:
+    run_dir = runs.fresh("run")
+    threads.speeds = {4: 1000.0, 2: 990.0, 1: 700.0}
+    assert threads(run_dir, stop_at=6) == 2
+    number = event(run_dir)["numbers"][0]
+    assert (number["key"], number["old"], number["new"]) == ("threads", 4, 2)
+    assert number["why"].endswith("1,000 tokens/s with 4, 990 tokens/s with 2, 700 tokens/s with 1")
+    assert load_resolved(run_dir / "resolved.json").threads == 2
+    assert threads(run_dir, cores=8, stop_at=6) == 2, "kept on a machine of other cores"
+
+
+def test_threads_that_the_recipe_says_are_not_measured(runs: Runs, threads: Threads) -> None:
+    run_dir = runs.fresh("run")
+    assert threads(run_dir, "3") == 3
+    assert all(number["key"] != "threads" for number in event(run_dir)["numbers"])

@@ -148,7 +148,7 @@ def _run_first_rank(
                 return
             made_now = settled is None
             if settled is None:
-                settled, lines = time_budget.settle_budget(resolved, run_dir, lambda: time.monotonic() - began, speed_of)
+                settled, lines = time_budget.settle_budget(resolved, run_dir, lambda: time.monotonic() - began, speed_of, ranks is None)
                 settled.save(run_dir)
                 for line in lines:
                     on_event(StageEvent("pretrain", "note", printable=line))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from lmworks import machine
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
@@ -32,14 +33,15 @@ from lmworks.watch.ledger import LEDGER, Ledger, events_of
 
 if TYPE_CHECKING:
     from lmworks.parallel.mesh import Ranks
+    from lmworks.shards.read.batch import Batch
     from lmworks.train.calibrate import Speed
 
 EVENT = "budget"
 BEFORE = "data, start and measuring"
 _SLACK = 0.03  # fraction of the time reserved for saves, metrics, the run page and everything that is not predicted
+_THREADS: Keys = ("threads",)
 _NO_TUNING = "tuning, so there is no tuned model"
 _LEAST = 0.25  # fraction of the time that training gets before evaluation is reduced
-
 
 
 def recorded_budget(resolved: Resolved, run_dir: Path) -> Resolved | None:
@@ -55,7 +57,11 @@ def recorded_budget(resolved: Resolved, run_dir: Path) -> Resolved | None:
     if not events:
         return resolved if begun else None
     tree, numbers = as_tree(recipe), {tuple(number["keys"]): number for number in events[-1]["numbers"]}
-    same = {keys: number for keys, number in numbers.items() if get(tree, keys) in (number["old"], number["new"])}
+    same = {
+        keys: number
+        for keys, number in numbers.items()
+        if get(tree, keys) in (number["old"], number["new"]) or (keys == _THREADS and _derived(resolved, keys))  # a machine of other cores
+    }
     if not begun and (len(same) < len(numbers) or events[-1]["seconds"] != recipe.time):
         return None
     return resolved.settled({keys: (number["new"], number["why"]) for keys, number in same.items()})
@@ -80,12 +86,26 @@ def require_kept(recipe: Recipe, stage: str | None) -> None:
 
 def measure_speed(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> Speed:
     """Measure the speed of the recipe's own steps on a batch of each sequence length. Called on all ranks."""
+    from lmworks.train import calibrate
+
+    batches = _batches(recipe, run_dir, ranks)
+    return calibrate.measure(recipe, batches, _patience(recipe), lambda length: flops_per_token(recipe.model, length).total, ranks)
+
+
+def _patience(recipe: Recipe) -> float:
+    """Seconds of measuring one thing."""
+    assert recipe.time is not None
+    return min(30.0, 0.01 * recipe.time)
+
+
+def _batches(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> list[Batch]:
+    """A batch of each sequence length, that of the first phase first."""
     from lmworks.shards.format.manifest import check_vocabulary
     from lmworks.shards.read.batches import Batches
     from lmworks.train import calibrate
     from lmworks.train.step import micro_batch_of
 
-    assert recipe.time is not None and recipe.model.vocab_size
+    assert recipe.model.vocab_size
     batches = Batches(scale_budgets(recipe, 0), run_dir / "shards")
     check_vocabulary(batches.manifest, recipe.model.vocab_size, sha256_file(run_dir / "tokenizer" / "tokenizer.json"))
     found = {}
@@ -98,18 +118,38 @@ def measure_speed(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> Speed:
     if recipe.tune is not None and (length := int(recipe.tune.sequence_length)) not in found:
         rows = min(int(recipe.tune.global_batch_size) // length, 4 * micro_batch_of(recipe, length))
         found[length] = calibrate.random_batch(recipe, length, rows)
-    patience = min(30.0, 0.01 * recipe.time)
-    return calibrate.measure(recipe, list(found.values()), patience, lambda length: flops_per_token(recipe.model, length).total, ranks)
+    return list(found.values())
+
+
+def choose_threads(resolved: Resolved, run_dir: Path) -> dict[Keys, tuple[Any, str]]:
+    """The fewest CPU threads that train as fast as all, for a process that trains alone; nothing where the recipe says how many, on a GPU,
+    and where the size of the model is still open."""
+    from lmworks.parallel.mesh import own_device
+    from lmworks.train import calibrate
+
+    recipe = resolved.recipe
+    open_size = recipe.size == "auto" or machine.speed() is not None
+    if open_size or not _derived(resolved, _THREADS) or (recipe.threads or 1) == 1 or own_device().type != "cpu":
+        return {}
+    speeds = calibrate.speed_by_threads(recipe, _batches(recipe, run_dir, None)[0], _patience(recipe) / 2)
+    fewest = calibrate.fewest_threads(speeds)
+    measured = ", ".join(f"{speed:,.0f} tokens/s with {threads}" for threads, speed in speeds.items())
+    return {_THREADS: (fewest, f"the fewest CPU threads that train as fast as any number: {measured}")} if fewest != recipe.threads else {}
+
+
+def _derived(resolved: Resolved, keys: Keys) -> bool:
+    """Whether nobody wrote this value."""
+    return resolved.origins[display(as_tree(resolved.recipe), keys)].kind == "derived"
 
 
 def settle_budget(
-    resolved: Resolved, run_dir: Path, spent: Callable[[], float], speed_of: Callable[[Recipe], Speed]
+    resolved: Resolved, run_dir: Path, spent: Callable[[], float], speed_of: Callable[[Recipe], Speed], alone: bool
 ) -> tuple[Resolved, list[str]]:
     """Turn the time of a recipe whose shards exist into token budgets, and record them in the ledger.
 
-    `spent` returns the seconds of the command so far, `speed_of` measures a recipe. Returns the recipe with the budgets, and lines for the
-    terminal: how they were computed, and the planned times. What was given up is in the ledger (`given_up`). Raises `UserError` if the
-    time is already over.
+    `spent` returns the seconds of the command so far, `speed_of` measures a recipe, `alone` says that there are no other ranks. Returns the
+    recipe with the budgets, and lines for the terminal: how they were computed, and the planned times. What was given up is in the ledger
+    (`given_up`). Raises `UserError` if the time is already over.
     """
     recipe = resolved.recipe
     assert recipe.time is not None
@@ -120,10 +160,11 @@ def settle_budget(
             f"starts from zero with the data done, or allow more time, such as --time {4 * spent():.0f}s"
         )
     work = fixed_work(recipe, run_dir)
+    numbers = choose_threads(resolved, run_dir) if alone else {}
+    recipe = resolved.settled(numbers).recipe
     speed = speed_of(recipe)
-    numbers: dict[Keys, tuple[Any, str]] = {}
     if recipe.size == "auto":
-        numbers = _choose_size(resolved, whole * (1 - _SLACK) - spent(), speed, work)
+        numbers |= _choose_size(resolved, whole * (1 - _SLACK) - spent(), speed, work)
         recipe = resolved.settled(numbers).recipe
         speed = speed_of(recipe)
     before = spent()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from lmworks import machine, progress
 from lmworks.allocator import keep_freed_memory
@@ -23,6 +24,7 @@ from lmworks.train.step import micro_batch_of, train_step
 _SECONDS = 30.0
 ROWS = 32  # rows that are generated together, as in the evaluation
 _PROMPT, _NEW = 64, 8  # tokens of a prompt; tokens generated
+_AS_FAST = 0.97  # of the best speed: less than this is not noise
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,25 @@ def measure(
         return Speed(
             train, flops * batch.tokens.size / model.forward_seconds(batch), flops * ROWS / model.decode_seconds(batch), steps, tokens
         )
+
+
+def speed_by_threads(recipe: Recipe, batch: Batch, patience: float) -> dict[int, float]:
+    """Measured tokens/s of a training step on this CPU by number of threads: with all threads of the recipe, with half of them, and so on
+    until fewer threads are slower. Takes about `patience` seconds for each number."""
+    found: dict[int, float] = {}
+    threads = recipe.threads or 1
+    with progress.bar("choose the number of threads", patience * threads.bit_length()) as bar:
+        model = _Model(recipe, None)
+        while threads and (not found or min(found.values()) >= _AS_FAST * max(found.values())):
+            torch.set_num_threads(threads)
+            found[threads] = batch.tokens.size / statistics.median(model.step_seconds(batch, patience, bar))
+            threads //= 2
+    return found
+
+
+def fewest_threads(speeds: Mapping[int, float]) -> int:
+    """The smallest number of threads that is as fast as the best: threads that gain nothing wait for each other on a busy machine."""
+    return min(threads for threads, speed in speeds.items() if speed >= _AS_FAST * max(speeds.values()))
 
 
 class _Model:

@@ -49,7 +49,7 @@ class Recipe(Node):
         "proportions, scaled by the speed that is measured before the first step",
     )
     threads: Annotated[int | None, RESUME_ONLY] = Field(
-        None, gt=0, le=4096, description="CPU threads; all cores of the machine when omitted"
+        None, gt=0, le=4096, description="CPU threads; all cores of the machine when omitted, and with `time` the fewest that train as fast"
     )  # fmt: skip
     start_from: Annotated[str | None, read_by("pretrain", "evaluate", "export", frozen=True)] = Field(
         None,
