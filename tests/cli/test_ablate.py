@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 import yaml
 from command import Lmworks
 
+from lmworks import machine
 from lmworks.ablate.resolve import resolve
 from lmworks.ablate.run_set import save_arms
 from lmworks.checkpoint import listing
@@ -24,6 +27,7 @@ from patience import PATIENCE
 from tiny_run import Tiny
 
 ARMS = {"muon": [], "adamw": ["optimizer.kind=adamw", "optimizer.adam_learning_rate=0.002", "optimizer.learning_rate=0.002"]}
+BITS = "validation/bits_per_byte"
 
 
 def write(tiny: Tiny, folder: Path, **keys: Any) -> Path:
@@ -50,6 +54,52 @@ def end_after_a_save(file: Path, run: Path, number: signal.Signals) -> tuple[int
         os.kill(process.pid, number)
         assert process.stderr
         return process.wait(PATIENCE), process.stderr.read()
+
+
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_runs_are_trained_and_an_end_between_them_repeats_nothing(
+    lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    """Whole, with data that exist: two arms with one seed. The command ends when the first run has ended, as a job of an array or by
+    SIGKILL (a process of its own, which imports torch again), and is run again."""
+    monkeypatch.setenv(machine.VARIABLE, "speed=1e9,cores=1,peak=1e11")  # so that no speed is measured
+    file, out = write(tiny, tmp_path, recipe=str(tiny.run_dir), seeds=1, set=None, budget="3072 tokens"), tmp_path / "out"
+    if is_killed:
+        command = [sys.executable, "-m", "lmworks.cli.main", "ablate", str(file)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            until = time.monotonic() + PATIENCE
+            while not (out / "ablation.html").exists():
+                assert process.poll() is None and time.monotonic() < until
+                time.sleep(0.01)
+            process.kill()
+    else:
+        assert lmworks("ablate", file, "--index", "0/2").code == 0
+    ended = json.loads((out / "ablation.json").read_text())
+    assert ended["unfinished"] == ["adamw, seed 1"] and ended["verdicts"] == []
+    first = out / "arms" / "muon" / "seed-1"
+    before = {path: path.stat().st_mtime_ns for path in first.rglob("*") if path.is_file()}
+
+    done = lmworks("ablate", file)
+    assert done.code == 0, done.err
+    assert "adamw, seed 1: done" in done.err and "muon, seed 1: done" not in done.err
+    assert {path: path.stat().st_mtime_ns for path in first.rglob("*") if path.is_file()} == before, "nothing is repeated"
+    built = [event for path in out.rglob("ledger.jsonl") for event in read_ledger(path) if event["event"] == "stage_began"]
+    assert built == [], "the data are those of the recipe's own run"
+    ends = {arm: read(out / "arms" / arm / "seed-1")[-1] for arm in ARMS}
+    assert {end["train/tokens"] for end in ends.values()} == {3072}
+    document = json.loads((out / "ablation.json").read_text())
+    assert document["unfinished"] == []
+    difference = ends["adamw"][BITS] - ends["muon"][BITS]
+    (one,) = (one for one in document["verdicts"] if one["measure"] == BITS)
+    assert (one["arm"], one["verdict"], one["difference"]) == ("adamw", "no verdict", pytest.approx(difference))
+    table = done.out[done.out.index("Verdicts") : done.out.index("Values")]
+    assert table.count("adamw") == 3 and "no verdict" in table and f"page: {out / 'ablation.html'}" in done.out.replace("\n", "")
+    page = (out / "ablation.html").read_text()
+    assert "finished: 2 runs" in page and "no verdict" in page and "optimizer.kind (muon -&gt; adamw)" in page
+
+    other = write(tiny, tmp_path, recipe=str(tiny.run_dir), set=None, budget="4096 tokens", noise=str(out), out=str(tmp_path / "other"))
+    error = lmworks("ablate", other).error
+    assert f"noise: the runs of {out} have 3,072 training tokens, and these have 4,096; make a noise floor" in error
 
 
 @pytest.mark.slow
@@ -171,6 +221,61 @@ def test_what_is_wrong_with_a_file_is_one_line(lmworks: Lmworks, tiny: Tiny, tmp
         keys = keys | {"arms": None}
     assert error in lmworks("ablate", write(tiny, tmp_path, **keys)).error
     assert not (tmp_path / "out" / "data").exists(), "nothing was prepared"
+
+
+def array_script() -> str:
+    """The Slurm script of the page."""
+    page = (Path(__file__).parents[2] / "docs" / "ablations.md").read_text(encoding="utf-8")
+    return re.search(r"\n    (#!/bin/bash\n(?:    .*\n)+)", page)[1].replace("\n    ", "\n")  # type: ignore[index]
+
+
+def test_the_jobs_of_the_array_on_the_page_do_one_run_each(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    """The page's ablation has two arms with three seeds."""
+    file, script = write(tiny, tmp_path, seeds=3), array_script()
+    every = lmworks("ablate", file, "--list")
+    jobs = int(re.search(r"#SBATCH --array=0-(\d+)\n", script)[1]) + 1  # type: ignore[index]
+    assert f"--index $SLURM_ARRAY_TASK_ID/{jobs}\n" in script
+    assert every.out.splitlines()[-1] == f"as a Slurm array: --array=0-{jobs - 1}, and --index $SLURM_ARRAY_TASK_ID/{jobs}"
+    found = [json.loads(lmworks("ablate", file, "--list", "--json", "--index", f"{job}/{jobs}").out) for job in range(jobs)]
+    assert [len(rows) for rows in found] == [1] * jobs
+    whole = json.loads(lmworks("ablate", file, "--list", "--json").out)
+    assert [rows[0] for rows in found] == whole and len({row["directory"] for row in whole}) == 6
+    assert all(row["ranks"] == 1 and row["command"][1] == "pretrain" for row in whole) and "launch" not in every.out
+
+
+def test_the_list_says_how_ranks_are_started(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    file = write(tiny, tmp_path, set=["layout.dp_replicate=2"])
+    for index in ([], ["--index", "1/4"]):
+        lines = lmworks("ablate", file, "--list", *index).out.splitlines()
+        runs = [line for line in lines if "seed" in line]
+        assert len(runs) == (1 if index else 4) and all("lmworks launch local" in line and "--to pretrain" in line for line in runs)
+        assert lines[len(runs)] == "2 ranks of a run are started by lmworks launch local, on the machine that the run is on"
+    assert {row["ranks"] for row in json.loads(lmworks("ablate", file, "--list", "--json").out)} == {2}
+
+
+@pytest.mark.slow
+def test_an_array_of_jobs_trains_runs_of_two_ranks(tiny: Tiny, tmp_path: Path) -> None:
+    """The script of the page under bash, one process per job side by side, with srun as the command itself: each job trains one run of two
+    ranks, the data are made once, and the last job has all results. A failed job keeps its exit code."""
+    set_ = ["layout.dp_replicate=2", "train.micro_batch_size=2"]
+    file, out = write(tiny, tmp_path, recipe=str(tiny.run_dir), seeds=1, set=set_, budget="3072 tokens"), tmp_path / "out"
+    functions = f'srun() {{ "$@"; }}; lmworks() {{ {shlex.quote(sys.executable)} -m lmworks.cli.main "$@"; }}\n'
+    script = functions + array_script().replace("qk-norm.yaml", shlex.quote(str(file))).replace("_ID/6", "_ID/2")
+
+    def job(number: int, text: str) -> subprocess.Popen[str]:
+        environment = os.environ | {"SLURM_ARRAY_TASK_ID": str(number), machine.VARIABLE: "speed=1e9,cores=1,peak=1e11"}
+        return subprocess.Popen(["bash", "-c", text], env=environment, stderr=subprocess.PIPE, encoding="utf-8", stdout=subprocess.DEVNULL)
+
+    jobs = [job(number, script) for number in range(2)]
+    said = [one.communicate(timeout=PATIENCE)[1] for one in jobs]
+    assert [one.returncode for one in jobs] == [0, 0], said
+    for number, arm in enumerate(ARMS):
+        assert [f"{name}, seed 1: done" in said[number] for name in ARMS] == [name == arm for name in ARMS], said
+        (start,) = (event for event in read_ledger(out / "arms" / arm / "seed-1" / "ledger.jsonl") if event["event"] == "start")
+        assert start["ranks"] == 2 and read(out / "arms" / arm / "seed-1")[-1]["train/tokens"] == 3072
+    assert json.loads((out / "ablation.json").read_text())["unfinished"] == []
+    failed = job(1, script.replace(str(file), str(tmp_path / "nothing.yaml")))
+    assert "there is no ablation file" in failed.communicate(timeout=PATIENCE)[1] and failed.returncode == 2
 
 
 def test_directories_and_options(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from lmworks import machine
 from lmworks.ablate import cost as costs
 from lmworks.ablate.document import save
 from lmworks.ablate.report import cost_text
-from lmworks.ablate.resolve import Experiment, resolve
+from lmworks.ablate.resolve import RESULTS, Experiment, resolve
 from lmworks.ablate.results import Results
 from lmworks.ablate.run_set import Run, require_own_directory, save_arms
 from lmworks.ablate.runs import Runner, described
-from lmworks.ablate.sharing import prepare_data
+from lmworks.ablate.sharing import only_one, prepare_data
 from lmworks.doctor.ablation_page import write_ablation_page
 from lmworks.errors import UserError
 from lmworks.files import write_text
@@ -51,11 +51,19 @@ def open_experiment(path: str, options: Options) -> Experiment:
     return experiment
 
 
-def list_runs(experiment: Experiment) -> list[dict[str, Any]]:
-    """Every run with its state and the command that it is."""
+def list_runs(experiment: Experiment, options: Options) -> list[dict[str, Any]]:
+    """The runs with their states and the commands that they are; of a job of an array, its own."""
+    chosen = _chosen(experiment, options)
     return [
-        {"index": index, "arm": run.arm.name, "seed": run.seed, **described(experiment, run)} for index, run in enumerate(experiment.runs)
+        {"index": index, "arm": run.arm.name, "seed": run.seed, **described(experiment, run)}
+        for index, run in enumerate(experiment.runs)
+        if run in chosen
     ]
+
+
+def _chosen(experiment: Experiment, options: Options) -> list[Run]:
+    """The runs that this process does."""
+    return experiment.runs if options.index is None else experiment.runs[options.index[0] :: options.index[1]]
 
 
 def run_ablation(
@@ -84,25 +92,25 @@ def run_ablation(
                 results = Results(experiment, options.jobs)
                 results.update()
             on_note(cost_text(costs.cost(experiment, results.seconds, options.jobs).to_json()))
-        runs = experiment.runs if options.index is None else experiment.runs[options.index[0] :: options.index[1]]
 
         def on_done(run: Run) -> None:
             on_note(f"{run.name}: done")
-            results.update()
             write_results(results)
 
         try:
-            Runner(experiment, runs, results.seconds, options.jobs, on_done, on_note).work()
+            Runner(experiment, _chosen(experiment, options), results.seconds, options.jobs, on_done, on_note).work()
         finally:
-            results.update()
             document = write_results(results)
     return document, experiment.out
 
 
 def write_results(results: Results) -> dict[str, Any]:
-    """Write `ablation.json` and `ablation.html`."""
-    document = save(results)
-    write_ablation_page(results.experiment.out)
+    """Read what has finished and write `ablation.json` and `ablation.html`. One process at a time does so: the last of an array, which has
+    read most, also writes last."""
+    with only_one(results.experiment.out / RESULTS):
+        results.update()
+        document = save(results)
+        write_ablation_page(results.experiment.out)
     return document
 
 

@@ -67,14 +67,21 @@ def command(runs: RunSet, run: Run, threads: int | None = None) -> list[str]:
     words = [word for option in options for word in ("--set", option)]
     words += [word for key in ("threads", *(["shards"] if run.branch else [])) for word in ("--allow", key)]
     place, stage = str(runs.directory(run.arm) / "resolved.json"), runs.last
-    if world_size(run.arm.recipe.layout) > 1:
+    if ranks_of(run) > 1:
         return ["launch", "local", place, "--to", stage, *words]
     return [stage, place, *words]
 
 
+def ranks_of(run: Run) -> int:
+    """The number of ranks of a run. Several are started by `lmworks launch local`, on the machine of this process."""
+    return world_size(run.arm.recipe.layout)
+
+
 def described(runs: RunSet, run: Run) -> dict[str, Any]:
-    """The state of a run, its directory, and the command that it is."""
-    return {"state": state_of(runs, run), "directory": str(run.directory), "command": ["lmworks", *command(runs, run)]}
+    """The state of a run, its directory, the command that it is, and its number of ranks."""
+    return {
+        "state": state_of(runs, run), "directory": str(run.directory), "command": ["lmworks", *command(runs, run)], "ranks": ranks_of(run),
+    }  # fmt: skip
 
 
 @dataclass
@@ -150,7 +157,7 @@ class Runner:
 
     def _start(self, run: Run, threads: int, device: str | None) -> BaseProcess:
         link_data(self.set, run)
-        environment = {"CUDA_VISIBLE_DEVICES": device} if device is not None and world_size(run.arm.recipe.layout) == 1 else {}
+        environment = {"CUDA_VISIBLE_DEVICES": device} if device is not None and ranks_of(run) == 1 else {}
         words = ["lmworks", *command(self.set, run, threads)]
         process = _server(threads).Process(target=_child, args=(words, str(run.directory / LOG), environment))
         process.start()

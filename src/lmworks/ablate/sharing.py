@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from lmworks.ablate.run_set import DATA_STAGES, Arm, Run, RunSet
@@ -35,22 +36,22 @@ def prepare_data(runs: RunSet, on_event: Callable[[StageEvent], None], on_wait: 
     for arm in (runs.baseline, *runs.arms.values()):
         directory = runs.data_dir(arm)
         if directory not in made:
-            with _only_one(directory, on_wait):
+            with only_one(directory, partial(on_wait, f"another process prepares the data in {directory}; waiting for it")):
                 _prepare(runs, arm, directory, on_event)
             made.append(directory)
 
 
 @contextmanager
-def _only_one(directory: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock beside a directory, after waiting for another process that holds it."""
-    with explain_os_errors(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(directory.with_name(f"{directory.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+def only_one(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold the lock beside a file or directory, after waiting for another process that holds it."""
+    with explain_os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
     told = False
     try:
         while not try_lock(fd):
             if not told:
-                on_wait(f"another process prepares the data in {directory}; waiting for it")
+                on_wait()
             told = True
             time.sleep(_POLL)
         yield

@@ -46,7 +46,7 @@ def ablate(
     options = Options(out, jobs, parse_index(index) if index is not None else None)
     terminal = console()
     if only_list:
-        rows = list_runs(open_experiment(file, options))
+        rows = list_runs(open_experiment(file, options), options)
         if as_json:
             print_json(rows)
             return
@@ -54,6 +54,11 @@ def ablate(
             terminal.print(
                 f"{row['index']}  {row['state']:<5}  {row['arm']}, seed {row['seed']}:  {' '.join(row['command'])}", soft_wrap=True
             )
+        ranks = max((row["ranks"] for row in rows), default=1)
+        if ranks > 1:
+            terminal.print(f"{ranks} ranks of a run are started by lmworks launch local, on the machine that the run is on", soft_wrap=True)
+        if index is None and len(rows) > 1:
+            terminal.print(f"as a Slurm array: --array=0-{len(rows) - 1}, and --index $SLURM_ARRAY_TASK_ID/{len(rows)}", soft_wrap=True)
         return
 
     document, place = run_ablation(file, options, note_stage, lambda line: notes.print(line, soft_wrap=True))
