@@ -162,9 +162,9 @@ def test_arms_continue_a_checkpoint(trained: Tiny, make: Make) -> None:
 @pytest.mark.slow
 def test_the_critical_batch_beside_the_gradient_noise_scale(trained: Tiny, make: Make) -> None:
     """Whole: two branches of a real checkpoint, trained, compared, and the gradients of that checkpoint measured."""
-    checkpoint = trained.run_dir / "checkpoints" / "step-00000008"
+    start = trained.run_dir / "checkpoints" / "step-00000008"
     experiment = make(
-        kind="critical-batch", recipe=str(trained.run_dir), checkpoint=str(checkpoint), budget="1024 tokens", factors=[1, 4], seeds=1,
+        kind="critical-batch", recipe=str(trained.run_dir), checkpoint=str(start), budget="1024 tokens", factors=[1, 4], seeds=1,
         measures=["validation/loss", "evaluation/bits_per_byte"],
     )  # fmt: skip
     (experiment.out / "arms").mkdir(parents=True)
@@ -191,5 +191,5 @@ def test_the_critical_batch_beside_the_gradient_noise_scale(trained: Tiny, make:
     assert conclusion["critical"] == (1024 if conclusion["points"][1][1] <= 0.01 else 256)
     scale = conclusion["noise_scale"]
     assert scale["small"] == 32 and scale["large"] == 256 and scale["tokens"] > 1
-    assert checkpoint.is_dir(), "the run that was continued keeps its checkpoint"
+    assert start.is_dir(), "the run that was continued keeps its checkpoint"
     assert "Critical batch size" in (out / "ablation.html").read_text()

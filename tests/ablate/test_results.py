@@ -96,7 +96,9 @@ def test_a_difference_at_or_below_chance_is_not_better(tiny: Tiny, tmp_path: Pat
         (one,) = found["verdicts"]
         quality = found["measures"][SCORE]["quality"]
         assert (one["verdict"], quality["trust"], quality["above_chance"]) == (word, trust, trust), (values, chance, quality)
-        assert ("above chance" in one["why"]) is not trust
+        level = "an unknown chance level" if chance is None else "chance (0.25)"
+        assert (f"neither of the two is shown to be above {level}" in one["why"]) is not trust
+        assert (found["measures"][SCORE]["items"], found["measures"][SCORE]["chance"]) == (100_000, chance)
         assert trust or quality["reasons"] == ["no arm is shown to be above chance"]
 
 

@@ -223,6 +223,36 @@ def test_what_is_wrong_with_a_file_is_one_line(lmworks: Lmworks, tiny: Tiny, tmp
     assert not (tmp_path / "out" / "data").exists(), "nothing was prepared"
 
 
+@pytest.mark.slow
+def test_a_benchmark_at_chance_is_neither_better_nor_trusted(
+    lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole: models of 60k parameters guess on 12 questions with 4 choices, during training and in the evaluation stage."""
+    monkeypatch.setenv(machine.VARIABLE, "speed=1e9,cores=1,peak=1e11")
+    words = ("red", "green", "blue", "grey")
+    rows = [{"question": f"Which word is first in {number}?", "choices": words, "answer": words[number % 4]} for number in range(12)]
+    (tmp_path / "colors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "colors.yaml").write_text("file: colors.jsonl\nchoices: choices\n")
+    asked = [f"evaluate.benchmarks=[{tmp_path / 'colors.yaml'}]", "evaluate.every=4 steps", "evaluate.every_items=8"]
+    scores = ["eval/colors/cloze-0-shot", "evaluation/colors"]
+    file = write(tiny, tmp_path, set=asked, budget="3072 tokens", measures=[*scores, BITS])
+    done = lmworks("ablate", file, "--json")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    for score, items in zip(scores, (8, 12), strict=True):
+        measure = document["measures"][score]
+        assert (measure["items"], measure["chance"]) == (items, 0.25)
+        assert not measure["quality"]["trust"] and "no arm is shown to be above chance" in measure["quality"]["reasons"]
+        assert measure["quality"]["monotonicity"] is not None and len(measure["curves"]["muon"]["tokens"]) == 4, "evaluation has a curve"
+        (one,) = (one for one in document["verdicts"] if one["measure"] == score)
+        assert one["verdict"] in ("no difference shown", "no verdict")
+        assert one["from_items"] > 0 or score == "evaluation/colors", "where items are recorded, all runs may get the same ones right"
+    assert document["unfinished"] == [], "the file of the benchmark is an input of the evaluation stage"
+    assert document["measures"][BITS]["chance"] is None and document["measures"][BITS]["quality"]["above_chance"] is None
+    table = lmworks("ablate", file, "--markdown").out
+    assert table.count("no arm is shown to be above chance") == 2
+
+
 def array_script() -> str:
     """The Slurm script of the page."""
     page = (Path(__file__).parents[2] / "docs" / "ablations.md").read_text(encoding="utf-8")

@@ -22,7 +22,6 @@ from lmworks.doctor.formatting import compact, significant
 from lmworks.files import write_json
 
 SEED_VARIES = "the data order, the initial weights and dropout; corpus, tokenizer, shards and held-out text are the same for all seeds"
-AT_CHANCE = "neither of the two is shown to be above chance, so this is neither better nor worse"
 _MORE_SEEDS = (3, 5, 10)
 
 
@@ -71,6 +70,7 @@ def _measure(results: Results, measure: Measure) -> dict[str, Any]:
         "unit": measure.unit, "better": measure.better, "values": values, "noise": noise,
         "noise_floor": noise["paired" if results.by_pairs(measure, arms, seeds) else "unpaired"]["sd"],
         "curves": spread(results, measure, arms, seeds), "quality": None,
+        "items": results.item_count(measure), "chance": results.chance(measure),
     }  # fmt: skip
     if arms and seeds and measure.better:
         good = any(results.above_chance(measure, arm, seeds) for arm in arms) if measure.has_chance else None
@@ -93,14 +93,20 @@ def _verdict(results: Results, arm: Arm, measure: Measure, verdict: Verdict) -> 
         "own_spread": one.own, "from_items": math.sqrt(one.items), "detectable": verdict.detectable, "seeds_needed": needed,
         "tokens_needed": None if needed is None else needed * per_seed,
     }  # fmt: skip
-    why = AT_CHANCE if measure.better and word in ("higher", "lower") else _why(results, record, measure)
-    return _finite(record | {"why": why})
+    at_chance = bool(measure.better) and word in ("higher", "lower")
+    return _finite(record | {"why": _at_chance(results, measure) if at_chance else _why(results, record, measure)})
 
 
 def _is_at_chance(results: Results, arm: Arm, measure: Measure) -> bool:
     """Whether neither an arm nor the baseline is shown to be above chance, where a higher score is no better one."""
     seeds = results.complete(measure)[1]
     return measure.has_chance and not any(results.above_chance(measure, one, seeds) for one in (arm, results.experiment.baseline))
+
+
+def _at_chance(results: Results, measure: Measure) -> str:
+    chance = results.chance(measure)
+    level = "an unknown chance level" if chance is None else f"chance ({significant(chance, 3)})"
+    return f"neither of the two is shown to be above {level}, so this is neither better nor worse"
 
 
 def _finite(value: Any) -> Any:

@@ -43,14 +43,15 @@ def _tables(document: Json) -> Iterator[tuple[str, list[str], list[list[str]]]]:
 
 def notes(document: Json) -> list[str]:
     """What is to be said besides the tables."""
+    seeds = len(document["seeds"])
     found = [
-        f"baseline {document['baseline']}; {len(document['seeds'])} seeds, which vary {document['seed_varies']}",
+        f"baseline {document['baseline']}; {seeds} seed{'s' * (seeds > 1)}, which vary {document['seed_varies']}",
         "verdicts: t intervals from the pooled noise floor, Holm's correction over all arms and measures, family-wise error rate 5%",
     ]
     unpaired = [name for name, arm in document["arms"].items() if not arm["paired"]]
     if unpaired:
         found.append(f"not paired by seed, because the data order differs from the baseline's: {', '.join(unpaired)}")
-    if any(not one["paired"] and document["arms"][one["arm"]]["paired"] for one in document["verdicts"]):
+    if any(one["seeds"] > 1 and not one["paired"] and document["arms"][one["arm"]]["paired"] for one in document["verdicts"]):
         found.append("not paired by seed, because so few seeds and arms leave too few degrees of freedom: the intervals would be wider")
     if document["conclusion"]:
         found.append(document["conclusion"]["text"])

@@ -91,15 +91,20 @@ class Results:
                 found.append((arm, measure, contrast(own, other, noise, behind, is_paired, alone, self._items(measure, arm, seeds))))
         return found
 
+    def chance(self, measure: Measure) -> float | None:
+        """What guessing gets; None where there is no such level, or no run has recorded it."""
+        return max((one.baselines[measure.name] for one in self.readings.values() if measure.name in one.baselines), default=None)
+
+    def item_count(self, measure: Measure) -> int | None:
+        """The number of items of a score, the fewest of all runs; None where no run has recorded it."""
+        return min((count for one in self.readings.values() if (count := one.counts.get(measure.name))), default=None)
+
     def above_chance(self, measure: Measure, arm: Arm, seeds: list[int]) -> bool:
         """Whether an arm is shown to be above what guessing gets. The error rate of 5% is divided over all arms."""
-        readings = [one for seed in seeds if (one := self.reading(arm, seed)) and {measure.name} <= {*one.values} & {*one.baselines}]
-        if not readings:
+        chance, scores = self.chance(measure), [one for seed in seeds if (one := self.value(measure, arm, seed)) is not None]
+        if chance is None or not scores:
             return False
-        values = np.array([one.values[measure.name] for one in readings])
-        counts = [one.counts[measure.name] for one in readings if measure.name in one.counts]
-        level = max(one.baselines[measure.name] for one in readings)
-        return is_above(values, level, min(counts, default=None), FAMILY_WISE / len(self.experiment.arms))
+        return is_above(np.array(scores), chance, self.item_count(measure), FAMILY_WISE / len(self.experiment.arms))
 
     def _items(self, measure: Measure, arm: Arm, seeds: list[int]) -> np.ndarray | int | None:
         """Differences per item (seeds, items) of a score, over the items that all runs have; their number where they were not recorded."""
@@ -112,5 +117,4 @@ class Results:
         names = sorted(set.intersection(*(set(one) for pair in pairs for one in pair)))
         if names:
             return np.array([[one[name] - other[name] for name in names] for one, other in pairs])
-        counts = [self.readings[run.directory].counts.get(measure.name) for run in self.finished(arm)]
-        return min((count for count in counts if count), default=None)
+        return self.item_count(measure)

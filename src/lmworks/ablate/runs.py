@@ -33,6 +33,7 @@ from lmworks.metrics.log import FILE
 from lmworks.model_stages import final_checkpoint_of
 from lmworks.recipe.schema.layout import world_size
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.run.runner import recorded_files
 from lmworks.run.stages import STAGES
 from lmworks.run.staleness import stage_inputs, stale_reason
 from lmworks.watch.lock import in_use
@@ -52,11 +53,12 @@ def recipe_of(run: Run) -> Recipe:
 
 
 def state_of(runs: RunSet, run: Run) -> State:
-    """How far a run is: `done` if all its stages are up to date."""
+    """How far a run is: `done` if all its stages are up to date. Files of its own that it has read, such as those of a benchmark, count as
+    they were: a finished run does not change."""
     wanted = [stage for stage in STAGES if stage.name in ("pretrain", runs.last)]
-    recipe = recipe_of(run)
+    recipe, files = recipe_of(run), recorded_files(run.directory)
     for stage in wanted:
-        if stale_reason(stage, recipe, run.directory, stage_inputs(stage, recipe, run.directory, {})):
+        if stale_reason(stage, recipe, run.directory, stage_inputs(stage, recipe, run.directory, files)):
             return "begun" if (run.directory / FILE).exists() else "open"
     return "done"
 

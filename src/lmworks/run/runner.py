@@ -138,7 +138,7 @@ def _run_first_rank(
             require_same(run_dir, weights_of(run_dir))
             _record_layout(run_dir, recipe)
             (settled or resolved).save(run_dir)
-            if state.files != _recorded_files(run_dir):
+            if state.files != recorded_files(run_dir):
                 write_json(run_dir / SOURCES, state.files)
             for stage in (one for one in stages if one.name in _DATA):  # these do not depend on the time budget
                 _run_stage(context, stage, resolved.recipe, state, on_event)
@@ -259,7 +259,7 @@ def _describe_redo(run_dir: Path, stage: Stage, recipe: Recipe, reason: StaleRea
     return Text(f"repeated because {text + after}", "yellow")
 
 
-def _recorded_files(run_dir: Path) -> Listing:
+def recorded_files(run_dir: Path) -> Listing:
     """The files of the sources as the last run recorded them."""
     path = run_dir / SOURCES
     seen: Listing = read_json(path) if path.exists() else {}
@@ -268,7 +268,7 @@ def _recorded_files(run_dir: Path) -> Listing:
 
 def _detect_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], on_event: Callable[[StageEvent], None]) -> _State:
     """Detect changes of the recipe and of the user's files, which count as changes of the recipe."""
-    before = _recorded_files(run_dir)
+    before = recorded_files(run_dir)
     now = list_files(resolved.recipe, before)
     found = list(changes(before, now))
     accepted = _accept_changes(run_dir, resolved, allow, found)
