@@ -78,6 +78,17 @@ def test_equal_values_everywhere_are_no_difference_and_no_error() -> None:
     assert judge([contrast(values[1], values[0], paired(values), 3, True)])[0].outcome == "no verdict"
 
 
+def test_the_bound_on_the_noise_of_items_is_one() -> None:
+    """Equal arms whose scores alone are known: over new seeds and new items no more than 5% of the tests at 5% show a difference."""
+    random, seeds, items, shown = np.random.default_rng(6), 3, 50, 0
+    for _ in range(2000):
+        hard, tastes = random.normal(size=items), random.normal(size=(2, 1, items))  # each arm has items that it alone finds hard
+        right = (hard + tastes + 0.5 * random.normal(size=(2, seeds, items)) > 0).astype(float)
+        means = right.mean(axis=2)
+        shown += contrast(means[0], means[1], unpaired(means), 2, False, items=items).p <= 0.05
+    assert shown / 2000 <= 0.05, "without the bound it is more than 20%"
+
+
 def test_noise_of_items_is_counted_once() -> None:
     """Simulated scores: the stated standard error is that of the difference over new seeds and new items."""
     random = np.random.default_rng(4)

@@ -31,6 +31,14 @@ def test_validations_count_at_the_end_and_steps_over_the_last_tenth(tmp_path: Pa
     assert (found.curves[BITS.name].tokens, found.curves[BITS.name].values) == ([200.0, 400.0], [3.0, 2.0])
 
 
+def test_needles_have_the_chance_level_of_their_run(tmp_path: Path) -> None:
+    needle = Measure("needle/accuracy", "", "higher")
+    lines: list[dict[str, object]] = [{"step": step, "needle/accuracy": 0.2, "needle/chance": 0.25} for step in (1, 2)]
+    found = read_run(write(tmp_path / "run", lines), [needle])
+    assert needle.has_chance and found.baselines == {needle.name: 0.25} and found.counts == {}
+    assert not Measure("needle/chance", "", "").has_chance
+
+
 def test_a_run_that_diverged_has_no_value(tmp_path: Path) -> None:
     lines: list[dict[str, object]] = [{"step": 1, "validation/bits_per_byte": 3.0}, {"step": 2, "validation/bits_per_byte": None}]
     assert read_run(write(tmp_path / "run", lines), [BITS]).values == {}
