@@ -55,24 +55,57 @@ def test_adapters_fit_where_whole_weights_do_not_and_every_stage_is_planned(lmwo
         "grpo": {"data": [data | {"reward": "exact"}], "sequence_length": "4Ki", "updates_per_rollout": 2},
     }
 
-    def plan(lora: dict[str, int] | None) -> Done:
-        sections = {name: section | ({"lora": lora} if lora else {}) for name, section in stages.items()}
+    def plan(lora: dict[str, int] | None, *names: str, cluster: str = "8xh100") -> Done:
+        sections = {name: stages[name] | ({"lora": lora} if lora else {}) for name in names}
         recipe = tmp_path / "big.yaml"
         recipe.write_text(yaml.safe_dump({"name": "big", "start_from": str(tmp_path / "base"), **sections}), encoding="utf-8")
-        return lmworks("plan", recipe, "--cluster", "8xh100", "--json")
+        return lmworks("plan", recipe, "--cluster", cluster, "--json")
 
-    assert "phase tune: TP8, ZeRO-1 needs 133" in plan(None).error
-    done = plan({"rank": 16})
+    assert "phase tune: TP8, ZeRO-1 needs 133" in plan(None, "tune").error
+    # The 70.55e9 weights in fp32 are 262.8 GiB, and the adapters 0.8: each rank gathers them to draw answers.
+    refused = plan({"rank": 16}, "tune", "dpo", "grpo").error
+    assert "phase grpo: " in refused and "(gathered weights 263.6, " in refused and "no layout helps" in refused and "slime" in refused
+    large = tmp_path / "large.yaml"
+    large.write_text("{nodes: 1, devices_per_node: 8, device: LARGE, tflops: 989, memory_gib: 400, mfu: 0.4}", encoding="utf-8")
+    drawn = json.loads(plan({"rank": 16}, "tune", "dpo", "grpo", cluster=str(large)).out)
+    # 2,000 pairs of two rows, 30 in a step; 100 steps of 16 x 8 answers in two updates.
+    steps = [(phase["name"], phase["steps"], phase["batch_tokens"]) for phase in drawn["phases"]]
+    assert steps == [("tune", 381, 2**18), ("dpo", 66, 60 * 4096), ("grpo", 200, 64 * 4096)]
+    memory = drawn["phases"][2]["placed"]["memory"]
+    # 2 prompts of 8 answers per rank; a key and a value of 8 x 128 numbers in bf16, in 80 layers
+    assert memory["KV cache"] == 16 * 80 * 2 * 8 * 128 * 4096 * 2
+    frozen = next(line for line in drawn["warnings"] if "low-rank adapters" in line)
+    assert frozen.startswith("tune, dpo, grpo: ") and drawn["flops_parameters"] == pytest.approx(4 * 69.5e9 * drawn["tokens"], rel=1e-3)
+
+    done = plan({"rank": 16}, "tune", "dpo")
     assert done.code == 0, done.err
     made = json.loads(done.out)
-    # 2,000 pairs of two rows, 30 in a step; 100 steps of 16 x 8 answers in two updates.
-    steps = [(phase["name"], phase["steps"], phase["batch_tokens"]) for phase in made["phases"]]
-    assert steps == [("tune", 381, 2**18), ("dpo", 66, 60 * 4096), ("grpo", 200, 64 * 4096)]
     # rank x (rows + columns) of the seven matrices of 80 layers
     matrices = ((8192, 8192), (8192, 1024), (8192, 1024), (8192, 8192), (8192, 28672), (8192, 28672), (28672, 8192))
     adapters = 80 * 16 * sum(map(sum, matrices))
     memory = made["phases"][0]["placed"]["memory"]
+    assert drawn["phases"][2]["placed"]["memory"]["gathered weights"] == 4 * (made["counts"]["total"] + adapters)
     assert (memory["gradients"], memory["optimizer state"]) == (4 * adapters, 8 * adapters)  # AdamW trains them
     assert made["disk"]["checkpoint"] == 12 * adapters
-    frozen = next(line for line in made["warnings"] if "low-rank adapters" in line)
-    assert frozen.startswith("tune, dpo, grpo: ") and made["flops_parameters"] == pytest.approx(4 * 69.5e9 * made["tokens"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("stage", "cluster", "fits"), [("dpo", "8xh100", False), ("dpo", "64xh100", True), ("grpo", "8192xh800", False)])
+def test_glm_with_adapters_fits_64_devices_for_preferences_and_none_for_rollouts(
+    lmworks: Lmworks, tmp_path: Path, stage: str, cluster: str, fits: bool
+) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(GLM), encoding="utf-8")
+    data = {"name": "mine", "kind": "files", "path": "mine.jsonl"} | ({"reward": "exact"} if stage == "grpo" else {})
+    section = {"data": [data], "sequence_length": "4Ki", "lora": {"rank": 16}}
+    if stage == "dpo":
+        section["pairs_per_step"] = 128
+    recipe = tmp_path / "glm.yaml"
+    recipe.write_text(yaml.safe_dump({"name": "glm", "start_from": str(tmp_path / "base"), stage: section}), encoding="utf-8")
+    done = lmworks("plan", recipe, "--cluster", cluster, "--json")
+    assert (done.code == 0) == fits, done.err
+    if fits:
+        (phase,) = json.loads(done.out)["phases"]
+        assert phase["batch_tokens"] == 2 * 128 * 4096, "two rows per pair"
+        assert "gathered weights" not in phase["placed"]["memory"] and phase["placed"]["memory_total"] <= 74.5 * 2**30
+    elif stage == "grpo":
+        assert "each rank of grpo gathers all weights" in done.error and "no layout helps" in done.error

@@ -10,9 +10,9 @@ from typing import Literal
 from lmworks.errors import UserError
 from lmworks.parallel.alignment import alignment_problems
 from lmworks.parallel.pipeline_stages import pipeline_stage_problems, pipelined_micro_batch
-from lmworks.plan.memory import GIB, Memory, memory
+from lmworks.plan.memory import GIB, Memory, gathered_weights, memory
 from lmworks.plan.pipeline import bubble
-from lmworks.plan.stage_phases import StagePhase, lora_of
+from lmworks.plan.stage_phases import StagePhase, has_rollouts, lora_of
 from lmworks.recipe.loading import deepspeed_checks
 from lmworks.recipe.schema.activation_checkpointing import NONE, ActivationCheckpointing
 from lmworks.recipe.schema.cluster import Cluster
@@ -92,6 +92,8 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
         yield f"ep {layout.ep} does not divide dp_shard x cp = {ranks}; expert ranks are a subset of the data and context ranks"
     if layout.zero >= 2 and layout.pp > 1:
         yield f"ZeRO-{layout.zero} cannot be combined with a pipeline (it would gather and scatter for each micro-batch); set ZeRO-1"
+    if phase is not None and has_rollouts(phase) and layout.pp > 1:
+        yield f"phase {phase.name} generates with the weights that it trains, which pp {layout.pp} cannot; use tp, cp or dp_shard"
     if phase is not None:
         sequences = phase.global_batch_size // phase.sequence_length
         replicas = layout.dp_replicate * layout.dp_shard
@@ -148,7 +150,7 @@ def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Pla
     for micro in range(min(recipe.train.micro_batch_size or 1, per_rank), 0, -1):
         if (pipelined_micro_batch(layout, per_rank, micro) or 1) == micro if layout.pp > 1 else per_rank % micro == 0:
             number = per_rank // micro
-            best = Placement(layout, micro, number, memory(recipe, cluster, layout, length, micro, number, lora))
+            best = Placement(layout, micro, number, memory(recipe, cluster, layout, length, micro, number, lora, has_rollouts(phase)))
             if fits(best, cluster, MARGIN):
                 break
     assert best is not None
@@ -257,6 +259,13 @@ def explain_shortage(placed: Placement, cluster: Cluster) -> str:
 
 def suggest_fit(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()) -> str:
     """The smallest change with which the phase and `others` fit: settings first, then other numbers of devices."""
+    for one in (phase, *others):
+        copy = gathered_weights(recipe.model, Layout(dp_shard=2), lora_of(one)) if has_rollouts(one) else 0.0
+        if copy > cluster.memory_gib * GIB:
+            return (
+                f"no layout helps: for its answers each rank of {one.name} gathers all weights, {copy / GIB:,.1f} GiB in fp32; take "
+                "devices with more memory or a smaller model, or train with slime (lmworks handover slime)"
+            )
 
     def with_checkpointing(text: str) -> Recipe:
         train = recipe.train.model_copy(update={"activation_checkpointing": ActivationCheckpointing.parse(text)})

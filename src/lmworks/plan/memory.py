@@ -7,6 +7,7 @@ dp_shard * cp / ep ranks shard one expert.
 With low-rank adapters, which AdamW trains, the weights have no gradients and no optimizer state, but still a master copy.
 Activations follow Korthikanti et al. (arXiv:2205.05198) with fused attention, which never stores scores, and with norms sharded over `tp`
 too (sequence parallelism). A pipeline rank keeps the activations of several micro-batches (`plan.pipeline`).
+A rank that draws answers (`grpo`) holds a full fp32 copy of the weights and a KV cache meanwhile, instead of activations (`_rollouts`).
 Under `train.deepspeed` weights, gradients and moments are fp32, and some are offloaded (`_deepspeed_state`).
 """
 
@@ -22,6 +23,7 @@ from lmworks.recipe.derivation.parameters import Parameter, is_moe, layer_parame
 from lmworks.recipe.schema.activation_checkpointing import POLICIES
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.deepspeed import BUCKET, LIVE, DeepSpeed, Place
+from lmworks.recipe.schema.grpo import ROLLOUT_ROWS
 from lmworks.recipe.schema.layout import Layout, world_size
 from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.model import Model
@@ -280,24 +282,49 @@ def _deepspeed_state(
     return found, elsewhere
 
 
+def gathered_weights(model: Model, layout: Layout, lora: Lora | None = None) -> float:
+    """Bytes of the full fp32 copy that a rank of `grpo` draws answers with (`lmworks.train.align.rollouts.whole_model`)."""
+    if world_size(layout) == 1:
+        return 0.0
+    whole, _ = _local(model, Layout(), 0, False, lora)
+    return 4 * (whole.shared.count + whole.experts.count)
+
+
+def _rollouts(recipe: Recipe, layout: Layout, length: int, element: int, lora: Lora | None) -> dict[str, float]:
+    """Bytes that a rank needs to draw its share of the answers of a step, besides its training state."""
+    model, options = recipe.model, recipe.grpo
+    assert options is not None and model.vocab_size
+    prompts = -(-options.prompts_per_step // world_size(layout))
+    rows = min(ROLLOUT_ROWS, prompts * options.group_size)
+    capacity = 1 << (length - 1).bit_length()  # caches grow by powers of two
+    _, largest = _local(model, Layout(), 0, False)
+    cast = element * (largest.shared.count + largest.experts.count) if element < 4 else 0  # of a layer, to the dtype of the activations
+    return {
+        "gathered weights": gathered_weights(model, layout, lora), "KV cache": rows * kv_cache_bytes(model, capacity, element),
+        "activations": cast, "head and loss": rows * model.vocab_size * (8.0 + element),
+    }  # fmt: skip
+
+
 def memory(
-    recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int, lora: Lora | None = None
-) -> Memory:
+    recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int, lora: Lora | None = None,
+    rollouts: bool = False,
+) -> Memory:  # fmt: skip
     """Memory of the rank that needs most, at sequence length `length`, with `micro_batches` of `micro_batch_size` sequences per step.
 
-    With `lora` the weights are frozen, and its adapters are trained.
+    With `lora` the weights are frozen, and its adapters are trained. With `rollouts` the rank also draws answers as `recipe.grpo` says: the
+    larger need of the two is returned.
     """
     uneven = layout.layers_per_pipeline_stage or recipe.train.activation_checkpointing.share < 1
     stages = set(range(layout.pp)) if uneven else {0, layout.pp - 1, layout.pp // 2}
     return max(
-        (_stage_memory(recipe, cluster, layout, length, micro_batch_size, micro_batches, stage, lora) for stage in stages),
+        (_stage_memory(recipe, cluster, layout, length, micro_batch_size, micro_batches, stage, lora, rollouts) for stage in stages),
         key=lambda m: m.total,
     )
 
 
 def _stage_memory(
     recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int, stage: int,
-    lora: Lora | None = None,
+    lora: Lora | None = None, rollouts: bool = False,
 ) -> Memory:  # fmt: skip
     model, optimizer = recipe.model, recipe.optimizer
     assert model.num_hidden_layers and model.vocab_size and model.hidden_size
@@ -309,6 +336,7 @@ def _stage_memory(
     elsewhere: dict[str, float] = {}
     if recipe.train.deepspeed is None:
         further = 4 * (optimizer.ema_decay > 0 and lora is None) + 8 * any(phase.ewc for phase in recipe.train.phases)
+        further += 4 * bool(rollouts and recipe.grpo and recipe.grpo.beta)  # the reference
         kept = _fsdp_state(local, largest, layout, element, further)
     else:
         kept, elsewhere = _deepspeed_state(recipe.train.deepspeed, local, largest, layout, cluster.on_cpu)
@@ -337,4 +365,8 @@ def _stage_memory(
     else:
         head = 0.0
     runtime = 0.6 * GIB if cluster.on_cpu else (1.5 + (1.0 if world_size(layout) > 1 else 0.0)) * GIB + 0.04 * cluster.memory_gib * GIB
-    return Memory({**kept, "activations": activations, "head and loss": head, "runtime": runtime}, stage, elsewhere)
+    training = Memory({**kept, "activations": activations, "head and loss": head, "runtime": runtime}, stage, elsewhere)
+    if not rollouts:
+        return training
+    drawing = Memory({**kept, **_rollouts(recipe, layout, length, element, lora), "runtime": runtime}, stage, elsewhere)
+    return max(training, drawing, key=lambda need: need.total)

@@ -10,7 +10,7 @@ from lmworks.plan.amounts import amount, days, size
 from lmworks.plan.budget import TimeBudget
 from lmworks.plan.layout import describe
 from lmworks.plan.loss_law import LossLaw
-from lmworks.plan.memory import GIB, Memory
+from lmworks.plan.memory import GIB
 from lmworks.plan.plan import Plan
 
 
@@ -123,18 +123,18 @@ def _layouts(plan: Plan) -> Table:
 def _memory(plan: Plan) -> Table:
     """Components as rows, phases as columns; phases with equal memory share a column. Offloaded state is listed below."""
     columns: dict[tuple[float, ...], list[str]] = {}
-    for phase in plan.phases:
-        held = phase.placed.memory
-        sizes = (*held.components.values(), *held.elsewhere.values())
+    needs = [phase.placed.memory for phase in plan.phases]
+    inside = list(dict.fromkeys(name for held in needs for name in held.components))
+    outside = list(dict.fromkeys(name for held in needs for name in held.elsewhere))
+    for phase, held in zip(plan.phases, needs, strict=True):
+        sizes = [*(held.components.get(name, 0.0) for name in inside), *(held.elsewhere.get(name, 0.0) for name in outside)]
         columns.setdefault(tuple(round(value / GIB, 2) for value in sizes), []).append(phase.name)
     names = [group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in columns.values()]
     table = _table(f"\nMemory of the rank that needs most, GiB of {plan.cluster.memory_gib:g}", "", *names)
-    held = plan.phases[0].placed.memory if plan.phases else Memory({})
-    inside = len(held.components)
-    for row, name in enumerate(held.components):
+    for row, name in enumerate(inside):
         table.add_row(name, *(f"{values[row]:.2f}" for values in columns))
-    table.add_row("all", *(f"{sum(values[:inside]):.2f}" for values in columns), style="bold")
-    for row, name in enumerate(held.elsewhere, inside):
+    table.add_row("all", *(f"{sum(values[: len(inside)]):.2f}" for values in columns), style="bold")
+    for row, name in enumerate(outside, len(inside)):
         table.add_row(f"offloaded: {name}", *(f"{values[row]:.2f}" for values in columns))
     return table
 

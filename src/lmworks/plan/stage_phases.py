@@ -14,14 +14,21 @@ from lmworks.recipe.schema.units import Tokens
 
 
 class StagePhase(Phase):
-    """A stage after pretraining as a phase. With `lora` the weights are frozen, and only adapters have gradients and optimizer state."""
+    """A stage after pretraining as a phase. With `lora` the weights are frozen, and only adapters have gradients and optimizer state. With
+    `rollouts` each rank also draws answers, for which it gathers all weights."""
 
     lora: Lora | None = None
+    rollouts: bool = False
 
 
 def lora_of(phase: Phase) -> Lora | None:
     """The low-rank adapters that a phase trains instead of the weights."""
     return phase.lora if isinstance(phase, StagePhase) else None
+
+
+def has_rollouts(phase: Phase) -> bool:
+    """Whether the ranks draw answers in a phase."""
+    return isinstance(phase, StagePhase) and phase.rollouts
 
 
 def stages_as_phases(recipe: Recipe) -> Recipe:
@@ -37,6 +44,7 @@ def stages_as_phases(recipe: Recipe) -> Recipe:
         StagePhase(
             name=name, tokens=_tokens(section), mixture={name: 1.0}, sequence_length=section.sequence_length,
             global_batch_size=_step_tokens(section), lr_schedule=section.lr_schedule, lora=section.lora,
+            rollouts=isinstance(section, Grpo),
         )
         for name, section in recipe.later_stages.items()
     ]  # fmt: skip
@@ -50,7 +58,7 @@ def assumptions(recipe: Recipe) -> Iterator[str]:
     if frozen:
         yield f"{', '.join(frozen)}: low-rank adapters take 4 operations per parameter and token instead of 6, and the tables count 4"
     if "dpo" in stages:
-        yield "dpo: all pairs that dpo.data allows are assumed, in rows of the whole sequence length; the reference scores are not included"
+        yield "dpo: all pairs that dpo.data allows are assumed, in rows of the whole length; the time of reference scores is not included"
     if "grpo" in stages:
         yield "grpo: the time is that of the updates, in rows of the whole sequence length; writing the answers is not included"
 

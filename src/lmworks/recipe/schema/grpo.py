@@ -13,6 +13,8 @@ from lmworks.recipe.schema.train import EarlyStopping, LrSchedule
 from lmworks.recipe.schema.tuning_set import TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
 
+ROLLOUT_ROWS = 64  # answers that a rank draws at a time
+
 
 class RewardTask(TuningSet):
     """One set of prompts, and the reward of their answers."""

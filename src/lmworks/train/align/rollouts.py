@@ -20,12 +20,11 @@ from lmworks.model.batching import ContinuousBatch
 from lmworks.model.sampling import GenerateOptions
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import with_adapters
+from lmworks.recipe.schema.grpo import ROLLOUT_ROWS
 from lmworks.recipe.schema.lora import Lora
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.align.answers import Answer
 from lmworks.train.align.rewards import Judge, Reward, score
-
-_MOST_ROWS = 64  # answers that are drawn at a time
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Rollouts:
     def _groups(
         self, model: Transformer, prompts: Sequence[Prompt], mine: list[int], group_size: int, seed: str
     ) -> dict[int, list[Rollout]]:  # fmt: skip
-        batch = ContinuousBatch(model, max_rows=_MOST_ROWS)
+        batch = ContinuousBatch(model, max_rows=ROLLOUT_ROWS)
         rows = {
             batch.add(prompts[number].ids, self._options, _seed_of(seed, number, member)): (number, member)
             for number in mine for member in range(group_size)
