@@ -19,6 +19,7 @@ from lmworks.metrics.log import read
 from lmworks.tokenizer import load
 from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
+from tiny_run import checkpoint
 
 ROWS, ENTRIES = 448, 372  # of the embedding; of the tokenizer of kind qwen
 
@@ -206,15 +207,11 @@ def test_a_first_loss_that_cannot_be_compared_is_said(
 
 
 def test_general_text_is_replayed_and_what_was_forgotten_is_said(lmworks: Lmworks, chats: Path, tmp_path: Path) -> None:
-    from pydoc_data.topics import topics
-
     from lmworks.recipe.loading.load import load_resolved
     from lmworks.train.curriculum import TuningCurriculum
 
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": topics[name][:800]}) + "\n" for name in sorted(topics)[:60]))
-    source = {"name": "pages", "kind": "jsonl", "path": str(tmp_path / "text.jsonl"), "domain": "docs", "license": "PSF-2.0"}
     base = _base(tmp_path / "base", "qwen")
-    recipe = write_recipe(tmp_path, base, chats, corpus={"sources": [source], "validation_fraction": 0.3, "dedup": {"minhash": None}})
+    recipe = write_recipe(tmp_path, base, chats, corpus=_pages(tmp_path))
     replay = ("--set", "tune.replay={share: 0.25}", "--set", "export.huggingface=false", "--set", "evaluate.references=false")
     done = lmworks("run", recipe, *replay)
     assert done.code == 0, done.err
@@ -234,6 +231,57 @@ def test_general_text_is_replayed_and_what_was_forgotten_is_said(lmworks: Lmwork
     said = " ".join(done.out.split())
     assert ("Forgotten since the base model" in said) == (forgetting["forgotten"] == ["bits per byte, docs"])
     assert ("Nothing is shown to be forgotten" in said) == (not forgetting["forgotten"])
+
+
+def _pages(tmp_path: Path) -> dict[str, Any]:
+    """A corpus of documentation, a third of it held out."""
+    from pydoc_data.topics import topics
+
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": topics[name][:800]}) + "\n" for name in sorted(topics)[:60]))
+    source = {"name": "pages", "kind": "jsonl", "path": str(tmp_path / "text.jsonl"), "domain": "docs", "license": "PSF-2.0"}
+    return {"sources": [source], "validation_fraction": 0.3, "dedup": {"minhash": None}}
+
+
+@pytest.mark.parametrize("stage", ["tune", "train"])
+def test_a_base_model_is_held_by_the_fisher_information_of_named_text(lmworks: Lmworks, chats: Path, tmp_path: Path, stage: str) -> None:
+    """In tuning, and in the first phase of further pretraining: the weights drift less, by what they mattered for the text."""
+    base = _base(tmp_path / "base", "qwen")
+    phase = {"name": "more", "tokens": "2Ki", "mixture": {"pages": 1}, "sequence_length": "64 tokens", "global_batch_size": "256 tokens"}
+    train = {"precision": "fp32", "compile": False, "micro_batch_size": 2} | ({"phases": [phase]} if stage == "train" else {})
+    recipe = write_recipe(tmp_path, base, chats, corpus=_pages(tmp_path), train=train)
+    key, command = ("tune.ewc", "tune") if stage == "tune" else ("train.phases.more.ewc", "pretrain")
+    unnamed = lmworks(command, recipe, "--set", f"{key}={{weight: 1}}")
+    assert "what the weights of start_from were trained on is not known; name sources of general text with ewc.mixture" in unnamed.error
+    other = lmworks(command, recipe, "--set", f"{key}={{weight: 1, mixture: {{page: 1}}}}")
+    assert "no source is called 'page'; did you mean 'pages'?" in other.error
+
+    model, folder, drift = ("tuned", "tune", {}) if stage == "tune" else ("base", "", {})
+    start = read_model(base).state_dict()
+    for weight in (1e-9, 1e4):
+        run_dir = tmp_path / f"run-{weight}"
+        held = f"{key}={{weight: {weight}, sequences: 4, mixture: {{pages: 1}}}}"
+        done = lmworks(command, recipe, "--set", held, "--set", f"run_dir={run_dir}")
+        assert done.code == 0, done.err
+        (kept,) = (run_dir / folder / "checkpoints").glob("ewc-*/step-00000000")
+        fisher = checkpoint(kept.parents[1], folder=kept.parent.name)
+        now = load_model(run_dir, model).state_dict()
+        assert all(torch.equal(fisher[f"anchor/{name}"], start[name]) for name in start)
+        drift[weight] = sum(float((fisher[f"fisher/{name}"] * (now[name] - start[name]).square()).sum()) for name in start)
+        (event,) = [line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "ewc"]
+        assert (event["step"], event["sequences"]) == (0, 4)
+        penalties = [line["train/ewc"] for line in read(run_dir / folder) if "train/ewc" in line]
+        assert len(penalties) == 8 and all(value > 0 for value in penalties)
+    assert drift[1e4] < 0.5 * drift[1e-9], drift
+
+
+def test_the_first_loss_is_compared_where_deepspeed_will_train(lmworks: Lmworks, chats: Path, tmp_path: Path) -> None:
+    """Before DeepSpeed takes the model over, so it need not be installed."""
+    recipe = write_recipe(tmp_path, _base(tmp_path / "base", "llama"), chats)
+    done = lmworks("pretrain", recipe, "--set", "train.deepspeed={}", "--set", "optimizer.kind=adamw")
+    assert done.code == 0, done.err
+    event = next(line for line in read_ledger(tmp_path / "run" / "ledger.jsonl") if line["event"] == "start_from")
+    assert event["first_loss"]["difference"] < 1e-5
+    assert f"first loss {event['first_loss']['loss']:.4f}, in transformers" in done.err.replace("\n", " ")
 
 
 def test_a_replay_that_cannot_be_is_refused(lmworks: Lmworks, chats: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def stages_as_phases(recipe: Recipe) -> Recipe:
         StagePhase(
             name=name, tokens=_tokens(section), mixture={name: 1.0}, sequence_length=section.sequence_length,
             global_batch_size=_step_tokens(section), lr_schedule=section.lr_schedule, lora=section.lora,
-            rollouts=isinstance(section, Grpo),
+            rollouts=isinstance(section, Grpo), ewc=getattr(section, "ewc", None),
         )
         for name, section in recipe.later_stages.items()
     ]  # fmt: skip

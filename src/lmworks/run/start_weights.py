@@ -53,7 +53,7 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
     about = communicator.broadcast(communicator.run_on_all(lambda: _about(start) if communicator.is_first else {}))
     if communicator.is_first:
         console.print(f"initialized from the weights of {start.path}", style="dim")
-    if start.kind == "huggingface" and recipe.train.deepspeed is None:
+    if start.kind == "huggingface":  # under train.deepspeed, too: the model is whole on the CPU until DeepSpeed takes it over
         about["first_loss"] = compare_first_loss(start, model, communicator, recipe.seed, added)
     return about
 

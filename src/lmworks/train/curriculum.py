@@ -25,7 +25,7 @@ from lmworks.shards.read.batches import Batches
 from lmworks.shards.read.tuning_batches import TuningBatches
 from lmworks.train.data.chat import chat_shards
 from lmworks.train.data.mixture import read_changes
-from lmworks.train.data.replay import Replay, append_rows, replayed_rows
+from lmworks.train.data.replay import Replay, append_rows, replayed_rows, text_batches
 from lmworks.train.load import final_mtp_weight
 
 
@@ -74,7 +74,7 @@ class Curriculum(Protocol):
         """Tokens of all steps before this one."""
 
     def sequences_before(self, phase: PhaseSettings, count: int) -> Iterator[Batch]:
-        """`count` sequences, each a batch, spread evenly over the data that was trained on before the phase."""
+        """`count` sequences, each a batch: of `phase.ewc.mixture`, or spread evenly over the data that was trained on before the phase."""
 
 
 class PretrainingCurriculum:
@@ -106,6 +106,8 @@ class PretrainingCurriculum:
         return self.timeline.tokens_before(step)
 
     def sequences_before(self, phase: PhaseSettings, count: int) -> Iterator[Batch]:
+        if phase.ewc is not None and phase.ewc.mixture:
+            return _earlier_text(self.batches.recipe, phase, phase.ewc, self.batches.shards_dir, count)
         return sample_sequences(self.batches, phase.index - 1, count)
 
 
@@ -141,6 +143,10 @@ def sample_sequences(batches: Batches, phase: int, count: int) -> Iterator[Batch
         step = first + number * steps // count
         index = number % batches.order.sequences(step)[1]
         yield batches.batch(step, index, index + 1)
+
+
+def _earlier_text(recipe: Recipe, phase: PhaseSettings, options: Ewc, shards_dir: Path, count: int) -> Iterator[Batch]:
+    return sample_sequences(text_batches(recipe, "ewc", options.mixture, shards_dir, count, 1, phase.sequence_length), 0, count)
 
 
 class OnePhase(Curriculum):
@@ -201,6 +207,8 @@ class TuningCurriculum(OnePhase):
         return step * self._batch
 
     def sequences_before(self, phase: PhaseSettings, count: int) -> Iterator[Batch]:
-        """Sequences of the last phase of pretraining."""
+        """Sequences of `tune.ewc.mixture`, or of the last phase of pretraining."""
+        if phase.ewc is not None and phase.ewc.mixture:
+            return _earlier_text(self._recipe, phase, phase.ewc, self._shards, count)
         batches = Batches(self._recipe, self._shards, read_changes(self._shards.parent).applied)
         return sample_sequences(batches, len(self._recipe.train.phases) - 1, count)

@@ -43,7 +43,7 @@ class PhaseBoundary:
             penalty.load(self._checkpoints, phase.name, phase.first_step)
             return penalty
         before = self._curriculum.phase(max(phase.first_step, 1) - 1)
-        if before.rope is not None:
+        if before.rope is not None and phase.first_step:  # weights of start_from already have their own
             self._model.set_rope(before.rope)
         self._heartbeat.beat(step, "ewc")
         penalty.estimate(self._curriculum.sequences_before(phase, options.sequences), loss_scale)

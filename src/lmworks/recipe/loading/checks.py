@@ -11,6 +11,10 @@ from lmworks.recipe.loading import deepspeed_checks
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.paths import Keys, nearest
 
+_NO_EARLIER_TEXT = (
+    "what the weights of start_from were trained on is not known; name sources of general text with ewc.mixture, such as {web: 1}"
+)
+
 
 def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     """Each error in a resolved recipe, with its keys."""
@@ -35,8 +39,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         yield ("run_dir",), "a run directory has to be in a file system; checkpoints.copy_to and `lmworks copy` write to object storage"
     if recipe.time is not None and not recipe.train.phases:
         yield ("time",), "time sets the budgets of pretraining, and this recipe has no train.phases; add some, or set tune.tokens instead"
-    if not recipe.trains_base and recipe.tune and recipe.tune.ewc:
-        yield ("tune", "ewc"), "ewc weighs what pretraining read in its last phase; add train.phases, or leave it out"
+    if not recipe.trains_base and recipe.tune and recipe.tune.ewc and not recipe.tune.ewc.mixture:
+        yield ("tune", "ewc"), _NO_EARLIER_TEXT
     if recipe.tune and recipe.tune.epochs is not None:
         if recipe.tune.tokens is not None:
             yield ("tune", "epochs"), "tune.tokens says how much to train, too; leave one of the two out"
@@ -57,13 +61,21 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         for name in recipe.tune.replay.mixture:
             if name not in known:
                 yield ("tune", "replay", "mixture", name), _unknown(name, known)
+    for name in recipe.tune.ewc.mixture if recipe.tune and recipe.tune.ewc else ():
+        if name not in known:
+            yield ("tune", "ewc", "mixture", name), _unknown(name, known)
     phases = [phase.name for phase in recipe.train.phases]
     for index, phase in enumerate(recipe.train.phases):
         at: Keys = ("train", "phases", index)
         if phase.name in phases[:index]:
             yield (*at, "name"), f"two phases are called {phase.name!r}; give each its own name"
-        if phase.ewc is not None and index == 0:
+        if phase.ewc is not None and index == 0 and recipe.start_from is None:
             yield (*at, "ewc"), "there is no phase before the first one to hold on to; leave ewc out"
+        elif phase.ewc is not None and index == 0 and not phase.ewc.mixture:
+            yield (*at, "ewc"), _NO_EARLIER_TEXT
+        for name in phase.ewc.mixture if phase.ewc else ():
+            if name not in known:
+                yield (*at, "ewc", "mixture", name), _unknown(name, known)
         for name in phase.mixture:
             if name not in known:
                 yield (*at, "mixture", name), _unknown(name, known)

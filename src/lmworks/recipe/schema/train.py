@@ -99,6 +99,17 @@ class Ewc(Node):
         gt=0, description="of the penalty; 1 is the rise of the earlier data's own loss, in nats per token, to second order"
     )
     sequences: int = Field(64, gt=0, description="of the earlier data that the Fisher information is estimated on")
+    mixture: dict[str, float] = Field(
+        default_factory=dict,
+        description="weight of each source of the text that stands for the earlier data; weights sum to one. When empty, the phase before. "
+        "Weights of start_from need it, since their own data is not known",
+    )
+
+    @model_validator(mode="after")
+    def _sums_to_one(self) -> Ewc:
+        if self.mixture:
+            check_weights("ewc", self.mixture)
+        return self
 
 
 class Phase(Node):

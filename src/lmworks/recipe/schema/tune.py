@@ -97,7 +97,7 @@ class Tune(Node):
     early_stopping: EarlyStopping | None = Field(None, description="end tuning early; requires held-out conversations")
     lora: Lora | None = Field(None, description="train low-rank adapters instead of the weights")
     replay: Replay | None = Field(None, description="sequences of the recipe's own corpus or token files in every step")
-    ewc: Ewc | None = Field(None, description="elastic weight consolidation towards the weights of pretraining")
+    ewc: Ewc | None = Field(None, description="elastic weight consolidation towards the weights that tuning starts from")
 
     @property
     def planned_tokens(self) -> Tokens:

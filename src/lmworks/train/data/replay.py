@@ -19,17 +19,25 @@ class Replay:
     """`rows` sequences of the recipe's token files in every step, in the keyed order of a phase of its own: a function of the step."""
 
     def __init__(self, recipe: Recipe, options: Options, shards_dir: Path, steps: int, rows: int, sequence_length: int) -> None:
-        phase = Phase.model_validate({
-            "name": "replay", "tokens": f"{steps * rows * sequence_length} tokens", "mixture": _mixture(recipe, options, shards_dir),
-            "sequence_length": f"{sequence_length} tokens", "global_batch_size": f"{rows * sequence_length} tokens",
-        })  # fmt: skip
-        train = recipe.train.model_copy(update={"phases": [phase]})
-        self._batches = Batches(recipe.model_copy(update={"train": train}), shards_dir)
+        mixture = _mixture(recipe, options, shards_dir)
+        self._batches = text_batches(recipe, "replay", mixture, shards_dir, steps, rows, sequence_length)
         self.digests = self._batches.manifest.digests()
 
     def batch(self, step: int) -> Batch:
         """The sequences of a step."""
         return self._batches.batch(step)
+
+
+def text_batches(
+    recipe: Recipe, name: str, mixture: dict[str, float], shards_dir: Path, steps: int, rows: int, sequence_length: int
+) -> Batches:
+    """`steps` batches of `rows` sequences of the recipe's token files, in the keyed order of a phase called `name`."""
+    phase = Phase.model_validate({
+        "name": name, "tokens": f"{steps * rows * sequence_length} tokens", "mixture": mixture,
+        "sequence_length": f"{sequence_length} tokens", "global_batch_size": f"{rows * sequence_length} tokens",
+    })  # fmt: skip
+    train = recipe.train.model_copy(update={"phases": [phase]})
+    return Batches(recipe.model_copy(update={"train": train}), shards_dir)
 
 
 def replayed_rows(options: Options, rows: int) -> int:
