@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -11,11 +15,13 @@ import pytest
 from command import Lmworks
 
 from lmworks import jsonl
+from lmworks.errors import UserError
+from lmworks.ladder import comparable
 from lmworks.ladder.comparable import Course
 from lmworks.ladder.file import resolve
 from lmworks.ladder.points import size_and_tokens
 from lmworks.plan.downstream_law import sigmoid_score
-from lmworks.plan.loss_law import LossLaw, load_law
+from lmworks.plan.loss_law import FittedTo, LossLaw, load_law
 from lmworks.recipe.schema.units import Duration
 from lmworks.watch.ledger import Ledger, read_ledger
 from tiny_run import Tiny
@@ -62,7 +68,9 @@ def test_a_prediction_is_older_than_its_run_and_is_scored_afterwards(
     assert len(load_law(ladder).samples) == 20
 
     recipe = [tiny.recipe, *words(target, 256, 8192)]
-    predicted = json.loads(lmworks("ladder", "predict", ladder, *recipe, "--json").out)
+    done = lmworks("ladder", "predict", ladder, *recipe, "--json")
+    assert done.code == 0, done.err
+    predicted = json.loads(done.out)
     assert predicted["low"] < predicted["predicted"] < predicted["high"] and predicted["measured"] is None
     assert fitted["benchmarks"] == predicted["benchmarks"] == [], "the recipe has none"
     assert "has a prediction already" in lmworks("ladder", "predict", ladder, *recipe).error
@@ -90,12 +98,16 @@ def values(name: str, score: float, items: int, chance: float) -> dict[str, floa
     return {f"eval/{name}/cloze-0-shot": score, f"eval/{name}/items": items, f"eval/{name}/chance": chance}
 
 
-def planted_run(tiny: Tiny, run_dir: Path, width: int, tokens: int, scored: tuple[str, ...] = ("colors", "coins")) -> float:
+def planted_run(
+    tiny: Tiny, run_dir: Path, width: int, tokens: int, scored: tuple[str, ...] = ("colors", "coins"), more: Sequence[str] = ()
+) -> float:
     """The records of a finished run as training would write them, with a planted loss, a score that follows it (colors) and one at chance
-    (coins); returns the expected score."""
-    resolved = tiny.resolve(*words(run_dir, width, tokens)[1::2])
+    (coins); returns the expected score. `more` are overrides of the recipe."""
+    resolved = tiny.resolve(*words(run_dir, width, tokens)[1::2], *more)
     resolved.save(run_dir)
-    (run_dir / "corpus").mkdir()
+    for stage in ("corpus", "tokenizer"):
+        (run_dir / stage).mkdir()
+    (run_dir / "tokenizer" / "tokenizer.json").write_text("{}", encoding="utf-8")
     (run_dir / "corpus" / "manifest.json").write_text("{}", encoding="utf-8")
     steps, loss = tokens // 256, PLANTED.loss(*size_and_tokens(resolved.recipe))
     with Ledger(run_dir / "ledger.jsonl") as ledger:
@@ -125,6 +137,8 @@ def test_benchmark_scores_are_predicted_through_the_loss_and_scored_afterwards(
             runs.append(tmp_path / f"{width}-{tokens}")
             planted_run(tiny, runs[-1], width, tokens)
     fitted = json.loads(lmworks("ladder", "fit", ladder, *runs, "--json").out)
+    law, sizes = load_law(ladder), [point["parameters"] for point in fitted["points"]]
+    assert law.fitted_to == FittedTo((min(sizes), max(sizes)), (TOKENS[0], TOKENS[-1]), 6 * max(sizes) * TOKENS[-1])
     assert fitted["residual"] < 1e-4 and "each size has one seed" in "".join(fitted["doubts"])
     assert "residual 0.00% (root mean square)" in lmworks("ladder", "fit", ladder, *runs).out
     coins, colors = fitted["benchmarks"]
@@ -173,11 +187,134 @@ def test_scores_that_cannot_be_used_are_told(lmworks: Lmworks, tiny: Tiny, tmp_p
     assert "eval/colors/cloze-0-shot cannot be 3 of 400 items with chance 0.25; remove the line from metrics.jsonl or follow.jsonl" in error
 
 
+def rehash(folder: Path, **changes: object) -> None:
+    """Write the only prediction anew with these changes, as if it had been recorded so."""
+    (line,) = jsonl.read(folder / "predictions.jsonl")
+    record = {key: value for key, value in (line | changes).items() if key != "hash"}
+    text = json.dumps(record | {"hash": hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()})
+    (folder / "predictions.jsonl").write_text(text + "\n", encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def planted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The records of seven runs of three sizes and three horizons."""
+    folder = tmp_path_factory.mktemp("planted")
+    runs = [folder / str(number) for number in range(len(RUNS))]
+    for (width, tokens), run_dir in zip(RUNS, runs, strict=True):
+        planted_run(tiny, run_dir, WIDTHS[width], TOKENS[tokens], ())
+    return runs
+
+
+def test_only_the_run_that_was_predicted_is_scored(
+    lmworks: Lmworks, tiny: Tiny, planted: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another size, budget, optimizer, mixture, text or tokenizer, and a run that is older than its prediction, each in one line."""
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 2)
+    ladder, target = tmp_path / "ladder", tmp_path / "target"
+    assert lmworks("ladder", "fit", ladder, *planted).code == 0
+    assert lmworks("ladder", "predict", ladder, tiny.recipe, *words(target, 256, 16384)).code == 0
+
+    def refused(width: int = 256, tokens: int = 16384, *more: str, files: Mapping[str, str] | None = None) -> str:
+        shutil.rmtree(target, ignore_errors=True)
+        planted_run(tiny, target, width, tokens, (), more)
+        for name, text in (files or {}).items():
+            with (target / name).open("a", encoding="utf-8") as file:
+                file.write(text)
+        done = lmworks("ladder", "score", ladder)
+        assert done.code == (2 if done.err else 0)
+        return done.error if done.err else ""
+
+    assert refused() == "" and json.loads(lmworks("ladder", "score", ladder, "--json").out)["finished"] == 1
+    remedy = "move it away, and run the predicted recipe there"
+    assert "active parameters, and the prediction" in refused(64)
+    assert f"it has 8,192 tokens, and the prediction 16,384; {remedy}" in refused(tokens=8192)
+    assert "optimizer.weight_decay (0.1 -> 0.3)" in refused(256, 16384, "optimizer.weight_decay=0.3")
+    assert "optimizer.learning_rate" in refused(256, 16384, "optimizer.learning_rate=0.1")
+    assert "train.phases.general.mixture.code (0.7 -> 0.5)" in refused(256, 16384, "train.phases.general.mixture={code: 0.5, docs: 0.5}")
+    assert "global_batch_size (256 tokens -> 512 tokens)" in refused(256, 16384, "train.phases.general.global_batch_size=512 tokens")
+    assert refused(256, 16384, "train.seed=9") == "", "a prediction holds for every seed"
+    assert f"is validated on other text than the ladder, so its loss cannot be compared; {remedy}" in refused(
+        files={"corpus/manifest.json": " "}
+    )
+    assert f"has another tokenizer than the ladder: {remedy}" in refused(files={"tokenizer/tokenizer.json": " "})
+    changed = json.dumps({"event": "mixture_changed", "time": 3.0, "step": 3, "mixture": {"code": 1.0}, "number": 0}) + "\n"
+    assert "was changed at step 3" in refused(files={"ledger.jsonl": changed})
+    late = {"step": 64, "time": 3.0, "optim/learning_rate": 0.01, "validation/bits_per_byte": 2.0}
+    assert "ends at 100% of its peak learning rate" in refused(files={"metrics.jsonl": json.dumps(late) + "\n"})
+    assert refused() == ""
+    rehash(ladder, time=time.time() + 60)
+    assert f"{target} began to train before its prediction was written" in refused()
+
+
+def test_rungs_of_another_recipe_are_refused(
+    lmworks: Lmworks, tiny: Tiny, planted: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `fit` and by `predict`, each in one line."""
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 2)
+    ladder = tmp_path / "ladder"
+
+    def fitted_with(number: int, *more: str, width: int = 256, tokens: int = 8192) -> str:
+        planted_run(tiny, odd := tmp_path / str(number), width, tokens, (), more)
+        return lmworks("ladder", "fit", ladder, *planted, odd).error
+
+    mixture = "train.phases.general.mixture={code: 0.5, docs: 0.5}"
+    assert "mixture.code (0.7 -> 0.5), train.phases.general.mixture.docs (0.3 -> 0.5); the law of a ladder holds for" in fitted_with(
+        0, mixture
+    )
+    batch = fitted_with(1, "train.phases.general.global_batch_size=512 tokens", width=64, tokens=2048)
+    assert f"{tmp_path / '1'} has a batch of 512 tokens, and {planted[0]} one of 256" in batch
+    assert "optimizer.betas" in fitted_with(2, "optimizer.betas=[0.8, 0.9]")
+    assert "model.vocab_size" in fitted_with(3, "model.vocab_size=1024")
+    assert "model.tie_word_embeddings" in fitted_with(4, "model.tie_word_embeddings=true")
+    assert f"is the same run as {planted[0]}: same recipe and same seed" in fitted_with(5, width=WIDTHS[0], tokens=TOKENS[0])
+    shutil.copytree(planted[0], other := tmp_path / "other")
+    (other / "tokenizer" / "tokenizer.json").write_text("[]", encoding="utf-8")
+    assert "has another tokenizer than" in lmworks("ladder", "fit", ladder, *planted, other).error
+    assert "law of 6 parameters: name at least 7 finished runs" in lmworks("ladder", "fit", ladder, *planted[:2]).error
+    assert not ladder.exists()
+    planted_run(tiny, seed := tmp_path / "seed", WIDTHS[0], TOKENS[0], (), ["train.seed=9"])
+    assert lmworks("ladder", "fit", ladder, *planted, seed).code == 0, "another seed, and another budget of the same batch"
+
+    recipe = [tiny.recipe, *words(tmp_path / "target", 512, 16384), "--set"]
+    for change, why in (
+        (mixture, "mixture.code (0.7 -> 0.5)"),
+        ("optimizer.weight_decay=0.3", "optimizer.weight_decay (0.1 -> 0.3)"),
+        ("train.phases.general.global_batch_size=512 tokens", "has a batch of 512 tokens, and all runs of the ladder have 256"),
+        ("model.vocab_size=1024", "model.vocab_size"),
+    ):
+        assert why in lmworks("ladder", "predict", ladder, *recipe, change).error
+    said = lmworks("ladder", "predict", ladder, *recipe, "train.seed=3")
+    tokenizer = f"tokenizer.path={planted[0]}/tokenizer/tokenizer.json"
+    assert said.code == 0 and f"run it with --set {tokenizer}" in said.out
+    (tmp_path / "with" / "tokenizer").mkdir(parents=True)
+    shutil.copy(planted[0] / "tokenizer" / "tokenizer.json", tmp_path / "with" / "tokenizer")
+    assert "tokenizer" not in lmworks("ladder", "predict", ladder, *recipe, f"run_dir={tmp_path / 'with'}").out
+    old = json.loads((ladder / "ladder.json").read_text(encoding="utf-8"))
+    (ladder / "ladder.json").write_text(json.dumps({name: old[name] for name in ("runs", "held_out_text")}), encoding="utf-8")
+    assert "fit the ladder again: lmworks ladder fit" in lmworks("ladder", "predict", ladder, *recipe, "train.seed=4").error
+
+
+def test_batch_sizes_may_follow_the_size_or_the_budget() -> None:
+    def ladder(*rows: tuple[int, int, int]) -> list[comparable.Batch]:
+        return [comparable.Batch(f"{size}-{tokens}", size, tokens, batch) for size, tokens, batch in rows]
+
+    by_size = ladder((1, 10, 64), (1, 20, 64), (2, 10, 128), (2, 20, 128))
+    by_budget = ladder((1, 10, 64), (1, 20, 128), (2, 10, 64), (2, 20, 128))
+    for batches in (by_size, by_budget):
+        comparable.require_batch_rule(batches)
+        comparable.require_batch_rule(batches, comparable.Batch("target", 4, 40, 256))
+        with pytest.raises(UserError, match="target has a batch of 32 tokens, and that of the ladder's runs grows"):
+            comparable.require_batch_rule(batches, comparable.Batch("target", 4, 40, 32))
+    for odd in (ladder((1, 10, 64), (1, 20, 64), (2, 10, 64), (2, 20, 128)), ladder((1, 10, 128), (1, 20, 128), (2, 10, 64), (2, 20, 64))):
+        with pytest.raises(UserError, match="the runs of a ladder need one batch size"):
+            comparable.require_batch_rule(odd)
+
+
 @pytest.mark.slow
 def test_runs_that_do_not_belong_to_a_ladder_are_refused(lmworks: Lmworks, tiny: Tiny, runs: list[Path], tmp_path: Path) -> None:
     ladder = tmp_path / "ladder"
     assert "is listed twice" in lmworks("ladder", "fit", ladder, *runs, runs[0]).error
-    assert "2 runs does not determine a law" in lmworks("ladder", "fit", ladder, *runs[:2]).error
+    assert "2 runs do not determine a law" in lmworks("ladder", "fit", ladder, *runs[:2]).error
     assert "has not finished pretraining" in lmworks("ladder", "fit", ladder, *runs, tiny.run_dir).error
     assert "has no corpus" in lmworks("ladder", "fit", ladder, *runs, tmp_path / "nothing").error
     constant = tiny.copy(tmp_path / "constant").run_dir
@@ -248,6 +385,7 @@ def test_a_ladder_file_lists_a_trunk_and_branches_for_each_size(lmworks: Lmworks
         ("middle: [model.intermediate_size=64], ", "", "at least 3 sizes, and there are 2"),
         ("model.intermediate_size=64", "model.intermediate_size=16", "two of them have the same number of parameters"),
         ("model.intermediate_size=64", "model.intermediate_sise=64", "size middle: "),
+        ("model.intermediate_size=64", "model.intermediate_size=64, optimizer.weight_decay=0.3", "optimizer.weight_decay (0.1 -> 0.3)"),
     ):
         file.write_text(text.replace(before, after), encoding="utf-8")
         refused = lmworks("ladder", "run", file)

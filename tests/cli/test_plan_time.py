@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from command import Lmworks
 
-from lmworks.plan.loss_law import LAW_FILE, LossLaw, load_law, save_law
+from lmworks.plan.loss_law import LAW_FILE, FittedTo, LossLaw, load_law, save_law
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny
 
@@ -71,6 +72,23 @@ def test_the_loss_is_predicted_where_there_is_a_law(lmworks: Lmworks, tmp_path: 
     assert best["size"] == found["budget"]["chosen"], "the law decides, not 20 tokens per parameter"
 
 
+def test_a_loss_far_beyond_the_runs_of_the_ladder_is_warned_of(lmworks: Lmworks, tmp_path: Path) -> None:
+    """Beyond 30 times the operations of its largest run."""
+    words = ("plan", "--time", "3d", "--cluster", "8xh100", "--ladder", tmp_path)
+    for times in (29.0, 31.0):
+        law = LossLaw(0.6, 20.0, 60.0, 0.3, 0.35, "bits per byte", "12 runs", fitted_to=FittedTo((1e6, 3e7), (2e8, 1.5e9), 1e18))
+        save_law(law, tmp_path / LAW_FILE)
+        found = plan(lmworks, *map(str, words[1:]))
+        embedding = 0 if found["counts"]["tied"] else found["counts"]["embedding"]
+        flops = 6 * (found["counts"]["active"] - embedding) * found["tokens"]
+        assert law.fitted_to is not None
+        save_law(replace(law, fitted_to=replace(law.fitted_to, flops=flops / times)), tmp_path / LAW_FILE)
+        warned = [one for one in plan(lmworks, *map(str, words[1:]))["warnings"] if "predicted loss" in one]
+        text = "31 times the operations of the ladder's largest run (fitted to 1M to 30M active parameters and 200M to 1.5B tokens)"
+        assert [text in one for one in warned] == ([True] if times > 30 else [])
+        assert (text in " ".join(lmworks(*words).out.split())) == (times > 30)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -79,6 +97,8 @@ def test_the_loss_is_predicted_where_there_is_a_law(lmworks: Lmworks, tmp_path: 
         (("--money", "5"), "name one with --cluster"),
         (("--money", "5", "--cluster", "2-cores"), "cluster 2-cores has no price; set dollars_per_hour"),
         (("quickstart", "--served-tokens", "1T"), "give --size auto"),
+        (("--time", "3d", "--cluster", "8xh100", "--served-tokens", "x"), "--served-tokens x is not a number of tokens; write for example"),
+        (("--time", "3d", "--cluster", "8xh100", "--served-tokens", "-1T"), "--served-tokens -1T is not a number of tokens"),
         (("--time", "3d", "--cluster", "8xh100", "--ladder", "nowhere"), "nowhere has no fitted law"),
         (("--time", "3 parsecs"), "is not a time"),
         (("quickstart", "--mfu", "1.5"), "--mfu is a number from 0.001 to 1, or a run directory; 1.5 is neither"),

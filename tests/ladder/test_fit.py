@@ -93,9 +93,9 @@ def test_one_bad_run_moves_the_law_little() -> None:
     ("kept", "message"),
     [
         (lambda p: True, ""),
-        (lambda p: p.parameters < 5e5 and p.tokens < 1e6, "2 runs does not determine"),
-        (lambda p: p.parameters < 1e6, "at least 3 sizes and 3 horizons; the ladder has 2 and 4"),
-        (lambda p: p.tokens < 1e6, "the ladder has 4 and 2"),
+        (lambda p: p.parameters < 5e5 and p.tokens < 1e6, "2 runs do not determine a law of 6 parameters: name at least 7 finished runs"),
+        (lambda p: p.parameters < 1e6, "at least 3 sizes and 3 token budgets, and the runs have 2 and 4"),
+        (lambda p: p.tokens < 1e6, "the runs have 4 and 2"),
     ],
 )
 def test_too_few_runs_are_refused(kept, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -137,19 +137,23 @@ def predict(
     folder: _FolderArgument, recipe: RecipeArgument, overrides: SetOption, size: SizeOption = None, as_json: JsonOption = False
 ) -> None:
     """Predict the held-out loss and the benchmark scores of a run that has not begun, with 90% intervals, and record the prediction."""
-    from lmworks.ladder.predictions import not_scored
+    from lmworks.ladder.predictions import not_scored, other_tokenizer
     from lmworks.ladder.predictions import predict as record
+    from lmworks.plan.loss_law import load_law
     from lmworks.recipe.loading.load import load_recipe
 
     target = load_recipe(recipe, overrides, size)
     found = record(folder, target)
+    far = load_law(folder).extrapolation(found.parameters, found.tokens)
     if as_json:
-        print_json(found.to_json())
+        print_json(found.to_json() | {"warnings": [far] if far else []})
         return
     text = f"{found.run_dir}: {found.predicted:.4f} bits per byte, 90% interval {found.low:.4f} to {found.high:.4f}"
     console().print(text, soft_wrap=True)
     for one in found.benchmarks:
         console().print(f"{one.name}: {_predicted(one)} on {one.items:,} items", soft_wrap=True)
+    for line in filter(None, (far, other_tokenizer(folder, target.recipe))):
+        console().print(line, style="yellow", soft_wrap=True)
     if names := not_scored(found, target.recipe.evaluate):
         text = f"the run does not score {', '.join(names)}: set evaluate.every, or score it later with lmworks evaluate --follow"
         console().print(text, soft_wrap=True)

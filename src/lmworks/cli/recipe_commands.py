@@ -96,21 +96,29 @@ def plan(
         raise UserError("--served-tokens chooses a size; give --size auto and --time or --money with it")
     budget = None
     if note:  # there is a time, and no run has turned it into tokens yet
-        tokens = float(Tokens.parse(served)) if served else 0.0
+        tokens = _served(served) if served is not None else 0.0
         assert resolved.recipe.time is not None
         resolved, made, budget = fit_time(
             resolved, where, float(resolved.recipe.time), choose_size=choose, served_tokens=tokens, law=law,
             measured_mfu=measured, measured_source=source, layout_in_mfu=whole,
         )  # fmt: skip
     else:
-        made = make_plan(
-            resolved.recipe, resolved.fingerprint, where, measured_mfu=measured, measured_source=source, layout_in_mfu=whole
-        )
+        made = make_plan(resolved.recipe, resolved.fingerprint, where, measured_mfu=measured, measured_source=source, layout_in_mfu=whole)
     if as_json:
-        print_json(plain(made) | ({"budget": as_plain(budget)} if budget else {}))
+        far = law.extrapolation(made.counts.active_computed, made.tokens) if law else None
+        value = plain(made)
+        value["warnings"] += [far] if far else []
+        print_json(value | ({"budget": as_plain(budget)} if budget else {}))
     else:
         console().print(render(made, budget, law))
         _warn(resolved, note, text_shortage(resolved.recipe, Path(resolved.recipe.run_dir or "")))
+
+
+def _served(text: str) -> float:
+    try:
+        return float(Tokens.parse(text))
+    except ValueError:
+        raise UserError(f"--served-tokens {text} is not a number of tokens; write for example --served-tokens 1T or 500B") from None
 
 
 def _mfu(given: str | None, recipe: Recipe, cluster: Cluster, calibrated: bool) -> tuple[float | None, str, bool]:

@@ -1,10 +1,13 @@
-"""Which runs and recipes differ in their learning-rate schedule alone, so that one annealing law holds for them."""
+"""Which runs and recipes one law holds for: an annealing law for those that differ in their learning-rate schedule alone, and the law of a
+ladder for those that also differ in what follows from their size and their token budget."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.optim.schedules import Schedules
-from lmworks.recipe.schema.effect import BEFORE_TUNING
+from lmworks.recipe.schema.effect import BEFORE_TUNING, StageName
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.tree.effects import readers
@@ -24,6 +27,15 @@ _MAY_DIFFER = ("seed", "train.seed", "train.init_seed", "train.early_stopping")
 _MEASURE = "train.validate_bytes_per_domain"  # changes no weight, but the text that is validated on
 _EVALUATED = 20_000  # steps of a phase at which the schedule is evaluated; it is interpolated between them
 _SHOWN = 3
+_OF_SIZE = frozenset((
+    *(f"model.{name}" for name in (
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "layer_types",
+        "initializer_range", "moe.moe_intermediate_size", "moe.first_k_dense_replace", "mla.q_lora_rank", "mla.kv_lora_rank",
+        "mla.qk_rope_head_dim", "mla.qk_nope_head_dim", "mla.v_head_dim",
+    )),
+    "optimizer.learning_rate", "optimizer.adam_learning_rate",
+))  # keys in which the sizes of a ladder differ  # fmt: skip
+_OF_BATCH = ("global_batch_size", "batch_ramp")
 
 
 @dataclass(frozen=True)
@@ -88,14 +100,91 @@ class Course:
 def require_comparable(run: Recipe, other: Recipe, name: str, run_name: str, same_corpus: bool, remedy: str = "") -> None:
     """Raises `UserError` if two recipes differ in more than the schedule. `same_corpus`: their corpora are known to be the same, so the
     keys that decide them are not compared."""
-    changes = _differences(run, other, same_corpus)
-    if not changes:
+    if changes := _differences(run, other, same_corpus):
+        raise UserError(
+            f"{name} differs from {run_name} in {_shown(changes)}; the law holds for one model, corpus, batch size and optimizer: "
+            f"{remedy or _remedy(changes)}"
+        )
+
+
+def require_one_ladder(run: Recipe, other: Recipe, name: str, run_name: str, remedy: str = "") -> None:
+    """Raises `UserError` if two recipes of one corpus differ in more than their size, token budget, batch size, schedule and peak learning
+    rate. `require_batch_rule` compares the batch sizes, which takes all runs."""
+    changes = [change for change in _settings(run, other, ("pretrain",)) if not _OF_SIZE.issuperset(change.keys)]
+    before, after = _data_of_phases(run), _data_of_phases(other)
+    if len(before) == len(after):
+        pairs = zip(_distinct_phases(other), before, after, strict=True)
+        changes += [
+            Change(f"train.phases.{phase}.{change.path}", change.old, change.new, change.leaves)
+            for phase, one, two in pairs for change in changed_keys(one, two)
+        ]  # fmt: skip
+    else:
+        changes.append(Change("the number of phases with data of their own", len(before), len(after)))
+    if changes:
+        raise UserError(
+            f"{name} differs from {run_name} in {_shown(changes)}; the law of a ladder holds for one vocabulary, mixture and optimizer: "
+            f"{remedy or _remedy(changes)}"
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens per step of a run (of its longest phase), with what a rule may derive them from."""
+
+    name: str
+    parameters: int
+    tokens: int
+    batch: int
+
+    @classmethod
+    def of(cls, name: str, recipe: Recipe, parameters: int, tokens: int) -> Batch:
+        return cls(name, parameters, tokens, int(max(recipe.train.phases, key=lambda phase: int(phase.tokens)).global_batch_size))
+
+
+def require_batch_rule(batches: Sequence[Batch], target: Batch | None = None) -> None:
+    """Raises `UserError` if the batch sizes of a ladder follow no rule: all equal, or one for each size or for each token budget that does
+    not fall with it. A `target` has to follow the rule of the ladder."""
+    counts = Counter(one.batch for one in batches)
+    if target is not None and len(counts) == 1:
+        if target.batch not in counts:
+            raise UserError(
+                f"{target.name} has a batch of {target.batch:,} tokens, and all runs of the ladder have {next(iter(counts)):,}: set "
+                f"global_batch_size of its phases to {next(iter(counts))} tokens"
+            )
         return
-    shown = ", ".join(map(str, changes[:_SHOWN])) + (f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else "")
+    if _has_rule([*batches, target] if target else batches):
+        return
+    if target is not None and _has_rule(batches):
+        raise UserError(
+            f"{target.name} has a batch of {target.batch:,} tokens, and that of the ladder's runs grows with their size or token budget: "
+            "set global_batch_size of its phases by the same rule"
+        )
+    (usual, _), *_ = counts.most_common()
+    odd = next(one for one in batches if one.batch != usual)
+    usually = next(one.name for one in batches if one.batch == usual)
     raise UserError(
-        f"{name} differs from {run_name} in {shown}; the law holds for one model, corpus, batch size and optimizer: "
-        f"{remedy or _remedy(changes)}"
+        f"{odd.name} has a batch of {odd.batch:,} tokens, and {usually} one of {usual:,}: the runs of a ladder need one batch size, or one "
+        "for each size or for each token budget; leave the odd ones out, or set global_batch_size"
     )
+
+
+def _has_rule(batches: Sequence[Batch]) -> bool:
+    return any(_follows([(getattr(one, name), one.batch) for one in batches]) for name in ("parameters", "tokens"))
+
+
+def _follows(pairs: Sequence[tuple[int, int]]) -> bool:
+    """Whether the second numbers are a function of the first that does not fall."""
+    found = sorted(set(pairs))
+    return all(low[0] < high[0] and low[1] <= high[1] for low, high in pairwise(found))
+
+
+def same_training(run: Recipe, other: Recipe) -> bool:
+    """Whether two recipes train bit by bit the same model on the same corpus."""
+    return not any("pretrain" in readers(key) for change in changed_keys(run, other) for key in change.keys)
+
+
+def _shown(changes: Sequence[Change]) -> str:
+    return ", ".join(map(str, changes[:_SHOWN])) + (f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else "")
 
 
 def _remedy(changes: Sequence[Change]) -> str:
@@ -105,12 +194,7 @@ def _remedy(changes: Sequence[Change]) -> str:
 
 
 def _differences(run: Recipe, other: Recipe, same_corpus: bool) -> list[Change]:
-    stages = ("pretrain",) if same_corpus else BEFORE_TUNING
-    changes = [
-        change for change in changed_keys(run, other)
-        if not change.path.startswith("train.phases") and change.path not in _MAY_DIFFER
-        and (change.path == _MEASURE or any(stage in readers(key) for key in change.keys for stage in stages))
-    ]  # fmt: skip
+    changes = _settings(run, other, ("pretrain",) if same_corpus else BEFORE_TUNING)
     before, after = run.train.phases[0], other.train.phases[0]
     name = f"train.phases.{after.name}"
     return changes + [
@@ -118,12 +202,34 @@ def _differences(run: Recipe, other: Recipe, same_corpus: bool) -> list[Change]:
     ]
 
 
+def _settings(run: Recipe, other: Recipe, stages: Sequence[StageName]) -> list[Change]:
+    """What these stages read, apart from the phases and the seeds."""
+    return [
+        change for change in changed_keys(run, other)
+        if not change.path.startswith("train.phases") and change.path not in _MAY_DIFFER
+        and (change.path == _MEASURE or any(stage in readers(key) for key in change.keys for stage in stages))
+    ]  # fmt: skip
+
+
+def _distinct_phases(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """The phases that train on other data than the phase before, by name, without their batch size."""
+    found: dict[str, dict[str, Any]] = {}
+    for phase in recipe.train.phases:
+        data = {key: value for key, value in _data_of(phase).items() if key not in _OF_BATCH}
+        data["mixture_changes"] = as_tree(phase)["mixture_changes"]
+        if not found or data != found[next(reversed(found))]:
+            found[phase.name] = data
+    return found
+
+
+def _data_of_phases(recipe: Recipe) -> list[dict[str, Any]]:
+    return list(_distinct_phases(recipe).values())
+
+
 def _data_of(phase: Phase) -> dict[str, Any]:
     """What a step of the phase trains on, and how, apart from its learning rate."""
     path = f"train.phases.{phase.name}"
-    return {
-        key: value for key, value in as_tree(phase).items() if key not in _OF_SCHEDULE and "pretrain" in readers(f"{path}.{key}")
-    }
+    return {key: value for key, value in as_tree(phase).items() if key not in _OF_SCHEDULE and "pretrain" in readers(f"{path}.{key}")}
 
 
 def corpus_of(recipe: Recipe) -> Path | None:

@@ -20,6 +20,7 @@ from pydantic import Field
 from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, Branch, RunSet, Seeds, run_dir, seed_list, share_tokenizer
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
+from lmworks.ladder.comparable import require_one_ladder
 from lmworks.recipe.loading.document import parse_file
 from lmworks.recipe.loading.load import as_node, load_recipe
 from lmworks.recipe.schema.base import Node
@@ -52,7 +53,7 @@ class LadderFile(Node):
     seeds: Seeds = Field(
         1, description="number of seeds (1, 2, ...), or a list of them; each run sets train.seed to its seed, and two or more of them show "
         "how much the loss depends on it"
-    )
+    )  # fmt: skip
     out: str | None = Field(None, description="directory of the ladder; runs/ladders/NAME when omitted")
 
 
@@ -80,6 +81,11 @@ def resolve(path: Path, out: Path | None = None) -> RunSet:
     if len({_matrix_size(arm.recipe) for arm in trunks}) < len(trunks):
         raise UserError(f"{path}: sizes: two of them have the same number of parameters; change one")
     arms = share_tokenizer(arms, largest, out)
+    for arm in trunks:
+        try:
+            require_one_ladder(largest.recipe, arm.recipe, arm.name, largest.name, "let the sizes change the shape of the model only")
+        except UserError as error:
+            raise UserError(f"{path}: sizes: {error}") from None
     text = path.read_text(encoding="utf-8")
     return RunSet("lmworks ladder run", ladder.recipe, tuple(ladder.set), path, out, arms, largest, seed_list(ladder.seeds), text=text)
 

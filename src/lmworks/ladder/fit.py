@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.plan.loss_law import LossLaw
+from lmworks.plan.loss_law import FittedTo, LossLaw
 
 PARAMETERS = 6  # of the law
 HUBER = 1e-3  # of log loss; larger residuals count linearly
@@ -74,7 +74,9 @@ def fit_law(
         if advance:
             advance(1)
     e, a, b, alpha, beta, gamma = _law(best)
-    return LossLaw(e, a, b, alpha, beta, unit, source, tuple(samples), gamma=gamma)
+    sizes, budgets = (float(size.min()), float(size.max())), (float(tokens.min()), float(tokens.max()))
+    fitted = FittedTo(sizes, budgets, float(6 * (size * tokens).max()))
+    return LossLaw(e, a, b, alpha, beta, unit, source, tuple(samples), gamma=gamma, fitted_to=fitted)
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,12 @@ def doubts(law: LossLaw, points: Sequence[Point]) -> list[str]:
 def _require_enough(points: Sequence[Point]) -> None:
     sizes, horizons = ({getattr(one, name) for one in points} for name in ("parameters", "tokens"))
     if len(points) <= PARAMETERS:
-        raise UserError(f"a ladder of {len(points)} runs does not determine a law of {PARAMETERS} parameters; add sizes or horizons")
+        raise UserError(
+            f"{len(points)} {'run does' if len(points) == 1 else 'runs do'} not determine a law of {PARAMETERS} parameters: name at least "
+            f"{PARAMETERS + 1} finished runs, of at least 3 sizes and 3 token budgets; `lmworks ladder run` trains them (docs/sizing.md)"
+        )
     if len(sizes) < 3 or len(horizons) < 3:
-        raise UserError(f"a law needs at least 3 sizes and 3 horizons; the ladder has {len(sizes)} and {len(horizons)}; add some")
+        raise UserError(f"a law needs at least 3 sizes and 3 token budgets, and the runs have {len(sizes)} and {len(horizons)}; add some")
     if not all(np.isfinite([one.parameters, one.tokens, one.loss]).all() and one.loss > 0 for one in points):
         raise UserError("a run of the ladder has no finite loss; remove it, or run it again with a lower learning rate")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +11,13 @@ from lmworks.doctor.read_run import read_run
 from lmworks.doctor.run_records import Run
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
+from lmworks.ladder.comparable import Batch, require_batch_rule, require_one_ladder, same_training
 from lmworks.ladder.fit import BenchmarkScore, Point
 from lmworks.metrics.names import is_score
 from lmworks.plan.counts import count_by_component
 from lmworks.plan.downstream_law import MOST_ITEMS, NAME
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.train.data.mixture import read_changes
 
 MEASURE = "validation/bits_per_byte"
 UNIT = "bits per byte"
@@ -33,6 +36,30 @@ def held_out_text(run_dir: Path) -> str:
     if not manifest.is_file():
         raise UserError(f"{run_dir} has no corpus, so its held-out text is not known; name a run directory that `lmworks run` has made")
     return sha256_file(manifest)
+
+
+def tokenizer_of(run_dir: Path) -> str:
+    """A hash of the tokenizer of a run; empty without one."""
+    path = run_dir / "tokenizer" / "tokenizer.json"
+    return sha256_file(path) if path.is_file() else ""
+
+
+def require_annealed(run: Run) -> None:
+    """Raises `UserError` if the learning rate of a finished run has not decayed."""
+    rate = run.pretrain.series.get("optim/learning_rate")
+    if rate is not None and rate.last[1] > DECAYED * rate.high[1]:
+        raise UserError(
+            f"{run.directory} ends at {rate.last[1] / rate.high[1]:.0%} of its peak learning rate, so its loss is not that of a finished "
+            "model; let the schedule of its last phase decay (min_lr_ratio)"
+        )
+
+
+def require_mixture_kept(run_dir: Path) -> None:
+    """Raises `UserError` if the mixture was changed while the run was active."""
+    if (run_dir / "ledger.jsonl").is_file() and (changed := read_changes(run_dir).applied):
+        raise UserError(
+            f"the mixture of {run_dir} was changed at step {changed[0].step:,}, so its loss is not that of its recipe; run the recipe again"
+        )
 
 
 @dataclass(frozen=True)
@@ -75,11 +102,13 @@ def _score(run: Run, name: str) -> BenchmarkScore | None:
 def read_points(runs: list[Path]) -> list[Point]:
     """The points of finished runs, in this order.
 
-    Raises `UserError` for a run that is not finished, whose learning rate did not decay, that is listed twice, or that was validated on
-    other text than the first.
+    Raises `UserError` for a run that is not finished, whose learning rate did not decay, that is listed twice (a copy of a run too), that
+    differs from the first in its held-out text, tokenizer, mixture or optimizer, or in more than the size of its model; and if the batch
+    sizes follow no rule.
     """
     points: list[Point] = []
-    text = held_out_text(runs[0])
+    recipes: list[Recipe] = []
+    text, tokenizer = held_out_text(runs[0]), tokenizer_of(runs[0])
     for index, run_dir in enumerate(runs):
         if run_dir.resolve() in [one.resolve() for one in runs[:index]]:
             raise UserError(f"{run_dir} is listed twice; each run counts once")
@@ -89,12 +118,28 @@ def read_points(runs: list[Path]) -> list[Point]:
             raise UserError(f"{run_dir} has not finished pretraining with a validation at its end; run: lmworks pretrain {run_dir}")
         if held_out_text(run_dir) != text:
             raise UserError(f"{run_dir} is validated on other text than {runs[0]}; a ladder needs one corpus for all its runs")
-        rate = run.pretrain.series.get("optim/learning_rate")
-        if rate is not None and rate.last[1] > DECAYED * rate.high[1]:
+        if tokenizer_of(run_dir) != tokenizer:
             raise UserError(
-                f"{run_dir} ends at {rate.last[1] / rate.high[1]:.0%} of its peak learning rate, so its loss is not that of a finished "
-                "model; let the schedule of its last phase decay (min_lr_ratio)"
+                f"{run_dir} has another tokenizer than {runs[0]}; a ladder needs one for all its runs: --set tokenizer.path="
+                f"{runs[0]}/tokenizer/tokenizer.json"
             )
+        require_annealed(run)
+        require_mixture_kept(run_dir)
+        if recipes:
+            require_one_ladder(recipes[0], run.recipe, str(run_dir), str(runs[0]))
         size, tokens = size_and_tokens(run.recipe)
         points.append(Point(size, tokens, measured.loss, measured.scores, run.recipe.training_seed))
+        for other, point, recipe in zip(runs, points, recipes, strict=False):
+            same = (point.parameters, point.tokens, point.seed) == (size, tokens, run.recipe.training_seed)
+            if same and same_training(recipe, run.recipe):
+                raise UserError(
+                    f"{run_dir} is the same run as {other}: same recipe and same seed; each run counts once, leave one of them out"
+                )
+        recipes.append(run.recipe)
+    require_batch_rule(batches_of(runs, recipes))
     return points
+
+
+def batches_of(runs: Sequence[Path], recipes: Sequence[Recipe]) -> list[Batch]:
+    """The batch sizes of runs."""
+    return [Batch.of(str(run), recipe, *size_and_tokens(recipe)) for run, recipe in zip(runs, recipes, strict=True)]

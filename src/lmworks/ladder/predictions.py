@@ -21,15 +21,27 @@ from pydantic import BaseModel, ConfigDict, Field
 from lmworks import jsonl
 from lmworks.checkpoint import listing
 from lmworks.doctor.read_run import read_run
+from lmworks.doctor.run_records import Run
 from lmworks.errors import UserError
-from lmworks.files import explain_damage, write_json
-from lmworks.ladder.comparable import Course
+from lmworks.files import explain_damage, sha256_file, write_json
+from lmworks.ladder.comparable import Batch, Course, require_batch_rule, require_comparable, require_one_ladder
 from lmworks.ladder.fit import BenchmarkScore
-from lmworks.ladder.points import DECAYED, finished, held_out_text, size_and_tokens
+from lmworks.ladder.points import (
+    DECAYED,
+    batches_of,
+    finished,
+    held_out_text,
+    require_annealed,
+    require_mixture_kept,
+    size_and_tokens,
+    tokenizer_of,
+)
 from lmworks.plan.downstream_law import MOST_ITEMS, NAME, DownstreamLaw
 from lmworks.plan.loss_law import LAW_FILE, load_law
-from lmworks.recipe.loading.load import Resolved
+from lmworks.recipe.loading.load import Resolved, load_resolved
 from lmworks.recipe.schema.evaluate import Evaluate
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.fingerprint import as_tree
 
 FILE = "predictions.jsonl"
 SCORES = "scores.json"
@@ -99,10 +111,11 @@ class _BenchmarkLine(BaseModel):
 
 
 class _Line(BaseModel):
-    """What is read of a line; those of earlier versions have no benchmarks."""
+    """What is read of a line. Those of earlier versions have no benchmarks, and nothing to recognize the run by but its size and tokens."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
+    time: float
     run_dir: str
     parameters: int
     tokens: int
@@ -110,15 +123,18 @@ class _Line(BaseModel):
     low: float
     high: float
     benchmarks: tuple[_BenchmarkLine, ...] = Field((), max_length=1000)
+    held_out_text: str | None = None
+    tokenizer: str = ""
+    resolved: dict[str, Any] | None = None
 
 
 def predict(folder: Path, target: Resolved) -> Score:
     """Write the prediction of the run that the recipe would make.
 
-    Raises `UserError` if the run has begun to train, if it has a prediction already, if its corpus is there and is another one, or if its
-    learning rate does not decay.
+    Raises `UserError` if the run has begun to train, if it has a prediction already, if its corpus is there and is another one, if its
+    learning rate does not decay, or if it differs from the runs of the ladder in more than its size and its token budget.
     """
-    law, recipe = load_law(folder), target.recipe
+    law, recipe, settings = load_law(folder), target.recipe, _settings(folder)
     assert recipe.run_dir
     if not recipe.train.phases:
         raise UserError("the recipe has no phases to train; add train.phases to it")
@@ -128,15 +144,17 @@ def predict(folder: Path, target: Resolved) -> Score:
         raise UserError(f"{run_dir} has begun to train, and a prediction has to be older than its run; choose another run_dir with --set")
     if any(Path(one["run_dir"]).resolve() == run_dir.resolve() for one in known):
         raise UserError(f"{run_dir} has a prediction already; choose another run_dir with --set")
-    text = _settings(folder)["held_out_text"]
-    if (run_dir / "corpus" / "manifest.json").exists() and held_out_text(run_dir) != text:
+    if (run_dir / "corpus" / "manifest.json").exists() and held_out_text(run_dir) != settings.held_out_text:
         raise UserError(f"{run_dir} is validated on other text than the ladder; its loss cannot be predicted")
+    size, tokens = size_and_tokens(recipe)
+    name = str(target.path)
+    require_one_ladder(settings.recipe, recipe, name, "the runs of the ladder")
+    require_batch_rule(settings.batches, Batch.of(name, recipe, size, tokens))
     if (rate := Course.of(recipe).final_rate) > DECAYED:
         raise UserError(
             f"the recipe ends at {rate:.0%} of its peak learning rate, and the runs of a ladder are annealed; let the schedule of its last "
             "phase decay (lr_schedule: {kind: wsd, min_lr_ratio: 0})"
         )
-    size, tokens = size_and_tokens(recipe)
     interval = law.interval(size, tokens, LEVEL)
     assert interval is not None, "a ladder's law has bootstrap fits"
     losses = law.draws(size, tokens)
@@ -144,6 +162,7 @@ def predict(folder: Path, target: Resolved) -> Score:
         "time": time.time(), "run_dir": str(run_dir), "recipe": target.fingerprint, "parameters": size, "tokens": tokens,
         "predicted": law.predict(size, tokens), "low": interval[0], "high": interval[1], "level": LEVEL, "unit": law.unit,
         "benchmarks": [_predict_score(one, losses, recipe.evaluate) for one in law.benchmarks],
+        "held_out_text": settings.held_out_text, "tokenizer": settings.tokenizer, "resolved": as_tree(recipe),
         "law": hashlib.sha256((folder / LAW_FILE).read_bytes()).hexdigest(), "before": known[-1]["hash"] if known else "",
     }  # fmt: skip
     fd = jsonl.open_append(folder / FILE)
@@ -186,7 +205,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def score(folder: Path) -> list[Score]:
-    """Compare every prediction with its run; also written to `DIR/scores.json`."""
+    """Compare every prediction with its run; also written to `DIR/scores.json`.
+
+    Raises `UserError` if a finished run is not the one that was predicted, or older than its prediction.
+    """
     scores = [_score(one) for one in read(folder)]
     if not scores:
         raise UserError(f"{folder} has no predictions; write one with: lmworks ladder predict {folder} RECIPE")
@@ -212,27 +234,85 @@ def _summary(scores: Sequence[_Compared]) -> dict[str, Any]:
 
 def save_settings(folder: Path, runs: list[Path]) -> None:
     """Record what a ladder was fitted to. `law.json` is written beside it."""
-    write_json(folder / "ladder.json", {"runs": [str(run) for run in runs], "held_out_text": held_out_text(runs[0])})
+    recipes = [load_resolved(run / "resolved.json") for run in runs]
+    found = {"runs": [str(run) for run in runs], "held_out_text": held_out_text(runs[0]), "tokenizer": tokenizer_of(runs[0])}
+    write_json(folder / "ladder.json", found | {"recipe": as_tree(recipes[0]), "batches": list(map(vars, batches_of(runs, recipes)))})
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Settings:
+    """What a ladder was fitted to; `recipe` is that of its first run."""
+
+    held_out_text: str
+    tokenizer: str
+    tokenizer_path: Path
+    recipe: Recipe
+    batches: tuple[Batch, ...]
+
+
+def _settings(folder: Path) -> _Settings:
     path = folder / "ladder.json"
+    again = f"fit the ladder again: lmworks ladder fit {folder} RUN..."
     if not path.is_file():
         raise UserError(f"{folder} is not a ladder; make one with: lmworks ladder fit {folder} RUN...")
-    with explain_damage(path, "fit the ladder again"):
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found["held_out_text"]
-    return found
+    with explain_damage(path, again):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if "batches" not in found:
+            raise UserError(f"{path} is of an earlier version, and does not tell what its runs have in common; {again}")
+        batches = tuple(
+            Batch(str(one["name"]), *(int(one[name]) for name in ("parameters", "tokens", "batch"))) for one in found["batches"]
+        )
+        tokenizer = Path(found["runs"][0]) / "tokenizer" / "tokenizer.json"
+        return _Settings(str(found["held_out_text"]), str(found["tokenizer"]), tokenizer, Recipe.model_validate(found["recipe"]), batches)
+
+
+def other_tokenizer(folder: Path, recipe: Recipe) -> str:
+    """What to say of a predicted run of which it is not known that it will have the tokenizer of the ladder; empty if it is."""
+    settings = _settings(folder)
+    assert recipe.run_dir
+    path = Path(recipe.tokenizer.path or "")
+    if settings.tokenizer in ("", tokenizer_of(Path(recipe.run_dir)), sha256_file(path) if path.is_file() else None):
+        return ""
+    return (
+        "the run is scored only if its tokenizer is that of the ladder, and it makes its own; to be sure that it is the same, run it with "
+        f"--set tokenizer.path={settings.tokenizer_path}"
+    )
 
 
 def _score(record: dict[str, Any]) -> Score:
     run_dir = Path(record["run_dir"])
-    measured = finished(read_run(run_dir)) if run_dir.is_dir() else None
     line = _Line.model_validate(record)
+    measured = None
+    if run_dir.is_dir() and (measured := finished(run := read_run(run_dir))) is not None:
+        _require_predicted(line, run)
     values = {name: getattr(line, name) for name in ("run_dir", "parameters", "tokens", "predicted", "low", "high")}
     scores = measured.scores if measured else {}
     benchmarks = tuple(BenchmarkComparison(**vars(one), measured=_measured(one, scores)) for one in line.benchmarks)
     return Score(**values, measured=measured.loss if measured else None, benchmarks=benchmarks)
+
+
+def _require_predicted(line: _Line, run: Run) -> None:
+    """Raises `UserError` if a finished run is not the predicted one, or older than the prediction."""
+    where, remedy = run.directory, "move it away, and run the predicted recipe there"
+    if run.recipe is None:
+        raise UserError(f"{where} has no recipe, so it is not known whether it is the predicted run; {remedy}")
+    began = min((start.time for start in run.pretrain.starts), default=0.0)
+    if began <= line.time:
+        raise UserError(f"{where} began to train before its prediction was written, so it does not test the prediction; {remedy}")
+    size, tokens = size_and_tokens(run.recipe)
+    for what, predicted, found in (("active parameters", line.parameters, size), ("tokens", line.tokens, tokens)):
+        if found != predicted:
+            raise UserError(f"{where} is not the predicted run: it has {found:,} {what}, and the prediction {predicted:,}; {remedy}")
+    if line.held_out_text is not None and held_out_text(where) != line.held_out_text:
+        raise UserError(f"{where} is validated on other text than the ladder, so its loss cannot be compared; {remedy}")
+    if line.tokenizer and tokenizer_of(where) != line.tokenizer:
+        raise UserError(f"{where} has another tokenizer than the ladder: {remedy}, with the ladder's tokenizer (tokenizer.path)")
+    if line.resolved is not None:
+        predicted_recipe = Recipe.model_validate(line.resolved)
+        require_one_ladder(predicted_recipe, run.recipe, str(where), "the predicted recipe", remedy)
+        require_comparable(predicted_recipe, run.recipe, str(where), "the predicted recipe", True, remedy)
+    require_mixture_kept(where)
+    require_annealed(run)
 
 
 def _measured(line: _BenchmarkLine, scores: Mapping[str, BenchmarkScore]) -> float | None:

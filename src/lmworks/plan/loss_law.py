@@ -10,17 +10,30 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from lmworks.errors import UserError
 from lmworks.files import write_json
+from lmworks.plan.amounts import amount
 from lmworks.plan.downstream_law import DownstreamLaw, DownstreamLawFile
 
 LAW_FILE = "law.json"  # in the folder of a ladder
+FAR = 30.0  # times the operations of a ladder's largest run, beyond which nobody should rely on its law
 _LARGEST_FILE = 16 << 20
+_Positive = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class FittedTo:
+    """What a law was fitted to: the smallest and the largest number of active parameters and of tokens, and the operations (6 N D) of the
+    largest run."""
+
+    parameters: tuple[float, float]
+    tokens: tuple[float, float]
+    flops: float
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,7 @@ class LossLaw:
     samples: tuple[tuple[float, float, float, float, float, float, float], ...] = ()  # bootstrap fits: e to beta, noise of log loss, gamma
     benchmarks: tuple[DownstreamLaw, ...] = ()
     gamma: float = 1.0
+    fitted_to: FittedTo | None = None  # not known of published laws and of those that an earlier version has fitted
 
     def loss(self, parameters: float, tokens: float) -> float:
         return self.e + (self.a / parameters**self.alpha + self.b / tokens**self.beta) ** self.gamma
@@ -66,15 +80,25 @@ class LossLaw:
         fits = e + (a / parameters**alpha + b / tokens**beta) ** gamma
         return np.asarray(fits * np.exp(noise * np.random.default_rng(0).standard_normal((64, len(fits)))))
 
+    def extrapolation(self, parameters: float, tokens: float) -> str | None:
+        """What to warn of where a prediction is far beyond the runs that the law was fitted to; None within `FAR` times the operations of
+        the largest."""
+        fitted = self.fitted_to
+        if fitted is None or (times := 6 * parameters * tokens / fitted.flops) <= FAR:
+            return None
+        sizes, budgets = (" to ".join(amount(one) for one in ends) for ends in (fitted.parameters, fitted.tokens))
+        return (
+            f"the predicted loss is for {times:,.0f} times the operations of the ladder's largest run (fitted to {sizes} active parameters "
+            f"and {budgets} tokens); intervals assume that the law holds so far, so add larger runs to the ladder"
+        )
+
     def optimal_parameters(self, flops: float) -> float:
         """N of the lowest loss for 6 N D = `flops`, whatever gamma is."""
         ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / (self.alpha + self.beta))
         return ratio * (flops / 6) ** (self.beta / (self.alpha + self.beta))
 
 
-CHINCHILLA = LossLaw(
-    1.8172, 482.01, 2085.43, 0.3478, 0.3658, source="refit of the Chinchilla data (Besiroglu et al., arXiv:2404.10102)"
-)
+CHINCHILLA = LossLaw(1.8172, 482.01, 2085.43, 0.3478, 0.3658, source="refit of the Chinchilla data (Besiroglu et al., arXiv:2404.10102)")
 
 
 @dataclass(frozen=True)
@@ -105,6 +129,14 @@ class Tradeoff:
         return size < data + served
 
 
+class _FittedToFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    parameters: tuple[_Positive, _Positive]
+    tokens: tuple[_Positive, _Positive]
+    flops: _Positive
+
+
 class _LawFile(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -117,6 +149,7 @@ class _LawFile(BaseModel):
     unit: str = Field(max_length=100)
     source: str = Field(max_length=1000)
     samples: tuple[tuple[float, float, float, float, float, float, float], ...] = ()
+    fitted_to: _FittedToFile | None = None
 
     @field_validator("samples", mode="before")
     @classmethod
@@ -143,7 +176,8 @@ def load_law(path: Path) -> LossLaw:
         if file.stat().st_size > _LARGEST_FILE:
             raise ValueError("it is too large")
         found = _LawFile.model_validate(json.loads(file.read_text(encoding="utf-8"))).model_dump()
-        return LossLaw(**found | {"benchmarks": tuple(DownstreamLaw(**one) for one in found["benchmarks"])})
+        fitted = FittedTo(**found["fitted_to"]) if found["fitted_to"] else None
+        return LossLaw(**found | {"benchmarks": tuple(DownstreamLaw(**one) for one in found["benchmarks"]), "fitted_to": fitted})
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{file} is not a fitted law: {': '.join([*map(str, first['loc']), first['msg']])}") from None

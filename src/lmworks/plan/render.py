@@ -19,7 +19,7 @@ def render(plan: Plan, budget: TimeBudget | None = None, law: LossLaw | None = N
     return Group(
         _title(plan), *_budget(budget), *_loss(plan, law), _parameters(plan), _phases(plan), *_positions(plan), _layouts(plan),
         _memory(plan), _costs(plan), *_warnings(plan),
-    )
+    )  # fmt: skip
 
 
 def _title(plan: Plan) -> Text:
@@ -58,7 +58,9 @@ def _loss(plan: Plan, law: LossLaw | None) -> list[RenderableType]:
     size, tokens = plan.counts.active_computed, plan.tokens
     interval = law.interval(size, tokens)
     between = f", 90% interval {interval[0]:.3f} to {interval[1]:.3f}" if interval else ""
-    return [Text(f"\npredicted loss: {law.predict(size, tokens):.3f} {law.unit}{between} ({law.source})")]
+    predicted = Text(f"\npredicted loss: {law.predict(size, tokens):.3f} {law.unit}{between} ({law.source})")
+    far = law.extrapolation(size, tokens)
+    return [predicted, *([Text(f"warning: {far}", style="yellow")] if far else [])]
 
 
 def _parameters(plan: Plan) -> Table:
