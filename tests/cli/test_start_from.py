@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command import Lmworks
+from command import Done, Lmworks
 
 from lmworks.checkpoint import listing
+from lmworks.evaluate.references import OVERALL
 from lmworks.files import read_json, sha256_file
 from lmworks.metrics.log import read
 from lmworks.recipe.loading.load import load_resolved
@@ -72,6 +73,22 @@ def _loss_of(logits_of: Any, batch: Batch) -> float:
     return total / int((labels != -100).sum())
 
 
+def _require_compared_with_start(run_dir: Path, done: Done) -> None:
+    """The weights of `start_from` were measured on the held-out text, and the differences are in the results, on the page and printed."""
+    results = read_json(run_dir / "evaluate" / "results.json")
+    assert results["models"].keys() == {"base"} and "forgetting" not in results, "there is one model of the run"
+    found = results["forgetting_since_start"]
+    assert (found["model"], found["since"]) == ("base", "start") and found["measures"]
+    for name, row in found["measures"].items():
+        domain = {"all domains": OVERALL}.get(name.removeprefix("bits per byte, "), name.removeprefix("bits per byte, "))
+        values = [of["bits_per_byte"][domain]["bits_per_byte"] for of in (results["start"], results["models"]["base"])]
+        assert [row["a"], row["b"]] == pytest.approx(values), name
+        assert row["difference"] == pytest.approx(values[1] - values[0]) and row["interval"][0] <= row["difference"] <= row["interval"][1]
+        assert row["difference"] < 0, "it has learned that text"
+    said = "Nothing is shown to be forgotten since the weights of start_from: "
+    assert said in " ".join(done.out.split()) and said in (run_dir / "report.html").read_text()
+
+
 def test_a_run_begins_with_a_foreign_model_and_another_with_that_run(
     lmworks: Lmworks, foreign: Path, recipe: Path, tmp_path: Path
 ) -> None:
@@ -86,6 +103,7 @@ def test_a_run_begins_with_a_foreign_model_and_another_with_that_run(
     expected = _loss_of(lambda tokens: peer(tokens).logits, batch)
     lines = [line for line in read(run_dir) if "train/loss" in line]
     assert lines[0]["train/loss"] == pytest.approx(expected, rel=1e-5), "the first step, before its update: fp32 sums in another order"
+    _require_compared_with_start(run_dir, done)
     assert expected > 6.5, "an untrained model of ours would be near log(520) = 6.25, so that this tells them apart"
 
     resolved = json.loads((run_dir / "resolved.json").read_text())
@@ -107,7 +125,10 @@ def test_a_run_begins_with_a_foreign_model_and_another_with_that_run(
         json.dumps(read_json(run_dir / "checkpoints" / "stage.json") | {"done": False})
     )
     weights = (foreign / "model.safetensors").rename(tmp_path / "elsewhere")
-    assert lmworks("run", recipe, *options).code == 0
+    done = lmworks("run", recipe, *options)
+    assert done.code == 0
+    unknown = "What was forgotten since the weights of start_from is not known: "
+    assert unknown in " ".join(done.out.split()) and unknown in (run_dir / "report.html").read_text()
     weights.rename(foreign / "model.safetensors")
     assert listing.read_meta(newest)["meta"]["start_from"] == start["start_from"]
 
@@ -116,7 +137,10 @@ def test_a_run_begins_with_a_foreign_model_and_another_with_that_run(
         "run", recipe, "--set", f"start_from={run_dir}", "--set", f"run_dir={other}", "--set", "train.phases.0.name=again"
     )
     assert done.code == 0, done.err
+    _require_compared_with_start(other, done)
     base = load_model(run_dir, "base")
+    before, after = (read_json(place / "evaluate" / "results.json") for place in (run_dir, other))
+    assert after["start"]["bits_per_byte"] == before["models"]["base"]["bits_per_byte"], "the same weights, text and context"
     expected = _loss_of(base, _first_batch(other))
     first = next(line["train/loss"] for line in read(other) if "train/loss" in line)
     assert first == pytest.approx(expected, rel=1e-5)

@@ -25,6 +25,8 @@ RESULTS = {
     "references": {"bits_per_byte": {"*": {"*": float}}, "how": {"*": str}},
     "compared": {"*": {"difference": float, "interval": [float], "verdict": str}},
     "not_clean": {"*": str},
+    "forgetting": {"summary": str},
+    "forgetting_since_start": {"summary": str},
 }
 _SOURCE = {
     "name": str, "domain": str, "license": str, "came": _COUNT, "train": _COUNT, "validation": _COUNT, "not_drawn": _COUNT,

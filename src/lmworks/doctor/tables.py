@@ -127,10 +127,13 @@ def scores(run: Run) -> Json:
         for name, value in as_dict(run.results.get("compared")).items()
         if isinstance(value, dict) and isinstance(value.get("difference"), int | float) and len(value.get("interval") or ()) == 2
     ]
+    since = [as_dict(run.results.get(key)).get("summary") for key in ("forgetting", "forgetting_since_start")]
+    forgotten = [line for line in since if line]
     missing = sorted({f"{one}: {why}" for model in models.values() for one, why in as_dict(model.get("unavailable")).items()})
     doubts = {str(one): str(why) for one, why in as_dict(run.results.get("not_clean")).items()}
     final = [{"model": name, "samples": [s for s in model.get("samples") or [] if isinstance(s, dict)]} for name, model in models.items()]
-    return {"rows": rows, "compared": compared, "missing": missing, "doubts": doubts, "final": final} if models else {}
+    found = {"rows": rows, "compared": compared, "forgotten": forgotten, "missing": missing, "doubts": doubts, "final": final}
+    return found if models else {}
 
 
 def corpus(run: Run) -> Json:

@@ -1,6 +1,6 @@
 """The evaluation stage: everything that a finished model is measured with, in one document.
 
-    out_dir/results.json          all figures, of the base model and of those of later stages
+    out_dir/results.json          all figures, of the base model and of later ones, and of the weights of `start_from`
     out_dir/items-NAME.jsonl      the items that failed and succeeded most clearly, with their log-likelihoods and replies
     out_dir/outcomes-NAME.jsonl   one line per item and score, for paired comparisons; `lmworks.evaluate.records` has the others
 """
@@ -19,7 +19,7 @@ from lmworks.corpus.contamination import Question
 from lmworks.evaluate import bits_per_byte, protection, references
 from lmworks.evaluate.compare.comparison import NothingInCommon, compare
 from lmworks.evaluate.compare.results import read_results
-from lmworks.evaluate.forgetting import forgetting
+from lmworks.evaluate.forgetting import START, forgetting, not_compared
 from lmworks.evaluate.forms.choosing import training_flops
 from lmworks.evaluate.forms.measuring import Subject, measure
 from lmworks.evaluate.found import Found
@@ -61,6 +61,8 @@ def evaluate(
     The activations are in the precision that the recipe trains in (fp32 for fp16); the results say which. The base model
     starts the document afresh; those of later stages are added to it, each with its paired comparison with the base model, of which the
     last one is kept. Equal inputs give equal figures (the speeds aside).
+    With the name `START` the weights are those that pretraining started from: they are measured once, after the base model, and every
+    model is compared with them (`forgetting_since_start`).
     A later model is scored in the forms of the base model too, so that the two can be compared. `searched` are the folders with the
     records of what the text that the model was trained on was searched for: the verdict of a score on any other item says that it is not
     clean.
@@ -81,22 +83,35 @@ def evaluate(
     model.compute_dtype = dtype_for(precision, model.embedding.weight.device)
     try:
         doubt = partial(protection.doubt, searched=searched, recipe=recipe, corpus_dir=corpus_dir)
-        subject = Subject(model, tokenizer, context_length(recipe, model), later, name)
+        subject = Subject(model, tokenizer, context_length(recipe, model), later and name != START, name)
         base = results["models"].get(BASE.model, {}).get("scores", {}).values() if later else ()
         measured, found = _measure(recipe, subject, corpus_dir, texts, _forms(base), doubt)
     finally:
         model.train(was_training)
         model.compute_dtype = was_dtype
-    results["models"][name] = measured
+    if name == START:
+        results["start"] = measured
+    else:
+        results["models"][name] = measured
     results["not_clean"] = results.get("not_clean", {}) | measured.pop("not_clean")
     results["how"] = {"bits_per_byte": bits_per_byte.HOW, "scores": _HOW_SCORES, "tasks": _HOW_TASKS}
     write_records(out_dir, name, found, add=later)
-    if later and BASE.model in results["models"]:
-        results["compared"], results["forgetting"] = _compare(out_dir, name)
+    if later and name != START and BASE.model in results["models"]:
+        results["compared"], results["forgetting"] = _compare(out_dir, BASE.model, name)
         for one, compared in results["compared"].items():
             if measured["scores"][one]["set"] in results["not_clean"]:
                 compared["verdict"] += NOT_CLEAN
+    if "start" in results:
+        _, results["forgetting_since_start"] = _compare(out_dir, START, list(results["models"])[-1])
     files.write_json(path, results)
+    return results
+
+
+def start_is_missing(out_dir: Path, reason: str) -> dict[str, Any]:
+    """Note in `out_dir/results.json` why nothing can be compared with the weights of `start_from`; returns the whole document."""
+    results = files.read_json(out_dir / "results.json")
+    results["forgetting_since_start"] = not_compared(list(results["models"])[-1], reason)
+    files.write_json(out_dir / "results.json", results)
     return results
 
 
@@ -156,12 +171,12 @@ def _forms(scores: Iterable[dict[str, Any]]) -> tuple[Form, ...]:
     return tuple(form for form in FORMS if form in chosen)
 
 
-def _compare(out_dir: Path, later: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The `later` model minus the base model for every score, over the items that both answered; and what it has forgotten."""
+def _compare(out_dir: Path, earlier: str, later: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The `later` model minus the `earlier` one for every score, over the items that both answered; and what it has forgotten."""
     found: dict[str, Any] = {"scores": [], "bits_per_byte": []}
     with suppress(NothingInCommon):  # an evaluation without benchmarks, on few held-out documents
-        found = compare([read_results(out_dir, name, name) for name in (BASE.model, later)], examples=0)["comparisons"][0]
-    return {row["score"]: {key: row[key] for key in _COMPARED} for row in found["scores"]}, forgetting(found, later)
+        found = compare([read_results(out_dir, name, name) for name in (earlier, later)], examples=0)["comparisons"][0]
+    return {row["score"]: {key: row[key] for key in _COMPARED} for row in found["scores"]}, forgetting(found, later, earlier)
 
 
 _COMPARED = ("difference", "interval", "n", "p", "adjusted_p", "minimum_detectable", "lost", "gained", "verdict")

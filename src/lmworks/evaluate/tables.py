@@ -18,8 +18,9 @@ def printable(results: dict[str, Any]) -> Group:
 
 
 def forgotten(results: dict[str, Any]) -> list[RenderableType]:
-    """What the newest model has forgotten of the base model, before an empty line; nothing where there is only a base model."""
-    return [Text(sentence(results["forgetting"])), ""] if "forgetting" in results else []
+    """What the newest model has forgotten of the base model and of `start_from`, before an empty line; nothing where there is neither."""
+    found = [Text(sentence(results[key])) for key in ("forgetting", "forgetting_since_start") if key in results]
+    return [*found, ""] if found else []
 
 
 def bits(results: dict[str, Any]) -> list[RenderableType]:

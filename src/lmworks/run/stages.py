@@ -201,8 +201,10 @@ def _protection_of(recipe: Recipe, folder: Path) -> Callable[[], tuple[set[str],
 
 
 def _evaluate(context: StageContext) -> RenderableType | None:
-    from lmworks.evaluate.report import evaluate
+    from lmworks.evaluate.forgetting import START
+    from lmworks.evaluate.report import evaluate, start_is_missing
     from lmworks.evaluate.tables import printable
+    from lmworks.run.start_weights import load_start_model
     from lmworks.tokenizer import load as load_tokenizer
     from lmworks.train.load import load_model, stages_of
 
@@ -214,6 +216,13 @@ def _evaluate(context: StageContext) -> RenderableType | None:
         searched = search_records(context.run_dir, context.recipe, *(one.stage for one in trained[: number + 1]))
         folder = context.run_dir / "evaluate"
         results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", folder, stage.model, searched)
+        if stage is BASE and context.recipe.start_from is not None and context.recipe.trains_base:
+            try:
+                model = load_start_model(context.recipe)
+            except UserError as error:  # they may have been moved since
+                results = start_is_missing(folder, str(error))
+            else:
+                results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", folder, START, searched)
     return printable(results)
 
 

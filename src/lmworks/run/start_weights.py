@@ -6,8 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lmworks.checkpoint import loading, manifest
 from lmworks.checkpoint.communicator import Communicator
+from lmworks.model import Transformer
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.progress import console
 from lmworks.recipe.derivation.derive import count_entries
@@ -56,6 +59,25 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
     if start.kind == "huggingface":  # under train.deepspeed, too: the model is whole on the CPU until DeepSpeed takes it over
         about["first_loss"] = compare_first_loss(start, model, communicator, recipe.seed, added)
     return about
+
+
+def load_start_model(recipe: Recipe) -> Transformer:
+    """The whole model that a run started from, in evaluation mode, on the first GPU, else the CPU.
+
+    Raises `UserError` if the weights are not there any more, or damaged.
+    """
+    from lmworks.export.huggingface import load_weights
+    from lmworks.train.load import load_checkpoint
+
+    assert recipe.start_from is not None
+    start = find(recipe.start_from)
+    if start.kind == "checkpoint":
+        return load_checkpoint(start)
+    texts = recipe.tokenizer.add_tokens
+    first = count_entries(start.tokenizer) if texts else 0
+    model = Transformer(recipe.model)
+    load_weights(start.path, model.state_dict(), recipe.model, extend=True, added=range(first, first + len(texts)))
+    return model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
 def _about(start: Weights) -> dict[str, Any]:
