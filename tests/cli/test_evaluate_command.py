@@ -94,6 +94,34 @@ def test_wrong_arguments_are_one_line(lmworks: Lmworks, tiny: Tiny, tmp_path: Pa
     assert lmworks("evaluate", run, "--tasks", ",").error == "--tasks names no set; for example: --tasks arc-easy,sciq"
 
 
+def test_options_of_models_are_refused_for_a_recipe(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    """Each in one line, before a stage runs; the default value too, if it was given."""
+    recipe = (tiny.recipe, "--set", f"run_dir={tmp_path / 'run'}")
+    for name, *value in (
+        ("--items", 5), ("--form", "auto"), ("--out", tmp_path), ("--json",), ("--device", "cpu"), ("--shots", 1), ("--data", tmp_path),
+        ("--hub",), ("--lengths", "4096"), ("--wait", 1), ("--apply-chat-template",),
+    ):  # fmt: skip
+        error = lmworks("evaluate", *recipe, name, *value).error
+        assert error.startswith(f"{name} has no effect with a recipe, only with --") and "set evaluate.* with --set" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_scored_is_an_error(lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the hub; with a second set that has rows, that one is scored."""
+
+    def offline(*names: Any, **options: Any) -> Any:
+        raise ConnectionError("cannot reach the hub")
+
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    save_run(tiny, run := tmp_path / "run")
+    for extra in ((), ("--json",), ("--out", tmp_path / "out")):
+        error = lmworks("evaluate", f"{run}@base", "--tasks", "piqa", "--hub", *extra).error
+        assert error.startswith("nothing was scored: piqa: cannot load ") and "cannot reach the hub; give the rows as files with" in error
+    own = own_task(tmp_path, "sums", [{"question": f"{n} + 1?", "answer": n + 1} for n in range(8)], "metric: number")
+    done = lmworks("evaluate", f"{run}@base", "--tasks", f"piqa,{own}", "--hub")
+    assert done.code == 0 and "not measured: piqa" in " ".join(done.out.split()), done.err
+
+
 def test_a_task_of_ones_own_is_kept_out_of_the_corpus_and_watched(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
     from test_protection import ITEM, OTHER, trained_on, with_leak
 

@@ -73,6 +73,11 @@ def test_bad_input_is_one_line(lmworks: Lmworks, saved: Path, tmp_path: Path) ->
         (("--follow", saved, "--set", "seed=1"), "leave --set out"),
         (("--follow", saved, "--device", "cuda:99"), "is no device of this machine"),
         (("--follow", saved, "--tasks", "arc-eazy"), "did you mean arc-easy?"),
+        (("--follow", saved, "--json"), "--json has no effect with --follow, only with --tasks or --harness; leave it out"),
+        (("--follow", saved, "--failures"), "--failures has no effect with --follow"),
+        (("--follow", saved, "--shots", 3), "--shots has no effect with --follow"),
+        (("--follow", saved, "--out", tmp_path), "--out has no effect with --follow"),
+        (("--follow", saved, "--harness", "piqa"), "--harness has no effect with --follow"),
     ):
         error = lmworks("evaluate", *arguments).error
         assert expected in error, error

@@ -94,6 +94,9 @@ def test_wrong_arguments_are_one_line(lmworks: Lmworks, run: Path, tmp_path: Pat
     for extra in ("--tasks", "--form", "--samples"):
         error = lmworks("evaluate", run, "--harness", "piqa", extra, "2" if extra == "--samples" else "piqa").error
         assert f"in their own form; leave {extra} out" in error
+    assert lmworks("evaluate", run, "--harness", "piqa", "--failures").error == (
+        "--failures has no effect with --harness, only with a recipe or --tasks; leave it out"
+    )
     assert "--set changes a recipe" in lmworks("evaluate", run, "--harness", "piqa", "--set", "a=b").error
     assert "--form free: lm-evaluation-harness scores" in lmworks("export-harness", tmp_path, "--tasks", "piqa", "--form", "free").error
     assert "ruler" in (error := lmworks("export-harness", tmp_path, "--tasks", "ruler-niah-single-1").error) and "judges replies" in error

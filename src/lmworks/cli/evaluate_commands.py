@@ -20,13 +20,21 @@ if TYPE_CHECKING:
 
 RunStages = Callable[[str, Sequence[str], str | None, Sequence[str], str | None], None]
 _DEFAULT_ITEMS = 200
+_MODES = {  # the parameters that each use of the command has, besides those that choose it
+    "a recipe": ("overrides", "allow", "size", "time", "show_failures"),
+    "--tasks": ("form", "shots", "items", "data", "samples", "temperature", "lengths", "hub", "out", "show_failures", "device", "as_json"),
+    "--harness": (
+        "include_path", "trust_task_code", "apply_chat_template", "shots", "items", "data", "hub", "out", "device", "as_json",
+    ),
+    "--follow": ("tasks", "items", "data", "hub", "wait", "device"),
+}  # fmt: skip
 
 
 def register(app: typer.Typer, run_stages: RunStages) -> None:
     """Add the command to the app; `run_stages` runs the stages of a recipe up to one of them."""
 
     def evaluate(
-        overrides: SetOption, allow: AllowOption,
+        context: typer.Context, overrides: SetOption, allow: AllowOption,
         target: Annotated[
             str | None,
             typer.Argument(
@@ -83,12 +91,14 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
         if followed is not None:
             if target is not None or given:
                 raise UserError(f"--follow names the run to evaluate; leave {target if target is not None else given[0]} out")
+            _refuse_unused(context, "--follow", ("followed",))
             _follow(followed, None if tasks is None else benchmarks(tasks, "cloze", 0, data, hub), items, device_of(device), wait)
             return
         if target is None:
             raise UserError("name a recipe or a model, or a run to follow: --follow RUN")
         if tasks is None and harness is None:
             _require_recipe(target)
+            _refuse_unused(context, "a recipe", ())
             run_stages(target, within(time, overrides), size, allow, "evaluate")
             if show_failures:
                 run_dir = load_recipe(target, within(time, overrides), size).recipe.run_dir
@@ -104,16 +114,29 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
             if tasks is not None or form != "auto" or generated:
                 odd = "--tasks" if tasks is not None else "--form" if form != "auto" else f"--{min(generated)}"
                 raise UserError(f"--harness runs tasks of lm-evaluation-harness, in their own form; leave {odd} out")
+            _refuse_unused(context, "--harness", ("harness",))
             options = harness_options(harness, include_path, trust_task_code, apply_chat_template, shots, items, data, hub)
-            harness_commands.evaluate(target, options, folder, as_json)
+            harness_commands.evaluate(target, options, folder, as_json, device_of(device))
         elif tasks is not None:
             if include_path is not None or trust_task_code or apply_chat_template:
                 raise UserError("--include-path, --trust-task-code and --apply-chat-template belong to --harness; leave them out")
+            _refuse_unused(context, "--tasks", ("tasks",))
             wanted, most = benchmarks(tasks, form, shots, data, hub, generated), items or _DEFAULT_ITEMS
             _evaluate_model(target, wanted, most, folder, show_failures, device_of(device), as_json)
 
     app.command("evaluate")(evaluate)
     app.command("export-harness")(harness_commands.export_harness)
+
+
+def _refuse_unused(context: typer.Context, mode: str, chosen_by: Sequence[str]) -> None:
+    """Raises `UserError` for a given option that has no effect in this use of the command."""
+    used = {"target", *chosen_by, *_MODES[mode]}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in used and source is not None and source.name == "COMMANDLINE":
+            owners = [name for name, names in _MODES.items() if parameter.name in names]
+            remedy = "leave it out" if mode != "a recipe" else "leave it out, and set evaluate.* with --set, or name a model"
+            raise UserError(f"{parameter.opts[0]} has no effect with {mode}, only with {' or '.join(owners)}; {remedy}")
 
 
 def _require_recipe(target: str) -> None:
@@ -203,6 +226,12 @@ def _evaluate_model(
     with tempfile.TemporaryDirectory() as place:
         folder = out or (Path(place) if show_failures else None)
         results = evaluate(target, wanted, most, folder, device)
+        (model,) = results["models"].values()
+        if not model["scores"] and (missing := model["unavailable"]):
+            name, why = next(iter(missing.items()))
+            raise UserError(
+                f"nothing was scored: {name}: {why}; give the rows as files with --data DIR, or read them where they can be loaded"
+            )
         if show_failures and folder is not None:
             results["failures"] = _failures(folder, list(results["models"]))
     if as_json:

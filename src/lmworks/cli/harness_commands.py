@@ -12,6 +12,8 @@ from lmworks.cli.output import console, print_json
 from lmworks.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
+
     from lmworks.evaluate.harness.running import HarnessOptions
 
 HarnessOption = Annotated[
@@ -27,13 +29,13 @@ TrustOption = Annotated[
 ChatOption = Annotated[bool, typer.Option("--apply-chat-template", help="--harness: ask in the chat template of the model.")]
 
 
-def evaluate(target: str, options: HarnessOptions, out: Path | None, as_json: bool) -> None:
+def evaluate(target: str, options: HarnessOptions, out: Path | None, as_json: bool, device: torch.device) -> None:
     """Run tasks of lm-evaluation-harness on a model, and print or write what it reports."""
     from lmworks.evaluate.harness.report import record, table
     from lmworks.evaluate.harness.running import run
     from lmworks.evaluate.opening import open_model
 
-    opened = open_model(target)
+    opened = open_model(target, device)
     found = run(opened, options)
     results = record(opened, found, out)
     if as_json:
