@@ -12,6 +12,7 @@ import pytest
 from command import Lmworks
 
 from lmworks.plan.loss_law import LAW_FILE, FittedTo, LossLaw, load_law, save_law
+from lmworks.recipe.loading.load import shipped_folder
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny
 
@@ -87,6 +88,17 @@ def test_a_loss_far_beyond_the_runs_of_the_ladder_is_warned_of(lmworks: Lmworks,
         text = "31 times the operations of the ladder's largest run (fitted to 1M to 30M active parameters and 200M to 1.5B tokens)"
         assert [text in one for one in warned] == ([True] if times > 30 else [])
         assert (text in " ".join(lmworks(*words).out.split())) == (times > 30)
+
+
+def test_saves_that_are_not_counted_are_said_with_the_remedy(lmworks: Lmworks, tmp_path: Path) -> None:
+    text = "not counted: saves and reading of tokens: 8xh100 states no disk_gb_per_second"
+    assert text in " ".join(lmworks("plan", "dense-125m", "--cluster", "8xh100").out.split())
+    stated = tmp_path / "stated.yaml"
+    stated.write_text((shipped_folder() / "clusters" / "8xh100.yaml").read_text() + "disk_gb_per_second: 0.001\n", encoding="utf-8")
+    assert "not counted" not in lmworks("plan", "dense-125m", "--cluster", stated).out
+    found = [plan(lmworks, "dense-125m", "--cluster", str(where)) for where in ("8xh100", stated)]
+    assert text.removeprefix("not counted: ") in found[0]["not_counted"] and found[1]["not_counted"] == ""
+    assert found[0]["overheads"]["saves"] == 0 < found[1]["overheads"]["saves"] and found[0]["seconds"] < found[1]["seconds"]
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,16 @@ class Plan:
         """Tokens per active parameter; 20 is compute-optimal (arXiv:2203.15556), more buys a smaller model to serve."""
         return self.tokens / self.counts.active
 
+    @property
+    def not_counted(self) -> str:
+        """What the time does not contain because the cluster does not state it, and how to state it; empty if it contains everything."""
+        if self.cluster.disk_gb_per_second or not self.phases:
+            return ""
+        return (
+            f"saves and reading of tokens: {self.cluster.name} states no disk_gb_per_second; measure the speed at which a file of a "
+            "checkpoint's size is written to the run directory, and set it in a cluster file (--cluster FILE)"
+        )
+
     def _mfu_limit(self, phase: PhasePlan) -> float:
         """The MFU of a phase whose computation is as fast as published ones, and whose communication does not overlap with it."""
         shortest = phase.compute_seconds * self.mfu / _BEST_MFU + phase.overheads.communication
@@ -276,4 +286,4 @@ def plain(plan: Plan) -> dict[str, Any]:
         "dollars", "tokens_per_second", "tokens_per_parameter",
     )  # fmt: skip
     value["overheads"] = asdict(plan.overheads)
-    return {**value, **{name: getattr(plan, name) for name in sums}, "warnings": list(plan.warnings())}
+    return {**value, **{name: getattr(plan, name) for name in sums}, "not_counted": plan.not_counted, "warnings": list(plan.warnings())}

@@ -155,6 +155,8 @@ def _costs(plan: Plan) -> Table:
     besides = ", ".join(f"{name} {days(took)}" for name, took in counted.items() if took >= 0.5)
     if besides:
         table.add_row("", f"including, besides computation: {besides}")
+    if plan.not_counted:
+        table.add_row("", f"not counted: {plan.not_counted}")
     table.add_row("reads", f"{size(plan.tokens_per_second * plan.disk.data / max(1, plan.tokens))} of token files per second")
     hours = f"{amount(plan.device_hours)} device-hours"
     table.add_row(
