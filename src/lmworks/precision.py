@@ -8,6 +8,7 @@ from lmworks import machine
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 
 _all_ranks_have_bf16 = True
@@ -25,6 +26,11 @@ def has_bf16(device: torch.device) -> bool:
     A CPU without bf16 instructions takes several times as long as in fp32.
     """
     return _all_ranks_have_bf16 and machine.multiplies_bf16(device)
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """x in fp32, or unchanged in fp64."""
+    return x if x.dtype.itemsize == 8 else x.float()
 
 
 def dtype_for(precision: str, device: torch.device) -> torch.dtype:

@@ -12,6 +12,7 @@ from lmworks.checkpoint.communicator import new_communicator
 from lmworks.model.sampling import GenerateOptions
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.train.align.answers import pack
 from lmworks.train.align.rewards import Reward
 from lmworks.train.align.rollouts import Prompt, Rollouts, whole_model
 from parallel.parity import batch_of, model_of
@@ -32,8 +33,9 @@ class Letters:
         return "".join(chr(97 + id % 26) for id in ids)
 
 
-def draw(layout: dict[str, Any], kind: str) -> tuple[np.ndarray, list[list[tuple[list[int], list[float], float]]]]:
-    """The logits of the gathered model, and the groups that a rank knows."""
+def draw(layout: dict[str, Any], kind: str) -> tuple[np.ndarray, list[list[tuple[list[int], list[float], float]]], float]:
+    """The logits of the gathered model, the groups that a rank knows, and how far the ratio of a token's probabilities in scoring and
+    rollout is from 1."""
     model, lora = model_of(kind, Ranks(Layout(**layout)))
     batch = batch_of(0)
     with torch.no_grad():
@@ -42,16 +44,22 @@ def draw(layout: dict[str, Any], kind: str) -> tuple[np.ndarray, list[list[tuple
     rollouts = Rollouts(model, Letters(), [judge], GenerateOptions(6, 1.0), new_communicator(), lora)  # type: ignore[arg-type]
     groups = rollouts.draw([Prompt((1, 2, number), {}, 0) for number in range(5)], 2, "seed")
     found = [[(one.answer.ids.tolist(), one.logprobs.tolist(), one.reward.value) for one in group] for group in groups]
-    return logits.numpy(), found
+    drawn = [one for group in groups for one in group]
+    packed = pack([one.answer for one in drawn], 16, 0)
+    with model.exact_logprobs():
+        scored = -model.token_cross_entropy(packed.batch)
+    away = ((scored - packed.place([one.logprobs for one in drawn])).exp() - 1).abs()[packed.mask_BT]
+    return logits.numpy(), found, float(away.max())
 
 
 @pytest.mark.parametrize(("layout", "kind"), LAYOUTS, ids=str)
 def test_ranks_draw_what_one_process_draws(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
-    """In fp32: the same sums in other orders, at most 1e-5 of a logit; no draw of these is closer than that to another token."""
-    logits, groups = draw({}, kind)
-    for theirs, found in ranks.run(draw, world_size(Layout(**layout)), layout, kind):
+    """Logits in fp32: the same sums in other orders, at most 1e-5 of a logit. What is drawn and scored is in fp64, some 1e-13."""
+    logits, groups, _ = draw({}, kind)
+    for theirs, found, away in ranks.run(draw, world_size(Layout(**layout)), layout, kind):
         np.testing.assert_allclose(theirs, logits, atol=1e-5)
+        assert away < 1e-10
         for group, other in zip(groups, found, strict=True):
             for (ids, logprobs, reward), (their_ids, their_logprobs, their_reward) in zip(group, other, strict=True):
                 assert ids == their_ids and reward == their_reward
-                np.testing.assert_allclose(their_logprobs, logprobs, atol=1e-5)
+                np.testing.assert_allclose(their_logprobs, logprobs, atol=1e-10)

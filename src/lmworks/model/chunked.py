@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lmworks.precision import at_least_fp32
+
 _SCORES = 1 << 20  # of one block, at most, as long as it has _FEWEST queries
 _FEWEST, _MOST = 32, 512
 
@@ -89,9 +91,9 @@ def _blocks(query_BHTC: Tensor, first_BT: Tensor, last_BT: Tensor) -> Iterator[t
 
 
 def _scores(query_HQC: Tensor, key_KRC: Tensor, first_Q: Tensor, last_Q: Tensor, start: int, scale: float) -> Tensor:
-    """(K, G, Q, R) in fp32, -inf where a query does not see a key. The heads of a group share their keys: one product for all."""
+    """(K, G, Q, R) in fp32 or fp64, -inf where a query does not see a key. The heads of a group share their keys: one product for all."""
     K, R, C = key_KRC.shape
-    scores = (query_HQC.reshape(K, -1, C) @ key_KRC.transpose(1, 2)).view(K, -1, query_HQC.shape[1], R).float()
+    scores = at_least_fp32(query_HQC.reshape(K, -1, C) @ key_KRC.transpose(1, 2)).view(K, -1, query_HQC.shape[1], R)
     place_R = torch.arange(start, start + R, device=key_KRC.device)
     hidden_QR = (place_R < first_Q[:, None]) | (place_R > last_Q[:, None])
     return scores.mul_(scale).masked_fill_(hidden_QR, float("-inf"))

@@ -45,7 +45,7 @@ class Visible:
 
     def attend(self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor) -> Tensor:
         """softmax(q k^T / sqrt(C)) v over the visible keys, (B, H, T, V), in memory linear in the length."""
-        if self.blocks is not None:
+        if self.blocks is not None and query_BHTC.dtype != torch.float64:  # the Triton kernel has no fp64
             return attend_flex(query_BHTC, key_BKSC, value_BKSV, self.blocks)
         return attend_chunks(query_BHTC, key_BKSC, value_BKSV, self.first_BT, self.last_BT, query_BHTC.shape[-1] ** -0.5)[0]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lmworks.model.loss import ChunkLoss, soft_cap
 from lmworks.model.sampling import GenerateOptions, filter_logits
+from lmworks.precision import at_least_fp32
 
 
 def drawn_chunk_loss(inner: ChunkLoss, options: GenerateOptions) -> ChunkLoss:
@@ -24,7 +25,7 @@ def drawn_chunk_loss(inner: ChunkLoss, options: GenerateOptions) -> ChunkLoss:
     def chunk_loss(
         logits_MV: Tensor, labels_M: Tensor, softcap: float, z_weight: float, needs_grad: bool, weights_M: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        capped = soft_cap(logits_MV.float(), softcap)
+        capped = soft_cap(at_least_fp32(logits_MV), softcap)
         drawn = filter_logits(capped, options)
         if (options.top_k, options.top_p, options.min_p) != (0, 1.0, 0.0):
             target = labels_M.long().clamp_min(0)[:, None]

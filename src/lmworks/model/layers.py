@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lmworks.model.adapter import Adapter
+from lmworks.precision import at_least_fp32
 
 
 class Linear(nn.Module):
@@ -44,10 +45,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         few = x.numel() <= _FEW and not torch.is_grad_enabled()  # as in decoding: less to compute than to call
+        few = few or x.dtype == torch.float64  # for which the cached norm is too narrow
         if x.device.type == "cpu" and not self.plain and not few and not torch.compiler.is_compiling():
             out: Tensor = _CachedNorm.apply(x, self.weight, self.eps)
             return out
-        wide = x.float()
+        wide = at_least_fp32(x)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * self.weight.to(x.dtype)
 

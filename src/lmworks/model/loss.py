@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lmworks.precision import at_least_fp32
+
 IGNORE = -100
 
 
@@ -76,7 +78,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_grad and not frozen else None
         cross_entropy = torch.zeros((), device=hidden_ND.device)
         z = torch.zeros((), device=hidden_ND.device)
-        of_tokens_N = torch.empty(hidden_ND.shape[0], device=hidden_ND.device)
+        of_tokens_N = torch.empty(hidden_ND.shape[0], device=hidden_ND.device, dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
         for start in range(0, hidden_ND.shape[0], chunk):
             hidden_MD, labels_M = hidden_ND[start : start + chunk], labels_N[start : start + chunk]
             logits_MV = F.linear(hidden_MD, weight)
@@ -109,7 +111,7 @@ def chunk_loss(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The cross-entropy of each token of a chunk, 0 for one without a label, the summed squared log-partition, and
     d(ce + z_weight * z)/d(logits) in the logits' type, multiplied by the weights of the tokens."""
-    capped = soft_cap(logits_MV.float(), softcap)
+    capped = soft_cap(at_least_fp32(logits_MV), softcap)
     valid = labels_M != IGNORE
     target = labels_M.long().clamp_min(0)[:, None]
     if torch.compiler.is_compiling():

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lmworks.precision import at_least_fp32
 from lmworks.recipe.schema.model import Moe
 
 
@@ -47,8 +48,9 @@ class Router(nn.Module):
     def forward(self, x_BTD: Tensor) -> Routing:
         moe = self.moe
         B, T, D = x_BTD.shape
-        # fp32 throughout: a rounded gate could select another expert.
-        logits_NE = F.linear(x_BTD.reshape(B * T, D).float(), self.weight.float()) / self.temperature
+        # never narrower than fp32: a rounded gate could select another expert.
+        x_ND = at_least_fp32(x_BTD.reshape(B * T, D))
+        logits_NE = F.linear(x_ND, self.weight.to(x_ND.dtype)) / self.temperature
         gates_NE = self.gates(logits_NE)
         if moe.balance.method == "sinkhorn" and self.training:
             balanced_BTE = sinkhorn(logits_NE.detach().view(B, T, -1))

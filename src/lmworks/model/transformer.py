@@ -22,6 +22,7 @@ from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
 from lmworks.model.mtp import Ahead, MtpLayer, look_ahead
 from lmworks.model.rope import cos_sin, frequencies
+from lmworks.precision import at_least_fp32
 from lmworks.recipe.schema.model import Model, Rope
 
 
@@ -91,7 +92,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model, dense or mixture-of-experts according to `config`.
 
-    `compute_dtype` is the dtype of the activations; weights are fp32. `plain(True)` selects the reference implementations.
+    `compute_dtype` is the dtype of the activations, fp64 only where no gradients are needed; weights are fp32. `plain(True)` selects the
+    reference implementations.
     """
 
     inverse_frequencies: Tensor
@@ -146,13 +148,13 @@ class Transformer(nn.Module):
         self._chunk_loss = torch.compile(self._chunk_loss, *args, **kwargs)
 
     def forward(self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | JoinedCache | None = None) -> Tensor:
-        """Logits (B, T, V) in fp32."""
+        """Logits (B, T, V) in fp32, or fp64 if `compute_dtype` is."""
         hidden, _ = self.hidden(tokens_BT, cu_seqlens, cache)
         return self.logits(hidden)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Logits (B, T, V) of hidden states, in fp32."""
-        return soft_cap(self.head(hidden_BTD).float(), self.config.final_logit_softcapping)
+        """Logits (B, T, V) of hidden states, as from `forward`."""
+        return soft_cap(at_least_fp32(self.head(hidden_BTD)), self.config.final_logit_softcapping)
 
     def loss(
         self, tokens_BT: Tensor, labels_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | JoinedCache | None = None,

@@ -146,6 +146,25 @@ class ParallelModel:
             finally:
                 self._release()
 
+    @contextmanager
+    def exact_logprobs(self) -> Iterator[None]:
+        """Within the block, a model that computes in fp32 computes in fp64, which needs no gradients; another one is unchanged.
+
+        The order in which a matrix product or a norm adds up depends on the number of rows, so that a token decoded among others and the
+        same token scored in its answer differ by the rounding of the type: 3e-6 of the probability in fp32, 1e-13 in fp64.
+        """
+        if self.compute_dtype != torch.float32:
+            yield
+            return
+        models: list[ParallelModel | Transformer] = [self, *self.parts]
+        for one in models:
+            one.compute_dtype = torch.float64
+        try:
+            yield
+        finally:
+            for one in models:
+                one.compute_dtype = torch.float32
+
     def _release(self) -> None:
         for part in self.parts:
             data.release(part)
@@ -280,7 +299,7 @@ class ParallelModel:
         """
         start, stop = self.rank_sequences(len(batch.tokens))
         own = batch.sequences(start, stop)
-        whole_BT = torch.zeros(batch.tokens.shape, device=self.device)
+        whole_BT = torch.zeros(batch.tokens.shape, device=self.device, dtype=torch.promote_types(self.compute_dtype, torch.float32))
         largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
         if self.pipeline:
             at_once = micro_batch_size or -(-largest // self.pipeline.stages)

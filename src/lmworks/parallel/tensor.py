@@ -47,6 +47,7 @@ from lmworks.model.transformer import ExpertStats
 from lmworks.parallel import collectives
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.module_overrides import override_members, use_local_parameters
+from lmworks.precision import at_least_fp32
 from lmworks.recipe.schema.model import Model
 
 _TOKENS = 1  # the dimension of T
@@ -264,7 +265,7 @@ def chunk_loss(
 
     The sums are the same on all ranks; the gradient is that of this rank's logits.
     """
-    capped = soft_cap(logits_MV.float(), softcap)
+    capped = soft_cap(at_least_fp32(logits_MV), softcap)
     valid = labels_M != IGNORE
     local_M = labels_M.long() - first
     here = (local_M >= 0) & (local_M < capped.shape[1])

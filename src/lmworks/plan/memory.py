@@ -294,14 +294,15 @@ def _rollouts(recipe: Recipe, layout: Layout, length: int, element: int, lora: L
     """Bytes that a rank needs to draw its share of the answers of a step, besides its training state."""
     model, options = recipe.model, recipe.grpo
     assert options is not None and model.vocab_size
+    element = 8 if element == 4 else element  # fp32 draws in fp64 (`ParallelModel.exact_logprobs`)
     prompts = -(-options.prompts_per_step // world_size(layout))
     rows = min(ROLLOUT_ROWS, prompts * options.group_size)
     capacity = 1 << (length - 1).bit_length()  # caches grow by powers of two
     _, largest = _local(model, Layout(), 0, False)
-    cast = element * (largest.shared.count + largest.experts.count) if element < 4 else 0  # of a layer, to the dtype of the activations
+    cast = element * (largest.shared.count + largest.experts.count)  # of a layer, to the dtype of the activations
     return {
         "gathered weights": gathered_weights(model, layout, lora), "KV cache": rows * kv_cache_bytes(model, capacity, element),
-        "activations": cast, "head and loss": rows * model.vocab_size * (8.0 + element),
+        "activations": cast, "head and loss": rows * model.vocab_size * (2.0 * max(4, element) + element),
     }  # fmt: skip
 
 
