@@ -25,6 +25,7 @@ from lmworks.metrics.log import read
 from lmworks.recipe.schema.lora import is_adapter
 from lmworks.train.load import final_model, load_model
 from lmworks.watch.heartbeat import Heartbeat
+from lmworks.watch.ledger import events_of
 from patience import PATIENCE
 from ports import free_port
 from rank_pool import FORKS
@@ -114,6 +115,22 @@ def sections(folder: Path, **changes: dict[str, Any]) -> list[str]:
         node = SMALL[stage] | {"sequence_length": "64 tokens", "data": [{"name": "own", "kind": "files", "path": str(path)} | own]}
         options += ["--set", f"{stage}={json.dumps(node | changes.get(stage, {}))}"]
     return options
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_one_line(tiny_copy: Tiny, tmp_path: Path, lmworks: Lmworks) -> None:
+    """Its first failure is shown at once, with the line of the user's function; it is in the ledger too."""
+    drawn = {"temperature": 4.0, "group_size": 8, "prompts_per_step": 6, "steps": 6, "max_new_tokens": 40, "held_out": 0}
+    arguments = sections(tmp_path, grpo=drawn)  # so many and so random that some answers end, and are judged
+    (tmp_path / "reward.py").write_text("def reward(prompt, answer, row):\n    return row['points']\n")
+    done = lmworks("grpo", tiny_copy.recipe, *arguments, "--set", f"run_dir={tiny_copy.run_dir}")
+    error = "KeyError: 'points' (reward.py, line 2: return row['points'])"
+    assert done.code != 0
+    assert f"grpo.data.own: the reward failed on every answer of 3 steps in a row, last with {error}" in " ".join(done.err.split())
+    (told,) = events_of(tiny_copy.run_dir, "reward_failed")
+    assert (told["data"], told["reason"]) == ("own", error)
+    lines = [line for line in read(tiny_copy.run_dir / "grpo") if "grpo/failed" in line]
+    assert 0 < len(lines) < drawn["steps"] and all(line["grpo/failed"] > 0 for line in lines[:1])
+    assert max(line["grpo/mismatch_max"] for line in lines) < 1e-9, "the promise is 1e-6"
 
 
 def test_every_stage_reports_the_silence_of_ranks(tiny_copy: Tiny, tmp_path: Path) -> None:

@@ -118,6 +118,8 @@ class Curves:
         names = ("solved", "wrong", "unparsed", "empty", "truncated", "failed")
         shares = [(f"grpo/{name}", name, f"c{tone}") for tone, name in enumerate(names)]
         charts += self._plain("answers", "Answers", "Share of the answers that were drawn.", shares)
+        hint = "Share of the drawn groups whose rewards are equal, which teach nothing; 1: the step has no learning signal."
+        charts += self._plain("groups", "Groups without a difference", hint, [("grpo/equal_groups", "equal groups", "c4")])
         mismatch = [("grpo/mismatch_max", "largest", "c0"), ("grpo/mismatch_mean", "mean", "c1")]
         hint = "Distance from 1 of the ratio of a token's probabilities in training and rollout."
         charts += self._plain("mismatch", "Training against rollout", hint, mismatch)

@@ -102,6 +102,7 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("grpo/groups", "groups", "groups that were drawn in the step", _GRPO),
     ("grpo/trained_groups", "groups", "groups that were trained on in the step", _GRPO),
     ("grpo/equal_groups", "", "share of the drawn groups whose rewards are equal, which teach nothing", _GRPO),
+    ("grpo/no_signal", "", "1 if the rewards of all drawn groups are equal, so that the step teaches nothing, else 0", _GRPO, "lower"),
     ("grpo/mismatch_mean", "", "distance from 1 of the ratio of a token's probabilities in training and rollout, mean over tokens", _GRPO),
     ("grpo/mismatch_max", "", "the same, the largest", _GRPO, "lower"),
     ("grpo/clipped", "", "share of the tokens whose ratio is clipped, mean over the updates of the step", _GRPO),

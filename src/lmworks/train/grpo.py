@@ -25,12 +25,14 @@ from lmworks.train.align.curriculum import AnswerCurriculum
 from lmworks.train.align.policy_losses import Evaluated, Sampled, advantages, policy_loss
 from lmworks.train.align.prompts import Prompts, read_prompts
 from lmworks.train.align.rewards import OUTCOMES
+from lmworks.train.align.rollout_checks import RolloutChecks, differs
 from lmworks.train.align.rollouts import Prompt, Rollout, Rollouts
 from lmworks.train.data.decontamination import Protect
 from lmworks.train.objective import Update
 from lmworks.train.stage import LoadAdapter, Plan, run_stage, start
 from lmworks.train.step import micro_batch_of
 from lmworks.watch.heartbeat import Heartbeat
+from lmworks.watch.ledger import LEDGER, Ledger, NoLedger
 
 Group = list[Rollout]
 
@@ -38,8 +40,11 @@ Group = list[Rollout]
 class PolicyGradient:
     """The objective of `grpo`."""
 
-    def __init__(self, recipe: Recipe, model: ParallelModel, prompts: Prompts, rollouts: Rollouts, seed: int) -> None:
+    def __init__(
+        self, recipe: Recipe, model: ParallelModel, prompts: Prompts, rollouts: Rollouts, seed: int, checks: RolloutChecks
+    ) -> None:  # fmt: skip
         assert recipe.grpo is not None
+        self._checks = checks
         self._options, self._model, self._prompts, self._rollouts, self._seed = recipe.grpo, model, prompts, rollouts, seed
         self._length = int(self._options.sequence_length)
         self._micro_batch_size = micro_batch_of(recipe, self._length)
@@ -64,7 +69,8 @@ class PolicyGradient:
     def updates(self, step: int) -> Iterator[Update]:
         began = time.monotonic()
         groups, drawn = self._groups(step)
-        self._metrics = _rollout_metrics(drawn, len(groups)) | {"perf/rollout_seconds": time.monotonic() - began}
+        self._metrics = {"perf/rollout_seconds": time.monotonic() - began, **self._checks.check(step, drawn)}
+        self._metrics |= _rollout_metrics(drawn, len(groups))
         parts = np.array_split(np.arange(len(groups)), min(self._options.updates_per_rollout, len(groups)))
         scored = [self._score([groups[number] for number in part.tolist()], step) for part in parts]
         self._metrics |= _mismatch([(packed.mask_BT, sampled) for packed, sampled, _ in scored])
@@ -107,7 +113,7 @@ class PolicyGradient:
             prompts = self.prompts_of(step, turn, wanted - len(kept))
             found = self._rollouts.draw(prompts, self._options.group_size, f"{self._seed}/{step}/{turn}")
             drawn += found
-            kept += [group for group in found if not self._options.resample_rounds or _differs(group)]
+            kept += [group for group in found if not self._options.resample_rounds or differs(group)]
             if len(kept) == wanted:
                 break
         return kept or drawn[:wanted], drawn
@@ -124,11 +130,8 @@ class PolicyGradient:
         return packed, sampled, advantages(self._options, torch.tensor([one.reward.value for one in answers]))
 
     def _logprobs(self, batch: Batch) -> Tensor:
-        return -self._model.token_cross_entropy(batch, self._micro_batch_size).double()
-
-
-def _differs(group: Group) -> bool:
-    return len({one.reward.value for one in group}) > 1
+        with self._model.exact_logprobs():
+            return -self._model.token_cross_entropy(batch, self._micro_batch_size).double()
 
 
 def _rollout_metrics(drawn: Sequence[Group], kept: int) -> dict[str, float]:
@@ -141,7 +144,7 @@ def _rollout_metrics(drawn: Sequence[Group], kept: int) -> dict[str, float]:
         "grpo/empty": shares["empty"], "grpo/truncated": shares["truncated"], "grpo/unparsed": shares["unparsed"],
         "grpo/failed": shares["failed"], "grpo/answer_tokens": float(np.mean([len(one.logprobs) for one in answers])),
         "grpo/surprise": float(-np.mean(np.concatenate([one.logprobs for one in answers]))),
-        "grpo/groups": float(len(drawn)), "grpo/equal_groups": float(np.mean([not _differs(group) for group in drawn])),
+        "grpo/groups": float(len(drawn)), "grpo/equal_groups": float(np.mean([not differs(group) for group in drawn])),
         "grpo/trained_groups": float(kept),
     }  # fmt: skip
 
@@ -180,7 +183,7 @@ def grpo(
     def make_plan(model: ParallelModel) -> Plan:
         model.set_sampling(sampling_of(options))
         rollouts = Rollouts(model, tokenizer, prompts.judges, sampling_of(options), begun.communicator, options.lora)
-        objective = PolicyGradient(recipe, model, prompts, rollouts, recipe.training_seed)
+        objective = PolicyGradient(recipe, model, prompts, rollouts, recipe.training_seed, checks)
         answers = options.prompts_per_step * options.group_size
 
         def batch(step: int) -> Batch:
@@ -195,8 +198,10 @@ def grpo(
         curriculum = AnswerCurriculum("grpo", options, [answers] * options.steps, batch)
         return Plan(curriculum, objective.validate, objective, options.early_stopping)
 
-    run_stage(
-        recipe, run_dir, "grpo", begun, make_plan, tokenizer,
-        flops_per_token=flops_per_token, resume_command=resume_command, heartbeat=heartbeat,
-    )  # fmt: skip
-
+    first = begun.model.ranks.is_first
+    with Ledger(run_dir / LEDGER) if first else NoLedger() as ledger:
+        checks = RolloutChecks(options, ledger.write, first)
+        run_stage(
+            recipe, run_dir, "grpo", begun, make_plan, tokenizer,
+            flops_per_token=flops_per_token, resume_command=resume_command, heartbeat=heartbeat,
+        )  # fmt: skip

@@ -165,5 +165,3 @@ def _data_sets(data: RewardTask, recipe: Recipe, count: int) -> dict[str, Any]:
         start = TASK_SEEDS.start + seed % (len(TASK_SEEDS) - min(count, len(TASK_SEEDS) // 2))
         found[generator.name] = create(generator, start, count, key)
     return found
-
-

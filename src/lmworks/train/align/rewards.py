@@ -116,12 +116,14 @@ def _tested(text: str, tests: str, seconds: float) -> Reward:
 
 
 def _own(path: Path, seconds: float) -> Judge:
-    process = LimitedProcess("lmworks.train.align.user_reward:make", seconds, _MEMORY, wall_seconds=10 * seconds)
+    # The kernel's limit of CPU time does not depend on how busy the machine is; this one ends a function that waits.
+    process = LimitedProcess("lmworks.train.align.user_reward:make", seconds, _MEMORY, wall_seconds=2 * seconds + 1)
 
     def judge(text: str, row: Any) -> Reward:
         request = {"file": str(path), "prompt": row["prompt"], "answer": text, "row": row}
         try:
-            return Reward(json.loads(process(json.dumps(request).encode())))
+            found = json.loads(process(json.dumps(request).encode()))
+            return Reward(found["reward"]) if "reward" in found else Reward(0.0, "failed", found["error"])
         except CallFailed as error:
             return Reward(0.0, "failed", str(error))
         except ProcessDied as error:

@@ -38,11 +38,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A drawn answer with the log-probability of each of its tokens, by the rollout, and its reward."""
+    """A drawn answer with the log-probability of each of its tokens, by the rollout, its reward, and the number of its reward function."""
 
     answer: Answer
     logprobs: np.ndarray
     reward: Reward
+    judge: int
 
 
 class Rollouts:
@@ -60,8 +61,9 @@ class Rollouts:
         """`group_size` answers to each prompt. `seed` names their random numbers."""
         rank, size = self._communicator.rank, self._communicator.size
         mine = list(range(rank, len(prompts), size))
-        generator = whole_model(self._model, self._lora)
-        found = self._communicator.run_on_all(lambda: self._groups(generator, prompts, mine, group_size, seed))
+        with self._model.exact_logprobs():
+            generator = whole_model(self._model, self._lora)
+            found = self._communicator.run_on_all(lambda: self._groups(generator, prompts, mine, group_size, seed))
         groups: dict[int, list[Rollout]] = {}
         for part in self._communicator.all_gather(found):
             groups |= part
@@ -92,7 +94,7 @@ class Rollouts:
             reward = score(self._judges[prompt.judge], text, prompt.row, truncated=key not in stopped)
             whole = np.array([*prompt.ids, *ids[key]], np.int32)
             answer = Answer(whole, np.arange(len(whole)) >= len(prompt.ids))
-            found[number].append(Rollout(answer, np.array(logprobs[key]), reward))
+            found[number].append(Rollout(answer, np.array(logprobs[key]), reward, prompt.judge))
         return found
 
 
