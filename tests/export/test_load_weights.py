@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load
 
 from lmworks.errors import UserError
+from lmworks.export import huggingface
 from lmworks.export.huggingface import load_weights, read_model, write_model
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
+from lmworks.optim.placement import local
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
@@ -54,6 +59,63 @@ def test_ranks_read_what_one_process_reads(ranks: RankPool, tmp_path: Path, layo
     for one in found:
         for name, value in one.items():
             np.testing.assert_array_equal(value, expected[name].numpy(), err_msg=name)
+
+
+_LARGE = _MODELS["tied"] | {
+    "tie_word_embeddings": False, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 2048, "head_dim": 64,
+}  # fmt: skip
+
+
+class _Measured(dict[str, torch.Tensor]):
+    """A state that notes this process's own memory (mapped pages of files are the system's, and not counted) before each tensor."""
+
+    peak = 0
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
+        for item in super().items():
+            self.peak = max(self.peak, _own_memory())
+            yield item
+
+
+def _own_memory() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def _growth(layout: dict[str, Any], folder: Path, reader: Callable[..., None]) -> tuple[int, int]:
+    """By how many bytes this rank grew while it loaded, and the bytes of its parts, whose memory it has before."""
+    recipe = recipe_of("dense").model_copy(update={"model": Model.model_validate(_LARGE)})
+    ranks = Ranks(Layout(**layout))
+    model = ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks)
+    state = _Measured(model.state_dict())
+    load_weights(folder, state, recipe.model)  # imports what it needs
+    gc.collect()
+    before, state.peak = _own_memory(), 0
+    reader(folder, state, recipe.model)
+    return state.peak - before, sum(local(value).nbytes for value in state.values())
+
+
+def _load_all(folder: Path, state: dict[str, torch.Tensor], model: Model) -> None:
+    """What a rank must not do."""
+    whole = [load(file.read_bytes()) for file in sorted(folder.glob("*.safetensors"))]
+    load_weights(folder, state, model)
+    assert whole
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
+def test_no_rank_holds_more_than_its_part(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two ranks has its half of all files and copies of one tensor at a time; that the measurement would see a rank that reads
+    everything first is shown with one that does."""
+    monkeypatch.setattr(huggingface, "_SHARD_BYTES", 1 << 22)
+    write_model(initialize(Transformer(Model.model_validate(_LARGE)), 7), tmp_path, {}, torch.float32)
+    files = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
+    assert len(files) > 2
+    layout = {"dp_shard": 2, "zero": 3}
+    for grown, own in ranks.run(_growth, 2, layout, tmp_path, load_weights):
+        assert own == pytest.approx(sum(files) / 2, rel=0.01)
+        assert grown < 0.25 * sum(files), (grown, files)
+    for grown, _ in ranks.run(_growth, 2, layout, tmp_path, _load_all):
+        assert grown > 0.75 * sum(files), (grown, files)
 
 
 def test_rows_of_the_vocabulary_may_be_more_and_other_weights_are_refused(tmp_path: Path) -> None:
