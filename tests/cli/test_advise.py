@@ -41,7 +41,7 @@ def test_costs_are_those_of_the_operations(lmworks: Lmworks) -> None:
     found = ways(lmworks, "--need", "skill", "--examples", "10000")["tune"]
     assert found["seconds"] == pytest.approx(6 * 8e9 * 18e6 / (8 * 989e12 * 0.4), rel=1e-3)
     assert found["dollars"] == pytest.approx(8 * found["seconds"] / 3600 * 2.5, rel=1e-3)
-    train = ways(lmworks, "--need", "own", "--time", "7d")["train"]
+    train = ways(lmworks, "--need", "own", "--time", "7d", "--tokens", "1B")["train"]
     assert train["seconds"] == pytest.approx(7 * 86_400, rel=0.01), "the time is used"
     assert "distinct tokens are needed" in train["reason"]
 
@@ -50,6 +50,39 @@ def test_what_the_time_does_not_pay_for_is_cut_or_refused(lmworks: Lmworks) -> N
     short = ways(lmworks, "--need", "knowledge", "--tokens", "50B", "--time", "2d")["continue"]
     assert short["seconds"] == pytest.approx(2 * 86_400, rel=0.01) and short["verdict"] == "advised"
     assert ways(lmworks, "--need", "knowledge", "--tokens", "50B", "--time", "1min")["continue"]["verdict"] == "not affordable"
+
+
+def test_own_weights_need_text(lmworks: Lmworks) -> None:
+    found = ways(lmworks, "--need", "own", "--tokens", "0")
+    assert found["train"]["verdict"] == "not enough" and found["prompt"]["verdict"] == "advised"
+    assert found["train"]["reason"].endswith("there is no text; give your distinct tokens with --tokens")
+
+
+def test_a_base_model_that_the_memory_does_not_hold_is_not_advised(lmworks: Lmworks) -> None:
+    """16 bytes a trained parameter (arXiv:1910.02054), 2 a frozen one, on 8 x 74.5 GiB."""
+    skill, knowledge = ("--need", "skill", "--examples", "50000"), ("--need", "knowledge", "--tokens", "300M", "--time", "365d")
+    small = ways(lmworks, *skill, "--base", "8B")["tune"]
+    assert small["verdict"] == "advised" and "takes" not in small["reason"] and "lora" not in small["reason"]
+    adapted = ways(lmworks, *skill, "--base", "70B")["tune"]
+    assert adapted["verdict"] == "advised" and "only with adapters (lora), since all weights take at least 1.1 TB" in adapted["reason"]
+    assert "take a smaller --base" in ways(lmworks, *skill, "--base", "400B", "--time", "365d")["tune"]["reason"]
+    assert ways(lmworks, *skill, "--base", "400B", "--time", "365d")["tune"]["verdict"] == "does not fit"
+    assert ways(lmworks, *knowledge, "--base", "8B")["continue"]["verdict"] == "advised"
+    assert ways(lmworks, *knowledge, "--base", "70B")["continue"]["verdict"] == "does not fit"
+    assert "parameters on" in (long := ways(lmworks, "--need", "own", "--tokens", "100T", "--time", "9000d")["train"])["reason"]
+    assert long["verdict"] == "advised" and long["tokens"] > 20 * 38e9, "the largest model that fits, on more tokens"
+
+
+def test_money_is_a_time_and_a_price_makes_costs(lmworks: Lmworks) -> None:
+    need = ("--need", "language", "--tokens", "50B")
+    found = ways(lmworks, *need, "--money", "960")["continue"]
+    assert found["dollars"] == pytest.approx(960, rel=0.01) and found["seconds"] == pytest.approx(2 * 86_400, rel=0.01)
+    dear = ways(lmworks, *need, "--money", "960", "--price", "5")["continue"]
+    assert dear["seconds"] == pytest.approx(86_400, rel=0.01) and dear["dollars"] == pytest.approx(960, rel=0.01)
+    assert "$960 (384 device-hours)" in lmworks("advise", "--cluster", "8xh100", *need, "--money", "960").out
+    free = ("advise", "--cluster", "2-cores", "--need", "form", "--examples", "5000", "--base", "1B")
+    assert "2-cores has no price, so the cost is in device-hours: give --price" in lmworks(*free).out
+    assert "has no price" not in lmworks(*free, "--price", "0.1").out and "$" in lmworks(*free, "--price", "0.1").out
 
 
 def test_it_prints_the_ways_and_the_next_step(lmworks: Lmworks) -> None:
@@ -64,6 +97,11 @@ def test_it_prints_the_ways_and_the_next_step(lmworks: Lmworks) -> None:
         (("--need", "form", "--base", "big"), "is not a number of parameters"),
         (("--need", "form", "--tokens", "many"), "many"),
         (("--need", "form", "--cluster", "nowhere"), "there is no cluster"),
+        (("--need", "form", "--money", "5", "--time", "1d"), "--time and --money both set the time; give one of them"),
+        (
+            ("--need", "form", "--money", "5", "--cluster", "2-cores"),
+            "--money: 2-cores has no price; give --price per device-hour, or --time",
+        ),
     ],
 )
 def test_bad_input_is_one_line(lmworks: Lmworks, words: tuple[str, ...], message: str) -> None:

@@ -33,46 +33,67 @@ def advise(
     examples: Annotated[int, typer.Option("--examples", min=0, help="Labeled examples or conversations that you have.")] = 0,
     tokens: Annotated[str, typer.Option("--tokens", metavar="N", help="Distinct tokens of text that you have, such as 300M.")] = "0",
     base: Annotated[str, typer.Option("--base", metavar="N", help="Active parameters of the base model that you would take.")] = "8B",
-    time: Annotated[str, typer.Option("--time", metavar="T", help="Time that the cluster is available.")] = "7d",
+    time: Annotated[
+        str | None, typer.Option("--time", metavar="T", help="Time that the cluster is available; 7d without --money.", show_default=False)
+    ] = None,
+    money: Annotated[
+        float | None, typer.Option("--money", metavar="DOLLARS", min=0.01, help="The same as --time, as the price of the cluster.")
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option("--price", metavar="DOLLARS", min=0.0001, help="Price per device-hour; by default dollars_per_hour of the cluster."),
+    ] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name; by default this machine.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Advise whether to prompt an existing model, tune it, continue its pretraining, or train one, with costs and reasons."""
     from lmworks.plan.advice import NEEDS, Situation
     from lmworks.plan.advice import advise as options_for
+    from lmworks.plan.budget import seconds_for_money
     from lmworks.plan.machine import this_machine
     from lmworks.recipe.loading.load import load_cluster
 
     if need not in NEEDS:
         raise UserError(f"--need {need!r} is not known; it is one of: {'; '.join(f'{name} ({text})' for name, text in NEEDS.items())}")
+    if time is not None and money is not None:
+        raise UserError("--time and --money both set the time; give one of them")
     try:
-        situation = Situation(
-            need, examples, int(Tokens.parse(tokens)) if tokens != "0" else 0, parse_size(base), float(Seconds.parse(time)),
-            load_cluster(cluster) if cluster else this_machine(),
-        )  # fmt: skip
+        own, size = int(Tokens.parse(tokens)) if tokens != "0" else 0, parse_size(base)
+        seconds = float(Seconds.parse(time or "7d"))
     except ValueError as error:
         raise UserError(str(error)) from None
+    where = load_cluster(cluster) if cluster else this_machine()
+    if price is not None:
+        where = where.model_copy(update={"dollars_per_hour": price})
+    if money is not None:
+        if not where.dollars_per_hour:
+            raise UserError(f"--money: {where.name} has no price; give --price per device-hour, or --time")
+        seconds = seconds_for_money(money, where)
+    situation = Situation(need, examples, own, size, seconds, where)
     options = options_for(situation)
     if as_json:
-        print_json({"need": need, "options": [asdict(option) for option in options]})
+        print_json({"need": need, "dollars_per_device_hour": where.dollars_per_hour, "options": [asdict(option) for option in options]})
         return
-    _print(options, situation.cluster.name)
+    _print(options, where.name, bool(where.dollars_per_hour))
 
 
-def _print(options: list[Any], where: str) -> None:
+def _print(options: list[Any], where: str, priced: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from lmworks.plan.amounts import days
+    from lmworks.plan.amounts import amount, days
 
     table = Table(title=f"Ways to a model, with the training cost on {where}", title_justify="left", box=None, header_style="dim")
     for heading in ("way", "verdict", "training", "cost", "reason"):
         table.add_column(heading)
     for one in options:
         took = days(one.seconds) if one.seconds else "none"
-        cost = f"${one.dollars:,.0f}" if one.dollars else f"{one.device_hours:,.1f} device-hours" if one.seconds else ""
+        hours = f"{amount(one.device_hours)} device-hours"
+        cost = f"${one.dollars:,.{0 if one.dollars >= 100 else 2}f} ({hours})" if one.dollars else hours if one.seconds else ""
         style = "bold" if one.verdict == "advised" else None
         table.add_row(one.route, one.verdict, took, cost, Text(one.reason), style=style)
     console().print(table)
+    if not priced:
+        console().print(f"{where} has no price, so the cost is in device-hours: give --price per device-hour", soft_wrap=True)
     advised = next(one for one in options if one.verdict == "advised")
     console().print(f"next: {_NEXT[advised.route]}", soft_wrap=True)
