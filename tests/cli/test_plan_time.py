@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from command import Lmworks
 
+from lmworks.plan.flops import flops_per_token
 from lmworks.plan.loss_law import LAW_FILE, FittedTo, LossLaw, load_law, save_law
 from lmworks.recipe.loading.load import shipped_folder
 from lmworks.watch.ledger import read_ledger
@@ -165,3 +166,20 @@ def test_a_plan_takes_the_speed_of_a_run(lmworks: Lmworks, tiny_copy: Tiny) -> N
     slow = run_dir.parent / "slow.yaml"
     slow.write_text("device: 1 CPU thread\ntflops: 0.000001\nmemory_gib: 4\n", encoding="utf-8")
     assert "above the peak of cluster slow" in lmworks("plan", recipe, "--mfu", run_dir, "--cluster", slow).error
+
+
+@pytest.mark.slow
+def test_a_plan_takes_the_speed_of_a_run_of_two_ranks(lmworks: Lmworks, tiny_copy: Tiny, tmp_path: Path) -> None:
+    """Ranks on CPUs share one machine, so their common speed is that of its one device, communication over gloo included."""
+    recipe, run_dir = tiny_copy.recipe, tiny_copy.run_dir
+    assert lmworks("launch", "local", recipe, "--ranks", 2, "--to", "pretrain", "--set", f"run_dir={run_dir}").code == 0
+    assert next(event for event in read_ledger(run_dir / "ledger.jsonl") if event["event"] == "start")["ranks"] == 2
+    cluster = tmp_path / "here.yaml"
+    cluster.write_text("device: 2 CPU cores\ntflops: 50\nmemory_gib: 8\n", encoding="utf-8")
+    model = tiny_copy.resolve().recipe.model
+    lines = [one for one in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if "perf/tokens_per_second" in one]
+    speed = median(one["perf/tokens_per_second"] * flops_per_token(model, one["train/sequence_length"]).total for one in lines)
+    found = plan(lmworks, str(recipe), "--mfu", str(run_dir), "--cluster", str(cluster))
+    assert found["mfu"] == pytest.approx(speed / 50e12, rel=1e-6) and f"median of {len(lines)} metrics lines" in found["mfu_source"]
+    assert found["compute_seconds"] == pytest.approx(found["flops"] / speed, rel=1e-6), "the time of both ranks together"
+    assert {phase["layout_in_mfu"] for phase in found["phases"]} == {False}, "one machine without pipeline stages: nothing to take out"
