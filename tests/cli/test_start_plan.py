@@ -55,10 +55,11 @@ def test_adapters_fit_where_whole_weights_do_not_and_every_stage_is_planned(lmwo
         "grpo": {"data": [data | {"reward": "exact"}], "sequence_length": "4Ki", "updates_per_rollout": 2},
     }
 
-    def plan(lora: dict[str, int] | None, *names: str, cluster: str = "8xh100") -> Done:
+    def plan(lora: dict[str, int] | None, *names: str, cluster: str = "8xh100", precision: str = "auto") -> Done:
         sections = {name: stages[name] | ({"lora": lora} if lora else {}) for name in names}
         recipe = tmp_path / "big.yaml"
-        recipe.write_text(yaml.safe_dump({"name": "big", "start_from": str(tmp_path / "base"), **sections}), encoding="utf-8")
+        tree = {"name": "big", "start_from": str(tmp_path / "base"), "train": {"precision": precision}, **sections}
+        recipe.write_text(yaml.safe_dump(tree), encoding="utf-8")
         return lmworks("plan", recipe, "--cluster", cluster, "--json")
 
     assert "phase tune: TP8, ZeRO-1 needs 133" in plan(None, "tune").error
@@ -66,7 +67,7 @@ def test_adapters_fit_where_whole_weights_do_not_and_every_stage_is_planned(lmwo
     refused = plan({"rank": 16}, "tune", "dpo", "grpo").error
     assert "phase grpo: " in refused and "(gathered weights 263.6, " in refused and "no layout helps" in refused and "slime" in refused
     large = tmp_path / "large.yaml"
-    large.write_text("{nodes: 1, devices_per_node: 8, device: LARGE, tflops: 989, memory_gib: 400, mfu: 0.4}", encoding="utf-8")
+    large.write_text("{nodes: 1, devices_per_node: 8, device: LARGE, tflops: 989, memory_gib: 1000, mfu: 0.4}", encoding="utf-8")
     drawn = json.loads(plan({"rank": 16}, "tune", "dpo", "grpo", cluster=str(large)).out)
     # 2,000 pairs of two rows, 30 in a step; 100 steps of 16 x 8 answers in two updates.
     steps = [(phase["name"], phase["steps"], phase["batch_tokens"]) for phase in drawn["phases"]]
@@ -74,6 +75,8 @@ def test_adapters_fit_where_whole_weights_do_not_and_every_stage_is_planned(lmwo
     memory = drawn["phases"][2]["placed"]["memory"]
     # 2 prompts of 8 answers per rank; a key and a value of 8 x 128 numbers in bf16, in 80 layers
     assert memory["KV cache"] == 16 * 80 * 2 * 8 * 128 * 4096 * 2
+    exact = json.loads(plan({"rank": 16}, "grpo", cluster=str(large), precision="fp32").out)["phases"][0]["placed"]["memory"]
+    assert exact["KV cache"] == 4 * memory["KV cache"], "a model that computes in fp32 draws in fp64"
     frozen = next(line for line in drawn["warnings"] if "low-rank adapters" in line)
     assert frozen.startswith("tune, dpo, grpo: ") and drawn["flops_parameters"] == pytest.approx(4 * 69.5e9 * drawn["tokens"], rel=1e-3)
 
