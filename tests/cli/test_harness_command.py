@@ -109,6 +109,7 @@ def test_wrong_arguments_are_one_line(lmworks: Lmworks, run: Path, tmp_path: Pat
 @needs_harness
 def test_wrong_tasks_are_one_line(lmworks: Lmworks, run: Path, tmp_path: Path) -> None:
     assert "did you mean piqa?" in lmworks("evaluate", run, "--harness", "piqqa").error
+    assert "is no device of this machine" in lmworks("evaluate", run, "--harness", "piqa", "--device", "cuda:99").error
     assert "names no task" in lmworks("evaluate", run, "--harness", ",").error
     assert "is not a directory" in lmworks("evaluate", run, "--harness", "piqa", "--data", "nowhere").error
     assert "two sources of the same rows" in lmworks("evaluate", run, "--harness", "piqa", "--data", tmp_path, "--hub").error

@@ -281,6 +281,7 @@ def test_rungs_of_another_recipe_are_refused(
         ("optimizer.weight_decay=0.3", "optimizer.weight_decay (0.1 -> 0.3)"),
         ("train.phases.general.global_batch_size=512 tokens", "has a batch of 512 tokens, and all runs of the ladder have 256"),
         ("model.vocab_size=1024", "model.vocab_size"),
+        ("time=1h", "its token budgets depend on time; add --set time=null"),
     ):
         assert why in lmworks("ladder", "predict", ladder, *recipe, change).error
     said = lmworks("ladder", "predict", ladder, *recipe, "train.seed=3")

@@ -31,6 +31,7 @@ from lmworks.evaluate.replies import Answerer
 from lmworks.evaluate.sets import loading
 from lmworks.evaluate.sets.registry import CHOICE, GENERATION
 from lmworks.export.export import write_huggingface
+from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.evaluate import Benchmark
@@ -68,6 +69,22 @@ def export_folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     model = initialize(Transformer(config), seed=11).eval()
     write_huggingface(model, load_tokenizer(tiny.run_dir / "tokenizer"), folder, torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained_export(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The export of a dense model that was trained for 80 steps, whose context holds most prompts."""
+    run, folder = tiny.copy(tmp_path_factory.mktemp("briefly") / "run"), tmp_path_factory.mktemp("briefly") / "huggingface"
+    phase = (
+        "{name: general, tokens: 102400 tokens, mixture: {code: 0.7, docs: 0.3}, sequence_length: 640 tokens, "
+        "global_batch_size: 1280 tokens, lr_schedule: {warmup: 4 steps}}"
+    )
+    run.walk("model.moe=null", "tune=null", "train.micro_batch_size=1", f"train.phases=[{phase}]", last="pretrain")
+    losses = [one["validation/loss"] for one in read(run.run_dir) if "validation/loss" in one]
+    assert losses[-1] < losses[0] - 0.5, "it has learned"
+    opened = open_model(run.run_dir, "cpu")
+    write_huggingface(opened.model, load_tokenizer(run.run_dir / "tokenizer"), folder, torch.float32)
     return folder
 
 
@@ -149,6 +166,13 @@ def test_our_class_agrees_on_a_trained_model(trained_model: OpenModel, few: tupl
 def test_their_class_agrees_on_our_export(export_folder: Path, few: tuple[Path, list[Exported]]) -> None:
     opened = open_model(export_folder, "cpu")
     compare(ours(opened, FAST), by_their_class(export_folder, *few, opened.context), few[1])
+
+
+@pytest.mark.slow
+def test_their_class_agrees_on_the_export_of_a_trained_model(trained_export: Path, tmp_path: Path) -> None:
+    """On many items: training moves log-likelihoods apart, or together where it has learned the same of two choices."""
+    opened, exported = open_model(trained_export, "cpu"), tasks(tmp_path, SLOW)
+    compare(ours(opened, SLOW), by_their_class(trained_export, tmp_path, exported, opened.context), exported)
 
 
 @pytest.mark.slow

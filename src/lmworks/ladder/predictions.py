@@ -138,6 +138,8 @@ def predict(folder: Path, target: Resolved) -> Score:
     assert recipe.run_dir
     if not recipe.train.phases:
         raise UserError("the recipe has no phases to train; add train.phases to it")
+    if recipe.time is not None and target.path.name != "resolved.json":
+        raise UserError(f"{target.path}: its token budgets depend on time; add --set time=null to take those that are written")
     run_dir = Path(recipe.run_dir)
     known = read(folder)
     if listing.begun(run_dir / "checkpoints") or (run_dir / "metrics.jsonl").exists():
