@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import tokenize
@@ -17,10 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lmworks import machine
 from lmworks.errors import UserError
 
 # Raised by file parsers for unexpected contents.
 _CONFUSED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # the whole message of numpy
+_ASIDE = re.compile(r"/\.([^/]+)\.\d+\.part(?![\w.])")  # of `atomic_path` and `whole_directory`
 _DAMAGE = (*_CONFUSED, EOFError, struct.error, zlib.error, csv.Error, gzip.BadGzipFile, tokenize.TokenError)  # the last by np.load
 
 
@@ -33,16 +37,45 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def is_full_disk(error: BaseException | str) -> bool:
+    """Whether an error, or its text, says that a disk is full or that its quota is used up.
+
+    Libraries lose the number of the error: safetensors, `shutil.copytree` and programs of other environments keep its text, and
+    `numpy.ndarray.tofile` keeps only how much was written.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    text = str(error)
+    return any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT)) or (
+        isinstance(error, OSError) and _SHORT_WRITE.fullmatch(text) is not None
+    )
+
+
+def final_name(path: Path | str) -> str:
+    """A path, or a text with paths, with the names that directories get when they are finished."""
+    return _ASIDE.sub(r"/\1", str(path))
+
+
+def full_disk(path: Path) -> UserError:
+    """The error for a full disk, when what was unfinished in `path` has been removed."""
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    kind, free = machine.file_system(there), machine.free_disk(there) / 1e6
+    return UserError(
+        f"the disk of {final_name(path)} is full ({kind}, {free:,.1f} MB free without the unfinished file): free some space and run the "
+        "same command again; nothing finished was lost"
+    )
+
+
 @contextmanager
 def explain_full_disk(path: Path) -> Iterator[None]:
     """Convert an error about a full disk to a `UserError`."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"the disk of {path} is full: free some space and run the same command again; nothing finished was lost"
-            ) from error
+    except UserError:
+        raise
+    except Exception as error:
+        if is_full_disk(error):
+            raise full_disk(path) from error
         raise
 
 
@@ -86,21 +119,56 @@ def require_empty(out: Path) -> None:
 
 @contextmanager
 def whole_directory(path: Path) -> Iterator[Path]:
-    """Yield a new directory beside `path` to write to; on success it is renamed to `path`, which must not exist or be empty.
+    """Yield a new directory beside `path` to write to and to verify; on success it takes the place of `path`, which may be a directory.
 
-    On failure it is removed and `path` is unchanged.
+    On failure it is removed and `path` is unchanged. The former directory is removed only when the new one is in place. What processes
+    that are gone have left beside `path` is removed.
     """
-    path = Path(path).absolute()
+    path = Path(path).resolve()
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     with explain_os_errors(path):
-        shutil.rmtree(aside, ignore_errors=True)  # left by a killed process with the same id
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        _tidy(path)
         try:
-            aside.mkdir(parents=True)
+            aside.mkdir()
             yield aside
-            os.replace(aside, path)
-            sync_directory(path.parent)
+            replace_directory(aside, path)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def replace_directory(new: Path, path: Path) -> None:
+    """Rename the directory `new` to `path` on the same file system. A directory that is there is removed after that, and keeps its name if
+    it fails."""
+    former = path.with_name(f".{path.name}.{os.getpid()}.former")
+    shutil.rmtree(former, ignore_errors=True)
+    if not path.is_dir():
+        os.rename(new, path)
+    else:
+        try:
+            os.rename(path, former)
+            os.rename(new, path)
+        except BaseException:
+            if former.exists() and not path.exists():
+                os.rename(former, path)
+            raise
+    sync_directory(path.parent)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _tidy(path: Path) -> None:
+    """Remove what killed processes have left of `path`: unfinished directories and former ones. A former one whose successor is not in
+    place gets its name back."""
+    ours = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.(part|former)")
+    for left in path.parent.iterdir():
+        found = ours.fullmatch(left.name)
+        # what has our own id is of an earlier process
+        if not found or not left.is_dir() or (int(found[1]) != os.getpid() and machine.is_running(int(found[1]))):
+            continue
+        if found[2] == "former" and not path.exists():
+            os.rename(left, path)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -119,7 +187,6 @@ def link_tree(source: Path, target: Path) -> None:
             place.mkdir(exist_ok=True)
             for name in names:
                 link_or_copy(Path(folder) / name, place / name)
-        shutil.rmtree(target, ignore_errors=True)
 
 
 def write_bytes(path: Path, data: bytes, private: bool = False) -> None:

@@ -123,6 +123,19 @@ def available_memory() -> int:
     return answer("available", ask)
 
 
+def require_memory(needed: float, what: str, remedy: str) -> None:
+    """Raise `UserError` if fewer than `needed` bytes of memory are available. `what` needs them, and `remedy` says what to do."""
+    if needed > (available := available_memory()):
+        raise UserError(f"{what} needs {needed / 2**30:,.2f} GiB of memory, and {available / 2**30:,.2f} GiB are available; {remedy}")
+
+
+def is_running(process: int) -> bool:
+    """Whether there is a process with this id."""
+    import psutil
+
+    return psutil.pid_exists(process)
+
+
 def free_disk(path: Path) -> int:
     """Bytes that can be written to the file system of a path."""
     return answer("disk", lambda: shutil.disk_usage(path).free)

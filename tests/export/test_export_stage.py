@@ -200,7 +200,7 @@ def test_a_corrupted_export_is_refused(glm: Any, tmp_path: Path, name: str) -> N
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     parity = compare(glm.model, directory, tokens, torch.float32)
     assert parity.relative > 10 * TOLERANCE
-    with pytest.raises(UserError, match=r"differs from the trained model: logits by .* do not use it"):
+    with pytest.raises(UserError, match=r"differs from the trained model: logits by .* so it is not kept"):
         require_parity(parity, directory)
 
 
@@ -212,7 +212,7 @@ def test_an_export_that_does_not_load_is_refused(glm: Any, tmp_path: Path) -> No
     cut = shutil.copytree(whole, tmp_path / "cut")
     data = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match=r"transformers cannot load the export in .*cut .*delete it and export again"):
+    with pytest.raises(UserError, match=r"transformers cannot load the export in .*cut .*so it is not kept: export again"):
         compare(glm.model, cut, tokens, torch.float32)
 
     other = shutil.copytree(whole, tmp_path / "other")

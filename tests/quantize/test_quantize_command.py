@@ -245,7 +245,7 @@ def test_bad_input_is_one_line(lmworks: Lmworks, run: Any, tmp_path: Path) -> No
     assert "quantized already" in lmworks("quantize", model, "--to", "gguf-q8_0", *text, *out).error
     (model / "config.json").write_text(json.dumps(config))
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    assert "pickled weights" in lmworks("quantize", model, "--to", "gguf-q8_0", *text, *out).error
+    assert "only pytorch_model.bin, which is pickled" in lmworks("quantize", model, "--to", "gguf-q8_0", *text, *out).error
     assert not (tmp_path / "out").exists()
 
 

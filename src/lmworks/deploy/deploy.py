@@ -29,6 +29,7 @@ from lmworks.deploy.source import Source
 from lmworks.deploy.start_script import start_script
 from lmworks.errors import UserError
 from lmworks.export.gguf import weight_bits
+from lmworks.export.huggingface import only_pickled
 from lmworks.files import require_empty, whole_directory, write_json, write_text
 
 
@@ -57,7 +58,8 @@ def plan_deployment(
     if kind.gguf and source.gguf is None:
         raise UserError("llama.cpp reads a GGUF file: export one (--set export.gguf=true), or give --gguf FILE")
     if not kind.gguf and not source.weight_bytes:
-        raise UserError(f"{engine} reads .safetensors files, and {source.directory} has none; use --engine llama.cpp")
+        why = only_pickled(source.directory)
+        raise UserError(f"{engine} reads .safetensors files, and {source.directory} has none{why}; or use --engine llama.cpp")
     found = fit(source, hardware, purpose, whole_cache=kind.whole_cache, single=kind.single, gguf=kind.gguf, context=context)
     request = Request(source, hardware, purpose, found, host, port)
     return Deployment(engine, request, kind.launch(request))

@@ -9,7 +9,7 @@ import torch
 from lmworks import machine
 from lmworks.deploy.source import Source
 from lmworks.errors import UserError
-from lmworks.export.huggingface import read_model
+from lmworks.export.huggingface import only_pickled, read_model
 from lmworks.model import Transformer
 from lmworks.model.generate import GenerateOptions, stream
 from lmworks.serve.vocabulary import Vocabulary
@@ -50,12 +50,14 @@ def record(source: Source) -> dict[str, Any]:
         )
     need = 1.5 * 4 * source.weight_bytes / (4 if source.dtype == "float32" else 2)
     if not source.weight_bytes:
-        raise UserError("answers are recorded from .safetensors files, and there are none; give a file of recorded answers with --expect")
-    if need > machine.available_memory():
+        why = only_pickled(source.directory)
         raise UserError(
-            f"recording answers of {source.name} takes {need / 1e9:.2f} GB of memory, and {machine.available_memory() / 1e9:.2f} GB are "
-            "free; run lmworks deploy record on a larger machine, and give the file with --expect"
+            f"answers are recorded from .safetensors files, and {source.directory} has none{why}; or give a file of recorded answers with "
+            "--expect"
         )
+    machine.require_memory(
+        need, f"recording answers of {source.name}", "run lmworks deploy record on a larger machine, and give the file with --expect"
+    )
     model = read_model(source.directory)
     vocabulary = Vocabulary(load(source.directory))
     return {"name": source.name, **record_answers(model, vocabulary)}

@@ -9,6 +9,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.export.gguf import weight_bits
+from lmworks.export.huggingface import only_pickled
 from lmworks.files import explain_damage, read_json
 from lmworks.recipe.families.registry import family_in
 from lmworks.recipe.loading.huggingface import from_config
@@ -59,7 +60,9 @@ def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -
         raise UserError("the name of the model must have 1 to 200 characters; give --name")
     files = sorted(directory.glob("*.safetensors"))
     if not files and gguf is None:
-        raise UserError(f"{directory} has no .safetensors file and no GGUF file; export a model: lmworks export RECIPE")
+        raise UserError(
+            f"{directory} has no GGUF file and no .safetensors file{only_pickled(directory) or '; export a model: lmworks export RECIPE'}"
+        )
     template = directory / "chat_template.jinja"
     return Source(
         name=name, directory=directory.resolve(), gguf=gguf.resolve() if gguf else None, model=model, family=family_in(config).name,

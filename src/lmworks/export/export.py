@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,15 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmworks.errors import UserError
+from lmworks import machine
 from lmworks.export import gguf as gguf_
 from lmworks.export.card import write_card
 from lmworks.export.huggingface import TOLERANCE, Parity, compare, require_parity, write_model
 from lmworks.export.peft import adapter_tensors, write_peft
-from lmworks.files import read_json, write_json
+from lmworks.files import read_json, whole_directory, write_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
 from lmworks.model_stages import BASE, of_checkpoint
+from lmworks.recipe.derivation.parameters import count_parameters
 from lmworks.recipe.derivation.positions import positions
 from lmworks.recipe.loading.huggingface import class_for
 from lmworks.recipe.schema.lora import Lora
@@ -92,12 +94,13 @@ class Report:
 def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
     """Write the model of the last stage that has trained one in every format that `recipe.export` requests.
 
-    Raises `UserError` if a format cannot express the model, if a package is missing (it names the extra), or if an export is not equal to
-    the trained model.
+    Raises `UserError` if a format cannot express the model, if a package is missing (it names the extra), if an export is not equal to the
+    trained model, or if memory or the disk does not suffice. The exports of an earlier call are unchanged then.
     """
     run_dir, out_dir = Path(run_dir), Path(out_dir)
     options = recipe.export
     check(recipe)
+    _require_memory(recipe)
     which = final_model(run_dir, recipe)
     model = load_model(run_dir, which).to("cpu")
     tokenizer = load_tokenizer(run_dir / "tokenizer")
@@ -105,31 +108,35 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
     values: dict[str, Any] = {"model": which, "dtype": options.dtype}
     sizes: dict[str, int] = {}
     adapter = find_adapter(recipe, run_dir)
-    if options.huggingface:
-        directory = _fresh(out_dir / "huggingface")
-        write_huggingface(model, tokenizer, directory, dtype)
-        write_card(recipe, model, run_dir, directory, gguf=options.gguf)
-        tokens_BT = held_out_tokens(recipe, run_dir / "shards") if recipe.has_text else drawn_tokens(recipe, tokenizer)
-        parity = compare(model, directory, tokens_BT, dtype)
-        require_parity(parity, directory)
-        values |= {"architecture": class_for(model.config), "huggingface": parity, "sequences": len(tokens_BT)}
-        sizes["huggingface"] = sum(file.stat().st_size for file in directory.iterdir())
-        shutil.rmtree(out_dir / "peft", ignore_errors=True)
-        if adapter:
-            write_adapter(recipe, adapter, out_dir / "peft")
-            sizes["peft"] = sum(file.stat().st_size for file in (out_dir / "peft").iterdir())
-    if options.gguf:
-        path = _fresh(out_dir / "gguf") / "model.gguf"
-        gguf_.write_gguf(model, tokenizer, path, dtype, recipe.name)
-        values |= {"gguf_architecture": gguf_.architecture_for(model.config), "tensors": gguf_.check_gguf(model, path, dtype)}
-        sizes["gguf"] = path.stat().st_size
-        if adapter:
-            beside, name = path.with_name("adapter.gguf"), f"adapter of {_base_name(recipe, adapter.base)}"
-            try:
-                gguf_.write_gguf_adapter(adapter_tensors(adapter.checkpoint), adapter.lora, model, beside, name)
-                sizes["gguf_adapter"] = beside.stat().st_size
-            except UserError as error:
-                values["no_gguf_adapter"] = str(error)
+    with ExitStack() as verified:  # at its end all of them take the places of those of an earlier export, or none does
+        if options.huggingface:
+            directory = verified.enter_context(whole_directory(out_dir / "huggingface"))
+            write_huggingface(model, tokenizer, directory, dtype)
+            write_card(recipe, model, run_dir, directory, gguf=options.gguf)
+            tokens_BT = held_out_tokens(recipe, run_dir / "shards") if recipe.has_text else drawn_tokens(recipe, tokenizer)
+            parity = compare(model, directory, tokens_BT, dtype)
+            require_parity(parity, directory)
+            values |= {"architecture": class_for(model.config), "huggingface": parity, "sequences": len(tokens_BT)}
+            sizes["huggingface"] = sum(file.stat().st_size for file in directory.iterdir())
+            if adapter:
+                beside = verified.enter_context(whole_directory(out_dir / "peft"))
+                write_adapter(recipe, adapter, beside)
+                sizes["peft"] = sum(file.stat().st_size for file in beside.iterdir())
+        if options.gguf:
+            path = verified.enter_context(whole_directory(out_dir / "gguf")) / "model.gguf"
+            gguf_.write_gguf(model, tokenizer, path, dtype, recipe.name)
+            values |= {"gguf_architecture": gguf_.architecture_for(model.config), "tensors": gguf_.check_gguf(model, path, dtype)}
+            sizes["gguf"] = path.stat().st_size
+            if adapter:
+                beside, name = path.with_name("adapter.gguf"), f"adapter of {_base_name(recipe, adapter.base)}"
+                try:
+                    gguf_.write_gguf_adapter(adapter_tensors(adapter.checkpoint), adapter.lora, model, beside, name)
+                    sizes["gguf_adapter"] = beside.stat().st_size
+                except gguf_.NoAdapter as error:
+                    values["no_gguf_adapter"] = str(error)
+    written = {"huggingface": options.huggingface, "peft": options.huggingface and adapter, "gguf": options.gguf}
+    for name in (name for name, wanted in written.items() if not wanted):
+        shutil.rmtree(out_dir / name, ignore_errors=True)  # of a model before this one
     report = Report(**values, bytes=sizes)
     write_json(out_dir / "parity.json", asdict(report) | {"tolerance": TOLERANCE})
     return report
@@ -174,6 +181,15 @@ def check(recipe: Recipe) -> None:
         gguf_.architecture_for(recipe.model.model_copy(update={"rope": phases[-1].rope}) if phases else recipe.model)
 
 
+def _require_memory(recipe: Recipe) -> None:
+    """The weights in fp32: once to write them, and to compare the Hugging Face export once more here, once in transformers, and once while
+    they are rounded to another dtype."""
+    copies = 1 + (2 + (recipe.export.dtype != "fp32") if recipe.export.huggingface else 0)
+    machine.require_memory(
+        copies * 4 * count_parameters(recipe.model), f"exporting {recipe.name}", "free some, or export on a machine with more"
+    )
+
+
 def write_huggingface(model: Transformer, tokenizer: Tokenizer, directory: Path, dtype: torch.dtype) -> None:
     """Write all files that `transformers`, vLLM and SGLang read from a model directory."""
     stops = {"eos_token_id": list(tokenizer.stop_ids), "pad_token_id": tokenizer.pad_id}
@@ -216,13 +232,6 @@ def drawn_tokens(recipe: Recipe, tokenizer: Tokenizer) -> Tensor:
     generator = torch.Generator().manual_seed(recipe.seed)
     length = min(_LONGEST, int(recipe.model.max_position_embeddings or _LONGEST))
     return torch.randint(tokenizer.vocab_size, (_ROWS, length), generator=generator)
-
-
-def _fresh(directory: Path) -> Path:
-    if directory.is_dir():
-        shutil.rmtree(directory)  # left by an interrupted export
-    directory.mkdir(parents=True)
-    return directory
 
 
 def _size(count: int) -> str:

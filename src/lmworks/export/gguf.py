@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lmworks.errors import UserError
 from lmworks.export.names import from_interleaved, huggingface_name, is_exported, is_interleaved, to_interleaved
-from lmworks.files import atomic_path, explain_damage, read_json
+from lmworks.files import atomic_path, explain_damage, final_name, read_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
 from lmworks.model.rope import frequencies
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 _LATENT_KEYS_AND_VALUES = re.compile(r"layers\.(\d+)\.attention\.kv_up\.weight\Z")
 _QUERY_OR_KEY = re.compile(r"layers\.\d+\.attention\.(query|key)\.(weight|bias)\Z")
+
+
+class NoAdapter(UserError):
+    """llama.cpp cannot apply the adapters of a model."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +131,13 @@ def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torc
 def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Transformer, path: Path, name: str) -> None:
     """Write low-rank adapters to a file for llama.cpp's `--lora`, in fp32: for the GGUF file of the model that they were trained on.
 
-    `adapters` are tensors by our names; of `model` only the config and the RoPE matter. Raises `UserError` for an adapter that llama.cpp
+    `adapters` are tensors by our names; of `model` only the config and the RoPE matter. Raises `NoAdapter` for an adapter that llama.cpp
     cannot apply.
     """
     gguf, places, items = _package(), _Places(_final_config(model)), []
     for ours, tensor in adapters.items():
         if _LATENT_KEYS_AND_VALUES.match(matrix_of(ours)):
-            raise UserError("llama.cpp has the expansion of latents to keys and values as other matrices than those with adapters")
+            raise NoAdapter("llama.cpp has the expansion of latents to keys and values as other matrices than those with adapters")
         item = places.place(matrix_of(ours), tensor, torch.float32)
         if ours.endswith("A"):  # whose rows are ranks
             item = replace(item, heads=0, rotated="")
@@ -194,7 +198,7 @@ def load_gguf(model: Transformer, path: Path) -> None:
 
 
 def _damaged(path: Path, why: str) -> UserError:
-    return UserError(f"{path} differs from the trained model: {why}; delete it and export again")
+    return UserError(f"{final_name(path)} differs from the trained model: {why}; so it is not kept: export again")
 
 
 def _package() -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lmworks.checkpoint.save_plan import TensorSlice, local_slice
 from lmworks.errors import UserError
 from lmworks.export.names import exports_mtp, from_interleaved, is_interleaved, original_of, refuse_foreign, sources, to_huggingface
-from lmworks.files import atomic_path, explain_damage, read_json, write_json
+from lmworks.files import atomic_path, explain_damage, final_name, read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.router import Router
 from lmworks.progress import bar
@@ -26,6 +26,8 @@ from lmworks.recipe.schema.model import Model as Config
 
 _SHARD_BYTES = 5 * 10**9
 _MEAN_ROWS = 8192  # rows that are read at a time for their mean
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+"""Names of weights that are read by running what is in them."""
 _SMALL = 1 << 20  # elements; smaller models are not checked
 TOLERANCE = 2e-5
 """Largest difference of logits, relative to the largest logit, that still counts as equal in fp32. The two libraries sum in different
@@ -201,10 +203,19 @@ def files_of(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint; `UserError` if there are none."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        pickled = next((path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(directory.glob(pattern))), None)
-        why = f", only {pickled}, which is pickled and could run any program; convert it to safetensors if you trust it" if pickled else ""
-        raise UserError(f"{directory} has no .safetensors file{why}")
+        raise UserError(f"{directory} has no .safetensors file{only_pickled(directory)}")
     return files
+
+
+def only_pickled(directory: Path) -> str:
+    """For the message that a directory has no safetensors: ", only NAME, which is pickled ..."; empty if there are no pickled weights."""
+    found = next((path.name for pattern in PICKLED for path in sorted(directory.glob(pattern))), None)
+    if found is None:
+        return ""
+    return (
+        f", only {found}, which is pickled and could run any program: if you trust it, load it in transformers and write it again "
+        "with save_pretrained(DIRECTORY)"
+    )
 
 
 def _open(file: Path, stack: ExitStack) -> Any:
@@ -252,8 +263,10 @@ def _load_in_transformers(directory: Path) -> Any:
         try:
             return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         except Exception as error:  # any failure means that the export is unusable
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(f"transformers cannot load the export in {directory} ({reason}); delete it and export again") from error
+            reason = final_name(" ".join(f"{type(error).__name__}: {error}".split()))
+            raise UserError(
+                f"transformers cannot load the export in {final_name(directory)} ({reason}), so it is not kept: export again"
+            ) from error
 
 
 @contextmanager
@@ -277,8 +290,8 @@ def require_parity(parity: Parity, directory: Path) -> None:
     """Raise `UserError` if the export is not equal to the trained model (promise 8)."""
     if not parity.relative <= TOLERANCE:
         raise UserError(
-            f"the export in {directory} differs from the trained model: logits by {parity.relative:.1e} of the largest, "
-            f"more than {TOLERANCE:.0e}; do not use it, and please report this with resolved.json"
+            f"the export in {final_name(directory)} differs from the trained model: logits by {parity.relative:.1e} of the largest, "
+            f"more than {TOLERANCE:.0e}; so it is not kept; please report this with resolved.json"
         )
 
 

@@ -27,6 +27,7 @@ from lmworks.recipe.schema.lora import Lora, is_adapter, matrix_of
 from lmworks.recipe.schema.model import Model
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLED, _REWRITE = "adapter_model.bin", "if you trust it, load it in peft and write it again with save_pretrained(DIRECTORY)"
 _PREFIX = "base_model.model."
 _BASE = "lmworks_base"  # in the metadata of the weights: the hash of the tensors of the base model
 _UNSUPPORTED = ("modules_to_save", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "target_parameters", "lora_bias")
@@ -74,7 +75,9 @@ def read_peft(directory: Path, state: Mapping[str, Tensor], model: Model, option
 
     for name in (CONFIG, WEIGHTS):
         if not (directory / name).is_file():
-            raise UserError(f"lora.init_from: {directory} is no PEFT adapter; it has no {name}")
+            pickled = name == WEIGHTS and (directory / _PICKLED).is_file()
+            why = f", only {_PICKLED}, which is pickled and could run any program: {_REWRITE}" if pickled else ""
+            raise UserError(f"lora.init_from: {directory} is no PEFT adapter; it has no {name}{why}")
     _require_options(_read_config(directory / CONFIG), options, directory)
     family = family_of(model)
     with ExitStack() as stack:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lmworks import machine
 from lmworks.errors import UserError
 from lmworks.export.huggingface import files_of, load_weights
-from lmworks.files import atomic_path, read_json, write_json
+from lmworks.files import atomic_path, full_disk, is_full_disk, read_json, write_json
 from lmworks.model import Transformer
 from lmworks.progress import bar
 from lmworks.quantize.accounting import TensorRecord, relative_error
@@ -79,8 +79,8 @@ def quantize(scheme: Scheme, source: Source, original: Path, target: Path, pytho
         try:
             version = child.ask(request)["version"]
         except Crashed as error:
-            if machine.free_disk(target.parent) < source.bytes // 10:
-                raise UserError(f"the disk of {target.parent} is full: free some space and run the same command again") from None
+            if is_full_disk(str(error)) or machine.free_disk(target.parent) < source.bytes // 10:
+                raise full_disk(target.parent) from None
             raise UserError(f"{scheme.name}: {error}") from None
     _complete(source, original, target)
     return f"llm-compressor {version}"

@@ -14,6 +14,7 @@ import numpy as np
 from lmworks import machine
 from lmworks.errors import UserError
 from lmworks.export.gguf import check_gguf, load_gguf, write_gguf
+from lmworks.files import full_disk, is_full_disk
 from lmworks.model import Transformer
 from lmworks.progress import bar
 from lmworks.quantize.accounting import TensorRecord, relative_error
@@ -57,8 +58,8 @@ def quantize(scheme: Scheme, original: Path, target: Path, python: Path | None) 
         try:
             answer = child.ask(request)
         except Crashed as error:
-            if machine.free_disk(target.parent) < original.stat().st_size // 10:
-                raise UserError(f"the disk of {target.parent} is full: free some space and run the same command again") from None
+            if is_full_disk(str(error)) or machine.free_disk(target.parent) < original.stat().st_size // 10:
+                raise full_disk(target.parent) from None
             raise UserError(f"{scheme.name}: {error}") from None
     return f"llama.cpp (llama-cpp-python {answer['version']})"
 

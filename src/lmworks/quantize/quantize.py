@@ -20,7 +20,7 @@ from typing import Any
 
 from lmworks import machine
 from lmworks.errors import UserError
-from lmworks.files import explain_os_errors, read_json, write_json
+from lmworks.files import explain_os_errors, read_json, replace_directory, write_json
 from lmworks.progress import console
 from lmworks.quantize import compressed, gguf
 from lmworks.quantize.benchmarks import Comparison
@@ -115,10 +115,9 @@ def _publish(folder: Path, out: Path, document: dict[str, Any]) -> None:
     """Give a certified result its name; the results of the scheme that were there before are removed."""
     passed = out / str(document["scheme"])
     failed = passed.with_name(f"{passed.name}.failed")
-    for path in (passed, failed):
-        if path.exists():
-            shutil.rmtree(path)
-    os.rename(folder, passed if document["verdict"] == "passed" else failed)
+    target, other = (passed, failed) if document["verdict"] == "passed" else (failed, passed)
+    replace_directory(folder, target)
+    shutil.rmtree(other, ignore_errors=True)
 
 
 def collect(out: Path, source: Source) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def _working(out: Path) -> Iterator[Path]:
     """A folder for unfinished files, removed at the end however it comes; those of killed processes are removed, too."""
     out.mkdir(parents=True, exist_ok=True)
     for left in out.glob(f"{_WORKING}*"):
-        if not Path(f"/proc/{left.name.removeprefix(_WORKING)}").exists():
+        if not machine.is_running(int(left.name.removeprefix(_WORKING))):
             shutil.rmtree(left, ignore_errors=True)
     folder = out / f"{_WORKING}{os.getpid()}"
     folder.mkdir()

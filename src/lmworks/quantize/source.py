@@ -9,17 +9,19 @@ from pathlib import Path
 
 import torch
 
+from lmworks import machine
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.evaluate.opening import OpenModel, open_model
 from lmworks.export.export import DTYPES, write_huggingface
-from lmworks.export.huggingface import files_of
+from lmworks.export.huggingface import files_of, only_pickled
 from lmworks.files import read_json
 from lmworks.model import Transformer
+from lmworks.recipe.derivation.parameters import count_parameters
+from lmworks.recipe.loading.huggingface import from_config
 from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.schema.model import Model
 from lmworks.train.load import folder
-
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,20 @@ def open_source(where: str) -> Source:
     """Open a run or a Hugging Face directory on the CPU. Raises `UserError` if it is neither, or holds weights that run code."""
     path = Path(where).expanduser()
     _refuse_what_cannot_be(path, where)
+    run_dir = _run_of(path)
+    recipe = load_resolved(run_dir / "resolved.json") if run_dir is not None else None
+    _require_memory(recipe.model if recipe is not None else from_config(read_json(path / "config.json")), where)
     opened = open_model(where, torch.device("cpu"))
     opened.model.compute_dtype = torch.float32
     opened.model.eval()
-    run_dir = _run_of(path)
     if (path / "config.json").is_file():
         described = read_json(path / "config.json")
         stored = str(described.get("dtype") or described.get("torch_dtype"))
         dtype = torch.bfloat16 if stored == "bfloat16" else torch.float32
         directory, files = path, [*files_of(path), path / "config.json", path / "tokenizer.json"]
     else:
-        assert run_dir is not None
-        dtype, directory = DTYPES[load_resolved(run_dir / "resolved.json").export.dtype], None
+        assert run_dir is not None and recipe is not None
+        dtype, directory = DTYPES[recipe.export.dtype], None
         files = [*_checkpoint_files(run_dir), run_dir / "tokenizer" / "tokenizer.json"]
     with torch.no_grad():
         for name, tensor in opened.model.state_dict().items():
@@ -86,13 +90,18 @@ def open_source(where: str) -> Source:
 
 def _refuse_what_cannot_be(path: Path, where: str) -> None:
     if path.is_dir() and not any((path / name).is_file() for name in ("resolved.json", "meta.json")):
-        pickled = next((file.name for pattern in _PICKLED for file in sorted(path.glob(pattern))), None)
-        if pickled and not any(path.glob("*.safetensors")):
-            raise UserError(f"{where} holds pickled weights ({pickled}), which can run code when opened; convert them to safetensors")
+        if only_pickled(path):
+            files_of(path)
         if not (path / "config.json").is_file():
             raise UserError(f"{where} is neither a run (resolved.json) nor a Hugging Face directory (config.json)")
         if "quantization_config" in read_json(path / "config.json"):
             raise UserError(f"{where} is quantized already; quantize the model that it was made from")
+
+
+def _require_memory(model: Model, where: str) -> None:
+    """The weights in fp32 twice: those of the original, and of what was made of it."""
+    needed = 2 * 4 * count_parameters(model)
+    machine.require_memory(needed, f"quantizing {where}", "free some, or quantize on a machine with more")
 
 
 def _run_of(path: Path) -> Path | None:

@@ -49,7 +49,8 @@ class Stage:
 
     resumes: continues in a folder that the same recipe has partly filled; other stages begin with an empty folder.
     keeps: continues in any folder. Corpus and shards compare the inputs of each part, a tokenizer that weights were trained with is kept,
-        and pretraining refuses changed recipes, so that no checkpoint is deleted without the user's knowledge.
+        pretraining refuses changed recipes, so that no checkpoint is deleted without the user's knowledge, and an export replaces the one
+        before it when it is verified.
     all_ranks: runs on all ranks; other stages run on the first rank while the others wait.
     check: raises `UserError` if the stage could not run, before anything is trained.
     """
@@ -300,7 +301,7 @@ STAGES = (
     Stage("evaluate", "evaluate", (_CORPUS, *_WEIGHTS), ("results.json",), _evaluate, check=_check_evaluate),
     Stage(
         "export", "export", ("corpus/report.json", "shards/manifest.json", *_WEIGHTS, "evaluate/results.json"), ("**/*",), _export,
-        check=_check_export,
+        keeps=True, check=_check_export,
     ),
 )  # fmt: skip
 
