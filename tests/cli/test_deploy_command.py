@@ -233,3 +233,24 @@ def test_recorded_answers_are_a_file_of_their_own(lmworks: Lmworks, exported: Pa
     done = lmworks("deploy", "record", exported, "--out", tmp_path / "e.json", "--json")
     assert json.loads(done.out)["tokens"] >= 15 and (tmp_path / "e.json").is_file()
     assert "is no address" in lmworks("deploy", "check", "localhost", "--expect", tmp_path / "e.json").error
+
+
+def test_pickled_weights_are_named_with_the_remedy(lmworks: Lmworks, exported: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(exported, tmp_path / "model")
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    said = lmworks("deploy", model, "--engine", "vllm", "--cpu", "--out", tmp_path / "d").error
+    assert "only pytorch_model.bin, which is pickled" in said and "save_pretrained(DIRECTORY)" in said
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        said = lmworks("deploy", exported, "--engine", "lmworks", "--cpu", "--expect", answers, "--out", disk / "d").error
+        assert f"the disk of {disk}/d" in said and "is full (tmpfs, " in said and len(said) < 500, said
+        assert not list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -20,7 +20,7 @@ def launch(request: Request) -> Launch:
         Flag("--host", request.host, "loopback unless asked: an address of this machine alone"),
         Flag("--port", str(request.port), "the port of the API"),
         Flag("context", None, request.context_reason, note=True),
-        Flag("tools", None, "the server reads tool calls and thoughts in the form of the model's template", note=True),
+        Flag("tools", None, "the server reads <think> and the <tool_call> of GLM and Qwen; other forms stay text", note=True),
         Flag("speculation", None, request.no_speculation_reason, note=True),
     )
     program = ("python3", "-m", "lmworks.cli.main", "serve")
