@@ -356,7 +356,7 @@ def test_a_full_disk_in_any_stage_is_one_line(run: Tiny, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(report, "held_out", full)
-    with pytest.raises(UserError, match=r"the disk of .*evaluate is full: free some space and run the same command again"):
+    with pytest.raises(UserError, match=r"the disk of .*evaluate is full \(.*\): free some space and run the same command again"):
         run.walk("evaluate.prompts=[Once]")
 
 
