@@ -20,6 +20,8 @@ from command import Done, Lmworks
 
 from docs.pages import blocks
 from lmworks.cli.main import main
+from lmworks.doctor.read_run import read_run
+from lmworks.doctor.timeline import timeline
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.metrics.log import read
 from lmworks.recipe.schema.lora import is_adapter
@@ -128,6 +130,8 @@ def test_a_reward_that_always_fails_ends_the_run_with_one_line(tiny_copy: Tiny, 
     assert f"grpo.data.own: the reward failed on every answer of 3 steps in a row, last with {error}" in " ".join(done.err.split())
     (told,) = events_of(tiny_copy.run_dir, "reward_failed")
     assert (told["data"], told["reason"]) == ("own", error)
+    entries = [entry for day in timeline(read_run(tiny_copy.run_dir))["days"] for entry in day["entries"]]
+    assert any(entry["title"] == "Reward failed" and f"grpo.data.own: {error}" in entry["text"] for entry in entries)
     lines = [line for line in read(tiny_copy.run_dir / "grpo") if "grpo/failed" in line]
     assert 0 < len(lines) < drawn["steps"] and all(line["grpo/failed"] > 0 for line in lines[:1])
     assert max(line["grpo/mismatch_max"] for line in lines) < 1e-9, "the promise is 1e-6"

@@ -30,6 +30,8 @@ _KINDS = {
     "slow_rank": "bad",
     "save_failed": "bad",
     "data_starved": "bad",
+    "reward_failed": "bad",
+    "no_signal": "bad",
 }
 _LONGEST = 400
 _LATEST = 2.5e11  # seconds since 1970, of the last year with four digits
@@ -108,6 +110,10 @@ def _words(event: Json) -> tuple[str, str]:
                 return "Save failed", f"{step}: {event['reason']}"
             case "data_starved":
                 return "Waiting for data", f"{step}: {event['share']:.0%} of the time of {event['steps']:,} steps"
+            case "reward_failed":
+                return "Reward failed", f"{step}, grpo.data.{event['data']}: {event['reason']}"
+            case "no_signal":
+                return "Step without a learning signal", f"{step}: {event['reason']}"
             case "checkpoint_refused":
                 return "Checkpoint refused", f"{event['path']}: {event['reason']}"
             case "bad_step":
