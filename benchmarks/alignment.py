@@ -1,8 +1,8 @@
-"""Preferences and rewards on a model of the quickstart's size: does DPO reach 0.8 of held-out pairs, and GRPO 60% of unseen problems?
+"""Preferences and rewards on a small model (`glm-tiny`): does DPO reach 0.8 of held-out pairs, and GRPO 60% of unseen problems?
 
     python benchmarks/alignment.py FOLDER [--seed 1] [--threads 2] [--stages dpo grpo]
 
-The task is to name the word that a list of six has three times. A model of the quickstart's shape is pretrained on such lists with their
+The task is to name the word that a list of six has three times. The model is pretrained on such lists with their
 answers, and tuned on replies of which 88% name any other word. It can solve the task and seldom does, which is the state that reinforcement
 learning is for. Both stages start from this model. No list occurs twice, neither in one set of data nor in two, so held-out pairs and
 problems are unseen. The work is done by `lmworks run`, as a user would do it; the curves are also on the run pages. What has ended is not

@@ -34,7 +34,7 @@ from lmworks.train.observe.validation import validate
 from lmworks.train.pretrain import build_model
 from lmworks.train.step import micro_batch_of, train_step
 
-START = {"muon": 0.004, "adamw": 0.001}
+START = {"muon": 0.008, "adamw": 0.002}
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ def arm_recipe(run: Path, arm: Arm) -> Recipe:
     recipe = load_resolved(run / "resolved.json")
     scale = arm.tokens / sum(int(phase.tokens) for phase in recipe.train.phases)
     phases = [phase.model_copy(update={"tokens": Tokens(int(phase.tokens * scale))}) for phase in recipe.train.phases]
-    # Under Muon the embeddings and the head have AdamW's update, at the same rate, but at most 0.004.
-    options = recipe.optimizer.model_copy(
-        update={"kind": arm.kind, "learning_rate": arm.rate, "adam_learning_rate": min(arm.rate, 0.004) if arm.kind == "muon" else arm.rate}
-    )
+    # Under Muon the embeddings and the head have AdamW's update, at the same rate, but at most the recipe's.
+    most = recipe.optimizer.adam_learning_rate or arm.rate
+    adam = min(arm.rate, most) if arm.kind == "muon" else arm.rate
+    options = recipe.optimizer.model_copy(update={"kind": arm.kind, "learning_rate": arm.rate, "adam_learning_rate": adam})
     train = recipe.train.model_copy(update={"phases": phases})
     return recipe.model_copy(update={"seed": arm.seed, "threads": 1, "train": train, "optimizer": options})
 

@@ -2,8 +2,8 @@
 
     python benchmarks/weak_scaling.py [--rows 8] [--accumulation 1 4] [--rounds 7] [--compile]
 
-The model is the quickstart's (`--dense`: its layers without experts), and each rank reads `--rows` rows of 512 tokens a step, 8 as
-there, in as many micro-batches as `--accumulation` says. A step is forward, backward, clipping and AdamW (fused), fp32. Peers are what
+The model is `glm-tiny` (`--dense`: its layers without experts), and each rank reads `--rows` rows of 512 tokens a step,
+in as many micro-batches as `--accumulation` says. A step is forward, backward, clipping and AdamW (fused), fp32. Peers are what
 torch's tutorials write: DDP with `no_sync` until the last micro-batch; FSDP2 with `fully_shard` on every layer and the whole, which gathers
 and reduces in every micro-batch; and FSDP2 told to keep weights and gradients whole until the last one. Ours is `train_step` with
 `layout.zero` 0, 3 and 1, which do the same, and with it loss and balancing counts over all ranks and the guard against steps that are not

@@ -1,4 +1,4 @@
-"""DPO and GRPO improve a model of the quickstart's size, on pairs and problems that it was not trained on."""
+"""DPO and GRPO improve a small model (`glm-tiny`), on pairs and problems that it was not trained on."""
 
 from __future__ import annotations
 

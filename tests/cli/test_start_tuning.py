@@ -12,6 +12,7 @@ import yaml
 from command import Lmworks
 
 from base_models import KINDS, write_model, write_tokenizer
+from docs.pages import DOCS, blocks
 from lmworks.checkpoint import listing
 from lmworks.export.huggingface import read_model
 from lmworks.files import read_json
@@ -100,6 +101,35 @@ def test_a_base_model_is_tuned_evaluated_exported_and_served(lmworks: Lmworks, k
     again = lmworks("run", recipe)
     assert again.code == 0 and [path.name for path in listing.directories(run_dir / "checkpoints")] == ["step-00000000"]
     assert len([line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "start_from"]) == 1
+
+
+SMALL = ["threads=1", "train.precision=fp32", "train.compile=false", "train.micro_batch_size=2", "evaluate.benchmarks=[]",
+         "tune.sequence_length=64 tokens", "tune.global_batch_size=256 tokens", "tune.data.0.count=40"]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["tuning.md", "existing-models.md"])
+def test_the_recipes_of_the_pages_tune_a_base_model(
+    lmworks: Lmworks, chats: Path, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Each whole recipe of the page, and each section in place of that of the recipe before it, on a small model and few tokens."""
+    monkeypatch.chdir(tmp_path)
+    _base(tmp_path / "models" / "base", "qwen")
+    for path in ("chats.jsonl", "data/chats/sums.jsonl"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(chats.read_bytes())
+    recipe: dict[str, Any] = {}
+    for number, block in enumerate(block for block in blocks(DOCS / page) if block.language == "yaml"):
+        recipe |= yaml.safe_load("\n".join(block.lines))
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+        sets = [*SMALL, f"run_dir=runs/{number}", *(["tune.tokens=1Ki"] if "tokens" in recipe["tune"] else [])]
+        done = lmworks("run", "mine.yaml", *(word for one in sets for word in ("--set", one)))
+        assert done.code == 0, done.err
+        run_dir = tmp_path / "runs" / str(number)
+        assert read_json(run_dir / "evaluate" / "results.json")["models"].keys() == {"base", "tuned"}
+        assert (run_dir / "export" / "huggingface" / "model.safetensors").is_file()
+        assert (run_dir / "export" / "peft").is_dir() == ("lora" in recipe["tune"])
+    assert recipe, "the page shows a recipe"
 
 
 @pytest.mark.parametrize("spare", [0, pytest.param(1, marks=pytest.mark.slow), 40])
