@@ -60,7 +60,7 @@ def take_picture(page: Path, picture: Path) -> None:
         browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
         view = browser.new_page(viewport={"width": _WIDE, "height": 900}, color_scheme="light")
         view.goto(page.resolve().as_uri())
-        first = view.locator("section").first.bounding_box()
+        first = view.locator("figure").first.bounding_box()
         assert first is not None, "a run that has trained has a loss curve"
         view.screenshot(path=picture, full_page=True, clip={"x": 0, "y": 0, "width": _WIDE, "height": first["y"] + first["height"] + 24})
         browser.close()
