@@ -127,3 +127,18 @@ def test_no_parser_without_its_marks() -> None:
     hermes = source(LLAMA_70B, template='<tool_call>{"name": x, "arguments": y}</tool_call> <think> enable_thinking', context=8192)
     found = flags(hermes, "vllm", "balanced", parse_gpus("8xh100"))
     assert (found["--tool-call-parser"], found["--reasoning-parser"]) == ("hermes", "qwen3")
+
+
+@pytest.mark.parametrize(("template", "vllm", "sglang", "note"), [
+    ("[TOOL_CALLS]", "mistral", "mistral", "tool calls: the template has Mistral's [TOOL_CALLS]"),
+    ("<|python_tag|>", "llama3_json", "llama3", "tool calls: the template has Llama 3's <|python_tag|>"),
+    ('<|start_header_id|> "parameters"', "llama3_json", "llama3", "tool calls: the template writes tool calls as JSON with name and"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3", "deepseekv3", "no tool calls of this form, which stay text: the template has DeepSeek"),
+    ("{{ messages }}", None, None, "calls in <tool_call>; other forms stay text"),
+])  # fmt: skip
+def test_every_engine_is_told_the_form_of_tool_calls(template: str, vllm: str | None, sglang: str | None, note: str) -> None:
+    model = source(LLAMA_70B, template=template, context=8192)
+    for engine, parser in (("vllm", vllm), ("sglang", sglang)):
+        assert flags(model, engine, "balanced", parse_gpus("8xh100")).get("--tool-call-parser") == parser
+    ours = plan_deployment(model, "lmworks", "balanced", Hardware("cpu", 1, 512 * GB)).launch.flags
+    assert note in next(flag.reason for flag in ours if flag.name == "tools")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -15,13 +16,15 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from base_models import KINDS, write_tokenizer
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
 from lmworks.serve.grammar import GrammarError
 from lmworks.serve.openai.structure import require_distinct
-from lmworks.serve.structured import json_grammar, regex_grammar, tools_grammar
+from lmworks.serve.structured import choice_grammar, json_grammar, regex_grammar, tools_grammar
 from lmworks.serve.vocabulary import Vocabulary
+from lmworks.tokenizer import load
 from lmworks.tokenizer.reply import read
 from small_config import small_config
 
@@ -237,6 +240,18 @@ def test_expressions_that_explode_elsewhere_are_bounded(vocabulary: Vocabulary, 
         if state.error:
             break
     assert time.process_time() - began < 20  # 2 ** 100 attempts never end
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["{", "the assistant answers", "e\u0301 café", "東京 \n  x"])
+def test_answers_of_other_tokenizers_have_no_bos_and_no_space_before_them(tmp_path: Path, kind: str, text: str) -> None:
+    """Mistral's tokenizer joins a space with the first word, and Qwen's composes characters."""
+    write_tokenizer(tmp_path, kind)
+    words = Vocabulary(load(tmp_path))
+    path = choice_grammar(words, [text]).answer(100).path
+    assert path and b"".join(map(words.token_bytes, path)) == text.encode()
+    if kind == "llama":
+        assert [*load(tmp_path).prefix, *path] == words.encode(text), "the ids that the model knows"  # type: ignore[attr-defined]
 
 
 def test_calls_in_the_other_form(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:

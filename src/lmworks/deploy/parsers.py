@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lmworks.tokenizer.tool_forms import Family, tool_form
+
 
 @dataclass(frozen=True)
 class Parser:
@@ -15,44 +17,39 @@ class Parser:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Thoughts:
     marks: tuple[str, ...]  # all of which the template must contain
     vllm: str
     sglang: str
     reason: str
 
 
-_TOOLS = (
-    _Form(("<tool_call>", "<arg_key>"), "glm45", "glm45", "the template writes tool calls as <arg_key> and <arg_value>, as GLM-4.5 does"),
-    _Form(("<｜tool▁calls▁begin｜>",), "deepseek_v3", "deepseekv3", "the template has DeepSeek-V3's marks of tool calls"),
-    _Form(("[TOOL_CALLS]",), "mistral", "mistral", "the template has Mistral's [TOOL_CALLS]"),
-    _Form(("<|python_tag|>",), "llama3_json", "llama3", "the template has Llama 3's <|python_tag|>"),
-    _Form(
-        ("<tool_call>", '"arguments"'),
-        "hermes",
-        "qwen25",
-        "the template writes tool calls as JSON inside <tool_call>, as Hermes and Qwen do",
-    ),
-)
+_TOOLS: dict[Family, tuple[str, str]] = {  # vLLM, SGLang
+    "glm": ("glm45", "glm45"),
+    "deepseek": ("deepseek_v3", "deepseekv3"),
+    "mistral": ("mistral", "mistral"),
+    "llama": ("llama3_json", "llama3"),
+    "hermes": ("hermes", "qwen25"),
+}
 _REASONING = (
-    _Form(("<think>", "<arg_key>"), "glm45", "glm45", "the template puts thoughts into <think>, as GLM-4.5 does"),
-    _Form(("<think>", "<｜Assistant｜>"), "deepseek_r1", "deepseek-r1", "the template has DeepSeek's marks and <think>"),
-    _Form(("<think>", "enable_thinking"), "qwen3", "qwen3", "the template has <think> and enable_thinking, as Qwen3 does"),
+    _Thoughts(("<think>", "<arg_key>"), "glm45", "glm45", "the template puts thoughts into <think>, as GLM-4.5 does"),
+    _Thoughts(("<think>", "<｜Assistant｜>"), "deepseek_r1", "deepseek-r1", "the template has DeepSeek's marks and <think>"),
+    _Thoughts(("<think>", "enable_thinking"), "qwen3", "qwen3", "the template has <think> and enable_thinking, as Qwen3 does"),
 )
+_NO_TEMPLATE = "the model has no chat template"
 
 
 def tool_parser(template: str) -> Parser:
     """The parser of tool calls for a chat template."""
-    return _find(template, _TOOLS, "the template has no tool calls of a known form, so they stay text")
+    form = tool_form(template)
+    if form is None:
+        return Parser(None, None, "the template has no tool calls of a known form, so they stay text" if template else _NO_TEMPLATE)
+    return Parser(*_TOOLS[form.family], form.reason)
 
 
 def reasoning_parser(template: str) -> Parser:
     """The parser of reasoning for a chat template."""
-    return _find(template, _REASONING, "the template has no thoughts of a known form")
-
-
-def _find(template: str, forms: tuple[_Form, ...], otherwise: str) -> Parser:
-    for form in forms:
+    for form in _REASONING:
         if all(mark in template for mark in form.marks):
             return Parser(form.vllm, form.sglang, form.reason)
-    return Parser(None, None, otherwise if template else "the model has no chat template")
+    return Parser(None, None, "the template has no thoughts of a known form" if template else _NO_TEMPLATE)

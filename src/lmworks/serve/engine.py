@@ -111,7 +111,7 @@ class Engine:
         answers = []
         for index, prompt in enumerate(request.prompts):
             options = replace(request.options, max_new_tokens=self.room(len(prompt), request.options.max_new_tokens), seed=0)
-            answers.append(_Answer(job, index, options, Assembler(self.vocabulary.decoder(), request.stop)))
+            answers.append(_Answer(job, index, options, Assembler(self.vocabulary.decoder(request.marks), request.stop)))
         with self._wake:
             if self._closed:
                 raise RuntimeError("the engine is closed")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError, one_line
+from lmworks.tokenizer.tool_forms import CALL_END, VALUE_END
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -80,9 +81,29 @@ class _Wrapped:
         self.tokens = [vocabulary.token_bytes(token) for token in range(vocabulary.size)]
         self.special_token_ids = sorted(vocabulary.special.values())
         self._encode = vocabulary.encode
+        special = set(self.special_token_ids)
+        self._ids = {piece: token for token, piece in enumerate(self.tokens) if piece and token not in special}
+        self._longest = max(map(len, self._ids))
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        """Ids whose bytes are exactly `text`. Encoding may put a BOS token and a space before it, which do not belong into an answer."""
+        ids, wanted = self._encode(text), text.encode()
+        for first in range(3):
+            if b"".join(self.tokens[token] for token in ids[first:]) == wanted:
+                return ids[first:]
+        return self._greedy(wanted)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        """The longest tokens from left to right, for a tokenizer that joins its space with the first word or normalizes text."""
+        ids, at = list[int](), 0
+        while at < len(text):
+            sizes = range(min(self._longest, len(text) - at), 0, -1)
+            size = next((size for size in sizes if text[at : at + size] in self._ids), 0)
+            if not size:  # a vocabulary without this byte
+                break
+            ids.append(self._ids[text[at : at + size]])
+            at += size
+        return ids
 
 
 @lru_cache(4)
@@ -117,7 +138,7 @@ class _Closers:
 @lru_cache(4)
 def _closers(vocabulary: Vocabulary) -> _Closers:
     single = {vocabulary.token_bytes(token): token for token in reversed(range(vocabulary.size)) if len(vocabulary.token_bytes(token)) == 1}
-    markup = [vocabulary.special[name] for name in ("</think>", "</arg_value>", "</tool_call>") if name in vocabulary.special]
+    markup = [vocabulary.special[name] for name in ("</think>", VALUE_END, CALL_END) if name in vocabulary.special]
     letters = [bytes([code]) for code in (*range(48, 58), *range(97, 123), *range(65, 91), *range(32, 48), *range(58, 65), *range(91, 97))]
     closing = [piece for piece in (b"}", b"]", b'"', b"0") if piece in single]
 

@@ -24,8 +24,8 @@ class Request:
     """A generation request: each of `prompts` is continued with `options`, with `seed` (random by default) instead of `options.seed`.
 
     `options.max_new_tokens` is limited to the rest of the context; 0 only scores the prompts. `stop` strings end an answer and are not
-    part of it. With `score_prompts`, a `Scores` event precedes each answer. `grammar` restricts each answer.
-    Requests with the same `salt` share what has been read of prompts that begin alike.
+    part of it. With `score_prompts`, a `Scores` event precedes each answer. `grammar` restricts each answer. `marks` are control tokens
+    whose text is a part of the answer. Requests with the same `salt` share what has been read of prompts that begin alike.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -35,6 +35,7 @@ class Request:
     score_prompts: bool = False
     grammar: Grammar | None = None
     salt: str = ""
+    marks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ They are written in llguidance's form of Lark, in which `<[5]>` is the token 5 a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmworks.serve.grammar import Grammar, GrammarError, compile_grammar
+from lmworks.tokenizer.tool_forms import ARGS, CALL, CALL_END, KEY, KEY_END, TOOL_CALLS, VALUE, VALUE_END
 
 if TYPE_CHECKING:
     from lmworks.serve.vocabulary import Vocabulary
@@ -41,13 +43,26 @@ def choice_grammar(vocabulary: Vocabulary, choices: Sequence[str], thinking: boo
 def tools_grammar(vocabulary: Vocabulary, tools: Sequence[Mapping[str, Any]], several: bool, thinking: bool = False) -> Grammar:
     """At least one call of one of the tools, in the form of the chat template; more if `several`. Raises `GrammarError`."""
     functions = [tool.get("function", tool) for tool in tools]
-    as_json = "<arg_key>" not in vocabulary.template and '"arguments"' in vocabulary.template
-    write = _json_call if as_json else _tagged_call
+    write, before, between, after = _layout(vocabulary)
     calls = [write(vocabulary, number, function) for number, function in enumerate(functions)]
     one = f"({' | '.join(f'call_{number}' for number in range(len(calls)))})"
-    more = f" (/[\\n]?/ {one})*" if several else ""
-    answer = f"answer: {one}{more}\n"
+    more = f" ({between} {one})*" if several else ""
+    answer = f"answer: {before} {one}{more} {after}\n"
     return _compile(vocabulary, answer + "".join(calls), thinking)
+
+
+def _layout(vocabulary: Vocabulary) -> tuple[Callable[[Vocabulary, int, Mapping[str, Any]], str], str, str, str]:
+    """What writes a call in the form of the chat template, and what is before, between and after the calls."""
+    template, form = vocabulary.template, vocabulary.tool_form
+    match form.family if form else None:
+        case "mistral" if ARGS in template:
+            return _named_call, "", "", ""
+        case "mistral":
+            return _object_call, f'{_tag(vocabulary, TOOL_CALLS)} "["', '", "', '"]"'
+        case "llama":
+            return partial(_object_call, arguments="parameters"), "", '"; "', ""
+    as_json = KEY not in template and '"arguments"' in template
+    return _json_call if as_json else _tagged_call, "", "/[\\n]?/", ""
 
 
 def _compile(vocabulary: Vocabulary, rules: str, thinking: bool) -> Grammar:
@@ -56,14 +71,33 @@ def _compile(vocabulary: Vocabulary, rules: str, thinking: bool) -> Grammar:
     return compile_grammar(vocabulary, start + thought + rules)
 
 
+def _object_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any], arguments: str = "arguments") -> str:
+    """A call as JSON alone."""
+    return f"call_{number}: %json {_call_schema(function, arguments)}\n"
+
+
 def _json_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any]) -> str:
     """A call as JSON between tags, as Qwen and Hermes write it."""
-    arguments = function.get("parameters") or {"type": "object"}
-    schema = {
-        "type": "object", "properties": {"name": {"const": function["name"]}, "arguments": arguments}, "required": ["name", "arguments"],
-        "additionalProperties": False, "$defs": arguments.get("$defs", {}),
-    }  # fmt: skip
-    return f'call_{number}: {_tag(vocabulary, "<tool_call>")} "\\n" %json {_schema(schema)} "\\n" {_tag(vocabulary, "</tool_call>")}\n'
+    json_ = _call_schema(function, "arguments")
+    return f'call_{number}: {_tag(vocabulary, CALL)} "\\n" %json {json_} "\\n" {_tag(vocabulary, CALL_END)}\n'
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object"} | (function.get("parameters") or {})
+
+
+def _call_schema(function: Mapping[str, Any], arguments: str) -> str:
+    parameters = _parameters(function)
+    return _schema({
+        "type": "object", "properties": {"name": {"const": function["name"]}, arguments: parameters}, "required": ["name", arguments],
+        "additionalProperties": False, "$defs": parameters.get("$defs", {}),
+    })  # fmt: skip
+
+
+def _named_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any]) -> str:
+    """A call with its name before the JSON of its arguments, as newer models of Mistral write it."""
+    mark, args = _tag(vocabulary, TOOL_CALLS), _tag(vocabulary, ARGS)
+    return f"call_{number}: {mark} {_literal(function['name'])} {args} %json {_schema(_parameters(function))}\n"
 
 
 def _tagged_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any]) -> str:
@@ -77,13 +111,13 @@ def _tagged_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any
         raise GrammarError(f"the parameters of {function['name']} require what is not among the properties")
     shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
     rules, parts = "", []
-    key, key_end, value, value_end = (_tag(vocabulary, tag) for tag in ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))
+    key, key_end, value, value_end = (_tag(vocabulary, tag) for tag in (KEY, KEY_END, VALUE, VALUE_END))
     for place, (name, schema) in enumerate(properties.items()):
         argument = f"argument_{number}_{place}"
         content, more = _argument(f"TEXT_{number}_{place}", schema, shared)
         rules += f'{argument}: {key} {_literal(name)} {key_end} "\\n" {value} {content} {value_end} "\\n"\n{more}'
         parts.append(argument if name in required else f"{argument}?")
-    first, last = _tag(vocabulary, "<tool_call>"), _tag(vocabulary, "</tool_call>")
+    first, last = _tag(vocabulary, CALL), _tag(vocabulary, CALL_END)
     return f'call_{number}: {first} {_literal(function["name"] + chr(10))} {" ".join(parts)} {last}\n{rules}'
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmworks.model.sampling import Token
 from lmworks.serve.text import Placement
+from lmworks.tokenizer.tool_forms import ToolForm, tool_form
 
 if TYPE_CHECKING:
     from lmworks.tokenizer import StreamDecoder, Tokenizer
@@ -43,11 +44,16 @@ class Vocabulary:
         """Whether the chat template lets the model think first."""
         return "<think>" in self.template and "set brief = true" not in self.template
 
-    def decoder(self) -> StreamDecoder:
-        """A new decoder for one answer, in which control tokens have no text."""
+    @property
+    def tool_form(self) -> ToolForm | None:
+        """The form in which the chat template writes tool calls; None if it is not known."""
+        return tool_form(self.template)
+
+    def decoder(self, marks: Sequence[str] = ()) -> StreamDecoder:
+        """A new decoder for one answer, in which control tokens have no text, except `marks`."""
         from lmworks.tokenizer import StreamDecoder
 
-        return StreamDecoder(self._tokenizer, skip_special=True)
+        return StreamDecoder(self._tokenizer, skip_special=True, keep={self.special[mark] for mark in marks if mark in self.special})
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a prompt, control tokens included."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lmworks.deploy.engines.common import Request
 from lmworks.deploy.flags import Flag, Launch
+from lmworks.tokenizer.tool_forms import tool_form
 
 _CONTAINER = """# The server of lmworks, from the copy of its package and the list of versions beside this file.
 FROM python:3.11.13-slim-bookworm
@@ -14,13 +15,21 @@ ENV PYTHONPATH=/opt/package
 """
 
 
+def _tools(template: str) -> str:
+    """Which tool calls the server reads in replies of a model with this chat template."""
+    form = tool_form(template)
+    if form is None:
+        return "calls in <tool_call>; other forms stay text"
+    return f"tool calls: {form.reason}" if form.marks else f"no tool calls of this form, which stay text: {form.reason}"
+
+
 def launch(request: Request) -> Launch:
     """Flags of `lmworks serve`."""
     flags = (
         Flag("--host", request.host, "loopback unless asked: an address of this machine alone"),
         Flag("--port", str(request.port), "the port of the API"),
         Flag("context", None, request.context_reason, note=True),
-        Flag("tools", None, "the server reads <think> and the <tool_call> of GLM and Qwen; other forms stay text", note=True),
+        Flag("tools", None, f"the server reads <think>, and {_tools(request.source.template)}", note=True),
         Flag("speculation", None, request.no_speculation_reason, note=True),
     )
     program = ("python3", "-m", "lmworks.cli.main", "serve")

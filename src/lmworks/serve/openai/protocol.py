@@ -181,6 +181,8 @@ class Message(BaseModel):
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = self.tool_calls
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id  # which Mistral's templates demand
         return message
 
 
@@ -253,4 +255,6 @@ class ChatRequest(Sampling):
             engine.vocabulary, options.max_new_tokens, self.thinking is not False and engine.vocabulary.thinks, self.response_format,
             self.guided, forced, several,
         )  # fmt: skip
-        return Request((prompt,) * self.n, options, self.seed, self.stops, grammar=grammar, salt=self.cache_salt)
+        form = engine.vocabulary.tool_form if self.offered_tools else None
+        marks = form.marks if form else ()
+        return Request((prompt,) * self.n, options, self.seed, self.stops, grammar=grammar, salt=self.cache_salt, marks=marks)

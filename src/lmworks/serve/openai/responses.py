@@ -15,6 +15,7 @@ from lmworks.serve.openai.protocol import ChatRequest, CompletionRequest
 from lmworks.serve.requests import Delta, Request, Scores
 from lmworks.serve.text import Placement
 from lmworks.tokenizer.reply import Reply, ReplyReader, ToolCall, read
+from lmworks.tokenizer.tool_forms import ToolForm
 
 
 @dataclass
@@ -152,9 +153,11 @@ def _top(token: Token, text: Any) -> dict[str, float | None] | None:
     return {text(other): _finite(value) for other, value in reversed(token.top)}
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: ToolCall, form: ToolForm | None) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    # when the call comes back, Mistral's templates demand an id of 9 letters and digits
+    identity = secrets.token_hex(5)[:9] if form and form.family == "mistral" else f"call_{secrets.token_hex(12)}"
+    return {"id": identity, "type": "function", "function": function}
 
 
 class Chat(_Reply):
@@ -165,7 +168,8 @@ class Chat(_Reply):
 
     def __init__(self, engine: Engine, asked: ChatRequest, request: Request) -> None:
         super().__init__(engine, asked, request)
-        self._readers = [ReplyReader(asked.offered_tools, asked.thinking is not False) for _ in request.prompts]
+        self._form = engine.vocabulary.tool_form
+        self._readers = [ReplyReader(asked.offered_tools, asked.thinking is not False, self._form) for _ in request.prompts]
         self._calls = [0] * len(request.prompts)
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -191,7 +195,7 @@ class Chat(_Reply):
             delta["reasoning_content"] = reply.reasoning
         if reply.calls:
             first = self._calls[index]
-            delta["tool_calls"] = [{"index": first + number, **_call(call)} for number, call in enumerate(reply.calls)]
+            delta["tool_calls"] = [{"index": first + number, **_call(call, self._form)} for number, call in enumerate(reply.calls)]
             self._calls[index] += len(reply.calls)
         return delta
 
@@ -199,12 +203,12 @@ class Chat(_Reply):
         return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        reply = read(choice.text, self._asked.offered_tools, self._asked.thinking is not False)
+        reply = read(choice.text, self._asked.offered_tools, self._asked.thinking is not False, self._form)
         message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         if reply.calls:
-            message |= {"content": reply.content or None, "tool_calls": [_call(call) for call in reply.calls]}
+            message |= {"content": reply.content or None, "tool_calls": [_call(call, self._form) for call in reply.calls]}
         finish = "tool_calls" if reply.calls else choice.finish
         return {"index": index, "message": message, "logprobs": self._logprobs(choice.tokens), "finish_reason": finish}
 
