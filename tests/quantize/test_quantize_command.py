@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from command import Lmworks
 
 from lmworks.export.export import write_huggingface
+from lmworks.quantize import child
 from lmworks.quantize import gguf as quantize_gguf
 from lmworks.quantize.source import open_source
 
@@ -259,6 +261,31 @@ def test_a_full_disk_is_noticed_before(lmworks: Lmworks, run: Any, tmp_path: Pat
     monkeypatch.setenv("LMWORKS_MACHINE", "disk=1000")
     assert "are free" in quantize(lmworks, run, tmp_path / "out").error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_while_an_engine_writes_logits_is_one_line(
+    lmworks: Lmworks, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is a stand-in: the program that asks it, the failing write to a full device, and all else are real."""
+    programs, out, made = tmp_path / "programs", tmp_path / "out", quantize_gguf.quantize
+    shutil.copytree(child.PROGRAMS, programs)
+    (programs / "llama_cpp.py").write_text(f"""
+import pathlib, numpy
+__version__, GGML_TYPE_F32 = "0", 0
+class Llama:
+    def __init__(self, *arguments, **options):
+        self.scores = numpy.zeros((512, {run.model.config.vocab_size}))
+        for folder in pathlib.Path({str(out)!r}).glob(".working-*"):
+            (folder / "logits.f32").symlink_to("/dev/full")
+    def reset(self): pass
+    def eval(self, ids): pass
+""")
+    monkeypatch.setattr(child, "PROGRAMS", programs)
+    monkeypatch.setattr(quantize_gguf, "find_python", lambda modules, given: Path(sys.executable))
+    monkeypatch.setattr(quantize_gguf, "quantize", lambda scheme, original, target, python: made(scheme, original, target, None))
+    done = quantize(lmworks, run, out)
+    assert done.code == 2 and re.search(r"the disk of \S+/out is full", done.error), done.err
+    assert not list(out.iterdir())
 
 
 def test_shutil_is_not_followed_out_of_the_folder(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ and files only. A library that crashes ends its own process, not ours.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
+from lmworks.files import is_full_disk
 from lmworks.progress import Bar
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -92,9 +94,14 @@ class ChildScorer:
     name: str
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """Logits (T, V)."""
+        """Logits (T, V). Raises `Crashed`, and `OSError` if the disk of `scratch` is full."""
         path = self.scratch / "logits.f32"
-        self.child.ask({"do": "logits", "ids": list(ids), "to": str(path)})
+        try:
+            self.child.ask({"do": "logits", "ids": list(ids), "to": str(path)})
+        except Crashed as error:
+            if is_full_disk(str(error)):  # says nothing about the engine
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
+            raise
         return torch.from_numpy(np.fromfile(path, np.float32).reshape(len(ids), self.vocabulary))
 
 

@@ -114,5 +114,7 @@ class Scorer:
 
     def logits(self, request):
         with self.torch.no_grad():
-            self.model(self.torch.tensor([request["ids"]])).logits[0].float().numpy().tofile(request["to"])
+            logits = self.model(self.torch.tensor([request["ids"]])).logits[0].float().contiguous().numpy()
+        with open(request["to"], "wb") as file:  # numpy's tofile does not notice if the last bytes do not fit on the disk
+            file.write(logits.data)
         return {"rows": len(request["ids"])}

@@ -40,7 +40,8 @@ class Scorer:
         ids = request["ids"]
         self.model.reset()
         self.model.eval(ids)
-        self.model.scores[: len(ids)].astype("float32").tofile(request["to"])
+        with open(request["to"], "wb") as file:  # numpy's tofile does not notice if the last bytes do not fit on the disk
+            file.write(self.model.scores[: len(ids)].astype("float32").data)
         return {"rows": len(ids)}
 
     def tokenize(self, request):

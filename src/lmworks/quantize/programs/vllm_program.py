@@ -49,7 +49,8 @@ class Scorer:
             return {"error": f"vLLM has computed {counts} rows of logits for {len(ids)} tokens, which this program does not understand"}
         import torch
 
-        torch.cat([*self.rows[1:], self.rows[0]]).numpy().tofile(request["to"])
+        with open(request["to"], "wb") as file:  # numpy's tofile does not notice if the last bytes do not fit on the disk
+            file.write(torch.cat([*self.rows[1:], self.rows[0]]).numpy().data)
         return {"rows": len(ids)}
 
 
