@@ -27,7 +27,7 @@ _REPLY, _SAMPLE, _ON_THE_WAY = 64, 48, 32
 _WINDOWS = 1.2  # tokens scored per token of held-out text, because windows overlap
 # CPU seconds of everything but model computation, on a core that runs `_loop` in _LOOP seconds (measured on the quickstart).
 _LOOP = 0.037
-_CONVERSATION, _COMPRESSED_BYTE, _EVALUATION, _EXPORT = 0.0025, 2.5e-6, 3.0, 6.0
+_CONVERSATION, _COMPRESSED_BYTE, _EVALUATION, _EXPORT = 0.001, 2.5e-6, 3.0, 6.0
 _OWN_CONVERSATIONS = 2000  # assumed of a set without a count, which is not opened for an estimate
 
 
