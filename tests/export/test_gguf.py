@@ -144,7 +144,7 @@ def test_a_changed_byte_is_found(make_run: Callable[..., Any], tmp_path: Path, w
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
-    with pytest.raises(UserError, match=r"model.gguf differs from the trained model: the values of tensor .* differ; delete it"):
+    with pytest.raises(UserError, match=r"model.gguf differs from the trained model: the values of tensor .* differ; so it is not kept"):
         check_gguf(run.model, path, torch.float32)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,6 +91,8 @@ def _growth(layout: dict[str, Any], folder: Path, reader: Callable[..., None]) -
     state = _Measured(model.state_dict())
     load_weights(folder, state, recipe.model)  # imports what it needs
     gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # freed memory that is taken again would not be seen
     before, state.peak = _own_memory(), 0
     reader(folder, state, recipe.model)
     return state.peak - before, sum(local(value).nbytes for value in state.values())
@@ -115,7 +118,7 @@ def test_no_rank_holds_more_than_its_part(ranks: RankPool, tmp_path: Path, monke
         assert own == pytest.approx(sum(files) / 2, rel=0.01)
         assert grown < 0.25 * sum(files), (grown, files)
     for grown, _ in ranks.run(_growth, 2, layout, tmp_path, _load_all):
-        assert grown > 0.75 * sum(files), (grown, files)
+        assert grown > 0.5 * sum(files), (grown, files)
 
 
 def test_rows_of_the_vocabulary_may_be_more_and_other_weights_are_refused(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_full_disk_is_one_line_wherever_it_is_met(
             raise OSError(errno.ENOSPC, "Error writing bytes to file")
 
     monkeypatch.setattr(pa.ipc, "new_file", Full)
-    with pytest.raises(UserError, match=r"^the disk of .* is full: free some space and run the same command again"):
+    with pytest.raises(UserError, match=r"^the disk of .* is full \(.*\): free some space and run the same command again"):
         build_shards(recipe, corpus, tokenizer_dir, tmp_path)
     assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.about.arrow"))
     monkeypatch.setattr(pa.ipc, "new_file", honest)
