@@ -65,7 +65,7 @@ STAGES: dict[str, dict[str, Any]] = {
     },
     "grpo": {
         "data": [{"name": "problems", "kind": "files", "path": "problems.jsonl", "reward": "exact"}],
-        "group_size": 8, "prompts_per_step": 16, "steps": 50, "max_new_tokens": 24, "sequence_length": "256 tokens", "held_out": 200,
+        "group_size": 8, "prompts_per_step": 16, "steps": 80, "max_new_tokens": 24, "sequence_length": "256 tokens", "held_out": 200,
         "learning_rate_scale": 0.25, "lr_schedule": {"kind": "linear", "warmup": "5%", "min_lr_ratio": 0.0},
     },
 }  # fmt: skip
