@@ -33,7 +33,6 @@ from lmworks.watch.ledger import LEDGER, Ledger, events_of
 
 if TYPE_CHECKING:
     from lmworks.parallel.mesh import Ranks
-    from lmworks.shards.read.batch import Batch
     from lmworks.train.calibrate import Speed
 
 EVENT = "budget"
@@ -86,20 +85,6 @@ def require_kept(recipe: Recipe, stage: str | None) -> None:
 
 def measure_speed(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> Speed:
     """Measure the speed of the recipe's own steps on a batch of each sequence length. Called on all ranks."""
-    from lmworks.train import calibrate
-
-    batches = _batches(recipe, run_dir, ranks)
-    return calibrate.measure(recipe, batches, _patience(recipe), lambda length: flops_per_token(recipe.model, length).total, ranks)
-
-
-def _patience(recipe: Recipe) -> float:
-    """Seconds of measuring one thing."""
-    assert recipe.time is not None
-    return min(30.0, 0.01 * recipe.time)
-
-
-def _batches(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> list[Batch]:
-    """A batch of each sequence length, that of the first phase first."""
     from lmworks.shards.format.manifest import check_vocabulary
     from lmworks.shards.read.batches import Batches
     from lmworks.train import calibrate
@@ -118,20 +103,29 @@ def _batches(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> list[Batch]:
     if recipe.tune is not None and (length := int(recipe.tune.sequence_length)) not in found:
         rows = min(int(recipe.tune.global_batch_size) // length, 4 * micro_batch_of(recipe, length))
         found[length] = calibrate.random_batch(recipe, length, rows)
-    return list(found.values())
+    return calibrate.measure(
+        recipe, list(found.values()), _patience(recipe), lambda length: flops_per_token(recipe.model, length).total, ranks
+    )  # fmt: skip
 
 
-def choose_threads(resolved: Resolved, run_dir: Path) -> dict[Keys, tuple[Any, str]]:
+def _patience(recipe: Recipe) -> float:
+    """Seconds of measuring one thing."""
+    assert recipe.time is not None
+    return min(30.0, 0.01 * recipe.time)
+
+
+def choose_threads(resolved: Resolved) -> dict[Keys, tuple[Any, str]]:
     """The fewest CPU threads that train as fast as all, for a process that trains alone; nothing where the recipe says how many, on a GPU,
-    and where the size of the model is still open."""
+    where the size of the model is still open, and where the machine's speed was said."""
     from lmworks.parallel.mesh import own_device
     from lmworks.train import calibrate
 
     recipe = resolved.recipe
-    open_size = recipe.size == "auto" or machine.speed() is not None
-    if open_size or not _derived(resolved, _THREADS) or (recipe.threads or 1) == 1 or own_device().type != "cpu":
+    if recipe.size == "auto" or machine.speed() is not None or not _derived(resolved, _THREADS):
         return {}
-    speeds = calibrate.speed_by_threads(recipe, _batches(recipe, run_dir, None)[0], _patience(recipe) / 2)
+    if (recipe.threads or 1) == 1 or own_device().type != "cpu":
+        return {}
+    speeds = calibrate.speed_by_threads(recipe, _patience(recipe) / 2)
     fewest = calibrate.fewest_threads(speeds)
     measured = ", ".join(f"{speed:,.0f} tokens/s with {threads}" for threads, speed in speeds.items())
     return {_THREADS: (fewest, f"the fewest CPU threads that train as fast as any number: {measured}")} if fewest != recipe.threads else {}
@@ -160,7 +154,7 @@ def settle_budget(
             f"starts from zero with the data done, or allow more time, such as --time {4 * spent():.0f}s"
         )
     work = fixed_work(recipe, run_dir)
-    numbers = choose_threads(resolved, run_dir) if alone else {}
+    numbers = choose_threads(resolved) if alone else {}
     recipe = resolved.settled(numbers).recipe
     speed = speed_of(recipe)
     if recipe.size == "auto":

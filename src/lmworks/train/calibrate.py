@@ -46,9 +46,8 @@ def calibrate(recipe: Recipe, flops_per_token: Callable[[int], float]) -> tuple[
     Takes about half a minute after compilation. MFU refers to the measured peak of this machine, so it applies only to clusters of the
     same devices.
     """
-    phase, micro_batch_size = recipe.train.phases[0], recipe.train.micro_batch_size or 1
-    length, rows = int(phase.sequence_length), int(phase.global_batch_size // phase.sequence_length)
-    batch = random_batch(recipe, length, min(rows, 4 * micro_batch_size))
+    batch = _first_batch(recipe)
+    length = batch.tokens.shape[1]
     peak = system.measure_peak()
     with progress.bar("calibrate", _SECONDS) as bar:
         seconds = _Model(recipe, None).step_seconds(batch, _SECONDS, bar)
@@ -56,6 +55,13 @@ def calibrate(recipe: Recipe, flops_per_token: Callable[[int], float]) -> tuple[
     steps = f"median of {len(seconds)} steps of {batch.tokens.size:,} tokens, {median:.2f} s each"
     how = f"measured here: {steps}, peak {peak / 1e12:.2f} TFLOP/s"
     return system.mfu(flops_per_token(length) * batch.tokens.size, median, peak), how
+
+
+def _first_batch(recipe: Recipe) -> Batch:
+    """A batch of random tokens in the shape of the first phase, of at most four micro-batches."""
+    phase, micro_batch_size = recipe.train.phases[0], recipe.train.micro_batch_size or 1
+    length, rows = int(phase.sequence_length), int(phase.global_batch_size // phase.sequence_length)
+    return random_batch(recipe, length, min(rows, 4 * micro_batch_size))
 
 
 def random_batch(recipe: Recipe, length: int, rows: int) -> Batch:
@@ -95,11 +101,11 @@ def measure(
         )
 
 
-def speed_by_threads(recipe: Recipe, batch: Batch, patience: float) -> dict[int, float]:
-    """Measured tokens/s of a training step on this CPU by number of threads: with all threads of the recipe, with half of them, and so on
-    until fewer threads are slower. Takes about `patience` seconds for each number."""
+def speed_by_threads(recipe: Recipe, patience: float) -> dict[int, float]:
+    """Measured tokens/s of a step of the first phase on this CPU, on random tokens, by number of threads: with all threads of the recipe,
+    with half of them, and so on until fewer threads are slower. Takes about `patience` seconds for each number."""
     found: dict[int, float] = {}
-    threads = recipe.threads or 1
+    threads, batch = recipe.threads or 1, _first_batch(recipe)
     with progress.bar("choose the number of threads", patience * threads.bit_length()) as bar:
         model = _Model(recipe, None)
         while threads and (not found or min(found.values()) >= _AS_FAST * max(found.values())):
