@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Container
 from pathlib import Path
 
+from lmworks import machine
 from lmworks.checkpoint import listing
 from lmworks.doctor import schema
 from lmworks.doctor.record_files import mapping, number, read_document
@@ -66,10 +66,4 @@ def _alive(run_dir: Path) -> bool:
     if holder.get("host") != socket.gethostname():
         times = [path.stat().st_mtime for path in run_dir.glob("*.jsonl")]
         return time.time() - max([number(holder.get("since")), *times]) < _FRESH
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+    return machine.is_running(pid)

@@ -41,9 +41,7 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
     """
     assert recipe.start_from is not None
     start = communicator.broadcast(communicator.run_on_all(partial(find, recipe.start_from)))
-    texts = recipe.tokenizer.add_tokens
-    first = count_entries(start.tokenizer) if texts else 0
-    added = range(first, first + len(texts))
+    added = _added_tokens(recipe, start)
     if start.kind == "huggingface":
         from lmworks.export.huggingface import load_weights
 
@@ -73,11 +71,16 @@ def load_start_model(recipe: Recipe) -> Transformer:
     start = find(recipe.start_from)
     if start.kind == "checkpoint":
         return load_checkpoint(start)
+    model = Transformer(recipe.model)
+    load_weights(start.path, model.state_dict(), recipe.model, extend=True, added=_added_tokens(recipe, start))
+    return model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def _added_tokens(recipe: Recipe, start: Weights) -> range:
+    """The ids of `tokenizer.add_tokens`: those behind the last one of the tokenizer of the weights."""
     texts = recipe.tokenizer.add_tokens
     first = count_entries(start.tokenizer) if texts else 0
-    model = Transformer(recipe.model)
-    load_weights(start.path, model.state_dict(), recipe.model, extend=True, added=range(first, first + len(texts)))
-    return model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    return range(first, first + len(texts))
 
 
 def _about(start: Weights) -> dict[str, Any]:
