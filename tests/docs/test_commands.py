@@ -23,6 +23,7 @@ import yaml
 from pages import PAGES, ROOT, Command, blocks, commands, inline
 
 from patience import PATIENCE
+from started_server import wait_until_served
 
 BIN = Path(sys.executable).parent
 ENVIRONMENT = os.environ | {
@@ -143,15 +144,8 @@ def serves(text: str, folder: Path) -> None:
     arguments = [*shlex.split(text), "--port", "0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(arguments, cwd=folder, env=ENVIRONMENT, **pipes, encoding="utf-8") as process:
-        assert process.stdout
-        said = ""
-        while "Ctrl-C" not in said:
-            line = process.stdout.readline()
-            assert line, said
-            said += line
-        address = re.search(r"chat page\s+(http\S+)", said)
-        assert address, said
-        assert b"<html" in urllib.request.urlopen(address[1], timeout=PATIENCE).read()
+        url, said = wait_until_served(process)
+        assert b"<html" in urllib.request.urlopen(f"{url}/", timeout=PATIENCE).read()
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=PATIENCE) == 0, said
 

@@ -28,6 +28,7 @@ from lmworks.serve.models import LazyModel, Models
 from lmworks.serve.openai.protocol import CompletionRequest
 from lmworks.serve.requests import Delta
 from patience import PATIENCE
+from started_server import wait_until_served
 
 LMWORKS = [sys.executable, "-m", "lmworks.cli.main"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
@@ -37,12 +38,7 @@ def test_served_from_the_command_line(run_dir: Path) -> None:
     command = [*LMWORKS, "serve", str(run_dir), "--port", "0", "--api-key", "sesame"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", env=ENVIRONMENT) as process:
         assert process.stdout
-        said = ""
-        while "Ctrl-C" not in said:
-            line = process.stdout.readline()
-            assert line, said
-            said += line
-        url = re.search(r"chat page +(http://localhost:\d+)/", said)[1]  # type: ignore[index]
+        url, said = wait_until_served(process)
         assert "talker is served, and talker-base from its first request on" in said
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="sesame")
         reply = client.chat.completions.create(model="talker", messages=[{"role": "user", "content": "Hello"}], max_tokens=5)

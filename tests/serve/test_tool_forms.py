@@ -24,6 +24,7 @@ from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
 from lmworks.serve.structured import tools_grammar
 from lmworks.serve.vocabulary import Vocabulary
+from started_server import ask, wait_until_served
 
 CONTEXT = 512
 TOOLS: Any = [
@@ -86,10 +87,6 @@ def client(taught: Any, start: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
-def ask(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
-    return client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=180, **options)
-
-
 def named(calls: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
 
@@ -117,13 +114,7 @@ def test_calls_are_read_from_the_command_line(taught: Any) -> None:
     command = [sys.executable, "-m", "lmworks.cli.main", "serve", str(taught[3]), "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", env=environment) as process:
-        assert process.stdout
-        said = ""
-        while "Ctrl-C" not in said:
-            line = process.stdout.readline()
-            assert line, said
-            said += line
-        url = re.search(r"chat page +(http://localhost:\d+)/", said)[1]  # type: ignore[index]
+        url, _ = wait_until_served(process)
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         (choice,) = client.chat.completions.create(model=taught[3].name, messages=ASKED, tools=TOOLS, temperature=0).choices
         process.send_signal(signal.SIGINT)

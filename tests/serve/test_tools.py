@@ -17,6 +17,7 @@ from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
 from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer.chat import shipped_template
+from started_server import ask
 
 CONTEXT = 640
 TOOLS: Any = [
@@ -64,10 +65,6 @@ def taught(tokenizer: tokenizers.Tokenizer, tmp_path_factory: pytest.TempPathFac
 def client(taught: Any, start: Any) -> openai.OpenAI:
     served = start(context=CONTEXT, model=taught[0], vocabulary=taught[1])
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-
-
-def ask(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
-    return client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=180, **options)
 
 
 def test_calls_come_as_openai_has_them_and_go_back(client: openai.OpenAI) -> None:
