@@ -132,6 +132,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_one_line(tiny_copy: Tiny, 
     assert (told["data"], told["reason"]) == ("own", error)
     entries = [entry for day in timeline(read_run(tiny_copy.run_dir))["days"] for entry in day["entries"]]
     assert any(entry["title"] == "Reward failed" and f"grpo.data.own: {error}" in entry["text"] for entry in entries)
+    assert "Reward failed" in (tiny_copy.run_dir / "report.html").read_text(encoding="utf-8"), "the page of a run that failed says why"
     lines = [line for line in read(tiny_copy.run_dir / "grpo") if "grpo/failed" in line]
     assert 0 < len(lines) < drawn["steps"] and all(line["grpo/failed"] > 0 for line in lines[:1])
     assert max(line["grpo/mismatch_max"] for line in lines) < 1e-9, "the promise is 1e-6"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from lmworks import credentials
 from lmworks.checkpoint import listing as saved
 from lmworks.corpus.readers.snapshot import Listing, changes
 from lmworks.doctor.page import write_page
+from lmworks.errors import UserError
 from lmworks.files import explain_full_disk, read_json, write_json
 from lmworks.interrupt import Interrupted
 from lmworks.recipe.loading.load import Resolved, load_resolved
@@ -224,8 +225,9 @@ def _run_stage(context: StageContext, stage: Stage, recipe: Recipe, state: _Stat
     try:
         with explain_full_disk(folder):
             result = stage.work(context)
-    except Interrupted:
-        write_page(context.run_dir)
+    except (Interrupted, UserError):
+        with suppress(OSError, UserError):  # what ended the stage is what the user has to see
+            write_page(context.run_dir)
         raise
     seconds = time.monotonic() - began
     if stage.name == "pretrain" and recipe.trains_base:
