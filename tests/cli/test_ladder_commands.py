@@ -126,6 +126,25 @@ def planted_run(
     return expected
 
 
+def test_what_seeds_do_to_the_loss_is_told(lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of the second seed have losses that are higher by 2%."""
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 2)
+    runs = []
+    for width, tokens, seed in product(WIDTHS, TOKENS, (1, 2)):
+        runs.append(tmp_path / f"{width}-{tokens}-{seed}")
+        planted_run(tiny, runs[-1], width, tokens, (), [f"train.seed={seed}"])
+        if seed == 2:
+            *lines, last = runs[-1].joinpath("metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            found = json.loads(last)
+            found["validation/bits_per_byte"] *= 1.02
+            runs[-1].joinpath("metrics.jsonl").write_text("\n".join([*lines, json.dumps(found), ""]), encoding="utf-8")
+    done = lmworks("ladder", "fit", tmp_path / "ladder", *runs)
+    noise = json.loads(lmworks("ladder", "fit", tmp_path / "ladder", *runs, "--json").out)["noise"]
+    assert 0.008 < noise["seeds"] < 0.02, "two values that differ by 2%: 1.4%"
+    told = f"noise (standard deviation): {noise['seeds']:.2%} between seeds, {noise['run']:.2%} of a run alone; more held-out text"
+    assert told in " ".join(done.out.split())
+
+
 def test_benchmark_scores_are_predicted_through_the_loss_and_scored_afterwards(
     lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +159,8 @@ def test_benchmark_scores_are_predicted_through_the_loss_and_scored_afterwards(
     law, sizes = load_law(ladder), [point["parameters"] for point in fitted["points"]]
     assert law.fitted_to == FittedTo((min(sizes), max(sizes)), (TOKENS[0], TOKENS[-1]), 6 * max(sizes) * TOKENS[-1])
     assert fitted["residual"] < 1e-4 and "each size has one seed" in "".join(fitted["doubts"])
-    assert "residual 0.00% (root mean square)" in lmworks("ladder", "fit", ladder, *runs).out
+    printed = lmworks("ladder", "fit", ladder, *runs).out
+    assert "residual 0.00% (root mean square)" in printed and "between seeds" not in printed, "one seed does not show it"
     coins, colors = fitted["benchmarks"]
     assert (colors["name"], colors["chance"], colors["items"], colors["runs"]) == ("colors/cloze-0-shot", 0.25, ITEMS, 9)
     assert colors["signal"] and colors["ceiling"] > 0.5 and "samples" not in colors
@@ -293,6 +313,29 @@ def test_rungs_of_another_recipe_are_refused(
     old = json.loads((ladder / "ladder.json").read_text(encoding="utf-8"))
     (ladder / "ladder.json").write_text(json.dumps({name: old[name] for name in ("runs", "held_out_text")}), encoding="utf-8")
     assert "fit the ladder again: lmworks ladder fit" in lmworks("ladder", "predict", ladder, *recipe, "train.seed=4").error
+
+
+def test_weight_decay_that_the_ladder_does_not_show_is_told(
+    lmworks: Lmworks, tiny: Tiny, planted: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 steps at a learning rate of 0.5 with a weight decay of 0.1 last 3.2 time constants, and the ladder's longest run far less."""
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 2)
+    ladder = tmp_path / "ladder"
+    assert lmworks("ladder", "fit", ladder, *planted).code == 0
+
+    def predicted(name: str, *more: str) -> str:
+        return " ".join(lmworks("ladder", "predict", ladder, tiny.recipe, *words(tmp_path / name, 256, 16384), *more).out.split())
+
+    told = "weight decay: the run lasts 3.2 times 1 / (learning_rate x weight_decay) steps, and the longest of the ladder 0.0 times"
+    assert told in predicted("long", "--set", "optimizer.learning_rate=0.5")
+    (warning,) = json.loads(predicted("json", "--set", "optimizer.learning_rate=0.5", "--json"))["warnings"]
+    assert warning.startswith(told) and "weight decay" not in predicted("short")
+    old = json.loads((ladder / "ladder.json").read_text(encoding="utf-8"))
+    (ladder / "ladder.json").write_text(json.dumps(old | {"weight_decay": 2.2}), encoding="utf-8")
+    assert "weight decay" not in predicted("as-long", "--set", "optimizer.learning_rate=0.5")
+    del old["weight_decay"]
+    (ladder / "ladder.json").write_text(json.dumps(old), encoding="utf-8")
+    assert "weight decay" not in predicted("old", "--set", "optimizer.learning_rate=0.5"), "of an earlier version"
 
 
 def test_batch_sizes_may_follow_the_size_or_the_budget() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.ladder.fit import Point, doubts, fit_law, residual
+from lmworks.ladder.fit import Point, doubts, fit_law, noise_of, residual
 from lmworks.plan.loss_law import LossLaw
 
 LAW = LossLaw(1.0, 40.0, 150.0, 0.33, 0.35)
@@ -129,6 +129,7 @@ def test_noise_that_the_runs_of_a_seed_have_in_common_counts() -> None:
     runs = seeded(0.001, 0.005, np.random.default_rng(1), 8)
     law = fit_law(runs, "bits per byte", "planted", bootstraps=40)
     assert np.median([one[5] for one in law.samples]) == pytest.approx(0.0051, rel=0.3)
+    assert noise_of(law, runs) == (pytest.approx(0.001, rel=0.6), pytest.approx(0.005, rel=0.3))
     single = fit_law([Point(one.parameters, one.tokens, one.loss) for one in runs], "", "", bootstraps=40)
     assert spread_of_fits(law) > 1.1 * spread_of_fits(single)
     own = fit_law([Point(one.parameters, one.tokens, one.loss, seed=index) for index, one in enumerate(runs)], "", "", bootstraps=5)

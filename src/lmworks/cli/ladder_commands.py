@@ -85,17 +85,18 @@ def fit(
 
 def _fit(folder: Path, runs: list[Path], as_json: bool) -> None:
     from lmworks.ladder.downstream import split_benchmarks
-    from lmworks.ladder.fit import doubts, residual
+    from lmworks.ladder.fit import doubts, noise_of, residual
     from lmworks.ladder.run import fit_runs
 
     law, points = fit_runs(folder, runs)
+    alone, seeds = noise_of(law, points)
     rows = [(run, one, law.loss(one.parameters, one.tokens)) for run, one in zip(runs, points, strict=True)]
     if as_json:
         fitted = [{"run": str(run), **asdict(one), "fitted": value} for run, one, value in rows]
         benchmarks = [{key: value for key, value in vars(one).items() if key != "samples"} for one in law.benchmarks]
         print_json(
             {name: getattr(law, name) for name in ("e", "a", "b", "alpha", "beta", "gamma", "unit")}
-            | {"residual": residual(law, points), "doubts": doubts(law, points)}
+            | {"residual": residual(law, points), "noise": {"run": alone, "seeds": seeds}, "doubts": doubts(law, points)}
             | {"points": fitted, "benchmarks": benchmarks, "left_out": split_benchmarks(points)[1]}
         )
         return
@@ -109,6 +110,9 @@ def _fit(folder: Path, runs: list[Path], as_json: bool) -> None:
         table.add_row(str(run), *sizes, f"{one.loss:.4f}", f"{value:.4f}", f"{one.loss - value:+.4f}")
     console().print(table)
     console().print(f"residual {residual(law, points):.2%} (root mean square)", soft_wrap=True)
+    if seeds:
+        remedy = "more held-out text (corpus.validation_bytes, train.validate_bytes_per_domain) and more seeds help"
+        console().print(f"noise (standard deviation): {seeds:.2%} between seeds, {alone:.2%} of a run alone; {remedy}", soft_wrap=True)
     for doubt in doubts(law, points):
         console().print(doubt, style="yellow", soft_wrap=True)
     if law.benchmarks:
@@ -137,7 +141,7 @@ def predict(
     folder: _FolderArgument, recipe: RecipeArgument, overrides: SetOption, size: SizeOption = None, as_json: JsonOption = False
 ) -> None:
     """Predict the held-out loss and the benchmark scores of a run that has not begun, with 90% intervals, and record the prediction."""
-    from lmworks.ladder.predictions import not_scored, other_tokenizer
+    from lmworks.ladder.predictions import more_weight_decay, not_scored, other_tokenizer
     from lmworks.ladder.predictions import predict as record
     from lmworks.plan.loss_law import load_law
     from lmworks.recipe.loading.load import load_recipe
@@ -145,14 +149,15 @@ def predict(
     target = load_recipe(recipe, overrides, size)
     found = record(folder, target)
     far = load_law(folder).extrapolation(found.parameters, found.tokens)
+    warnings = [*filter(None, (far, more_weight_decay(folder, target.recipe)))]
     if as_json:
-        print_json(found.to_json() | {"warnings": [far] if far else []})
+        print_json(found.to_json() | {"warnings": warnings})
         return
     text = f"{found.run_dir}: {found.predicted:.4f} bits per byte, 90% interval {found.low:.4f} to {found.high:.4f}"
     console().print(text, soft_wrap=True)
     for one in found.benchmarks:
         console().print(f"{one.name}: {_predicted(one)} on {one.items:,} items", soft_wrap=True)
-    for line in filter(None, (far, other_tokenizer(folder, target.recipe))):
+    for line in filter(None, (*warnings, other_tokenizer(folder, target.recipe))):
         console().print(line, style="yellow", soft_wrap=True)
     if names := not_scored(found, target.recipe.evaluate):
         text = f"the run does not score {', '.join(names)}: set evaluate.every, or score it later with lmworks evaluate --follow"

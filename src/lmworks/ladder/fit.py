@@ -15,6 +15,7 @@ by the analysis of variance).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -105,8 +106,13 @@ class _Noise:
         own = (float((residuals**2).sum()) - between) / freedom
         return cls(pairs, len(points) / len(names), own, freedom, between / max(1, between_freedom), between_freedom)
 
+    @property
+    def standard_deviations(self) -> tuple[float, float]:
+        """Estimates: of a run alone, and of what the runs of a pair have in common (0 with one seed, which does not show it)."""
+        return math.sqrt(self.own), math.sqrt(max(0.0, self.between - self.own) / self.size) if self.between_freedom else 0.0
+
     def draw(self, random: np.random.Generator) -> tuple[float, float]:
-        """Standard deviations: of a run alone, and of what the runs of a pair have in common (0 with one seed, which does not show it)."""
+        """`standard_deviations`, each drawn from its own distribution."""
         own = self.own * self.own_freedom / random.chisquare(self.own_freedom)
         if self.between_freedom == 0:
             return float(np.sqrt(own)), 0.0
@@ -116,7 +122,16 @@ class _Noise:
 
 def residual(law: LossLaw, points: Sequence[Point]) -> float:
     """Root mean square of the residuals of log loss."""
-    return float(np.sqrt(np.mean([np.log(one.loss / law.loss(one.parameters, one.tokens)) ** 2 for one in points])))
+    return float(np.sqrt(np.mean(_residuals(law, points) ** 2)))
+
+
+def noise_of(law: LossLaw, points: Sequence[Point]) -> tuple[float, float]:
+    """Standard deviations of log loss: of a run alone, and of what the runs of one size and seed have in common (0 with one seed)."""
+    return _Noise.of(_residuals(law, points), points).standard_deviations
+
+
+def _residuals(law: LossLaw, points: Sequence[Point]) -> np.ndarray:
+    return np.log([one.loss / law.loss(one.parameters, one.tokens) for one in points])
 
 
 def doubts(law: LossLaw, points: Sequence[Point]) -> list[str]:

@@ -42,10 +42,13 @@ from lmworks.recipe.loading.load import Resolved, load_resolved
 from lmworks.recipe.schema.evaluate import Evaluate
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.fingerprint import as_tree
+from lmworks.shards.order.timeline import Timeline
 
 FILE = "predictions.jsonl"
 SCORES = "scores.json"
 LEVEL = 0.9  # of the prediction interval
+# Time constants of weight decay in a run, and times those of the ladder's longest run, from which on its effect is told (LOG.md).
+_DECAYS, _MORE_DECAY = 1.0, 1.5
 
 
 class _Compared:
@@ -238,18 +241,26 @@ def save_settings(folder: Path, runs: list[Path]) -> None:
     """Record what a ladder was fitted to. `law.json` is written beside it."""
     recipes = [load_resolved(run / "resolved.json") for run in runs]
     found = {"runs": [str(run) for run in runs], "held_out_text": held_out_text(runs[0]), "tokenizer": tokenizer_of(runs[0])}
-    write_json(folder / "ladder.json", found | {"recipe": as_tree(recipes[0]), "batches": list(map(vars, batches_of(runs, recipes)))})
+    found |= {"weight_decay": max(map(_weight_decay, recipes)), "recipe": as_tree(recipes[0])}
+    write_json(folder / "ladder.json", found | {"batches": list(map(vars, batches_of(runs, recipes)))})
+
+
+def _weight_decay(recipe: Recipe) -> float:
+    """Length of a run in time constants of its weight decay, which is 1 / (learning rate x weight decay) steps at the peak rate."""
+    options = recipe.optimizer
+    return Timeline(recipe.train.phases).steps * (options.learning_rate or 0.0) * options.weight_decay
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What a ladder was fitted to; `recipe` is that of its first run."""
+    """What a ladder was fitted to; `recipe` is that of its first run, and `weight_decay` the largest of all (None: not recorded)."""
 
     held_out_text: str
     tokenizer: str
     tokenizer_path: Path
     recipe: Recipe
     batches: tuple[Batch, ...]
+    weight_decay: float | None
 
 
 def _settings(folder: Path) -> _Settings:
@@ -265,7 +276,21 @@ def _settings(folder: Path) -> _Settings:
             Batch(str(one["name"]), *(int(one[name]) for name in ("parameters", "tokens", "batch"))) for one in found["batches"]
         )
         tokenizer = Path(found["runs"][0]) / "tokenizer" / "tokenizer.json"
-        return _Settings(str(found["held_out_text"]), str(found["tokenizer"]), tokenizer, Recipe.model_validate(found["recipe"]), batches)
+        recipe = Recipe.model_validate(found["recipe"])
+        decay = float(found["weight_decay"]) if "weight_decay" in found else None
+        return _Settings(str(found["held_out_text"]), str(found["tokenizer"]), tokenizer, recipe, batches, decay)
+
+
+def more_weight_decay(folder: Path, recipe: Recipe) -> str:
+    """What to say of a predicted run that is longer, in time constants of weight decay, than the runs of the ladder; empty if it is not."""
+    largest, own = _settings(folder).weight_decay, _weight_decay(recipe)
+    if largest is None or own < _DECAYS or own < _MORE_DECAY * largest:
+        return ""
+    return (
+        f"weight decay: the run lasts {own:.1f} times 1 / (learning_rate x weight_decay) steps, and the longest of the ladder {largest:.1f} "
+        "times. It raises the loss of long runs by more than the ladder shows, so the predicted loss is likely too low: use a smaller "
+        "optimizer.weight_decay, or 0, in both (docs/sizing.md)"
+    )
 
 
 def other_tokenizer(folder: Path, recipe: Recipe) -> str:
