@@ -326,7 +326,7 @@ def test_weight_decay_that_the_ladder_does_not_show_is_told(
     def predicted(name: str, *more: str) -> str:
         return " ".join(lmworks("ladder", "predict", ladder, tiny.recipe, *words(tmp_path / name, 256, 16384), *more).out.split())
 
-    told = "weight decay: the run lasts 3.2 times 1 / (learning_rate x weight_decay) steps, and the longest of the ladder 0.0 times"
+    told = "weight decay: the run lasts 3.2 times 1 / (learning_rate x weight_decay) steps, and the ladder's longest 0.0 times"
     assert told in predicted("long", "--set", "optimizer.learning_rate=0.5")
     (warning,) = json.loads(predicted("json", "--set", "optimizer.learning_rate=0.5", "--json"))["warnings"]
     assert warning.startswith(told) and "weight decay" not in predicted("short")

@@ -287,7 +287,7 @@ def more_weight_decay(folder: Path, recipe: Recipe) -> str:
     if largest is None or own < _DECAYS or own < _MORE_DECAY * largest:
         return ""
     return (
-        f"weight decay: the run lasts {own:.1f} times 1 / (learning_rate x weight_decay) steps, and the longest of the ladder {largest:.1f} "
+        f"weight decay: the run lasts {own:.1f} times 1 / (learning_rate x weight_decay) steps, and the ladder's longest {largest:.1f} "
         "times. It raises the loss of long runs by more than the ladder shows, so the predicted loss is likely too low: use a smaller "
         "optimizer.weight_decay, or 0, in both (docs/sizing.md)"
     )
