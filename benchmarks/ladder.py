@@ -26,12 +26,10 @@ from lmworks.ladder.file import resolve
 from lmworks.ladder.points import size_and_tokens
 from lmworks.recipe.loading.load import load_recipe
 
-MIXTURE = {  # of the quickstart's first phase
-    "speeches": 0.14, "facts": 0.13, "chats": 0.165, "stories": 0.18, "stories-ja": 0.08, "stories-zh": 0.085, "code": 0.15, "docs": 0.07,
-}  # fmt: skip
+MIXTURE = load_recipe("quickstart").recipe.train.phases[0].mixture
 BATCH = 1024
-HORIZONS = (800 * BATCH, 1050 * BATCH, 1400 * BATCH, 1800 * BATCH, 2400 * BATCH)
-SEEDS = 2
+HORIZONS = (1000 * BATCH, 1350 * BATCH, 1800 * BATCH, 2400 * BATCH, 3200 * BATCH)
+SEEDS = (601, 602, 603)
 WARMUP = 0.1  # of the shortest horizon
 LAYERS = 2  # of all runs: depth and width do not count alike, so a family of models grows in one of them, or in both together
 HEAD = 16  # dimension of a head: hidden sizes are multiples of it, so that all else is in proportion to them
@@ -40,7 +38,11 @@ TARGETS = (112, 128, 96, 144, 112, 128, 112, 128, 112, 128)
 FACTOR = 4  # operations of a target, relative to those of the ladder's largest run
 COMMON = [
     "time=null", "tune=null", "evaluate.benchmarks=[]", "export.huggingface=false", "export.gguf=false", "tokenizer.vocab_size=2048",
-    "train.validate_bytes_per_domain=32768", "train.validate_every=100%", "train.sample_every=100%",
+    "train.validate_every=100%", "train.sample_every=100%",
+    # Weight decay raises the loss of long runs by more than that of short ones (docs/sizing.md).
+    "optimizer.weight_decay=0",
+    # With 32 KB for each domain, a few files, seeds differ by twice as much.
+    "corpus.validation_bytes=256KiB", "train.validate_bytes_per_domain=262144",
 ]  # fmt: skip
 
 
@@ -80,7 +82,7 @@ def main() -> None:
     warmup = round(WARMUP * HORIZONS[0] / BATCH)
     file, out = folder / "ladder.yaml", folder / "ladder"
     ladder = {
-        "recipe": "quickstart", "set": [*COMMON, phase(HORIZONS[-1], warmup)], "out": str(out), "warmup": WARMUP, "seeds": SEEDS,
+        "recipe": "quickstart", "set": [*COMMON, phase(HORIZONS[-1], warmup)], "out": str(out), "warmup": WARMUP, "seeds": list(SEEDS),
         "sizes": {str(hidden): shape(hidden) for hidden in SIZES}, "horizons": [f"{one} tokens" for one in HORIZONS],
     }  # fmt: skip
     file.write_text(yaml.safe_dump(ladder, sort_keys=False), encoding="utf-8")
@@ -93,7 +95,7 @@ def main() -> None:
     commands: list[list[str]] = []
     for number, hidden in enumerate(TARGETS, 1):
         run_dir = folder / f"target-{number:02d}"
-        chosen = [*COMMON, *shape(hidden), f"run_dir={run_dir}", f"train.seed={number + 400}", "threads=1"]
+        chosen = [*COMMON, *shape(hidden), f"run_dir={run_dir}", f"train.seed={number + 800}", "threads=1"]
         size = size_and_tokens(load_recipe("quickstart", [*chosen, phase(HORIZONS[-1], warmup)]).recipe)[0]
         words = ["quickstart", *overrides([*chosen, phase(-(-FACTOR * largest // (size * BATCH)) * BATCH, warmup)])]
         if not run_dir.exists():

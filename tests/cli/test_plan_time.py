@@ -91,6 +91,13 @@ def test_a_loss_far_beyond_the_runs_of_the_ladder_is_warned_of(lmworks: Lmworks,
         assert (text in " ".join(lmworks(*words).out.split())) == (times > 30)
 
 
+def test_stages_that_are_not_counted_are_named(lmworks: Lmworks) -> None:
+    """The quickstart tunes its model after pretraining, which is in no phase of the plan."""
+    said = lmworks("plan", "quickstart", "--set", "time=null").out
+    assert "not counted: stages after pretraining (tune); saves" in " ".join(said.split())
+    assert plan(lmworks, "quickstart", "--set", "time=null", "--set", "tune=null")["later_stages"] == []
+
+
 def test_saves_that_are_not_counted_are_said_with_the_remedy(lmworks: Lmworks, tmp_path: Path) -> None:
     text = "not counted: saves and reading of tokens: 8xh100 states no disk_gb_per_second"
     assert text in " ".join(lmworks("plan", "dense-125m", "--cluster", "8xh100").out.split())

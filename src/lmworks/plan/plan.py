@@ -67,6 +67,7 @@ class Plan:
     kv_cache: float
     kv_cache_shrink: float
     kv_cache_by: str
+    later_stages: tuple[str, ...]  # those that are in no phase of the plan
     unwise: tuple[str, ...]
     activation_checkpointing: str
 
@@ -133,13 +134,16 @@ class Plan:
 
     @property
     def not_counted(self) -> str:
-        """What the time does not contain because the cluster does not state it, and how to state it; empty if it contains everything."""
-        if self.cluster.disk_gb_per_second or not self.phases:
-            return ""
-        return (
-            f"saves and reading of tokens: {self.cluster.name} states no disk_gb_per_second; measure the speed at which a file of a "
-            "checkpoint's size is written to the run directory, and set it in a cluster file (--cluster FILE)"
-        )
+        """What the time does not contain, and how to state what the cluster does not; empty if it contains everything."""
+        found = []
+        if self.later_stages:
+            found.append(f"stages after pretraining ({', '.join(self.later_stages)})")
+        if self.phases and not self.cluster.disk_gb_per_second:
+            found.append(
+                f"saves and reading of tokens: {self.cluster.name} states no disk_gb_per_second; measure the speed at which a file of a "
+                "checkpoint's size is written to the run directory, and set it in a cluster file (--cluster FILE)"
+            )
+        return "; ".join(found)
 
     def _mfu_limit(self, phase: PhasePlan) -> float:
         """The MFU of a phase whose computation is as fast as published ones, and whose communication does not overlap with it."""
@@ -209,6 +213,7 @@ def make_plan(
     `measured_mfu` replaces that of the cluster. Without `layout_in_mfu` it contains neither communication between machines nor pipeline
     bubble, so they are added to the time. Raises `UserError` for a layout that is not legal or does not fit.
     """
+    later = tuple(recipe.later_stages) if recipe.trains_base else ()
     recipe = stages_as_phases(recipe)
     named = cluster.layout if cluster.layout and not cluster.layout.auto else None
     given = layout or named or (recipe.layout if world_size(recipe.layout) > 1 else None)
@@ -259,6 +264,7 @@ def make_plan(
         kv_cache=kv_cache_bytes(model, model.max_position_embeddings),
         kv_cache_shrink=kv_cache_shrink(model),
         kv_cache_by="latent attention" if model.mla else "GQA",
+        later_stages=later,
         unwise=(*warnings(recipe), *_other_engines(recipe), *assumptions(recipe)),
         activation_checkpointing=recipe.train.activation_checkpointing.text(),
     )
