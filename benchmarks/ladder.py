@@ -96,6 +96,7 @@ def main() -> None:
     for number, hidden in enumerate(TARGETS, 1):
         run_dir = folder / f"target-{number:02d}"
         chosen = [*COMMON, *shape(hidden), f"run_dir={run_dir}", f"train.seed={number + 800}", "threads=1"]
+        chosen.append(f"tokenizer.path={data / 'tokenizer' / 'tokenizer.json'}")
         size = size_and_tokens(load_recipe("quickstart", [*chosen, phase(HORIZONS[-1], warmup)]).recipe)[0]
         words = ["quickstart", *overrides([*chosen, phase(-(-FACTOR * largest // (size * BATCH)) * BATCH, warmup)])]
         if not run_dir.exists():
