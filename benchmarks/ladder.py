@@ -29,7 +29,7 @@ from lmworks.recipe.loading.load import load_recipe
 MIXTURE = load_recipe("quickstart").recipe.train.phases[0].mixture
 BATCH = 1024
 HORIZONS = (1000 * BATCH, 1350 * BATCH, 1800 * BATCH, 2400 * BATCH, 3200 * BATCH)
-SEEDS = (601, 602, 603)
+SEEDS = [601, 602, 603]
 WARMUP = 0.1  # of the shortest horizon
 LAYERS = 2  # of all runs: depth and width do not count alike, so a family of models grows in one of them, or in both together
 HEAD = 16  # dimension of a head: hidden sizes are multiples of it, so that all else is in proportion to them
@@ -82,7 +82,7 @@ def main() -> None:
     warmup = round(WARMUP * HORIZONS[0] / BATCH)
     file, out = folder / "ladder.yaml", folder / "ladder"
     ladder = {
-        "recipe": "quickstart", "set": [*COMMON, phase(HORIZONS[-1], warmup)], "out": str(out), "warmup": WARMUP, "seeds": list(SEEDS),
+        "recipe": "quickstart", "set": [*COMMON, phase(HORIZONS[-1], warmup)], "out": str(out), "warmup": WARMUP, "seeds": SEEDS,
         "sizes": {str(hidden): shape(hidden) for hidden in SIZES}, "horizons": [f"{one} tokens" for one in HORIZONS],
     }  # fmt: skip
     file.write_text(yaml.safe_dump(ladder, sort_keys=False), encoding="utf-8")
@@ -95,8 +95,8 @@ def main() -> None:
     commands: list[list[str]] = []
     for number, hidden in enumerate(TARGETS, 1):
         run_dir = folder / f"target-{number:02d}"
-        chosen = [*COMMON, *shape(hidden), f"run_dir={run_dir}", f"train.seed={number + 800}", "threads=1"]
-        chosen.append(f"tokenizer.path={data / 'tokenizer' / 'tokenizer.json'}")
+        tokenizer = f"tokenizer.path={data / 'tokenizer' / 'tokenizer.json'}"
+        chosen = [*COMMON, *shape(hidden), tokenizer, f"run_dir={run_dir}", f"train.seed={number + 800}", "threads=1"]
         size = size_and_tokens(load_recipe("quickstart", [*chosen, phase(HORIZONS[-1], warmup)]).recipe)[0]
         words = ["quickstart", *overrides([*chosen, phase(-(-FACTOR * largest // (size * BATCH)) * BATCH, warmup)])]
         if not run_dir.exists():

@@ -15,7 +15,6 @@ by the analysis of variance).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -109,14 +108,16 @@ class _Noise:
     @property
     def standard_deviations(self) -> tuple[float, float]:
         """Estimates: of a run alone, and of what the runs of a pair have in common (0 with one seed, which does not show it)."""
-        return math.sqrt(self.own), math.sqrt(max(0.0, self.between - self.own) / self.size) if self.between_freedom else 0.0
+        return self._deviations(self.own, self.between)
 
     def draw(self, random: np.random.Generator) -> tuple[float, float]:
         """`standard_deviations`, each drawn from its own distribution."""
         own = self.own * self.own_freedom / random.chisquare(self.own_freedom)
         if self.between_freedom == 0:
-            return float(np.sqrt(own)), 0.0
-        between = self.between * self.between_freedom / random.chisquare(self.between_freedom)
+            return self._deviations(own, 0.0)
+        return self._deviations(own, self.between * self.between_freedom / random.chisquare(self.between_freedom))
+
+    def _deviations(self, own: float, between: float) -> tuple[float, float]:
         return float(np.sqrt(own)), float(np.sqrt(max(0.0, between - own) / self.size))
 
 

@@ -240,9 +240,11 @@ def _summary(scores: Sequence[_Compared]) -> dict[str, Any]:
 def save_settings(folder: Path, runs: list[Path]) -> None:
     """Record what a ladder was fitted to. `law.json` is written beside it."""
     recipes = [load_resolved(run / "resolved.json") for run in runs]
-    found: dict[str, Any] = {"runs": [*map(str, runs)], "held_out_text": held_out_text(runs[0]), "tokenizer": tokenizer_of(runs[0])}
-    found |= {"weight_decay": max(map(_weight_decay, recipes)), "recipe": as_tree(recipes[0])}
-    write_json(folder / "ladder.json", found | {"batches": list(map(vars, batches_of(runs, recipes)))})
+    write_json(folder / "ladder.json", {
+        "runs": [str(run) for run in runs], "held_out_text": held_out_text(runs[0]), "tokenizer": tokenizer_of(runs[0]),
+        "weight_decay": max(map(_weight_decay, recipes)), "recipe": as_tree(recipes[0]),
+        "batches": list(map(vars, batches_of(runs, recipes))),
+    })  # fmt: skip
 
 
 def _weight_decay(recipe: Recipe) -> float:
