@@ -78,7 +78,7 @@ def test_end_to_end(glm: Any, tmp_path: Path) -> None:
 
     names = {file.name for file in (out / "huggingface").iterdir()}
     assert names == {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-                     "chat_template.jinja"}  # fmt: skip
+                     "chat_template.jinja", "parity.json"}  # fmt: skip
     assert {file.stat().st_mode & 0o777 for file in (out / "huggingface").iterdir()} == {(out / "huggingface").stat().st_mode & 0o666}
     stops = [glm.tokenizer.special[name] for name in ("<|endoftext|>", "<|user|>", "<|observation|>")]
     assert read_json(out / "huggingface" / "generation_config.json")["eos_token_id"] == stops

@@ -4,7 +4,7 @@
     out_dir/peft/             low-rank adapters in PEFT's format, if the model was tuned with them
     out_dir/gguf/model.gguf   llama.cpp
     out_dir/gguf/adapter.gguf   the same adapters for llama.cpp
-    out_dir/parity.json       comparison of the exports with the trained model
+    out_dir/parity.json       comparison of the exports with the trained model, size and hash of each file; a part of it in each folder
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lmworks.export import gguf as gguf_
 from lmworks.export.card import write_card
 from lmworks.export.huggingface import TOLERANCE, Parity, compare, require_parity, write_model
 from lmworks.export.peft import adapter_tensors, write_peft
+from lmworks.export.verify import PASSED, REPORT, file_records
 from lmworks.files import read_json, whole_directory, write_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
@@ -108,9 +109,10 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
     values: dict[str, Any] = {"model": which, "dtype": options.dtype}
     sizes: dict[str, int] = {}
     adapter = find_adapter(recipe, run_dir)
+    folders: dict[str, Path] = {}
     with ExitStack() as verified:  # at its end all of them take the places of those of an earlier export, or none does
         if options.huggingface:
-            directory = verified.enter_context(whole_directory(out_dir / "huggingface"))
+            directory = folders["huggingface"] = verified.enter_context(whole_directory(out_dir / "huggingface"))
             write_huggingface(model, tokenizer, directory, dtype)
             write_card(recipe, model, run_dir, directory, gguf=options.gguf)
             tokens_BT = held_out_tokens(recipe, run_dir / "shards") if recipe.has_text else drawn_tokens(recipe, tokenizer)
@@ -119,11 +121,12 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
             values |= {"architecture": class_for(model.config), "huggingface": parity, "sequences": len(tokens_BT)}
             sizes["huggingface"] = sum(file.stat().st_size for file in directory.iterdir())
             if adapter:
-                beside = verified.enter_context(whole_directory(out_dir / "peft"))
+                beside = folders["peft"] = verified.enter_context(whole_directory(out_dir / "peft"))
                 write_adapter(recipe, adapter, beside)
                 sizes["peft"] = sum(file.stat().st_size for file in beside.iterdir())
         if options.gguf:
-            path = verified.enter_context(whole_directory(out_dir / "gguf")) / "model.gguf"
+            folders["gguf"] = verified.enter_context(whole_directory(out_dir / "gguf"))
+            path = folders["gguf"] / "model.gguf"
             gguf_.write_gguf(model, tokenizer, path, dtype, recipe.name)
             values |= {"gguf_architecture": gguf_.architecture_for(model.config), "tensors": gguf_.check_gguf(model, path, dtype)}
             sizes["gguf"] = path.stat().st_size
@@ -134,11 +137,16 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
                     sizes["gguf_adapter"] = beside.stat().st_size
                 except gguf_.NoAdapter as error:
                     values["no_gguf_adapter"] = str(error)
+        files: dict[str, Any] = {}
+        for name, directory in folders.items():
+            records = file_records(directory)
+            write_json(directory / REPORT, {"verdict": PASSED, "model": which, "dtype": options.dtype, "files": records})
+            files |= {f"{name}/{file}": record for file, record in records.items()}
     written = {"huggingface": options.huggingface, "peft": options.huggingface and adapter, "gguf": options.gguf}
     for name in (name for name, wanted in written.items() if not wanted):
         shutil.rmtree(out_dir / name, ignore_errors=True)  # of a model before this one
     report = Report(**values, bytes=sizes)
-    write_json(out_dir / "parity.json", asdict(report) | {"tolerance": TOLERANCE})
+    write_json(out_dir / REPORT, {"verdict": PASSED} | asdict(report) | {"tolerance": TOLERANCE, "files": files})
     return report
 
 
