@@ -14,7 +14,6 @@ import torch
 
 from lmworks.export.export import write_huggingface
 from lmworks.export.gguf import write_gguf
-from lmworks.export.huggingface import read_model
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
@@ -22,6 +21,7 @@ from lmworks.serve.loading import make_engine
 from lmworks.serve.middleware import ServerOptions
 from lmworks.serve.models import Models
 from lmworks.tokenizer import load
+from lmworks.weights.huggingface import read_model
 from tiny_run import Tiny
 
 GLM: dict[str, Any] = {

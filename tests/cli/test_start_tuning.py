@@ -14,12 +14,12 @@ from command import Lmworks
 from base_models import KINDS, write_model, write_tokenizer
 from docs.pages import DOCS, blocks
 from lmworks.checkpoint import listing
-from lmworks.export.huggingface import read_model
 from lmworks.files import read_json
 from lmworks.metrics.log import read
 from lmworks.tokenizer import load
 from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
+from lmworks.weights.huggingface import read_model
 from tiny_run import checkpoint
 
 ROWS, ENTRIES = 448, 372  # of the embedding; of the tokenizer of kind qwen
@@ -210,7 +210,7 @@ def test_tokens_that_cannot_be_added(lmworks: Lmworks, chats: Path, tmp_path: Pa
 def test_another_first_loss_than_that_of_transformers_ends_the_run(
     lmworks: Lmworks, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lmworks.export import huggingface
+    from lmworks.weights import huggingface
 
     load = huggingface.load_weights
 

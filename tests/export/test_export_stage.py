@@ -21,7 +21,7 @@ from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
 from lmworks.export.card import write_card
 from lmworks.export.export import check, export, held_out_tokens, write_huggingface
-from lmworks.export.huggingface import TOLERANCE, compare, read_model, require_parity
+from lmworks.export.huggingface import TOLERANCE, compare, require_parity
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.router import Router
@@ -29,6 +29,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import RopeChange
 from lmworks.recipe.schema.units import Tokens
 from lmworks.recipe.tree.fingerprint import as_tree
+from lmworks.weights.huggingface import read_model
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'lmworks[export]'")

@@ -14,13 +14,14 @@ import torch
 from random_configs import EXPERTS, random_config
 
 from lmworks.errors import UserError
-from lmworks.export.huggingface import read_model, write_model
-from lmworks.export.names import is_exported, to_huggingface
+from lmworks.export.huggingface import write_model
 from lmworks.model import Transformer
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import FAMILIES, family_of, table
 from lmworks.recipe.loading.huggingface import class_for, from_config, to_config
 from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Rope
+from lmworks.weights.huggingface import read_model
+from lmworks.weights.names import is_exported, to_huggingface
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,

@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from test_huggingface import relative
 
 from lmworks.errors import UserError
-from lmworks.export.huggingface import read_model, write_model
-from lmworks.export.names import exports_mtp
+from lmworks.export.huggingface import write_model
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.recipe.schema.model import Mla, Model, Moe, Mtp, Rope
+from lmworks.weights.huggingface import read_model
+from lmworks.weights.names import exports_mtp
 
 _MOE = Moe(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, first_k_dense_replace=1, routed_scaling_factor=2.5)
 _SMALL: dict[str, Any] = {

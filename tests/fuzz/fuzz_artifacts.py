@@ -295,7 +295,7 @@ def make_experts(folder: Path) -> None:
 
 
 def use_model(folder: Path) -> None:
-    from lmworks.export.huggingface import read_model
+    from lmworks.weights.huggingface import read_model
 
     read_model(folder)
 

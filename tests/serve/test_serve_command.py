@@ -93,7 +93,8 @@ def test_an_exported_model_is_served_too(run_dir: Path, tmp_path: Path) -> None:
     {"vocab_size": 10**30},
 ], ids=str)  # fmt: skip
 def test_no_memory_is_taken_for_weights_that_are_not_there(run_dir: Path, tmp_path: Path, change: dict[str, int]) -> None:
-    from lmworks.export.huggingface import read_model, write_model
+    from lmworks.export.huggingface import write_model
+    from lmworks.weights.huggingface import read_model
 
     trained = load_engine(run_dir)
     write_model(trained.model, tmp_path, {}, torch.float32)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lmworks.export.huggingface import write_model
-from lmworks.export.names import to_huggingface
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.parallel.parallel_model import ParallelModel
@@ -24,6 +23,7 @@ from lmworks.recipe.schema.model import Model
 from lmworks.train.align.answers import Answer, PackedAnswers, pack, weigh
 from lmworks.train.align.policy_losses import Sampled, advantages, policy_loss
 from lmworks.train.align.preference_losses import preference_loss
+from lmworks.weights.names import to_huggingface
 from small_config import small_config
 
 pytestmark = pytest.mark.slow

@@ -26,7 +26,7 @@ def _open(path: Path, base: bool) -> Engine:
 
     if not (path / "config.json").is_file():
         return load_engine(path, base)
-    from lmworks.export.huggingface import read_model
+    from lmworks.weights.huggingface import read_model
 
     return make_engine(read_model(path), path, path.resolve().name)
 

@@ -29,8 +29,8 @@ from lmworks.deploy.source import Source
 from lmworks.deploy.start_script import start_script
 from lmworks.errors import UserError
 from lmworks.export.gguf import weight_bits
-from lmworks.export.huggingface import only_pickled
 from lmworks.files import require_empty, whole_directory, write_json, write_text
+from lmworks.weights.huggingface import only_pickled
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import torch
 from lmworks import machine
 from lmworks.deploy.source import Source
 from lmworks.errors import UserError
-from lmworks.export.huggingface import only_pickled, read_model
 from lmworks.model import Transformer
 from lmworks.model.generate import GenerateOptions, stream
 from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer import load
+from lmworks.weights.huggingface import only_pickled, read_model
 
 PROMPTS = (
     "The capital of France is",

@@ -9,11 +9,11 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.export.gguf import weight_bits
-from lmworks.export.huggingface import only_pickled
 from lmworks.files import explain_damage, read_json
 from lmworks.recipe.families.registry import family_in
 from lmworks.recipe.loading.huggingface import from_config
 from lmworks.recipe.schema.model import Model
+from lmworks.weights.huggingface import only_pickled
 
 
 @dataclass(frozen=True)

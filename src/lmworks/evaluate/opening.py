@@ -121,7 +121,7 @@ def _open_checkpoint(weights: Weights, device: torch.device) -> OpenModel:
 
 
 def _open_huggingface(weights: Weights, device: torch.device) -> OpenModel:
-    from lmworks.export.huggingface import read_model
+    from lmworks.weights.huggingface import read_model
 
     path = weights.path
     stored = str(read_json(path / "config.json").get("dtype") or read_json(path / "config.json").get("torch_dtype"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,84 +18,29 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.export.names import from_interleaved, huggingface_name, is_exported, is_interleaved, to_interleaved
 from lmworks.files import atomic_path, explain_damage, final_name, read_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
 from lmworks.model.rope import frequencies
 from lmworks.progress import bar
 from lmworks.recipe.families.common import rope_parameters
-from lmworks.recipe.families.family import Gguf, NoClass
 from lmworks.recipe.families.registry import family_of
 from lmworks.recipe.schema.lora import Lora, matrix_of
 from lmworks.recipe.schema.model import Model
 from lmworks.tokenizer import bpe, special
 from lmworks.tokenizer.foreign import ForeignTokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
+from lmworks.weights.gguf_names import GgufTensor, Places, architecture_for, gguf_of, gguf_package
+from lmworks.weights.names import is_exported
 
 if TYPE_CHECKING:
     import gguf
 
 _LATENT_KEYS_AND_VALUES = re.compile(r"layers\.(\d+)\.attention\.kv_up\.weight\Z")
-_QUERY_OR_KEY = re.compile(r"layers\.\d+\.attention\.(query|key)\.(weight|bias)\Z")
 
 
 class NoAdapter(UserError):
     """llama.cpp cannot apply the adapters of a model."""
-
-
-@dataclass(frozen=True)
-class _GgufTensor:
-    """A tensor to write: its name in the file, our tensor or a view of a part of it, and the dtype in the file.
-
-    `heads` is the number of heads whose rows are reordered (0 for no reordering). `rotated` names our tensor if it has rows of latent
-    attention that llama.cpp wants interleaved, and `model` is then the config."""
-
-    name: str
-    tensor: Tensor
-    dtype: torch.dtype
-    heads: int = 0
-    rotated: str = ""
-    model: Model | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.numel() * self.dtype.itemsize
-
-    def bits(self) -> np.ndarray:
-        """The values as stored in the file; bfloat16, which numpy lacks, as int16."""
-        tensor = self.tensor.detach().cpu()
-        if self.rotated and self.model:
-            tensor = to_interleaved(self.rotated, tensor, self.model)
-        if self.heads:
-            rows = len(tensor) // self.heads
-            tensor = tensor.reshape(self.heads, 2, rows // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
-        tensor = tensor.to(self.dtype).contiguous()
-        return (tensor.view(torch.int16) if self.dtype == torch.bfloat16 else tensor).numpy()
-
-    @torch.no_grad()
-    def store(self, values: Tensor) -> None:
-        """Copy values of the file, in its order, into our tensor: the inverse of `bits`."""
-        if self.heads:
-            rows = len(values) // self.heads
-            values = values.reshape(self.heads, rows // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-        if self.rotated and self.model:
-            values = from_interleaved(self.rotated, values, self.model)
-        self.tensor.copy_(values)
-
-
-def architecture_for(model: Model) -> str:
-    """llama.cpp's architecture of a model. Raises `UserError` with the reason if it has none."""
-    return _gguf_of(model).architecture
-
-
-def _gguf_of(model: Model) -> Gguf:
-    try:
-        return family_of(model).gguf(model)
-    except NoClass as error:
-        raise UserError(
-            f"no architecture of llama.cpp expresses this model: {error.reason}; change the recipe's model, or set export.gguf=false"
-        ) from None
 
 
 def _final_config(model: Transformer) -> Model:
@@ -109,7 +54,7 @@ def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torc
 
     Tensors are converted one at a time, so the model is not in memory twice. Raises `UserError` if llama.cpp cannot express it.
     """
-    gguf = _package()
+    gguf = gguf_package()
     items = list(_items(model, dtype))
     with atomic_path(path) as aside, bar("gguf", sum(item.nbytes for item in items)) as progress:
         writer = gguf.GGUFWriter(aside, architecture_for(_final_config(model)))
@@ -134,7 +79,7 @@ def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Transf
     `adapters` are tensors by our names; of `model` only the config and the RoPE matter. Raises `NoAdapter` for an adapter that llama.cpp
     cannot apply.
     """
-    gguf, places, items = _package(), _Places(_final_config(model)), []
+    gguf, places, items = gguf_package(), Places(_final_config(model)), []
     for ours, tensor in adapters.items():
         if _LATENT_KEYS_AND_VALUES.match(matrix_of(ours)):
             raise NoAdapter("llama.cpp has the expansion of latents to keys and values as other matrices than those with adapters")
@@ -159,7 +104,7 @@ def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Transf
 def check_gguf(model: Transformer, path: Path, dtype: torch.dtype) -> int:
     """Read the file and compare every value with the model's, bit for bit. Returns the number of tensors; raises `UserError` if one
     differs."""
-    reader = _package().GGUFReader(path)
+    reader = gguf_package().GGUFReader(path)
     found = {tensor.name: tensor for tensor in reader.tensors}
     expected = {item.name: item for item in _items(model, dtype)}
     if found.keys() != expected.keys():
@@ -175,7 +120,7 @@ def check_gguf(model: Transformer, path: Path, dtype: torch.dtype) -> int:
 def weight_bits(path: Path) -> int:
     """Bits per weight, rounded down, of the most quantized tensor of a GGUF file; 16 if none is quantized. Raises `UserError` for a damaged
     file."""
-    gguf = _package()
+    gguf = gguf_package()
     with explain_damage(path):
         sizes = [gguf.GGML_QUANT_SIZES[tensor.tensor_type] for tensor in gguf.GGUFReader(path).tensors]
     return min([16, *(8 * size // block for block, size in sizes)])
@@ -186,7 +131,7 @@ def load_gguf(model: Transformer, path: Path) -> None:
 
     Quantized values are dequantized to fp32 by llama.cpp's own Python package.
     """
-    gguf = _package()
+    gguf = gguf_package()
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     for item in _items(model, torch.float32):
         if item.name not in found:
@@ -201,39 +146,9 @@ def _damaged(path: Path, why: str) -> UserError:
     return UserError(f"{final_name(path)} differs from the trained model: {why}; so it is not kept: export again")
 
 
-def _package() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise UserError("writing GGUF needs the gguf package: pip install 'lmworks[export]', or set export.gguf=false") from None
-    return gguf
-
-
-class _Places:
-    """Where llama.cpp has the tensors of a model, whose config has the RoPE of the last phase."""
-
-    def __init__(self, config: Model) -> None:
-        gguf = _package()
-        self.config, self.family, self._known = config, family_of(config), _gguf_of(config)
-        number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self._known.architecture)
-        self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-
-    def place(self, ours: str, tensor: Tensor, dtype: torch.dtype) -> _GgufTensor:
-        """The tensor to write for one of ours, or for another one with the same rows."""
-        # the package maps Hugging Face's names, with stacked experts and the bias as a separate tensor
-        theirs = huggingface_name(ours, self.family).replace(".{e}", "").replace("e_score_correction_bias", "e_score_correction.bias")
-        name = self._names.get_name(theirs, try_suffixes=(".weight", ".bias"))
-        assert name, f"gguf has no name for {theirs}"
-        is_matrix = tensor.dim() > 1 and not name.endswith("ffn_gate_inp.weight")
-        config, match = self.config, _QUERY_OR_KEY.match(ours) if self._known.interleaved_rope else None
-        heads = 0 if match is None else config.num_attention_heads if match[1] == "query" else config.num_key_value_heads
-        rotated = ours if is_interleaved(ours, config) else ""
-        return _GgufTensor(name, tensor, dtype if is_matrix else torch.float32, heads or 0, rotated, config)
-
-
-def _items(model: Transformer, dtype: torch.dtype) -> Iterator[_GgufTensor]:
+def _items(model: Transformer, dtype: torch.dtype) -> Iterator[GgufTensor]:
     config = _final_config(model)
-    places = _Places(config)
+    places = Places(config)
     for ours, tensor in model.state_dict().items():
         if ours == "head.weight" and model.config.tie_word_embeddings:
             continue  # llama.cpp uses the embedding if there is no output
@@ -249,20 +164,20 @@ def _items(model: Transformer, dtype: torch.dtype) -> Iterator[_GgufTensor]:
         assert config.head_dim
         plain = model.rope.model_copy(update={"scaling": "none", "factor": 1.0})
         factors = frequencies(plain, config.head_dim)[0] / frequencies(model.rope, config.head_dim)[0]
-        yield _GgufTensor("rope_freqs.weight", factors, torch.float32)
+        yield GgufTensor("rope_freqs.weight", factors, torch.float32)
 
 
-def _split_latents(layer: int, tensor: Tensor, dtype: torch.dtype, config: Model) -> Iterator[_GgufTensor]:
+def _split_latents(layer: int, tensor: Tensor, dtype: torch.dtype, config: Model) -> Iterator[GgufTensor]:
     """The expansion of latents to keys, transposed, and to values: llama.cpp multiplies queries and outputs by them, head by head."""
     mla = config.mla
     assert mla is not None
     key, value = tensor.unflatten(0, (config.num_attention_heads or 1, -1)).split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
-    yield _GgufTensor(f"blk.{layer}.attn_k_b.weight", key.transpose(1, 2), dtype)
-    yield _GgufTensor(f"blk.{layer}.attn_v_b.weight", value, dtype)
+    yield GgufTensor(f"blk.{layer}.attn_k_b.weight", key.transpose(1, 2), dtype)
+    yield GgufTensor(f"blk.{layer}.attn_v_b.weight", value, dtype)
 
 
 def _add_general(writer: gguf.GGUFWriter, name: str, dtype: torch.dtype) -> None:
-    gguf = _package()
+    gguf = gguf_package()
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
     writer.add_size_label(gguf.size_label(*writer.get_total_parameter_count()))
@@ -273,7 +188,7 @@ def _add_general(writer: gguf.GGUFWriter, name: str, dtype: torch.dtype) -> None
 
 
 def _add_model(writer: gguf.GGUFWriter, model: Transformer) -> None:
-    config, gguf = model.config, _package()
+    config, gguf = model.config, gguf_package()
     assert config.num_hidden_layers and config.hidden_size and config.intermediate_size and config.vocab_size
     assert config.num_attention_heads and config.num_key_value_heads and config.head_dim
     family = family_of(config)
@@ -301,13 +216,13 @@ def _add_model(writer: gguf.GGUFWriter, model: Transformer) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    for key, value in _gguf_of(_final_config(model)).metadata.items():
+    for key, value in gguf_of(_final_config(model)).metadata.items():
         getattr(writer, f"add_{key}")(gguf.ExpertGatingFuncType[value] if key == "expert_gating_func" else value)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, rows: int) -> None:
     """Write the tokenizer for `rows` rows of the embedding; rows that the tokenizer does not use become unused tokens."""
-    kinds = _package().TokenType
+    kinds = gguf_package().TokenType
     path = tokenizer.directory / "tokenizer.json"
     spec = read_json(path)
     pre = _pre_tokenizer(tokenizer, spec, path)

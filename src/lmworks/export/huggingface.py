@@ -1,34 +1,25 @@
-"""Writes and reads Hugging Face checkpoints, and compares an export with `transformers`."""
+"""Writes Hugging Face checkpoints, and compares an export with `transformers`; `lmworks.weights.huggingface` reads them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmworks.checkpoint.save_plan import TensorSlice, local_slice
 from lmworks.errors import UserError
-from lmworks.export.names import exports_mtp, from_interleaved, is_interleaved, original_of, refuse_foreign, sources, to_huggingface
-from lmworks.files import atomic_path, explain_damage, final_name, read_json, write_json
+from lmworks.files import atomic_path, final_name, write_json
 from lmworks.model import Transformer
 from lmworks.model.router import Router
 from lmworks.progress import bar
-from lmworks.recipe.families.registry import family_in
-from lmworks.recipe.loading.huggingface import from_config, to_config
-from lmworks.recipe.schema.model import Model as Config
+from lmworks.recipe.loading.huggingface import to_config
+from lmworks.weights.names import exports_mtp, to_huggingface
 
 _SHARD_BYTES = 5 * 10**9
-_MEAN_ROWS = 8192  # rows that are read at a time for their mean
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-"""Names of weights that are read by running what is in them."""
-_SMALL = 1 << 20  # elements; smaller models are not checked
 TOLERANCE = 2e-5
 """Largest difference of logits, relative to the largest logit, that still counts as equal in fp32. The two libraries sum in different
 orders, which costs 5e-7 with 4 layers and grows with the square root of their number; one wrong row of one expert costs more than 1e-4."""
@@ -89,142 +80,6 @@ def _split(state: dict[str, Tensor], dtype: torch.dtype) -> Iterator[list[str]]:
         names.append(name)
         size += tensor.numel() * dtype.itemsize
     yield names
-
-
-@torch.no_grad()
-def load_weights(
-    directory: Path, state: Mapping[str, Tensor], model: Config, *, extend: bool = False, added: range = range(0)
-) -> None:  # fmt: skip
-    """Copy the weights of a Hugging Face checkpoint into `state`, tensors of `model` under our names. This rank may hold slices of them;
-    only these are read.
-
-    `extend`: `model` may have more vocabulary rows than the checkpoint, and layers of multi-token prediction, which keep their values.
-    `added`: the ids of tokens that the tokenizer of the checkpoint does not have. Their rows, and those that the checkpoint does not have,
-    become the mean of the others. So a new token is at first no likelier than the average one (Hewitt 2021, "Initializing New Word
-    Embeddings for Pretrained Language Models"; `resize_token_embeddings` of transformers draws around the same mean).
-    Raises `UserError` if the weights do not match `model`.
-    """
-    with ExitStack() as stack:
-        handles = {name: handle for handle in open_all(directory, stack).values() for name in handle.keys()}  # noqa: SIM118
-        config = read_json(directory / "config.json")
-        family = family_in(config)
-        with torch.device("meta"):
-            refuse_foreign(handles, Transformer(model).state_dict(), model, family)
-        interleaved = bool(config.get("rope_interleave", True))
-        for name, tensor in state.items():
-            ours = "embedding.weight" if name == "head.weight" and model.tie_word_embeddings else name
-            part = local_slice(ours, tensor)
-            for theirs, box in sources(part, model, family) if part is not None else ():
-                if theirs in handles:
-                    reorder = partial(from_interleaved, ours, model=model) if interleaved and is_interleaved(ours, model) else None
-                    _read_slice(handles[theirs].get_slice(theirs), theirs, box, reorder, extend, added)
-                elif not (extend and name.startswith("mtp.")):
-                    raise UserError(f"{directory} has no tensor {theirs}; the config and the weights are of different models")
-        if not extend:
-            _refuse_unequal_copies(handles, state)
-
-
-def _read_slice(
-    source: Any, theirs: str, box: TensorSlice, reorder: Callable[[Tensor], Tensor] | None, extend: bool, added: range
-) -> None:  # fmt: skip
-    """Copy the slice `box` of a Hugging Face tensor; with `reorder`, which permutes its rows, the whole tensor is read."""
-    shape = tuple(source.get_shape())
-    vocabulary = box.name in ("embedding.weight", "head.weight")
-    fewer_rows = extend and vocabulary and shape[0] < box.shape[0]
-    if shape[1:] != box.shape[1:] or (shape != box.shape and not fewer_rows):
-        raise UserError(f"tensor {theirs} has shape {shape}, but the config says {box.shape}")
-    begin, count = box.offsets[0], max(0, min(box.sizes[0], shape[0] - box.offsets[0]))
-    slices = (slice(begin, begin + count), *(slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True)))
-    if count:
-        box.values()[:count].copy_(reorder(source[:])[slices] if reorder else source[slices])
-    begin, end = box.offsets[0], box.offsets[0] + box.sizes[0]
-    if vocabulary and (rows := [row - begin for row in (*added, *range(shape[0], box.shape[0])) if begin <= row < end]):
-        values = box.values()
-        values[rows] = _mean_row(source, slices[1], min([shape[0], *added[:1]])).to(values)
-
-
-def _mean_row(source: Any, columns: slice, rows: int) -> Tensor:
-    """The mean of the first rows of a tensor in a file, which need not fit into memory."""
-    parts = (source[begin : min(rows, begin + _MEAN_ROWS), columns].double().sum(0) for begin in range(0, rows, _MEAN_ROWS))
-    return torch.stack(list(parts)).sum(0) / rows
-
-
-def _refuse_unequal_copies(handles: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-    """Raise `UserError` if a layer of multi-token prediction has an embedding or a head that differs from the model's own."""
-    for theirs, handle in handles.items():
-        if (ours := original_of(theirs)) is not None:
-            own, copy = state.get(ours, state["embedding.weight"]), handle.get_tensor(theirs)
-            if copy.shape != own.shape or not torch.equal(copy.to(own.dtype), own):
-                raise UserError(f"tensor {theirs} is not equal to the model's own; multi-token prediction shares it in lmworks")
-
-
-def read_model(directory: Path) -> Transformer:
-    """Read a model from a Hugging Face checkpoint. Raises `UserError` if lmworks does not support its class or options."""
-    directory = Path(directory)
-    config = read_json(directory / "config.json")
-    with explain_damage(directory / "config.json"):
-        described = from_config(config)
-    sizes = _sizes(directory)
-    if described.mtp and not any(name.startswith(f"model.layers.{described.num_hidden_layers}.") for name in sizes):
-        described = described.model_copy(update={"mtp": None})  # transformers drops the layer when it saves, but not the config key
-    _refuse_wrong_size(described, sizes, directory)
-    model = Transformer(described)
-    load_weights(directory, dict(model.state_dict()), model.config)
-    return model.eval()
-
-
-def _sizes(directory: Path) -> dict[str, int]:
-    """The number of elements of each tensor, from the headers of the files."""
-    with ExitStack() as stack:
-        handles = open_all(directory, stack).values()
-        return {name: math.prod(handle.get_slice(name).get_shape()) for handle in handles for name in handle.keys()}  # noqa: SIM118
-
-
-def _refuse_wrong_size(described: Config, sizes: dict[str, int], directory: Path) -> None:
-    """Raise `UserError` if the config describes far more weights than the files have, before memory is allocated for them. Exact shapes
-    are checked when the weights are read."""
-    stored, wanted = sum(sizes.values()), None
-    if (described.num_hidden_layers or 0) <= len(sizes) and (described.moe is None or described.moe.n_routed_experts <= len(sizes)):
-        try:
-            with torch.device("meta"):
-                wanted = sum(tensor.numel() for tensor in Transformer(described).state_dict().values())
-        except (RuntimeError, OverflowError, TypeError):  # sizes overflow
-            wanted = None
-    if wanted is None or wanted > 2 * stored + _SMALL:
-        raise UserError(f"{directory / 'config.json'} does not describe the {stored:,} weights beside it; they belong to different models")
-
-
-def open_all(directory: Path, stack: ExitStack) -> dict[Path, Any]:
-    """Open all safetensors files; they are memory-mapped, not read. Raises `UserError` for a damaged one."""
-    return {file: _open(file, stack) for file in files_of(directory)}
-
-
-def files_of(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; `UserError` if there are none."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{directory} has no .safetensors file{only_pickled(directory)}")
-    return files
-
-
-def only_pickled(directory: Path) -> str:
-    """For the message that a directory has no safetensors: ", only NAME, which is pickled ..."; empty if there are no pickled weights."""
-    found = next((path.name for pattern in PICKLED for path in sorted(directory.glob(pattern))), None)
-    if found is None:
-        return ""
-    return (
-        f", only {found}, which is pickled and could run any program: if you trust it, load it in transformers and write it again "
-        "with save_pretrained(DIRECTORY)"
-    )
-
-
-def _open(file: Path, stack: ExitStack) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return stack.enter_context(safe_open(file, framework="pt"))
-    except SafetensorError as error:
-        raise UserError(f"{file} is damaged ({error}); put a good copy there, or export it again") from None
 
 
 @torch.no_grad()
@@ -293,5 +148,3 @@ def require_parity(parity: Parity, directory: Path) -> None:
             f"the export in {final_name(directory)} differs from the trained model: logits by {parity.relative:.1e} of the largest, "
             f"more than {TOLERANCE:.0e}; so it is not kept; please report this with resolved.json"
         )
-
-

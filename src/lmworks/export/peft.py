@@ -17,7 +17,6 @@ from torch import Tensor
 from lmworks.checkpoint.save_plan import local_slice
 from lmworks.checkpoint.tensor_files import Reader
 from lmworks.errors import UserError
-from lmworks.export.names import huggingface_name, reordered
 from lmworks.files import atomic_path, write_json
 from lmworks.model import Transformer
 from lmworks.model.lora import attach
@@ -25,6 +24,7 @@ from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import family_of
 from lmworks.recipe.schema.lora import Lora, is_adapter, matrix_of
 from lmworks.recipe.schema.model import Model
+from lmworks.weights.names import huggingface_name, reordered
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED, _REWRITE = "adapter_model.bin", "if you trust it, load it in peft and write it again with save_pretrained(DIRECTORY)"

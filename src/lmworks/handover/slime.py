@@ -12,13 +12,13 @@ from typing import Any
 from lmworks.deploy.quoting import shell_word
 from lmworks.deploy.source import Source, open_source
 from lmworks.errors import UserError
-from lmworks.export.huggingface import files_of
 from lmworks.files import link_or_copy, read_json, require_empty, whole_directory, write_json, write_text
 from lmworks.handover.arguments import Argument, model_arguments
 from lmworks.handover.names import copies, mapping, require_bijection
 from lmworks.handover.prompts import Prompts, read_prompts
 from lmworks.tokenizer import load
 from lmworks.train.data.decontamination import Decontamination
+from lmworks.weights.huggingface import files_of
 
 _PROMPTS_A_ROLLOUT, _SAMPLES, _STEPS_A_ROLLOUT = 128, 8, 4
 _WEIGHTS = (".safetensors", ".index.json")

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lmworks import machine
 from lmworks.errors import UserError
-from lmworks.export.huggingface import files_of, load_weights
 from lmworks.files import atomic_path, full_disk, is_full_disk, read_json, write_json
 from lmworks.model import Transformer
 from lmworks.progress import bar
@@ -27,6 +26,7 @@ from lmworks.quantize.child import ChildScorer, Crashed, find_python, running
 from lmworks.quantize.schemes import Scheme
 from lmworks.quantize.source import Source
 from lmworks.quantize.texts import Window
+from lmworks.weights.huggingface import files_of, load_weights
 
 MODULES = ("llmcompressor",)
 GROUPS = (128, 64, 32)

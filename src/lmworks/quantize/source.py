@@ -14,7 +14,6 @@ from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.evaluate.opening import OpenModel, open_model
 from lmworks.export.export import DTYPES, write_huggingface
-from lmworks.export.huggingface import files_of, only_pickled
 from lmworks.files import read_json
 from lmworks.model import Transformer
 from lmworks.recipe.derivation.parameters import count_parameters
@@ -22,6 +21,7 @@ from lmworks.recipe.loading.huggingface import from_config
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.model import Model
 from lmworks.train.load import folder
+from lmworks.weights.huggingface import files_of, only_pickled
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from lmworks.tokenizer.keeping import kept_json
 
 def check_start(recipe: Recipe) -> None:
     """Raise `UserError` if the weights of `start_from` cannot be those of the model, by their headers, or if tokens cannot be added."""
-    from lmworks.export.weight_map import map_weights
+    from lmworks.weights.weight_map import map_weights
 
     assert recipe.start_from is not None
     start = find(recipe.start_from)
@@ -43,7 +43,7 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
     start = communicator.broadcast(communicator.run_on_all(partial(find, recipe.start_from)))
     added = _added_tokens(recipe, start)
     if start.kind == "huggingface":
-        from lmworks.export.huggingface import load_weights
+        from lmworks.weights.huggingface import load_weights
 
         communicator.run_on_all(lambda: load_weights(start.path, model.state_dict(), recipe.model, extend=True, added=added))
     else:
@@ -64,8 +64,8 @@ def load_start_model(recipe: Recipe) -> Transformer:
 
     Raises `UserError` if the weights are not there any more, or damaged.
     """
-    from lmworks.export.huggingface import load_weights
     from lmworks.train.load import load_checkpoint
+    from lmworks.weights.huggingface import load_weights
 
     assert recipe.start_from is not None
     start = find(recipe.start_from)
@@ -85,7 +85,7 @@ def _added_tokens(recipe: Recipe, start: Weights) -> range:
 
 def _about(start: Weights) -> dict[str, Any]:
     """Path and kind of the weights, and the hash of each of their files."""
-    from lmworks.export.huggingface import files_of
+    from lmworks.weights.huggingface import files_of
 
     path = start.path.absolute()
     files: list[Path] = [path / manifest.NAME] if start.kind == "checkpoint" else [path / "config.json", *files_of(path)]

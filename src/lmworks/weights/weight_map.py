@@ -10,13 +10,13 @@ import torch
 
 from lmworks.checkpoint.save_plan import local_slice
 from lmworks.errors import UserError
-from lmworks.export.huggingface import open_all
-from lmworks.export.names import refuse_foreign, sources
 from lmworks.files import read_json
 from lmworks.model import Transformer
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import family_in
 from lmworks.recipe.schema.model import Model
+from lmworks.weights.huggingface import open_all
+from lmworks.weights.names import refuse_foreign, sources
 
 _EXTENDED = ("embedding.weight", "head.weight")  # may have more rows than the file
 

@@ -15,7 +15,7 @@ from safetensors.torch import load
 
 from lmworks.errors import UserError
 from lmworks.export import huggingface
-from lmworks.export.huggingface import load_weights, read_model, write_model
+from lmworks.export.huggingface import write_model
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.optim.placement import local
@@ -24,6 +24,7 @@ from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model
+from lmworks.weights.huggingface import load_weights, read_model
 from parallel.parity import MODELS, recipe_of, whole
 from rank_pool import RankPool
 from small_config import small_config
