@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
 from lmworks.metrics.log import read
+from lmworks.recipe.derivation.passes import steps_of
 from lmworks.recipe.schema.dpo import Dpo
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.align import reference
-from lmworks.train.align.answers import pack
+from lmworks.train.align.answers import Answer, pack
 from lmworks.train.align.preference_losses import preference_loss
+from lmworks.train.data.other_prompts import other_rows, prompt_key
 from lmworks.train.data.preferences import build_preferences, encode_answer, read_preferences
-from lmworks.train.dpo import dpo
+from lmworks.train.dpo import Pairs, dpo
 from saved_run import save_run
 from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -163,7 +169,7 @@ def test_common_forms_are_one_pair_and_bad_rows_are_counted(tiny: Tiny, tmp_path
 
 
 def test_labeled_answers_get_another_rows_answer(tiny: Tiny, tmp_path: Path) -> None:
-    rows = [{"prompt": f"Say {n}", "completion": f"Number {n}", "label": n % 2 == 0} for n in range(6)]
+    rows = [{"prompt": f"Say {n // 2}", "completion": f"Number {n}", "label": n % 2 == 0} for n in range(6)]
     path = write(tmp_path / "labeled.jsonl", [*rows, {"prompt": "x", "completion": "y", "label": "yes"}, pair(1, 2)])
     made = build(tiny, path, tmp_path / "out", loss="kto", held_out_fraction=0.0)
     pairs, labels = read_preferences(tmp_path / "out", "train")
@@ -173,7 +179,41 @@ def test_labeled_answers_get_another_rows_answer(tiny: Tiny, tmp_path: Path) -> 
     for answer, other in pairs:
         prompts = [tokenizer.decode(one.ids[~one.learned].tolist()) for one in (answer, other)]
         texts = [tokenizer.decode(one.ids[one.learned].tolist()) for one in (answer, other)]
-        assert prompts[0] == prompts[1] and texts[0] != texts[1]
+        assert prompts[0] == prompts[1], "its own prompt"
+        own, other = (said(text) for text in texts)
+        assert own != other, "and the answer to another one"
+
+
+def said(answer: str) -> str:
+    """The prompt that an answer of the rows above belongs to."""
+    number = re.search(r"Number (\d)", answer)
+    return f"Say {int(number[1]) // 2}" if number else "sum"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "once"), [((2, 2, 2), True), ((3, 2, 1), True), ((9, 1), False), ((5, 1, 1), False), ((1,) * 7, True)], ids=str
+)
+def test_other_rows_have_other_prompts_in_any_order(sizes: tuple[int, ...], once: bool) -> None:
+    """Neighbors of the file, and the row itself, are taken no more often than others; what is taken does not depend on their order."""
+    prompts = [f"prompt {number}" for number, size in enumerate(sizes) for _ in range(size)]
+    rows = [f"row {number}".encode() for number in range(len(prompts))]
+    found = other_rows(prompts, rows, 1)
+    assert found is not None and all(prompts[row] != prompts[other] for row, other in enumerate(found))
+    assert (len(set(found)) == len(found)) == once
+    shuffled = np.random.default_rng(len(rows)).permutation(len(rows)).tolist()
+    again = other_rows([prompts[row] for row in shuffled], [rows[row] for row in shuffled], 1)
+    assert again is not None
+    taken = {rows[row]: rows[other] for row, other in enumerate(found)}
+    assert {rows[shuffled[row]]: rows[shuffled[other]] for row, other in enumerate(again)} == taken
+    if len(sizes) > 2:
+        assert any(other_rows(prompts, rows, seed) != found for seed in (2, 3, 4)), "seeded"
+
+
+def test_prompts_are_the_same_in_other_letters_and_under_other_systems() -> None:
+    user, system = {"role": "user", "content": "What  is it?"}, {"role": "system", "content": "Be kind."}
+    assert prompt_key([user]) == prompt_key([system, {"role": "user", "content": "what is it? "}])
+    assert prompt_key([user]) != prompt_key([{"role": "user", "content": "What was it?"}])
+    assert other_rows([prompt_key([user])] * 3, [b"a", b"b", b"c"], 1) is None
 
 
 def test_generated_pairs_need_no_file(tiny: Tiny, tmp_path: Path) -> None:
@@ -191,12 +231,37 @@ def test_generated_pairs_need_no_file(tiny: Tiny, tmp_path: Path) -> None:
         ([{"prompt": "x", "chosen": "a", "rejected": "a"}] * 3, {}, "yields no pair .*3 equal answers; first: .*pairs.jsonl:1"),
         ([], {}, "yields no pair .it is empty"),
         ([pair(1, 1)], {"data": []}, "dpo.data is empty"),
+        ([pair(1, 1)], {"loss": "kto"}, "loss kto compares with answers to other prompts, and all 2 answers are to one prompt"),
         ([pair(1, 1)], {"data": [{"name": "a", "kind": "files", "path": "no/such.jsonl"}]}, "no/such.jsonl is no file"),
     ],
 )  # fmt: skip
 def test_data_without_pairs_is_refused(tiny: Tiny, tmp_path: Path, rows: list[Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build(tiny, write(tmp_path / "pairs.jsonl", rows), tmp_path / "out", **changes)
+
+
+# steps ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def one(number: int) -> tuple[Answer, Answer]:
+    answer = Answer(np.array([number, number], np.int32), np.array([False, True]))
+    return answer, answer
+
+
+@settings(deadline=None, max_examples=60)
+@given(pairs=st.integers(1, 90), per_step=st.integers(2, 40), epochs=st.sampled_from([0.1, 0.5, 1, 1.5, 2, 2.7, 3]))
+@example(pairs=63, per_step=32, epochs=1)
+@example(pairs=1, per_step=32, epochs=1)
+@example(pairs=30, per_step=7, epochs=0.1)
+def test_each_pair_is_trained_as_often_as_epochs_says(pairs: int, per_step: int, epochs: float) -> None:
+    """Exactly so many times; with a part of a pass some pairs once more. All steps but the last are full, and plans count the same."""
+    train = Pairs([one(number) for number in range(pairs)], None, None, per_step, epochs, seed=3)
+    steps = [train.numbers(step) for step in range(train.steps)]
+    times = Counter(number for step in steps for number in step)
+    assert {times[number] for number in range(pairs)} <= {math.floor(epochs), math.ceil(epochs)}
+    assert sum(times.values()) == -(-pairs * round(epochs * 10) // 10)
+    assert all(len(step) == per_step for step in steps[:-1]) and 0 < len(steps[-1]) <= per_step
+    assert train.steps == steps_of(pairs, per_step, epochs)
 
 
 # the stage ------------------------------------------------------------------------------------------------------------------------------
@@ -216,7 +281,7 @@ def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 def test_it_starts_at_the_reference_and_learns_the_pairs(trained: tuple[Path, Path]) -> None:
     lines = [line for line in read(trained[0] / "dpo") if "dpo/margin" in line]
-    assert len(lines) == 73 // 16
+    assert len(lines) == 5, "73 pairs, 16 a step: the last step has 9"
     assert lines[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5), "the policy is the reference"
     assert abs(lines[0]["dpo/margin"]) < 1e-5, "fp32 rounding of other rows"
     assert lines[-1]["dpo/margin"] > 1e-3

@@ -268,7 +268,11 @@ def test_programs_earn_by_their_unit_tests_in_the_sandbox() -> None:
         ("import time\ndef reward(prompt, answer, row):\n    time.sleep(100)\n", "takes too much time"),
         ("def reward(prompt, answer, row):\n    return float('nan')\n", "is nan"),
         ("def reward(prompt, answer, row):\n    return 'much'\n", "ValueError"),
-        ("import os\ndef reward(prompt, answer, row):\n    os._exit(0)\n", "the reward takes too much memory, or crashes"),
+        ("import os\ndef reward(prompt, answer, row):\n    os._exit(0)\n", "the reward ended its own process with exit code 0"),
+        ("import sys\ndef reward(prompt, answer, row):\n    sys.exit('no')\n", "SystemExit: no (reward.py, line 3"),
+        ("import os\ndef reward(prompt, answer, row):\n    os.kill(os.getpid(), 11)\n", "the reward crashed (SIGSEGV)"),
+        ("import os\ndef reward(prompt, answer, row):\n    os.kill(os.getpid(), 9)\n", "the reward was killed (SIGKILL)"),
+        ("def reward(prompt, answer, row):\n    return len(bytes(4 << 30))\n", "the reward takes too much memory (MemoryError) (reward.py"),
         ("1 / 0\ndef reward(prompt, answer, row):\n    return 1.0\n", "ZeroDivisionError"),
     ],
 )

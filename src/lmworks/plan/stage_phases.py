@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lmworks.recipe.derivation.passes import steps_of
 from lmworks.recipe.schema.dpo import Dpo
 from lmworks.recipe.schema.grpo import Grpo
 from lmworks.recipe.schema.lora import Lora
@@ -78,6 +79,6 @@ def _tokens(section: Tune | Dpo | Grpo) -> Tokens:
         return section.planned_tokens
     step = _step_tokens(section)
     if isinstance(section, Dpo):
-        pairs = sum(source.count for source in section.data) * section.epochs
-        return Tokens(step * max(1, int(pairs // section.pairs_per_step)))
+        pairs = sum(source.count for source in section.data)
+        return Tokens(step * steps_of(pairs, section.pairs_per_step, section.epochs))
     return Tokens(step * section.steps * section.updates_per_rollout)

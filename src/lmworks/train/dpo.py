@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from lmworks.errors import UserError
 from lmworks.files import sha256_file
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.derivation.passes import places_of, steps_of
 from lmworks.recipe.schema.dpo import Dpo
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.order.permute import derive_key, permute
@@ -36,14 +36,16 @@ class Pairs:
     """Pairs of a split with their reference scores and labels; the pairs of a step are a function of its number."""
 
     def __init__(
-        self, pairs: list[tuple[Answer, Answer]], reference_P2: Tensor | None, labels_P: np.ndarray | None, per_step: int, seed: int
+        self, pairs: list[tuple[Answer, Answer]], reference_P2: Tensor | None, labels_P: np.ndarray | None, per_step: int, epochs: float,
+        seed: int,
     ) -> None:  # fmt: skip
-        self.pairs, self.reference_P2, self.per_step, self._seed = pairs, reference_P2, min(per_step, len(pairs)), seed
+        self.pairs, self.reference_P2, self._per_step, self._epochs, self._seed = pairs, reference_P2, per_step, epochs, seed
         self.labels_P = None if labels_P is None else torch.from_numpy(labels_P)
+        self.steps = steps_of(len(pairs), per_step, epochs)
 
     def numbers(self, step: int) -> list[int]:
-        """The pairs of a step: each epoch has all of them once, in a keyed order of its own."""
-        places = np.arange(step * self.per_step, (step + 1) * self.per_step)
+        """The pairs of a step: each epoch has all of them once, in a keyed order of its own. The last step has those that are left."""
+        places = np.array(places_of(step, len(self.pairs), self._per_step, self._epochs))
         found = []
         for epoch in sorted(set((places // len(self.pairs)).tolist())):
             of_epoch = places[places // len(self.pairs) == epoch] % len(self.pairs)
@@ -141,8 +143,7 @@ def dpo(
         if options.early_stopping is not None and held_out is None:
             raise UserError("dpo.early_stopping needs held-out pairs; raise dpo.held_out_fraction, or give more pairs")
         objective = Preference(options, model, train, held_out, length, micro_batch_size)
-        steps = max(1, math.floor(options.epochs * len(train.pairs) / train.per_step))
-        rows = [int(rows_of(train.answers(train.numbers(step)), length).max()) + 1 for step in range(steps)]
+        rows = [int(rows_of(train.answers(train.numbers(step)), length).max()) + 1 for step in range(train.steps)]
         packed = lru_cache(maxsize=2)(lambda step: objective.packed(step).batch)
         curriculum = AnswerCurriculum("dpo", options, rows, packed)
         return Plan(curriculum, objective.validate, objective, options.early_stopping)
@@ -171,4 +172,4 @@ def _pairs(recipe: Recipe, folder: Path, split: str, model: ParallelModel, begun
             model, answers, folder / "reference" / split, hashlib.sha256(key.encode()).hexdigest(), begun.communicator,
             length=int(options.sequence_length), micro_batch_size=micro_batch_size,
         ).view(-1, 2)  # fmt: skip
-    return Pairs(pairs, reference_P2, labels_P, options.pairs_per_step, recipe.training_seed)
+    return Pairs(pairs, reference_P2, labels_P, options.pairs_per_step, options.epochs, recipe.training_seed)

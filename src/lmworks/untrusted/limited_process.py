@@ -25,11 +25,21 @@ class CallFailed(Exception):
 
 
 class ProcessDied(Exception):
-    """The process died before it answered; `hangs` is true if it reached its time limit."""
+    """The process died before it answered; `hangs` is true if it reached its time limit. The text says how, after "it": takes too much
+    time, ended its process, crashed. An allocation beyond the limit is a MemoryError, or a crash of code that does not check for it."""
 
-    def __init__(self, hangs: bool) -> None:
-        super().__init__("takes too much time" if hangs else "takes too much memory, or crashes its parser")
+    def __init__(self, hangs: bool, code: int) -> None:
+        super().__init__("takes too much time" if hangs else _how(code))
         self.hangs = hangs
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended its own process with exit code {code}, as os._exit does"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    if -code == signal.SIGKILL:
+        return f"was killed ({name}), as the kernel does when memory runs out"
+    return f"crashed ({name}): a fault of compiled code, or too much memory"
 
 
 class LimitedProcess:
@@ -56,8 +66,8 @@ class LimitedProcess:
             except (BrokenPipeError, EOFError):
                 assert self._process is not None
                 self._process.communicate()
-                hangs, self._process = self._late or self._process.returncode == -signal.SIGPROF, None
-                raise ProcessDied(hangs) from None
+                code, self._process = self._process.returncode, None
+                raise ProcessDied(self._late or code == -signal.SIGPROF, code) from None
             except BaseException:  # a late answer must not be taken as the answer to the next call
                 self.close()
                 raise
@@ -152,7 +162,7 @@ def _answer_calls(make: str, seconds: float, memory: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF is not handled, so it ends this process even inside C code
         try:
             failed, answer = 0, function(data)
-        except Exception as error:  # parsers raise anything on bad input
+        except (Exception, SystemExit) as error:  # parsers raise anything on bad input
             failed, answer = 1, f"{type(error).__name__}: {error}".encode("utf-8", "replace")
         signal.setitimer(signal.ITIMER_PROF, 0)
         sink.write(_HEADER.pack(failed, len(answer)) + answer)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from lmworks.errors import UserError
+from lmworks.recipe.derivation.passes import rows_read, steps_of
 from lmworks.shards.format.indexed import IndexedFile
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.order.mixture import Mixture
@@ -61,7 +62,7 @@ class TuningBatches:
             kept_tokens += int(inputs[kept].sum())
         self._ends = np.cumsum([len(self._packed[name]) for name in self._mixture.names])  # of the rows of all datasets
         self.filled = kept_tokens / (sequence_length * int(self._ends[-1]))
-        self.steps = tokens // batch if tokens is not None else -(-(epochs or 0) * int(self._ends[-1]) // self._rows)
+        self.steps = tokens // batch if tokens is not None else steps_of(int(self._ends[-1]), self._rows, epochs or 0)
 
     @property
     def epochs(self) -> dict[str, float]:
@@ -101,11 +102,12 @@ class TuningBatches:
     def _each_once(self, places: np.ndarray) -> Iterator[tuple[PackedRows, int] | None]:
         """The same, each row of all datasets once per epoch; None past the last epoch."""
         rows = int(self._ends[-1])
+        read = rows_read(rows, self._epochs or 0)
         for place in places.tolist():
-            epoch, position = divmod(place, rows)
-            if self._epochs is not None and epoch >= self._epochs:
+            if place >= read:
                 yield None
                 continue
+            epoch, position = divmod(place, rows)
             at = int(permute(np.array([position]), rows, derive_key(self._seed, "tune", "epoch", epoch))[0])
             source = int(np.searchsorted(self._ends, at, side="right"))
             yield self._packed[self._mixture.names[source]], at - int(self._ends[source - 1] if source else 0)

@@ -25,15 +25,17 @@ def make() -> Callable[[bytes], bytes]:
                     sys.path.insert(0, folder)
                 loaded[file] = runpy.run_path(file)
             found: dict[str, Any] = {"reward": float(loaded[file]["reward"](request["prompt"], request["answer"], request["row"]))}
-        except Exception as error:  # a function of the user may raise anything
+        except (Exception, SystemExit) as error:  # a function of the user may raise anything
             found = {"error": _described(error, file)}
         return json.dumps(found).encode()
 
     return call
 
 
-def _described(error: Exception, file: str) -> str:
+def _described(error: BaseException, file: str) -> str:
     """The error, and the last line of the file that it comes from, in one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, MemoryError):
+        text = "the reward takes too much memory (MemoryError)"
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f"{text} ({Path(file).name}, line {lines[-1].lineno}: {lines[-1].line})" if lines else text

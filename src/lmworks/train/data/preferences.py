@@ -1,7 +1,8 @@
 """Preference pairs to token files: read, rendered by the run's chat template, deduplicated, split.
 
 Each pair is two consecutive documents with a mask of the last answer's tokens: the chosen and the rejected answer; for loss kto the answer
-and another row's answer to the same prompt, from which the loss estimates a divergence. Rows that cannot be used are counted by reason.
+and, after the same prompt, the answer to another prompt, from which the loss estimates a divergence. Rows that cannot be used are counted
+by reason.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from lmworks.train.align.answers import Answer
 from lmworks.train.data.conversation_files import read_files
 from lmworks.train.data.conversation_sets import TASK_SEEDS
 from lmworks.train.data.decontamination import Contents, Decontamination
+from lmworks.train.data.other_prompts import other_rows, prompt_key
 from lmworks.train.data.preference_forms import NoPreference, Preference, convert
 
 _MOST_HELD_OUT = 500
@@ -41,6 +43,7 @@ class _Found:
 
     pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
     labels: list[bool] = field(default_factory=list)
+    labeled: list[tuple[Preference, Answer]] = field(default_factory=list)  # for loss kto, until each has another prompt's answer
     left_out: Counter[str] = field(default_factory=Counter)
     examples: list[dict[str, str]] = field(default_factory=list)
 
@@ -66,7 +69,7 @@ def build_preferences(
 
     Left out and counted are rows that cannot be read, equal answers, empty ones, rows longer than sequence_length, repeated pairs, and
     contaminated rows (see `Decontamination`: `questions` are those of the evaluation). Raises `UserError` if a file or task does not exist,
-    a data set yields nothing, or decontamination is set to fail and finds an item.
+    a data set yields nothing, all answers for loss kto are to one prompt, or decontamination is set to fail and finds an item.
     """
     options = recipe.dpo
     assert options is not None
@@ -74,9 +77,7 @@ def build_preferences(
         raise UserError("dpo.data is empty; list at least one set of preference pairs")
     shutil.rmtree(out_dir, ignore_errors=True)
     out_dir.mkdir(parents=True)
-    every: list[tuple[Answer, Answer]] = []
-    labels: list[bool] = []
-    sets: dict[str, Any] = {}
+    sets: dict[str, tuple[_Found, Decontamination]] = {}
     with bar("preference pairs", total=sum(data.count for data in options.data)) as progress:
         for data in options.data:
             progress.note(data.name)
@@ -84,15 +85,19 @@ def build_preferences(
             decontamination = Decontamination(where, recipe, questions, decontaminator, generated=generated)
             rows = decontamination.search(_rows(data, recipe, options), _contents)
             found = _encode(data, rows, options, tokenizer, progress.advance)
-            if not found.pairs:
+            if not found.pairs and not found.labeled:
                 raise UserError(f"dpo.data.{data.name} yields no pair ({found.said()})")
-            sets[data.name] = {
-                "pairs": len(found.pairs), "contaminated": decontamination.report(), "left_out": dict(found.left_out.most_common()),
-                "examples": found.examples,
-            }  # fmt: skip
-            every += found.pairs
-            labels += found.labels
-    manifest = {"loss_kto": options.loss == "kto", "data": sets, **_write(out_dir, every, labels, recipe, tokenizer)}
+            sets[data.name] = found, decontamination
+    every = [found for found, _ in sets.values()]
+    if options.loss == "kto":
+        _add_others(every, tokenizer, recipe)
+    counts = {
+        name: {"pairs": len(found.pairs), "contaminated": decontamination.report(), "left_out": dict(found.left_out.most_common()),
+               "examples": found.examples}
+        for name, (found, decontamination) in sets.items()
+    }  # fmt: skip
+    pairs, labels = [pair for found in every for pair in found.pairs], [label for found in every for label in found.labels]
+    manifest = {"loss_kto": options.loss == "kto", "data": counts, **_write(out_dir, pairs, labels, recipe, tokenizer)}
     write_json(out_dir / "manifest.json", manifest)
     return manifest
 
@@ -175,7 +180,6 @@ def _encode(
     advance: Callable[[int], None],
 ) -> _Found:  # fmt: skip
     found, seen = _Found(), set()
-    kept: list[tuple[Preference, Answer]] = []
     for (origin, row), contaminated in rows:
         if contaminated or isinstance(row, NoPreference):
             found.omit(origin, contaminated or str(row))
@@ -195,13 +199,11 @@ def _encode(
             seen.add(digest)
             advance(1)
             if options.loss == "kto":
-                kept.append((one, answers[0]))
+                found.labeled.append((one, answers[0]))
             else:
                 found.pairs.append((answers[0], answers[1]))
-        if len(found.pairs) + len(kept) >= data.count:
+        if len(found.pairs) + len(found.labeled) >= data.count:
             break
-    if options.loss == "kto":
-        _mismatch(kept, found, tokenizer, int(options.sequence_length))
     return found
 
 
@@ -221,15 +223,32 @@ def _unusable(answers: list[Answer], length: int) -> str | None:
     return f"longer than sequence_length: {longest:,} tokens" if longest > length else None
 
 
-def _mismatch(kept: list[tuple[Preference, Answer]], found: _Found, tokenizer: Tokenizer, length: int) -> None:
-    """Add each labeled answer with the answer of the row before it to its own prompt."""
-    for number, (row, answer) in enumerate(kept):
-        other = encode_answer(tokenizer, row.conversation(kept[number - 1][0].answers[0]), row.tools)
-        if other.inputs > length:
-            found.omit(row.origin, "longer than sequence_length with another row's answer")
-            continue
-        found.pairs.append((answer, other))
-        found.labels.append(bool(row.label))
+def _add_others(sets: list[_Found], tokenizer: Tokenizer, recipe: Recipe) -> None:
+    """Make pairs of the labeled answers of all sets: each with the answer to another prompt, put after its own prompt."""
+    assert recipe.dpo is not None
+    length = int(recipe.dpo.sequence_length)
+    labeled = [(found, *one) for found in sets for one in found.labeled]
+    prompts = [prompt_key(row.prompt) for _, row, _ in labeled]
+    taken = other_rows(prompts, [answer.ids.tobytes() for _, _, answer in labeled], recipe.seed)
+    if taken is None:
+        raise UserError(
+            f"dpo.data: loss kto compares with answers to other prompts, and all {len(labeled):,} answers are to one prompt; add answers "
+            "to another one, or use loss sigmoid on pairs"
+        )
+    by_length = sorted(range(len(labeled)), key=lambda number: (int(labeled[number][2].learned.sum()), labeled[number][2].ids.tobytes()))
+    shortest = by_length[0]
+    of_others = next(number for number in by_length if prompts[number] != prompts[shortest])
+    for number, (found, row, answer) in enumerate(labeled):
+        for other in (taken[number], shortest if prompts[shortest] != prompts[number] else of_others):
+            mixed = encode_answer(tokenizer, row.conversation(labeled[other][1].answers[0]), row.tools)
+            if mixed.inputs <= length:
+                found.pairs.append((answer, mixed))
+                found.labels.append(bool(row.label))
+                break
+        else:
+            found.omit(row.origin, "longer than sequence_length with the answer to another prompt")
+    if not any(found.pairs for found in sets):
+        raise UserError("dpo.data: no answer to another prompt fits into sequence_length after a prompt; raise dpo.sequence_length")
 
 
 def _write(
