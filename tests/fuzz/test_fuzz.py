@@ -123,7 +123,7 @@ ARTIFACTS: dict[str, tuple[str, str, Any, str]] = {  # artifact, file, its conte
         ("tokenizer", "tokenizer.json", ('"added_tokens": [', '"added_tokens": [7, '), "tokenizer.json is damaged"),
     "a tokenizer of nesting": ("tokenizer", "tokenizer.json", b"[" * 100_000, "is not readable JSON"),
     "a pattern that is none": ("tokenizer", "tokenizer.json", ("\\\\p{N}]?", "\\\\p{-}]?"), "tokenizer.json is damaged, or not what"),
-    "a config that lacks a key": ("model", "config.json", ('"hidden_size"', '"hidden"'), "config.json has no hidden_size"),
+    "a config that lacks a key": ("model", "config.json", ('"hidden_size"', '"hidden"'), "config.json has hidden "),
     "a config beyond its limits":
         ("model", "config.json", ('"initializer_range": 0.02', '"initializer_range": -1'), "config.json describes no model"),
     "a config that is a list": ("model", "config.json", b"[]", "config.json (is of class|has a value of the wrong kind)"),

@@ -16,7 +16,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.derivation.parameters import count_parameters
 from lmworks.recipe.loading.load import load_recipe
 
-_LLAMA = {
+_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
     "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
     "max_position_embeddings": 131072,
@@ -25,7 +25,88 @@ _LLAMA = {
     "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
                      "rope_type": "llama3"},
 }  # fmt: skip
-_PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+_QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu",
+    "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944, "max_position_embeddings": 32768, "max_window_layers": 28,
+    "model_type": "qwen2", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1", "use_cache": True, "use_sliding_window": False, "vocab_size": 152064,
+}  # fmt: skip
+_DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1,
+    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432,
+    "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "pretraining_tp": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+_PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
+    "DeepSeek-V3": (_DEEPSEEK, 671_026_419_200),
+    "Kimi-K2": (_DEEPSEEK | {
+        "first_k_dense_replace": 1, "max_position_embeddings": 131072, "model_type": "kimi_k2", "n_group": 1, "n_routed_experts": 384,
+        "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "rope_theta": 50000.0, "topk_group": 1,
+        "routed_scaling_factor": 2.827, "vocab_size": 163840,
+        "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                         "original_max_position_embeddings": 4096, "type": "yarn"},
+    }, 1_026_408_232_448),
+    "Moonlight-16B-A3B": ({key: value for key, value in _DEEPSEEK.items() if key not in ("rope_scaling", "quantization_config")} | {
+        "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192,
+        "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "num_attention_heads": 16,
+        "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "num_nextn_predict_layers": 0, "q_lora_rank": None,
+        "rms_norm_eps": 1e-05, "rope_theta": 50000.0, "routed_scaling_factor": 2.446, "topk_group": 1, "vocab_size": 163840,
+    }, 16.0),
+    "GLM-4.5-Air": ({
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "pad_token_id": 151329,
+        "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "partial_rotary_factor": 0.5,
+        "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 131072, "model_type": "glm4_moe",
+        "moe_intermediate_size": 1408, "norm_topk_prob": True, "num_attention_heads": 96, "n_group": 1, "topk_group": 1,
+        "n_routed_experts": 128, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1, "num_hidden_layers": 46, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 1000000, "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
+    }, 106.9),
+    "SmolLM3-3B, tied by the default of its class": ({
+        "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 128012,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 11008,
+        "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False,
+        "model_type": "smollm3", "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16,
+        "num_hidden_layers": 36, "num_key_value_heads": 4, "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None, "torch_dtype": "bfloat16",
+        "transformers_version": "4.54.0.dev0", "use_cache": False, "use_sliding_window": False, "vocab_size": 128256,
+    }, 3_075_098_624),
+    "Qwen2.5-7B, with the YaRN of its card": (_QWEN2 | {
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+    }, 7_615_616_512),
+    "DeepSeek-R1-Distill-Qwen-1.5B": (_QWEN2 | {
+        "hidden_size": 1536, "intermediate_size": 8960, "max_position_embeddings": 131072, "max_window_layers": 21,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "rope_theta": 10000, "sliding_window": 4096, "use_mrope": False,
+        "vocab_size": 151936,
+    }, 1_777_088_000),
+    "SmolLM2-135M-Instruct": (_LLAMA | {
+        "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 576, "initializer_range": 0.041666666666666664, "intermediate_size": 1536,
+        "is_llama_config": True, "max_position_embeddings": 8192, "num_attention_heads": 9, "num_hidden_layers": 30,
+        "num_key_value_heads": 3, "pad_token_id": 2, "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000,
+        "tie_word_embeddings": True, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+        "vocab_size": 49152,
+    }, 134_515_008),
+    "Llama-3.2-1B": (_LLAMA | {
+        "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True,
+        "rope_scaling": _LLAMA["rope_scaling"] | {"factor": 32.0},
+    }, 1_235_814_400),
+    "Mistral-Nemo-Base-2407": ({
+        "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 14336, "model_type": "mistral",
+        "max_position_embeddings": 128000, "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.43.3", "use_cache": True, "vocab_size": 131072,
+    }, 12_247_782_400),
     "Llama-3.1-8B": (_LLAMA, 8_030_261_248),
     "Mistral-7B-v0.1": ({
         "architectures": ["MistralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
@@ -40,6 +121,16 @@ _PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
         "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
         "use_sliding_window": False, "vocab_size": 151936,
+    }, 30_532_122_624),
+    "Qwen3-Coder-30B-A3B": ({
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "decoder_sparse_step": 1,
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 5472, "max_position_embeddings": 262144, "max_window_layers": 28, "mlp_only_layers": [],
+        "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False, "qkv_bias": False,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.0,
+        "shared_expert_intermediate_size": 0, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.52.3", "use_cache": True, "use_qk_norm": True, "use_sliding_window": False, "vocab_size": 151936,
     }, 30_532_122_624),
     "OLMo-2-1124-7B": ({
         "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
@@ -56,7 +147,11 @@ def test_published_models_have_as_many_parameters_as_they_say(name: str, write: 
     (tmp_path / "config.json").write_text(json.dumps(config, indent=2))
     resolved = load_recipe(write(("preset: glm-tiny", f"preset: {tmp_path}")))
     model = resolved.recipe.model
-    assert count_parameters(model) == parameters
+    biases = model.moe.n_routed_experts * (model.num_hidden_layers - model.moe.first_k_dense_replace) if model.moe else 0
+    if not isinstance(parameters, int):  # said in billions
+        assert count_parameters(model) / 1e9 == pytest.approx(parameters, rel=0.005)
+    else:  # selection biases are counted by others, and are no parameters here
+        assert parameters == count_parameters(model) + (biases if model.moe and model.moe.balance.method == "bias" else 0)
     assert resolved.origins["model.hidden_size"].kind == "preset"
     assert model.vocab_size == config["vocab_size"] and int(model.max_position_embeddings or 0) == config["max_position_embeddings"]
 
@@ -81,7 +176,14 @@ def test_keys_of_the_recipe_go_over_those_of_the_config(write: Callable[..., Pat
     ("change", "said"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "config.json is of class GPT2LMHeadModel; lmworks supports DeepseekV3ForCausalLM, "),
-        ({"mlp_bias": True}, "config.json has mlp_bias; lmworks does not support biases in feed-forward layers"),
+        ({"mlp_bias": True}, "config.json has mlp_bias true; lmworks supports false"),
+        ({"rope_scaling": _LLAMA["rope_scaling"] | {"attention_factor": 2.0}}, "rope_scaling.attention_factor 2.0, which is no key of"),
+        ({"rope_scaling": {"type": "longrope"}}, "has rope_type longrope; lmworks supports default, linear, llama3, yarn"),
+        ({"text_config": {"hidden_size": 4}}, 'text_config {"hidden_size": 4}, a key that this class does not have in transformers'),
+        (
+            {"max_position_embeddings": 10**12},
+            "max_position_embeddings 1000000000000; RoPE is computed in fp32, which holds positions from 1",
+        ),
         (
             {"num_attention_heads": 5},
             "config.json describes no model that lmworks has: model.num_key_value_heads 8 must divide model.num_attention_heads 5",

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lmworks.errors import UserError
+from lmworks.recipe.families import keys
 from lmworks.recipe.families.family import Family, Gguf, Names, NoClass
-from lmworks.recipe.schema.model import Model, Moe, Rope
+from lmworks.recipe.families.rope import read_rope, rope_parameters
+from lmworks.recipe.schema.model import MOST_LAYERS, Model, Moe, Rope
 
 _PARTS = ("gate", "up", "down")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_SCALINGS = ("default", "linear", "yarn", "llama3")
 
 ENDS: Names = (
     ("embedding.weight", "model.embed_tokens.weight"), ("norm.weight", "model.norm.weight"), ("head.weight", "lm_head.weight"),
@@ -45,6 +45,23 @@ MTP: Names = (
 )
 LLAMA: Names = (*ENDS, *PRE_NORMS, *PROJECTIONS, *FFN)
 
+LONGEST = 1 << 24
+"""Positions: fp32, in which angles are computed, has no odd integers beyond it."""
+
+DEFAULTS: keys.Defaults = {
+    "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "hidden_act": "silu", "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_dropout": 0.0,
+}  # fmt: skip
+"""What most classes have; a family adds its own keys and values."""
+EXPERTS_DEFAULTS: keys.Defaults = {
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+EXPERTS_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+EXPERTS_FIXED: dict[str, tuple[Any, ...]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+WINDOW: keys.Defaults = {
+    "use_sliding_window": False, "sliding_window": keys.Null(int, 4096), "max_window_layers": 28, "layer_types": keys.Null(list),
+}  # fmt: skip
+
 
 def to_config(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
     """The keys of config.json that all families share, without token ids."""
@@ -62,71 +79,37 @@ def to_config(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in family.omits}
 
 
-def rope_parameters(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
-    """`rope_parameters` of config.json."""
-    theta = rope.theta
-    if rope.scaling == "ntk":  # expressed as a larger base
-        rotated = model.mla.qk_rope_head_dim if model.mla else int((model.head_dim or 0) * rope.partial_rotary_factor)
-        theta = rope.theta * rope.factor ** (rotated / (rotated - 2))
-    parameters: dict[str, Any] = {"rope_type": "default" if rope.scaling in ("none", "ntk") else rope.scaling, "rope_theta": theta}
-    if family.has("partial RoPE"):
-        parameters["partial_rotary_factor"] = rope.partial_rotary_factor
-    if rope.scaling in ("linear", "yarn", "llama3"):
-        parameters["factor"] = rope.factor
-    if rope.scaling in ("yarn", "llama3"):
-        assert rope.original_max_position_embeddings is not None
-        parameters["original_max_position_embeddings"] = int(rope.original_max_position_embeddings)
-    if rope.scaling == "yarn":
-        parameters |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
-        if model.mla is not None:
-            parameters |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # scales the whole attention score
-    if rope.scaling == "llama3":
-        parameters |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    return parameters
-
-
 def from_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Values of `Model` from the keys of config.json that all families share. Raises `UserError` for unsupported options and `KeyError` for
-    missing keys."""
-    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UserError(f"config.json has hidden_act {activation}; lmworks supports silu")
-    if config.get("attention_bias") and not family.has("biases"):
+    """Values of `Model` from the keys of config.json. A key that is not there has the default of the class in `transformers`.
+
+    Raises `UserError` for unsupported options, values of another kind, and keys that are not known.
+    """
+    config = keys.one_name(config, family.aliases)
+    found = keys.read(config, family.defaults, keys.FIXED | dict(family.fixed), family.ignored)
+    if found.get("attention_bias") and not family.has("biases"):
         raise UserError(f"config.json has attention_bias, which in {family.name} includes an output bias; lmworks does not support that")
-    if config.get("mlp_bias"):
-        raise UserError("config.json has mlp_bias; lmworks does not support biases in feed-forward layers")
-    heads = config["num_attention_heads"]
+    heads, layers, context = found["num_attention_heads"], found["num_hidden_layers"], found["max_position_embeddings"]
+    if heads <= 0 or not 0 < layers <= MOST_LAYERS:  # divided by, and counted to, below
+        raise UserError(
+            f"config.json has num_attention_heads {heads} and num_hidden_layers {layers}; lmworks supports 1 to {MOST_LAYERS} layers"
+        )
+    if not 0 < context <= LONGEST:
+        raise UserError(
+            f"config.json has max_position_embeddings {context}; RoPE is computed in fp32, which holds positions from 1 to {LONGEST:,}"
+        )
     return {
-        "vocab_size": config["vocab_size"], "hidden_size": config["hidden_size"], "num_hidden_layers": config["num_hidden_layers"],
+        "vocab_size": found["vocab_size"], "hidden_size": found["hidden_size"], "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "intermediate_size": config["intermediate_size"],
-        "attention_bias": "biases" in family.requires or bool(config.get("attention_bias")),
-        "use_qk_norm": "QK norm" in family.requires or (family.has("QK norm") and bool(config.get("use_qk_norm"))),
-        "rope": _rope(family, config),
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings")), "rms_norm_eps": config["rms_norm_eps"],
-        "initializer_range": config.get("initializer_range", 0.02),
-        "max_position_embeddings": f"{config['max_position_embeddings']} tokens",
-    }  # fmt: skip
-
-
-def _rope(family: Family, config: dict[str, Any]) -> Rope:
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = {"rope_type": given.get("type", "default"), **given}
-    theta, kind = rope.get("rope_theta", config.get("rope_theta", 10_000.0)), rope["rope_type"]
-    if kind not in _SCALINGS:
-        raise UserError(f"config.json has rope_type {kind}; lmworks supports {', '.join(_SCALINGS[:-1])} and {_SCALINGS[-1]}")
-    if family.has("MLA") and kind == "yarn" and (rope.get("mscale"), rope.get("mscale_all_dim")) != (1, 1):
-        raise UserError("config.json has YaRN with mscale or mscale_all_dim other than 1; lmworks supports only 1, as in DeepSeek-V3")
-    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5 if family.has("partial RoPE") else 1.0))
-    if fraction != 1 and not family.has("partial RoPE"):
-        raise UserError(f"config.json has partial_rotary_factor {fraction}, but {family.name} has no such option; lmworks cannot read it")
-    factors = {key: rope[key] for key in ("low_freq_factor", "high_freq_factor")} if kind == "llama3" else {}
-    return Rope(
-        theta=theta, partial_rotary_factor=fraction, scaling="none" if kind == "default" else kind, factor=rope.get("factor", 1.0),
-        original_max_position_embeddings=f"{rope['original_max_position_embeddings']} tokens" if kind in ("yarn", "llama3") else None,
-        beta_fast=rope.get("beta_fast") or 32.0, beta_slow=rope.get("beta_slow") or 1.0, **factors,
-    )  # fmt: skip
+        "num_key_value_heads": heads if found["num_key_value_heads"] is None else found["num_key_value_heads"],
+        "head_dim": found["hidden_size"] // heads if found.get("head_dim") is None else found["head_dim"],
+        "intermediate_size": found["intermediate_size"],
+        "attention_bias": "biases" in family.requires or found.get("attention_bias", False),
+        "use_qk_norm": "QK norm" in family.requires or (family.has("QK norm") and found["use_qk_norm"]),
+        "rope": read_rope(family, config, context),
+        "tie_word_embeddings": found["tie_word_embeddings"], "rms_norm_eps": found["rms_norm_eps"],
+        "initializer_range": found["initializer_range"], "attention_dropout": found["attention_dropout"] or 0.0,
+        "max_position_embeddings": f"{context} tokens",
+    } | family.from_config(found)  # fmt: skip
 
 
 def experts_to_config(moe: Moe) -> dict[str, Any]:
@@ -141,16 +124,12 @@ def experts_to_config(moe: Moe) -> dict[str, Any]:
 
 def experts_from_config(config: dict[str, Any]) -> dict[str, Any]:
     """`moe`, and `mtp` if the config has it."""
-    moe = {
-        "n_routed_experts": config["n_routed_experts"], "num_experts_per_tok": config["num_experts_per_tok"],
-        "moe_intermediate_size": config["moe_intermediate_size"],
-        "n_shared_experts": config["n_shared_experts"], "first_k_dense_replace": config["first_k_dense_replace"],
-        "norm_topk_prob": config["norm_topk_prob"],
-        "routed_scaling_factor": config["routed_scaling_factor"], "n_group": config.get("n_group", 1),
-        "topk_group": config.get("topk_group", 1),
-    }  # fmt: skip
-    ahead = config.get("num_nextn_predict_layers")
-    return {"moe": moe} | ({"mtp": {"num_nextn_predict_layers": ahead}} if ahead else {})
+    names = (
+        "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace", "norm_topk_prob",
+        "routed_scaling_factor", "n_group", "topk_group",
+    )  # fmt: skip
+    ahead = config["num_nextn_predict_layers"]
+    return {"moe": {name: config[name] for name in names}} | ({"mtp": {"num_nextn_predict_layers": ahead}} if ahead else {})
 
 
 def window_to_config(model: Model, _: Rope | None = None) -> dict[str, Any]:
@@ -161,30 +140,34 @@ def window_to_config(model: Model, _: Rope | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def window_from_config(config: dict[str, Any], default: Callable[[dict[str, Any]], list[bool]]) -> dict[str, Any]:
-    """`sliding_window`, and `layer_types` as the shortest repeating pattern; `default` tells which layers have the window if an older
-    config.json does not list them.
+def window_from_config(config: dict[str, Any], default: list[bool]) -> dict[str, Any]:
+    """`sliding_window`, and `layer_types` as the shortest repeating pattern; `default` tells which layers have the window if there is one
+    and the config does not list them.
     """
-    if not config.get("use_sliding_window") or not config.get("sliding_window"):
-        return {}
-    layers = config["num_hidden_layers"]
-    types = config.get("layer_types") or [_SLIDING if slides else _FULL for slides in default(config)]
-    if len(types) != layers or set(types) - {_SLIDING, _FULL}:
+    window, layers, types = window_of_all_layers(config), config["num_hidden_layers"], config["layer_types"]
+    if types is None:
+        types = [_SLIDING if slides and window else _FULL for slides in default]
+    if len(types) != layers or any(one not in (_SLIDING, _FULL) for one in types):
         raise UserError(f"config.json has layer_types that are not {layers} of {_SLIDING} and {_FULL}; lmworks cannot read it")
     if _SLIDING not in types:
         return {}
+    if not window:
+        raise UserError(f"config.json has layer_types with {_SLIDING}, but no window: set use_sliding_window and sliding_window")
     size = next(size for size in range(1, layers + 1) if all(types[layer] == types[layer % size] for layer in range(layers)))
-    return window_of_all_layers(config) | {"layer_types": tuple(types[:size]) if _FULL in types else ()}
+    return window | {"layer_types": tuple(types[:size]) if _FULL in types else ()}
 
 
 def window_of_all_layers(config: dict[str, Any]) -> dict[str, Any]:
-    """`sliding_window` of all layers, if there is one."""
-    return {"sliding_window": f"{config['sliding_window']} tokens"} if config.get("sliding_window") else {}
+    """`sliding_window` of all layers, if there is one; classes without `use_sliding_window` have one unless it is null."""
+    size = config["sliding_window"] if config.get("use_sliding_window", True) else None
+    if size is not None and size <= 0:
+        raise UserError(f"config.json has sliding_window {size}, which must be positive; null means none")
+    return {"sliding_window": f"{size} tokens"} if size is not None else {}
 
 
 def upper_layers_slide(config: dict[str, Any]) -> list[bool]:
     """Qwen's rule for a config.json without layer_types: layers from `max_window_layers` on have the window."""
-    return [layer >= config.get("max_window_layers", 28) for layer in range(config["num_hidden_layers"])]
+    return [layer >= config["max_window_layers"] for layer in range(config["num_hidden_layers"])]
 
 
 def gguf(model: Model, architecture: str, *, interleaved_rope: bool = False, metadata: dict[str, Any] | None = None) -> Gguf:

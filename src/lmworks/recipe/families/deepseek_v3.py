@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from lmworks.errors import UserError
 from lmworks.recipe.families import common
 from lmworks.recipe.families.family import Family, Gguf, Names, NoClass
+from lmworks.recipe.families.keys import Extra, Null
 from lmworks.recipe.schema.model import Model, Rope
 
 _LATENT_EPS = 1e-6
@@ -47,15 +49,13 @@ def _to_config(model: Model, _: Rope) -> dict[str, Any]:
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:
-    mla = {
-        "q_lora_rank": config.get("q_lora_rank"), "kv_lora_rank": config["kv_lora_rank"], "qk_rope_head_dim": config["qk_rope_head_dim"],
-        "qk_nope_head_dim": config["qk_nope_head_dim"], "v_head_dim": config["v_head_dim"], "rms_norm_eps": _LATENT_EPS,
-    }  # fmt: skip
-    values = {
-        "mla": mla,
-        "num_key_value_heads": config["num_attention_heads"],
-        "head_dim": mla["qk_nope_head_dim"] + mla["qk_rope_head_dim"],
-    }
+    names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    mla = {name: config[name] for name in names} | {"rms_norm_eps": _LATENT_EPS}
+    width = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    for key, expected in (("head_dim", config["qk_rope_head_dim"]), ("qk_head_dim", width)):  # written by transformers
+        if config[key] not in (None, expected):
+            raise UserError(f"config.json has {key} {config[key]}, but its other keys say {expected}")
+    values = {"mla": mla, "head_dim": width}
     dense = config["first_k_dense_replace"] >= config["num_hidden_layers"]
     return values if dense else values | common.experts_from_config(config)
 
@@ -96,6 +96,15 @@ def _gguf(model: Model) -> Gguf:
 FAMILY = Family(
     name="DeepseekV3ForCausalLM", model_type="deepseek_v3", about="latent attention (MLA), dense or with experts; `rms_norm_eps` 1e-6",
     names=(*common.LLAMA, *_LATENT, *common.EXPERTS, *common.SHARED_EXPERTS, *common.SELECTION_BIAS, *common.MTP), mtp=True,
+    defaults=common.DEFAULTS | common.EXPERTS_DEFAULTS | {
+        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": Null(int, 128), "max_position_embeddings": 4096, "attention_bias": False,
+        "attention_dropout": Null(float, 0.0), "moe_intermediate_size": 2048, "n_routed_experts": 256, "routed_scaling_factor": 2.5,
+        "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": Null(int, 1536),
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "rope_interleave": True,
+        "head_dim": Extra(int), "qk_head_dim": Extra(int),
+    },
+    fixed=common.EXPERTS_FIXED, aliases=common.EXPERTS_ALIASES, model_types=("kimi_k2",),
     requires=frozenset({"MLA"}), allows=frozenset({"experts", "shared experts", "selection bias", "expert groups", "routed scale"}),
     differs=_differs, to_config=_to_config, omits=("head_dim",), from_config=_from_config, architectures=("deepseek2",), gguf=_gguf,
     without_gguf="rope.scaling yarn; other rms_norm_eps than 1e-6; without q_lora_rank but with 26 or 27 layers",

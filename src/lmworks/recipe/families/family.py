@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lmworks.errors import UserError
+from lmworks.recipe.families.keys import Defaults
 from lmworks.recipe.schema.model import Model, Rope
 
 
@@ -106,15 +107,20 @@ def _no_keys(*_: Any) -> dict[str, Any]:
 class Family:
     """A class of `transformers`.
 
-    name, model_type: as in config.json
+    name, model_type: as in config.json; `model_types` are those of other programs for the same class
     about: the models of this class, in a few words
     names: pairs of our tensor name and Hugging Face's; `{i}` is a layer, `{e}` an expert of a stacked tensor
     requires, allows: traits that models of the class always have and may have; they have no others
     differs: why a model with matching traits is still not of this class, or None
+    defaults: every key of config.json that the class reads and that may change a number, with the default of the class; those of RoPE are
+        `rope_theta` and `partial_rotary_factor` below
+    fixed: the only values that lmworks supports of a key, where it is written; besides `keys.FIXED`
+    ignored: keys that published models have and the class does not read; besides those that no class reads (`keys.changes_no_number`)
+    aliases: second names that the class takes for a key -> the name in `defaults`
     to_config: keys of config.json beyond those of every model (`common.to_config`), from a model and the RoPE of the last phase
     omits: keys of `common.to_config` that the class does not have
-    from_config: values of `Model` from config.json beyond those of every model (`common.from_config`); raises `UserError` for unsupported
-        options
+    from_config: values of `Model` beyond those of every model (`common.from_config`), from all keys of `defaults`; raises `UserError` for
+        unsupported options
     zero: our tensors that do not exist in the class and must be zero
     mtp: whether the class supports multi-token prediction with experts, as in the published models
     architectures: the names of its architectures in llama.cpp; `gguf` returns the one for a model, or raises `NoClass` with the reason
@@ -125,11 +131,18 @@ class Family:
     model_type: str
     about: str
     names: Names
+    defaults: Defaults = field(hash=False)
     gguf: Callable[[Model], Gguf]
     architectures: tuple[str, ...] = ()
     requires: frozenset[str] = frozenset()
     allows: frozenset[str] = frozenset()
     differs: Callable[[Model], str | None] = lambda _: None
+    rope_theta: float = 10_000.0
+    partial_rotary_factor: float = 1.0
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
+    ignored: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
+    model_types: tuple[str, ...] = ()
     to_config: Callable[[Model, Rope], dict[str, Any]] = _no_keys
     omits: tuple[str, ...] = ()
     from_config: Callable[[dict[str, Any]], dict[str, Any]] = _no_keys

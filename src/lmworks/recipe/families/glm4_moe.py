@@ -6,6 +6,7 @@ from typing import Any
 
 from lmworks.recipe.families import common
 from lmworks.recipe.families.family import Family, Gguf
+from lmworks.recipe.families.keys import Extra
 from lmworks.recipe.schema.model import Model, Rope
 
 
@@ -35,6 +36,13 @@ def _gguf(model: Model) -> Gguf:
 FAMILY = Family(
     name="Glm4MoeForCausalLM", model_type="glm4_moe", about="mixture of experts (sigmoid gates, shared experts)",
     names=(*common.LLAMA, *common.QK_NORMS, *common.EXPERTS, *common.SHARED_EXPERTS, *common.SELECTION_BIAS, *common.MTP), mtp=True,
+    defaults=common.DEFAULTS | common.EXPERTS_DEFAULTS | {
+        "vocab_size": 151552, "intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8,
+        "head_dim": Extra(int), "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": False, "use_qk_norm": False,
+        "moe_intermediate_size": 1408, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    partial_rotary_factor=0.5, fixed=common.EXPERTS_FIXED, aliases=common.EXPERTS_ALIASES,
     requires=frozenset({"experts", "shared experts"}),
     allows=frozenset({"QK norm", "biases", "partial RoPE", "selection bias", "expert groups", "routed scale"}),
     to_config=_to_config, from_config=common.experts_from_config, architectures=("glm4moe",), gguf=_gguf,

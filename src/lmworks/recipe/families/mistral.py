@@ -6,16 +6,13 @@ from typing import Any
 
 from lmworks.recipe.families import common
 from lmworks.recipe.families.family import Family, Gguf, NoClass
+from lmworks.recipe.families.keys import Null
 from lmworks.recipe.schema.model import Model, Rope
 
 
 def _to_config(model: Model, _: Rope) -> dict[str, Any]:
     assert model.sliding_window
     return {"sliding_window": int(model.sliding_window)}
-
-
-def _from_config(config: dict[str, Any]) -> dict[str, Any]:
-    return common.window_of_all_layers({"sliding_window": 4096} | config)  # the default of the class
 
 
 def _gguf(_: Model) -> Gguf:
@@ -25,5 +22,10 @@ def _gguf(_: Model) -> Gguf:
 FAMILY = Family(
     name="MistralForCausalLM", model_type="mistral", about="dense, plain, a sliding window in all layers", names=common.LLAMA,
     requires=frozenset({"sliding window"}),
-    to_config=_to_config, omits=("attention_bias",), from_config=_from_config, gguf=_gguf, without_gguf="all",
+    defaults=common.DEFAULTS | {
+        "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": Null(int), "max_position_embeddings": 131072,
+        "sliding_window": Null(int, 4096),
+    },
+    fixed={"attention_bias": (False,)},
+    to_config=_to_config, omits=("attention_bias",), from_config=common.window_of_all_layers, gguf=_gguf, without_gguf="all",
 )  # fmt: skip

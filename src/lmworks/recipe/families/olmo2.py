@@ -7,6 +7,7 @@ from typing import Any
 
 from lmworks.recipe.families import common
 from lmworks.recipe.families.family import Family, Names
+from lmworks.recipe.families.keys import Extra, Null
 from lmworks.recipe.schema.model import Model
 
 _POST_NORMS: Names = (
@@ -29,6 +30,10 @@ def _from_config(_: dict[str, Any]) -> dict[str, Any]:
 FAMILY = Family(
     name="Olmo2ForCausalLM", model_type="olmo2", about="dense, post-norm; heads x head_dim is the width",
     names=(*common.ENDS, *_POST_NORMS, *common.PROJECTIONS, *common.QK_NORMS, *common.FFN),
+    defaults=common.DEFAULTS | {
+        "vocab_size": 50304, "intermediate_size": 11008, "num_key_value_heads": Null(int), "head_dim": Extra(int),
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False,
+    },
     requires=frozenset({"post-norm", "QK norm over all heads"}), differs=_differs, omits=("head_dim",), from_config=_from_config,
     architectures=("olmo2",), gguf=partial(common.gguf, architecture="olmo2"),
 )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 from lmworks.errors import UserError
 from lmworks.recipe.families import common
 from lmworks.recipe.families.family import Family, Gguf, NoClass
+from lmworks.recipe.families.keys import Extra, Null
 from lmworks.recipe.schema.model import Model, Rope
 
 
@@ -22,21 +23,18 @@ def _to_config(model: Model, _: Rope) -> dict[str, Any]:
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:
-    if (step := config.get("decoder_sparse_step", 1)) != 1:
+    if (step := config["decoder_sparse_step"]) != 1:
         raise UserError(f"config.json has decoder_sparse_step {step}; lmworks has experts in every layer after the first dense ones")
-    dense = list(config.get("mlp_only_layers") or ())
+    dense = config["mlp_only_layers"] or []
     if sorted(dense) != list(range(len(dense))):
         raise UserError(f"config.json has mlp_only_layers {dense}; in lmworks only the first layers can be dense beside experts")
-    experts = config.get("num_experts", config.get("num_local_experts"))  # an alias in transformers
-    if experts is None:
-        raise KeyError("num_experts")
     moe = {
-        "n_routed_experts": experts, "num_experts_per_tok": config["num_experts_per_tok"],
+        "n_routed_experts": config["num_experts"], "num_experts_per_tok": config["num_experts_per_tok"],
         "moe_intermediate_size": config["moe_intermediate_size"], "n_shared_experts": 0,
-        "first_k_dense_replace": len(dense), "scoring_func": "softmax", "norm_topk_prob": config.get("norm_topk_prob", False),
+        "first_k_dense_replace": len(dense), "scoring_func": "softmax", "norm_topk_prob": config["norm_topk_prob"],
         "balance": {"method": "aux"},
     }  # fmt: skip
-    return {"moe": moe} | (common.window_of_all_layers(config) if config.get("use_sliding_window") else {})
+    return {"moe": moe} | common.window_of_all_layers(config)
 
 
 def _gguf(model: Model) -> Gguf:
@@ -61,6 +59,14 @@ FAMILY = Family(
     name="Qwen3MoeForCausalLM", model_type="qwen3_moe",
     about="mixture of experts (softmax gates), QK norm; `moe.balance.method` aux, sinkhorn or none",
     names=(*common.LLAMA, *common.QK_NORMS, *common.EXPERTS), zero=("layers.{i}.ffn.router.bias",),
+    defaults=common.DEFAULTS | {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
+        "head_dim": Extra(int), "max_position_embeddings": 32768, "attention_bias": False,
+        "use_sliding_window": False, "sliding_window": Null(int, 4096), "decoder_sparse_step": 1, "mlp_only_layers": Null(list),
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+    },
+    aliases={"num_local_experts": "num_experts"}, ignored=("max_window_layers",),
+    fixed={"qkv_bias": (False,), "use_qk_norm": (True,), "shared_expert_intermediate_size": (0,)},
     requires=frozenset({"experts", "softmax gates", "QK norm"}), allows=frozenset({"sliding window"}),
     to_config=_to_config, from_config=_from_config,
     architectures=("qwen3moe",), gguf=_gguf, without_gguf="dense layers, weights of experts that are not normalized, sliding window",

@@ -9,6 +9,7 @@ from typing import Any
 from lmworks.errors import UserError
 from lmworks.recipe import families
 from lmworks.recipe.families.family import TRAITS, Family, NoClass
+from lmworks.recipe.families.keys import said
 from lmworks.recipe.schema.model import Model
 
 
@@ -32,12 +33,19 @@ def family_of(model: Model) -> Family:
 
 
 def family_in(config: dict[str, Any]) -> Family:
-    """The family that a config.json names."""
-    names = config.get("architectures")
+    """The family that a config.json names: by its class, and without one by its model_type. Raises `UserError` if it is none of ours, or if
+    the two name different ones: `transformers` goes by model_type, other programs by the class."""
+    names, kind = config.get("architectures"), config.get("model_type")
+    known = {family.model_type: family.name for family in FAMILIES.values()}
+    if names in (None, []) and isinstance(kind, str):
+        names = [known.get(kind, f"unknown (model_type {kind})")]
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"config.json is of class {name}; lmworks supports {', '.join(FAMILIES)}")
-    return FAMILIES[name]
+    family = FAMILIES[name]
+    if kind not in (None, family.model_type, *family.model_types):
+        raise UserError(f"config.json is of class {name}, but of {said('model_type', kind)}; that of the class is {family.model_type}")
+    return family
 
 
 def table() -> str:

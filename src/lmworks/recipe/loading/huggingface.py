@@ -26,17 +26,9 @@ def to_config(model: Model, rope: Rope, tokens: dict[str, Any]) -> dict[str, Any
 def from_config(config: dict[str, Any]) -> Model:
     """Our model from a config.json of one of the families; `UserError` for what they have and we have not."""
     try:
-        family = family_in(config)
-        model = Model.model_validate(common.from_config(family, config) | family.from_config(config))
-        if not (
-            model.vocab_size and model.hidden_size and model.num_hidden_layers and model.num_attention_heads and model.intermediate_size
-        ):
-            raise UserError("config.json leaves a size of the model empty; lmworks cannot read it")
-        return model
+        return Model.model_validate(common.from_config(family_in(config), config))
     except UserError:
         raise
-    except KeyError as error:
-        raise UserError(f"config.json has no {error.args[0]}") from None
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise UserError(f"config.json describes no model that lmworks has: {reason}") from None

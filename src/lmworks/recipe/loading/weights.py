@@ -49,7 +49,7 @@ def find_weights(path: Path, needs_tokenizer: bool = True) -> Weights:
     except OSError as error:  # a folder that is closed to us, a name that no file system has
         raise UserError(f"{str(path)[:200]} cannot be opened: {error.strerror}") from None
     if is_model:
-        return Weights("huggingface", path, from_config(_mapping(path / "config.json")), _tokenizer(path, needs_tokenizer))
+        return Weights("huggingface", path, _published(path / "config.json"), _tokenizer(path, needs_tokenizer))
     if (path / "resolved.json").is_file():
         steps = [step for step in sorted((path / "checkpoints").glob("step-*")) if step_in(step.name) is not None]
         if not steps:
@@ -66,6 +66,13 @@ def find_weights(path: Path, needs_tokenizer: bool = True) -> Weights:
     tokenizer = _tokenizer(run_dirs[0] / "tokenizer" if run_dirs else path)
     model = recipe.model.model_copy(update={"rope": rope_of(recipe, meta)})
     return Weights("checkpoint", path, model, tokenizer, recipe, reached if reached in names else None)
+
+
+def _published(path: Path) -> Model:
+    try:
+        return from_config(_mapping(path))
+    except UserError as error:
+        raise UserError(f"{path.parent}: {error}") from None
 
 
 def rope_of(recipe: Recipe, meta: Mapping[str, Any]) -> Rope:

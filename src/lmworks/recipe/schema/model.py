@@ -11,7 +11,7 @@ from lmworks.recipe.schema.effect import NO_EFFECT, NOT_ARCHITECTURE, read_by
 from lmworks.recipe.schema.units import Tokens
 
 # Plans and derivations loop over these numbers, so they are bounded whatever the recipe says. The largest models are far below.
-_WIDEST, _MOST_LAYERS, _MOST_PARTS = 1 << 20, 2000, 1 << 16
+_WIDEST, MOST_LAYERS, _MOST_PARTS = 1 << 20, 2000, 1 << 16
 _MOST_ENTRIES = (1 << 31) - 1  # of a vocabulary: token ids are int32
 
 
@@ -91,7 +91,7 @@ class Moe(Node):
         le=_MOST_PARTS,
         description="shared experts, which process every token; together they are n_shared_experts * moe_intermediate_size wide",
     )
-    first_k_dense_replace: int = Field(1, ge=0, le=_MOST_LAYERS, description="number of first layers that are dense")
+    first_k_dense_replace: int = Field(1, ge=0, le=MOST_LAYERS, description="number of first layers that are dense")
     scoring_func: Literal["sigmoid", "softmax"] = Field("sigmoid", description="function that turns router logits into expert weights")
     norm_topk_prob: bool = Field(True, description="normalize the weights of the selected experts to a sum of 1")
     routed_scaling_factor: float = Field(1.0, gt=0, description="factor on the routed output (GLM-4.6: 2.5)")
@@ -149,7 +149,7 @@ class Mtp(Node):
 
     renamed: ClassVar = {"layers": "num_nextn_predict_layers", "weight": "loss_weight"}
 
-    num_nextn_predict_layers: int = Field(1, gt=0, le=_MOST_LAYERS, description="number of these layers (GLM-4.x and DeepSeek-V3: 1)")
+    num_nextn_predict_layers: int = Field(1, gt=0, le=MOST_LAYERS, description="number of these layers (GLM-4.x and DeepSeek-V3: 1)")
     loss_weight: float = Field(0.3, gt=0, description="weight of their mean loss; a phase may change it (GLM: 0.3, later 0.1)")
 
 
@@ -171,7 +171,7 @@ class Model(Node):
         None, gt=0, le=_MOST_ENTRIES, description="vocabulary size, the rows of the embedding; that of the tokenizer when omitted"
     )
     hidden_size: int | None = Field(None, gt=0, le=_WIDEST, description="width of the residual stream")
-    num_hidden_layers: int | None = Field(None, gt=0, le=_MOST_LAYERS, description="transformer layers")
+    num_hidden_layers: int | None = Field(None, gt=0, le=MOST_LAYERS, description="transformer layers")
     num_attention_heads: int | None = Field(None, gt=0, le=_MOST_PARTS, description="query heads")
     num_key_value_heads: int | None = Field(None, gt=0, le=_MOST_PARTS, description="key/value heads; fewer than heads is GQA, 1 is MQA")
     head_dim: int | None = Field(None, gt=0, le=_WIDEST, description="width of one head; derived from hidden_size and num_attention_heads")
@@ -189,7 +189,7 @@ class Model(Node):
     )
     mla: Mla | None = None
     rope: Rope = Rope()
-    no_rope_layer_interval: int = Field(0, ge=0, le=_MOST_LAYERS, description="every n-th layer has no RoPE (SmolLM3: 4); 0 means none")
+    no_rope_layer_interval: int = Field(0, ge=0, le=MOST_LAYERS, description="every n-th layer has no RoPE (SmolLM3: 4); 0 means none")
     sliding_window: Tokens | None = Field(
         None, description="window size of the sliding attention layers; full attention everywhere when omitted"
     )
