@@ -207,6 +207,32 @@ def test_tokens_that_cannot_be_added(lmworks: Lmworks, chats: Path, tmp_path: Pa
     assert not (tmp_path / "run" / "tokenizer").exists()
 
 
+@pytest.mark.parametrize(
+    ("config", "rows", "export", "why"),
+    [
+        ({"tie_word_embeddings": True}, ROWS, {}, "lm_head.weight differs from model.embed_tokens.weight"),
+        ({}, ENTRIES - 2, {}, f"tokenizer.json has ids up to {ENTRIES - 1}, but the embedding has {ENTRIES - 2} rows"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": 2.0}, "rope_parameters": None}, ROWS, {}, "scales cos and sin"),
+        ({"query_pre_attn_scalar": 8}, ROWS, {}, "query_pre_attn_scalar 8, a key that this class does not have"),
+        (
+            {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "attention_bias": None, "mlp_bias": None}, ROWS,
+            {"gguf": True}, "it has a sliding window, and llama.cpp runs Mistral as llama",
+        ),
+    ],
+    ids=["head", "tokens", "rope", "unknown", "mistral"],
+)  # fmt: skip
+def test_a_base_that_is_not_what_its_config_says_is_refused_before_the_first_stage(
+    lmworks: Lmworks, chats: Path, tmp_path: Path, config: dict[str, Any], rows: int, export: dict[str, Any], why: str
+) -> None:
+    base = tmp_path / "base"
+    write_tokenizer(base, "qwen")
+    write_model(base, rows)
+    (base / "config.json").write_text(json.dumps(read_json(base / "config.json") | config))
+    done = lmworks("run", write_recipe(tmp_path, base, chats, export={"huggingface": True, "gguf": False} | export))
+    assert done.code == 2 and why in done.error and (export or str(base) in done.error)
+    assert not (tmp_path / "run" / "tokenizer").exists()
+
+
 def test_another_first_loss_than_that_of_transformers_ends_the_run(
     lmworks: Lmworks, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

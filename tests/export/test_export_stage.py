@@ -142,7 +142,9 @@ def test_bf16_halves_the_files_and_keeps_the_selection_bias(glm: Any, tmp_path: 
         ("llama-llama3", "LlamaForCausalLM", "llama"),
     ],
 )
-def test_other_families_go_through_the_stage(make_run: Callable[..., Any], tmp_path: Path, name: str, architecture: str, gguf: str) -> None:
+def test_other_families_go_through_the_stage(
+    make_run: Callable[..., Any], tmp_path: Path, name: str, architecture: str, gguf: str
+) -> None:
     run = make_run(name)
     report = export(run.recipe, run.directory, tmp_path / "export")
     assert (report.architecture, report.gguf_architecture) == (architecture, gguf)

@@ -50,7 +50,9 @@ def test_ids_and_log_probabilities(make_run: Callable[..., Any], tmp_path: Path,
 
 
 @pytest.mark.parametrize(("name", "targets"), [("glm4moe", ("all-linear", "experts")), ("llama", ("all-linear",))])
-def test_an_adapter_is_applied_as_merging_does(make_run: Callable[..., Any], tmp_path: Path, name: str, targets: tuple[str, ...]) -> None:
+def test_an_adapter_is_applied_as_merging_does(
+    make_run: Callable[..., Any], tmp_path: Path, name: str, targets: tuple[str, ...]
+) -> None:
     python, server = engine("LMWORKS_LLAMA_PYTHON"), engine("LMWORKS_LLAMA_SERVER")
     run = make_run(name, STEPS)
     one = adapted(run.model, *targets)

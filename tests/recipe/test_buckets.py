@@ -29,7 +29,9 @@ def refusal(path: Path) -> str:
 
 
 def bucketed(write: Write, more: str = BUCKETS, mixture: str = "{prose: 0.75, code: 0.25}") -> Path:
-    return write(("corpus:\n", STEPS), ("domain: prose,", f"domain: prose, {more},"), ("{prose: 0.75, code: 0.25}", mixture))
+    return write(
+        ("corpus:\n", STEPS), ("domain: prose,", f"domain: prose, {more},"), ("{prose: 0.75, code: 0.25}", mixture)
+    )
 
 
 def test_a_token_of_a_heavier_bucket_is_read_as_many_times_as_often() -> None:

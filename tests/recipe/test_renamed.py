@@ -57,7 +57,9 @@ def test_an_old_name_is_refused_with_the_new_one(override: str, path: str, new: 
     assert "\n" not in str(error.value)
 
 
-def test_the_command_ends_with_one_line_that_names_the_new_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_one_line_that_names_the_new_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["lmworks", "show", "quickstart", "--set", "optimizer.clip=1"])
     with pytest.raises(SystemExit) as end:
         main()

@@ -22,13 +22,16 @@ from lmworks.tokenizer.keeping import kept_json
 
 
 def check_start(recipe: Recipe) -> None:
-    """Raise `UserError` if the weights of `start_from` cannot be those of the model, by their headers, or if tokens cannot be added."""
+    """Raise `UserError` if the weights of `start_from` cannot be those of the model, by their headers and by tensors that must be equal, or
+    if tokens cannot be added."""
+    from lmworks.weights.huggingface import refuse_unequal_copies
     from lmworks.weights.weight_map import map_weights
 
     assert recipe.start_from is not None
     start = find(recipe.start_from)
     if start.kind == "huggingface":
         map_weights(start.path, recipe.model)
+        refuse_unequal_copies(start.path, recipe.model)
     if recipe.tokenizer.add_tokens:
         kept_json(recipe)
 

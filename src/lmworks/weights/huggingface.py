@@ -19,9 +19,17 @@ from lmworks.model import Transformer
 from lmworks.recipe.families.registry import family_in
 from lmworks.recipe.loading.huggingface import from_config
 from lmworks.recipe.schema.model import Model as Config
-from lmworks.weights.names import from_interleaved, is_interleaved, original_of, refuse_foreign, sources
+from lmworks.weights.names import (
+    from_interleaved,
+    huggingface_name,
+    is_interleaved,
+    original_of,
+    refuse_foreign,
+    sources,
+    why_missing,
+)
 
-_MEAN_ROWS = 8192  # rows that are read at a time for their mean
+_MEAN_ROWS = 8192  # rows that are read at a time, for their mean or to compare them
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 """Names of weights that are read by running what is in them."""
 _SMALL = 1 << 20  # elements; smaller models are not checked
@@ -55,9 +63,7 @@ def load_weights(
                     reorder = partial(from_interleaved, ours, model=model) if interleaved and is_interleaved(ours, model) else None
                     _read_slice(handles[theirs].get_slice(theirs), theirs, box, reorder, extend, added)
                 elif not (extend and name.startswith("mtp.")):
-                    raise UserError(f"{directory} has no tensor {theirs}; the config and the weights are of different models")
-        if not extend:
-            _refuse_unequal_copies(handles, state)
+                    raise UserError(f"{directory} has no tensor {theirs}; {why_missing(ours)}")
 
 
 def _read_slice(
@@ -72,7 +78,10 @@ def _read_slice(
     begin, count = box.offsets[0], max(0, min(box.sizes[0], shape[0] - box.offsets[0]))
     slices = (slice(begin, begin + count), *(slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True)))
     if count:
-        box.values()[:count].copy_(reorder(source[:])[slices] if reorder else source[slices])
+        read = reorder(source[:])[slices] if reorder else source[slices]
+        if not read.is_floating_point():
+            raise UserError(f"tensor {theirs} holds {str(read.dtype).removeprefix('torch.')}; lmworks does not read this quantization")
+        box.values()[:count].copy_(read)
     begin, end = box.offsets[0], box.offsets[0] + box.sizes[0]
     if vocabulary and (rows := [row - begin for row in (*added, *range(shape[0], box.shape[0])) if begin <= row < end]):
         values = box.values()
@@ -85,13 +94,39 @@ def _mean_row(source: Any, columns: slice, rows: int) -> Tensor:
     return torch.stack(list(parts)).sum(0) / rows
 
 
-def _refuse_unequal_copies(handles: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-    """Raise `UserError` if a layer of multi-token prediction has an embedding or a head that differs from the model's own."""
-    for theirs, handle in handles.items():
-        if (ours := original_of(theirs)) is not None:
-            own, copy = state.get(ours, state["embedding.weight"]), handle.get_tensor(theirs)
-            if copy.shape != own.shape or not torch.equal(copy.to(own.dtype), own):
-                raise UserError(f"tensor {theirs} is not equal to the model's own; multi-token prediction shares it in lmworks")
+def refuse_unequal_copies(directory: Path, model: Config) -> None:
+    """Raise `UserError` if a checkpoint has a tensor beside the one that `model` reads in its place, and their values differ: a head
+    although `tie_word_embeddings` says that it is the embedding, or the embedding or the head of a layer of multi-token prediction.
+
+    `transformers` keeps a head that differs, whatever the config says; other programs go by the config.
+    """
+    with ExitStack() as stack:
+        handles = {name: handle for handle in open_all(directory, stack).values() for name in handle.keys()}  # noqa: SIM118
+        family = family_in(read_json(directory / "config.json"))
+        embedding, head = (huggingface_name(name, family) for name in ("embedding.weight", "head.weight"))
+        own = {"embedding.weight": embedding, "head.weight": embedding if model.tie_word_embeddings else head}
+        if model.tie_word_embeddings and head in handles and not _equal(handles, head, embedding):
+            raise UserError(
+                f"{directory}: tensor {head} differs from {embedding}, but by config.json, or the default of its class, they are tied; "
+                f"write tie_word_embeddings false to use it, or remove the tensor"
+            )
+        for theirs in handles:
+            if (ours := original_of(theirs)) is not None and not _equal(handles, theirs, own[ours]):
+                raise UserError(
+                    f"{directory}: tensor {theirs} is not equal to the model's own; multi-token prediction shares it in lmworks"
+                )
+
+
+def _equal(handles: Mapping[str, Any], name: str, other: str) -> bool:
+    """Whether two tensors of a checkpoint have the same values; they need not fit into memory."""
+    if other not in handles:
+        return True  # the model has none, which is refused elsewhere
+    first, second = handles[name].get_slice(name), handles[other].get_slice(other)
+    rows = first.get_shape()[0] if first.get_shape() else 0
+    return first.get_shape() == second.get_shape() and all(
+        torch.equal(first[begin : begin + _MEAN_ROWS].float(), second[begin : begin + _MEAN_ROWS].float())
+        for begin in range(0, rows, _MEAN_ROWS)
+    )
 
 
 def read_model(directory: Path) -> Transformer:
@@ -106,6 +141,7 @@ def read_model(directory: Path) -> Transformer:
     _refuse_wrong_size(described, sizes, directory)
     model = Transformer(described)
     load_weights(directory, dict(model.state_dict()), model.config)
+    refuse_unequal_copies(directory, model.config)
     return model.eval()
 
 

@@ -118,6 +118,13 @@ def _row(part: TensorSlice, at: int) -> Tensor:
     return part.values()[at]
 
 
+def why_missing(ours: str) -> str:
+    """The end of a message that a checkpoint lacks one of our tensors."""
+    if ours == "head.weight":
+        return "if the head is the embedding, config.json must have tie_word_embeddings true"
+    return "the config and the weights are of different models"
+
+
 def refuse_foreign(names: Iterable[str], state: Mapping[str, object], model: Model, family: Family) -> None:
     """Raise `UserError` for a Hugging Face tensor without a counterpart in `state`, which has all tensors of `model`."""
     assert model.num_hidden_layers

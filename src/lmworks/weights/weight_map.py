@@ -16,7 +16,7 @@ from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import family_in
 from lmworks.recipe.schema.model import Model
 from lmworks.weights.huggingface import open_all
-from lmworks.weights.names import refuse_foreign, sources
+from lmworks.weights.names import refuse_foreign, sources, why_missing
 
 _EXTENDED = ("embedding.weight", "head.weight")  # may have more rows than the file
 
@@ -67,5 +67,5 @@ def map_weights(directory: Path, model: Model) -> dict[str, Path]:
     missing = [name for name, one in wanted.items() if name not in found and not one.ours.startswith("mtp.")]
     if missing:
         more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
-        raise UserError(f"{directory} has no tensor {missing[0]}{more}; the config and the weights are of different models")
+        raise UserError(f"{directory} has no tensor {missing[0]}{more}; {why_missing(wanted[missing[0]].ours)}")
     return found

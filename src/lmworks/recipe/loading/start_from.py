@@ -65,6 +65,12 @@ def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
     if isinstance(size, int) and size > rows and "vocab_size" not in given:
         put(tree, ("model", "vocab_size"), size)
         reasons["model", "vocab_size"] = "tokenizer.vocab_size, which is larger than the embedding of the weights; rows are added"
+    entries = count_entries(start.tokenizer) if start.tokenizer.is_file() else 0
+    if isinstance(size, int) and entries > size:
+        raise UserError(
+            f"start_from: {start.tokenizer} has ids up to {entries - 1:,}, but the embedding has {size:,} rows; put the tokenizer of these "
+            f"weights there, or add rows with tokenizer.vocab_size={entries}"
+        )
     if start.kind != "huggingface" and (added or tree["model"]["vocab_size"] != rows):
         raise UserError(
             f"start_from: the weights in {text} are a checkpoint, to which no tokens are added; export the model with `lmworks export`, "
