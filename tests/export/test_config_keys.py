@@ -23,6 +23,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.families import keys
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import FAMILIES
+from lmworks.recipe.loading.huggingface import from_config, to_config
 from lmworks.weights.huggingface import read_model
 
 _ALL = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
@@ -149,3 +150,22 @@ def test_a_config_that_says_something_else_is_never_read_as_another_model(family
             (folder / "config.json").write_text(json.dumps(other(config, draw)))
             outcomes.append(_compare(folder, seed))
     assert outcomes.count(True) > len(outcomes) // 20, "the test compares nothing"
+
+
+_DERIVED = {"qk_head_dim", "max_window_layers"}  # from other keys that are written; layer_types are written out
+
+
+@_ALL
+def test_what_is_written_leaves_nothing_to_defaults(family: Family) -> None:
+    """A reader with other defaults makes the same model of our config.json, also another version of transformers."""
+    for seed in range(40):
+        model = from_config(json.loads(random_config(family, seed).to_json_string()))
+        written = to_config(model, model.rope, {})
+        experts = {"n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "norm_topk_prob", "n_group",
+                   "routed_scaling_factor", "topk_group"} if model.moe is None else set()  # fmt: skip
+        by_class = FAMILIES[written["architectures"][0]]
+        left = by_class.defaults.keys() - written.keys() - _DERIVED - experts - set(by_class.omits)
+        assert not left, (left, written)
+        assert by_class.rope_theta and "rope_theta" in written["rope_parameters"] and "rope_type" in written["rope_parameters"]
+        assert "partial_rotary_factor" in written["rope_parameters"] or not by_class.has("partial RoPE")
+        assert from_config(written) == model

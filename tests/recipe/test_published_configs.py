@@ -156,6 +156,12 @@ def test_published_models_have_as_many_parameters_as_they_say(name: str, write: 
     assert model.vocab_size == config["vocab_size"] and int(model.max_position_embeddings or 0) == config["max_position_embeddings"]
 
 
+def test_a_config_without_a_class_is_that_of_its_model_type(write: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({key: value for key, value in _QWEN2.items() if key != "architectures"}))
+    assert load_recipe(write(("preset: glm-tiny", f"preset: {path}"))).recipe.model.attention_bias
+
+
 def test_keys_of_the_recipe_go_over_those_of_the_config(write: Callable[..., Path], tmp_path: Path) -> None:
     path = tmp_path / "llama.json"
     path.write_text(json.dumps(_LLAMA, indent=2))

@@ -48,7 +48,7 @@ def _yarn_ramp(rope: Rope, rotated: int, original_length: int) -> Tensor:
 
     low = max(math.floor(dimension(rope.beta_fast)), 0)
     high = min(math.ceil(dimension(rope.beta_slow)), rotated - 1)
-    return ((torch.arange(rotated // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return ((torch.arange(rotated // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)).clamp(0, 1)
 
 
 def cos_sin(positions_BT: Tensor, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

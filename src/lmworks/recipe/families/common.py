@@ -73,10 +73,11 @@ def to_config(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
         "rms_norm_eps": model.rms_norm_eps,
         "initializer_range": model.initializer_range, "max_position_embeddings": int(model.max_position_embeddings or 2048),
         "tie_word_embeddings": model.tie_word_embeddings,
-        "attention_dropout": model.attention_dropout, "attention_bias": model.attention_bias, "use_cache": True,
+        "attention_dropout": model.attention_dropout, "attention_bias": model.attention_bias, "mlp_bias": False, "use_cache": True,
         "rope_parameters": rope_parameters(family, model, rope),
     }  # fmt: skip
-    return {key: value for key, value in config.items() if key not in family.omits}
+    omitted = {*family.omits} if "mlp_bias" in family.defaults else {*family.omits, "mlp_bias"}
+    return {key: value for key, value in config.items() if key not in omitted}
 
 
 def from_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:

@@ -246,7 +246,7 @@ def _preset(tree: dict[str, Any], document: Document, beside: Path) -> Document 
     if not isinstance(name, str):
         return None
     preset = parse_file(_from_here(find(name, "models", beside)))
-    if "architectures" in preset.tree:
+    if "architectures" in preset.tree or "model_type" in preset.tree:
         preset = _published(preset)
     refuse_unknown(preset.tree, Recipe.model_fields["model"].annotation, preset.place)
     tree["model"] = merge(model, preset.tree)
