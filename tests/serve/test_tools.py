@@ -96,6 +96,27 @@ def test_streams_carry_the_same(client: openai.OpenAI) -> None:
     assert ends == ["tool_calls"]
 
 
+def test_one_call_at_a_time(client: openai.OpenAI) -> None:
+    """As vLLM does it: the first call counts."""
+    (choice,) = ask(client, ASKED, tools=TOOLS, parallel_tool_calls=False).choices
+    assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", CALLING["content"])
+    chunks = list(ask(client, ASKED, tools=TOOLS, parallel_tool_calls=False, stream=True))
+    assert [call.function.name for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []] == ["weather"]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_tokens_of_thoughts_are_counted(client: openai.OpenAI, taught: Any) -> None:
+    reply = ask(client, ASKED, tools=TOOLS, logprobs=True)
+    tokens = [entry.token for entry in reply.choices[0].logprobs.content]
+    end = next(number for number in range(len(tokens)) if "</think>" in "".join(tokens[: number + 1]))
+    assert reply.usage.completion_tokens_details.reasoning_tokens == end + 1 > 10
+    *_, last = ask(client, ASKED, tools=TOOLS, stream=True, stream_options={"include_usage": True})
+    assert last.usage.completion_tokens_details == reply.usage.completion_tokens_details
+    silent = ask(client, ASKED, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert silent.usage.completion_tokens_details.reasoning_tokens == 0
+
+
 def test_plain_completions_show_the_markup(client: openai.OpenAI, taught: Any) -> None:
     prompt = list(taught[1].chat_prompt(ASKED, TOOLS))
     text = client.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=180).choices[0].text

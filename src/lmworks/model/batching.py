@@ -27,11 +27,13 @@ _SMALLEST = 128  # tokens: capacity of the smallest cache
 
 
 class Sampled(NamedTuple):
-    """The next token of row `id`. `finish` is "stop" after a stop token, "length" after the last token that was allowed, else None."""
+    """The next token of row `id`. `finish` is "stop" after a stop token, "length" after the last token that was allowed, else None.
+    `hit_tokens` are those of the row's prompt that were not read, because another prompt or answer began with them."""
 
     id: int
     token: Token
     finish: str | None
+    hit_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class _Row:
     written: list[int] = field(default_factory=list)
     group: _Running | None = None  # once the prompt has been read
     number: int = 0  # of its row in the cache of the group
+    hit_tokens: int = 0
 
     @property
     def cached(self) -> int:
@@ -127,7 +130,7 @@ class ContinuousBatch:
         if self._context is not None and len(prompt) >= self._context:
             raise UserError(f"the prompt has {len(prompt)} tokens, but the model's context is {self._context}; shorten the prompt")
         room = options.max_new_tokens if self._context is None else min(options.max_new_tokens, self._context - len(prompt))
-        draw = Draw(options, options.seed if seed is None else seed, grammar)
+        draw = Draw(options, options.seed if seed is None else seed, grammar, tuple(prompt))
         row = _Row(self._next_id, tuple(prompt), draw, room, salt, frozenset(options.stop_ids))
         if self.max_tokens is not None and row.reserved > self.max_tokens:
             what = f"{len(row.prompt)} tokens of prompt and {room} new ones need {row.reserved} slots"
@@ -190,7 +193,7 @@ class ContinuousBatch:
         for row, token in zip(rows, tokens, strict=True):
             row.written.append(token.id)
             finish = "stop" if token.id in row.stop_ids else "length" if len(row.written) == row.limit else None
-            out.append(Sampled(row.id, token, finish))
+            out.append(Sampled(row.id, token, finish, row.hit_tokens))
             if finish:
                 self._leave(row)
         return out
@@ -226,13 +229,15 @@ class ContinuousBatch:
             # the last token is read in any case: its output is needed
             kept.append(prefixes.find(prompt[:-1], rows[0].salt) if prefixes else [])
             self.prompt_tokens += len(prompt) * len(rows)
-            self.hit_tokens += len(prompt) * (len(rows) - 1)
+            for twin in rows[1:]:
+                twin.hit_tokens = len(prompt)
         # a row that begins with a prefix is padded beyond the longest prompt
         known = [len(found) * prefixes.block if prefixes else 0 for found in kept]
         cache = self.model.cache(len(twins), max(len(rows[0].prompt) for rows in twins) + max(known))
         for number, found in enumerate(kept):
             cache.write(number, found)
-        self.hit_tokens += sum(known)
+            twins[number][0].hit_tokens = known[number]
+        self.hit_tokens += sum(row.hit_tokens for rows in twins for row in rows)
         return _Reading(twins, cache)
 
     def _read_piece(self) -> tuple[list[_Row], list[Tensor]]:

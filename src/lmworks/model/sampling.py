@@ -1,4 +1,4 @@
-"""Choosing the next token of each row: temperature, top-k, top-p, min-p, restrictions by a grammar, and log-probabilities.
+"""Choosing the next token of each row: penalties, temperature, top-k, top-p, min-p, restrictions by a grammar, and log-probabilities.
 
 Shapes: B rows, V vocabulary.
 """
@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lmworks.model.penalties import History, adjust, changes_logits
+
 _GREEDY_BELOW = 1e-5
 SAMPLING = {"temperature": 0.7, "min_p": 0.1}
 """Default sampling options of chat and samples; also written to exports as defaults for engines."""
@@ -21,7 +23,10 @@ SAMPLING = {"temperature": 0.7, "min_p": 0.1}
 @dataclass(frozen=True)
 class GenerateOptions:
     """Sampling options. Temperature 0 is greedy, and so is one below 1e-5, by which logits cannot be divided; top_k 0, top_p 1 and min_p 0
-    are off. `logprobs`: how many of the most likely tokens to return with each token."""
+    are off; top_p 0 leaves the most likely token. `logprobs`: how many of the most likely tokens to return with each token.
+
+    `min_tokens`: how many tokens come before any of `stop_ids`. `logit_bias`: pairs of an id and what is added to its logit, each id once.
+    The penalties are those of `lmworks.model.penalties`; a `repetition_penalty` of 1 is off."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -31,6 +36,11 @@ class GenerateOptions:
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
     logprobs: int | None = None
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
     @property
     def greedy(self) -> bool:
@@ -45,8 +55,9 @@ class GenerateOptions:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token. `logprob` is under the model's own distribution, before temperature, filters and grammars; `drawn_logprob` is
-    under the distribution that the token was drawn from, after all of these: 0 if it was chosen greedily. nan: it was not drawn."""
+    """One generated token. `logprob` is under the model's own distribution, before penalties, temperature, filters and grammars;
+    `drawn_logprob` is under the distribution that the token was drawn from, after all of these: 0 if it was chosen greedily. nan: it was
+    not drawn."""
 
     id: int
     logprob: float
@@ -68,15 +79,20 @@ class Grammar(Protocol):
 
 @dataclass
 class Draw:
-    """How tokens of one row are chosen: its options, the stream of its random numbers and its grammar. Other rows have no influence."""
+    """How tokens of one row are chosen: its options, the stream of its random numbers, its grammar, and its prompt, which a repetition
+    penalty reads. Other rows have no influence."""
 
     options: GenerateOptions
     seed: int
     grammar: Grammar | None = None
+    prompt: Sequence[int] = ()
     random: random.Random = field(init=False, repr=False)
+    adjusts: bool = field(init=False)
+    history: History | None = field(init=False, default=None, repr=False)  # made at the first token, if `adjusts`
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
+        self.adjusts = changes_logits(self.options)
 
 
 def filter_logits(logits_BV: Tensor, options: GenerateOptions) -> Tensor:
@@ -98,7 +114,7 @@ def filter_logits(logits_BV: Tensor, options: GenerateOptions) -> Tensor:
 
 def choose(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Token]:
     """Choose the next token of each row, and advance its random numbers and its grammar. Each random row takes one number per token."""
-    allowed_BV = _restricted(logits_BV, draws)
+    allowed_BV = _restricted(adjust(logits_BV, draws), draws)
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for row, draw in enumerate(draws):
         groups.setdefault((0.0, 0, 1.0, 0.0) if draw.options.greedy else draw.options.distribution, []).append(row)
@@ -119,6 +135,8 @@ def choose(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Token]:
     for row, draw in enumerate(draws):
         if draw.grammar is not None and (token := draw.grammar.accept(chosen[row])) != chosen[row]:
             chosen[row], drawn[row] = token, float("nan")
+        if draw.history is not None:
+            draw.history.add(chosen[row])
     return _tokens(logits_BV, chosen, drawn, [draw.options.logprobs or 0 for draw in draws])
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -17,6 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from lmworks.errors import UserError
+from lmworks.serve.engine import Engine
 from lmworks.serve.middleware import RequestGuard, ServerOptions
 from lmworks.serve.models import Busy, Models
 from lmworks.serve.openai.errors import BadRequest, error_body
@@ -26,7 +29,11 @@ from lmworks.serve.openai.responses import Chat, Completion
 from lmworks.serve.page import page
 from lmworks.serve.prometheus import RequestStats, render_metrics
 from lmworks.serve.requests import Delta, Job, PromptTooLong, Scores
+from lmworks.serve.requests import Request as Generation
 
+log = logging.getLogger(__name__)
+_CHAT, _COMPLETIONS, _MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
+_API = f"{_CHAT}, {_COMPLETIONS} and {_MODELS}"
 _CLIENT_GONE = 499  # nginx's status for a client that closed the connection; it appears only in the metrics
 
 
@@ -43,10 +50,10 @@ class Api:
             Route("/", self.home),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route(_MODELS, self.models),
+            Route(f"{_MODELS}/{{name:path}}", self.model),
+            Route(_COMPLETIONS, self.completions, methods=["POST"]),
+            Route(_CHAT, self.chat, methods=["POST"]),
         ]
         guard = Middleware(RequestGuard, options=self._options, record=self._requests.count, paths={route.path for route in routes})
         handlers: Any = dict.fromkeys((BadRequest, UserError, HTTPException, Exception), error_response)
@@ -71,7 +78,7 @@ class Api:
         max_waiting = self._options.max_waiting
         self._models.require_capacity(max_waiting, body.n)  # early, to save the work of rendering and encoding
         engine = await self._models.engine(body.model)
-        generation = await asyncio.to_thread(body.request, engine)
+        generation = await asyncio.to_thread(_generation, body, engine)
         self._models.require_capacity(max_waiting, len(generation.prompts))
         job, events = engine.open(generation)
         reply = kind(engine, body, generation)
@@ -118,9 +125,32 @@ async def error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, UserError):
         return JSONResponse(error_body(str(error), 400), 400)
     if isinstance(error, HTTPException):
-        detail = f"there is no {request.url.path} here" if error.status_code == 404 else error.detail
+        detail = _missing(request.url.path) if error.status_code == 404 else error.detail
         return JSONResponse(error_body(detail, error.status_code), error.status_code, headers=error.headers)
-    return JSONResponse(error_body(f"the server failed: {error}", 500), 500)
+    return JSONResponse(error_body(_failure(error), 500), 500)
+
+
+def _generation(body: Any, engine: Engine) -> Generation:
+    """The request for the engine. Raises `BadRequest` also for texts of JSON (arguments of tool calls) that are nested too deep to be
+    read or rendered."""
+    try:
+        generation: Generation = body.request(engine)
+        return generation
+    except RecursionError:
+        raise BadRequest("the request contains JSON that is nested too deep; make it flatter") from None
+
+
+def _missing(path: str) -> str:
+    if path == "/v1" or path.startswith("/v1/"):
+        return f"this server has no {path[:200]}; it has {_API}"
+    return f"there is no {path} here"
+
+
+def _failure(error: Exception) -> str:
+    """What a client learns about a failure of the server: not its text, which is in the log under the same number."""
+    number = secrets.token_hex(4)
+    log.error("failure %s", number, exc_info=error)
+    return f"the server failed (failure {number} in its log)"
 
 
 class _EventStream(StreamingResponse):
@@ -145,7 +175,7 @@ async def _server_sent(reply: Completion | Chat, events: AsyncIterator[Delta | S
             for chunk in reply.chunks(event):
                 yield _event(chunk)
     except Exception as error:  # the status line has been sent, so the error can only be reported in the stream
-        yield _event(error_body(f"the server failed: {error}", 500))
+        yield _event(error_body(str(error), 400) if isinstance(error, UserError) else error_body(_failure(error), 500))
         return
     for chunk in reply.closing():
         yield _event(chunk)

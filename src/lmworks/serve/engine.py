@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lmworks.errors import UserError
 from lmworks.model.batching import ContinuousBatch, Sampled
 from lmworks.model.prefixes import PrefixCache
 from lmworks.model.sampling import GenerateOptions
 from lmworks.serve.decode_threads import DecodeThreads
-from lmworks.serve.grammar import GrammarState
+from lmworks.serve.grammar import GrammarError, GrammarState
 from lmworks.serve.requests import Delta, EngineStats, Event, Job, PromptTooLong, Request, Scores
 from lmworks.serve.scoring import score
 from lmworks.serve.text import Assembler, Piece
@@ -40,6 +41,7 @@ class _Answer:
     assembler: Assembler
     grammar: GrammarState | None = None
     generated: int = 0
+    hit_tokens: int = 0
     done: bool = False
 
     @property
@@ -54,7 +56,7 @@ class _Answer:
 
     def send(self, piece: Piece, finish: str | None) -> None:
         if piece.text or piece.tokens or finish:
-            self.job.send(Delta(self.index, piece.text, piece.tokens, self.generated, finish))
+            self.job.send(Delta(self.index, piece.text, piece.tokens, self.generated, finish, self.hit_tokens))
 
     def end(self, piece: Piece, finish: str) -> None:
         self.done = True
@@ -111,7 +113,8 @@ class Engine:
         answers = []
         for index, prompt in enumerate(request.prompts):
             options = replace(request.options, max_new_tokens=self.room(len(prompt), request.options.max_new_tokens), seed=0)
-            answers.append(_Answer(job, index, options, Assembler(self.vocabulary.decoder(request.marks), request.stop)))
+            assembler = Assembler(self.vocabulary.decoder(request.marks), request.stop, options.min_tokens)
+            answers.append(_Answer(job, index, options, assembler))
         with self._wake:
             if self._closed:
                 raise RuntimeError("the engine is closed")
@@ -252,9 +255,10 @@ class Engine:
 
     def _receive(self, answer: _Answer, sampled: Sampled) -> None:
         if answer.grammar is not None and answer.grammar.error:
-            self._fail([answer], RuntimeError(f"the grammar of the answer is too complex: {answer.grammar.error}"))
+            self._fail([answer], GrammarError(f"the grammar of the answer is too complex: {answer.grammar.error}"))
             return
         answer.generated += 1
+        answer.hit_tokens = sampled.hit_tokens
         self._counts.generated_tokens += 1
         if sampled.finish == "stop":
             answer.end(answer.assembler.finish(), "stop")
@@ -274,7 +278,8 @@ class Engine:
             del self._running[row]
 
     def _fail(self, answers: list[_Answer], error: Exception) -> None:
-        log.error("generation failed", exc_info=error)
+        if not isinstance(error, UserError):
+            log.error("generation failed", exc_info=error)
         for job in {id(answer.job): answer.job for answer in answers}.values():
             job.send(error)
             job.cancel()

@@ -70,7 +70,9 @@ def compile_grammar(vocabulary: Vocabulary, lark: str) -> Grammar:
 
 def _reason(matcher: LLMatcher) -> str:
     lines = [line for line in matcher.get_error().splitlines() if line.strip()]
-    return one_line(lines[0])[:300] if lines else "it is too complex"
+    if not lines or "panic" in lines[0].lower():  # of llguidance's own code, whose text says nothing to a client
+        return "it is too complex"
+    return one_line(lines[0])[:300]
 
 
 class _Wrapped:

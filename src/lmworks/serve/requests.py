@@ -24,8 +24,9 @@ class Request:
     """A generation request: each of `prompts` is continued with `options`, with `seed` (random by default) instead of `options.seed`.
 
     `options.max_new_tokens` is limited to the rest of the context; 0 only scores the prompts. `stop` strings end an answer and are not
-    part of it. With `score_prompts`, a `Scores` event precedes each answer. `grammar` restricts each answer. `marks` are control tokens
-    whose text is a part of the answer. Requests with the same `salt` share what has been read of prompts that begin alike.
+    part of it; the first `options.min_tokens` tokens are not searched for them. With `score_prompts`, a `Scores` event precedes each
+    answer. `grammar` restricts each answer. `marks` are control tokens whose text is a part of the answer. Requests with the same `salt`
+    share what has been read of prompts that begin alike.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -40,13 +41,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Delta:
-    """The next part of answer `index`. `finish` is `stop` or `length` in the last part; `generated` counts the answer's tokens so far."""
+    """The next part of answer `index`. `finish` is `stop` or `length` in the last part; `generated` counts the answer's tokens so far, and
+    `hit_tokens` those of its prompt that were not read, because an earlier prompt or answer began with them."""
 
     index: int
     text: str
     tokens: tuple[Placement, ...]
     generated: int
     finish: str | None = None
+    hit_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -135,11 +135,15 @@ def _argument(terminal: str, schema: Any, shared: Mapping[str, Any]) -> tuple[st
         pattern = pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else f"{pattern}(?s:.*)"
         text = _expression(pattern)
     else:
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        if not isinstance(least, int) or not isinstance(most, int | str):
-            raise GrammarError("minLength and maxLength are whole numbers")
-        text = f"/(?s:.){{{least},{most}}}/"
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        if not _is_length(least) or not (most is None or _is_length(most)):
+            raise GrammarError(f"minLength and maxLength are whole numbers up to {_LARGEST:,}")
+        text = f"/(?s:.){{{least},{'' if most is None else most}}}/"
     return terminal, f"{terminal}: {text} & ~/(?s:.*)<\\/arg_value>(?s:.*)/\n"
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
 
 
 def _schema(schema: Any) -> str:

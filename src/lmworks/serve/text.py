@@ -39,11 +39,13 @@ class Assembler:
     """Joins tokens to text and detects stop strings, which may span tokens.
 
     The longest suffix of the text that could still become a stop string is held back until that is decided. The stop string that is
-    complete first ends the answer, so the result does not depend on how the text is split into tokens.
+    complete first ends the answer, so the result does not depend on how the text is split into tokens. The text of the first `unsearched`
+    tokens is not searched.
     """
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str] = ()) -> None:
+    def __init__(self, decoder: Decoder, stops: Sequence[str] = (), unsearched: int = 0) -> None:
         self._decoder = decoder
+        self._unsearched = unsearched
         self._stops = [stop for stop in stops if stop]
         self._held = ""
         self._released = 0
@@ -53,6 +55,9 @@ class Assembler:
         """Add the next token; returns the text that can now be shown. After a `stopped` piece no token may be added."""
         self._tokens.append(Placement(token, self._released + len(self._held)))
         self._held += self._decoder.push(token.id)
+        if self._unsearched:
+            self._unsearched -= 1
+            return self._release(len(self._held))
         cut = self._stop()
         if cut is not None:
             return self._release(cut, stopped=True)

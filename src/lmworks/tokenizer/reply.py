@@ -56,17 +56,26 @@ class ReplyReader:
         self._family = form.family if form and form.marks else "hermes"
         self._mark = form.marks[0] if form and form.marks else CALL
         self._held = self._gap = ""
+        self._pushed = 0  # characters
+        self.reasoning_end = 0
+        """Where the reasoning ends in the text so far, with its marks, in characters; 0 without any."""
         self._state = "start" if thinking else "opening"
         self._trim = not thinking  # markup has just ended: the newline after it is not content
 
     def push(self, text: str) -> Reply:
         """The parts that `text` completes."""
         self._held += text
+        self._pushed += len(text)
         return self._read(last=False)
 
     def finish(self) -> Reply:
         """End of the text: returns what was held back."""
         return self._read(last=True)
+
+    def whole(self, text: str) -> Reply:
+        """The parts of a whole reply, as the only text of this reader."""
+        first, rest = self.push(text), self.finish()
+        return Reply(first.reasoning + rest.reasoning, first.content + rest.content, first.calls + rest.calls)
 
     def _read(self, last: bool) -> Reply:
         reply, state = Reply(), ""
@@ -84,6 +93,7 @@ class ReplyReader:
 
     def _thoughts(self, reply: Reply, last: bool) -> None:
         thought, closed, rest = self._held.partition(_THOUGHT)
+        self.reasoning_end = self._pushed - len(rest)
         if closed:
             reply.reasoning += thought
             self._held, self._state, self._trim = rest, "opening", True
@@ -159,9 +169,7 @@ def read(
     text: str, tools: Sequence[Mapping[str, Any]] | None = None, thinking: bool = True, form: ToolForm | None = None
 ) -> Reply:  # fmt: skip
     """The parts of a whole reply."""
-    reader = ReplyReader(tools, thinking, form)
-    first, rest = reader.push(text), reader.finish()
-    return Reply(first.reasoning + rest.reasoning, first.content + rest.content, first.calls + rest.calls)
+    return ReplyReader(tools, thinking, form).whole(text)
 
 
 def _partial_match(text: str, mark: str) -> int:

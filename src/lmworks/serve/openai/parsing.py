@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from lmworks.recipe.tree.paths import nearest
 from lmworks.serve.openai.errors import BadRequest
+from lmworks.serve.openai.parameters import accepted, instead
 from lmworks.serve.openai.protocol import ChatRequest, CompletionRequest, Sampling
 
 _MAX_DEPTH = 64  # of nested lists and objects
@@ -24,9 +25,9 @@ def parse(kind: type[R], body: bytes, models: Collection[str]) -> R:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadRequest("the body must be a JSON object")
-    _refuse_unknown(kind, value)
     if _is_deeper(value, _MAX_DEPTH):
         raise BadRequest(f"the lists and objects of the body are nested more than {_MAX_DEPTH} deep")
+    value = _known(kind, value)
     try:
         request = kind.model_validate(value)
     except ValidationError as error:
@@ -46,15 +47,17 @@ def require_known(name: str, models: Collection[str]) -> None:
         raise BadRequest(f"the model `{name}` does not exist; this server has {has}", "model", "model_not_found", 404)
 
 
-def _refuse_unknown(kind: type[Sampling], value: dict[str, Any]) -> None:
-    """Raise `BadRequest` that names the first unknown parameter that is not null."""
-    unknown = next((key for key, item in value.items() if key not in kind.model_fields and item is not None), None)
+def _known(kind: type[Sampling], value: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that are used. Raises `BadRequest` that names the first unknown one that could change the answer."""
+    unknown = next((key for key, item in value.items() if key not in kind.model_fields and not accepted(key, item)), None)
     if unknown is None:
-        return
+        return {key: item for key, item in value.items() if key in kind.model_fields}
     name, other = unknown[:100], ChatRequest if kind is CompletionRequest else CompletionRequest
-    close = nearest(name, list(kind.model_fields))
+    close = instead(unknown) or nearest(name, list(kind.model_fields))
     if unknown in other.model_fields:
         hint = f"is a parameter of /v1/{'chat/completions' if other is ChatRequest else 'completions'}, not of this endpoint"
+    elif instead(unknown):
+        hint = f"is not supported by this server; use {close}"
     else:
         hint = f"is not a known parameter; did you mean {close}?" if close else "is not a known parameter; remove it"
     raise BadRequest(f"{name} {hint}", name)

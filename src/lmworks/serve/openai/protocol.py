@@ -1,23 +1,27 @@
-"""OpenAI's request bodies: their schemas, and their conversion to a `Request` of the engine.
+"""OpenAI's request bodies, with vLLM's additions: their schemas, and their conversion to a `Request` of the engine.
 
-Unsupported parameters are rejected by name, not ignored, because a client could not notice the difference.
+Unsupported parameters are rejected by name, not ignored, because a client could not notice the difference. Those that cannot change the
+answer are listed in `parameters`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from lmworks.model.sampling import GenerateOptions
 from lmworks.serve.engine import Engine
+from lmworks.serve.grammar import Grammar
 from lmworks.serve.openai.errors import BadRequest
+from lmworks.serve.openai.parameters import read_bias
 from lmworks.serve.openai.structure import chosen_tools, require_distinct, restriction
 from lmworks.serve.requests import Request
 
 MAX_ANSWERS = 128  # per request
 _MAX_TOP = 20
 _MAX_STOPS = 16
+_MAX_STOP_IDS = 1000
 _MAX_MESSAGES = 10_000
 _MAX_TOOLS = 1000
 T = TypeVar("T")
@@ -34,7 +38,23 @@ ListOf = Annotated[list[T], _FirstErrorOnly()]
 
 
 class StreamOptions(BaseModel):
+    """`continuous_usage_stats` of vLLM: the usage so far in every chunk. `include_obfuscation` asks for padding, which may be left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's newer name of the `guided_*` parameters."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    guided_json: dict[str, Any] | bool | None = Field(None, alias="json")
+    guided_regex: str | None = Field(None, alias="regex")
+    guided_choice: ListOf[str] | None = Field(None, alias="choice")
 
 
 class Sampling(BaseModel):
@@ -45,27 +65,25 @@ class Sampling(BaseModel):
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)  # beyond, logits leave the range of fp32
+    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(read_bias)] = ()
     seed: int | None = None
     stop: str | ListOf[str] = []
+    stop_token_ids: Annotated[ListOf[int], Field(max_length=_MAX_STOP_IDS)] = []
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str = Field("", max_length=1000)
     guided_json: dict[str, Any] | bool | None = None
     guided_regex: str | None = None
     guided_choice: ListOf[str] | None = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    logit_bias: Any = None
-    # OpenAI's bookkeeping fields, accepted and ignored
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -81,27 +99,47 @@ class Sampling(BaseModel):
             raise BadRequest("stop contains an empty string, which would end every answer at once; remove it", "stop")
         return stops
 
-    def refuse_unsupported(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
-            if getattr(self, name):
-                raise BadRequest(f"{name} is not supported by this server; remove it", name)
-
     @property
     def guided(self) -> dict[str, Any]:
         """The `guided_*` parameters that are set."""
         names = ("guided_json", "guided_regex", "guided_choice")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = [one for one in (self, self.structured_outputs) if one is not None]
+        found = [(name, value) for one in given for name in names if (value := getattr(one, name)) is not None]
+        if len({name for name, _ in found}) < len(found):
+            raise BadRequest("structured_outputs repeats a guided_* parameter; use one of them", "structured_outputs")
+        return dict(found)
 
     def options(self, engine: Engine, max_new_tokens: int, logprobs: int | None) -> GenerateOptions:
+        size = engine.vocabulary.size
+        named = {"logit_bias": (token for token, _ in self.logit_bias), "stop_token_ids": self.stop_token_ids}
+        for name, tokens in named.items():
+            if (wrong := next((token for token in tokens if not 0 <= token < size), None)) is not None:
+                raise BadRequest(f"{name} has the token id {wrong}, but the largest id is {size - 1}", name)
+        stop_ids = (*(() if self.ignore_eos else engine.vocabulary.stop_ids), *self.stop_token_ids)
+        if self.min_tokens and len(set(stop_ids)) >= size:
+            raise BadRequest("stop_token_ids has all tokens, so min_tokens leaves none", "stop_token_ids")
         return GenerateOptions(
             max_new_tokens=max_new_tokens,
             temperature=self.temperature,
             top_k=max(self.top_k, 0),
             top_p=self.top_p,
             min_p=self.min_p,
-            stop_ids=engine.vocabulary.stop_ids,
-            logprobs=None if logprobs is None else min(logprobs, engine.vocabulary.size),
+            stop_ids=stop_ids,
+            logprobs=None if logprobs is None else min(logprobs, size),
+            min_tokens=self.min_tokens,
+            logit_bias=self.logit_bias,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
         )
+
+    def require_consistent(self, limit: int | None, grammar: Grammar | None) -> None:
+        """Raise `BadRequest` if `min_tokens` is above the limit that was asked for, or the end of a grammar's answer is excluded."""
+        if limit is not None and self.min_tokens > limit:
+            raise BadRequest(f"min_tokens is {self.min_tokens}, more than the limit of {limit}", "min_tokens")
+        if grammar is not None and (self.min_tokens or self.ignore_eos):
+            name = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise BadRequest(f"{name} and a restriction of the answer exclude each other; remove one", name)
 
 
 TokenIds = ListOf[int]
@@ -114,8 +152,6 @@ class CompletionRequest(Sampling):
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=_MAX_TOP)
     echo: bool = False
-    best_of: int | None = None
-    suffix: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -126,11 +162,6 @@ class CompletionRequest(Sampling):
         return value
 
     def request(self, engine: Engine) -> Request:
-        self.refuse_unsupported()
-        if self.best_of not in (None, self.n):
-            raise BadRequest("best_of is not supported by this server; remove it", "best_of")
-        if self.suffix:
-            raise BadRequest("suffix is not supported by this server; remove it", "suffix")
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("max_tokens is 0, which is allowed only with echo, to score the prompt; set at least 1", "max_tokens")
         prompts = tuple(prompt for prompt in self._prompts(engine) for _ in range(self.n))
@@ -140,6 +171,7 @@ class CompletionRequest(Sampling):
         scored = self.echo and self.logprobs is not None
         room = min((engine.room(len(prompt), self.max_tokens) for prompt in prompts), default=0)
         grammar = restriction(engine.vocabulary, room, False, None, self.guided, None, False)
+        self.require_consistent(self.max_tokens, grammar)
         return Request(prompts, options, self.seed, self.stops, scored, grammar, self.cache_salt)
 
     def _prompts(self, engine: Engine) -> list[tuple[int, ...]]:
@@ -225,6 +257,7 @@ class ChatRequest(Sampling):
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
@@ -233,15 +266,16 @@ class ChatRequest(Sampling):
 
     @property
     def thinking(self) -> bool | None:
-        """Whether the model may think first; None leaves it to the template."""
-        return self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs else None
+        """Whether the model may think first; None leaves it to the template. `reasoning_effort` none means no, any other level yes."""
+        asked = self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs else None
+        effort = None if self.reasoning_effort is None else self.reasoning_effort != "none"
+        if None not in (asked, effort) and asked != effort:
+            raise BadRequest("reasoning_effort and chat_template_kwargs.enable_thinking contradict each other", "reasoning_effort")
+        return effort if asked is None else asked
 
     def request(self, engine: Engine) -> Request:
-        self.refuse_unsupported()
         require_distinct(self.tools or [])
         forced = chosen_tools(self.tool_choice, self.tools)
-        if not self.parallel_tool_calls and forced is None:
-            raise BadRequest("parallel_tool_calls: false is supported only if tool_choice demands a call; remove it", "parallel_tool_calls")
         if self.offered_tools and ((self.response_format or {}).get("type", "text") != "text" or self.guided):
             raise BadRequest("tools and a restriction of the answer exclude each other; remove one, or set tool_choice to none", "tools")
         if self.top_logprobs is not None and not self.logprobs:
@@ -255,6 +289,7 @@ class ChatRequest(Sampling):
             engine.vocabulary, options.max_new_tokens, self.thinking is not False and engine.vocabulary.thinks, self.response_format,
             self.guided, forced, several,
         )  # fmt: skip
+        self.require_consistent(min(limits, default=None), grammar)
         form = engine.vocabulary.tool_form if self.offered_tools else None
         marks = form.marks if form else ()
         return Request((prompt,) * self.n, options, self.seed, self.stops, grammar=grammar, salt=self.cache_salt, marks=marks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,23 +15,35 @@ from lmworks.serve.engine import Engine
 from lmworks.serve.openai.protocol import ChatRequest, CompletionRequest
 from lmworks.serve.requests import Delta, Request, Scores
 from lmworks.serve.text import Placement
-from lmworks.tokenizer.reply import Reply, ReplyReader, ToolCall, read
+from lmworks.tokenizer.reply import Reply, ReplyReader, ToolCall
 from lmworks.tokenizer.tool_forms import ToolForm
 
 
 @dataclass
 class Usage:
-    """Prompt and generated tokens of one request. A prompt that is repeated by `n` is counted once."""
+    """Tokens of one request. A prompt that is repeated by `n` is counted once, and so are its `cached_tokens`: those that none of its
+    answers had to read, because an earlier prompt or answer began with them. `reasoning` are those of thoughts; None: they are not told
+    apart."""
 
-    prompt: int
+    prompts: tuple[int, ...]
+    n: int
+    reasoning: dict[int, int] | None = None
     generated: dict[int, int] = field(default_factory=dict)
+    hits: dict[int, int] = field(default_factory=dict)
 
     def count(self, delta: Delta) -> None:
         self.generated[delta.index] = delta.generated
+        self.hits[delta.index] = delta.hit_tokens
 
-    def body(self) -> dict[str, int]:
-        written = sum(self.generated.values())
-        return {"prompt_tokens": self.prompt, "completion_tokens": written, "total_tokens": self.prompt + written}
+    def body(self) -> dict[str, Any]:
+        prompt, written = sum(self.prompts), sum(self.generated.values())
+        groups = (range(first * self.n, (first + 1) * self.n) for first in range(len(self.prompts)))
+        cached = sum(min((self.hits[index] for index in group if index in self.hits), default=0) for group in groups)
+        details = {} if self.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": sum(self.reasoning.values())}}
+        return {
+            "prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written,
+            "prompt_tokens_details": {"cached_tokens": cached}, **details,
+        }  # fmt: skip
 
 
 @dataclass
@@ -49,7 +62,7 @@ class _Reply:
         self._engine, self._asked, self._request = engine, asked, request
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
-        self.usage = Usage(sum(len(prompt) for prompt in request.prompts[:: asked.n]))
+        self.usage = Usage(tuple(len(prompt) for prompt in request.prompts[:: asked.n]), asked.n)
         self._choices = [_Choice() for _ in request.prompts]
 
     def add(self, event: Delta | Scores) -> None:
@@ -87,8 +100,10 @@ class _Reply:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._engine.name}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        body = {**self._head(self.part), "choices": [choice]}
-        return {**body, "usage": None} if self._wants_usage else body
+        body, options = {**self._head(self.part), "choices": [choice]}, self._asked.stream_options
+        if options is None or not (options.include_usage or options.continuous_usage_stats):
+            return body
+        return {**body, "usage": self.usage.body() if options.continuous_usage_stats else None}
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         raise NotImplementedError
@@ -171,6 +186,8 @@ class Chat(_Reply):
         self._form = engine.vocabulary.tool_form
         self._readers = [ReplyReader(asked.offered_tools, asked.thinking is not False, self._form) for _ in request.prompts]
         self._calls = [0] * len(request.prompts)
+        self._most_calls = None if asked.parallel_tool_calls else 1
+        self.usage.reasoning = {}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         for index in range(len(self._choices)):
@@ -182,6 +199,7 @@ class Chat(_Reply):
             return
         index, reader = event.index, self._readers[event.index]
         reply, logprobs = reader.push(event.text), self._logprobs(event.tokens)
+        self._count_reasoning(index)
         if reply or event.tokens:
             yield self._part(index, self._delta(index, reply), logprobs)
         if event.finish:
@@ -193,24 +211,31 @@ class Chat(_Reply):
         delta: dict[str, Any] = {"content": reply.content} if reply.content or not reply else {}
         if reply.reasoning:
             delta["reasoning_content"] = reply.reasoning
-        if reply.calls:
-            first = self._calls[index]
-            delta["tool_calls"] = [{"index": first + number, **_call(call, self._form)} for number, call in enumerate(reply.calls)]
-            self._calls[index] += len(reply.calls)
+        first = self._calls[index]
+        if calls := reply.calls[: None if self._most_calls is None else max(0, self._most_calls - first)]:
+            delta["tool_calls"] = [{"index": first + number, **_call(call, self._form)} for number, call in enumerate(calls)]
+            self._calls[index] += len(calls)
         return delta
 
     def _part(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None) -> dict[str, Any]:
         return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        reply = read(choice.text, self._asked.offered_tools, self._asked.thinking is not False, self._form)
+        reply = self._readers[index].whole(choice.text)
+        self._count_reasoning(index)
         message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         if reply.calls:
-            message |= {"content": reply.content or None, "tool_calls": [_call(call, self._form) for call in reply.calls]}
+            calls = [_call(call, self._form) for call in reply.calls[: self._most_calls]]
+            message |= {"content": reply.content or None, "tool_calls": calls}
         finish = "tool_calls" if reply.calls else choice.finish
         return {"index": index, "message": message, "logprobs": self._logprobs(choice.tokens), "finish_reason": finish}
+
+    def _count_reasoning(self, index: int) -> None:
+        end, tokens = self._readers[index].reasoning_end, self._choices[index].tokens
+        assert self.usage.reasoning is not None
+        self.usage.reasoning[index] = bisect_left(tokens, end, key=lambda placed: placed.offset)
 
     def _logprobs(self, tokens: Iterable[Placement]) -> dict[str, Any] | None:
         if not self._asked.logprobs:
