@@ -14,6 +14,7 @@ from lmworks.evaluate.generation.gsm8k import Gsm8k, judge
 from lmworks.evaluate.generation.interface import Reply
 from lmworks.evaluate.generation.measuring import measure
 from lmworks.evaluate.replies import Answerer
+from lmworks.verify.numbers import Stated, number
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ from lmworks.evaluate.replies import Answerer
     ],
 )  # fmt: skip
 def test_judgments(reply: str, truncated: bool, failure: str | None) -> None:
-    one = judge(Reply(reply, truncated), Fraction(18))
+    one = judge(Reply(reply, truncated), Stated("18", Fraction(18)))
     assert (one.failure, one.correct, one.mark) == (failure, failure is None, float(failure is None))
 
 
@@ -42,7 +43,7 @@ def test_eight_fixed_examples_for_both_kinds_of_models(tmp_path: Path) -> None:
     assert text.count("\nAnswer:") == 9 and text.count("The answer is") == 8 and text.endswith("more. How many has he?\nAnswer:")
     assert [one["role"] for one in messages] == ["user", "assistant"] * 8 + ["user"]
     assert messages[1]["content"].endswith("The answer is 6.") and messages[15]["content"].endswith("The answer is 8.")
-    assert all(judge(Reply(one["content"]), Fraction(one["content"].rstrip(".").split()[-1])).correct for one in messages[1::2])
+    assert all(judge(Reply(one["content"]), number(one["content"].rstrip(".").split()[-1])).correct for one in messages[1::2])
     none = chosen.prompts(1, 0, lengths)[0]
     assert len(none.messages) == 1 and none.messages[0]["content"].endswith("The answer is NUMBER.")
     assert {one.text for one in chosen.questions()} == {row["question"] for row in GSM8K}

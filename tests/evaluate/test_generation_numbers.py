@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from lmworks.verify.numbers import final_number, number
+from lmworks.verify.numbers import Stated, final_number, number
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_no_number(reply: str) -> None:
 
 
 def test_a_number_alone() -> None:
-    assert number("-1,234.5") == Fraction(-2469, 2)
-    assert number("3 eggs") is None and number("") is None
+    assert number("-1,234.5") == Stated("-1,234.5", Fraction(-2469, 2), stated=True)
+    assert number("three eggs") is None and number("") is None
 
 
 @pytest.mark.parametrize(

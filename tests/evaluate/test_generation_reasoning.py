@@ -8,7 +8,7 @@ from lmworks.evaluate.generation.interface import Judged, Prompt, Reply
 from lmworks.evaluate.generation.reasoning import Reasoning, generate_tasks, judge, questions
 from lmworks.evaluate.generation.scoring import score_of
 from lmworks.recipe.schema.evaluate import Generator
-from lmworks.verify.extraction import extract
+from lmworks.verify.marks import stated
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
 
@@ -75,7 +75,7 @@ def test_huge_answers_are_not_given_to_the_verifier() -> None:
     ],
 )  # fmt: skip
 def test_extraction(reply: str, answer: str) -> None:
-    assert extract(reply) == answer
+    assert stated(reply) == answer
 
 
 def test_questions_are_fixed_and_none_is_a_tuning_seed() -> None:

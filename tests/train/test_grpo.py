@@ -29,7 +29,7 @@ from lmworks.recipe.schema.model import Model
 from lmworks.shards.format.labels import IGNORE
 from lmworks.train.align.answers import Answer, pack
 from lmworks.train.align.policy_losses import Sampled, advantages, policy_loss
-from lmworks.train.align.rewards import Reward, make_judge, score
+from lmworks.train.align.rewards import Drawn, Reward, make_judge, score, score_all
 from lmworks.train.align.rollout_checks import RolloutChecks
 from lmworks.train.align.rollouts import Rollout
 from lmworks.train.grpo import grpo
@@ -219,6 +219,11 @@ def task(**changes: Any) -> RewardTask:
         ("exact", "The answer is 12", {"answer": "12"}, 1, "judged"), ("exact", "12 of them", {"answer": "12"}, 0, "judged"),
         ("numeric", "I get 3 + 4 = 7.0", {"answer": 7}, 1, "judged"), ("numeric", "It is 8.", {"answer": 7}, 0, "judged"),
         ("numeric", "No idea", {"answer": 7}, 0, "unparsed"), ("exact", "  \n", {"answer": ""}, 0, "empty"),
+        ("exact", "Paris.", {"answer": "Paris"}, 1, "judged"), ("numeric", "\\boxed{3\\sqrt{2}}", {"answer": 3}, 0, "unparsed"),
+        ("numeric", "72", {"answer": "He has 70 + 2 = 72.\n#### 72"}, 1, "judged"),
+        ("exact", "<think>12</think>13", {"answer": "12"}, 0, "judged"), ("numeric", "<think>7", {"answer": 7}, 0, "empty"),
+        ("math", "\\boxed{\\sqrt{18}}", {"solution": "Hence $\\boxed{3\\sqrt{2}}$."}, 1, "judged"),
+        ("math", "\\boxed{3}", {"answer": "3\\sqrt{2}"}, 0, "judged"),
     ],
 )  # fmt: skip
 def test_rewards_of_stated_answers(kind: str, text: str, row: dict[str, Any], value: float, outcome: str) -> None:
@@ -308,6 +313,64 @@ def test_a_file_without_the_function_is_refused(tiny: Tiny, tmp_path: Path) -> N
         stage(tiny, tmp_path / "run", options_of(tmp_path, "def score(answer):\n    return 1.0\n"))
 
 
+WORKED = "She sells 9 eggs for 8 each, which makes 72 in all. She has 10 left"
+
+
+@pytest.mark.parametrize(
+    ("reward", "answers", "message"),
+    [
+        ("numeric", [WORKED] * 3 + ["72"], r"grpo.data.own: reward numeric cannot read 3 of 4 right answers, .*prompts.jsonl:1 'She sells "
+         r"9 eggs.*ends in #### and a number; for expressions use reward math"),
+        ("math", [f"{WORKED}.\nSo.", "3"], r"reward math cannot read 1 of 2 right answers"),
+        ("exact", [f"{WORKED}.\nSo.", "3"], r"reward exact cannot read 1 of 2 right answers"),
+    ],
+)  # fmt: skip
+def test_right_answers_that_cannot_be_read_are_refused_before_the_first_stage(
+    tiny: Tiny, tmp_path: Path, reward: str, answers: list[str], message: str
+) -> None:
+    """From the runner's checks, which no stage precedes."""
+    from lmworks.run.stages import STAGES
+
+    rows = [{"prompt": f"Say {n}", "answer": answer} for n, answer in enumerate(answers)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    data = {"name": "own", "kind": "files", "path": str(tmp_path / "prompts.jsonl"), "reward": reward}
+    recipe = tiny.resolve(f"run_dir={tmp_path}", f"grpo={json.dumps(options_of(tmp_path, data=[data]))}").recipe
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    check = next(one.check for one in STAGES if one.name == "grpo")
+    with pytest.raises(UserError, match=message):
+        check(recipe)
+
+
+def test_a_few_unreadable_right_answers_are_left_out_and_counted(tiny: Tiny, tmp_path: Path) -> None:
+    from lmworks.tokenizer import load
+    from lmworks.train.align.prompts import read_prompts
+
+    options = options_of(tmp_path)
+    rows = [{"prompt": f"Say {n}", "answer": f"It is {n}.\n#### {n}" if n else WORKED} for n in range(30)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    options["data"] = [{"name": "own", "kind": "files", "path": str(tmp_path / "prompts.jsonl"), "reward": "numeric"}]
+    found = read_prompts(tiny.resolve(f"grpo={json.dumps(options)}").recipe, load(tiny.run_dir / "tokenizer"))
+    assert found.sets["own"]["left_out"] == {"unreadable answer": 1} and len(found.train) + len(found.held_out) == 29
+    assert all(found.judges[0](f"The answer is {one.row['prompt'].split()[-1]}.", one.row).value == 1 for one in found.train)
+
+
+def test_a_reward_in_the_form_of_trl_judges_a_batch_in_one_call(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "calls = []\ndef reward(prompts, completions, answer, **columns):\n    calls.append(1)\n"
+        "    texts = [c if isinstance(c, str) else c[0]['content'] for c in completions]\n"
+        "    assert len(prompts) == len(completions) == len(columns['level'])\n"
+        "    return [None if t == 'skip' else float(t == a) + len(calls) / 8 for t, a in zip(texts, answer)]\n"
+    )
+    judge = make_judge(task(reward="python", file=str(tmp_path / "reward.py")), "key", {})
+    rows = [{"prompt": "x", "answer": "a", "level": 1}, {"prompt": [{"role": "user", "content": "x"}], "answer": "b"}]
+    drawn = [Drawn("a", rows[0]), Drawn("b", rows[1]), Drawn("skip", rows[0]), Drawn("c", rows[0]), Drawn("c", rows[0], truncated=True)]
+    found = score_all(judge, drawn)
+    assert found == [Reward(1.125), Reward(1.125), Reward(0.0, "unparsed"), Reward(0.125), Reward(0.0, "truncated")]
+    (tmp_path / "reward.py").write_text("def reward(completions, **columns):\n    return [1.0]\n")
+    judge = make_judge(task(reward="python", file=str(tmp_path / "reward.py")), "key", {})
+    assert "returns 1 values for 2 answers" in score_all(judge, [Drawn("a", rows[0])] * 2)[1].detail
+
+
 @pytest.mark.parametrize("layout", ["layout.pp=2", "layout.tp=2"])
 def test_layouts_that_cannot_generate_or_replay_are_refused(tiny: Tiny, tmp_path: Path, layout: str) -> None:
     from lmworks.train.align.prompts import check
@@ -394,8 +457,9 @@ def checks_of(folder: Path, told: list[dict[str, Any]]) -> RolloutChecks:
     ("rewards", "reason"),
     [
         ([Reward(0, "truncated")] * 2, "all 2 answers were cut at grpo.max_new_tokens 16 and earn 0; raise it, and grpo.sequence_length"),
-        ([Reward(0)] * 2, r"the answers to each prompt earned the same \(mean 0\); use easier prompts"),
-        ([Reward(1)] * 2, r"the answers to each prompt earned the same \(mean 1\); use harder prompts"),
+        ([Reward(0)] * 2, r"the answers to each prompt earned the same \(mean 0; 2 of 2 were read\); use easier prompts"),
+        ([Reward(1)] * 2, r"the answers to each prompt earned the same \(mean 1; 2 of 2 were read\); use harder prompts"),
+        ([Reward(0, "unparsed")] * 2, r"in none of 2 answers was one found that the reward can read; ask for its form in the prompts"),
     ],
 )
 def test_a_step_without_a_signal_is_told_once_with_the_remedy(

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lmworks.evaluate.generation.interface import Prompt, Reply
 from lmworks.tokenizer.reply import read
+from lmworks.verify.thoughts import opens_thoughts
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
     from lmworks.model.generate import GenerateOptions
 
 _MOST_ROWS = 64
+_PROMPT_END = 16  # tokens, in which the template may open the thoughts
 
 
 class ChatTokenizer(Protocol):
@@ -120,7 +122,8 @@ class Answerer:
     def _reply(self, row: _Row, ids: list[int], stopped: bool) -> Reply:
         text = self.tokenizer.decode(ids, skip_special=True)
         if self.chat:
-            return Reply(read(text).content, not stopped, len(ids), len(row.ids))
+            begun = "<think>" if opens_thoughts(self.tokenizer.decode(row.ids[-_PROMPT_END:])) else ""  # by the template
+            return Reply(read(begun + text).content, not stopped, len(ids), len(row.ids))
         cuts = [at for stop in row.prompt.stop if (at := text.find(stop)) >= 0]
         return Reply(text[: min(cuts)] if cuts else text, not stopped, len(ids), len(row.ids))
 

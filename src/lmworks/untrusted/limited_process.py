@@ -17,6 +17,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import IO
 
+_REQUEST = struct.Struct("<dQ")  # seconds of CPU time, bytes that follow
 _HEADER = struct.Struct("<BQ")  # whether it failed, bytes that follow
 
 
@@ -56,13 +57,14 @@ class LimitedProcess:
         self._end: Callable[[], object] = lambda: None
         self._lock, self._owner = threading.Lock(), 0
 
-    def __call__(self, data: bytes) -> bytes:
-        """Call the function. Raises `CallFailed` and `ProcessDied`, and `OSError` if the process does not start."""
+    def __call__(self, data: bytes, times: int = 1) -> bytes:
+        """Call the function, which may take so many times the limits of time. Raises `CallFailed` and `ProcessDied`, and `OSError` if the
+        process does not start."""
         with self._lock:
             try:
                 if self._process is None or self._owner != os.getpid():
                     self._start()
-                failed, answer = self._ask_in_time(data)
+                failed, answer = self._ask_in_time(data, times)
             except (BrokenPipeError, EOFError):
                 assert self._process is not None
                 self._process.communicate()
@@ -82,7 +84,7 @@ class LimitedProcess:
 
     def _start(self) -> None:
         code = "from lmworks.untrusted.limited_process import serve; serve()"
-        command = [sys.executable, "-P", "-c", code, self._make, str(self._seconds), str(self._memory)]
+        command = [sys.executable, "-P", "-c", code, self._make, str(self._memory)]
         settings = {**os.environ, "PYTHONHASHSEED": "0"}  # the order of sets must not depend on the process
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         self._process, self._owner = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=settings), os.getpid()
@@ -93,7 +95,7 @@ class LimitedProcess:
             self.close()
             raise OSError(f"the process of {self._make} does not start") from None
 
-    def _ask_in_time(self, data: bytes) -> tuple[int, bytes]:
+    def _ask_in_time(self, data: bytes, times: int) -> tuple[int, bytes]:
         """Ask, and kill the process once the wall time is over."""
         assert self._process is not None
         self._late, process = False, self._process
@@ -102,19 +104,19 @@ class LimitedProcess:
             self._late = True
             process.kill()
 
-        timer = None if self._wall_seconds is None else threading.Timer(self._wall_seconds, end)
+        timer = None if self._wall_seconds is None else threading.Timer(self._wall_seconds * times, end)
         if timer is None:
-            return self._ask(data)
+            return self._ask(data, times)
         timer.daemon = True
         timer.start()
         try:
-            return self._ask(data)
+            return self._ask(data, times)
         finally:
             timer.cancel()
 
-    def _ask(self, data: bytes) -> tuple[int, bytes]:
+    def _ask(self, data: bytes, times: int) -> tuple[int, bytes]:
         assert self._process and self._process.stdin
-        self._process.stdin.write(_HEADER.pack(0, len(data)) + data)
+        self._process.stdin.write(_REQUEST.pack(self._seconds * times, len(data)) + data)
         self._process.stdin.flush()
         return self._answer()
 
@@ -141,12 +143,12 @@ def serve() -> None:
     """Main function of the process: answer calls until the input is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
     try:
-        _answer_calls(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+        _answer_calls(sys.argv[1], int(sys.argv[2]))
     except BrokenPipeError:
         os._exit(1)
 
 
-def _answer_calls(make: str, seconds: float, memory: int) -> None:
+def _answer_calls(make: str, memory: int) -> None:
     import resource
 
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
@@ -157,8 +159,9 @@ def _answer_calls(make: str, seconds: float, memory: int) -> None:
     function: Callable[[bytes], bytes] = getattr(import_module(module), name)()
     sink.write(_HEADER.pack(0, 0))
     sink.flush()
-    while header := source.read(_HEADER.size):
-        data = source.read(_HEADER.unpack(header)[1])
+    while header := source.read(_REQUEST.size):
+        seconds, size = _REQUEST.unpack(header)
+        data = source.read(size)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF is not handled, so it ends this process even inside C code
         try:
             failed, answer = 0, function(data)

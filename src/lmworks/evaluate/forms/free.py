@@ -14,7 +14,7 @@ from lmworks.evaluate.items import LETTERS, ChoiceItem, Item, OpenItem
 from lmworks.evaluate.logprobs import Advance
 from lmworks.evaluate.replies import Answerer
 from lmworks.evaluate.statistics import Score
-from lmworks.verify.extraction import extract
+from lmworks.verify.marks import stated
 from lmworks.verify.numbers import final_number
 
 _MOST_TOKENS = 64  # of a reply
@@ -57,12 +57,12 @@ def answer(items: Sequence[Item], shown: Sequence[Sequence[Item]], answerer: Ans
 
 def judge(item: Item, reply: Reply) -> Judged:
     """Judge a reply. The answer is read from it without looking at the right one."""
-    text = extract(reply.text)
+    text = stated(reply.text)
     if isinstance(item, ChoiceItem):
         index = chosen(text, item.choices)
         found, right = None if index is None else LETTERS[index], index == item.answer
     else:
-        found = _stated(text, item)
+        found = _found(reply.text, text, item)
         right = found is not None and any(_agrees(found, one, item.metric) for one in item.answers)
     if found is None:
         return Judged(item, reply, None, "truncated" if reply.truncated else "format" if text else "no answer")
@@ -89,17 +89,17 @@ def normal(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", re.sub(r"[^\w\s]", "", text.lower())).split())
 
 
-def _stated(text: str, item: OpenItem) -> str | None:
+def _found(reply: str, text: str, item: OpenItem) -> str | None:
     if item.metric != "number":
         return text or None
-    found = final_number(text)
+    found = final_number(reply)
     return found.text if found else None
 
 
 def _agrees(found: str, accepted: str, metric: str) -> bool:
     if metric == "number":
         reply, wanted = final_number(found), final_number(accepted)
-        return reply is not None and wanted is not None and reply.value == wanted.value
+        return reply is not None and wanted is not None and reply.equals(wanted)
     if metric == "contains":
         return f" {normal(accepted)} " in f" {normal(found)} " if normal(accepted) else accepted in found
     return normal(found) == normal(accepted) if normal(accepted) else found == accepted

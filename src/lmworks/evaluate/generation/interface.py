@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -123,17 +123,3 @@ def commonest(answers: Iterable[str]) -> float:
         counts[answer] = counts.get(answer, 0) + 1
     most = max(counts.values(), default=0)
     return most / sum(counts.values()) if most > 1 else 0.0
-
-
-def without_thoughts(text: str) -> str:
-    """A reply without <think> blocks; one that is not closed hides the rest."""
-    return "".join(_outside(text)).strip() if "<think>" in text else text.strip()
-
-
-def _outside(text: str) -> Iterator[str]:
-    while True:
-        before, opened, rest = text.partition("<think>")
-        yield before
-        if not opened:
-            return
-        text = rest.partition("</think>")[2]

@@ -14,7 +14,7 @@ from lmworks.corpus.contamination import Question
 from lmworks.corpus.generated_questions import create
 from lmworks.evaluate.generation.interface import Failure, GenerationSet, Judged, Lengths, Prompt, Reply, ask, commonest
 from lmworks.recipe.schema.evaluate import Generator
-from lmworks.verify.extraction import extract
+from lmworks.verify.marks import stated
 
 SEED = 10_000_019
 _MOST_TOKENS = 64
@@ -82,7 +82,7 @@ class Reasoning(GenerationSet):
 
 def judge(verifier: Any, task: Task, reply: Reply) -> Judged:
     """Mark a reply by the verifier of the generator that made the question. A verifier reads any text, so no reply has a wrong form."""
-    extracted = extract(reply.text)
+    extracted = stated(reply.text)
     if len(extracted) > _MOST_JUDGED:
         return Judged.failed("truncated" if reply.truncated else "format")
     # a full stop may close the reply's sentence or belong to the answer: either reading counts

@@ -23,12 +23,17 @@ class RewardTask(TuningSet):
         description="tasks: questions of reasoning-gym; files: {prompt, answer, tests, ...} per line, prompt as text or messages"
     )
     count: int = Field(2000, gt=0, description="maximum number of prompts")
-    reward: Literal["verifier", "exact", "numeric", "unit_tests", "python"] = Field(
+    reward: Literal["verifier", "exact", "numeric", "math", "unit_tests", "python"] = Field(
         "verifier",
-        description="verifier: reasoning-gym's marks; exact: 1 if the stated answer is the row's `answer`; numeric: 1 if the final number "
-        "is; unit_tests: 1 if the answer's program passes the row's `tests`, in the sandbox; python: a function of your own",
+        description="verifier: reasoning-gym's marks; exact: 1 if the stated answer is the row's `answer` (or what its `solution` states); "
+        "numeric: 1 if the final number is; math: 1 if the stated expression equals it; unit_tests: 1 if the answer's program passes the "
+        "row's `tests`, in the sandbox; python: a function of your own",
     )
-    file: str | None = Field(None, description="reward python: a file that defines reward(prompt, answer, row) -> float")
+    file: str | None = Field(
+        None,
+        description="reward python: a file that defines reward(prompt, answer, row) -> float, or, as in TRL, "
+        "reward(prompts, completions, **columns) -> list[float]",
+    )
     seconds: float = Field(5.0, gt=0, description="reward python and unit_tests: time limit of one answer, after which it earns 0")
 
     @model_validator(mode="after")

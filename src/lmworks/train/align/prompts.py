@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,12 @@ from lmworks.recipe.schema.grpo import RewardTask
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.align.rewards import Judge, check_file, make_judge
+from lmworks.train.align.right_answers import AnswerCheck, answer_check, answer_of
 from lmworks.train.align.rollouts import Prompt
 from lmworks.train.data.conversation_files import read_files
 from lmworks.train.data.conversation_sets import TASK_SEEDS
 from lmworks.train.data.decontamination import Contents, Decontamination
 from lmworks.train.data.preference_forms import NoPreference
-
-_NEEDED = {"exact": "answer", "numeric": "answer", "unit_tests": "tests"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Prompts:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise `UserError` for rewards and layouts that cannot work, before anything is trained."""
+    """Raise `UserError` for rewards and layouts that cannot work, and for right answers that cannot be read, before anything is
+    trained."""
     options = recipe.grpo
     assert options is not None
     if not options.data:
@@ -54,6 +55,10 @@ def check(recipe: Recipe) -> None:
             check_file(data, key)
         if data.kind == "tasks":
             _data_sets(data, recipe, 1)
+        elif (answers := answer_check(data, key)) is not None:
+            for _ in islice((row for _, row in _rows(data, recipe, {}, answers) if not isinstance(row, NoPreference)), data.count):
+                pass
+            answers.finish()
 
 
 def read_prompts(
@@ -78,7 +83,8 @@ def read_prompts(
         before, seen = len(found), set()
         key = f"grpo.data.{data.name}"
         decontamination = Decontamination(key, recipe, questions, decontaminator, generated=data.kind == "tasks")
-        for (_, row), contaminated in decontamination.search(_rows(data, recipe, verifiers), _contents):
+        answers = answer_check(data, key)
+        for (_, row), contaminated in decontamination.search(_rows(data, recipe, verifiers, answers), _contents):
             prompt, reason = _encode(row, tokenizer, most, number) if not contaminated else (None, contaminated.partition(":")[0])
             if prompt is None or prompt.ids in seen:
                 left_out["repeated" if prompt else reason] += 1
@@ -87,6 +93,8 @@ def read_prompts(
                 found.append(prompt)
             if len(found) - before == data.count:
                 break
+        if answers is not None:
+            answers.finish()
         if len(found) == before:
             reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common()) or "it is empty"
             raise UserError(f"{key} yields no prompt ({reasons})")
@@ -128,17 +136,22 @@ def _contents(found: tuple[str, Any]) -> Contents | None:
     return Contents(origin, [*(messages if isinstance(messages, list) else ()), asked], (answer, row))
 
 
-def _rows(data: RewardTask, recipe: Recipe, verifiers: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _rows(data: RewardTask, recipe: Recipe, verifiers: dict[str, Any], answers: AnswerCheck | None) -> Iterator[tuple[str, Any]]:
     """Each row with its origin, or why it is none."""
     if data.kind == "files":
-        needed = _NEEDED.get(data.reward)
         for row in read_files(f"grpo.data.{data.name}", data.path):
             if row.fault is not None:
                 yield row.origin, NoPreference(row.fault)
             elif not isinstance(row.value, dict):
                 yield row.origin, NoPreference("no object with columns")
+            elif data.reward == "unit_tests" and row.value.get("tests") is None:
+                yield row.origin, NoPreference("no tests")
+            elif answers is not None and answer_of(row.value) is None:
+                yield row.origin, NoPreference("no answer")
+            elif answers is not None and not answers.readable(row.origin, row.value):
+                yield row.origin, NoPreference("unreadable answer")
             else:
-                yield row.origin, NoPreference(f"no {needed}") if needed is not None and row.value.get(needed) is None else row.value
+                yield row.origin, row.value
         return
     sets = _data_sets(data, recipe, -(-data.count // max(1, len(data.tasks or recipe.evaluate.tasks))))
     for name, items in sets.items():

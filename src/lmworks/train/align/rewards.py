@@ -7,17 +7,19 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.grpo import RewardTask
+from lmworks.train.align.right_answers import right_answer_of
 from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, ProcessDied
 from lmworks.untrusted.sandbox import Limits, run_python
-from lmworks.verify.extraction import extract
-from lmworks.verify.numbers import final_number, number
+from lmworks.verify.answers import Kind
+from lmworks.verify.marks import stated
+from lmworks.verify.thoughts import without_thoughts
 
 Outcome = Literal["judged", "empty", "truncated", "unparsed", "failed"]
 OUTCOMES: tuple[Outcome, ...] = ("judged", "empty", "truncated", "unparsed", "failed")
@@ -36,16 +38,55 @@ class Reward:
     detail: str = ""
 
 
-Judge = Callable[[str, Any], Reward]  # of an answer's text and the row of its prompt
+@dataclass(frozen=True)
+class Drawn:
+    """An answer as it was drawn, and the row of its prompt. `truncated`: it was cut. `thinking`: the prompt has opened its thoughts."""
+
+    text: str
+    row: Any
+    truncated: bool = False
+    thinking: bool = False
 
 
-def score(judge: Judge, text: str, row: Any, truncated: bool) -> Reward:
+@dataclass(frozen=True)
+class Judge:
+    """The reward function of a set: of an answer's text and its row. `many` judges several answers at once. `reads_thoughts`: it is shown
+    the whole reply, and not only what stands after the thoughts."""
+
+    one: Callable[[str, Any], Reward]
+    many: Callable[[Sequence[str], Sequence[Any]], list[Reward]] | None = None
+    reads_thoughts: bool = False
+
+    def __call__(self, text: str, row: Any) -> Reward:
+        return self.all([text], [row])[0]
+
+    def all(self, texts: Sequence[str], rows: Sequence[Any]) -> list[Reward]:
+        if self.many is not None:
+            return self.many(texts, rows)
+        return [self.one(text, row) for text, row in zip(texts, rows, strict=True)]
+
+
+def score(judge: Judge, text: str, row: Any, truncated: bool, thinking: bool = False) -> Reward:
     """The reward of an answer. An empty one and one that was cut earn nothing, and are not shown to the function."""
-    if truncated:
-        return Reward(0.0, "truncated")
-    if not text.strip():
-        return Reward(0.0, "empty")
-    found = judge(text, row)
+    return score_all(judge, [Drawn(text, row, truncated, thinking)])[0]
+
+
+def score_all(judge: Judge, drawn: Sequence[Drawn]) -> list[Reward]:
+    """The rewards of several answers; a function that takes lists is called once."""
+    found: dict[int, Reward] = {}
+    shown: dict[int, str] = {}
+    for number, one in enumerate(drawn):
+        text = one.text if judge.reads_thoughts else without_thoughts(one.text, one.thinking)
+        if one.truncated or not text.strip():
+            found[number] = Reward(0.0, "truncated" if one.truncated else "empty")
+        else:
+            shown[number] = text
+    if shown:
+        found |= zip(shown, judge.all(list(shown.values()), [drawn[number].row for number in shown]), strict=True)
+    return [_finite(found[number]) for number in range(len(drawn))]
+
+
+def _finite(found: Reward) -> Reward:
     return found if math.isfinite(found.value) else Reward(0.0, "failed", f"the reward is {found.value}")
 
 
@@ -54,15 +95,13 @@ def make_judge(task: RewardTask, key: str, verifiers: dict[str, Any]) -> Judge:
     run here."""
     match task.reward:
         case "verifier":
-            return lambda text, row: _verified(verifiers[row["generator"]], text, row["entry"])
-        case "exact":
-            return lambda text, row: Reward(float(extract(text) == str(row["answer"]).strip()))
-        case "numeric":
-            return _numeric
+            return Judge(lambda text, row: _verified(verifiers[row["generator"]], text, row["entry"]))
+        case "exact" | "numeric" | "math" as kind:
+            return Judge(lambda text, row: _compared(text, row, kind))
         case "unit_tests":
             if (ran := run_python("")).outcome != "passed":
                 raise UserError(f"{key}.reward unit_tests runs programs of the model, and only in a sandbox: {ran.detail}")
-            return lambda text, row: _tested(text, str(row["tests"]), task.seconds)
+            return Judge(lambda text, row: _tested(text, str(row["tests"]), task.seconds))
         case _:
             return _own(check_file(task, key), task.seconds)
 
@@ -85,20 +124,23 @@ def check_file(task: RewardTask, key: str) -> Path:
     return path.resolve()
 
 
+def _compared(text: str, row: Any, kind: Kind) -> Reward:
+    right = right_answer_of(row, kind)
+    if right is None:
+        return Reward(0.0, "failed", f"the row's right answer is not one that reward {kind} can read")
+    verdict = right.judge(text)
+    return Reward(float(verdict == "right"), "unparsed" if verdict == "unparsed" else "judged")
+
+
 def _verified(verifier: Any, text: str, entry: Any) -> Reward:
-    stated = extract(text)
-    if not stated or len(stated) > _MOST_JUDGED:
+    found = stated(text)
+    if not found or len(found) > _MOST_JUDGED:
         return Reward(0.0, "unparsed")
     try:
         # a full stop may close the sentence or belong to the answer: either reading counts
-        return Reward(max(float(verifier.score_answer(reading, entry)) for reading in {stated, stated.removesuffix(".")}))
+        return Reward(max(float(verifier.score_answer(reading, entry)) for reading in {found, found.removesuffix(".")}))
     except Exception as error:  # verifiers raise on text that they cannot parse, and a model may write anything
         return Reward(0.0, "unparsed", f"{type(error).__name__}: {error}")
-
-
-def _numeric(text: str, row: Any) -> Reward:
-    found = final_number(text)
-    return Reward(0.0, "unparsed") if found is None else Reward(float(found.value == number(str(row["answer"]))))
 
 
 def _tested(text: str, tests: str, seconds: float) -> Reward:
@@ -118,15 +160,40 @@ def _tested(text: str, tests: str, seconds: float) -> Reward:
 def _own(path: Path, seconds: float) -> Judge:
     # The kernel's limit of CPU time does not depend on how busy the machine is; this one ends a function that waits.
     process = LimitedProcess("lmworks.train.align.user_reward:make", seconds, _MEMORY, wall_seconds=2 * seconds + 1)
+    takes_lists: list[bool] = []  # known once the file has been run, with the first answers
 
-    def judge(text: str, row: Any) -> Reward:
-        request = {"file": str(path), "prompt": row["prompt"], "answer": text, "row": row}
+    def many(texts: Sequence[str], rows: Sequence[Any]) -> list[Reward]:
         try:
-            found = json.loads(process(json.dumps(request).encode()))
-            return Reward(found["reward"]) if "reward" in found else Reward(0.0, "failed", found["error"])
-        except CallFailed as error:
-            return Reward(0.0, "failed", str(error))
-        except ProcessDied as error:
-            return Reward(0.0, "failed", f"the reward {error}")
+            if not takes_lists:
+                takes_lists.append(bool(_asked(process, {"file": str(path)}, 1)))
+        except _Failed as error:
+            return [Reward(0.0, "failed", str(error))] * len(texts)
+        size = len(texts) if takes_lists[0] else 1
+        found: list[Reward] = []
+        for start in range(0, len(texts), size):
+            some, of_rows = list(texts[start : start + size]), list(rows[start : start + size])
+            try:
+                values = _asked(process, {"file": str(path), "answers": some, "rows": of_rows}, len(some))
+                found += [Reward(0.0, "unparsed") if value is None else Reward(value) for value in values]
+            except _Failed as error:
+                found += [Reward(0.0, "failed", str(error))] * len(some)
+        return found
 
-    return judge
+    return Judge(lambda text, row: many([text], [row])[0], many, reads_thoughts=True)
+
+
+class _Failed(Exception):
+    """The reward failed; the text says how."""
+
+
+def _asked(process: LimitedProcess, request: dict[str, Any], answers: int) -> Any:
+    """What the user's function returns, in its process; it may take the time of so many answers. Raises `_Failed`."""
+    try:
+        found = json.loads(process(json.dumps(request).encode(), times=answers))
+    except CallFailed as error:
+        raise _Failed(str(error)) from None
+    except ProcessDied as error:
+        raise _Failed(f"the reward {error}") from None
+    if "error" in found:
+        raise _Failed(found["error"])
+    return found["found"]

@@ -62,11 +62,17 @@ class RolloutChecks:
             )
         if outcomes == {"failed"}:
             return "failed", "the reward failed on all answers; correct it"
+        if "unparsed" in outcomes and outcomes <= {"unparsed", "empty", "truncated"}:
+            return "unparsed", (
+                f"in none of {len(answers)} answers was one found that the reward can read; ask for its form in the prompts ('end with: "
+                "The answer is NUMBER', or \\boxed{}), and look at some answers in samples.jsonl"
+            )
         mean = float(np.mean([one.reward.value for one in answers]))
         task = "harder" if mean >= 0.5 else "easier"
+        parsed = sum(one.reward.outcome == "judged" for one in answers)
         return "equal", (
-            f"the answers to each prompt earned the same (mean {mean:g}); use {task} prompts, a larger grpo.group_size or "
-            "grpo.temperature, or grpo.resample_rounds"
+            f"the answers to each prompt earned the same (mean {mean:g}; {parsed} of {len(answers)} were read); use {task} prompts, a "
+            "larger grpo.group_size or grpo.temperature, or grpo.resample_rounds"
         )
 
     def _tell(self, kind: str, event: str, introduction: str, reason: str, **fields: object) -> None:

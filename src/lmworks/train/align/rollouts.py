@@ -6,7 +6,7 @@ The rollouts of a step are a function of the weights, the seed and the step, so 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,11 @@ from lmworks.recipe.schema.grpo import ROLLOUT_ROWS
 from lmworks.recipe.schema.lora import Lora
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.align.answers import Answer
-from lmworks.train.align.rewards import Judge, Reward, score
+from lmworks.train.align.rewards import Drawn, Judge, Reward, score_all
+from lmworks.verify.thoughts import opens_thoughts
+
+_Key = tuple[int, int]  # the number of a prompt, and of an answer to it
+_PROMPT_END = 16  # tokens, in which the template may open the thoughts
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,9 @@ class Rollouts:
             batch.add(prompts[number].ids, self._options, _seed_of(seed, number, member)): (number, member)
             for number in mine for member in range(group_size)
         }  # fmt: skip
-        ids: dict[tuple[int, int], list[int]] = {key: [] for key in rows.values()}
-        logprobs: dict[tuple[int, int], list[float]] = {key: [] for key in rows.values()}
-        stopped: set[tuple[int, int]] = set()
+        ids: dict[_Key, list[int]] = {key: [] for key in rows.values()}
+        logprobs: dict[_Key, list[float]] = {key: [] for key in rows.values()}
+        stopped: set[_Key] = set()
         while batch.busy:
             for sampled in batch.step():
                 key = rows[sampled.id]
@@ -88,13 +92,26 @@ class Rollouts:
                 if sampled.finish == "stop":
                     stopped.add(key)
         found: dict[int, list[Rollout]] = {number: [] for number in mine}
+        thinking = {number: opens_thoughts(self._tokenizer.decode(prompts[number].ids[-_PROMPT_END:])) for number in mine}
+        drawn: dict[_Key, Drawn] = {}
         for key in sorted(ids):
             number, prompt = key[0], prompts[key[0]]
             text = self._tokenizer.decode(ids[key][:-1] if key in stopped else ids[key], skip_special=True)
-            reward = score(self._judges[prompt.judge], text, prompt.row, truncated=key not in stopped)
+            drawn[key] = Drawn(text, prompt.row, key not in stopped, thinking[number])
+        rewards = self._rewards({key: (prompts[key[0]].judge, one) for key, one in drawn.items()})
+        for key in sorted(ids):
+            number, prompt = key[0], prompts[key[0]]
             whole = np.array([*prompt.ids, *ids[key]], np.int32)
             answer = Answer(whole, np.arange(len(whole)) >= len(prompt.ids))
-            found[number].append(Rollout(answer, np.array(logprobs[key]), reward, prompt.judge))
+            found[number].append(Rollout(answer, np.array(logprobs[key]), rewards[key], prompt.judge))
+        return found
+
+    def _rewards(self, drawn: Mapping[_Key, tuple[int, Drawn]]) -> dict[_Key, Reward]:
+        """The reward of each answer; those of one data set are judged together."""
+        found: dict[_Key, Reward] = {}
+        for number, judge in enumerate(self._judges):
+            keys = [key for key, (of, _) in drawn.items() if of == number]
+            found |= zip(keys, score_all(judge, [drawn[key][1] for key in keys]), strict=True)
         return found
 
 

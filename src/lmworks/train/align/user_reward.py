@@ -7,14 +7,16 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 
 def make() -> Callable[[bytes], bytes]:
-    """A function from a JSON object with file, prompt, answer and row to a JSON object with the `reward`, or with the `error` that the
-    user's code raised. As with a script, modules beside the file can be imported."""
-    loaded: dict[str, dict[str, Any]] = {}
+    """A function from a JSON object with `file`, and `answers` and `rows`, to a JSON object with what was `found`, or with the `error` that
+    the user's code raised. Without answers, whether the function takes lists is found; with them, the reward of each, None for no reward.
+    As with a script, modules beside the file can be imported."""
+    loaded: dict[str, Callable[..., Any]] = {}
 
     def call(data: bytes) -> bytes:
         request = json.loads(data)
@@ -23,13 +25,42 @@ def make() -> Callable[[bytes], bytes]:
             if file not in loaded:
                 if (folder := str(Path(file).parent)) not in sys.path:
                     sys.path.insert(0, folder)
-                loaded[file] = runpy.run_path(file)
-            found: dict[str, Any] = {"reward": float(loaded[file]["reward"](request["prompt"], request["answer"], request["row"]))}
+                loaded[file] = runpy.run_path(file)["reward"]
+            function = loaded[file]
+            if "answers" not in request:
+                found: dict[str, Any] = {"found": _takes_lists(function)}
+            elif _takes_lists(function):
+                found = {"found": _of_lists(function, request["answers"], request["rows"])}
+            else:
+                pairs = zip(request["answers"], request["rows"], strict=True)
+                found = {"found": [float(function(row["prompt"], answer, row)) for answer, row in pairs]}
         except (Exception, SystemExit) as error:  # a function of the user may raise anything
             found = {"error": _described(error, file)}
         return json.dumps(found).encode()
 
     return call
+
+
+def _takes_lists(function: Callable[..., Any]) -> bool:
+    """Whether the function has the form of TRL, reward(prompts, completions, **columns), and not reward(prompt, answer, row)."""
+    return "completions" in signature(function).parameters
+
+
+def _of_lists(function: Callable[..., Any], answers: list[str], rows: list[dict[str, Any]]) -> list[float | None]:
+    """Call a function as TRL does: completions are texts where prompts are, else lists of one message; all columns are lists."""
+    taken = signature(function).parameters
+    completions = [
+        answer if isinstance(row["prompt"], str) else [{"role": "assistant", "content": answer}]
+        for answer, row in zip(answers, rows, strict=True)
+    ]
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row) if name != "prompt"}
+    given = {**columns, "prompts": [row["prompt"] for row in rows], "completions": completions}
+    if not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+        given = {name: value for name, value in given.items() if name in taken}
+    found = list(function(**given))
+    if len(found) != len(answers):
+        raise ValueError(f"the reward returns {len(found)} values for {len(answers)} answers")
+    return [None if value is None else float(value) for value in found]
 
 
 def _described(error: BaseException, file: str) -> str:
