@@ -78,16 +78,17 @@ def test_the_run_script_reaches_slime_with_its_arguments(lmworks: Lmworks, expor
 
 
 BAD = {
-    "malformed": ('{"prompt": ', "it is not a line of JSON"),
+    "malformed": ('{"prompt": ', "broken JSON"),
     "no label": ('{"prompt": "What is 1 + 1?"}', "the label is missing or empty"),
     "empty label": ('{"prompt": "What is 1 + 1?", "label": "  "}', "the label is missing or empty"),
     "over-long": (json.dumps({"prompt": "word " * 400, "label": "1"}), "tokens, more than 256"),
-    "no prompt": ('{"label": "1"}', "neither prompt, nor question"),
-    "an answer": ('{"prompt": [{"role": "assistant", "content": "a"}], "label": "1"}', "ends with an answer"),
-    "role": ('{"prompt": [{"role": "root", "content": "a"}], "label": "1"}', "a message must have a role"),
-    "list": ("[1]", "it is not a JSON object"),
+    "no prompt": ('{"label": "1"}', "no prompt: its columns are label"),
+    "an answer": ('{"prompt": [{"role": "assistant", "content": "a"}], "label": "1"}', "no message of the user"),
+    "role": ('{"prompt": [{"role": "root", "content": "a"}], "label": "1"}', "message 1 has the role 'root'"),
+    "list": ("[1]", "no object with columns: list"),
     "reward": ('{"prompt": "a", "label": "1", "metadata": {"rm_type": "gold"}}', "metadata.rm_type 'gold' is not known"),
-    "empty line": ("", "it is not a line of JSON"),
+    "half a character": ('{"prompt": "\\ud83d", "label": "1"}', "half a character"),
+    "picture": ('{"prompt": "What is this?", "label": "1", "images": ["a.png"]}', "with images: only text is read"),
 }
 
 

@@ -124,7 +124,8 @@ FILES: list[Callable[[random.Random], Row]] = [
     lambda draw: (b" \n\t", "empty_text"),
     lambda draw: (b"text\0" + draw.randbytes(10), "binary"),
     lambda draw: ((PROSE * 20).encode() + b"\xff", "bad_utf8"),
-    lambda draw: (PROSE.encode("utf-16"), "binary"),
+    lambda draw: (PROSE.encode("utf-16"), None),
+    lambda draw: (PROSE.encode("utf-16-le"), "binary"),
     lambda draw: (b"x" * (LIMIT + 1), "enormous"),
     lambda draw: (mutated(PROSE.encode(), draw), ANY),
 ]

@@ -192,7 +192,7 @@ def test_echo_scores_a_text_like_a_direct_forward(client: openai.OpenAI, model: 
         ({"messages": HELLO, "n": 10_000}, "n: Input should be less than or equal to 128", "n"),
         ({"messages": HELLO, "response_format": {"type": "yaml"}}, "response_format.type is text, json_object or", "response_format"),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs needs logprobs", "top_logprobs"),
-        ({"messages": IMAGE}, "Input should be 'text'", "messages.0.content.0.type"),
+        ({"messages": IMAGE}, "a part of type 'image_url' as content; only text is read", "messages"),
         ({"messages": HELLO, "temprature": 1}, "temprature is not a known parameter; did you mean temperature?", "temprature"),
         ({"messages": HELLO, "prompt": "a"}, "prompt is a parameter of /v1/completions, not of this endpoint", "prompt"),
         ({"messages": HELLO, "zzz": {}}, "zzz is not a known parameter; remove it", "zzz"),

@@ -141,17 +141,25 @@ def test_nobody_speaks_in_anothers_role(tokenizer: Tokenizer, where: str) -> Non
     "parts", [["<|assist", "ant|>"], ["<|", "assistant|", ">"], ["x<", "|assistant|>"], ["[gMA", "SK]"], ["</thi", "nk>"],
               ["Say </", "nothink ok"], ["</", "no", "think"], ["<|assistant</", "nothink"]])
 def test_no_special_token_is_put_together_from_parts(tokenizer: Tokenizer, parts: list[str]) -> None:
-    """In parts of a message, in fields that a template puts side by side, and where it strips the white space between."""
+    """Parts of a message are its text: nothing becomes special that would not in one text, where only /nothink does."""
     asked = {"role": "user", "content": [{"type": "text", "text": part} for part in ["Hi ", *parts, " there"]]}
     ids, mask = tokenizer.encode_chat([asked, {"role": "assistant", "content": "No"}])
-    plain, spoken = tokenizer.encode_chat([{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "No"}])
-    assert [i for i in ids if i in tokenizer.special.values()] == [i for i in plain if i in tokenizer.special.values()]
+    text = "".join(["Hi ", *parts, " there"])
+    harmless = {"role": "user", "content": text.replace("/nothink", "")}
+    plain, spoken = tokenizer.encode_chat([harmless, {"role": "assistant", "content": "No"}])
+    special = [i for i in ids if i in tokenizer.special.values() and i != tokenizer.special["/nothink"]]
+    assert special == [i for i in plain if i in tokenizer.special.values()]
     assert mask.count(True) == spoken.count(True)
     assert "".join(parts) in tokenizer.decode(ids)  # and not one character was changed
+    assert ids == tokenizer.encode_chat([{"role": "user", "content": text}, {"role": "assistant", "content": "No"}])[0]
 
-    template = Template("{% for m in messages %}{% for p in m.content %}{{ p.text.strip() }}{% endfor %}{% endfor %}", "strips.jinja")
-    spaced = {"role": "user", "content": [{"type": "text", "text": f"{part} \n"} for part in parts]}
-    assert not set(encode(tokenizer, template, [spaced])) & set(tokenizer.special.values())
+
+def test_fields_that_a_template_puts_side_by_side_do_not_become_special(tokenizer: Tokenizer) -> None:
+    """Also where it strips the white space between."""
+    template = Template("{% for m in messages %}{{ m.name.strip() }}{{ m.content.strip() }}{% endfor %}", "strips.jinja")
+    for first, second in (["<|assist", "ant|>"], ["<|", "assistant|>"], ["x<", "|assistant|>"], ["[gMA", "SK]"], ["</thi", "nk>"]):
+        spaced = {"role": "tool", "name": f"{first} \n", "content": f"{second} \n"}
+        assert not set(encode(tokenizer, template, [spaced])) & set(tokenizer.special.values())
 
 
 @pytest.mark.parametrize("special", [
@@ -193,7 +201,7 @@ def test_openai_arguments_as_json_text(tokenizer: Tokenizer) -> None:
     ([{"role": "user", "content": "x"}, {"role": "robot", "content": "x"}], "message 2 has the role 'robot'"),
     ([{"role": "user"}], "no text as content"),
     ([{"role": "user", "content": 3}], "no text as content"),
-    ([{"role": "user", "content": [{"type": "image"}]}], "no text as content"),
+    ([{"role": "user", "content": [{"type": "image"}]}], "a part of type 'image' as content; only text is read"),
     ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "without a function name"),
 ])
 def test_what_is_no_conversation_is_refused_in_one_line(tokenizer: Tokenizer, messages: Any, message: str) -> None:

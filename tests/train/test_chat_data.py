@@ -100,16 +100,23 @@ def test_the_same_again_and_over_a_killed_try(tokenizer: Tokenizer, tmp_path: Pa
 
 def test_bad_rows_are_counted_and_never_fatal(tokenizer: Tokenizer, tmp_path: Path) -> None:
     good = {"messages": chat("Hello", "Hi")}
-    rows = [b'{"messages": [', b'{"messages": "\xff"}', {"text": "x"}, [1], {"messages": [{"role": "robot", "content": "x"}]},
+    rows = [b'{"messages": [', b'{"messages": "\xff"}', {"body": "x"}, [1], {"messages": [{"role": "robot", "content": "x"}]},
             {"messages": [{"role": "user"}]}, {"messages": chat("only asked")}, {"messages": []},
             {"messages": chat("a", "b"), "tools": "t"}, {"messages": chat("x", "y" * 2000)}, good, good, b"",
-            {"messages": chat("More", "of it", "and an open end")}]
+            {"messages": chat("More", "of it", "and an open end")}, {"messages": chat("x " * 400, "y")}, {"messages": chat("a", " ")}]
     manifest = build_chat_data(recipe_of(jsonl(tmp_path / "a.jsonl", rows)), tokenizer, tmp_path / "out")
     mine = manifest["data"]["mine"]
-    assert mine["left_out"] == {"malformed": 3, "no known form": 1, "no object with columns": 1, "broken JSON": 1, "bad UTF-8": 1,
-                                "tools that are not JSON": 1, "no answer, or none within sequence_length": 2, "repeated": 1}
-    assert mine["train"]["conversations"] + mine["validation"]["conversations"] == 2
-    assert mine["cut_at_a_turn"] == 1
+    assert mine["left_out"] == {
+        "malformed": 2, "no known form": 1, "no object with columns": 1, "broken JSON": 1, "bad UTF-8": 1, "tools that are not JSON": 1,
+        "no answer": 2, "repeated": 1, "nothing to train": 1,
+        "with a question that leaves no room for an answer within sequence_length": 1,
+    }  # fmt: skip
+    assert mine["train"]["conversations"] + mine["validation"]["conversations"] == 3
+    assert mine["noted"] == {"cut at an answer": 1, "with an answer that is cut at sequence_length": 1, "empty answers, not trained": 1}
+    longest = max(len(tokenizer.encode_chat(chat(*said))[0]) - 1 for said in (("x", "y" * 2000), ("x " * 400, "y")))
+    assert mine["sequence_length_for_all"] == longest
+    cut = next((ids, mask) for ids, mask in everything(tmp_path / "out", "mine") if len(ids) == 129)
+    assert cut[0] == tokenizer.encode_chat(chat("x", "y" * 2000))[0][:129] and cut[1][-1] == 1
     assert {"a.jsonl:1", "a.jsonl:2"} < {Path(example["origin"]).name for example in mine["examples"]}
     assert sorted(ids for ids, _ in everything(tmp_path / "out", "mine"))[0] in (
         tokenizer.encode_chat(chat("Hello", "Hi"))[0], tokenizer.encode_chat(chat("More", "of it"))[0])
@@ -136,8 +143,11 @@ def test_long_conversations_end_at_the_last_answer_that_fits(tokenizer: Tokenize
         assert fitted is not None
         assert fitted[0].tolist() == tokenizer.encode_chat(messages[:end])[0]
         assert fitted[1].tolist() == tokenizer.encode_chat(messages[:end])[1]
-        assert fitted[2] == (end < 6)
-    assert fit(messages, None, tokenizer, lengths[0] - 1) is None
+        assert fitted.cut == ("turn" if end < 6 else "")
+    begun = fit(messages, None, tokenizer, lengths[0] - 1)
+    assert begun is not None and begun.cut == "answer"
+    assert begun.ids.tolist() == tokenizer.encode_chat(messages)[0][: lengths[0] - 1]
+    assert fit(messages, None, tokenizer, 3) is None, "not even the question"
 
 
 def test_thoughts_that_appear_by_cutting_are_counted(tokenizer: Tokenizer) -> None:

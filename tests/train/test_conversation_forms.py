@@ -23,8 +23,9 @@ from lmworks.tokenizer.train import train
 from lmworks.train.data import chat
 from lmworks.train.data.chat import build_chat_data
 from lmworks.train.data.conversation_files import read_files
-from lmworks.train.data.conversation_forms import NoConversation, convert
+from lmworks.train.data.conversation_forms import convert
 from lmworks.train.data.conversation_masks import check_mask
+from lmworks.train.data.row_columns import NoRow
 
 ASKED, SAID = "What is 2 + 3?", "It is 5."
 MESSAGES = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
@@ -32,7 +33,7 @@ CALL = {"name": "add", "arguments": {"a": 2, "b": 3}}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}}]
 WITH_TOOLS = [
     {"role": "system", "content": "Be brief."}, {"role": "user", "content": ASKED},
-    {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
     {"role": "tool", "content": "5"}, {"role": "assistant", "content": SAID},
 ]  # fmt: skip
 
@@ -75,11 +76,11 @@ def built(tokenizer: Tokenizer, path: Path, out: Path, **data: Any) -> dict[str,
             {"system": "Be brief.", "tools": json.dumps(TOOLS), "conversations": [
                 {"from": "human", "value": ASKED}, {"from": "function_call", "value": json.dumps(CALL)},
                 {"from": "observation", "value": "5"}, {"from": "gpt", "value": SAID}]},
-            [*WITH_TOOLS[:2], {"role": "assistant", "content": None, "tool_calls": [CALL]}, *WITH_TOOLS[3:]], TOOLS,
+            WITH_TOOLS, TOOLS,
         ),
         ("alpaca", {"instruction": ASKED, "input": "", "output": SAID}, MESSAGES, None),
         ("alpaca", {"instruction": "Add.", "input": "2, 3", "output": "5", "history": [["Hi", "Hello"]]},
-         [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Add.\n\n2, 3"},
+         [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Add.\n2, 3"},
           {"role": "assistant", "content": "5"}], None),
         ("completion", {"prompt": ASKED, "completion": SAID}, MESSAGES, None),
         ("completion", {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}, MESSAGES, None),
@@ -95,17 +96,21 @@ def test_forms(tokenizer: Tokenizer, form: str, row: dict[str, Any], messages: l
 @pytest.mark.parametrize(
     ("row", "form", "reason"),
     [
-        ({"text": "x", "meta": 1}, "auto", "no known form: its columns are text, meta"),
+        ({"body": "x", "meta": 1}, "auto", "no known form: its columns are body, meta"),
         ({"messages": MESSAGES}, "alpaca", "not of the form alpaca: its columns are messages"),
         (["a"], "auto", "no object with columns: list"),
-        ({"conversations": [{"from": "narrator", "value": "x"}]}, "auto", "an unknown speaker: 'narrator'"),
-        ({"prompt": "x", "completion": ["y"]}, "auto", "prompt and completion are neither two texts"),
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, "auto", "malformed: message 1 has the role 'narrator'"),
+        ({"prompt": "x", "completion": ["y"]}, "auto", "malformed: message 1 is not an object"),
         ({"messages": MESSAGES, "tools": "{"}, "auto", "tools that are not JSON"),
-        ({"messages": [MESSAGES[0], {**MESSAGES[1], "weight": 0}]}, "auto", "an answer with weight 0"),
+        ({"messages": [MESSAGES[0], {**MESSAGES[1], "weight": 0.5}]}, "auto", "malformed: message 2 has weight 0.5; a part of a weight"),
+        ({"messages": [MESSAGES[0], {**MESSAGES[1], "train": "maybe"}]}, "auto", "malformed: message 2 has train 'maybe'"),
+        ({"instruction": "What is in <image>?", "output": "A cat", "images": ["cat.png"]}, "auto", "with images: only text is read"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}, MESSAGES[1]]}, "auto", "half a character: \\ud83d"),
+        ({"prompt": "x", "chosen": "y", "rejected": "z"}, "auto", "no known form: its columns are prompt, chosen, rejected; these"),
     ],
 )
 def test_rows_of_no_form_say_why(row: Any, form: Any, reason: str) -> None:
-    with pytest.raises(NoConversation) as error:
+    with pytest.raises(NoRow) as error:
         convert(row, form)
     assert str(error.value).startswith(reason)
 
@@ -147,12 +152,13 @@ def test_a_folder_holds_all_its_files_and_forms(tokenizer: Tokenizer, tmp_path: 
     _write(folder / "a.jsonl.gz", _chats(5))
     _write(folder / "more" / "b.parquet", [{"instruction": f"I {n}", "input": "", "output": "O"} for n in range(4)])
     (folder / "notes.txt").write_text("no data")
-    (folder / "c.jsonl").write_text('{"text": "x"}\n{"prompt": "P", "completion": "C"}\n')
+    (folder / "c.jsonl").write_text('{"body": "x"}\n{"prompt": "P", "completion": "C"}\n')
     body = built(tokenizer, folder, tmp_path / "out")
     assert body["forms"] == {"messages": 5, "alpaca": 4, "completion": 1}
     assert body["left_out"] == {"no known form": 1}
-    assert body["examples"][0]["detail"] == "its columns are text"
+    assert body["examples"][0]["detail"] == "its columns are body"
     printed = capsys.readouterr().err
+    assert "1 file of other kinds not read: notes.txt" in " ".join(printed.split())
     assert "mine (messages, alpaca, completion): 10 conversations, 1 of them held out" in " ".join(printed.split())
     assert built(tokenizer, folder / "*.jsonl", tmp_path / "pattern")["forms"] == {"completion": 1}
 
@@ -206,17 +212,19 @@ def test_a_broken_mask_is_refused(tokenizer: Tokenizer, tmp_path: Path, monkeypa
     whole = chat.fit
 
     def unstopped(*args: Any) -> Any:
-        ids, mask, cut = whole(*args)  # type: ignore[misc]
-        mask[-1] = False
-        return ids, mask, cut
+        found = whole(*args)
+        assert found is not None
+        found.mask[-1] = False
+        return found
 
     monkeypatch.setattr(chat, "fit", unstopped)
     with pytest.raises(UserError, match=r"4 wrong mask.*the stop token of the last answer is not trained"):
         built(tokenizer, path, tmp_path / "out")
 
     def empty(*args: Any) -> Any:
-        ids, mask, cut = whole(*args)  # type: ignore[misc]
-        return ids, mask & False, cut
+        found = whole(*args)
+        assert found is not None
+        return found._replace(mask=found.mask & False)
 
     monkeypatch.setattr(chat, "fit", empty)
     with pytest.raises(UserError, match=r"4 wrong mask.*no token is trained"):
@@ -228,7 +236,8 @@ def test_answers_without_a_stop_token_and_special_text_are_counted(tokenizer: To
     special = [{"role": "user", "content": "What is <|assistant|>?"}, MESSAGES[1]]
     path = _write(tmp_path / "a.jsonl", [{"messages": open_one}, {"messages": special}, {"messages": MESSAGES}])
     body = built(tokenizer, path, tmp_path / "out")
-    assert (body["answers"], body["open_answers"], body["special_text"]) == (4, 1, 1)
+    assert body["answers"] == 4
+    assert body["noted"] == {"answers without a stop token": 1, "with special tokens as text": 1}
     ids, mask = map(np.array, tokenizer.encode_chat(open_one))
     assert check_mask(ids, mask, tokenizer.stop_ids).fault is None
 

@@ -11,6 +11,7 @@ from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.schema.tune import Tune
+from lmworks.recipe.schema.tuning_set import GENERATED
 from lmworks.recipe.schema.units import Tokens
 
 
@@ -79,6 +80,6 @@ def _tokens(section: Tune | Dpo | Grpo) -> Tokens:
         return section.planned_tokens
     step = _step_tokens(section)
     if isinstance(section, Dpo):
-        pairs = sum(source.count for source in section.data)
+        pairs = sum(source.limit or GENERATED for source in section.data)
         return Tokens(step * steps_of(pairs, section.pairs_per_step, section.epochs))
     return Tokens(step * section.steps * section.updates_per_rollout)

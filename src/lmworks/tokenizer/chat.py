@@ -14,22 +14,29 @@ token follows from the ids alone; the template needs no markers, which some engi
 
 from __future__ import annotations
 
-import json
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
+from lmworks.tokenizer.messages import Message, Span, normal, normal_tools
 from lmworks.tokenizer.rendering import GENERATION, Refused, Render, compiled, compiled_in_process
 from lmworks.tokenizer.special import ASSISTANT, OPEN
 
 if TYPE_CHECKING:
     from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
-ROLES = ("system", "user", "assistant", "tool")
 # Unicode's noncharacters for internal use: one that the conversation does not contain marks text that must not become special.
 MARKERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+_PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(?:\.content|\[['\"]content['\"]\])")
+
+
+def _field(name: str) -> re.Pattern[str]:
+    """A field of a message in the source of a template."""
+    return re.compile(rf"\.{name}\b|\[['\"]{name}['\"]\]|get\(['\"]{name}['\"]")
 
 
 def shipped_template(name: str = "brief") -> str:
@@ -46,16 +53,44 @@ class Template:
     def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None) -> None:
         """`tokens` are variables of a foreign template: bos_token, eos_token and so on. It gets thoughts inside an answer as they are."""
         self._splits_thoughts = tokens is None
-        shipped = source in (shipped_template("brief"), shipped_template("glm-4.6"))
+        self._shipped = shipped = source in (shipped_template("brief"), shipped_template("glm-4.6"))
         self.source, self._where, self._tokens = source, where, dict(tokens or {})
+        named = "reasoning_content" in source  # gpt-oss reads `thinking`, others `reasoning`
+        self._thoughts = None if named else next((name for name in ("thinking", "reasoning") if _field(name).search(source)), None)
         try:
             self._render: Render = compiled(source) if shipped else compiled_in_process(source)
         except Refused as reason:
             raise UserError(f"{where} is not a chat template: {reason}") from None
 
-    def checked(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """`messages` in the form that this template expects. Raises `UserError` that names an invalid message."""
+    def checked(self, messages: Sequence[dict[str, Any]]) -> list[Message]:
+        """`messages` in our form. Raises `UserError` that names an invalid message."""
         return checked(messages, self._splits_thoughts)
+
+    def _given(self, message: Message) -> dict[str, Any]:
+        """A message in the form that this template takes: text as text or in parts, thoughts under its name for them."""
+        content = message["content"]
+        if isinstance(content, list) and not self._shipped:  # the shipped template shows each result of a tool apart
+            content = "".join(part["text"] for part in content)
+        if isinstance(content, str) and self._takes_parts:
+            content = [{"type": "text", "text": content}]
+        given = message | {"content": content}
+        if self._thoughts is not None and "reasoning_content" in given:
+            given[self._thoughts] = given.pop("reasoning_content")
+        return given
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether a foreign template shows text only in parts."""
+        if self._shipped or not _PARTS.search(self.source):
+            return False
+        probe, options = "Qzx", self._tokens | {"tools": None, "add_generation_prompt": False}
+        for content in (probe, [{"type": "text", "text": probe}]):
+            try:
+                if probe in self._render(messages=[{"role": "user", "content": content}], **options):
+                    return isinstance(content, list)
+            except Refused:
+                continue
+        return False
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
                add_generation_prompt: bool = False, thinking: bool | None = None, generation: tuple[str, str] | None = None) -> str:
@@ -64,67 +99,39 @@ class Template:
         """
         options: dict[str, Any] = self._tokens | ({} if thinking is None else {"enable_thinking": thinking})
         options |= {} if generation is None else {GENERATION: list(generation)}
-        messages = self.checked(messages)
+        given = [self._given(message) for message in self.checked(messages)]
         try:
-            return self._render(messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **options)
+            return self._render(messages=given, tools=normal_tools(tools), add_generation_prompt=add_generation_prompt, **options)
         except Refused as reason:
             raise UserError(f"{self._where} refused the conversation: {reason}") from None
 
 
-def checked(messages: Sequence[dict[str, Any]], split_thoughts: bool = True) -> list[dict[str, Any]]:
-    """`messages` in the form that the template expects: tool arguments that are JSON text (OpenAI's format) become objects, and, with
-    `split_thoughts`, thoughts inside an answer become its `reasoning_content`.
+def checked(messages: Sequence[dict[str, Any]], split_thoughts: bool = True) -> list[Message]:
+    """`messages` in our form (`lmworks.tokenizer.messages`); with `split_thoughts`, thoughts inside an answer become its
+    `reasoning_content`.
 
     Raises `UserError` that names an invalid message.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise UserError("a conversation is a list of at least one message {role, content}")
-    return [_message(number, message, split_thoughts) for number, message in enumerate(messages, 1)]
+    found = [normal(number, message) for number, message in enumerate(messages, 1)]
+    return [with_thoughts(message) if split_thoughts and message["role"] == "assistant" else message for message in found]
 
 
-def _message(number: int, message: Any, split_thoughts: bool) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise UserError(f"message {number} is not an object with role and content")
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        raise UserError(f"message {number} has the role {role!r}; the roles are {', '.join(ROLES)}")
-    parts_of_text = isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content)
-    if not (isinstance(content, str) or parts_of_text or (content is None and message.get("tool_calls"))):
-        raise UserError(f"message {number} ({role}) has no text as content")
-    if role == "assistant":
-        message = message | {"content": content or ""}
-        message = with_thoughts(message) if split_thoughts else message
-    if not message.get("tool_calls"):
-        return message
-    if not isinstance(message["tool_calls"], (list, tuple)):
-        raise UserError(f"message {number} has tool_calls that are not a list")
-    return message | {"tool_calls": [_tool_call(number, call) for call in message["tool_calls"]]}
-
-
-def with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+def with_thoughts(message: Message) -> Message:
     """An answer with its thoughts as `reasoning_content`: as in the published template, text before the last </think> is thought."""
-    content = message["content"] if isinstance(message["content"], str) else "".join(part["text"] for part in message["content"])
+    content = message["content"]
     if "</think>" not in content or isinstance(message.get("reasoning_content"), str):
         return message
-    thoughts = content.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
-    return message | {"reasoning_content": thoughts, "content": content.split("</think>")[-1].lstrip("\n")}
-
-
-def _tool_call(number: int, call: Any) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UserError(f"message {number} has a tool call without a function name")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):  # also for a number with too many digits
-            raise UserError(f"message {number} has a tool call whose arguments are not JSON") from None
-    if not isinstance(arguments, dict):
-        raise UserError(f"message {number} has a tool call whose arguments are not an object")
-    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}} | identity
+    before, _, after = content.rpartition("</think>")
+    thoughts = before.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+    answer = after.lstrip("\n")
+    if not (spans := message.untrained.get("content")):
+        return message.saying(reasoning_content=thoughts, content=answer)
+    at = {"reasoning_content": (content.index(thoughts), thoughts), "content": (len(content) - len(answer), answer)}
+    moved = {name: [(max(a - begin, 0), min(b - begin, len(text))) for a, b in spans if a < begin + len(text) and b > begin]
+             for name, (begin, text) in at.items()}  # fmt: skip
+    return message.saying(reasoning_content=thoughts, content=answer).having(untrained={key: one for key, one in moved.items() if one})
 
 
 def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
@@ -143,15 +150,32 @@ def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict
 
 def render_marked(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict[str, Any]], marker: str,
                   tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False,
-                  thinking: bool | None = None, generation: tuple[str, str] | None = None) -> str:
-    """The rendered conversation, in which `marker` breaks up what is not special, for `encode_marked`."""
-    messages = template.checked(messages)
+                  thinking: bool | None = None, generation: tuple[str, str] | None = None,
+                  untrained: tuple[str, str] | None = None) -> str:
+    """The rendered conversation, in which `marker` breaks up what is not special, for `encode_marked`. The characters `untrained` are put
+    around what is not to be trained of an answer (`Message.untrained`)."""
+    found = template.checked(messages)
+    if untrained is not None:
+        found = [_surrounded(message, untrained) if message.untrained else message for message in found]
     marked = [
         _map_text(message, partial(mark, tokenizer, marker=marker, allowed=OPEN if message["role"] == "user" else ()))
-        for message in messages
+        for message in found
     ]
-    tools = _map_text(tools, partial(mark, tokenizer, marker=marker))
+    tools = _map_text(normal_tools(tools), partial(mark, tokenizer, marker=marker))
     return template.render(marked, tools, add_generation_prompt, thinking, generation)
+
+
+def _surrounded(message: Message, marks: tuple[str, str]) -> Message:
+    """A message with marks around what is not trained. White space at the ends of a text stays there, for templates to strip."""
+    fields = {}
+    for name, spans in message.untrained.items():
+        text = str(message.get(name) or "")
+        first, last = len(text) - len(text.lstrip()), len(text.rstrip())
+        for begin, end in sorted(((max(begin, first), min(end, last)) for begin, end in spans), reverse=True):
+            if begin < end:
+                text = text[:begin] + marks[0] + text[begin:end] + marks[1] + text[end:]
+        fields[name] = text
+    return message.saying(**fields)
 
 
 def mark(tokenizer: TextTokenizer, text: str, marker: str, allowed: tuple[str, ...] = ()) -> str:
@@ -168,9 +192,35 @@ def mark(tokenizer: TextTokenizer, text: str, marker: str, allowed: tuple[str, .
     return text[:end] + marker + text[end:] if tokenizer.special_prefix_length(text[:end]) else text
 
 
-def encode_marked(tokenizer: TextTokenizer, text: str, marker: str) -> list[int]:
-    """Ids of marked text: special tokens that stand whole in it are special, and the marker is removed."""
-    return tokenizer.encode_parts(tokenizer.split_special(text), transform=lambda part: part.replace(marker, ""))
+def encode_marked(tokenizer: TextTokenizer, text: str, markers: str) -> list[int]:
+    """Ids of marked text: special tokens that stand whole in it are special, and the markers are removed."""
+    removed = str.maketrans("", "", markers)
+    return tokenizer.encode_parts(tokenizer.split_special(text), transform=lambda part: part.translate(removed))
+
+
+def take_out(text: str, marks: tuple[str, str], others: str = "") -> tuple[str, list[Span]]:
+    """`text` without two marks, and the spans between them, in characters of a text that lacks `others` too."""
+    parts: list[str] = []
+    spans: list[Span] = []
+    size = 0
+    for number, piece in enumerate(text.split(marks[0])):
+        inside, closed, outside = piece.partition(marks[1]) if number else ("", "", piece)
+        lengths = [len(part) - sum(part.count(one) for one in others) for part in (inside, outside)]
+        if closed:
+            spans.append((size, size + lengths[0]))
+        parts += [inside, outside]
+        size += sum(lengths)
+    return "".join(parts), spans
+
+
+def unlearn(mask: list[bool], starts: Sequence[int], begin: int, end: int) -> None:
+    """Take the tokens out of `mask` that have a part between `begin` and `end`; `starts` says where each token begins."""
+    at = bisect_left(starts, begin)
+    if at and (at == len(starts) or starts[at] > begin):  # a token that reaches into the span from before it
+        at = bisect_left(starts, starts[at - 1])
+    while at < len(starts) and starts[at] < end:
+        mask[at] = False
+        at += 1
 
 
 def unused_markers(messages: Sequence[Any], tools: Any, count: int = 1) -> list[str]:
@@ -195,17 +245,18 @@ def _map_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def assistant_mask(ids: Sequence[int], assistant: int, system: int, stops: Sequence[int],
-                   prompt_ids: Sequence[Sequence[int]]) -> list[bool]:
+                   prompt_ids: Sequence[Sequence[int]], learned: Sequence[bool] = ()) -> list[bool]:
     """For each id, whether the assistant wrote it: the ids after <|assistant|>, up to and including the token that ends the turn.
 
     `prompt_ids` has, for each turn, the ids after <|assistant|> that belong to the prompt: the matching prefix of the turn is not counted.
-    A turn followed by <|system|> or another <|assistant|> has no end token with loss, since generation does not stop there.
+    A turn followed by <|system|> or another <|assistant|> has no end token with loss, since generation does not stop there. A turn whose
+    place in `learned` is False has no loss.
     """
-    mask, speaking, turns = [False] * len(ids), False, iter(prompt_ids)
+    mask, speaking, turns, flags = [False] * len(ids), False, iter(prompt_ids), iter(learned)
     prompt: list[int] = []
     for at, token in enumerate(ids):
         if token == assistant:
-            speaking, prompt = True, list(next(turns))[::-1]
+            speaking, prompt = next(flags, True), list(next(turns))[::-1]
         elif token == system:
             speaking = False
         elif speaking and prompt and prompt[-1] == token:
@@ -224,10 +275,11 @@ def prompts(tokenizer: TextTokenizer, template: Template, messages: Sequence[dic
     no loss.
     """
     asked, empty = _prompt(tokenizer, template, thinking), _prompt(tokenizer, template, False)
-    messages = checked(messages)
+    messages = template.checked(messages)
     last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
     answers = [(number, message) for number, message in enumerate(messages) if message["role"] == "assistant"]
-    return [*(empty if number < last and message.get("reasoning_content") else asked for number, message in answers), asked]
+    dropped = [number < last and bool(message.get("reasoning_content")) for number, message in answers]
+    return [*(empty if gone or message.silent else asked for gone, (_, message) in zip(dropped, answers, strict=True)), asked]
 
 
 @lru_cache(16)

@@ -110,9 +110,10 @@ class ForeignTokenizer(Tokenizer):
         """Encode alternating text and special tokens, beginning with text, without `prefix`."""
         return self._encode_parts([transform(part) if number % 2 == 0 else part for number, part in enumerate(parts)])[0]
 
-    def encode_marked(self, text: str, marker: str) -> tuple[list[int], list[int]]:
-        """Ids of text in which the special tokens are special, without `marker`, and where each id begins in it, in characters."""
-        return self._encode_parts([part.replace(marker, "") for part in self.split_special(text)])
+    def encode_marked(self, text: str, markers: str) -> tuple[list[int], list[int]]:
+        """Ids of text in which the special tokens are special, without the `markers`, and where each id begins in it, in characters."""
+        removed = str.maketrans("", "", markers)
+        return self._encode_parts([part.translate(removed) for part in self.split_special(text)])
 
     def _encode_parts(self, parts: Sequence[str]) -> tuple[list[int], list[int]]:
         ids: list[int] = []

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from lmworks.errors import UserError
-from lmworks.tokenizer.chat import Template, assistant_mask, encode, prompts, render_marked
+from lmworks.tokenizer.chat import Template, assistant_mask, encode, prompts, render_marked, take_out, unlearn, unused_markers
+from lmworks.tokenizer.messages import Message
 from lmworks.tokenizer.special import ASSISTANT, SYSTEM
 from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
@@ -54,11 +57,26 @@ class Tokenizer(TextTokenizer):
         Special tokens come from the template only; the same characters inside a message remain text, so that text cannot impersonate
         another role. If the template does not close the last answer, <|endoftext|> is appended, so that the model learns to end it.
         """
-        ids = encode(self, self._template, messages, tools, add_generation_prompt, thinking)
-        if messages[-1]["role"] == "assistant" and not add_generation_prompt and ids[-1] not in self.stop_ids:
+        found = self._template.checked(messages)
+        ids = encode(self, self._template, found, tools, add_generation_prompt, thinking)
+        if found[-1]["role"] == "assistant" and not add_generation_prompt and ids[-1] not in self.stop_ids:
             ids.append(self.eos_id)
-        prompt_ids = prompts(self, self._template, messages, thinking)
-        return ids, assistant_mask(ids, self.special[ASSISTANT], self.special[SYSTEM], self.stop_ids, prompt_ids)
+        learned = [message.learned for message in found if message["role"] == "assistant"]
+        prompt_ids = prompts(self, self._template, found, thinking)
+        mask = assistant_mask(ids, self.special[ASSISTANT], self.special[SYSTEM], self.stop_ids, prompt_ids, learned)
+        if any(message.untrained for message in found):
+            self._unlearn(mask, ids, found, tools, thinking)
+        return ids, mask
+
+    def _unlearn(self, mask: list[bool], ids: list[int], messages: list[Message], tools: Any, thinking: bool | None) -> None:
+        """Take what is not trained inside of answers out of `mask`. Places are in bytes, which the ids have exactly."""
+        marker, begin, end = unused_markers(messages, tools, 3)
+        text = render_marked(self, self._template, messages, marker, tools, False, thinking, untrained=(begin, end))
+        plain, spans = take_out(text, (begin, end), marker)
+        plain = plain.replace(marker, "")
+        starts = np.cumsum([0, *(len(self.token_bytes(token)) for token in ids)])[:-1].tolist()
+        for first, last in spans:
+            unlearn(mask, starts, *(len(plain[:position].encode("utf-8", "surrogatepass")) for position in (first, last)))
 
     def answer_ends(self, ids: Sequence[int], mask: Sequence[bool]) -> list[int]:
         """Where each answer in `ids`, a conversation with its mask, ends: behind the token that ends its turn."""

@@ -14,24 +14,24 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
-from lmworks.tokenizer.chat import Template, render_marked, unused_markers, with_thoughts
+from lmworks.tokenizer.chat import Template, render_marked, take_out, unlearn, unused_markers, with_thoughts
+from lmworks.tokenizer.messages import Message
 
 if TYPE_CHECKING:
     from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
-Message = dict[str, Any]
 Encode = Callable[[str, str], tuple[list[int], list[int]]]
-Span = tuple[int, int | None]  # characters; without an end: up to the token that ends the turn
+Range = tuple[int, int | None]  # characters; without an end: up to the token that ends the turn
 
 _ANSWER, _LATER = "Qzx", "Wvy"  # words that no template has of its own
-_USER: Message = {"role": "user", "content": "Hi"}
-_CALL: Message = {"role": "assistant", "content": "", "tool_calls": [
+_USER = {"role": "user", "content": "Hi"}
+_CALL: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [
     {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": {"at": _ANSWER}}}]}  # fmt: skip
-_RESULT: Message = {"role": "tool", "name": "look", "tool_call_id": "call12345", "content": "here"}
-_SYSTEM: Message = {"role": "system", "content": "Hm"}
+_RESULT = {"role": "tool", "name": "look", "tool_call_id": "call12345", "content": "here"}
+_SYSTEM = {"role": "system", "content": "Hm"}
 
 
-def _answer(text: str = _ANSWER) -> Message:
+def _answer(text: str = _ANSWER) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
@@ -57,59 +57,73 @@ class Turns:
         self._check()
 
     def encode(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, thinking: bool | None = None
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, thinking: bool | None = None
     ) -> tuple[list[int], list[bool]]:
         """The ids of a conversation, and for each whether the assistant wrote it, the token that ends its turn included. If the template
         leaves the last answer open, the tokenizer's end-of-text token is appended.
 
-        A token that begins in a prompt and reaches into an answer does not count as written. Raises `UserError` if the template refuses
+        A token that begins in a prompt and reaches into an answer does not count as written, nor does an answer that is not `learned`, or a
+        token with a part that is `untrained` (see `Message`). Raises `UserError` if the template refuses
         the conversation, or renders an answer's prompt otherwise than in the whole conversation.
         """
-        messages = self._template.checked(messages)
-        marker, *marks = unused_markers(messages, tools, 3)
-        text, spans = self._spans(messages, tools, thinking, marker, (marks[0], marks[1]))
-        ids, starts = self._encode(text, marker)
+        found = self._template.checked(messages)
+        marker, *marks = unused_markers(found, tools, 5)
+        text, spans = self._spans(found, tools, thinking, marker, (marks[0], marks[1]), (marks[2], marks[3]))
+        removed = marker + marks[2] + marks[3]
+        ids, starts = self._encode(text, removed)
         mask, closed = [False] * len(ids), True
-        for begin, end in spans:
-            first, last = (position - text.count(marker, 0, position) for position in (begin, len(text) if end is None else end))
-            closed = self._fill(mask, ids, starts, first, last, tagged=end is not None)
-        if messages[-1]["role"] == "assistant" and spans and not closed:
+        answers = [message for message in found if message["role"] == "assistant"]
+        if len(spans) != len(answers) and not all(message.learned for message in answers):
+            raise UserError(f"{self._where} does not show each answer apart, so one that is not to be trained cannot be told")
+        for number, (begin, end) in enumerate(spans):
+            first, last = (_without(text, position, removed) for position in (begin, len(text) if end is None else end))
+            learned = len(spans) != len(answers) or answers[number].learned
+            closed = self._fill(mask, ids, starts, first, last, tagged=end is not None, learned=learned)
+        for begin, end in take_out(text, (marks[2], marks[3]), removed)[1]:
+            unlearn(mask, starts, begin, end)
+        if found[-1]["role"] == "assistant" and spans and not closed:
             ids.append(self._tokenizer.eos_id)
-            mask.append(True)
+            mask.append(found[-1].learned)
         return ids, mask
 
-    def _fill(self, mask: list[bool], ids: list[int], starts: list[int], begin: int, end: int, tagged: bool) -> bool:
-        """Mark one answer; returns whether a stop token ends it."""
+    def _fill(self, mask: list[bool], ids: list[int], starts: list[int], begin: int, end: int, tagged: bool, learned: bool) -> bool:
+        """Mark one answer, if it is `learned`; returns whether a stop token ends it."""
         at = bisect_left(starts, begin)
+        first = at
         while at < len(ids) and starts[at] < end and not (not tagged and ids[at] in self._breaks):
-            mask[at] = True
+            mask[at] = learned
             if not tagged and ids[at] in self._all_stops:
                 return True
             at += 1
-        if at and mask[at - 1] and ids[at - 1] in self._all_stops:
+        if at > first and ids[at - 1] in self._all_stops:
             return True
         if tagged and at < len(ids) and ids[at] in self._all_stops:  # a block that ends before the token at which generation stops
-            mask[at] = True
+            mask[at] = learned
             return True
         return at < len(ids)
 
     def _spans(
-        self, messages: list[Message], tools: Sequence[Message] | None, thinking: bool | None, marker: str, marks: tuple[str, str]
-    ) -> tuple[str, list[Span]]:
+        self, messages: list[Message], tools: Sequence[dict[str, Any]] | None, thinking: bool | None, marker: str, marks: tuple[str, str],
+        untrained: tuple[str, str],
+    ) -> tuple[str, list[Range]]:  # fmt: skip
         """The rendered conversation, and where the assistant's answers are in it."""
         if self._tagged:
-            return _take_out(render_marked(self._tokenizer, self._template, messages, marker, tools, False, thinking, marks), marks)
-        text = render_marked(self._tokenizer, self._template, messages, marker, tools, False, thinking)
-        spans: list[Span] = []
+            text = render_marked(self._tokenizer, self._template, messages, marker, tools, False, thinking, marks, untrained)
+            found, inside = take_out(text, marks)
+            return found, [*inside]
+        text = render_marked(self._tokenizer, self._template, messages, marker, tools, False, thinking, untrained=untrained)
+        spans: list[Range] = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             if not number:
                 raise UserError("the conversation begins with an answer, to which there is no prompt")
             # many templates leave the thoughts of earlier answers out once the user has spoken again
-            for earlier in (messages[:number], [_without_thoughts(one) for one in messages[:number]]):
-                prompt = render_marked(self._tokenizer, self._template, earlier, marker, tools, True, thinking)
-                if text.startswith(prompt):
+            befores = (messages[:number], [_without_thoughts(one) for one in messages[:number]])
+            for think in (False, thinking) if message.silent else (thinking,):
+                prompts = (render_marked(self._tokenizer, self._template, one, marker, tools, True, think, untrained=untrained)
+                           for one in befores)  # fmt: skip
+                if (prompt := next((one for one in prompts if text.startswith(one)), None)) is not None:
                     spans.append((len(prompt), None))
                     break
             else:
@@ -122,14 +136,14 @@ class Turns:
         begin, end = unused_markers([], None, 2)
         return begin in self._template.render([_USER, _answer()], generation=(begin, end))
 
-    def _closing(self, messages: list[Message]) -> int | None:
+    def _closing(self, messages: list[dict[str, Any]]) -> int | None:
         """The first special token behind the answer that contains `_ANSWER`."""
         text = self._template.render(messages)
         _, found, rest = text.rpartition(_ANSWER)
         parts = self._tokenizer.split_special(rest) if found else []
         return self._tokenizer.special[parts[1]] if len(parts) > 1 else None
 
-    def _try_closing(self, messages: list[Message]) -> int | None:
+    def _try_closing(self, messages: list[dict[str, Any]]) -> int | None:
         try:
             return self._closing(messages)
         except UserError:  # many templates refuse tools, a second system message, or two answers in a row
@@ -148,20 +162,9 @@ class Turns:
 
 
 def _without_thoughts(message: Message) -> Message:
-    if message["role"] != "assistant":
-        return message
-    return {key: value for key, value in with_thoughts(message).items() if key != "reasoning_content"}
+    return with_thoughts(message).saying(reasoning_content=None) if message["role"] == "assistant" else message
 
 
-def _take_out(text: str, marks: tuple[str, str]) -> tuple[str, list[Span]]:
-    """`text` without the two marks, and where they were."""
-    parts: list[str] = []
-    spans: list[Span] = []
-    size = 0
-    for number, piece in enumerate(text.split(marks[0])):
-        inside, closed, outside = piece.partition(marks[1]) if number else ("", "", piece)
-        if closed:
-            spans.append((size, size + len(inside)))
-        parts += [inside, outside]
-        size += len(inside) + len(outside)
-    return "".join(parts), spans
+def _without(text: str, position: int, removed: str) -> int:
+    """A position in `text` without the characters `removed`."""
+    return position - sum(text.count(one, 0, position) for one in removed)

@@ -32,7 +32,7 @@ _idle: list[LimitedProcess] = []  # processes without an open archive
 
 def is_archive(path: str) -> bool:
     """Whether the name is that of an archive."""
-    return path.endswith(ARCHIVES)
+    return path.lower().endswith(ARCHIVES)
 
 
 def members(file: File) -> Iterator[Member | Item]:

@@ -14,7 +14,8 @@ from lmworks.corpus.readers.archives import ARCHIVES, is_archive, members
 from lmworks.corpus.readers.document_formats import Member, document_format
 from lmworks.corpus.readers.extraction import Extractor
 from lmworks.corpus.readers.items import Item, decode_document, printable, quarantined
-from lmworks.corpus.readers.jsonl import line_parts, lines_of
+from lmworks.corpus.readers.json_rows import lines_of
+from lmworks.corpus.readers.jsonl import line_parts
 from lmworks.corpus.readers.listing import File, find_files, has_extension
 from lmworks.corpus.readers.markdown import without_front_matter
 from lmworks.corpus.readers.opening import open_binary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -44,9 +45,15 @@ def printable(path: str) -> str:
 
 
 def decode_document(data: bytes, origin: str, limit: int, consumed: int) -> Item:
-    """Bytes as a document, or a quarantined item: `enormous` (over `limit` bytes), `binary` (null bytes) or `bad_utf8`."""
+    """Bytes as a document, or a quarantined item: `enormous` (over `limit` bytes), `binary` (null bytes) or `bad_utf8`.
+    UTF-16 is read if it has a byte order mark."""
     if len(data) > limit:
         return quarantined("enormous", origin, data, consumed)
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        try:
+            return Item(data.decode("utf-16"), origin, consumed)
+        except UnicodeDecodeError as error:
+            return quarantined("bad_utf8", origin, data[max(0, error.start - 60) :], consumed)
     if b"\0" in data[:8192]:
         return quarantined("binary", origin, data, consumed)
     try:

@@ -1,31 +1,29 @@
-"""JSON lines, plain or compressed. A plain file is cut at arbitrary positions: a line belongs to the part in which it begins."""
+"""Files of JSON rows, plain or compressed. A large plain file of JSON lines is cut at arbitrary positions: a line belongs to the part in
+which it begins."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import pairwise
 
-from lmworks.corpus.readers.items import Item, printable, quarantined
+from lmworks.corpus.readers.items import Item, quarantined
+from lmworks.corpus.readers.json_rows import SUFFIXES, JsonRow, can_be_cut, rows_of
 from lmworks.corpus.readers.listing import File, find_files
-from lmworks.corpus.readers.opening import COMPRESSED, bounded_lines, can_seek, open_binary, skip_line
 from lmworks.corpus.readers.part import Part, pack_files
 from lmworks.corpus.readers.read_errors import quarantine_errors
 from lmworks.corpus.readers.rows import Columns
 from lmworks.recipe.schema.corpus import Source
 
-_SUFFIXES = (".jsonl", ".json", ".ndjson")
-
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
-    return list(line_parts(find_files(source, _SUFFIXES), part_bytes))
+    return list(line_parts(find_files(source, SUFFIXES), part_bytes, json_rows=True))
 
 
-def line_parts(files: list[File], part_bytes: int) -> Iterator[Part]:
-    """Parts of whole small and compressed files, and of equal byte ranges of large plain files."""
+def line_parts(files: list[File], part_bytes: int, json_rows: bool = False) -> Iterator[Part]:
+    """Parts of whole small files and of those that cannot be cut, and of equal byte ranges of large ones."""
     small: list[File] = []
     for file in files:
-        if file.size <= part_bytes or file.path.endswith(COMPRESSED) or not can_seek(file.path):
+        if file.size <= part_bytes or not can_be_cut(file.path, json_rows):
             small.append(file)
             continue
         yield from pack_files(small, part_bytes)
@@ -39,45 +37,14 @@ def line_parts(files: list[File], part_bytes: int) -> Iterator[Part]:
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
     with Columns(source, limit) as columns:
         for file in part.files:
-            yield from quarantine_errors(_rows(columns, file, part.span, limit), file.path)
+            # escapes and other columns take space too
+            rows = (_item(columns, row) for row in rows_of(file, part.span, 4 * limit + 65536))
+            yield from quarantine_errors(rows, file.path)
 
 
-def _rows(columns: Columns, file: File, span: tuple[int, int] | None, limit: int) -> Iterator[Item]:
-    # escapes and other columns take space too
-    for line, complete, origin, consumed in lines_of(file, span, 4 * limit + 65536):
-        if not complete:
-            yield quarantined("enormous", origin, line, consumed)
-        elif line.strip():
-            yield _row(columns, line, origin, consumed)
-
-
-def lines_of(file: File, span: tuple[int, int] | None, limit: int) -> Iterator[tuple[bytes, bool, str, int]]:
-    """(line, whether it is whole, origin, input bytes) of each line that begins in the span.
-
-    The origin contains the line number, or the byte position if the file is cut.
-    """
-    with open_binary(file.path) as (stream, raw):
-        at, end = span or (0, None)
-        if at:
-            raw.seek(at - 1)
-            skip_line(raw, until=end)
-        before, place = at, raw.tell()
-        for number, (line, complete) in enumerate(bounded_lines(stream, limit), start=1):
-            if end is not None and place >= end:
-                return
-            after = raw.tell()
-            reached = after if end is None else min(after, end)
-            yield line, complete, f"{printable(file.path)}@{place}" if span else f"{printable(file.path)}:{number}", reached - before
-            before, place = reached, after
-
-
-def _row(columns: Columns, line: bytes, origin: str, consumed: int) -> Item:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        return quarantined("bad_utf8", origin, line, consumed)
-    except (ValueError, RecursionError):
-        return quarantined("broken_json", origin, line, consumed)
-    if isinstance(row, dict):
-        return columns.item(row, origin, consumed)
-    return quarantined("wrong_type", origin, line, consumed)
+def _item(columns: Columns, row: JsonRow) -> Item:
+    if row.reason is not None:
+        return quarantined(row.reason, row.origin, row.text, row.consumed)
+    if isinstance(row.value, dict):
+        return columns.item(row.value, row.origin, row.consumed)
+    return quarantined("wrong_type", row.origin, repr(row.value)[:1000], row.consumed)

@@ -67,10 +67,11 @@ def working_directory_hint(path: str) -> str:
 
 
 def has_extension(name: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether a file name, compressed or not, has one of these extensions; true if there are none."""
-    plain = name
+    """Whether a file name, compressed or not, has one of these extensions, in small or capital letters; true if there are none."""
+    name = plain = name.lower()
     for ending in COMPRESSED:
         plain = plain.removesuffix(ending)
+    suffixes = tuple(suffix.lower() for suffix in suffixes)
     return not suffixes or name.endswith(suffixes) or plain.endswith(suffixes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
 import lzma
@@ -10,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
@@ -58,6 +59,52 @@ def open_binary(path: str, seek: bool = False) -> Iterator[tuple[BinaryIO, Binar
         yield decompress(raw, path), raw
 
 
+@contextmanager
+def open_text(path: str) -> Iterator[tuple[Any, BinaryIO]]:
+    """As `open_binary`, for lines of text: UTF-16 and UTF-32 with a byte order mark come as UTF-8."""
+    with open_binary(path) as (stream, raw):
+        found: Any = stream if hasattr(stream, "peek") else io.BufferedReader(cast(Any, stream), _CHUNK)
+        encoding = _marked_encoding(found.peek(4)[:4])
+        yield (io.BufferedReader(_AsUtf8(found, encoding), _CHUNK) if encoding else found), raw
+
+
+def has_mark_of_utf16(path: str) -> bool:
+    """Whether a file begins with the byte order mark of UTF-16 or UTF-32."""
+    with open(path, "rb") as file:
+        return _marked_encoding(file.read(4)) is not None
+
+
+def _marked_encoding(start: bytes) -> str | None:
+    """The encoding that a byte order mark names, other than UTF-8. Those of UTF-32 begin with those of UTF-16."""
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
+    return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else None
+
+
+class _AsUtf8(io.RawIOBase):
+    """A stream of another encoding as UTF-8. What is not of that encoding damages the file."""
+
+    def __init__(self, stream: Any, encoding: str) -> None:
+        self._stream, self._encoding, self._ready = stream, encoding, b""
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._stream.read(_CHUNK)
+            try:
+                self._ready = self._decoder.decode(data, final=not data).encode()
+            except UnicodeError as error:
+                raise DamagedFile(f"it is not {self._encoding.upper()}, which its byte order mark says: {error}") from None
+            if not data and not self._ready:
+                return 0
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
 class ExpansionLimit:
     """Counts the bytes decompressed from one file; `read` returns the compressed bytes read. `add` raises Bomb if the ratio is too high."""
 
@@ -76,6 +123,7 @@ def decompress(raw: Any, name: str, expansion: ExpansionLimit | None = None) -> 
 
     The output counts towards the `expansion` of the file that contains `raw`.
     """
+    name = name.lower()
     if name.endswith(_GZIP):
         opened: Any = gzip.GzipFile(fileobj=raw)
     elif name.endswith(_BZ2):

@@ -17,7 +17,8 @@ from lmworks.storage import connection_errors
 
 
 @lru_cache(maxsize=1)
-def _damage_errors() -> tuple[type[Exception], ...]:
+def damage_errors() -> tuple[type[Exception], ...]:
+    """What a damaged file raises where it is read."""
     import pyarrow as pa
 
     known: tuple[type[Exception], ...]
@@ -36,7 +37,7 @@ def quarantine_errors(rows: Iterator[Item], path: str) -> Iterator[Item]:
         yield from rows
     except DecompressionBomb as error:
         yield quarantined("bomb", printable(path), str(error))
-    except (*_damage_errors(), *connection_errors()) as error:
+    except (*damage_errors(), *connection_errors()) as error:
         if "://" in path and (isinstance(error, connection_errors()) or getattr(error, "errno", None) is not None):
             raise UserError(f"cannot continue reading {path}: {str(error) or type(error).__name__}; run the same command again") from None
         yield quarantined("damaged_file", printable(path), mask(str(error)))

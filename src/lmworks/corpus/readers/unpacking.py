@@ -76,8 +76,8 @@ class Unpacker:
 
     def _open(self, size: int, path: str) -> bytes:
         self._opened.close()
-        stream, raw = self._opened.enter_context(open_binary(path, seek=path.endswith(".zip")))
-        self._members = _members(_zip(stream, size) if path.endswith(".zip") else _tar(stream, raw, size))
+        stream, raw = self._opened.enter_context(open_binary(path, seek=path.lower().endswith(".zip")))
+        self._members = _members(_zip(stream, size) if path.lower().endswith(".zip") else _tar(stream, raw, size))
         return b""
 
     def _next(self) -> bytes:

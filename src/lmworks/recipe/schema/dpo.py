@@ -10,7 +10,7 @@ from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
 from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.train import EarlyStopping, LrSchedule
-from lmworks.recipe.schema.tuning_set import TuningSet
+from lmworks.recipe.schema.tuning_set import GENERATED, TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
 
 
@@ -18,10 +18,15 @@ class PreferenceData(TuningSet):
     """One set of preference pairs."""
 
     kind: Literal["files", "tasks"] = Field(
-        description="files: {prompt, chosen, rejected} per line, as texts or messages, OpenAI's {input, preferred_output, "
+        description="files: {prompt, chosen, rejected} per row, as texts or messages, OpenAI's {input, preferred_output, "
         "non_preferred_output}, or {prompt, completion, label} for loss kto; tasks: a right answer of reasoning-gym against a wrong one"
     )
-    count: int = Field(2000, gt=0, description="maximum number of pairs")
+    count: int | None = Field(None, gt=0, description=f"maximum number of pairs, drawn evenly; all of files, {GENERATED} of tasks")
+
+    @property
+    def limit(self) -> int | None:
+        """The maximum number of pairs; None for all."""
+        return self.count if self.count is not None or self.kind == "files" else GENERATED
 
 
 class Dpo(Node):

@@ -10,7 +10,7 @@ from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
 from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.train import EarlyStopping, LrSchedule
-from lmworks.recipe.schema.tuning_set import TuningSet
+from lmworks.recipe.schema.tuning_set import GENERATED, TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
 
 ROLLOUT_ROWS = 64  # answers that a rank draws at a time
@@ -20,9 +20,9 @@ class RewardTask(TuningSet):
     """One set of prompts, and the reward of their answers."""
 
     kind: Literal["tasks", "files"] = Field(
-        description="tasks: questions of reasoning-gym; files: {prompt, answer, tests, ...} per line, prompt as text or messages"
+        description="tasks: questions of reasoning-gym; files: {prompt, answer, tests, ...} per row, prompt as text or messages"
     )
-    count: int = Field(2000, gt=0, description="maximum number of prompts")
+    count: int | None = Field(None, gt=0, description=f"maximum number of prompts, drawn evenly; all of files, {GENERATED} of tasks")
     reward: Literal["verifier", "exact", "numeric", "math", "unit_tests", "python"] = Field(
         "verifier",
         description="verifier: reasoning-gym's marks; exact: 1 if the stated answer is the row's `answer` (or what its `solution` states); "
@@ -35,6 +35,11 @@ class RewardTask(TuningSet):
         "reward(prompts, completions, **columns) -> list[float]",
     )
     seconds: float = Field(5.0, gt=0, description="reward python and unit_tests: time limit of one answer, after which it earns 0")
+
+    @property
+    def limit(self) -> int | None:
+        """The maximum number of prompts; None for all."""
+        return self.count if self.count is not None or self.kind == "files" else GENERATED
 
     @model_validator(mode="after")
     def _consistent(self) -> RewardTask:

@@ -10,13 +10,28 @@ from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
 from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.train import EarlyStopping, Ewc, LrSchedule, check_weights
-from lmworks.recipe.schema.tuning_set import TuningSet
+from lmworks.recipe.schema.tuning_set import GENERATED, TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
 
 StoryForm = Literal["whole", "spoken", "exchanges"]
-ConversationFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion"]
+ConversationFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "segments", "text"]
 _DEFAULT_TOKENS = Tokens.parse("500k tokens")
-_GENERATED = 2000  # conversations of a set that is not the user's own
+
+
+class Thoughts(Node):
+    """What happens to the thoughts of answers."""
+
+    train: bool = Field(True, description="whether the text of thoughts is trained; the marks around it always are")
+    history: Literal["template", "keep", "drop"] = Field(
+        "template",
+        description="thoughts of answers before the last question: as the chat template has them, kept (in the text of the answer, where "
+        "the template has no place for them), or dropped",
+    )
+    empty: Literal["train", "prompt"] = Field(
+        "train",
+        description="an empty block of thoughts that the template puts before an answer without any: trained, for a model that decides "
+        "itself, or part of the prompt, as where a model is asked not to think",
+    )
 
 
 class ChatData(TuningSet):
@@ -35,8 +50,16 @@ class ChatData(TuningSet):
     )
     format: ConversationFormat = Field(
         "auto",
-        description="kinds files and huggingface: messages (OpenAI), sharegpt, alpaca or completion; auto finds it by the columns of a row",
+        description="kinds files and huggingface: messages (OpenAI), sharegpt, alpaca, completion (a question and an answer), segments or "
+        "text (without a template); auto finds it by the columns of a row",
     )
+    answers: Literal["all", "last", "each"] = Field(
+        "all",
+        description="which answers of a conversation are trained: all in one sequence; the last one only; or each with what comes before "
+        "it as a sequence of its own, for templates that show an answer otherwise once the user has spoken again",
+    )
+    empty_answers: Literal["omit", "train"] = Field("omit", description="answers without text, thoughts or a call: not trained, or trained")
+    thoughts: Thoughts = Thoughts()
     split: str = Field("train", description="kind huggingface: name of the split")
     languages: tuple[str, ...] = Field((), description="kind virtual-stories: ISO 639-1 codes (en, ja, zh); all when empty")
     story_form: StoryForm = Field(
@@ -45,14 +68,14 @@ class ChatData(TuningSet):
         "exchanges, each question alone with its reply, where that is short and has no digits",
     )
     count: int | None = Field(
-        None, gt=0, description=f"maximum number of conversations, drawn evenly; all of files and datasets, {_GENERATED} of other kinds"
+        None, gt=0, description=f"maximum number of conversations, drawn evenly; all of files and datasets, {GENERATED} of other kinds"
     )
     weight: float = Field(1.0, gt=0, description="weight in the mixture, relative to the other sets; cannot be used with tune.epochs")
 
     @property
     def limit(self) -> int | None:
         """The maximum number of conversations; None for all."""
-        return self.count if self.count is not None or self.kind in ("files", "huggingface") else _GENERATED
+        return self.count if self.count is not None or self.kind in ("files", "huggingface") else GENERATED
 
 
 class Replay(Node):

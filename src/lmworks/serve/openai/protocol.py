@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
+from lmworks.errors import UserError
 from lmworks.model.sampling import GenerateOptions
 from lmworks.serve.engine import Engine
 from lmworks.serve.grammar import Grammar
@@ -17,6 +18,7 @@ from lmworks.serve.openai.errors import BadRequest
 from lmworks.serve.openai.parameters import read_bias
 from lmworks.serve.openai.structure import chosen_tools, require_distinct, restriction
 from lmworks.serve.requests import Request
+from lmworks.tokenizer.messages import normal
 
 MAX_ANSWERS = 128  # per request
 _MAX_TOP = 20
@@ -190,32 +192,30 @@ class CompletionRequest(Sampling):
         return prompts
 
 
-class TextPart(BaseModel):
-    type: Literal["text"]
-    text: str
-
-
 class Message(BaseModel):
+    """A message in the forms of `lmworks.tokenizer.messages`, which are also those of tuning data."""
+
     model_config = ConfigDict(extra="ignore")
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | ListOf[TextPart] | None = None
+    role: str
+    content: str | ListOf[dict[str, Any]] | None = None
     tool_calls: ListOf[dict[str, Any]] | None = None
-    reasoning_content: str | None = None
-    tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None
+    reasoning_content: str | ListOf[dict[str, Any]] | None = None
+    reasoning: str | ListOf[dict[str, Any]] | None = None
+    refusal: str | None = None
+    tool_call_id: str | None = None  # which Mistral's templates demand
     name: str | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """The message in the form that chat templates expect, with text as content."""
-        content = self.content if isinstance(self.content, str | None) else "".join(part.text for part in self.content)
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
-        if self.tool_calls:
-            message["tool_calls"] = self.tool_calls
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id  # which Mistral's templates demand
-        return message
+    def plain(self, number: int) -> dict[str, Any]:
+        """The message in the form that chat templates expect; `number`, from 1, is for errors. Raises `BadRequest`."""
+        given = self.model_dump(exclude_none=True)
+        if self.content is None and not (self.tool_calls or self.function_call):
+            given["content"] = ""
+        try:
+            return normal(number, given)
+        except UserError as error:
+            raise BadRequest(str(error), "messages") from None
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class ChatRequest(Sampling):
             raise BadRequest("tools and a restriction of the answer exclude each other; remove one, or set tool_choice to none", "tools")
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
-        messages = [message.plain() for message in self.messages]
+        messages = [message.plain(number) for number, message in enumerate(self.messages, 1)]
         prompt = tuple(engine.vocabulary.chat_prompt(messages, self.offered_tools, self.thinking))
         limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
         options = self.options(engine, min([*limits, engine.room(len(prompt))]), (self.top_logprobs or 0) if self.logprobs else None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -15,14 +14,17 @@ from lmworks.corpus.contamination import Decontaminator
 from lmworks.errors import UserError
 from lmworks.recipe.schema.grpo import RewardTask
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.tokenizer.messages import Message
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.align.rewards import Judge, check_file, make_judge
 from lmworks.train.align.right_answers import AnswerCheck, answer_check, answer_of
 from lmworks.train.align.rollouts import Prompt
-from lmworks.train.data.conversation_files import read_files
+from lmworks.train.data.conversation_files import read_files, skipped_files
 from lmworks.train.data.conversation_sets import TASK_SEEDS
 from lmworks.train.data.decontamination import Contents, Decontamination
-from lmworks.train.data.preference_forms import NoPreference
+from lmworks.train.data.left_out import Drawn, LeftOut, tell_set
+from lmworks.train.data.prompt_forms import Asked, convert
+from lmworks.train.data.row_columns import NoRow, described_columns
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def check(recipe: Recipe) -> None:
         if data.kind == "tasks":
             _data_sets(data, recipe, 1)
         elif (answers := answer_check(data, key)) is not None:
-            for _ in islice((row for _, row in _rows(data, recipe, {}, answers) if not isinstance(row, NoPreference)), data.count):
+            for _ in islice(_good(_rows(data, recipe, {}, answers), LeftOut()), data.count):
                 pass
             answers.finish()
 
@@ -79,90 +81,97 @@ def read_prompts(
     most = min(int(options.sequence_length), context) - options.max_new_tokens
     for number, data in enumerate(options.data):
         verifiers: dict[str, Any] = {}
-        left_out: Counter[str] = Counter()
-        before, seen = len(found), set()
+        lost, before, seen, cut = LeftOut(), len(found), set(), False
         key = f"grpo.data.{data.name}"
         decontamination = Decontamination(key, recipe, questions, decontaminator, generated=data.kind == "tasks")
         answers = answer_check(data, key)
-        for (_, row), contaminated in decontamination.search(_rows(data, recipe, verifiers, answers), _contents):
-            prompt, reason = _encode(row, tokenizer, most, number) if not contaminated else (None, contaminated.partition(":")[0])
+        drawn = Drawn(_good(_rows(data, recipe, verifiers, answers), lost), data.limit, recipe.seed, data.name)
+        for row, contaminated in decontamination.search(drawn, _contents):
+            if cut := len(found) - before == data.limit:
+                break
+            prompt, reason = _encode(row, tokenizer, most, number, lost) if not contaminated else (None, contaminated)
             if prompt is None or prompt.ids in seen:
-                left_out["repeated" if prompt else reason] += 1
+                lost.add(row.origin, "repeated" if prompt else reason)
             else:
                 seen.add(prompt.ids)
+                lost.keep(row.origin)
+                lost.noted.update(row.noted)
                 found.append(prompt)
-            if len(found) - before == data.count:
-                break
         if answers is not None:
             answers.finish()
         if len(found) == before:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common()) or "it is empty"
-            raise UserError(f"{key} yields no prompt ({reasons})")
+            raise UserError(f"{key} yields no prompt ({lost.said()})")
         judges.append(make_judge(data, key, verifiers))
-        counts = {"prompts": len(found) - before, "contaminated": decontamination.report()}
-        sets[data.name] = counts | {"left_out": dict(left_out.most_common())}
+        sets[data.name] = body = {
+            "prompts": len(found) - before, "rows": drawn.total, "drawn": data.kind == "files" and cut,
+            "skipped_files": skipped_files(key, data.path) if data.kind == "files" else "",
+            "contaminated": decontamination.report(), **lost.report(),
+        }  # fmt: skip
+        tell_set(f"{key}: {body['prompts']:,} prompts", body, lost)
     order = np.random.default_rng(recipe.seed).permutation(len(found)).tolist()
     held_out = min(options.held_out, len(found) // 2)
     return Prompts([found[i] for i in order[held_out:]], [found[i] for i in order[:held_out]], judges, sets)
 
 
-def _encode(row: Any, tokenizer: Tokenizer, most: int, judge: int) -> tuple[Prompt | None, str]:
+def _encode(row: Asked, tokenizer: Tokenizer, most: int, judge: int, lost: LeftOut) -> tuple[Prompt | None, str]:
     """A row as a prompt, or why it is none."""
-    if isinstance(row, NoPreference):
-        return None, str(row).partition(":")[0]
-    messages = _messages(row)
-    if not isinstance(messages, list) or not messages:
-        return None, "no prompt"
     try:
-        ids, _ = tokenizer.encode_chat(messages, row.get("tools"), add_generation_prompt=True)
-    except UserError:
-        return None, "malformed"
+        ids, _ = tokenizer.encode_chat(row.messages, row.tools, add_generation_prompt=True)
+    except UserError as error:
+        return None, f"malformed: {error}"
     if len(ids) > most:
+        lost.too_long(len(ids))
         return None, "no room for an answer in sequence_length and the model's context"
-    return Prompt(tuple(ids), row, judge), ""
+    return Prompt(tuple(ids), row.row, judge), ""
 
 
-def _messages(row: dict[str, Any]) -> Any:
-    given = row.get("prompt")
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
-
-
-def _contents(found: tuple[str, Any]) -> Contents | None:
+def _contents(row: Asked) -> Contents:
     """The prompt and all other columns: a reward may use each of them."""
-    origin, row = found
-    if isinstance(row, NoPreference):
-        return None
-    messages, asked, answer = _messages(row), {"role": "user", "content": row.get("question")}, str(row.get("answer", ""))
-    return Contents(origin, [*(messages if isinstance(messages, list) else ()), asked], (answer, row))
+    asked, answer = {"role": "user", "content": row.row.get("question")}, str(row.row.get("answer", ""))
+    return Contents(row.origin, [*row.messages, asked], (answer, row.row))
 
 
-def _rows(data: RewardTask, recipe: Recipe, verifiers: dict[str, Any], answers: AnswerCheck | None) -> Iterator[tuple[str, Any]]:
-    """Each row with its origin, or why it is none."""
+def _good(rows: Iterator[Asked | tuple[str, str]], lost: LeftOut) -> Iterator[Asked]:
+    for row in rows:
+        if isinstance(row, tuple):
+            lost.add(*row)
+        else:
+            yield row
+
+
+def _rows(data: RewardTask, recipe: Recipe, verifiers: dict[str, Any], answers: AnswerCheck | None) -> Iterator[Asked | tuple[str, str]]:
+    """Each row, or its origin with the reason why it is none."""
     if data.kind == "files":
-        for row in read_files(f"grpo.data.{data.name}", data.path):
-            if row.fault is not None:
-                yield row.origin, NoPreference(row.fault)
-            elif not isinstance(row.value, dict):
-                yield row.origin, NoPreference("no object with columns")
-            elif data.reward == "unit_tests" and row.value.get("tests") is None:
-                yield row.origin, NoPreference("no tests")
-            elif answers is not None and answer_of(row.value) is None:
-                yield row.origin, NoPreference("no answer")
-            elif answers is not None and not answers.readable(row.origin, row.value):
-                yield row.origin, NoPreference("unreadable answer")
+        for raw in read_files(f"grpo.data.{data.name}", data.path):
+            try:
+                found = convert(raw.value, raw.origin, data) if raw.fault is None else None
+            except NoRow as reason:
+                yield raw.origin, str(reason)
+                continue
+            if found is None:
+                yield raw.origin, str(raw.fault)
+            elif data.reward == "unit_tests" and found.row.get("tests") is None:
+                yield raw.origin, f"no tests: {described_columns(found.row, data)}"
+            elif answers is not None and answer_of(found.row) is None:
+                yield raw.origin, f"no answer: {described_columns(found.row, data)}"
+            elif answers is not None and not answers.readable(raw.origin, found.row):
+                yield raw.origin, "unreadable answer"
             else:
-                yield row.origin, row.value
+                yield found
         return
-    sets = _data_sets(data, recipe, -(-data.count // max(1, len(data.tasks or recipe.evaluate.tasks))))
+    assert data.limit is not None
+    sets = _data_sets(data, recipe, -(-data.limit // max(1, len(data.tasks or recipe.evaluate.tasks))))
     for name, items in sets.items():
         verifiers[name] = items
         for number in range(len(items)):
+            origin = f"{name}/{number}"
             try:
                 entry = items[number]
             except Exception:  # a generator may fail on a seed; that is one item less
-                yield f"{name}/{number}", NoPreference("generator failed")
+                yield origin, "generator failed"
                 continue
-            yield f"{name}/{number}", {"prompt": entry["question"], "question": entry["question"], "generator": name, "entry": entry}
+            row = {"prompt": entry["question"], "question": entry["question"], "generator": name, "entry": entry}
+            yield Asked(origin, [Message(role="user", content=entry["question"])], None, row)
 
 
 def _data_sets(data: RewardTask, recipe: Recipe, count: int) -> dict[str, Any]:

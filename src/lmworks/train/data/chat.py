@@ -6,12 +6,10 @@ A body of data that has a bad row loses that row only; the manifest counts what 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,28 +24,19 @@ from lmworks.files import read_json, write_json
 from lmworks.progress import Bar
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import ChatData
+from lmworks.tokenizer.messages import Message, normal
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.data.conversation_files import Row
-from lmworks.train.data.conversation_masks import check_mask, fit, has_special_text
-from lmworks.train.data.conversation_sets import digest, open_set
+from lmworks.train.data.conversation_files import skipped_files
+from lmworks.train.data.conversation_masks import Fitted, check_mask, fit, has_special_text, pieces_of_text
+from lmworks.train.data.conversation_sets import Row, open_set
 from lmworks.train.data.decontamination import Contents, Decontamination
+from lmworks.train.data.left_out import Drawn, LeftOut
+from lmworks.train.data.row_columns import NoRow
+from lmworks.train.data.trained_parts import examples
 
 _MOST_HELD_OUT = 500
-_EXAMPLES = 5
-_SPARE = 4  # rows held ready per conversation asked for, since some repeat or do not fit
-
-
-@dataclass
-class _Losses:
-    """Omitted conversations, by reason."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    examples: list[dict[str, str]] = field(default_factory=list)
-
-    def add(self, origin: str, reason: str, detail: str = "") -> None:
-        self.counts[reason] += 1
-        if len(self.examples) < _EXAMPLES and reason not in {example["reason"] for example in self.examples}:
-            self.examples.append({"reason": reason, "origin": origin, "detail": detail})
+_CUT_TURN, _CUT_ANSWER = "cut at an answer", "with an answer that is cut at sequence_length"
+_OPEN, _SPECIAL = "answers without a stop token", "with special tokens as text"
 
 
 def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_dir: Path | None = None,
@@ -81,8 +70,7 @@ def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_
             else:
                 where, generated = f"tune.data.{data.name}", data.kind == "tasks"
                 decontamination = Decontamination(where, recipe, exclude_questions, decontaminator, generated=generated)
-                bodies[data.name] = body = _write(data, rows, recipe, tokenizer, out_dir, held_out, decontamination, progress)
-                progress_bars.console.print(described(data.name, body), style="dim", markup=False, highlight=False)
+                bodies[data.name] = _write(data, rows, recipe, tokenizer, out_dir, held_out, decontamination, progress)
     if not bodies:
         raise UserError(f"tune.data: none of the conversations can be had ({next(iter(unavailable.values()))})")
     total = sum(data.weight for data in recipe.tune.data if data.name in bodies)
@@ -112,12 +100,9 @@ def described(name: str, body: dict[str, Any]) -> str:
     forms = ", ".join(body["forms"]) or body["kind"]
     line = f"{name} ({forms}): {count:,} conversations, {body['validation']['conversations']:,} of them held out; {tokens:,} tokens, "
     line += f"{100 * trained / max(tokens, 1):.0f}% trained"
-    noted = {"cut_at_a_turn": "cut at an answer", "open_answers": "answers without a stop token"}
-    noted |= {"special_text": "with special tokens as text"}
-    for key, what in noted.items():
-        line += f"; {body[key]:,} {what}" if body[key] else ""
-    left_out = [f"{number:,} {reason}" for reason, number in body["left_out"].items()]
-    return line + (f"; left out: {', '.join(left_out)}" if left_out else "")
+    line += f"; drawn evenly from {body['rows']:,} rows, by count" if body["drawn"] else ""
+    found = LeftOut(Counter(body["left_out"]), noted=Counter(body["noted"]), longest=body.get("sequence_length_for_all", 0))
+    return line + found.ending() + (f"; {body['skipped_files']}" if body["skipped_files"] else "")
 
 
 def _write(data: ChatData, rows: Iterator[Row], recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, held_out: Collection[str],
@@ -125,30 +110,34 @@ def _write(data: ChatData, rows: Iterator[Row], recipe: Recipe, tokenizer: Token
     from lmworks.shards.format.indexed import IndexedWriter, token_dtype
 
     assert recipe.tune is not None
-    losses, limit, to_validation = _Losses(), data.limit, _chooser(recipe.tune.validation_fraction)
-    chosen: Iterable[Row] = _good(rows, losses, held_out)
-    if limit is not None:  # evenly drawn; without a limit rows are taken as they come, and none is held in memory
-        keyed = ((digest(recipe.seed, data.name, number), number, row) for number, row in enumerate(chosen))
-        chosen = [row for _, _, row in heapq.nsmallest(_SPARE * limit, keyed)]
+    left_out, limit, to_validation = LeftOut(), data.limit, _chooser(recipe.tune.validation_fraction)
+    chosen = Drawn(_good(rows, left_out, held_out), limit, recipe.seed, data.name)
     counts = {split: Counter(conversations=0, tokens=0, learned_tokens=0) for split in ("train", "validation")}
-    kept, noted, forms = 0, Counter(cut_at_a_turn=0, answers=0, open_answers=0, special_text=0), Counter[str]()
-    searched = decontamination.search(chosen, lambda row: Contents(row.origin, row.messages, row.tools))
-    encoded = _encoded(searched, losses, tokenizer, int(recipe.tune.sequence_length) + 1, noted)
+    kept, answers, forms = 0, 0, Counter[str]()
+    searched = decontamination.search(chosen, lambda row: Contents(row.origin, row.messages, (row.tools, row.segments)))
+    encoded = _encoded(searched, left_out, tokenizer, int(recipe.tune.sequence_length) + 1, data)
     with ExitStack() as stack:
         writers = {split: stack.enter_context(IndexedWriter(out_dir / split / data.name, token_dtype(tokenizer.vocab_size), mask=True))
                    for split in counts}
-        for row, ids, mask in islice(encoded, limit):
+        for row, ids, mask, said in islice(encoded, limit):
             split = to_validation(kept)
-            kept += 1
+            kept, answers = kept + 1, answers + said
+            left_out.keep(row.origin)
             forms.update([row.form] if row.form else [])
             progress.advance(1)
             writers[split].add(ids, mask)
             counts[split].update(conversations=1, tokens=len(ids), learned_tokens=int(mask.sum()))
     if not kept:
-        raise UserError(f"tune.data.{data.name} yields no conversation ({_said(losses)})")
+        raise UserError(f"tune.data.{data.name} yields no conversation ({left_out.said()})")
     progress.advance((limit or kept) - kept)
-    return {"kind": data.kind, "forms": dict(forms.most_common()), **{split: dict(count) for split, count in counts.items()}, **noted,
-            "contaminated": decontamination.report(), "left_out": dict(losses.counts.most_common()), "examples": losses.examples}
+    body = {"kind": data.kind, "forms": dict(forms.most_common()), **{split: dict(count) for split, count in counts.items()},
+            "answers": answers, "rows": chosen.total, "drawn": limit is not None and data.kind != "tasks" and chosen.total > kept == limit,
+            "skipped_files": skipped_files(f"tune.data.{data.name}", data.path) if data.kind == "files" else "",
+            "contaminated": decontamination.report(), **left_out.report()}
+    progress_bars.console.print(described(data.name, body), style="dim", markup=False, highlight=False)
+    for line in left_out.lost_files():
+        progress_bars.console.print(f"tune.data.{data.name}: {line}", style="yellow", markup=False, highlight=False)
+    return body
 
 
 def _chooser(fraction: float) -> Callable[[int], str]:
@@ -161,53 +150,62 @@ def _chooser(fraction: float) -> Callable[[int], str]:
     return lambda number: "validation" if held(number + 1) > held(number) else "train"
 
 
-def _encoded(rows: Iterable[tuple[Row, str]], losses: _Losses, tokenizer: Tokenizer, most: int, noted: Counter[str],
-             ) -> Iterator[tuple[Row, np.ndarray, np.ndarray]]:
-    """The conversations that can be trained on, each once, with ids and mask."""
+def _encoded(rows: Iterable[tuple[Row, str]], left_out: LeftOut, tokenizer: Tokenizer, most: int, data: ChatData,
+             ) -> Iterator[tuple[Row, np.ndarray, np.ndarray, int]]:
+    """The conversations that can be trained on, each once, with ids, mask and the number of their trained answers."""
     seen: set[bytes] = set()
     for row, contaminated in rows:
         if contaminated:
-            reason, _, item = contaminated.partition(": ")
-            losses.add(row.origin, reason, item)
+            left_out.add(row.origin, contaminated)
             continue
+        left_out.noted.update(row.noted)
         try:
-            fitted = fit(row.messages, row.tools, tokenizer, most)
+            for number, (messages, fitted) in enumerate(_fitted(row, data, tokenizer, most, left_out.noted)):
+                if fitted is None or fitted.cut:
+                    left_out.too_long((len(tokenizer.encode_chat(messages, row.tools)[0]) if fitted is None else fitted.tokens) - 1)
+                if fitted is None:
+                    left_out.add(row.origin, "with a question that leaves no room for an answer within sequence_length")
+                    continue
+                place = f"{number}/{row.segments}".encode() if row.segments else b""  # pieces of one text may be equal
+                if (key := hashlib.blake2b(fitted.ids.tobytes() + fitted.mask.tobytes() + place, digest_size=16).digest()) in seen:
+                    left_out.add(row.origin, "repeated")
+                    continue
+                seen.add(key)
+                checked = check_mask(fitted.ids, fitted.mask, tokenizer.stop_ids, ends=fitted.cut != "answer" and not row.segments)
+                if checked.fault is not None:
+                    left_out.add(row.origin, f"wrong mask: {checked.fault}")
+                    continue
+                left_out.noted.update({
+                    _CUT_TURN: int(fitted.cut == "turn"), _CUT_ANSWER: int(fitted.cut == "answer"),
+                    _OPEN: 0 if row.segments else checked.open_answers - int(fitted.cut == "answer"),
+                    _SPECIAL: int(has_special_text(row.messages, tokenizer)),
+                })  # fmt: skip
+                yield row, fitted.ids, fitted.mask, checked.answers
         except UserError as error:
-            losses.add(row.origin, "malformed", str(error))
-            continue
-        if fitted is None:
-            losses.add(row.origin, "no answer, or none within sequence_length")
-            continue
-        ids, mask, was_cut = fitted
-        if (key := hashlib.blake2b(ids.tobytes(), digest_size=16).digest()) in seen:
-            losses.add(row.origin, "repeated")
-            continue
-        seen.add(key)
-        checked = check_mask(ids, mask, tokenizer.stop_ids)
-        if checked.fault is not None:
-            losses.add(row.origin, "wrong mask", checked.fault)
-            continue
-        noted.update(cut_at_a_turn=int(was_cut), answers=checked.answers, open_answers=checked.open_answers,
-                     special_text=int(has_special_text(row.messages, tokenizer)))
-        yield row, ids, mask
+            left_out.add(row.origin, f"malformed: {error}")
+        except NoRow as reason:
+            left_out.add(row.origin, str(reason))
 
 
-def _said(losses: _Losses) -> str:
-    if not losses.counts:
-        return "it is empty"
-    reasons = ", ".join(f"{count} {reason}" for reason, count in losses.counts.most_common())
-    most = losses.counts.most_common(1)[0][0]
-    example = next((one for one in losses.examples if one["reason"] == most), losses.examples[0])
-    return f"left out: {reasons}; first: {example['origin']} {example['detail']}".rstrip()
+def _fitted(row: Row, data: ChatData, tokenizer: Tokenizer, most: int, noted: Counter[str]) -> Iterator[tuple[Any, Fitted | None]]:
+    """The sequences that are made of a row: one, or one for each answer or piece of text."""
+    if row.segments:
+        yield from ((None, piece) for piece in pieces_of_text(row.segments, tokenizer, most, whole=row.form == "text"))
+        return
+    for messages in examples(_normal(row), row.tools, data, tokenizer, noted):
+        yield messages, fit(messages, row.tools, tokenizer, most)
 
 
-def _good(rows: Iterator[Row], losses: _Losses, held_out: Collection[str]) -> Iterator[Row]:
+def _normal(row: Row) -> list[Message]:
+    return [normal(number, message) for number, message in enumerate(row.messages, 1)]
+
+
+def _good(rows: Iterator[Row], left_out: LeftOut, held_out: Collection[str]) -> Iterator[Row]:
     for row in rows:
         if row.fault is not None:
-            reason, _, detail = row.fault.partition(": ")
-            losses.add(row.origin, reason, detail)
+            left_out.add(row.origin, row.fault)
         elif row.origin in held_out:
-            losses.add(row.origin, "held out of the corpus")
+            left_out.add(row.origin, "held out of the corpus")
         else:
             yield row
 

@@ -1,42 +1,37 @@
-"""Rows of conversation files and datasets, one at a time: JSON lines, JSON arrays and parquet, compressed or not, folders of them, and
-Hugging Face datasets. Memory does not grow with the file."""
+"""Rows of the user's files and datasets for tuning, preferences and rewards, one at a time: JSON and parquet, compressed or not, folders of
+them, and Hugging Face datasets. Memory does not grow with the file."""
 
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.readers.listing import LEADS_OUT, folder_of_glob, lies_outside, working_directory_hint
-from lmworks.corpus.readers.opening import COMPRESSED, DecompressionBomb, bounded_lines, open_binary
+from lmworks.corpus.readers.json_rows import SUFFIXES, rows_of
+from lmworks.corpus.readers.listing import LEADS_OUT, File, folder_of_glob, has_extension, lies_outside, working_directory_hint
+from lmworks.corpus.readers.opening import COMPRESSED, open_binary
+from lmworks.corpus.readers.read_errors import damage_errors
 from lmworks.errors import UserError
 
-_JSON_LINES, _JSON, _PARQUET = ".jsonl", ".json", ".parquet"
-_LONGEST_ROW = 1 << 26  # bytes of a line or of an element of an array
+_PARQUET = (".parquet", ".pq")
+_READ = ".jsonl, .json, .ndjson or .parquet, each also .gz, .zst, .bz2 or .xz"
+_LONGEST_ROW = 1 << 26  # bytes of a row of JSON
 _ROWS_AT_ONCE = 256
-_PIECE = 1 << 20
 _SAVED_DATASETS = ("state.json", "dataset_dict.json")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One conversation as read, or the `fault` that makes it none: a reason, and its detail after a colon."""
-
-    origin: str
-    messages: Any = None
-    tools: Any = None
-    fault: str | None = None
-    form: str = ""
+_REASONS = {"enormous": "too long", "bad_utf8": "bad UTF-8", "broken_json": "broken JSON"}
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row before it is a conversation, or its `fault`."""
+    """A row before it is a conversation, or its `fault`: a reason, and its detail after a colon."""
 
     origin: str
     value: Any = None
@@ -54,15 +49,11 @@ def read_files(where: str, given: str | None, split: str = "train") -> Iterator[
     if any((path / name).is_file() for name in _SAVED_DATASETS):
         yield from read_dataset(where, given, split)
         return
-    files, outside = _list_files(where, path)
-    for file in outside:
+    listed = _list_files(where, path)
+    for file in listed.outside:
         yield RawRow(str(file), fault=f"leads out: {LEADS_OUT}; to read its target, make that a set")
-    for file in files:
-        kind = _kind(file)
-        if kind == _PARQUET:
-            yield from _parquet(file)
-        else:
-            yield from _text(file, array=kind == _JSON)
+    for file in listed.files:
+        yield from _parquet(file) if has_extension(file.name, _PARQUET) else _json(file)
 
 
 def read_dataset(where: str, given: str | None, split: str) -> Iterator[RawRow]:
@@ -80,119 +71,93 @@ def files_of(where: str, path: Path) -> list[Path]:
 
     Links to targets outside the folder are left out. Raises `UserError` if there are no files.
     """
-    return _list_files(where, path)[0]
+    return _list_files(where, path).files
 
 
-def _list_files(where: str, path: Path) -> tuple[list[Path], list[Path]]:
-    """The files of a set, and those that are not read because a link leads out of its folder: its author may point links anywhere."""
+def skipped_files(where: str, given: str | None) -> str:
+    """The files of a folder or pattern that are not read, in words; empty if all are."""
+    path = Path(given or "")
+    if given is None or any((path / name).is_file() for name in _SAVED_DATASETS):
+        return ""
+    found = _list_files(where, path).skipped
+    names = ", ".join(file.name for file in found[:_SHOWN]) + (f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else "")
+    return f"{len(found):,} {'files' if len(found) > 1 else 'file'} of other kinds not read: {names}" if found else ""
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """The files of a set, those that are not read because a link leads out of its folder (its author may point links anywhere), and those
+    whose names have another suffix."""
+
+    files: list[Path]
+    outside: list[Path]
+    skipped: list[Path]
+
+
+def _list_files(where: str, path: Path) -> _Listed:
+    known = (*SUFFIXES, *_PARQUET)
     if path.is_file():
-        if not _kind(path):
-            known = ".jsonl, .json (both also .gz, .zst, .bz2 or .xz) or .parquet"
-            raise UserError(f"{where}.path: {path} is no such file; its name must end in {known}")
-        return [path], []
+        if not has_extension(path.name, known):
+            raise UserError(f"{where}.path: {path} is no such file; its name must end in {_READ}")
+        return _Listed([path], [], [])
     folder = path
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.is_file() and _kind(file)]
+        every = [file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))]
     else:
         mark = re.search(r"[*?[]", str(path))
         folder = Path(folder_of_glob(str(path), mark.start() if mark else 0))
-        files = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file() and _kind(Path(name))]
+        every = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
+    files = {file for file in every if has_extension(file.name, known)}
     if not files:
         hint = working_directory_hint(str(path))
-        raise UserError(f"{where}.path: {path} is no file and no folder with .jsonl, .json or .parquet files{hint}")
+        raise UserError(f"{where}.path: {path} is no file and no folder with files whose names end in {_READ}{hint}")
     root = os.path.realpath(folder)
     outside = {file for file in files if lies_outside(str(file), root)}
-    return sorted(set(files) - outside), sorted(outside)
+    return _Listed(sorted(files - outside), sorted(outside), sorted(set(every) - files))
 
 
-def _kind(path: Path) -> str:
-    """The suffix that says how a file is read, without that of its compression; empty for other files."""
-    name = path.name.lower()
-    plain = next((name.removesuffix(ending) for ending in COMPRESSED if name.endswith(ending)), name)
-    if plain.endswith(".ndjson"):
-        return _JSON_LINES
-    found = Path(plain).suffix
-    return found if found in (_JSON_LINES, _JSON) or (found == _PARQUET and plain == name) else ""
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
-def _text(file: Path, array: bool) -> Iterator[RawRow]:
-    """The rows of a file of JSON lines, or of one JSON array if the file holds one."""
+def _json(path: Path) -> Iterator[RawRow]:
     try:
-        with open_binary(str(file)) as (stream, _):
-            if array and _begins_array(stream):
-                yield from _elements(stream, str(file))
-                return
-            for number, (line, whole) in enumerate(bounded_lines(stream, _LONGEST_ROW), 1):
-                origin = f"{file}:{number}"
-                if not whole:
-                    yield RawRow(origin, fault=f"too long: more than {_LONGEST_ROW:,} bytes")
-                elif line.strip():
-                    yield _parsed(line, origin)
-    except (DecompressionBomb, EOFError, OSError) as error:
-        yield RawRow(str(file), fault=f"damaged file: {error}")
-    except Exception as error:  # decompressors raise errors of their own
-        if not type(error).__module__.startswith(("zlib", "zstandard", "_lzma", "backports")) and type(error).__name__ != "ZstdError":
-            raise
-        yield RawRow(str(file), fault=f"damaged file: {error}")
+        for row in rows_of(File(str(path), 0), None, _LONGEST_ROW):
+            fault = f"{_REASONS[row.reason]}: {row.detail}" if row.reason is not None else None
+            yield RawRow(row.origin, row.value, fault)
+    except damage_errors() as error:
+        yield RawRow(str(path), fault=f"damaged file: {error}; what follows in it is not read")
 
 
-def _parsed(line: bytes, origin: str) -> RawRow:
-    try:
-        return RawRow(origin, json.loads(line.decode("utf-8")))
-    except UnicodeDecodeError as error:
-        return RawRow(origin, fault=f"bad UTF-8: {error}")
-    except (ValueError, RecursionError) as error:
-        return RawRow(origin, fault=f"broken JSON: {error}")
-
-
-def _begins_array(stream: Any) -> bool:
-    """Whether the first character that is not white space is a bracket; nothing is consumed."""
-    start: bytes = stream.peek(64) if hasattr(stream, "peek") else b""
-    return start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-
-
-def _elements(stream: Any, origin: str) -> Iterator[RawRow]:
-    """The elements of a JSON array, of which only one at a time is in memory."""
-    import codecs
-
-    decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")("replace").decode
-    text, number, wanted, ended = "", 0, _PIECE, False
-    text = decode(stream.read(_PIECE)).lstrip()[1:]
-    while True:
-        text = text.lstrip(" \t\r\n,")
-        if text.startswith("]"):
-            return
-        try:
-            value, end = decoder.raw_decode(text)
-            if end == len(text) and not ended:  # a number or word may go on
-                raise ValueError("cut")
-        except (ValueError, RecursionError) as error:
-            if not ended and len(text) <= _LONGEST_ROW and not isinstance(error, RecursionError):
-                piece = stream.read(wanted)
-                wanted, ended = min(2 * wanted, _LONGEST_ROW), not piece  # doubled, so that a long element is parsed few times
-                text += decode(piece, final=ended)
-                continue
-            if text.strip():  # what follows a broken element cannot be told apart
-                yield RawRow(f"{origin}:{number + 1}", fault=f"broken JSON: {error}; the rest of the file is not read")
-            return
-        number, wanted = number + 1, _PIECE
-        text = text[end:]
-        yield RawRow(f"{origin}:{number}", value)
-
-
-def _parquet(file: Path) -> Iterator[RawRow]:
-    import pyarrow as pa
+def _parquet(path: Path) -> Iterator[RawRow]:
     import pyarrow.parquet as pq
 
     number = 0
     try:
-        with pq.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield RawRow(f"{file}:{number}", _without_nulls(row))
-    except (pa.ArrowException, OSError) as error:
-        yield RawRow(f"{file}:{number + 1}", fault=f"damaged file: {error}")
+        with ExitStack() as stack:
+            opened: Any = path
+            if path.name.lower().endswith(COMPRESSED):
+                opened = stack.enter_context(tempfile.TemporaryFile())
+                shutil.copyfileobj(stack.enter_context(open_binary(str(path)))[0], opened)
+                opened.seek(0)
+            with pq.ParquetFile(opened) as table:
+                for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE):
+                    for row in _rows_of_batch(batch):
+                        number += 1
+                        fault = "bad UTF-8: a text of this row is not UTF-8" if row is None else None
+                        yield RawRow(f"{path}:{number}", _without_nulls(row), fault)
+    except damage_errors() + (UnicodeDecodeError,) as error:  # noqa: RUF005
+        yield RawRow(f"{path}:{number + 1}", fault=f"damaged file: {error}; what follows in it is not read")
+
+
+def _rows_of_batch(batch: Any) -> list[Any]:
+    """The rows of a batch; None for one with a text that is not UTF-8."""
+    try:
+        return list(batch.to_pylist())
+    except UnicodeDecodeError:
+        if batch.num_rows == 1:
+            return [None]
+        return [row for number in range(batch.num_rows) for row in _rows_of_batch(batch.slice(number, 1))]
 
 
 def _without_nulls(value: Any) -> Any:

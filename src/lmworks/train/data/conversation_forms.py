@@ -1,160 +1,139 @@
 """The forms in which conversations are published, converted to messages: one row of a file or table at a time.
 
-| form       | columns                                                                                                    |
-|------------|------------------------------------------------------------------------------------------------------------|
-| messages   | `messages` (or `conversations`), a list of {role, content, tool_calls, reasoning_content}; `tools` (OpenAI) |
-| sharegpt   | `conversations`, a list of {from, value}; `system` and `tools`                                             |
-| alpaca     | `instruction` and `output`; `input`, `system` and `history`, a list of [question, answer]                  |
-| completion | `prompt` and `completion`, both texts or both lists of messages; `tools`                                   |
+| form       | columns                                                                                                            |
+|------------|--------------------------------------------------------------------------------------------------------------------|
+| messages   | `messages`, `conversations` or `conversation`, a list of {role, content, ...}; `system`, `tools` (OpenAI)          |
+| sharegpt   | the same columns, a list of {from, value, ...}                                                                     |
+| alpaca     | `instruction` with `output` or `response`; `input` below it; `system`; `history`, a list of [question, answer]     |
+| completion | a question (`ASKED`) and an answer (`SAID`), texts or messages; `system`, `tools`. Of messages, only those of the  |
+|            | answer are trained                                                                                                 |
+| segments   | `segments`, a list of {text, label}: text without a template, trained where label is true (axolotl)                |
+| text       | `text`: a document, trained as a whole, and ended                                                                  |
 
-`tools` and the arguments of tool calls may be JSON text.
+The messages have all forms of `lmworks.tokenizer.messages`.
 """
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from lmworks.recipe.schema.tune import ConversationFormat
+from lmworks.recipe.schema.tuning_set import TuningSet
+from lmworks.tokenizer.messages import Message
+from lmworks.train.data.row_columns import (
+    ASKED,
+    SAID,
+    NoRow,
+    Row,
+    asked_in,
+    described_columns,
+    first_of,
+    flag,
+    history_in,
+    list_in,
+    messages_of,
+    refuse_lone_surrogates,
+    refuse_media,
+    renamed,
+    tools_in,
+    with_system,
+)
 
-_SPEAKERS = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant",
-    "bard": "assistant", "bot": "assistant", "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
-    "function_response": "tool", "function_call": "function_call",
-}  # fmt: skip
-_ROLES = {"developer": "system", "function": "tool"}  # other names of our roles
-
-
-class NoConversation(ValueError):
-    """A row that is no conversation. The text is a reason that is counted, and after a colon the detail of this row."""
+_FOR_OTHER_STAGES = {"chosen": "preference pairs, for dpo.data", "rejected": "preference pairs, for dpo.data",
+                     "completions": "answers in steps (TRL's stepwise supervision), for which there is no loss"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages and tools as `Tokenizer.encode_chat` takes them, and the form that they came in."""
+    """A row in our form: `messages` and `tools` as `Tokenizer.encode_chat` takes them; or `segments`, texts without a template, each with
+    whether it is trained. `form` is the form that it came in, `noted` counts what is to be told of it."""
 
-    messages: list[Any]
-    tools: Any
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
     form: str
+    segments: tuple[tuple[str, bool], ...] = ()
+    noted: Counter[str] = field(default_factory=Counter)
 
 
-def convert(row: Any, form: ConversationFormat = "auto") -> Conversation:
-    """A row as a conversation. `form` "auto" is the first form whose columns the row has. Raises `NoConversation`.
-
-    What the messages contain is checked later, by the tokenizer (`lmworks.tokenizer.chat.checked`).
-    """
-    if not isinstance(row, Mapping):
-        raise NoConversation(f"no object with columns: {type(row).__name__}")
+def convert(given: Any, form: ConversationFormat = "auto", data: TuningSet | None = None) -> Conversation:
+    """A row as a conversation. `form` "auto" is the first form whose columns the row has. Raises `NoRow`."""
+    row = renamed(given, data)
     found = detect(row) if form == "auto" else form
     if found is None or not _HAS[found](row):
         wanted = "no known form" if form == "auto" else f"not of the form {form}"
-        raise NoConversation(f"{wanted}: its columns are {', '.join(map(str, row)) or 'none'}")
-    messages, tools = _CONVERT[found](row)
-    return Conversation([_as_message(message) for message in messages], tools, found)
+        other = next((f"; these are {what}" for name, what in _FOR_OTHER_STAGES.items() if name in row), "")
+        raise NoRow(f"{wanted}: {described_columns(row, data)}{other}")
+    refuse_media(row)
+    noted: Counter[str] = Counter()
+    if found in _WITHOUT_TEMPLATE:
+        segments = _WITHOUT_TEMPLATE[found](row)
+        refuse_lone_surrogates(segments)
+        return Conversation([], None, found, segments)
+    messages, tools = with_system(row, _CONVERT[found](row), noted), tools_in(row)
+    refuse_lone_surrogates([messages, tools])
+    noted["messages marked to be trained that are no answers"] += sum(message.asked_to_train for message in messages)
+    noted["answers marked not to be trained"] += sum(not message.learned for message in messages if message["role"] == "assistant")
+    return Conversation(messages, tools, found, noted=noted)
 
 
-def detect(row: Mapping[str, Any]) -> str | None:
+def detect(row: Row) -> str | None:
     """The form of a row by its columns; None if it has none."""
     return next((form for form, has in _HAS.items() if has(row)), None)
 
 
-def _list_of(row: Mapping[str, Any], names: tuple[str, ...], key: str) -> list[Any] | None:
-    """The first of the columns that is a list of messages; `key` is what each message has."""
-    for name in names:
-        value = row.get(name)
-        if isinstance(value, list) and (not value or (isinstance(value[0], Mapping) and key in value[0])):
-            return value
-    return None
+def _from_list(row: Row) -> list[Message]:
+    return messages_of(list_in(row), "user")
 
 
-def _messages_of(row: Mapping[str, Any]) -> list[Any] | None:
-    value = row.get("messages")
-    return value if isinstance(value, list) and not _list_of(row, ("messages",), "from") else _list_of(row, ("conversations",), "role")
+def _from_alpaca(row: Row) -> list[Message]:
+    asked = asked_in(row)
+    return [*history_in(row), *messages_of(asked if asked and str(asked).strip() else "", "user"), *_answer(row[_said(row) or ""])]
 
 
-def _from_messages(row: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    return list(_messages_of(row) or []), _tools(row)
+def _from_completion(row: Row) -> list[Message]:
+    """The question is all prompt: answers in it are not trained, as in TRL."""
+    asked = messages_of(asked_in(row), "user")
+    before = [message.having(learned=False) if message["role"] == "assistant" else message for message in asked]
+    return [*history_in(row), *before, *_answer(row[_said(row) or ""])]
 
 
-def _from_sharegpt(row: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    messages = _system(row)
-    for turn in _list_of(row, ("conversations", "messages"), "from") or []:
-        speaker = turn.get("from") if isinstance(turn, Mapping) else None
-        role, value = _SPEAKERS.get(str(speaker).lower()), turn.get("value") if isinstance(turn, Mapping) else None
-        if role is None:
-            raise NoConversation(f"an unknown speaker: {speaker!r}; known are {', '.join(sorted(_SPEAKERS))}")
-        if role == "function_call":
-            messages.append({"role": "assistant", "content": None, "tool_calls": _calls(value)})
-        else:
-            messages.append({"role": role, "content": value})
-    return messages, _tools(row)
+def _said(row: Row) -> str | None:
+    return first_of(row, ("output", *SAID) if "instruction" in row else SAID)
 
 
-def _from_alpaca(row: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    messages = _system(row)
-    for pair in row.get("history") or []:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise NoConversation("history is not a list of [question, answer]")
-        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    asked = [text for name in ("instruction", "input") if isinstance(text := row.get(name), str) and text.strip()]
-    messages += [{"role": "user", "content": "\n\n".join(asked)}, {"role": "assistant", "content": row["output"]}]
-    return messages, _tools(row)
+def _answer(value: Any) -> list[Message]:
+    return [Message(role="assistant", content=value)] if isinstance(value, str) else messages_of(value, "assistant")
 
 
-def _from_completion(row: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return [*_system(row), {"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], _tools(row)
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return [*prompt, *completion], _tools(row)
-    raise NoConversation("prompt and completion are neither two texts nor two lists of messages")
+def _from_segments(row: Row) -> tuple[tuple[str, bool], ...]:
+    found = []
+    for one in row["segments"]:
+        text, label = (one.get("text"), flag(one.get("label"))) if isinstance(one, Mapping) else (None, None)
+        if not isinstance(text, str) or label is None:
+            raise NoRow("segments that are no list of text and label")
+        found.append((text, label))
+    return tuple(found)
 
 
-_HAS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
-    "messages": lambda row: _messages_of(row) is not None,
-    "sharegpt": lambda row: bool(_list_of(row, ("conversations", "messages"), "from")),
-    "alpaca": lambda row: isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str),
-    "completion": lambda row: row.get("prompt") is not None and row.get("completion") is not None,
+def _of_list(row: Row, key: str) -> bool:
+    """Whether the row has a list of messages, of which the first has a `key`."""
+    found = list_in(row)
+    return found is not None and (not found or key in found[0])
+
+
+_HAS: dict[str, Callable[[Row], bool]] = {
+    "messages": lambda row: _of_list(row, "role"),
+    "sharegpt": lambda row: _of_list(row, "from"),
+    "segments": lambda row: isinstance(row.get("segments"), list),
+    "alpaca": lambda row: isinstance(row.get("instruction"), str) and _said(row) is not None,
+    "completion": lambda row: first_of(row, ASKED) is not None and _said(row) is not None,
+    "text": lambda row: isinstance(row.get("text"), str) and not any(name in row for name in (*ASKED, *SAID)),
 }
-_CONVERT = {"messages": _from_messages, "sharegpt": _from_sharegpt, "alpaca": _from_alpaca, "completion": _from_completion}
-assert {"auto", *_HAS} == {"auto", *_CONVERT} == set(get_args(ConversationFormat))
-
-
-def _system(row: Mapping[str, Any]) -> list[Any]:
-    text = row.get("system")
-    return [{"role": "system", "content": text}] if isinstance(text, str) and text.strip() else []
-
-
-def _as_message(message: Any) -> Any:
-    """A message without its empty columns, which tables have, and with our names of roles and thoughts."""
-    if not isinstance(message, Mapping):
-        return message
-    kept = {key: value for key, value in message.items() if value is not None or key == "content"}
-    if kept.get("role") == "assistant" and kept.get("weight") == 0:
-        raise NoConversation("an answer with weight 0: give each answer that is to be learned a conversation of its own")
-    if isinstance(role := kept.get("role"), str):
-        kept["role"] = _ROLES.get(role, role)
-    if "reasoning" in kept and "reasoning_content" not in kept:
-        kept["reasoning_content"] = kept.pop("reasoning")
-    return kept
-
-
-def _tools(row: Mapping[str, Any]) -> Any:
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        tools = _json(tools, "tools that are") if tools.strip() else None
-    return tools or None
-
-
-def _calls(value: Any) -> list[Any]:
-    found = _json(value, "a function call that is") if isinstance(value, str) else value
-    return found if isinstance(found, list) else [found]
-
-
-def _json(text: str, what: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise NoConversation(f"{what} not JSON") from None
+_CONVERT = {"messages": _from_list, "sharegpt": _from_list, "alpaca": _from_alpaca, "completion": _from_completion}
+_WITHOUT_TEMPLATE: dict[str, Callable[[Row], tuple[tuple[str, bool], ...]]] = {
+    "segments": _from_segments, "text": lambda row: ((row["text"], True),)
+}  # fmt: skip
+assert {"auto", *_HAS} == {"auto", *_CONVERT, *_WITHOUT_TEMPLATE} == set(get_args(ConversationFormat))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import ChatData
-from lmworks.train.data.conversation_files import RawRow, Row, read_dataset, read_files
-from lmworks.train.data.conversation_forms import NoConversation, convert
+from lmworks.train.data.conversation_files import RawRow, read_dataset, read_files
+from lmworks.train.data.conversation_forms import convert
+from lmworks.train.data.left_out import digest
+from lmworks.train.data.row_columns import NoRow
 
 # Generators of tasks draw item i from the seed SEED + i. Tuning stays inside this range; evaluation begins above it.
 TASK_SEEDS = range(1, 10_000_000)
@@ -20,6 +23,19 @@ _WHEELS = {
     "chitchat": ("chitchat-dataset==0.9.0", "7bf89f36645e2d5ec87d53370c8e851b5a688479c7beb7079cb4c87fc5acea3e"),
     "virtual-stories": ("virtual-stories==0.5.0", "b45bd0afeadde815ef9eeb4da4746d9a8776c6f776efaabbfa67cec337a77004"),
 }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation as read, or the `fault` that makes it none: a reason, and its detail after a colon. See `Conversation`."""
+
+    origin: str
+    messages: Any = None
+    tools: Any = None
+    fault: str | None = None
+    form: str = ""
+    segments: tuple[tuple[str, bool], ...] = ()
+    noted: Counter[str] = field(default_factory=Counter)
 
 
 def open_set(data: ChatData, recipe: Recipe) -> Iterator[Row] | str:
@@ -63,10 +79,10 @@ def _row(raw: RawRow, data: ChatData) -> Row:
     if raw.fault is not None:
         return Row(raw.origin, fault=raw.fault)
     try:
-        found = convert(raw.value, data.format)
-    except NoConversation as reason:
+        found = convert(raw.value, data.format, data)
+    except NoRow as reason:
         return Row(raw.origin, fault=str(reason))
-    return Row(raw.origin, found.messages, found.tools, form=found.form)
+    return Row(raw.origin, found.messages, found.tools, None, found.form, found.segments, found.noted)
 
 
 def _tasks(data: ChatData, recipe: Recipe) -> Iterator[Row]:
@@ -95,8 +111,3 @@ def _task_row(items: Any, number: int, origin: str) -> Row:
     if item.get("answer") is None:
         return Row(origin, fault="task without a stated answer")
     return Row(origin, [{"role": "user", "content": item["question"]}, {"role": "assistant", "content": str(item["answer"])}])
-
-
-def digest(*parts: object) -> bytes:
-    """8 bytes that depend on all of `parts`."""
-    return hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()

@@ -1,93 +1,178 @@
 """The forms in which preferences are published, converted to messages: one row of a file at a time.
 
-| form       | columns                                                                                                     |
-|------------|-------------------------------------------------------------------------------------------------------------|
-| explicit   | `prompt`, `chosen`, `rejected`: texts or lists of messages                                                  |
-| implicit   | `chosen`, `rejected`: two conversations that differ in the last answer only                                 |
-| openai     | `input` with `messages`, `preferred_output`, `non_preferred_output`                                         |
-| labeled    | `prompt`, `completion` and `label`, true for a good answer; for loss kto                                    |
+| form       | columns                                                                                                              |
+|------------|----------------------------------------------------------------------------------------------------------------------|
+| explicit   | a question (`ASKED`) or `messages`/`conversations`, with `chosen` and `rejected`: texts, messages or lists of them    |
+| implicit   | `chosen` and `rejected`: two conversations, whose common beginning is the prompt; also beside a `prompt`              |
+| openai     | `input` with `messages`, `preferred_output`, `non_preferred_output`                                                  |
+| labeled    | a question and an answer, or `messages` that end with one, and `label` or `kto_tag`; for loss kto                    |
 
-`tools` may stand in the row, or in `input`.
+`system` and `tools` may stand in the row. `chosen_response` and `rejected_response` are other names. Dialogues may be Anthropic's text of
+`Human:` and `Assistant:`. A prompt that `chosen` and `rejected` repeat is taken once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-Messages = list[dict[str, Any]]
+from lmworks.recipe.schema.tuning_set import TuningSet
+from lmworks.tokenizer.messages import Message
+from lmworks.train.data.row_columns import (
+    SAID,
+    NoRow,
+    Row,
+    asked_in,
+    described_columns,
+    dialogue,
+    first_of,
+    flag,
+    history_in,
+    list_in,
+    messages_of,
+    refuse_lone_surrogates,
+    refuse_media,
+    renamed,
+    tools_in,
+    with_system,
+)
 
-
-class NoPreference(ValueError):
-    """A row that states no preference. The text is a reason that is counted, and after a colon the detail of this row."""
+Messages = list[Message]
+_CHOSEN, _REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_response")
+_LABELS = ("label", "kto_tag")
+_WANTED = "a prompt with chosen and rejected"
 
 
 @dataclass(frozen=True)
 class Preference:
-    """A prompt and its answers: a chosen and a rejected one, or a single one with a `label`."""
+    """A prompt and its answers: a chosen and a rejected one, or a single one with a `label`. An answer is one message of the assistant, or
+    several with the results of tools between them."""
 
     origin: str
     prompt: Messages
-    answers: tuple[dict[str, Any], ...]
+    answers: tuple[Messages, ...]
     tools: Any = None
     label: bool | None = None
+    noted: Counter[str] = field(default_factory=Counter)
 
-    def conversation(self, answer: dict[str, Any]) -> Messages:
-        """The prompt with an answer at its end."""
-        return [*self.prompt, answer]
+    def conversation(self, answer: Messages) -> Messages:
+        """The prompt with an answer at its end. Only the answer is trained."""
+        return [*(one.having(learned=False) if one["role"] == "assistant" else one for one in self.prompt), *answer]
 
 
-def convert(row: Any, origin: str, labeled: bool) -> Preference:
-    """A row as a preference, or as a labeled answer. Raises `NoPreference`."""
-    if not isinstance(row, dict):
-        raise NoPreference(f"no object with columns: {type(row).__name__}")
-    if labeled and "completion" in row:
-        return _labeled(row, origin)
+def convert(given: Any, origin: str, labeled: bool, data: TuningSet | None = None) -> Preference:
+    """A row as a preference, or, if they are asked for, as a labeled answer. Raises `NoRow`."""
+    row = renamed(given, data)
+    refuse_media(row)
+    chosen, rejected = first_of(row, _CHOSEN), first_of(row, _REJECTED)
+    noted: Counter[str] = Counter()
     if {"input", "preferred_output", "non_preferred_output"} <= row.keys():
-        given = row["input"] if isinstance(row["input"], dict) else {}
-        prompt, chosen, rejected = given.get("messages"), row["preferred_output"], row["non_preferred_output"]
-        row = given | row
-    elif {"chosen", "rejected"} <= row.keys():
-        prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+        inner = row["input"] if isinstance(row["input"], Mapping) else {}
+        row = {**inner, **{name: value for name, value in row.items() if name != "input"}}
+        found = _pair(row, origin, row["preferred_output"], row["non_preferred_output"], noted)
+    elif chosen and rejected:
+        found = _pair(row, origin, row[chosen], row[rejected], noted)
+    elif (name := next((name for name in _LABELS if name in row), None)) and (list_in(row) is not None or first_of(row, SAID)):
+        found = _labeled(row, origin, name, noted)
+        if not labeled:
+            raise NoRow("a labeled answer: these are for dpo.loss kto")
     else:
-        wanted = "prompt, completion and label" if labeled else "prompt, chosen and rejected"
-        raise NoPreference(f"no known form: its columns are {', '.join(map(str, row)) or 'none'}, not {wanted}")
-    first, second = (_parts(prompt, answer, origin) for answer in (chosen, rejected))
-    if first[0] != second[0]:
-        raise NoPreference("different prompts: the two conversations differ before the last answer")
-    return Preference(origin, first[0], (first[1], second[1]), row.get("tools"))
+        if "completions" in row:
+            raise NoRow(f"no known form: {described_columns(row, data)}; stepwise supervision has no loss here")
+        raise NoRow(f"no known form: {described_columns(row, data)}, not {'prompt, completion and label' if labeled else _WANTED}")
+    refuse_lone_surrogates([found.prompt, found.answers, found.tools])
+    return found
 
 
-def _labeled(row: dict[str, Any], origin: str) -> Preference:
-    if not isinstance(row.get("label"), bool):
-        raise NoPreference(f"no label: label is {row.get('label')!r}, not true or false")
-    prompt, answer = _parts(row.get("prompt"), row["completion"], origin)
-    return Preference(origin, prompt, (answer,), row.get("tools"), row["label"])
+def _pair(row: Row, origin: str, chosen: Any, rejected: Any, noted: Counter[str]) -> Preference:
+    prompt, asked = _prompt(row)
+    counters = (noted, Counter[str]())  # what is told of both is counted once
+    both = zip((chosen, rejected), counters, strict=True)
+    wholes = [with_system(row, _whole(prompt, asked, _answer(one), told), told) for one, told in both]
+    first, second = wholes
+    common = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    if common == min(len(first), len(second)):  # equal, or one goes on
+        common = max(0, min(len(first), len(second)) - 1)
+    if any(common >= len(one) or one[common]["role"] != "assistant" for one in wholes):
+        raise NoRow("different prompts: the two conversations differ before an answer")
+    answers = tuple(_checked_answer(one[common:]) for one in wholes)
+    return Preference(origin, _checked_prompt(first[:common]), answers, tools_in(row), noted=noted)
 
 
-def _parts(prompt: Any, answer: Any, origin: str) -> tuple[Messages, dict[str, Any]]:
-    """The messages before the last answer, and the answer."""
-    before = _messages(prompt, "user")
-    whole = [*before, *_messages(answer, "assistant")]
-    if len(whole) < 2 or whole[-1].get("role") != "assistant":
-        raise NoPreference("no prompt with an answer: the last message is not the assistant's answer to another")
-    if not _said(whole[-1]):
-        raise NoPreference("empty answer")
-    return whole[:-1], whole[-1]
+def _labeled(row: Row, origin: str, name: str, noted: Counter[str]) -> Preference:
+    label = flag(row.get(name))
+    if label is None:
+        raise NoRow(f"no label: {name} is {row.get(name)!r}, not true or false")
+    said = first_of(row, SAID)
+    if (turns := list_in(row)) is not None and said is None:
+        whole, size = messages_of(turns, "user"), 1
+    else:
+        prompt, asked = _prompt(row)
+        answer = _answer(row[said or ""])
+        whole = _whole(prompt, asked, answer, noted)
+        size = next((at for at, one in enumerate(reversed(answer)) if one["role"] == "user"), len(answer))
+    whole = with_system(row, whole, noted)
+    parts = _checked_prompt(whole[:-size]), (_checked_answer(whole[-size:]),)
+    return Preference(origin, *parts, tools_in(row), label, noted)
 
 
-def _messages(value: Any, role: str) -> Messages:
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise NoPreference(f"malformed: {type(value).__name__} is neither text nor messages")
-    return value
+def _prompt(row: Row) -> tuple[Messages, bool]:
+    """The messages before the answers that the row states, and whether it states them as messages."""
+    turns = list_in(row)
+    if turns is not None:
+        return messages_of(turns, "user"), True
+    asked = asked_in(row)
+    return [*history_in(row), *messages_of(asked, "user")], not isinstance(asked, str) or bool(dialogue(asked))
 
 
-def _said(message: dict[str, Any]) -> bool:
-    content = message.get("content")
-    return bool(content.strip() if isinstance(content, str) else content) or bool(message.get("tool_calls"))
+def _answer(value: Any) -> Messages:
+    found = messages_of(value, "assistant")
+    if isinstance(value, str) and not dialogue(value):
+        return found
+    if not found:
+        raise NoRow("empty answer")
+    return found
+
+
+def _whole(prompt: Messages, listed: bool, said: Messages, noted: Counter[str]) -> Messages:
+    """The conversation of an answer. One that repeats the prompt is taken as it is."""
+    if said[0]["role"] in ("assistant", "tool") or not prompt:
+        return [*prompt, *said]
+    system = [one for one in prompt[:1] if one["role"] == "system"]
+    rest = prompt[len(system) :]
+    if _begins(said, prompt):
+        return said
+    if _begins(said, rest):
+        return [*system, *said]
+    if listed and prompt[-1]["role"] in ("assistant", "system"):
+        return [*prompt, *said]  # it goes on with another question
+    asked = {str(one["content"]).strip() for one in said if one["role"] == "user"}
+    if not listed and str(rest[-1]["content"]).strip() in asked:
+        return [*system, *said]
+    if listed:
+        raise NoRow("different prompts: the conversations of chosen and rejected do not begin with the prompt")
+    noted["with a prompt that is not a turn of its conversations, which are used"] += 1
+    return said
+
+
+def _begins(whole: Messages, beginning: Sequence[Message]) -> bool:
+    return len(whole) > len(beginning) and all(
+        one["role"] == other["role"] and str(one["content"]).strip() == str(other["content"]).strip()
+        for one, other in zip(whole, beginning, strict=False)
+    )
+
+
+def _checked_prompt(prompt: Messages) -> Messages:
+    if not prompt:
+        raise NoRow("no prompt with an answer: the last message is not the assistant's answer to another")
+    return prompt
+
+
+def _checked_answer(answer: Messages) -> Messages:
+    if not answer or answer[-1]["role"] != "assistant":
+        raise NoRow("no prompt with an answer: the last message is not the assistant's answer to another")
+    if any(one["role"] == "assistant" and one.empty for one in answer):
+        raise NoRow("empty answer")
+    return answer

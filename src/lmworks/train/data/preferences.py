@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,16 +23,18 @@ from lmworks.files import read_json, write_bytes, write_json
 from lmworks.progress import bar
 from lmworks.recipe.schema.dpo import Dpo, PreferenceData
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.tokenizer.messages import Message, normal
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.align.answers import Answer
-from lmworks.train.data.conversation_files import read_files
+from lmworks.train.data.conversation_files import read_files, skipped_files
 from lmworks.train.data.conversation_sets import TASK_SEEDS
 from lmworks.train.data.decontamination import Contents, Decontamination
+from lmworks.train.data.left_out import Drawn, LeftOut, tell_set
 from lmworks.train.data.other_prompts import other_rows, prompt_key
-from lmworks.train.data.preference_forms import NoPreference, Preference, convert
+from lmworks.train.data.preference_forms import Preference, convert
+from lmworks.train.data.row_columns import NoRow
 
 _MOST_HELD_OUT = 500
-_EXAMPLES = 5
 SPLITS = ("train", "validation")
 
 
@@ -44,22 +45,9 @@ class _Found:
     pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
     labels: list[bool] = field(default_factory=list)
     labeled: list[tuple[Preference, Answer]] = field(default_factory=list)  # for loss kto, until each has another prompt's answer
-    left_out: Counter[str] = field(default_factory=Counter)
-    examples: list[dict[str, str]] = field(default_factory=list)
-
-    def omit(self, origin: str, reason: str) -> None:
-        kind, _, detail = reason.partition(": ")
-        self.left_out[kind] += 1
-        if len(self.examples) < _EXAMPLES and kind not in {one["reason"] for one in self.examples}:
-            self.examples.append({"reason": kind, "origin": origin, "detail": detail})
-
-    def said(self) -> str:
-        """Why nothing was found, in words."""
-        if not self.left_out:
-            return "it is empty"
-        first = self.examples[0]
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.most_common())
-        return f"left out: {reasons}; first: {first['origin']} {first['detail']}".rstrip()
+    cut: bool = False  # by the limit of the set
+    lost: LeftOut = field(default_factory=LeftOut)
+    drawn_from: int = 0
 
 
 def build_preferences(
@@ -78,24 +66,32 @@ def build_preferences(
     shutil.rmtree(out_dir, ignore_errors=True)
     out_dir.mkdir(parents=True)
     sets: dict[str, tuple[_Found, Decontamination]] = {}
-    with bar("preference pairs", total=sum(data.count for data in options.data)) as progress:
+    limits = [data.limit for data in options.data]
+    with bar("preference pairs", total=None if None in limits else sum(filter(None, limits))) as progress:
         for data in options.data:
             progress.note(data.name)
             where, generated = f"dpo.data.{data.name}", data.kind == "tasks"
             decontamination = Decontamination(where, recipe, questions, decontaminator, generated=generated)
-            rows = decontamination.search(_rows(data, recipe, options), _contents)
-            found = _encode(data, rows, options, tokenizer, progress.advance)
+            lost = LeftOut()
+            drawn = Drawn(_good(_rows(data, recipe, options), lost), data.limit, recipe.seed, data.name)
+            found = _encode(data, decontamination.search(drawn, _contents), options, tokenizer, progress.advance, lost)
             if not found.pairs and not found.labeled:
-                raise UserError(f"dpo.data.{data.name} yields no pair ({found.said()})")
+                raise UserError(f"dpo.data.{data.name} yields no pair ({lost.said()})")
+            found.drawn_from = drawn.total
             sets[data.name] = found, decontamination
     every = [found for found, _ in sets.values()]
     if options.loss == "kto":
         _add_others(every, tokenizer, recipe)
-    counts = {
-        name: {"pairs": len(found.pairs), "contaminated": decontamination.report(), "left_out": dict(found.left_out.most_common()),
-               "examples": found.examples}
-        for name, (found, decontamination) in sets.items()
-    }  # fmt: skip
+    counts = {}
+    for data in options.data:
+        found, decontamination = sets[data.name]
+        counts[data.name] = body = {
+            "pairs": len(found.pairs), "rows": found.drawn_from, "drawn": data.kind == "files" and found.cut,
+            "skipped_files": skipped_files(f"dpo.data.{data.name}", data.path) if data.kind == "files" else "",
+            "contaminated": decontamination.report(), **found.lost.report(),
+        }  # fmt: skip
+        what = f"{body['pairs']:,} {'labeled answers' if options.loss == 'kto' else 'pairs'}"
+        tell_set(f"dpo.data.{data.name}: {what}", body, found.lost)
     pairs, labels = [pair for found in every for pair in found.pairs], [label for found in every for label in found.labels]
     manifest = {"loss_kto": options.loss == "kto", "data": counts, **_write(out_dir, pairs, labels, recipe, tokenizer)}
     write_json(out_dir / "manifest.json", manifest)
@@ -120,36 +116,46 @@ def read_preferences(directory: Path, split: str) -> tuple[list[tuple[Answer, An
     return list(zip(answers[0::2], answers[1::2], strict=True)), np.load(path, allow_pickle=False) if path.exists() else None
 
 
-def encode_answer(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any = None) -> Answer:
-    """A conversation whose last message is an answer, with only that answer's tokens learned. Raises `UserError` if it is malformed."""
-    ids, spoken = tokenizer.encode_chat(messages, tools)
-    learned = np.array(spoken, bool)
-    silent = np.flatnonzero(~learned[: int(np.flatnonzero(learned)[-1])]) if learned.any() else np.empty(0, np.int64)
-    if len(silent):
-        learned[: silent[-1]] = False
-    return Answer(np.array(ids, np.int32), learned)
+def encode_answer(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Any = None) -> Answer:
+    """A conversation that ends with an answer, with only the tokens of what is to be learned of it (`Preference.conversation`); without
+    flags, that is its last answer. Raises `UserError` if it is malformed."""
+    found = [normal(number, message) for number, message in enumerate(messages, 1)]
+    answers = [at for at, message in enumerate(found) if message["role"] == "assistant"]
+    if all(found[at].learned for at in answers):
+        found = [one.having(learned=False) if at in answers[:-1] else one for at, one in enumerate(found)]
+    ids, spoken = tokenizer.encode_chat(found, tools)
+    return Answer(np.array(ids, np.int32), np.array(spoken, bool))
 
 
-def _rows(data: PreferenceData, recipe: Recipe, options: Dpo) -> Iterator[tuple[str, Preference | NoPreference]]:
+def _rows(data: PreferenceData, recipe: Recipe, options: Dpo) -> Iterator[tuple[str, Preference | NoRow]]:
     labeled = options.loss == "kto"
     if data.kind == "tasks":
         yield from _task_rows(data, recipe)
         return
     for row in read_files(f"dpo.data.{data.name}", data.path):
         try:
-            yield row.origin, convert(row.value, row.origin, labeled) if row.fault is None else NoPreference(row.fault)
-        except NoPreference as reason:
+            yield row.origin, convert(row.value, row.origin, labeled, data) if row.fault is None else NoRow(row.fault)
+        except NoRow as reason:
             yield row.origin, reason
 
 
-def _task_rows(data: PreferenceData, recipe: Recipe) -> Iterator[tuple[str, Preference | NoPreference]]:
+def _good(rows: Iterator[tuple[str, Preference | NoRow]], lost: LeftOut) -> Iterator[Preference]:
+    for origin, row in rows:
+        if isinstance(row, NoRow):
+            lost.add(origin, str(row))
+        else:
+            yield row
+
+
+def _task_rows(data: PreferenceData, recipe: Recipe) -> Iterator[tuple[str, Preference | NoRow]]:
     """Questions of reasoning-gym: its answer against that of another question of the same generator, which its verifier finds wrong."""
     from lmworks.corpus.generated_questions import create
 
     generators, key = data.tasks or recipe.evaluate.tasks, f"dpo.data.{data.name}.tasks"
     if not generators:
         raise UserError(f"dpo.data.{data.name}: kind tasks needs tasks, a list of reasoning-gym generators, here or in evaluate")
-    share = -(-data.count // len(generators))
+    assert data.limit is not None
+    share = -(-data.limit // len(generators))
     for generator in generators:
         seed = int.from_bytes(hashlib.blake2b(f"{recipe.seed}/dpo/{generator.name}".encode(), digest_size=8).digest())
         start = TASK_SEEDS.start + seed % (len(TASK_SEEDS) - share)
@@ -160,50 +166,50 @@ def _task_rows(data: PreferenceData, recipe: Recipe) -> Iterator[tuple[str, Pref
             others = (entries[(number + further) % share]["answer"] for further in range(1, min(share, 20)))
             wrong = next((str(one) for one in others if one is not None and items.score_answer(str(one), entry) < 1), None)
             if entry.get("answer") is None or wrong is None:
-                yield origin, NoPreference("task without a right and a wrong answer")
+                yield origin, NoRow("task without a right and a wrong answer")
                 continue
-            answers = tuple({"role": "assistant", "content": text} for text in (str(entry["answer"]), wrong))
-            yield origin, Preference(origin, [{"role": "user", "content": entry["question"]}], answers)
+            answers = tuple([Message(role="assistant", content=text)] for text in (str(entry["answer"]), wrong))
+            yield origin, Preference(origin, [Message(role="user", content=entry["question"])], answers)
 
 
-def _contents(found: tuple[str, Preference | NoPreference]) -> Contents | None:
+def _contents(row: Preference) -> Contents:
     """The conversation of each answer, as it is trained on."""
-    origin, row = found
-    if isinstance(row, NoPreference):
-        return None
     first, *others = [row.conversation(answer) for answer in row.answers]
-    return Contents(origin, first, (others, row.tools))
+    return Contents(row.origin, first, (others, row.tools))
 
 
 def _encode(
-    data: PreferenceData, rows: Iterator[tuple[tuple[str, Preference | NoPreference], str]], options: Dpo, tokenizer: Tokenizer,
-    advance: Callable[[int], None],
+    data: PreferenceData, rows: Iterator[tuple[Preference, str]], options: Dpo, tokenizer: Tokenizer, advance: Callable[[int], None],
+    lost: LeftOut,
 ) -> _Found:  # fmt: skip
-    found, seen = _Found(), set()
-    for (origin, row), contaminated in rows:
-        if contaminated or isinstance(row, NoPreference):
-            found.omit(origin, contaminated or str(row))
+    found, seen = _Found(lost=lost), set()
+    for row, contaminated in rows:
+        if data.limit is not None and len(found.pairs) + len(found.labeled) >= data.limit:
+            found.cut = True
+            break
+        if contaminated:
+            lost.add(row.origin, contaminated)
             continue
+        lost.noted.update(row.noted)
         singles = _singles(row) if options.loss == "kto" else [row]
         for one in singles:
             try:
                 answers = [encode_answer(tokenizer, one.conversation(answer), one.tools) for answer in one.answers]
             except UserError as error:
-                found.omit(origin, f"malformed: {error}")
+                lost.add(row.origin, f"malformed: {error}")
                 continue
-            reason = _unusable(answers, int(options.sequence_length))
+            reason = _unusable(answers, int(options.sequence_length), lost)
             digest = hashlib.blake2b(b"/".join(answer.ids.tobytes() for answer in answers), digest_size=16).digest()
             if reason is not None or digest in seen:
-                found.omit(origin, reason or "repeated")
+                lost.add(row.origin, reason or "repeated")
                 continue
             seen.add(digest)
+            lost.keep(row.origin)
             advance(1)
             if options.loss == "kto":
                 found.labeled.append((one, answers[0]))
             else:
                 found.pairs.append((answers[0], answers[1]))
-        if len(found.pairs) + len(found.labeled) >= data.count:
-            break
     return found
 
 
@@ -214,13 +220,16 @@ def _singles(row: Preference) -> list[Preference]:
     return [replace(row, answers=(answer,), label=label) for answer, label in zip(row.answers, (True, False), strict=True)]
 
 
-def _unusable(answers: list[Answer], length: int) -> str | None:
+def _unusable(answers: list[Answer], length: int, lost: LeftOut) -> str | None:
     if any(not answer.learned.any() for answer in answers):
         return "empty answer"
     if len(answers) == 2 and np.array_equal(answers[0].ids, answers[1].ids):
         return "equal answers"
     longest = max(answer.inputs for answer in answers)
-    return f"longer than sequence_length: {longest:,} tokens" if longest > length else None
+    if longest <= length:
+        return None
+    lost.too_long(longest)
+    return f"longer than sequence_length: {longest:,} tokens"
 
 
 def _add_others(sets: list[_Found], tokenizer: Tokenizer, recipe: Recipe) -> None:
@@ -246,7 +255,7 @@ def _add_others(sets: list[_Found], tokenizer: Tokenizer, recipe: Recipe) -> Non
                 found.labels.append(bool(row.label))
                 break
         else:
-            found.omit(row.origin, "longer than sequence_length with the answer to another prompt")
+            found.lost.add(row.origin, "longer than sequence_length with the answer to another prompt")
     if not any(found.pairs for found in sets):
         raise UserError("dpo.data: no answer to another prompt fits into sequence_length after a prompt; raise dpo.sequence_length")
 

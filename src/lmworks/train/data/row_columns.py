@@ -1,0 +1,175 @@
+"""What all forms of rows share: columns under other names, system messages, tools, text as messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.recipe.schema.tuning_set import TuningSet
+from lmworks.tokenizer.messages import Message, normal, normal_tools
+
+Row = Mapping[str, Any]
+ASKED = ("prompt", "instruction", "question", "query", "problem", "input", "message_1", "INSTRUCTION")
+"""Columns with a question, the first that a row has."""
+SAID = ("completion", "response", "output", "answer", "generation", "solution", "message_2", "RESPONSE")
+"""Columns with its answer."""
+_SYSTEM = ("system", "system_prompt")
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_LISTS = ("messages", "conversations", "conversation")
+_OF_MESSAGES = ("role", "content", "train")
+_DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]*", re.MULTILINE)
+
+
+class NoRow(ValueError):
+    """A row that cannot be used. The text is a reason that is counted, and after a colon the detail of this row."""
+
+
+def renamed(row: Any, data: TuningSet | None) -> Row:
+    """A row with the names of columns and roles that its set says (`columns`, `roles`). Raises `NoRow`."""
+    if not isinstance(row, Mapping):
+        raise NoRow(f"no object with columns: {type(row).__name__}")
+    if data is None or not (data.columns or data.roles):
+        return row
+    taken = {theirs for ours, theirs in data.columns.items() if ours not in _OF_MESSAGES}
+    found = {name: value for name, value in row.items() if name not in taken}
+    found |= {ours: row[theirs] for ours, theirs in data.columns.items() if ours not in _OF_MESSAGES and theirs in row}
+    inner = {theirs: ours for ours, theirs in data.columns.items() if ours in _OF_MESSAGES}
+    return {name: _renamed_messages(value, inner, data.roles) for name, value in found.items()} if inner or data.roles else found
+
+
+def _renamed_messages(value: Any, names: Mapping[str, str], roles: Mapping[str, str]) -> Any:
+    if isinstance(value, list):
+        return [_renamed_messages(one, names, roles) for one in value]
+    if not isinstance(value, Mapping) or not ({"role", "from"} | names.keys()) & value.keys():
+        return value
+    found = {names.get(key, key): item for key, item in value.items()}
+    role = found.pop("role", found.pop("from", None))
+    return found | {"role": roles.get(role, role) if isinstance(role, str) else role}
+
+
+def described_columns(row: Row, data: TuningSet | None = None) -> str:
+    """The columns of a row, for an error."""
+    said = f"its columns are {', '.join(map(str, row)) or 'none'}"
+    names = data.columns if data else {}
+    missing = [f"{ours}: {theirs}" for ours, theirs in names.items() if ours not in _OF_MESSAGES and ours not in row]
+    return said + (f"; columns names {', '.join(missing)}, which this row lacks" if missing else "")
+
+
+def list_in(row: Row) -> list[Any] | None:
+    """The column with a list of messages; JSON text is read. None if the row has none."""
+    for name in _LISTS:
+        value = row.get(name)
+        if isinstance(value, str) and value.lstrip()[:1] == "[":
+            value = _json(value, f"{name} that are")
+        if isinstance(value, list) and all(isinstance(one, Mapping) for one in value[:1]):
+            return value
+    return None
+
+
+def first_of(row: Row, names: Sequence[str]) -> str | None:
+    """The first of some columns that has a value."""
+    return next((name for name in names if row.get(name) is not None), None)
+
+
+def asked_in(row: Row) -> Any:
+    """The question of a row with columns for question and answer: text, with `input` below an instruction, or messages; None without."""
+    name = first_of(row, ASKED)
+    if name is None:
+        return None
+    value = row[name]
+    further = row.get("input") if name in ("instruction", "INSTRUCTION") else None
+    return "\n".join(filter(None, (value, further))) if isinstance(value, str) and isinstance(further, str) else value
+
+
+def history_in(row: Row) -> list[Message]:
+    """The turns before the question: LLaMA-Factory's `history`, a list of [question, answer]."""
+    found: list[Message] = []
+    for pair in row.get("history") or []:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise NoRow("history is not a list of [question, answer]")
+        found += messages_of(pair[0], "user") + messages_of(pair[1], "assistant")
+    return found
+
+
+def messages_of(value: Any, role: str) -> list[Message]:
+    """Text of a role, a message, or messages. Text that is a dialogue of `Human:` and `Assistant:` is its turns. Raises `NoRow`."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return dialogue(value) or [Message(role=role, content=value)]
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        raise NoRow(f"malformed: {type(value).__name__} is neither text nor messages")
+    try:
+        return [normal(number, message) for number, message in enumerate(value, 1)]
+    except UserError as error:
+        raise NoRow(f"malformed: {error}") from None
+
+
+def dialogue(text: str) -> list[Message]:
+    """The turns of Anthropic's form, `\\n\\nHuman: ...\\n\\nAssistant: ...`; empty for other text. An open last turn is left out."""
+    marks = list(_DIALOGUE.finditer(text))
+    if not marks or text[: marks[0].start()].strip() or marks[0][1] != "Human" or len(marks) < 2:
+        return []
+    ends = [*(mark.start() for mark in marks[1:]), len(text)]
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = [(roles[mark[1]], text[mark.end() : end].strip()) for mark, end in zip(marks, ends, strict=True)]
+    if not turns[-1][1]:
+        turns.pop()
+    return [Message(role=role, content=said) for role, said in turns]
+
+
+def with_system(row: Row, messages: list[Message], noted: Counter[str]) -> list[Message]:
+    """Messages behind the system prompt that the row has in a column. A system message among them counts more."""
+    name = first_of(row, _SYSTEM)
+    text = row[name] if name else None
+    if not isinstance(text, str) or not text.strip():
+        return messages
+    if messages and messages[0]["role"] == "system":
+        noted["with a system column beside another system message, which is used"] += int(messages[0]["content"] != text)
+        return messages
+    return [Message(role="system", content=text), *messages]
+
+
+def tools_in(row: Row) -> list[dict[str, Any]] | None:
+    """The tools that a row offers. Raises `NoRow`."""
+    given = row.get("tools")
+    try:
+        return normal_tools(given if given is not None else row.get("functions"))
+    except UserError as error:
+        raise NoRow(str(error)) from None
+
+
+def refuse_media(row: Row) -> None:
+    """Raise `NoRow` for rows with images, sounds or videos: the text alone would ask about what the model does not see."""
+    for name in _MEDIA:
+        if row.get(name):
+            raise NoRow(f"with {name}: only text is read")
+
+
+def refuse_lone_surrogates(value: Any) -> None:
+    """Raise `NoRow` for text that cannot be encoded: JSON can contain half a character."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise NoRow(f"half a character: \\u{ord(error.object[error.start]):04x}, a lone surrogate") from None
+    except (ValueError, RecursionError):
+        raise NoRow("malformed: it is nested too deep") from None
+
+
+def flag(value: Any) -> bool | None:
+    """A label as true or false; None if it is neither."""
+    known: dict[str, bool] = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    return known.get(str(value).strip().lower()) if isinstance(value, bool | int | float | str) else None
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise NoRow(f"{what} not JSON") from None

@@ -1,0 +1,401 @@
+"""Rows in the forms that TRL, axolotl, LLaMA-Factory and OpenAI document become what these train on; published rows are all read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from base_models import write_tokenizer
+from lmworks.recipe.schema.dpo import PreferenceData
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.tune import ChatData
+from lmworks.tokenizer import Tokenizer, load
+from lmworks.train.data import conversation_forms, preference_forms, prompt_forms
+from lmworks.train.data.chat import build_chat_data
+from lmworks.train.data.conversation_files import read_files
+from lmworks.train.data.preferences import build_preferences, read_preferences
+from lmworks.train.data.row_columns import NoRow
+
+_NEAR = [folder / "shared" / "real" for folder in Path(__file__).resolve().parents[2:]]  # beside the checkout
+REAL = next((folder for folder in _NEAR if folder.is_dir()), _NEAR[1])
+Q, A, B = "What is 2 + 3?", "It is 5.", "It is 6."
+ASKED, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", Q), ("assistant", A), ("assistant", B)))
+SYSTEM = {"role": "system", "content": "Be brief."}
+EARLIER = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("qwen")
+    write_tokenizer(folder, "qwen")
+    return load(folder)
+
+
+def jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def tuned(tokenizer: Tokenizer, path: str, out: Path, length: int = 2048, **data: Any) -> dict[str, Any]:
+    body = {"name": "mine", "kind": "files", "path": path, **data}
+    recipe = Recipe.model_validate({"name": "t", "tune": {"data": [body], "sequence_length": f"{length} tokens"}})
+    return dict(build_chat_data(recipe, tokenizer, out)["data"]["mine"])
+
+
+def trained(tokenizer: Tokenizer, path: str, out: Path, **data: Any) -> list[list[str]]:
+    """For each conversation, the texts that are trained."""
+    from test_chat_data import documents
+
+    tuned(tokenizer, path, out, **data)
+    found = []
+    for ids, mask in documents(out / "train" / "mine"):
+        runs: list[list[int]] = []
+        for at, (token, learned) in enumerate(zip(ids, mask, strict=True)):
+            if learned:
+                runs += [[]] if not at or not mask[at - 1] else []
+                runs[-1].append(token)
+        found.append([tokenizer.decode(run) for run in runs])
+    return found
+
+
+# conversations --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": Q, "response": A}, {"question": Q, "answer": A}, {"input": Q, "output": A}, {"instruction": Q, "response": A},
+        {"prompt": Q, "generation": A}, {"message_1": Q, "message_2": A}, {"INSTRUCTION": Q, "RESPONSE": A}, {"query": Q, "response": A},
+        {"problem": Q, "solution": A}, {"conversation": [ASKED, GOOD]}, {"messages": json.dumps([ASKED, GOOD])},
+        {"conversations": [{"role": "human", "value": Q}, {"role": "gpt", "value": A}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 3?"}]}, GOOD]},
+        {"messages": [ASKED, {"role": "assistant", "content": None, "refusal": A}]},
+    ],
+    ids=lambda row: ",".join(row),
+)  # fmt: skip
+def test_one_question_and_answer_in_all_forms(row: dict[str, Any]) -> None:
+    found = conversation_forms.convert(row)
+    assert [(one["role"], one["content"]) for one in found.messages] == [("user", Q), ("assistant", A)]
+
+
+def test_columns_and_roles_may_have_other_names() -> None:
+    data = ChatData.model_validate({
+        "name": "x", "kind": "files", "columns": {"messages": "dialog", "role": "speaker", "content": "said", "train": "learn"},
+        "roles": {"customer": "user", "agent": "assistant"},
+    })  # fmt: skip
+    turns = [{"speaker": "customer", "said": Q}, *({"speaker": "agent", "said": text, "learn": text == B} for text in (A, B))]
+    found = conversation_forms.convert({"dialog": turns}, data=data)
+    assert [(one["role"], one["content"], one.learned) for one in found.messages] == [
+        ("user", Q, True), ("assistant", A, False), ("assistant", B, True)]  # fmt: skip
+    named = ChatData.model_validate({"name": "x", "kind": "files", "columns": {"prompt": "q", "response": "a"}})
+    assert conversation_forms.convert({"q": Q, "a": A, "prompt_id": 3}, data=named).messages == [ASKED, GOOD]
+    with pytest.raises(NoRow, match="columns names response: a, which this row lacks"):
+        conversation_forms.convert({"q": Q}, data=named)
+    with pytest.raises(ValueError, match="columns has 'reply', which is none of our names"):
+        ChatData.model_validate({"name": "x", "kind": "files", "columns": {"reply": "a"}})
+
+
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"weight": "0"}, {"weight": 0.0}, {"train": False}, {"train": "false"}, {"loss_weight": 0.0}], ids=str
+)
+def test_what_is_marked_not_to_be_trained_is_not(qwen: Tokenizer, tmp_path: Path, mark: dict[str, Any]) -> None:
+    """OpenAI's, ShareGPT's, axolotl's and LLaMA-Factory's marks; the answer stays in the conversation."""
+    row = {"messages": [*EARLIER[:1], EARLIER[1] | mark, ASKED, GOOD | {"weight": 1}]}
+    path = jsonl(tmp_path / "a.jsonl", row, {"messages": [ASKED, GOOD | mark]})
+    body = tuned(qwen, path, tmp_path / "out")
+    assert body["noted"]["answers marked not to be trained"] == 2
+    assert body["left_out"] == {"nothing to train": 1}
+    assert trained(qwen, path, tmp_path / "again") == [["<think>\n\n</think>\n\nIt is 5.<|im_end|>"]]
+    ids = qwen.encode_chat([*EARLIER, ASKED, GOOD])[0]
+    assert body["train"]["tokens"] == len(ids)
+
+
+def test_answers_of_a_prompt_are_not_trained_as_in_trl(qwen: Tokenizer, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": [*EARLIER, ASKED], "completion": [GOOD]})
+    assert trained(qwen, path, tmp_path / "out") == [["<think>\n\n</think>\n\nIt is 5.<|im_end|>"]]
+
+
+def test_parts_and_offsets_that_are_not_trained(qwen: Tokenizer, tmp_path: Path) -> None:
+    """axolotl's flags of parts and its train_detail, which includes both ends."""
+    parts = [{"type": "text", "text": "I guess it is 6.", "train": False}, {"type": "text", "text": " No, it is 5.", "weight": 1}]
+    detail = {"content": "I guess it is 6. No, it is 5.", "train_detail": [{"begin_offset": 0, "end_offset": 15, "train": False}]}
+    path = jsonl(tmp_path / "a.jsonl", {"messages": [ASKED, GOOD | {"content": parts}]})
+    expected = [["<think>\n\n</think>\n\n", " No, it is 5.<|im_end|>"]]
+    assert trained(qwen, path, tmp_path / "one") == expected
+    assert trained(qwen, jsonl(tmp_path / "b.jsonl", {"messages": [ASKED, GOOD | detail]}), tmp_path / "two") == expected
+
+
+def test_calls_and_tools_in_all_forms() -> None:
+    """As text and as objects, legacy calls and LLaMA-Factory's parts: never text letter by letter."""
+    bare, call = TOOL["function"], json.dumps({"name": "add", "arguments": {"a": 2}})
+    calls: list[Any] = [
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]},
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 2}'}},
+        {"from": "function_call", "value": call}, {"role": "assistant", "content": [{"type": "tool_call", "value": call}]},
+    ]  # fmt: skip
+    tools: list[Any] = [[TOOL], json.dumps([TOOL]), json.dumps([bare]), [json.dumps(TOOL)], TOOL]
+    for called in calls:
+        for offered in tools:
+            turns = [ASKED, called, {"role": "observation", "content": "5"}, GOOD]
+            found = conversation_forms.convert({"messages": turns, "tools": offered}, "messages" if "role" in called else "auto")
+            assert found.tools == [TOOL]
+            assert found.messages[1]["tool_calls"][0]["function"] == CALLED["tool_calls"][0]["function"]
+            assert [one["role"] for one in found.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_text_without_a_template(qwen: Tokenizer, tmp_path: Path) -> None:
+    """axolotl's segments, in which special tokens are special, and documents, in which they are text."""
+    segments = [{"text": "<|im_start|>user\nHi", "label": False}, {"text": " Hello there<|im_end|>", "label": True}]
+    assert trained(qwen, jsonl(tmp_path / "a.jsonl", {"segments": segments}), tmp_path / "one") == [[" Hello there<|im_end|>"]]
+    path = jsonl(tmp_path / "b.jsonl", {"text": "one two three <|im_end|> " * 20})
+    body = tuned(qwen, path, tmp_path / "two", length=16)
+    ids = [*qwen.encode_parts(["one two three <|im_end|> " * 20]), qwen.eos_id]
+    assert sum(body[split]["learned_tokens"] for split in ("train", "validation")) == len(ids) - 1, "each token is a label once"
+
+
+# preferences ----------------------------------------------------------------------------------------------------------------------------
+
+PAIRS: list[Any] = [
+    {"prompt": Q, "chosen": A, "rejected": B},
+    {"prompt": Q, "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},  # UltraFeedback: the prompt three times
+    {"prompt": [ASKED], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+    {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}, {"prompt": [ASKED], "chosen": GOOD, "rejected": BAD},
+    {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+    {"question": Q, "chosen": A, "rejected": B}, {"instruction": Q, "chosen_response": A, "rejected_response": B},
+    {"input": Q, "chosen": A, "rejected": B}, {"instruction": "What is", "input": "2 + 3?", "chosen": A, "rejected": B},
+    {"conversations": [{"from": "human", "value": Q}], "chosen": {"from": "gpt", "value": A}, "rejected": {"from": "gpt", "value": B}},
+    {"messages": [ASKED], "chosen": GOOD, "rejected": BAD},
+    {"input": {"messages": [ASKED]}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
+    {"chosen": f"\n\nHuman: {Q}\n\nAssistant: {A}", "rejected": f"\n\nHuman: {Q}\n\nAssistant: {B}"},
+    {"prompt": f"\n\nHuman: {Q}\n\nAssistant:", "chosen": f" {A}", "rejected": f" {B}"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", PAIRS, ids=lambda row: ",".join(row))
+def test_a_pair_in_all_forms_has_its_prompt_once(row: dict[str, Any]) -> None:
+    found = preference_forms.convert(row, "x", labeled=False)
+    assert [" ".join(str(one["content"]).split()) for one in found.prompt] == [Q]
+    assert [[str(one["content"]).strip() for one in answer] for answer in found.answers] == [[A], [B]]
+
+
+@pytest.mark.parametrize("row", [row for row in PAIRS if {"chosen", "rejected"} <= row.keys() and isinstance(row["chosen"], list)], ids=str)
+def test_conversations_of_pairs_are_those_of_trl(row: dict[str, Any]) -> None:
+    from trl.data_utils import extract_prompt
+
+    found = preference_forms.convert(row, "x", labeled=False)
+    peer = extract_prompt({key: row[key] for key in ("chosen", "rejected")}) if row["chosen"][0]["role"] == "user" else row
+    assert list(found.prompt) == peer["prompt"]
+    assert [list(answer) for answer in found.answers] == [peer["chosen"], peer["rejected"]]
+
+
+def test_longer_pairs() -> None:
+    """With a system prompt, earlier turns, and answers that go on after a call."""
+    result = {"role": "tool", "content": "5"}
+    row = {"system": "Be brief.", "prompt": Q, "chosen": [*EARLIER, ASKED, CALLED, result, GOOD], "rejected": [*EARLIER, ASKED, BAD],
+           "tools": json.dumps([TOOL])}  # fmt: skip
+    found = preference_forms.convert(row, "x", labeled=False)
+    assert found.prompt == [SYSTEM, *EARLIER, ASKED]
+    assert found.answers == ([CALLED, result, GOOD], [BAD]) and found.tools == [TOOL]
+    assert [one.learned for one in found.conversation(found.answers[1]) if one["role"] == "assistant"] == [False, True]
+    odd = preference_forms.convert({"prompt": "p-17", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, "x", labeled=False)
+    assert odd.prompt == [ASKED] and sum(odd.noted.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "label"),
+    [
+        ({"prompt": Q, "completion": A, "label": True}, True), ({"prompt": [ASKED], "completion": [GOOD], "label": False}, False),
+        ({"messages": [ASKED, GOOD], "label": True}, True), ({"messages": [ASKED, GOOD], "kto_tag": False}, False),
+        ({"conversations": [{"from": "human", "value": Q}, {"from": "gpt", "value": A}], "label": 1}, True),
+        ({"instruction": Q, "output": A, "kto_tag": "false"}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_labeled_answers_in_all_forms(row: dict[str, Any], label: bool) -> None:
+    found = preference_forms.convert(row, "x", labeled=True)
+    assert (found.prompt, found.answers, found.label) == ([ASKED], ([GOOD],), label)
+    with pytest.raises(NoRow, match=r"a labeled answer: these are for dpo\.loss kto"):
+        preference_forms.convert(row, "x", labeled=False)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "Count", "completions": ["1", "2"], "labels": [True, False]}, "stepwise supervision has no loss here"),
+        ({"prompt": [ASKED], "chosen": [EARLIER[0], GOOD], "rejected": [EARLIER[0], BAD]}, "do not begin with the prompt"),
+        ({"chosen": [ASKED, GOOD], "rejected": [EARLIER[0], BAD]}, "different prompts"),
+        ({"prompt": Q, "completion": A, "label": "good"}, "label is 'good', not true or false"),
+        ({"prompt": Q, "chosen": A, "rejected": B, "images": ["x.png"]}, "with images"),
+    ],
+)
+def test_rows_that_are_no_preferences_say_why(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NoRow, match=reason):
+        preference_forms.convert(row, "x", labeled=True)
+
+
+def test_all_rows_of_a_file_are_used_and_a_limit_draws_evenly(qwen: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"Number {n}?", "chosen": f"It is {n}.", "rejected": "No idea."} for n in range(2100)]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+
+    def pairs(count: int | None) -> tuple[int, list[int]]:
+        data = [{"name": "mine", "kind": "files", "path": path, "count": count}]
+        recipe = Recipe.model_validate({"name": "t", "dpo": {"data": data, "sequence_length": "128 tokens", "held_out_fraction": 0}})
+        made = build_preferences(recipe, qwen, tmp_path / f"out-{count}")
+        texts = [qwen.decode(one.ids.tolist()) for one, _ in read_preferences(tmp_path / f"out-{count}", "train")[0]]
+        return made["data"]["mine"]["pairs"], sorted(int(text.split("Number ")[1].split("?")[0]) for text in texts)
+
+    assert pairs(None) == (2100, list(range(2100)))
+    count, numbers = pairs(100)
+    assert count == 100 and max(numbers) > 1500 and numbers[50] > 500, "not the first ones"
+    assert "drawn evenly from 2,100 rows, by count" in " ".join(capsys.readouterr().err.split())
+
+
+# prompts --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": Q, "answer": "5"}, {"prompt": [ASKED], "answer": "5"}, {"question": Q, "final_answer": "5"},
+        {"problem": Q, "solution": "5"}, {"messages": [ASKED], "ground_truth": "5"},
+        {"prompt": [ASKED], "reward_model": {"ground_truth": "5"}},
+        {"messages": [ASKED, {"role": "assistant", "content": "5"}]}, {"conversations": [{"from": "human", "value": Q}], "answer": "5"},
+    ],
+    ids=lambda row: ",".join(row),
+)  # fmt: skip
+def test_a_prompt_in_all_forms(row: dict[str, Any]) -> None:
+    found = prompt_forms.convert(row, "x")
+    assert found.messages == [ASKED] and found.row["answer"] == "5"
+
+
+# files ----------------------------------------------------------------------------------------------------------------------------------
+
+ROWS = [{"messages": [ASKED, GOOD], "n": n} for n in range(3)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+FILES: dict[str, bytes] = {
+    "a.jsonl": LINES.encode(), "bom.jsonl": b"\xef\xbb\xbf" + LINES.encode(), "utf16.jsonl": LINES.encode("utf-16"),
+    "utf16be.jsonl": b"\xfe\xff" + LINES.encode("utf-16-be"), "utf32.json": LINES.encode("utf-32"),
+    "crlf.jsonl": LINES.replace("\n", "\r\n").encode(), "blank.jsonl": ("\n \n" + LINES.replace("\n", "\n\n")).encode(),
+    "B.JSONL": LINES.encode(), "C.JSON.GZ": gzip.compress(LINES.encode()), "array.jsonl": json.dumps(ROWS).encode(),
+    "pretty.json": json.dumps(ROWS, indent=2).encode(), "bom-array.json": b"\xef\xbb\xbf" + json.dumps(ROWS, indent=1).encode(),
+    "objects.jsonl": "\n".join(json.dumps(row, indent=2) for row in ROWS).encode(), "open.jsonl": LINES.rstrip().encode(),
+    "nan.jsonl": LINES.replace('"n": 1', '"n": NaN').encode(), "utf16.json.gz": gzip.compress(json.dumps(ROWS).encode("utf-16")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_every_file_has_the_same_rows_for_tuning_and_corpus(tmp_path: Path, name: str) -> None:
+    from lmworks.corpus.readers import parts, read
+    from lmworks.recipe.schema.corpus import Source
+
+    (tmp_path / name).write_bytes(FILES[name])
+    rows = list(read_files("tune.data.mine", str(tmp_path)))
+    assert [row.fault for row in rows] == [None] * 3
+    assert [row.value["messages"] for row in rows] == [[ASKED, GOOD]] * 3
+    options = {"name": "x", "kind": "jsonl", "path": str(tmp_path), "license": "MIT", "text_key": "messages", "keep": ["n"]}
+    source = Source.model_validate(options)
+    for size in (1 << 20, 50):  # whole, and cut into parts where that can be done
+        items = [item for part in parts(source, size) for item in read(source, part, 10_000)]
+        assert [item.reason for item in items] == ["wrong_type"] * 3, "three rows, whose column is a list"
+
+
+@pytest.mark.parametrize(
+    ("data", "faults"),
+    [
+        (b'{"a": "caf\xe9"}\n{"a": 1}\n', ["bad UTF-8: byte 0xe9 at 10 is not UTF-8; save the file as UTF-8", None]),
+        (b'{"a": 1}\n{"a": \n{"a": 2}\n', [None, "broken JSON: Expecting value", None]),
+        (b'[{"a": "\xff"}, {"a": 1}]', ["bad UTF-8: byte 0xff", None]),
+        (b'[{"a": 1}, {"a": ', [None, "broken JSON: Expecting value"]),
+        (b'[{"a": 1},', [None, "broken JSON: the array does not end"]),
+        (b'[{"a": 1}] {"b": 2}', [None, "broken JSON: text behind the end of the array"]),
+        (b'{"a": [1,\n{"b": 2}\n{"b": 3}\n', ["broken JSON", None, None]),
+        (LINES.encode("utf-16-le"), ["broken JSON: it has zero bytes: save the file as UTF-8"] * 4),
+        (b'\xff\xfe{\x00"', ["damaged file: it is not UTF-16, which its byte order mark says"]),
+        (b"", []),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_read_is_named_and_costs_no_other_row(tmp_path: Path, data: bytes, faults: list[str | None]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(data)
+    found = [row.fault for row in read_files("tune.data.mine", str(tmp_path / "a.jsonl"))]
+    assert len(found) == len(faults), found
+    for fault, wanted in zip(found, faults, strict=True):
+        assert fault is None if wanted is None else fault is not None and fault.startswith(wanted), (fault, wanted)
+
+
+def test_a_file_of_which_nothing_is_used_is_told_with_its_first_reasons(
+    qwen: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    folder = tmp_path / "data"
+    folder.mkdir()
+    jsonl(folder / "good.jsonl", *ROWS[:1])
+    jsonl(folder / "bad.jsonl", {"a": 1}, {"b": 1}, {"messages": []}, {"c": 1})
+    (folder / "TABLE.CSV").write_text("a,b\n")
+    body = tuned(qwen, str(folder), tmp_path / "out")
+    assert body["skipped_files"] == "1 file of other kinds not read: TABLE.CSV"
+    said = " ".join(capsys.readouterr().err.split())
+    assert "bad.jsonl is used:" in said and "its columns are a" in said and "its columns are b" in said and "its columns are c" not in said
+
+
+def test_rows_of_parquet_that_are_not_utf8_cost_themselves(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    raw = pa.array([b"good", b"\xff\xfe bad", b"also good"], pa.binary())
+    column = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
+    pq.write_table(pa.table({"text": column}), tmp_path / "A.PARQUET")
+    found = list(read_files("tune.data.mine", str(tmp_path)))
+    assert [row.fault and row.fault.partition(":")[0] for row in found] == [None, "bad UTF-8", None]
+    (tmp_path / "B.parquet.gz").write_bytes(gzip.compress((tmp_path / "A.PARQUET").read_bytes()))
+    assert len(list(read_files("tune.data.mine", str(tmp_path / "B.parquet.gz")))) == 3
+
+
+# published rows -------------------------------------------------------------------------------------------------------------------------
+
+
+def real(name: str) -> str:
+    path = REAL / name
+    if not path.is_file():
+        pytest.skip(f"needs {name} of LLaMA-Factory's data in {REAL}")
+    return str(path)
+
+
+@pytest.mark.slow
+def test_all_published_pairs_are_read() -> None:
+    """LLaMA-Factory's 300 pairs and 300 labeled answers: prompt and answers are what it trains on."""
+    roles = {"human": "user", "gpt": "assistant", "system": "system"}
+    given = json.loads(Path(real("dpo_en_demo.json")).read_text(encoding="utf-8"))
+    assert len(given) == 300
+    data = PreferenceData.model_validate({"name": "x", "kind": "files", "path": real("dpo_en_demo.json")})
+    for row, raw in zip(given, read_files("dpo.data.x", data.path), strict=True):
+        found = preference_forms.convert(raw.value, raw.origin, labeled=False)
+        assert [(one["role"], one["content"]) for one in found.prompt] == [(roles[t["from"]], t["value"]) for t in row["conversations"]]
+        assert [[one["content"] for one in answer] for answer in found.answers] == [[row["chosen"]["value"]], [row["rejected"]["value"]]]
+    given = json.loads(Path(real("kto_en_demo.json")).read_text(encoding="utf-8"))
+    assert len(given) == 300
+    for row, raw in zip(given, read_files("dpo.data.x", real("kto_en_demo.json")), strict=True):
+        found = preference_forms.convert(raw.value, raw.origin, labeled=True)
+        assert found.prompt == row["messages"][:-1] and found.answers == ([row["messages"][-1]],) and found.label == row["label"]
+
+
+@pytest.mark.slow
+def test_all_published_conversations_are_read(qwen: Tokenizer, tmp_path: Path) -> None:
+    """Instructions, calls with tools as text, and messages of parts with thoughts and several calls."""
+    given = json.loads(Path(real("alpaca_en_demo.json")).read_text(encoding="utf-8"))
+    for row, raw in zip(given, read_files("tune.data.x", real("alpaca_en_demo.json")), strict=True):
+        asked = "\n".join(filter(None, (row["instruction"], row["input"])))
+        assert [one["content"] for one in conversation_forms.convert(raw.value).messages] == [asked, row["output"]]
+    for name, form, count in (("glaive_toolcall_en_demo.json", "sharegpt", 300), ("reason_tool_use_demo_50.jsonl", "messages", 50)):
+        body = tuned(qwen, real(name), tmp_path / name, length=8192)
+        assert body["forms"] == {form: count - sum(body["left_out"].values())}
+        assert set(body["left_out"]) <= {"repeated"}
+    found = [conversation_forms.convert(raw.value) for raw in read_files("tune.data.x", real("reason_tool_use_demo_50.jsonl"))]
+    assert sum(len(one.get("tool_calls", [])) for row in found for one in row.messages) == 41 + 2 * 9 + 3 * 3
+    assert sum("reasoning_content" in one for row in found for one in row.messages) == 112
+    assert all(isinstance(one["content"], str) for row in found for one in row.messages if one["role"] != "tool")
