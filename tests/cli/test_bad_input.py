@@ -28,7 +28,7 @@ Mine = Callable[[str, str], Path]
         ("docs: 0.3}", "docs: 0.4}", r"phase general: mixture weights sum to 1.1, not 1; scale them by 0.909"),
         ("mixture: {docs: 1.0}", "mixture: {dosc: 1.0}", r"no source is called 'dosc'; did you mean 'docs'\?"),
         ("tokens: 3072 tokens", "tokens: 200 tokens", r"phase long: the budget of 200 tokens is smaller than one step of 256; lower"),
-        ("tokens: 3072 tokens", "tokens: 3072", r"train.phases.long.tokens: 3072 has no unit; write for example '3072 tokens'"),
+        ("tokens: 3072 tokens", "tokens: 3072.5", r"train.phases.long.tokens: 3072.5 has no unit; write for example '2.5M tokens'"),
         ("seed: 5", "seed: [5", r"mine.yaml:\d+: not readable as YAML: "),
     ],
 )

@@ -56,6 +56,7 @@ def test_each_option_equals_its_reference_in_a_mixed_batch() -> None:
     written: list[list[int]] = [[] for _ in KINDS]
     for _ in range(8):
         logits = torch.randn(len(KINDS), V, generator=generator) * 2
+        logits[:, 13] += 9  # chosen again and again: what is generated twice counts twice
         before = logits.clone()
         found = adjust(logits, draws)
         assert torch.equal(logits, before)  # log-probabilities are of the model's own distribution
@@ -64,6 +65,7 @@ def test_each_option_equals_its_reference_in_a_mixed_batch() -> None:
             assert torch.allclose(found[row], reference(logits[row], draw.options, written[row]), rtol=1e-6, atol=1e-6), KINDS[row]
         for row, token in enumerate(choose(logits, draws)):
             written[row].append(token.id)
+    assert all(row.count(13) > 4 for row in written)
 
 
 def test_a_row_without_these_options_keeps_its_bits() -> None:

@@ -138,8 +138,8 @@ def test_budget_smaller_than_a_step(write: Write) -> None:
 
 
 def test_units_are_asked_for(write: Write) -> None:
-    message = refusal(write(("tokens: 2M", "tokens: 2000")))
-    assert "small.yaml:11: train.phases.general.tokens: 2000 has no unit; write for example '2000 tokens'" in message
+    message = refusal(write(("tokens: 2M", "tokens: 2M steps")))
+    assert "small.yaml:11: train.phases.general.tokens: '2M steps' is not a number of tokens" in message
     assert "'2 parsecs' is not a number of tokens" in refusal(write(("tokens: 2M", "tokens: 2 parsecs")))
     assert "has no unit; write for example '2000 steps'" in refusal(write(), ["train.save_every=100"])
 

@@ -103,7 +103,9 @@ def plan(
             measured_mfu=measured, measured_source=source, layout_in_mfu=whole,
         )  # fmt: skip
     else:
-        made = make_plan(resolved.recipe, resolved.fingerprint, where, measured_mfu=measured, measured_source=source, layout_in_mfu=whole)
+        made = make_plan(
+            resolved.recipe, resolved.fingerprint, where, measured_mfu=measured, measured_source=source, layout_in_mfu=whole, unfit=True
+        )
     if as_json:
         far = law.extrapolation(made.counts.active_computed, made.tokens) if law else None
         value = plain(made)
@@ -112,6 +114,8 @@ def plan(
     else:
         console().print(render(made, budget, law))
         _warn(resolved, note, text_shortage(resolved.recipe, Path(resolved.recipe.run_dir or "")))
+    if made.shortages:
+        raise UserError(made.shortages[0])
 
 
 def _served(text: str) -> float:

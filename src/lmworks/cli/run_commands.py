@@ -14,7 +14,9 @@ import typer
 from lmworks.cli import checkpoint_commands, corpus_commands, corpus_jobs, evaluate_commands, tokenizer_commands
 from lmworks.cli.options import AllowOption, JsonOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, within
 from lmworks.cli.output import console, print_json
+from lmworks.errors import UserError
 from lmworks.model_stages import BASE, MODEL_STAGES
+from lmworks.recipe.tree.paths import nearest
 
 UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Location of the copy: s3://bucket/folder, or a directory.")]
 
@@ -54,9 +56,18 @@ def register(app: typer.Typer) -> None:
     app.command("restore")(restore)
 
 
-def run(recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None) -> None:
+def run(
+    recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None,
+    last: Annotated[
+        str | None, typer.Option("--to", metavar="STAGE", help=f"Last stage to run: {', '.join(_HEADINGS)}; by default all are run.")
+    ] = None,
+) -> None:  # fmt: skip
     """Run all stages of a recipe, from raw text to an exported model; stages that are done are skipped, others are resumed or repeated."""
-    _run_stages(recipe, within(time, overrides), size, allow, None)
+    if last is not None and last not in _HEADINGS:
+        close = nearest(last, list(_HEADINGS))
+        hint = f"did you mean {close}?" if close else f"take one of {', '.join(_HEADINGS)}"
+        raise UserError(f"--to {last[:100]!r} is not a stage; {hint}")
+    _run_stages(recipe, within(time, overrides), size, allow, last)
 
 
 def _stage_command(stage: str) -> Callable[..., None]:

@@ -35,14 +35,20 @@ def chat(
     run: RunOrModel,
     base: BaseOption = False,
     system: Annotated[str, typer.Option("--system", help="System prompt.")] = "",
-    temperature: Annotated[float, typer.Option("--temperature", min=0, max=2, help="Sampling temperature; 0 is greedy decoding.")] = 0.7,
-    min_p: Annotated[float, typer.Option("--min-p", min=0, max=1, help="Minimum probability relative to the most likely token.")] = 0.1,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0, max=2, help="Sampling temperature, by default the model's; 0 is greedy.")
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option("--min-p", min=0, max=1, help="Minimum probability relative to the most likely token, by default the model's."),
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", min=1, help="Maximum length of an answer; by default the rest of the context.")
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Sampling seed.")] = None,
 ) -> None:
-    """Chat with a run's model in the terminal; if input is a pipe, each line is answered."""
+    """Chat with a run's model in the terminal. If input is a pipe, each line is the next message of one conversation, as if it were typed;
+    a line /reset begins a new one. Sampling options are those of the model's generation_config.json, as on the page of lmworks serve."""
     from lmworks.serve.chat import Conversation
     from lmworks.serve.chat import chat as talk
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from lmworks import machine
+from lmworks import gpus, machine
 from lmworks.errors import UserError
+from lmworks.gpus import GB
 
-GB = 1e9
-GPUS: dict[str, tuple[int, bool]] = {
-    "a10": (24, False), "l4": (24, True), "rtx4090": (24, True), "a100-40": (40, False), "l40s": (48, True), "a100": (80, False),
-    "h100": (80, True), "h200": (141, True), "mi300x": (192, True), "b200": (180, True),
-}  # fmt: skip
-"""Name -> memory in GB and whether it multiplies FP8 in hardware, by the vendors' data sheets."""
-_SPEC = re.compile(r"(?:(\d+)\s*x\s*)?([a-z][a-z0-9-]*)\Z")
 _MOST = 64
 
 
@@ -41,14 +34,10 @@ class Hardware:
 
 def parse_gpus(text: str) -> Hardware:
     """`8xh100` or `h100`. Raises `UserError` for an unknown GPU or number."""
-    match = _SPEC.match(text.strip().lower())
-    if match is None or match[2] not in GPUS:
-        raise UserError(f"--gpus {text!r} is not known; write a number and a name such as 8xh100, with one of: {', '.join(GPUS)}")
-    count = int(match[1] or 1)
-    if not 1 <= count <= _MOST:
+    count, gpu = gpus.parse_gpus(text, "--gpus")
+    if count > _MOST:
         raise UserError(f"--gpus {text!r}: the GPUs of one machine, from 1 to {_MOST}, are meant")
-    memory, fp8 = GPUS[match[2]]
-    return Hardware(match[2], count, memory * GB, fp8)
+    return Hardware(gpu.name, count, gpu.memory * GB, gpu.fp8)
 
 
 def cpu() -> Hardware:

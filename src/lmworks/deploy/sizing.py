@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
-from lmworks.deploy.hardware import GB, GPUS, Hardware
+from lmworks.deploy.hardware import GB, Hardware
 from lmworks.deploy.source import Source
 from lmworks.errors import UserError
+from lmworks.gpus import GPUS
 from lmworks.plan.counts import count_by_component
 from lmworks.plan.memory import kv_cache_bytes
 from lmworks.recipe.schema.model import Model
@@ -168,12 +169,12 @@ def _refusal(source: Source, hardware: Hardware, scenario: Scenario, *, whole_ca
     size = (source.gguf_bytes if gguf else source.weight_bytes) / GB
     text = f"{source.name} has {size:.1f} GB of weights and does not fit {hardware.text}"
     found = []
-    for name, (memory, fp8) in GPUS.items():
+    for name, gpu in GPUS.items():
         for count in (1,) if single else (1, 2, 4, 8):
-            other = Hardware(name, count, memory * GB, fp8)
+            other = Hardware(name, count, gpu.memory * GB, gpu.fp8)
             tensors = _tensor_sizes(source.model, count, single or gguf)
             if any(_try(source, other, scenario, one, context, whole_cache=whole_cache, single=single, gguf=gguf) for one in tensors):
-                found.append((count * memory, f"{count}x{name}"))
+                found.append((count * gpu.memory, f"{count}x{name}"))
                 break
     if found and not hardware.on_cpu:
         return f"{text}; these would do: {', '.join(one for _, one in sorted(found)[:4])}; or quantize it"

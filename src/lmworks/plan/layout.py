@@ -8,6 +8,7 @@ from math import log2
 from typing import Literal
 
 from lmworks.errors import UserError
+from lmworks.gpus import GPUS
 from lmworks.parallel.alignment import alignment_problems
 from lmworks.parallel.pipeline_stages import pipeline_stage_problems, pipelined_micro_batch
 from lmworks.plan.memory import GIB, Memory, gathered_weights, memory
@@ -218,10 +219,18 @@ def nearest_legal(recipe: Recipe, cluster: Cluster, wanted: Layout, phase: Phase
     return next((layout for layout in found if fits(place(recipe, cluster, layout, phase), cluster)), found[0] if found else None)
 
 
+class DoesNotFit(UserError):
+    """A phase needs more memory than a device has; `placed` is the given layout, or that which needs least."""
+
+    def __init__(self, message: str, placed: Placement) -> None:
+        super().__init__(message)
+        self.placed = placed
+
+
 def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None) -> Placement:
     """The layout for a phase: the given one if it is legal and fits, otherwise the automatic choice.
 
-    Raises `UserError` with the reason and the nearest layout, setting or cluster that works.
+    Raises `UserError` with the reason and the nearest layout, setting or cluster that works, `DoesNotFit` for too little memory.
     """
     if given is not None:
         faults = list(problems(recipe, cluster, given, phase))
@@ -236,7 +245,7 @@ def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None)
         hint = suggest_fit(recipe, cluster, phase, given.zero)
         if near is not None and fits(place(recipe, cluster, near, phase), cluster):
             hint = f"the nearest that fits is {describe(near)}"
-        raise UserError(f"phase {phase.name}: {explain_shortage(placed, cluster)}; {hint}")
+        raise DoesNotFit(f"phase {phase.name}: {explain_shortage(placed, cluster)}; {hint}", placed)
     zero = recipe.layout.zero
     chosen, leanest = automatic(recipe, cluster, phase, zero)
     if chosen is not None:
@@ -247,7 +256,8 @@ def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None)
         reason = f"no layout divides the work over {count:,} devices: {step}"
     else:
         reason = explain_shortage(leanest, cluster)
-    raise UserError(f"{recipe.name} on {cluster.name}, phase {phase.name}: {reason}; {suggest_fit(recipe, cluster, phase, zero)}")
+    text = f"{recipe.name} on {cluster.name}, phase {phase.name}: {reason}; {suggest_fit(recipe, cluster, phase, zero)}"
+    raise UserError(text) if leanest is None else DoesNotFit(text, leanest)
 
 
 def explain_shortage(placed: Placement, cluster: Cluster) -> str:
@@ -284,6 +294,8 @@ def suggest_fit(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, othe
         chosen, _ = automatic(changed, cluster, phase, level, others)
         if chosen is not None:
             return f"it fits with {name or 'the automatic layout'}: {describe(chosen.layout)}"
+    if cluster.on_cpu:
+        return _suggest_gpus(settings, phase, others)
     nodes = sorted((2**power for power in range(15)), key=lambda n: (abs(log2(n / cluster.nodes)), n))
     for per_node in dict.fromkeys((cluster.devices_per_node, 8)):
         for number in nodes:
@@ -294,3 +306,14 @@ def suggest_fit(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, othe
                     setting = f" with {name}" if name else ""
                     return f"the nearest that fits is {number} x {per_node} {cluster.device}{setting}: {describe(chosen.layout)}"
     return "it does not fit any number of such devices"
+
+
+def _suggest_gpus(settings: Sequence[tuple[Recipe, Zero, str]], phase: Phase, others: Sequence[Phase]) -> str:
+    """Common GPUs with which the phases fit, the smallest first: CPUs of which one is too small are rarely joined."""
+    for count, name in ((1, "rtx4090"), (1, "h100"), (8, "h100"), (64, "h100"), (512, "h100"), (4096, "h100")):
+        cluster = Cluster.of_gpus(count, GPUS[name])
+        for changed, level, setting in settings:
+            chosen, _ = automatic(changed, cluster, phase, level, others)
+            if chosen is not None:
+                return f"it fits with --cluster {cluster.name}{f' and {setting}' if setting else ''}: {describe(chosen.layout)}"
+    return "it fits neither this machine nor 4,096 H100"

@@ -11,7 +11,7 @@ from lmworks.plan.automatic import choose_layout
 from lmworks.plan.costs import Disk, courses, device_hours, disk, phase_steps, seconds
 from lmworks.plan.counts import Counts, count_by_component
 from lmworks.plan.flops import flops_per_token
-from lmworks.plan.layout import MARGIN, Placement, choose, describe, devices
+from lmworks.plan.layout import MARGIN, DoesNotFit, Placement, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
 from lmworks.plan.overheads import Overheads, overheads
 from lmworks.plan.pipeline import micro_batches_for
@@ -69,6 +69,7 @@ class Plan:
     kv_cache_by: str
     later_stages: tuple[str, ...]  # those that are in no phase of the plan
     unwise: tuple[str, ...]
+    shortages: tuple[str, ...]  # phases that do not fit, with the remedy; that which needs most is the first
     activation_checkpointing: str
 
     @property
@@ -168,7 +169,7 @@ class Plan:
             yield f"cluster {self.cluster.name} states no network_gbps, so the time contains no communication between machines"
         for phase in self.phases:
             held = phase.placed.memory.total / (self.cluster.memory_gib * GIB)
-            if held > 1 - MARGIN:
+            if 1 - MARGIN < held <= 1:
                 yield (
                     f"{phase.name}: the estimate is {held:.0%} of the memory, which leaves less than {MARGIN:.0%} for fragmentation and "
                     "libraries; set a smaller train.micro_batch_size, or more "
@@ -204,6 +205,7 @@ def make_plan(
     measured_mfu: float | None = None,
     measured_source: str = "measured here",
     layout_in_mfu: bool = True,
+    unfit: bool = False,
 ) -> Plan:
     """Plan a resolved recipe on a cluster.
 
@@ -211,7 +213,8 @@ def make_plan(
     each phase gets the smallest that fits, because a longer context may need another (checkpoints can be resharded); with `layout: auto`
     all phases get the one that the run would use.
     `measured_mfu` replaces that of the cluster. Without `layout_in_mfu` it contains neither communication between machines nor pipeline
-    bubble, so they are added to the time. Raises `UserError` for a layout that is not legal or does not fit.
+    bubble, so they are added to the time. Raises `UserError` for a layout that is not legal, or does not fit
+    unless `unfit` is set: then `Plan.shortages` says so.
     """
     later = tuple(recipe.later_stages) if recipe.trains_base else ()
     recipe = stages_as_phases(recipe)
@@ -224,9 +227,15 @@ def make_plan(
     model = recipe.model
     counts = count_by_component(model)
     held = disk(recipe)
-    phases = []
+    phases, shortages = [], list[DoesNotFit]()
     for phase, here, course in zip(recipe.train.phases, positions(recipe), courses(recipe.train.phases), strict=True):
-        placed = choose(recipe, cluster, phase, given)
+        try:
+            placed = choose(recipe, cluster, phase, given)
+        except DoesNotFit as shortage:
+            if not unfit:
+                raise
+            placed = shortage.placed
+            shortages.append(shortage)
         timeline = phase_steps(phase)
         cost = flops_per_token(recipe.model, phase.sequence_length, frozen=lora_of(phase) is not None)
         tokens = timeline.tokens
@@ -265,6 +274,7 @@ def make_plan(
         kv_cache_shrink=kv_cache_shrink(model),
         kv_cache_by="latent attention" if model.mla else "GQA",
         later_stages=later,
+        shortages=tuple(str(one) for one in sorted(shortages, key=lambda one: -one.placed.memory.total)),
         unwise=(*warnings(recipe), *_other_engines(recipe), *assumptions(recipe)),
         activation_checkpointing=recipe.train.activation_checkpointing.text(),
     )

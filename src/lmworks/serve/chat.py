@@ -1,4 +1,4 @@
-"""Chat with a model in the terminal; with a pipe as input, each line is answered."""
+"""Chat with a model in the terminal; with a pipe as input, each line is the next message of one conversation, or a command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from lmworks.errors import UserError
-from lmworks.model.generate import SAMPLING, GenerateOptions
+from lmworks.model.generate import GenerateOptions
 from lmworks.serve.engine import Engine
 from lmworks.serve.requests import Delta, PromptTooLong, Request
 from lmworks.terminal import Terminal, plain
@@ -26,12 +26,13 @@ Ctrl-C stops the answer, Ctrl-D exits"""
 
 @dataclass
 class Conversation:
-    """The messages of a chat and its sampling options. The oldest exchanges are dropped when the context fills up."""
+    """The messages of a chat and its sampling options, by default those of the model. The oldest exchanges are dropped when the context
+    fills up."""
 
     engine: Engine
     system: str = ""
-    temperature: float = SAMPLING["temperature"]
-    min_p: float = SAMPLING["min_p"]
+    temperature: float | None = None
+    min_p: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -50,11 +51,8 @@ class Conversation:
             raise
         engine = self.engine
         options = GenerateOptions(
-            max_new_tokens=engine.room(len(prompt), self.max_tokens),
-            temperature=self.temperature,
-            min_p=self.min_p,
-            stop_ids=engine.vocabulary.stop_ids,
-        )
+            max_new_tokens=engine.room(len(prompt), self.max_tokens), stop_ids=engine.vocabulary.stop_ids, **self.sampling
+        )  # type: ignore[arg-type]
         pieces = []
         try:
             for event in engine.stream(Request((tuple(prompt),), options, self.seed)):
@@ -63,6 +61,12 @@ class Conversation:
                     yield event
         finally:
             self.turns.append({"role": "assistant", "content": "".join(pieces)})
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The options of the model, with those that were given."""
+        given = {"temperature": self.temperature, "min_p": self.min_p}
+        return {**self.engine.sampling, **{name: value for name, value in given.items() if value is not None}}
 
     def reset(self) -> None:
         self.turns.clear()
@@ -105,7 +109,7 @@ def command(conversation: Conversation, line: str) -> str:
             if not 0 <= value <= 2:
                 raise UserError(f"/temperature takes a number from 0 to 2, not {rest!r}")
             conversation.temperature = value
-        return f"Temperature: {conversation.temperature:g}"
+        return f"Temperature: {conversation.sampling['temperature']:g}"
     raise UserError(f"there is no command {name}; /help lists them")
 
 

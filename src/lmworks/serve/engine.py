@@ -8,7 +8,7 @@ import queue
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import torch
 from lmworks.errors import UserError
 from lmworks.model.batching import ContinuousBatch, Sampled
 from lmworks.model.prefixes import PrefixCache
-from lmworks.model.sampling import GenerateOptions
+from lmworks.model.sampling import SAMPLING, GenerateOptions
 from lmworks.serve.decode_threads import DecodeThreads
 from lmworks.serve.grammar import GrammarError, GrammarState
 from lmworks.serve.requests import Delta, EngineStats, Event, Job, PromptTooLong, Request, Scores
@@ -78,7 +78,8 @@ class Engine:
 
     `context` is the maximum length of prompt plus answer, in tokens. Up to `max_rows` answers are generated at a time, each with its own
     options; an answer that ends makes room for the next at once. Keys and values of `prefix_tokens` tokens are kept for prompts that begin
-    like earlier ones: 8 times the context by default. `threads` are those of a CPU, by default as many as PyTorch has.
+    like earlier ones: 8 times the context by default. `sampling` are the options of chats, in the terminal and on the page. `threads` are
+    those of a CPU, by default as many as PyTorch has.
     """
 
     model: Transformer
@@ -88,6 +89,7 @@ class Engine:
     tuned: bool = True
     max_rows: int = 32
     prefix_tokens: int | None = None
+    sampling: Mapping[str, float] = field(default_factory=lambda: dict(SAMPLING))
     threads: int = field(default_factory=torch.get_num_threads)
     _waiting: deque[_Answer] = field(default_factory=deque, repr=False)
     _running: dict[int, _Answer] = field(default_factory=dict, repr=False)

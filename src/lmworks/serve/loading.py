@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from lmworks.errors import UserError
+from lmworks.model.sampling import SAMPLING
 from lmworks.model_stages import BASE
 from lmworks.serve.engine import Engine
 from lmworks.serve.models import LazyModel, Models
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
+
+_BOUNDS = {"temperature": (0, 2), "top_p": (0, 1), "top_k": (0, 1e9), "min_p": (0, 1), "repetition_penalty": (0.01, 100)}
 
 
 def load_engine(run_dir: Path, base: bool = False, threads: int | None = None) -> Engine:
@@ -43,7 +47,7 @@ def load_models(run_dir: Path, base: bool = False) -> Models:
     if final_model(run_dir) == BASE.model:
         return Models(first)
     name = first.name.removesuffix("-base") if base else f"{first.name}-base"
-    return Models(first, {name: LazyModel(first.context, base, lambda: load_engine(run_dir, not base, first.threads))})
+    return Models(first, {name: LazyModel(first.context, base, lambda: load_engine(run_dir, not base, first.threads), first.sampling)})
 
 
 def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool = True, threads: int | None = None) -> Engine:
@@ -53,8 +57,30 @@ def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool 
 
     vocabulary = Vocabulary(load(tokenizer_dir))
     rows, context = model.config.vocab_size, model.config.max_position_embeddings
+    sampling = read_sampling(tokenizer_dir / "generation_config.json")
     assert rows and context  # a resolved recipe and an exported config have both
     if vocabulary.size > rows:
         what = f"the tokenizer in {tokenizer_dir} has {vocabulary.size} entries, but the model has {rows}"
         raise UserError(f"{what}: one of them is not from this run; make the tokenizer again with: lmworks run RECIPE")
-    return Engine(model, vocabulary, name, int(context), tuned=tuned, threads=threads or torch.get_num_threads())
+    return Engine(model, vocabulary, name, int(context), tuned=tuned, sampling=sampling, threads=threads or torch.get_num_threads())
+
+
+def read_sampling(path: Path) -> dict[str, float]:
+    """The sampling options that a model's generation_config.json states, greedy for `do_sample: false`; `SAMPLING` if there is no such file
+    or it states none. Raises `UserError` for values that are none."""
+    if not path.is_file():
+        return dict(SAMPLING)
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        stated = {name: given[name] for name in _BOUNDS if given.get(name) is not None}
+    except (ValueError, AttributeError, RecursionError):
+        raise UserError(f"{path} is not a JSON object; restore it from the model's source") from None
+    for name, value in stated.items():
+        least, most = _BOUNDS[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise UserError(f"{path}: {name} is {str(value)[:50]}, not a number from {least:g} to {most:g}")
+    if given.get("do_sample") is False:
+        return {"temperature": 0.0}
+    if "top_k" in stated:
+        stated["top_k"] = int(stated["top_k"])
+    return {"temperature": 1.0} | stated if stated else dict(SAMPLING)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmworks.errors import UserError
+from lmworks.model.sampling import SAMPLING
 from lmworks.serve.engine import Engine
 from lmworks.serve.requests import EngineStats
 
@@ -25,6 +26,7 @@ class LazyModel:
     context: int
     tuned: bool
     load: Callable[[], Engine]
+    sampling: Mapping[str, float] = field(default_factory=lambda: dict(SAMPLING))
 
 
 class Models:

@@ -24,7 +24,7 @@ def page(models: Models, chosen: str | None = None) -> tuple[str, str]:
     """The page for the `chosen` model (the first one if there is no model of that name), and its Content-Security-Policy."""
     name = chosen if chosen in models.known else models.first.name
     model = models.known[name]
-    about = {"model": name, "context": model.context, "tuned": model.tuned, "models": list(models.known)}
+    about = {"model": name, "context": model.context, "tuned": model.tuned, "models": list(models.known), "sampling": dict(model.sampling)}
     text = _source().replace("{{ABOUT}}", html.escape(json.dumps(about))).replace("{{MODEL}}", html.escape(name))
     policy = [
         "default-src 'none'", f"script-src {_hash(text, 'script')}", f"style-src {_hash(text, 'style')}", "connect-src 'self'",

@@ -19,6 +19,7 @@ from lmworks import progress
 from lmworks.allocator import keep_freed_memory
 from lmworks.interrupt import Interrupted, Preempted
 from lmworks.metrics.log import MetricLog, NoMetrics
+from lmworks.metrics.names import describe
 from lmworks.model.balance import set_temperature
 from lmworks.model_stages import USED
 from lmworks.optim.optimizer import Updates
@@ -359,9 +360,14 @@ class Trainer:
         return found | {"layers": "compiled" if is_compiled(self.recipe, device) else "eager"}
 
     def _note(self, loss: float, values: dict[str, float]) -> str:
-        note = f"loss {loss:.3f}"
-        for metric in self._validator.measured.values():
-            note += f"  held-out {metric:.3f}"
+        note = f"loss {loss:.3f}{_unit('train/loss' if self.objective is None else None)}"
+        for value in self._validator.measured.values():
+            note += f"  held-out {value:.3f}{_unit(self._validator.metric)}"
         if "perf/tokens_per_second" in values:
             note += f"  {values['perf/tokens_per_second']:,.0f} tokens/s"
         return note
+
+
+def _unit(metric: str | None) -> str:
+    """The unit of a metric, to stand behind its value: losses are in nats per token, but held-out text is measured in bits per byte."""
+    return f" {unit}" if metric is not None and (unit := describe(metric).unit) else ""

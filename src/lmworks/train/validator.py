@@ -27,6 +27,7 @@ class Validator:
         self.measured: dict[int, float] = {}
         self.early_stopping = EarlyStopping(early_stopping, use_best)
         self._validate, self._model, self._curriculum, self._ledger = validate, model, curriculum, ledger
+        self.metric: str | None = None  # the name of what is `measured`, once it was in this process
         self._stage, self._keep_best, self._use_best = stage, keep_best or use_best, use_best
 
     def run(self, step: int, ema: Ema | None) -> dict[str, float]:
@@ -35,7 +36,7 @@ class Validator:
         with self._model.ema_weights(ema):
             values = self._validate()
         self.early_stopping.observe(step, values)
-        name = self.early_stopping.metric(values)
+        name = self.metric = self.early_stopping.metric(values)
         self.measured = {step: values[name]} if name is not None and math.isfinite(values[name]) else {}
         if self._ended_early(step):
             self._report_early_stop(step)

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from lmworks import credentials
+from lmworks import credentials, gpus
 from lmworks.errors import UserError
 from lmworks.files import write_json, write_text
 from lmworks.masking import mask
@@ -197,11 +197,25 @@ def load_resolved(path: Path) -> Recipe:
 
 
 def load_cluster(name: str | Path, beside: Path | None = None) -> Cluster:
-    """A cluster by file or by name."""
-    path = _from_here(find(name, "clusters", beside))
+    """A cluster by file or by name, or by number and name of GPUs (`4xrtx4090`), of which at most 8 are in one machine."""
+    try:
+        path = _from_here(find(name, "clusters", beside))
+    except UserError as error:
+        return _cluster_of_gpus(str(name), error)
     document = parse_file(path)
     document.tree.setdefault("name", path.stem)
     return as_node(document, Cluster)
+
+
+def _cluster_of_gpus(name: str, no_file: UserError) -> Cluster:
+    try:
+        count, gpu = gpus.parse_gpus(name, "--cluster")
+    except UserError:
+        raise UserError(f"{no_file}; or a number of GPUs such as 4xrtx4090, of: {', '.join(gpus.GPUS)}") from None
+    most = gpus.LARGEST_NODE
+    if count > most and count % most:
+        raise UserError(f"--cluster {name}: more than {most} GPUs are machines of {most}; take {-(-count // most) * most}x{gpu.name}")
+    return Cluster.of_gpus(count, gpu)
 
 
 def as_node(document: Document, node: type[N]) -> N:

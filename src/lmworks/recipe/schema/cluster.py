@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from lmworks import gpus
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.layout import Layout
 
@@ -25,6 +26,15 @@ class Cluster(Node):
     mfu: float = Field(0.4, ge=1e-6, le=1, description="expected model FLOPs utilization (MFU); `lmworks plan --calibrate` measures it")
     mfu_source: str = Field("assumed", description="where that MFU comes from")
     layout: Layout | None = None
+
+    @classmethod
+    def of_gpus(cls, count: int, gpu: gpus.Gpu) -> Cluster:
+        """GPUs by the data sheet, in machines of at most 8; `count` above 8 must be a multiple of it."""
+        per_node = min(count, gpus.LARGEST_NODE)
+        return cls(
+            name=f"{count}x{gpu.name}", nodes=count // per_node, devices_per_node=per_node, device=gpu.name.upper(), tflops=gpu.tflops,
+            memory_gib=round(gpu.memory * gpus.GB / 2**30, 1), mfu_source="assumed share of the data sheet's dense bf16 peak",
+        )  # fmt: skip
 
     @property
     def on_cpu(self) -> bool:

@@ -1,6 +1,7 @@
 """Quantities with their unit in the type: tokens, bytes, seconds, and durations.
 
-A bare number where a unit is meant is refused, because 2000 steps and 2000 tokens differ by a month.
+A bare number is a number of tokens where nothing but tokens is meant. Elsewhere it is refused, because 2000 steps and 2000 tokens differ by
+a month.
 """
 
 from __future__ import annotations
@@ -83,14 +84,14 @@ class Quantity:
 
 
 class Tokens(Quantity, int):
-    """A number of tokens: `15T`, `4Mi`, `131072 tokens`."""
+    """A number of tokens: `15T`, `4Mi`, `131072 tokens`, `131072`."""
 
     example = "'2.5M tokens' or '15T'"
 
     @classmethod
     def _validate(cls, value: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool | cls):
-            raise ValueError(f"{value!r} has no unit; write for example '{value} tokens'")
+            value = f"{value} tokens"
         if (tokens := super()._validate(value)) < 1:
             raise ValueError(f"{value!r} is too few; write for example {cls.example}")
         return tokens
@@ -100,7 +101,7 @@ class Tokens(Quantity, int):
         number, first, second = _split(text, cls.example)
         prefix, unit = (first, second) if second else ("", first) if first in ("token", "tokens") else (first, "tokens")
         scale = _BINARY.get(prefix) or _DECIMAL.get(prefix)
-        if scale is None or unit not in ("token", "tokens") or (not first):
+        if scale is None or unit not in ("token", "tokens"):
             raise ValueError(f"{text!r} is not a number of tokens; write for example {cls.example}")
         return cls(_whole(number * scale, text))
 
