@@ -58,7 +58,7 @@ def test_each_option_equals_its_reference_in_a_mixed_batch() -> None:
         logits = torch.randn(len(KINDS), V, generator=generator) * 2
         logits[:, 13] += 9  # chosen again and again: what is generated twice counts twice
         before = logits.clone()
-        found = adjust(logits, draws)
+        found = adjust(logits, [draw.history for draw in draws])
         assert torch.equal(logits, before)  # log-probabilities are of the model's own distribution
         for row, draw in enumerate(draws):
             # one rounding of fp32 apart: the sums are in another order
@@ -71,8 +71,8 @@ def test_each_option_equals_its_reference_in_a_mixed_batch() -> None:
 def test_a_row_without_these_options_keeps_its_bits() -> None:
     logits = torch.randn(2, V)
     plain, biased = Draw(GenerateOptions(), 0), Draw(GenerateOptions(logit_bias=((4, 100.0),)), 0)
-    assert adjust(logits, [plain, plain]) is logits  # nothing is computed
-    assert torch.equal(adjust(logits, [plain, biased])[0], logits[0])
+    assert adjust(logits, [plain.history, plain.history]) is logits  # nothing is computed
+    assert torch.equal(adjust(logits, [plain.history, biased.history])[0], logits[0])
     assert [token.id for token in choose(logits, [plain, biased])] == [int(logits[0].argmax()), 4]
 
 

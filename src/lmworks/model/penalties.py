@@ -8,32 +8,50 @@ Shapes: B rows, V vocabulary; R rows that use any of this.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lmworks.model.sampling import Draw, GenerateOptions
 
+@dataclass(frozen=True, kw_only=True)
+class LogitOptions:
+    """`min_tokens`: how many tokens come before any of `stop_ids`. `logit_bias`: pairs of an id and what is added to its logit, each id
+    once. A `repetition_penalty` of 1 is off. The formulas are those of `adjust`."""
 
-def changes_logits(options: GenerateOptions) -> bool:
-    """Whether any of these options is on."""
-    penalized = options.repetition_penalty != 1 or options.frequency_penalty != 0 or options.presence_penalty != 0
-    return penalized or bool(options.logit_bias) or options.min_tokens > 0
+    stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether any of these options is on."""
+        penalized = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        return penalized or bool(self.logit_bias) or self.min_tokens > 0
 
 
 class History:
-    """The tokens of one row so far, by id, and its constant tensors; about 5 bytes for each entry of the vocabulary."""
+    """The tokens of one row so far, by id, and its constant tensors; about 5 bytes for each entry of the vocabulary, from the first token
+    on."""
 
-    def __init__(self, options: GenerateOptions, prompt: Sequence[int], size: int, device: torch.device) -> None:
-        self.written = 0
-        self.stop_ids = torch.tensor(options.stop_ids if options.min_tokens else (), dtype=torch.long, device=device)
-        self.bias_ids = torch.tensor([token for token, _ in options.logit_bias], dtype=torch.long, device=device)
-        self.bias = torch.tensor([value for _, value in options.logit_bias], dtype=torch.float32, device=device)
-        self.counts_V = torch.zeros(size, dtype=torch.float32, device=device)  # of generated tokens
-        self.seen_V = torch.zeros(size, dtype=torch.bool, device=device)  # in the prompt or the answer
-        self.seen_V[torch.tensor(prompt, dtype=torch.long, device=device)] = True
+    def __init__(self, options: LogitOptions, prompt: Sequence[int]) -> None:
+        self.options, self.written, self._prompt = options, 0, prompt
+        self._ready = False
+
+    def prepare(self, size: int, device: torch.device) -> History:
+        """Make the tensors, once."""
+        if not self._ready:
+            options, self._ready = self.options, True
+            self.stop_ids = torch.tensor(options.stop_ids if options.min_tokens else (), dtype=torch.long, device=device)
+            self.bias_ids = torch.tensor([token for token, _ in options.logit_bias], dtype=torch.long, device=device)
+            self.bias = torch.tensor([value for _, value in options.logit_bias], dtype=torch.float32, device=device)
+            self.counts_V = torch.zeros(size, dtype=torch.float32, device=device)  # of generated tokens
+            self.seen_V = torch.zeros(size, dtype=torch.bool, device=device)  # in the prompt or the answer
+            self.seen_V[torch.tensor(self._prompt, dtype=torch.long, device=device)] = True
+        return self
 
     def add(self, token: int) -> None:
         """Note the next generated token."""
@@ -42,22 +60,19 @@ class History:
         self.seen_V[token] = True
 
 
-def adjust(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """The logits after these options; the same tensor if no row uses any, else a new one.
+def adjust(logits_BV: Tensor, rows_B: Sequence[History | None]) -> Tensor:
+    """The logits after these options; the same tensor if no row uses any, else a new one. None: the row uses none.
 
     With c the count of a token among the generated ones of its row: a token of prompt or answer has a positive logit divided by the
     repetition penalty and a negative one multiplied by it (arXiv:1909.05858); then frequency_penalty * c is subtracted, and
     presence_penalty if c > 0 (OpenAI). Stop tokens are excluded from the first `min_tokens` tokens.
     """
-    rows = [row for row, draw in enumerate(draws) if draw.adjusts]
+    size, device = logits_BV.shape[-1], logits_BV.device
+    rows = [row for row, history in enumerate(rows_B) if history is not None]
     if not rows:
         return logits_BV
-    size, device = logits_BV.shape[-1], logits_BV.device
-    histories = []
-    for draw in (draws[row] for row in rows):
-        draw.history = draw.history or History(draw.options, draw.prompt, size, device)
-        histories.append(draw.history)
-    options = [draws[row].options for row in rows]
+    histories = [history.prepare(size, device) for history in rows_B if history is not None]
+    options = [history.options for history in histories]
     logits_RV = logits_BV[rows]
 
     short = [number for number, history in enumerate(histories) if history.written < options[number].min_tokens]
@@ -80,7 +95,7 @@ def adjust(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
     if any(one.frequency_penalty or one.presence_penalty for one in options):
         counts_RV = torch.stack([history.counts_V for history in histories])
         logits_RV = logits_RV - frequency_R1 * counts_RV - presence_R1 * (counts_RV > 0)
-    if len(rows) == len(draws):
+    if len(rows) == len(rows_B):
         return logits_RV.to(logits_BV.dtype)
     adjusted_BV = logits_BV.clone()
     adjusted_BV[rows] = logits_RV.to(logits_BV.dtype)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lmworks.model.penalties import History, adjust, changes_logits
+from lmworks.model.penalties import History, LogitOptions, adjust
 
 _GREEDY_BELOW = 1e-5
 SAMPLING = {"temperature": 0.7, "min_p": 0.1}
@@ -21,26 +21,17 @@ SAMPLING = {"temperature": 0.7, "min_p": 0.1}
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(LogitOptions):
     """Sampling options. Temperature 0 is greedy, and so is one below 1e-5, by which logits cannot be divided; top_k 0, top_p 1 and min_p 0
-    are off; top_p 0 leaves the most likely token. `logprobs`: how many of the most likely tokens to return with each token.
-
-    `min_tokens`: how many tokens come before any of `stop_ids`. `logit_bias`: pairs of an id and what is added to its logit, each id once.
-    The penalties are those of `lmworks.model.penalties`; a `repetition_penalty` of 1 is off."""
+    are off; top_p 0 leaves the most likely token. `logprobs`: how many of the most likely tokens to return with each token."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    stop_ids: tuple[int, ...] = ()
     seed: int = 0
     logprobs: int | None = None
-    min_tokens: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
 
     @property
     def greedy(self) -> bool:
@@ -87,12 +78,12 @@ class Draw:
     grammar: Grammar | None = None
     prompt: Sequence[int] = ()
     random: random.Random = field(init=False, repr=False)
-    adjusts: bool = field(init=False)
-    history: History | None = field(init=False, default=None, repr=False)  # made at the first token, if `adjusts`
+    history: History | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.adjusts = changes_logits(self.options)
+        if self.options.changes_logits:
+            self.history = History(self.options, self.prompt)
 
 
 def filter_logits(logits_BV: Tensor, options: GenerateOptions) -> Tensor:
@@ -114,7 +105,7 @@ def filter_logits(logits_BV: Tensor, options: GenerateOptions) -> Tensor:
 
 def choose(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Token]:
     """Choose the next token of each row, and advance its random numbers and its grammar. Each random row takes one number per token."""
-    allowed_BV = _restricted(adjust(logits_BV, draws), draws)
+    allowed_BV = _restricted(adjust(logits_BV, [draw.history for draw in draws]), draws)
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for row, draw in enumerate(draws):
         groups.setdefault((0.0, 0, 1.0, 0.0) if draw.options.greedy else draw.options.distribution, []).append(row)
