@@ -199,8 +199,8 @@ def test_yaml_means_what_it_says(write: Write) -> None:
 
 def test_no_such_recipe() -> None:
     assert "there is no recipe 'quikstart', as a file or by name; did you mean quickstart?" in refusal(Path("quikstart"))
-    with pytest.raises(UserError, match="there is no cluster '9xh100'"):
-        load_cluster("9xh100")
+    with pytest.raises(UserError, match="there is no cluster '9xh900'"):
+        load_cluster("9xh900")
     with pytest.raises(UserError, match="there is no model preset 'glm-tinny', as a file or by name; did you mean glm-tiny"):
         load_recipe("quickstart", ["model.preset=glm-tinny"])
 
