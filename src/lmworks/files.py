@@ -121,8 +121,8 @@ def require_empty(out: Path) -> None:
 def whole_directory(path: Path) -> Iterator[Path]:
     """Yield a new directory beside `path` to write to and to verify; on success it takes the place of `path`, which may be a directory.
 
-    On failure it is removed and `path` is unchanged. The former directory is removed only when the new one is in place. What processes
-    that are gone have left beside `path` is removed.
+    On failure it is removed and `path` is unchanged, and so it is if the caller has moved the new directory elsewhere. The former directory
+    is removed only when the new one is in place. What processes that are gone have left beside `path` is removed.
     """
     path = Path(path).resolve()
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -132,7 +132,8 @@ def whole_directory(path: Path) -> Iterator[Path]:
         try:
             aside.mkdir()
             yield aside
-            replace_directory(aside, path)
+            if aside.is_dir():
+                replace_directory(aside, path)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 

@@ -202,14 +202,15 @@ def parity(run: Run) -> list[tuple[str, str]]:
     known, compared, written = run.parity, as_dict(run.parity.get("huggingface")), as_dict(run.parity.get("bytes"))
     if not known:
         return []
-    relative, limit, same = (as_number(value) for value in (compared.get("relative"), known.get("tolerance"), compared.get("same_choice")))
+    relative, limit, rounded, same = (as_number(compared.get(name)) for name in ("relative", "bound", "fp32", "same_choice"))
     tokens, tensors = as_number(compared.get("tokens")), as_number(known.get("tensors"))
     found = [("Model", f"the {known.get('model', '')} model, weights in {known.get('dtype', '')}")]
     if compared:
         found.append(("For transformers, vLLM, SGLang", _exported(known.get("architecture"), written.get("huggingface"))))
         most = f", of which {significant(limit, 2)} is allowed" if limit else ""
-        found.append(("Largest difference of a logit", f"{significant(relative, 3)} of the largest logit{most}"))
-        found.append(("Same likeliest next token", f"{percent(same)} of {tokens:,.0f} held-out tokens"))
+        found.append(("Largest difference of a logit in fp64", f"{significant(relative, 3)} of the largest logit{most}"))
+        found += [("The same in fp32", f"{significant(rounded, 3)}, from rounding")] if rounded else []
+        found.append(("Same likeliest next token", f"{percent(same)} of {tokens:,.0f} tokens"))
     if known.get("gguf_architecture"):
         found.append(("For llama.cpp", _exported(known["gguf_architecture"], written.get("gguf"))))
         found.append(("Tensors read back", f"{tensors:,.0f}, all equal bit for bit"))

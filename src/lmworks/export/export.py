@@ -5,27 +5,32 @@
     out_dir/gguf/model.gguf   llama.cpp
     out_dir/gguf/adapter.gguf   the same adapters for llama.cpp
     out_dir/parity.json       comparison of the exports with the trained model, size and hash of each file; a part of it in each folder
+    out_dir/refused/FORMAT/   an export that is not equal to the trained model, with its parity.json
+
+Each format stands for itself: one that is refused does not keep the others from their places.
 """
 
 from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from lmworks import machine
+from lmworks.errors import UserError
 from lmworks.export import gguf as gguf_
 from lmworks.export.card import write_card
-from lmworks.export.huggingface import TOLERANCE, Parity, compare, require_parity, write_model
-from lmworks.export.peft import adapter_tensors, write_peft
-from lmworks.export.verify import PASSED, REPORT, file_records
-from lmworks.files import read_json, whole_directory, write_json
+from lmworks.export.compared_tokens import compared_tokens
+from lmworks.export.gguf_tokenizer import find_rule
+from lmworks.export.huggingface import write_model
+from lmworks.export.parity import NotLoaded, Parity, compare
+from lmworks.export.peft import adapter_tensors, unequal_adapters, write_peft
+from lmworks.export.verify import PASSED, REFUSED, REPORT, file_records
+from lmworks.files import read_json, replace_directory, whole_directory, write_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
 from lmworks.model_stages import BASE, of_checkpoint
@@ -33,15 +38,15 @@ from lmworks.recipe.derivation.parameters import count_parameters
 from lmworks.recipe.derivation.positions import positions
 from lmworks.recipe.loading.huggingface import class_for
 from lmworks.recipe.schema.lora import Lora
+from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.format.manifest import Manifest
-from lmworks.shards.read.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.foreign import ForeignTokenizer
 from lmworks.tokenizer.keeping import KEPT
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.adapters import adapters_of
 from lmworks.train.load import final_checkpoint, final_model, load_model
+from lmworks.weights.gguf_names import gguf_package
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,13 +54,14 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TOKENIZER_CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
-_ROWS = 4  # sequences compared, at least; each domain gives one or more
-_LONGEST = 1024  # tokens of each; enough to detect a wrong rotation
-
 
 @dataclass(frozen=True)
 class Report:
-    """The exports and their comparison with the model. `tensors` counts GGUF tensors that were read back and are equal bit for bit."""
+    """The exports and their comparison with the model. `tensors` counts GGUF tensors that were read back and are equal bit for bit.
+
+    refused: why a format is not in its place, by its name. no_gguf: why there is no file for llama.cpp under `export.gguf: auto`;
+    no_gguf_adapter: why llama.cpp cannot apply the adapters that were trained. notes: for which texts llama.cpp gives other ids.
+    """
 
     model: str
     dtype: str
@@ -64,8 +70,11 @@ class Report:
     sequences: int = 0
     gguf_architecture: str | None = None
     tensors: int = 0
-    no_gguf_adapter: str | None = None  # why llama.cpp cannot apply the adapters that were trained
-    bytes: dict[str, int] | None = None
+    no_gguf: str | None = None
+    no_gguf_adapter: str | None = None
+    notes: tuple[str, ...] = ()
+    refused: dict[str, str] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
 
     def __rich__(self) -> Table:
         from rich.table import Table
@@ -73,30 +82,60 @@ class Report:
         table = Table(title=f"Exports of the {self.model} model ({self.dtype})", title_justify="left", header_style="bold")
         for heading in ("for", "as", "size", "checked"):
             table.add_column(heading)
-        size = self.bytes or {}
+        size = self.bytes
         if self.huggingface:
             parity = self.huggingface
             table.add_row(
                 "transformers, vLLM, SGLang", self.architecture, _size(size["huggingface"]),
-                f"loaded in transformers, fp32: logits differ by {parity.relative:.1e} of the largest (at most {TOLERANCE:.0e}), "
-                f"{100 * parity.same_choice:.2f}% same next token, over {parity.tokens:,} held-out tokens",
+                f"loaded in transformers: logits in fp64 differ by {parity.relative:.1e} of the largest (at most {parity.bound:.1e}), in "
+                f"fp32 by {parity.fp32:.1e}; {100 * parity.same_choice:.2f}% same next token, over {parity.tokens:,} tokens",
             )  # fmt: skip
-        if self.gguf_architecture:
-            checked = f"read back: all {self.tensors} tensors equal, bit for bit"
+        if "gguf" in size:
+            checked = "; ".join((f"read back: all {self.tensors} tensors equal, bit for bit", *self.notes))
             table.add_row("llama.cpp", self.gguf_architecture, _size(size["gguf"]), checked)
-        for kind, use in (("peft", "peft, vLLM"), ("gguf_adapter", "llama.cpp --lora")):
-            if kind in size:
-                table.add_row(use, "low-rank adapter", _size(size[kind]), "")
+        if self.no_gguf:
+            table.add_row("llama.cpp", "none", "", self.no_gguf)
+        if "peft" in size:
+            table.add_row("peft, vLLM", "low-rank adapter", _size(size["peft"]), "read back: equal, bit for bit")
+        if "gguf_adapter" in size:
+            table.add_row("llama.cpp --lora", "low-rank adapter", _size(size["gguf_adapter"]), "")
         if self.no_gguf_adapter:
             table.add_row("llama.cpp --lora", "none", "", self.no_gguf_adapter)
         return table
 
 
+class _Formats:
+    """The folders of the formats: those that pass take their places together, at the end; one that is refused goes aside at once."""
+
+    def __init__(self, out_dir: Path, places: ExitStack, about: dict[str, Any]) -> None:
+        self.out_dir, self.places, self.about = out_dir, places, about
+        self.passed: dict[str, dict[str, Any]] = {}
+        self.refused: dict[str, str] = {}
+
+    def new(self, name: str) -> Path:
+        """An empty folder for a format."""
+        return self.places.enter_context(whole_directory(self.out_dir / name))
+
+    def judge(self, name: str, directory: Path, reason: str | None, **found: Any) -> None:
+        """Record in the folder what was found, and put it aside if there is a reason."""
+        verdict = {"verdict": PASSED} if reason is None else {"verdict": REFUSED, "reason": reason}
+        records = file_records(directory)
+        write_json(directory / REPORT, verdict | self.about | found | {"files": records})
+        if reason is None:
+            self.passed[name] = records
+            return
+        self.refused[name] = reason
+        aside = self.out_dir / "refused" / name
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        replace_directory(directory, aside)
+
+
 def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
     """Write the model of the last stage that has trained one in every format that `recipe.export` requests.
 
-    Raises `UserError` if a format cannot express the model, if a package is missing (it names the extra), if an export is not equal to the
-    trained model, or if memory or the disk does not suffice. The exports of an earlier call are unchanged then.
+    Raises `UserError` if a format cannot express the model, if a package is missing (it names the extra), or if memory or the disk does not
+    suffice: the exports of an earlier call are unchanged then. An export that is not equal to the trained model is put aside, in
+    `out_dir/refused`, with its report; the others take their places, and a `UserError` then names both.
     """
     run_dir, out_dir = Path(run_dir), Path(out_dir)
     options = recipe.export
@@ -109,27 +148,39 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
     values: dict[str, Any] = {"model": which, "dtype": options.dtype}
     sizes: dict[str, int] = {}
     adapter = find_adapter(recipe, run_dir)
-    folders: dict[str, Path] = {}
-    with ExitStack() as verified:  # at its end all of them take the places of those of an earlier export, or none does
+    wants_gguf = options.gguf is not False
+    if wants_gguf and (why := why_no_gguf(model.config.model_copy(update={"rope": model.rope}), tokenizer)) is not None:
+        if not options.huggingface:
+            raise UserError(why)
+        wants_gguf = False
+        values["no_gguf"] = why
+    with ExitStack() as places:
+        formats = _Formats(out_dir, places, dict(values))
         if options.huggingface:
-            directory = folders["huggingface"] = verified.enter_context(whole_directory(out_dir / "huggingface"))
+            directory = formats.new("huggingface")
             write_huggingface(model, tokenizer, directory, dtype)
-            write_card(recipe, model, run_dir, directory, gguf=options.gguf)
-            tokens_BT = held_out_tokens(recipe, run_dir / "shards") if recipe.has_text else drawn_tokens(recipe, tokenizer)
-            parity = compare(model, directory, tokens_BT, dtype)
-            require_parity(parity, directory)
-            values |= {"architecture": class_for(model.config), "huggingface": parity, "sequences": len(tokens_BT)}
-            sizes["huggingface"] = sum(file.stat().st_size for file in directory.iterdir())
+            write_card(recipe, model, run_dir, directory, gguf=wants_gguf)
+            tokens = compared_tokens(recipe, run_dir / "shards", tokenizer)
+            sizes["huggingface"] = _bytes(directory)
+            try:
+                parity = compare(model, directory, tokens, dtype)
+            except NotLoaded as error:
+                formats.judge("huggingface", directory, str(error))
+            else:
+                values |= {"architecture": class_for(model.config), "huggingface": parity, "sequences": sum(map(len, tokens.values()))}
+                formats.judge("huggingface", directory, parity.reason, parity=asdict(parity))
             if adapter:
-                beside = folders["peft"] = verified.enter_context(whole_directory(out_dir / "peft"))
+                beside = formats.new("peft")
                 write_adapter(recipe, adapter, beside)
-                sizes["peft"] = sum(file.stat().st_size for file in beside.iterdir())
-        if options.gguf:
-            folders["gguf"] = verified.enter_context(whole_directory(out_dir / "gguf"))
-            path = folders["gguf"] / "model.gguf"
+                sizes["peft"] = _bytes(beside)
+                unequal = unequal_adapters(adapter.checkpoint, model.config, beside)
+                formats.judge("peft", beside, f"tensor {unequal[0]} of the file is not the adapter's" if unequal else None)
+        if wants_gguf:
+            directory = formats.new("gguf")
+            path = directory / "model.gguf"
             gguf_.write_gguf(model, tokenizer, path, dtype, recipe.name)
-            values |= {"gguf_architecture": gguf_.architecture_for(model.config), "tensors": gguf_.check_gguf(model, path, dtype)}
             sizes["gguf"] = path.stat().st_size
+            values |= {"gguf_architecture": gguf_.architecture_for(model.config), "notes": find_rule(tokenizer).notes}
             if adapter:
                 beside, name = path.with_name("adapter.gguf"), f"adapter of {_base_name(recipe, adapter.base)}"
                 try:
@@ -137,17 +188,45 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
                     sizes["gguf_adapter"] = beside.stat().st_size
                 except gguf_.NoAdapter as error:
                     values["no_gguf_adapter"] = str(error)
-        files: dict[str, Any] = {}
-        for name, directory in folders.items():
-            records = file_records(directory)
-            write_json(directory / REPORT, {"verdict": PASSED, "model": which, "dtype": options.dtype, "files": records})
-            files |= {f"{name}/{file}": record for file, record in records.items()}
-    written = {"huggingface": options.huggingface, "peft": options.huggingface and adapter, "gguf": options.gguf}
-    for name in (name for name, wanted in written.items() if not wanted):
+            try:
+                values["tensors"] = gguf_.check_gguf(model, path, dtype)
+            except gguf_.Differs as error:
+                formats.judge("gguf", directory, str(error))
+            else:
+                formats.judge("gguf", directory, None, tensors=values["tensors"])
+    for name in {"huggingface", "peft", "gguf"} - formats.passed.keys() - formats.refused.keys():
         shutil.rmtree(out_dir / name, ignore_errors=True)  # of a model before this one
-    report = Report(**values, bytes=sizes)
-    write_json(out_dir / REPORT, {"verdict": PASSED} | asdict(report) | {"tolerance": TOLERANCE, "files": files})
+    for name in formats.passed:
+        shutil.rmtree(out_dir / "refused" / name, ignore_errors=True)
+    if (out_dir / "refused").is_dir() and not any((out_dir / "refused").iterdir()):
+        (out_dir / "refused").rmdir()
+    files = {f"{name}/{file}": record for name, records in formats.passed.items() for file, record in records.items()}
+    report = Report(**values, refused=formats.refused, bytes=sizes)
+    write_json(out_dir / REPORT, {"verdict": REFUSED if formats.refused else PASSED} | asdict(report) | {"files": files})
+    _require_all(report, formats, out_dir)
+    if options.gguf is True and report.no_gguf:
+        raise UserError(f"{report.no_gguf}; kept: {_kept(formats, out_dir)}")
     return report
+
+
+def _require_all(report: Report, formats: _Formats, out_dir: Path) -> None:
+    """Raise `UserError` that names the formats that were refused, and those that were not."""
+    if not report.refused:
+        return
+    parts = []
+    for name, reason in report.refused.items():
+        parts.append(f"the export {name} differs from the trained model: {reason}; it is in {out_dir / 'refused' / name} with its {REPORT}")
+        if (out_dir / name).is_dir():
+            parts.append(f"{out_dir / name} is of an earlier model")
+    raise UserError("; ".join([*parts, f"kept: {_kept(formats, out_dir)}"]))
+
+
+def _kept(formats: _Formats, out_dir: Path) -> str:
+    return ", ".join(str(out_dir / name) for name in formats.passed) or "none"
+
+
+def _bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())
 
 
 @dataclass(frozen=True)
@@ -181,12 +260,40 @@ def _base_name(recipe: Recipe, base: Path) -> str:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise `UserError` if a format that the recipe requests cannot express the model, before anything is trained or written."""
-    if recipe.export.huggingface:
+    """Raise `UserError` if a format that the recipe requests cannot express the model or its tokenizer, before anything is trained or
+    written. A tokenizer that the recipe takes over (`tokenizer.path`) is read; one that the run trains can be expressed.
+
+    Under `export.gguf: auto` a model that llama.cpp cannot express is none of these, unless no other format is requested.
+    """
+    options = recipe.export
+    if options.huggingface:
         class_for(recipe.model)
-    if recipe.export.gguf:
+    if options.gguf is True or (options.gguf == "auto" and not options.huggingface):
         phases = positions(recipe)
-        gguf_.architecture_for(recipe.model.model_copy(update={"rope": phases[-1].rope}) if phases else recipe.model)
+        last = recipe.model.model_copy(update={"rope": phases[-1].rope}) if phases else recipe.model
+        if (why := why_no_gguf(last, _known_tokenizer(recipe))) is not None:
+            raise UserError(why)
+
+
+def _known_tokenizer(recipe: Recipe) -> Tokenizer | None:
+    """The tokenizer of another model that the recipe takes over, if it is there already."""
+    if not recipe.tokenizer.path or not recipe.tokenizer.keep:
+        return None
+    path = Path(recipe.tokenizer.path).expanduser()
+    directory = path.parent if path.suffix == ".json" else path
+    return load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+
+
+def why_no_gguf(model: Model, tokenizer: Tokenizer | None) -> str | None:
+    """Why llama.cpp cannot run a model with this tokenizer; None if it can."""
+    try:
+        gguf_package()
+        gguf_.architecture_for(model)
+        if tokenizer is not None:
+            find_rule(tokenizer)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _require_memory(recipe: Recipe) -> None:
@@ -224,22 +331,6 @@ def _write_foreign(
     given = tokenizer.directory / _GENERATION
     known = read_json(given) if given.is_file() else {"do_sample": True} | SAMPLING
     write_json(directory / _GENERATION, known | stops)
-
-
-def held_out_tokens(recipe: Recipe, shards_dir: Path) -> Tensor:
-    """(B, T) token ids of held-out documents, the same number of sequences from every domain."""
-    manifest = Manifest.load(shards_dir)
-    length = min([_LONGEST, *(int(phase.sequence_length) for phase in recipe.train.phases[-1:])])
-    rows = -(-_ROWS // len(manifest.domains()))
-    found = [Validation(shards_dir, manifest, domain, length, rows).batch(0) for domain in manifest.domains()]
-    return torch.from_numpy(np.concatenate([batch.tokens for batch in found])).long()
-
-
-def drawn_tokens(recipe: Recipe, tokenizer: Tokenizer) -> Tensor:
-    """(B, T) ids of random words, for a run without a corpus; what they say makes no difference to a comparison."""
-    generator = torch.Generator().manual_seed(recipe.seed)
-    length = min(_LONGEST, int(recipe.model.max_position_embeddings or _LONGEST))
-    return torch.randint(tokenizer.vocab_size, (_ROWS, length), generator=generator)
 
 
 def _size(count: int) -> str:

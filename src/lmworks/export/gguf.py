@@ -11,14 +11,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.files import atomic_path, explain_damage, final_name, read_json
+from lmworks.export.gguf_tokenizer import add_tokenizer
+from lmworks.files import atomic_path, explain_damage, final_name
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
 from lmworks.model.rope import frequencies
@@ -27,8 +28,6 @@ from lmworks.recipe.families.common import rope_parameters
 from lmworks.recipe.families.registry import family_of
 from lmworks.recipe.schema.lora import Lora, matrix_of
 from lmworks.recipe.schema.model import Model
-from lmworks.tokenizer import bpe, special
-from lmworks.tokenizer.foreign import ForeignTokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.weights.gguf_names import GgufTensor, Places, architecture_for, gguf_of, gguf_package
 from lmworks.weights.names import is_exported
@@ -37,6 +36,10 @@ if TYPE_CHECKING:
     import gguf
 
 _LATENT_KEYS_AND_VALUES = re.compile(r"layers\.(\d+)\.attention\.kv_up\.weight\Z")
+
+
+class Differs(UserError):
+    """A file is not the model."""
 
 
 class NoAdapter(UserError):
@@ -63,7 +66,7 @@ def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torc
             writer.add_tensor_info(item.name, item.tensor.shape, np.dtype(np.float32), item.nbytes, kind)
         _add_general(writer, name, dtype)
         _add_model(writer, model)
-        _add_tokenizer(writer, tokenizer, model.config.vocab_size or 0)
+        add_tokenizer(writer, tokenizer, model.config.vocab_size or 0)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -142,8 +145,8 @@ def load_gguf(model: Transformer, path: Path) -> None:
         item.store(torch.tensor(gguf.quants.dequantize(one.data, one.tensor_type)).reshape(item.tensor.shape))
 
 
-def _damaged(path: Path, why: str) -> UserError:
-    return UserError(f"{final_name(path)} differs from the trained model: {why}; so it is not kept: export again")
+def _damaged(path: Path, why: str) -> Differs:
+    return Differs(f"{final_name(path)} differs from the trained model: {why}")
 
 
 def _items(model: Transformer, dtype: torch.dtype) -> Iterator[GgufTensor]:
@@ -218,60 +221,3 @@ def _add_model(writer: gguf.GGUFWriter, model: Transformer) -> None:
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     for key, value in gguf_of(_final_config(model)).metadata.items():
         getattr(writer, f"add_{key}")(gguf.ExpertGatingFuncType[value] if key == "expert_gating_func" else value)
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, rows: int) -> None:
-    """Write the tokenizer for `rows` rows of the embedding; rows that the tokenizer does not use become unused tokens."""
-    kinds = gguf_package().TokenType
-    path = tokenizer.directory / "tokenizer.json"
-    spec = read_json(path)
-    pre = _pre_tokenizer(tokenizer, spec, path)
-    tokens = [f"[PAD{number}]" for number in range(rows)]
-    types = [int(kinds.UNUSED)] * rows
-    for text, number in spec["model"]["vocab"].items():
-        tokens[number], types[number] = text, int(kinds.NORMAL)
-    for added in spec["added_tokens"]:
-        tokens[added["id"]], types[added["id"]] = added["content"], int(kinds.CONTROL if added["special"] else kinds.USER_DEFINED)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]])
-    _add_control_tokens(writer, tokenizer)
-    writer.add_unk_token_id(tokenizer.eos_id)
-    writer.add_pad_token_id(tokenizer.pad_id)
-    writer.add_add_eos_token(False)
-    if tokenizer.has_chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
-
-
-def _pre_tokenizer(tokenizer: Tokenizer, spec: dict[str, Any], path: Path) -> str:
-    """llama.cpp's name of the rule by which text is split. Raises `UserError` if it has none for this tokenizer."""
-    foreign = isinstance(tokenizer, ForeignTokenizer)
-    # llama.cpp composes no characters, so that decomposed ones get other ids there
-    normalizer = None if foreign and spec.get("normalizer") == {"type": "NFC"} else spec.get("normalizer")
-    pattern = bpe.read(spec | {"normalizer": normalizer}, str(path)).pattern
-    if pattern == special.SPLIT:
-        return "llama-bpe" if foreign else "glm4"  # the same rule; llama-bpe also takes words that are entries as they are
-    if foreign and pattern == special.SPLIT_DIGITS:
-        return "qwen2"
-    raise UserError(f"{path} splits text by another rule than llama.cpp's rules glm4, llama-bpe, qwen2; set export.gguf=false")
-
-
-def _add_control_tokens(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
-    """The tokens before a text, and those that end an answer: llama.cpp stops at eos, eot and eom."""
-    if isinstance(tokenizer, ForeignTokenizer):
-        ends = [one for one in tokenizer.stop_ids if one != tokenizer.eos_id]
-        writer.add_eos_token_id(tokenizer.eos_id)
-        for add, end in zip((writer.add_eot_token_id, writer.add_eom_token_id), ends, strict=False):
-            add(end)
-        if tokenizer.prefix:
-            writer.add_bos_token_id(tokenizer.prefix[0])
-        writer.add_add_bos_token(bool(tokenizer.prefix))
-        return
-    ids = tokenizer.special
-    writer.add_bos_token_id(ids["[gMASK]"])
-    writer.add_eos_token_id(tokenizer.eos_id)
-    writer.add_eot_token_id(ids[special.USER])
-    writer.add_eom_token_id(ids[special.OBSERVATION])
-    writer.add_add_bos_token(False)

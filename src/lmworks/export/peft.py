@@ -65,6 +65,18 @@ def write_peft(checkpoint: Path, options: Lora, model: Model, base: str, base_ha
     write_json(directory / CONFIG, config)
 
 
+def unequal_adapters(checkpoint: Path, model: Model, directory: Path) -> list[str]:
+    """Names of the tensors in the file of `write_peft` that are not, bit for bit, those of the checkpoint."""
+    from safetensors.torch import load_file
+
+    stored, family, found = load_file(directory / WEIGHTS), family_of(model), []
+    for name, tensor in adapter_tensors(checkpoint).items():
+        for theirs, part in _their_tensors(name, tensor, model, family):
+            if theirs not in stored or not torch.equal(stored.pop(theirs), part.float()):
+                found.append(theirs)
+    return [*found, *stored]
+
+
 @torch.no_grad()
 def read_peft(directory: Path, state: Mapping[str, Tensor], model: Model, options: Lora, base_hash: str) -> None:
     """Copy a PEFT adapter into `state`, the adapters of `model` by our names, of which this rank may hold slices.

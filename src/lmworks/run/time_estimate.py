@@ -152,7 +152,7 @@ def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, 
         replies += -(-count // ROWS) * GENERATION[one.name].reply_tokens
     found["evaluate"] = models * (forward(scored, context) + generate(replies + _SAMPLE, phases[0].sequence_length))
     found["evaluate"] += work.slowness * (_EVALUATION + wanted.references * _COMPRESSED_BYTE * work.held_out_bytes)
-    found["export"] = work.slowness * _EXPORT * (recipe.export.huggingface or recipe.export.gguf)
+    found["export"] = work.slowness * _EXPORT * bool(recipe.export.huggingface or recipe.export.gguf)
     return found
 
 

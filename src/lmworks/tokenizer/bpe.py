@@ -27,7 +27,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
-_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def to_bytes(token: str) -> bytes:
@@ -100,7 +100,7 @@ def read(spec: dict[str, Any], where: str) -> Bpe:
 
 def piece_bytes(text: str) -> bytes:
     """The bytes of a piece: <0x41> is one byte, other pieces are their text."""
-    byte = _BYTE_PIECE.fullmatch(text)
+    byte = BYTE_PIECE.fullmatch(text)
     return bytes([int(byte[1], 16)]) if byte else text.encode()
 
 

