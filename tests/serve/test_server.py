@@ -33,6 +33,7 @@ DEEP: dict = {"name": "f", "parameters": {}}
 for _ in range(70):
     DEEP["parameters"] = {"properties": DEEP["parameters"]}
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+CALLED = {"role": "assistant"}
 
 
 @pytest.fixture
@@ -186,7 +187,7 @@ def test_echo_scores_a_text_like_a_direct_forward(client: openai.OpenAI, model: 
     [
         ({"messages": LONG}, "the context of this model is 256; shorten it to at most 255 tokens", "messages"),
         ({"messages": []}, "messages: List should have at least 1 item", "messages"),
-        ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role: Input should be", "messages.0.role"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "message 1 has the role 'king'; the roles are", "messages"),
         ({"messages": HELLO, "temperature": 3}, "temperature: Input should be less than or equal to 2", "temperature"),
         ({"messages": HELLO, "stop": ["a", ""]}, "stop contains an empty string", "stop"),
         ({"messages": HELLO, "n": 10_000}, "n: Input should be less than or equal to 128", "n"),
@@ -201,11 +202,11 @@ def test_echo_scores_a_text_like_a_direct_forward(client: openai.OpenAI, model: 
         ({"messages": HELLO, "tools": [{"function": {"name": "x", "parameters": [1]}}]}, "must be a JSON schema", "tools"),
         ({"messages": HELLO, "tools": [{"function": {"name": "x", "parameters": {"properties": [1]}}}]}, "must be a JSON schema", "tools"),
         ({"messages": HELLO, "tools": [DEEP]}, "more than 64 deep", None),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": [1]}]}]}, "a tool call without a function name", None),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}, "a tool call without a function name", None),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 99_999}}]}]}, "not JSON", None),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "1" * 9_999}}]}]}, "not JSON", None),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}]}, "not an object", None),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": [1]}]}]}, "a tool call without a function name", "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}, "a tool call without a function name", "messages"),
+        ({"messages": [CALLED | {"tool_calls": [{"function": {"name": "f", "arguments": "[" * 99_999}}]}]}, "not JSON", "messages"),
+        ({"messages": [CALLED | {"tool_calls": [{"function": {"name": "f", "arguments": "1" * 9_999}}]}]}, "not JSON", "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}]}, "not an object", "messages"),
     ],
 )  # fmt: skip
 def test_bad_chat_requests(client: openai.OpenAI, body: dict, message: str, param: str | None) -> None:

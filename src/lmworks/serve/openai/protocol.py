@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PrivateAttr, model_validator
 
 from lmworks.errors import UserError
 from lmworks.model.sampling import GenerateOptions
@@ -259,6 +259,13 @@ class ChatRequest(Sampling):
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
+    _read: list[dict[str, Any]] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="after")
+    def _read_messages(self) -> ChatRequest:
+        self._read = [message.plain(number) for number, message in enumerate(self.messages, 1)]
+        return self
+
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """The tools that are passed to the chat template."""
@@ -280,8 +287,7 @@ class ChatRequest(Sampling):
             raise BadRequest("tools and a restriction of the answer exclude each other; remove one, or set tool_choice to none", "tools")
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
-        messages = [message.plain(number) for number, message in enumerate(self.messages, 1)]
-        prompt = tuple(engine.vocabulary.chat_prompt(messages, self.offered_tools, self.thinking))
+        prompt = tuple(engine.vocabulary.chat_prompt(self._read, self.offered_tools, self.thinking))
         limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
         options = self.options(engine, min([*limits, engine.room(len(prompt))]), (self.top_logprobs or 0) if self.logprobs else None)
         several = self.parallel_tool_calls and self.tool_choice == "required"
