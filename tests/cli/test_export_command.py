@@ -16,6 +16,7 @@ from command import Lmworks
 
 from lmworks.export import export as stage
 from lmworks.export import gguf as export_gguf
+from lmworks.export import parity
 from tiny_run import Tiny
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
@@ -89,6 +90,27 @@ def test_an_export_that_memory_cannot_hold_is_refused_before(
     monkeypatch.setenv("LMWORKS_MACHINE", f"{os.environ.get('LMWORKS_MACHINE', 'cores=1')},available=1000")
     assert "exporting tiny needs 0.00 GiB of memory, and 0.00 GiB are available; free some" in export().error
     assert files(run) == before
+
+
+def test_a_refused_format_is_aside_and_the_others_are_in_place(
+    again: tuple[Path, Callable[[], Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, export = again
+    before, load = files(run), parity._load_in_transformers
+
+    def wrong(directory: Path) -> Any:
+        theirs = load(directory)
+        theirs.model.norm.weight.data[0] *= 1.01
+        return theirs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parity, "_load_in_transformers", wrong)
+        done = export()
+    assert done.code == 2 and "export/refused/huggingface" in done.error and f"kept: {run / 'export' / 'gguf'}" in done.error
+    after = files(run)
+    assert after["export/gguf/model.gguf"] != before["export/gguf/model.gguf"], "in bf16 now"
+    assert after["export/huggingface/model.safetensors"] == before["export/huggingface/model.safetensors"], "the former one"
+    assert {"export/refused/huggingface/model.safetensors", "export/refused/huggingface/parity.json"} <= after.keys()
 
 
 @contextmanager
