@@ -53,7 +53,7 @@ def export(tiny: Tiny, folder: Path, config: dict[str, Any], dtype: torch.dtype 
 
 
 @contextmanager
-def serving(directory: Path, name: str = "tiny", noise: float = 0.0, **options: Any) -> Iterator[str]:
+def serving(directory: Path, name: str = "huggingface", noise: float = 0.0, **options: Any) -> Iterator[str]:
     """The URL of our server of this model; `noise` is added to its weights, relative to their size."""
     import uvicorn
 

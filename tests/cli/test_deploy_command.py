@@ -8,6 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,9 @@ import yaml
 from command import Lmworks
 
 from deployable import GLM, export, serving
+from lmworks.weights.verified import file_records
+from patience import PATIENCE
+from ports import free_port
 from tiny_run import Tiny
 
 HOSTILE = 'it\'s "a"; $(touch /tmp/pwned) `x` $HOME ${LMWORKS_MODEL}\n- b: {c}\u2028#é \\'
@@ -48,6 +54,17 @@ def arguments(script: Path, program: str, folder: Path) -> tuple[list[str], dict
     assert done.returncode == 0, done.stderr
     words, variables = json.loads(done.stdout)
     return words, variables
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Until the server answers."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        assert process.poll() is None and time.monotonic() < end, process.communicate()[1]
+        with suppress(OSError):
+            urllib.request.urlopen(url, timeout=5)
+            return
+        time.sleep(0.2)
 
 
 def test_vllm(lmworks: Lmworks, exported: Path, tmp_path: Path) -> None:
@@ -118,7 +135,14 @@ def test_sglangs_key_is_in_no_command_line(lmworks: Lmworks, exported: Path, ans
     package = tmp_path / "sglang"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "launch_server.py").write_text("import json, sys; print(json.dumps([sys.argv, open('/proc/self/cmdline').read()]))")
+    (package / "launch_server.py").write_text(
+        "import json, logging, sys\n"
+        "logging.basicConfig(stream=sys.stderr, level=logging.INFO)\n"
+        "options = {'model_path': 'm', 'api_key': sys.argv[sys.argv.index('--api-key') + 1]}\n"
+        "logging.getLogger(__name__).info(f'server_args={options}')\n"  # as SGLang does
+        "logging.getLogger('other').warning('started with %s and %d GPUs', options, 8)\n"
+        "print(json.dumps([sys.argv, open('/proc/self/cmdline').read()]))\n"
+    )
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([str(out / "start.sh")], env=environment, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
@@ -126,6 +150,115 @@ def test_sglangs_key_is_in_no_command_line(lmworks: Lmworks, exported: Path, ans
     key = (out / "secrets/api_key").read_text().strip()
     assert words[words.index("--api-key") + 1] == key and key not in shown
     assert words[words.index("--model-path") + 1] == str(exported.resolve())
+    assert key not in done.stderr and done.stderr.count("'api_key': '[API key]'") == 2 and "and 8 GPUs" in done.stderr
+    assert "sglang#37457" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("gpus", "engine", "used"), [("4xh100", "lmworks", 1), ("4xh100", "vllm", 4), ("8xmi300x", "sglang", 8)])
+def test_gpus_are_reserved_as_they_are_used(
+    lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path, gpus: str, engine: str, used: int
+) -> None:
+    out = tmp_path / "d"
+    done = lmworks("deploy", exported, "--engine", engine, "--gpus", gpus, "--out", out, "--expect", answers, "--json")
+    assert json.loads(done.out)["fit"]["devices"] == used
+    service = yaml.safe_load((out / "compose.yaml").read_text())["services"]["engine"]
+    if "mi300x" in gpus:
+        assert "deploy" not in service and "/dev/kfd:/dev/kfd" in service["devices"] and "video" in service["group_add"]
+        assert "rocm" in (out / "Containerfile").read_text()
+    else:
+        assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == used
+
+
+def test_the_built_in_server_has_no_container_for_amd(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
+    said = lmworks("deploy", exported, "--engine", "lmworks", "--gpus", "mi300x", "--out", tmp_path / "d", "--expect", answers).error
+    assert "no container for GPUs of AMD: use --engine vllm" in said
+
+
+def test_the_model_is_served_by_the_name_that_clients_were_given(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
+    """The start script itself, the README and the check agree on it; a server under another name fails the check."""
+    out, port = tmp_path / "d", free_port()
+    done = lmworks(
+        "deploy", exported, "--engine", "lmworks", "--cpu", "--out", out, "--expect", answers, "--name", "my-model", "--port", str(port)
+    )
+    assert done.code == 0 and "`my-model`" in (out / "README.md").read_text()
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(out / "package")}
+    url, options = f"http://127.0.0.1:{port}", ("--expect", out / "expected.json", "--key-file", out / "secrets" / "api_key")
+    process = subprocess.Popen([out / "start.sh"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        wait_for(f"{url}/health", process)
+        done = lmworks("deploy", "check", url, *options)
+        assert done.code == 0 and done.out.startswith("ok: "), done.out
+    finally:
+        process.terminate()
+        process.communicate()
+    with serving(exported) as url:
+        done = lmworks("deploy", "check", url, *options)
+    assert done.code == 1 and "serves huggingface, and not my-model, the name that clients were given" in done.out.replace("\n", " ")
+
+
+def damage(file: Path, share: float = 0.3) -> None:
+    """A part of the file becomes zeros; size and times stay."""
+    before, size = file.stat(), file.stat().st_size
+    with file.open("r+b") as handle:
+        handle.seek(size // 2)
+        handle.write(bytes(int(size * share)))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def passed(folder: Path) -> None:
+    """As an export writes it."""
+    (folder / "parity.json").write_text(json.dumps({"verdict": "passed", "files": file_records(folder)}))
+
+
+def test_damaged_files_are_refused_by_name(lmworks: Lmworks, exported: Path, answers: Path, tiny: Tiny, tmp_path: Path) -> None:
+    """By every command that reads an export, before it writes anything."""
+    model, gguf = tmp_path / "huggingface", tmp_path / "gguf"
+    shutil.copytree(exported, model)
+    shutil.copytree(exported.parent / "gguf", gguf)
+    passed(model), passed(gguf)
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "d"
+    rows.write_text('{"question": "What is 1 + 1?", "answer": "2"}\n{"text": "a text"}\n')
+    wanted = ("--out", out, "--expect", answers)
+    commands: dict[str, tuple[tuple[Any, ...], Path]] = {
+        "vllm": (("deploy", model, "--gpus", "h100", *wanted), model),
+        "recorded": (("deploy", model, "--gpus", "h100", "--out", out), model),
+        "llama.cpp": (("deploy", model, "--engine", "llama.cpp", "--cpu", *wanted), gguf),
+        "record": (("deploy", "record", model, "--out", out), model),
+        "serve": (("serve", model, "--port", "0"), model),
+        "chat": (("chat", model), model),
+        "quantize": (("quantize", model, "--to", "gguf-q8_0", "--held-out", rows, "--out", out), model),
+        "handover": (("handover", "slime", model, "--prompts", rows, "--out", out), model),
+        "start_from": (("run", "tiny.yaml"), model),
+    }
+    recipe = f"name: tiny\nstart_from: {model}\nrun_dir: {tmp_path / 'run'}\ntune: {{data: [{{kind: files, path: {rows}, name: a}}]}}\n"
+    (tmp_path / "tiny.yaml").write_text(recipe)
+    commands["start_from"] = (("run", tmp_path / "tiny.yaml"), model)
+    damage(model / "model.safetensors"), damage(gguf / "model.gguf")
+    for name, (command, folder) in commands.items():
+        said = lmworks(*command).error
+        file = "model.gguf" if folder is gguf else "model.safetensors"
+        assert f"{folder.resolve() / file} is not the file that passed (SHA-256" in said, (name, said)
+        assert not out.exists(), name
+
+
+def test_a_deployment_does_not_start_with_other_files(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
+    model = tmp_path / HOSTILE.replace("/", "_")
+    shutil.copytree(exported, model)
+    for engine, program in (("vllm", "vllm"), ("llama.cpp", "llama-server")):
+        out, gguf = tmp_path / engine, exported.parent / "gguf" / "model.gguf"
+        if engine == "llama.cpp":
+            gguf = Path(shutil.copyfile(gguf, tmp_path / "model.gguf"))
+        assert lmworks("deploy", model, "--engine", engine, "--cpu", "--gguf", gguf, "--out", out, "--expect", answers).code == 0
+        folder = tmp_path / f"run-{engine}"
+        folder.mkdir()
+        arguments(out / "start.sh", program, folder)
+        damage(gguf if engine == "llama.cpp" else model / "config.json", 0.01)
+        environment = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin"}
+        done = subprocess.run([out / "start.sh"], env=environment, capture_output=True, encoding="utf-8")
+        assert done.returncode == 1 and done.stdout == "" and "damaged or were changed" in done.stderr
+        assert ("config.json: FAILED" if engine == "vllm" else "-: FAILED") in done.stderr
+        skipped = subprocess.run([out / "start.sh"], env=environment | {"LMWORKS_VERIFY": "no"}, capture_output=True)
+        assert skipped.returncode == 0
 
 
 def test_hostile_names(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
@@ -205,8 +338,9 @@ def test_a_quantized_model_needs_a_certificate(lmworks: Lmworks, exported: Path,
         return lmworks("deploy", model, "--gpus", "h100", "--expect", answers, "--out", tmp_path / "d", *options)
 
     assert "is quantized and has no certificate.json" in deploy().error
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    (model / "certificate.json").write_text(json.dumps({"verdict": "passed", "bytes": size}))
+    (model / "certificate.json").write_text(json.dumps({"verdict": "passed", "bytes": 1}))
+    assert "keeps no hashes of the files that passed" in deploy().error
+    (model / "certificate.json").write_text(json.dumps({"verdict": "passed", "files": file_records(model)}))
     assert deploy().code == 0
     shutil.rmtree(tmp_path / "d")
     (model / "certificate.json").unlink()

@@ -305,7 +305,7 @@ def test_a_known_tokenizer_is_refused_before_the_first_stage(other_split: Any, t
 
 def test_a_refused_format_is_put_aside_and_the_others_are_kept(glm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lmworks.export import parity as gate
-    from lmworks.export.verify import verify_export
+    from lmworks.weights.verified import verify_export
 
     load, out = gate._load_in_transformers, tmp_path / "export"
 

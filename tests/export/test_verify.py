@@ -12,8 +12,8 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.export.export import export
-from lmworks.export.verify import REPORT, verify_export
 from lmworks.files import read_json, write_json
+from lmworks.weights.verified import REPORT, verify_export
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'lmworks[export]'")

@@ -45,6 +45,8 @@ NAMES = {  # argument -> field of TransformerConfig and its type
     "--moe-router-enable-expert-bias": ("moe_router_enable_expert_bias", bool),
     "--moe-router-bias-update-rate": ("moe_router_bias_update_rate", float),
     "--moe-router-topk-scaling-factor": ("moe_router_topk_scaling_factor", float), "--mtp-num-layers": ("mtp_num_layers", int),
+    "--attention-dropout": ("attention_dropout", float), "--hidden-dropout": ("hidden_dropout", float),
+    "--attention-softmax-in-fp32": ("attention_softmax_in_fp32", bool),
 }  # fmt: skip
 ELSEWHERE = {  # arguments of the model itself, and those that choose a faster computation of the same values
     "--vocab-size", "--max-position-embeddings", "--position-embedding-type", "--rotary-base", "--rotary-percent", "--swiglu",
@@ -56,7 +58,7 @@ assert {"--swiglu", "--disable-bias-linear"} <= set(given)
 fields = {NAMES[name][0]: True if value is None else NAMES[name][1](value) for name, value in given.items() if name in NAMES}
 config = TransformerConfig(
     **fields, gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
-    use_cpu_initialization=True, perform_initialization=False, hidden_dropout=0.0, attention_dropout=0.0, bias_dropout_fusion=False,
+    use_cpu_initialization=True, perform_initialization=False, bias_dropout_fusion=False,
     bias_activation_fusion=False, apply_rope_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
     moe_token_dispatcher_type="allgather",
 )  # fmt: skip
@@ -67,7 +69,9 @@ model = GPTModel(
     max_sequence_length=int(given["--max-position-embeddings"]), rotary_percent=float(given["--rotary-percent"]),
     rotary_base=float(given["--rotary-base"]), mtp_block_spec=ahead,
     share_embeddings_and_output_weights="--untie-embeddings-and-output-weights" not in given,
-).eval()  # fmt: skip
+)  # fmt: skip
+assert all(not module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))  # as in training
+model.eval()
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 

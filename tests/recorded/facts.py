@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -10,7 +11,7 @@ HERE = Path(__file__).parent
 
 @dataclass
 class Facts:
-    """options: name -> type of its value, or "switch". choices: option -> its values, where the program has a list. metrics: name -> kind."""
+    """options: name -> type of its value, or "switch". choices: option -> its values, where there is a list. metrics: name -> kind."""
 
     options: dict[str, str] = field(default_factory=dict)
     choices: dict[str, set[str]] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Facts:
         return f"{name} {value}: none of {sorted(known)}" if known and value not in known else None
 
 
+@cache
 def facts(version: str) -> Facts:
     """The facts in VERSION.txt."""
     found = Facts()

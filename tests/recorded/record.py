@@ -91,14 +91,18 @@ def vllm(python: str) -> tuple[str, list[Fact]]:
 def sglang(version: str, folder: str) -> tuple[str, list[Fact]]:
     root = Path(folder) / "sglang" / "srt"
     facts = list(_metrics(root, "sglang:"))
-    for file in sorted((root / "arg_groups" / "fields").glob("*.py")):
+    for file in (root / "server_args.py", *sorted((root / "arg_groups" / "fields").glob("*.py"))):  # older versions have one file
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.annotation, ast.Subscript):
                 facts += _field(node.target.id, node.annotation)
     facts += _added(root / "server_args.py")
-    for option, file in (("--tool-call-parser", "function_call/parser_names.py"), ("--reasoning-parser", "parser/reasoning_parser_names.py")):
-        names = next(node for node in ast.parse((root / file).read_text(encoding="utf-8")).body if isinstance(node, ast.Assign))
-        facts += (("choice", option, name) for name in ast.literal_eval(names.value))
+    tables = {"--tool-call-parser": ("function_call/function_call_parser.py", "ToolCallParserEnum"),
+              "--reasoning-parser": ("parser/reasoning_parser.py", "DetectorMap")}  # fmt: skip
+    for option, (path, table) in tables.items():
+        for node in ast.walk(ast.parse((root / path).read_text(encoding="utf-8"))):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+            if isinstance(target, ast.Name) and target.id == table and isinstance(node.value, ast.Dict):  # type: ignore[union-attr]
+                facts += (("choice", option, ast.literal_eval(key)) for key in node.value.keys if key)  # type: ignore[union-attr]
     return f"sglang-{version}", facts
 
 
@@ -160,7 +164,7 @@ def llama_cpp(version: str, server: str, source: str) -> tuple[str, list[Fact]]:
     text = subprocess.run([server, "--help"], check=True, capture_output=True, encoding="utf-8").stdout
     facts: list[Fact] = []
     for line in re.findall(r"^(-.*)$", text, flags=re.M):
-        head = re.split(r"\s{2,}(?![-])", line)[0]  # the names, and what stands for a value; the description follows after two spaces
+        head = re.split(r"\s{2,}(?![-\s])", line)[0]  # the names, and what stands for a value; the description follows after two spaces
         names = re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", head)
         value = re.sub(r"(?<![\w-])--?[A-Za-z][\w-]*|[,\s]", "", head)
         facts += (("option", name, "other" if value else "switch") for name in names)

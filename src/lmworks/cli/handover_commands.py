@@ -31,6 +31,8 @@ def slime(
     ] = None,
     out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="Directory to write, new or empty.")] = None,
     rm_type: Annotated[str, typer.Option("--rm-type", metavar="T", help="slime's reward for rows without their own.")] = "math",
+    rm_url: Annotated[str | None, typer.Option("--rm-url", metavar="URL", help="Service of the reward remote_rm.")] = None,
+    epochs: Annotated[int, typer.Option("--epochs", min=1, help="How often each prompt is asked.")] = 1,
     max_response: Annotated[int | None, typer.Option("--max-response", min=1, help="Longest answer in tokens; half the context.")] = None,
     back: Annotated[str | None, typer.Option("--back", metavar="DIR", help="Check a trained model that slime has converted.")] = None,
     as_json: JsonOption = False,
@@ -49,7 +51,7 @@ def slime(
     if not prompts or out is None:
         raise UserError("say which prompts to hand over, and where to: --prompts FILE --out DIR")
     made = hand_over(
-        Path(model), prompt_files(prompts), Path(out), rm_type=rm_type, max_response=max_response,
+        Path(model), prompt_files(prompts), Path(out), rm_type=rm_type, rm_url=rm_url, max_response=max_response, epochs=epochs,
         decontamination=_decontamination(Path(model), prompts),
     )  # fmt: skip
     if as_json:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lmworks.errors import UserError
+
 if TYPE_CHECKING:
     from lmworks.serve.engine import Engine
 
@@ -21,14 +23,14 @@ def register(app: typer.Typer) -> None:
     app.command("serve")(serve)
 
 
-def _open(path: Path, base: bool) -> Engine:
+def _open(path: Path, base: bool, name: str | None = None) -> Engine:
     from lmworks.serve.loading import load_engine, make_engine
 
     if not (path / "config.json").is_file():
         return load_engine(path, base)
     from lmworks.weights.huggingface import read_model
 
-    return make_engine(read_model(path), path, path.resolve().name)
+    return make_engine(read_model(path), path, name or path.resolve().name)
 
 
 def chat(
@@ -64,6 +66,9 @@ def serve(
     base: BaseOption = False,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name for clients of a model in Hugging Face format; by default that of its folder.")
+    ] = None,
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="API key that clients must send.")] = None,
 ) -> None:
     """Serve a run's tuned and base model: a chat page and an OpenAI-compatible API."""
@@ -80,7 +85,12 @@ def serve(
     options = ServerOptions(host, port, api_key)
     listener = listen(options)  # before the model is loaded, so that a port in use is reported at once
     folder = Path(run)
-    models = Models(_open(folder, base)) if (folder / "config.json").is_file() else load_models(folder, base)
+    if not (folder / "config.json").is_file():
+        if name is not None:
+            raise UserError(f"--name is for a model in Hugging Face format; {run} is served by the name of its recipe")
+        models = load_models(folder, base)
+    else:
+        models = Models(_open(folder, base, name))
     local = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0', '::', '::1') else local}:{listener.getsockname()[1]}"
     console = Terminal()

@@ -115,7 +115,9 @@ def check(
     worst = -1.0
     try:
         names = [str(one["id"]) for one in _call(f"{base}/v1/models", key, None, timeout)["data"]]
-        name = expected["name"] if expected["name"] in names else names[0]
+        name = expected["name"]
+        if name not in names:
+            return result | {"reason": f"{base} serves {', '.join(names) or 'no model'}, and not {name}, the name that clients were given"}
         for item in expected["items"]:
             body = {"model": name, "prompt": item["prompt"], "max_tokens": len(item["tokens"]), "temperature": 0, "logprobs": 1}
             answer = generated(_call(f"{base}/v1/completions", key, body, timeout)["choices"][0])

@@ -7,6 +7,7 @@ trainer on the host, which listens on loopback too, can be watched.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from lmworks.deploy.engines.common import Request
@@ -22,7 +23,7 @@ HEAD = """# Written by lmworks deploy. Start: docker compose up --detach --build
 
 def compose(request: Request, launch: Launch) -> dict[str, Any]:
     """compose.yaml as a tree."""
-    model = request.source.gguf if launch.program[0] == "llama-server" else request.source.directory
+    model = request.source.served(launch.gguf)
     url = f"http://{address(request)}"
     check = ["python3", "/deploy/check.py", url, "--expect", "/deploy/expected.json", "--key-file", "/deploy/secrets/api_key"]
     owner = f"{os.getuid()}:{os.getgid()}"  # who may read the key
@@ -34,8 +35,7 @@ def compose(request: Request, launch: Launch) -> dict[str, Any]:
     }  # fmt: skip
     if launch.gpu_devices:
         engine["ipc"] = "host"  # tensor parallelism exchanges data in shared memory
-        devices = [{"driver": "nvidia", "count": request.hardware.count, "capabilities": ["gpu"]}]
-        engine["deploy"] = {"resources": {"reservations": {"devices": devices}}}
+        engine |= _amd() if request.hardware.amd else _nvidia(request.fit.devices)
     common = {"network_mode": "host", "restart": "unless-stopped", "user": owner}
     grafana = {
         "GF_SERVER_HTTP_ADDR": "127.0.0.1", "GF_SERVER_HTTP_PORT": str(GRAFANA_PORT), "GF_ANALYTICS_REPORTING_ENABLED": "false",
@@ -60,6 +60,19 @@ def compose(request: Request, launch: Launch) -> dict[str, Any]:
                         _mount("./secrets", "/secrets"), _mount("./data/grafana", "/data", write=True)],
         },
     }}  # fmt: skip
+
+
+def _nvidia(count: int) -> dict[str, Any]:
+    devices = [{"driver": "nvidia", "count": count, "capabilities": ["gpu"]}]
+    return {"deploy": {"resources": {"reservations": {"devices": devices}}}}
+
+
+def _amd() -> dict[str, Any]:
+    """The devices of ROCm, with the group that owns them: `video`, and by its number that of /dev/kfd if this machine has one. Compose
+    cannot count AMD's GPUs: all are visible, and the engine uses as many as it is told."""
+    kfd = Path("/dev/kfd")
+    groups = ["video", *([str(kfd.stat().st_gid)] if kfd.exists() else [])]
+    return {"devices": ["/dev/kfd:/dev/kfd", "/dev/dri:/dev/dri"], "group_add": groups, "security_opt": ["seccomp:unconfined"]}
 
 
 def address(request: Request) -> str:

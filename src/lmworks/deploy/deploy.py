@@ -26,11 +26,15 @@ from lmworks.deploy.readme import readme
 from lmworks.deploy.record import record, tolerance_for
 from lmworks.deploy.sizing import fit, scenario_of
 from lmworks.deploy.source import Source
-from lmworks.deploy.start_script import start_script
+from lmworks.deploy.start_script import SUMS, start_script
 from lmworks.errors import UserError
 from lmworks.export.gguf import weight_bits
 from lmworks.files import require_empty, whole_directory, write_json, write_text
-from lmworks.weights.huggingface import only_pickled
+from lmworks.weights.file_hashes import hash_files
+from lmworks.weights.huggingface import PICKLED, only_pickled
+from lmworks.weights.verified import verify_export
+
+_UNREAD = (".md", ".gguf", *(pattern.removeprefix("*") for pattern in PICKLED))  # beside safetensors, no engine reads these
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,12 @@ def write_deployment(
 ) -> None:
     """Write all files to `out`, which must not exist or be empty. Answers are recorded from the model, or copied from `expected`.
 
-    Nothing is left of a deployment that could not be written. Raises `UserError`.
+    Nothing is left of a deployment that could not be written. Raises `UserError`, also if the files of the model are not those that passed
+    a comparison whose report is beside them.
     """
     out = Path(out)
     require_empty(out)
+    verify_export(plan.request.source.served(plan.launch.gguf))
     try:
         key = check.read_key(key_file) or secrets.token_urlsafe(32)
         answers = record(plan.request.source) if expected is None else check.read_expected(expected)
@@ -95,6 +101,7 @@ def _write(plan: Deployment, out: Path, key: str, answers: dict[str, Any], train
         (out / "data" / name).mkdir(parents=True, mode=0o700)
     write_json(out / "expected.json", answers)
     shutil.copyfile(check.__file__, out / "check.py")
+    write_text(out / SUMS, _sums(request.source.served(launch.gguf)))
     write_text(out / "start.sh", start_script(request, launch))
     (out / "start.sh").chmod(0o755)
     write_text(out / "Containerfile", launch.containerfile)
@@ -113,6 +120,19 @@ def _write(plan: Deployment, out: Path, key: str, answers: dict[str, Any], train
         _copy_package(out)
     write_json(out / "decisions.json", plan.as_json())
     write_text(out / "README.md", readme(plan.engine, request, launch, trainer))
+
+
+def _sums(model: Path) -> str:
+    """Hashes of what an engine reads, as `sha256sum --check` wants them: of a file on standard input, or of the files of a directory."""
+    if model.is_file():
+        return f"{hash_files([model])[model]}  -\n"
+    files = [file for file in sorted(model.iterdir()) if file.is_file() and file.name[0] != "." and file.suffix not in _UNREAD]
+    return "".join(_sum_line(digest, file.name) for file, digest in hash_files(files).items())
+
+
+def _sum_line(digest: str, name: str) -> str:
+    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    return f"{'' if escaped == name else chr(92)}{digest}  {escaped}\n"
 
 
 def _copy_package(out: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Flag:
 class Launch:
     """How an engine is started. `program`: words of the command; `model_option`: words before the path of the model. `key`: how the API
     key gets from its file to the engine: ("env", variable), ("option", option that takes a file) or ("argv", option), which a small
-    Python program adds inside the process, where no list of processes shows it."""
+    Python program adds inside the process, where no list of processes shows it. `notes` are paragraphs of the README."""
 
     program: tuple[str, ...]
     model_option: tuple[str, ...]
@@ -29,5 +29,5 @@ class Launch:
     flags: tuple[Flag, ...]
     containerfile: str
     gpu_devices: bool
-    metrics_path: str = "/metrics"
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    gguf: bool = False

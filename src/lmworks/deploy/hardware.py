@@ -25,6 +25,11 @@ class Hardware:
         return self.device == "cpu"
 
     @property
+    def amd(self) -> bool:
+        """Whether the devices are GPUs of AMD, which need images of their own."""
+        return self.device.startswith(("mi", "amd", "radeon"))
+
+    @property
     def text(self) -> str:
         """For people: number, name and memory."""
         if self.on_cpu:

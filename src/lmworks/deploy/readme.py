@@ -8,6 +8,7 @@ from lmworks.deploy.flags import Launch
 from lmworks.deploy.hardware import GB
 from lmworks.deploy.monitoring.panels import ENGINE_METRICS
 from lmworks.deploy.monitoring.scraping import CHECK_PORT, GRAFANA_PORT, PROMETHEUS_PORT
+from lmworks.deploy.start_script import SUMS
 
 
 def readme(engine: str, request: Request, launch: Launch, trainer: str | None) -> str:
@@ -15,10 +16,13 @@ def readme(engine: str, request: Request, launch: Launch, trainer: str | None) -
     fit, url = request.fit, f"http://{address(request)}"
     rows = [f"| `{flag.name}` | {_cell(flag.value)} | {flag.reason} |" for flag in launch.flags]
     errors = ENGINE_METRICS[engine].no_errors
+    used = f" ({fit.devices} of them used)" if fit.devices < request.hardware.count else ""
+    notes = "".join(f"{note}\n\n" for note in launch.notes)
     return f"""# Serve {_code(request.source.name)} with {engine}
 
-For {request.hardware.text}, scenario {request.scenario.name}: {request.scenario.about}. Per device: {fit.weights / GB:.2f} GB of weights,
-{fit.cache / GB:.2f} GB of KV cache, {fit.working / GB:.2f} GB of working memory (an estimate).
+For {request.hardware.text}{used}, scenario {request.scenario.name}: {request.scenario.about}.
+Per device: {fit.weights / GB:.2f} GB of weights, {fit.cache / GB:.2f} GB of KV cache, {fit.working / GB:.2f} GB of working memory
+(an estimate).
 
 ## Start
 
@@ -29,8 +33,9 @@ another key to the file and start the engine again. Prometheus listens on 127.0.
 (user admin, password in `secrets/grafana_password`), the check on 127.0.0.1:{CHECK_PORT}. From another machine, use a tunnel:
 `ssh -L {GRAFANA_PORT}:127.0.0.1:{GRAFANA_PORT} HOST`.
 
-## Check
+{notes}## Check
 
+`start.sh` compares the model's files with `{SUMS}` and does not start an engine with files that are damaged or were changed.
 `python3 check.py {url} --expect expected.json --key-file secrets/api_key` asks the recorded questions and compares log-probabilities. It
 exits with 0 if they agree, and with 1 if the server does not compute this model, although /health may say 200. The container's health
 check and the alert AnswersWrong run the same file.
@@ -41,6 +46,7 @@ check and the alert AnswersWrong run the same file.
 |---|---|
 | `start.sh` | starts the engine, with and without a container; each option follows its reason |
 | `Containerfile`, `compose.yaml` | the image of the engine; all services |
+| `{SUMS}` | hashes of the model's files, which `start.sh` compares before it starts the engine |
 | `check.py`, `expected.json` | the check and the recorded answers |
 | `prometheus.yml`, `rules.yml` | what Prometheus reads, and its alerts |
 | `grafana/` | data source and dashboards |

@@ -59,7 +59,8 @@ def scenario_of(name: str) -> Scenario:
 @dataclass(frozen=True)
 class Fit:
     """A division that fits. `tensor` x `data` devices; `expert`: experts are distributed over all of them. `weights`, `working` and `cache`
-    are bytes per device; `kv_token` is bytes of cache per token and device; `sequences` may run at once per replica."""
+    are bytes per device; `kv_token` is bytes of cache per token and device; `sequences` may run at once per replica; `devices` is how many
+    the engine uses."""
 
     tensor: int
     data: int
@@ -73,6 +74,7 @@ class Fit:
     working: float
     cache: float
     kv_token: float
+    devices: int
 
 
 def element_bytes(source: Source) -> int:
@@ -144,7 +146,7 @@ def _try(
     typical = context if whole_cache else max(context / _TYPICAL, min(context, 1024))
     sequences = max(1, min(most, floor(room / (kv_token * typical))))
     cache = min(room, sequences * context * kv_token) if whole_cache or hardware.on_cpu else room
-    return Fit(tensor, data, expert, context, sequences, batch, fraction, speculate, weights, working, cache, kv_token)
+    return Fit(tensor, data, expert, context, sequences, batch, fraction, speculate, weights, working, cache, kv_token, devices)
 
 
 def _weights(source: Source, tensor: int, data: int, devices: int, expert: bool, gguf: bool) -> float:

@@ -38,6 +38,10 @@ class Source:
     template: str
     context: int
 
+    def served(self, gguf: bool) -> Path:
+        """What an engine reads: the GGUF file if it takes such, or else the directory."""
+        return self.gguf if gguf and self.gguf is not None else self.directory
+
 
 def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -> Source:
     """Read a run directory with an export, or a directory in Hugging Face's format. Raises `UserError` if it is neither."""
@@ -78,11 +82,9 @@ def require_certified(source: Source, gguf: bool) -> None:
     """Raise `UserError` if what the engine reads is quantized, and no certificate beside it says that it is near the original."""
     from lmworks.quantize.certificate import require_passed
 
-    if gguf and source.gguf is not None:
-        if weight_bits(source.gguf) < 16:
-            require_passed(str(source.gguf), source.gguf.parent, source.gguf_bytes)
-    elif source.quantization:
-        require_passed(str(source.directory), source.directory, source.weight_bytes)
+    path = source.served(gguf)
+    if weight_bits(path) < 16 if path.is_file() else bool(source.quantization):
+        require_passed(path)
 
 
 def _places(path: Path) -> tuple[Path, Path | None]:

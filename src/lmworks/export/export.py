@@ -29,7 +29,6 @@ from lmworks.export.gguf_tokenizer import find_rule
 from lmworks.export.huggingface import write_model
 from lmworks.export.parity import NotLoaded, Parity, compare
 from lmworks.export.peft import adapter_tensors, unequal_adapters, write_peft
-from lmworks.export.verify import PASSED, REFUSED, REPORT, file_records
 from lmworks.files import read_json, replace_directory, whole_directory, write_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
@@ -47,6 +46,7 @@ from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.adapters import adapters_of
 from lmworks.train.load import final_checkpoint, final_model, load_model
 from lmworks.weights.gguf_names import gguf_package
+from lmworks.weights.verified import PASSED, REFUSED, REPORT, file_records
 
 if TYPE_CHECKING:
     from rich.table import Table

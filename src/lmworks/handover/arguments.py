@@ -38,11 +38,14 @@ def model_arguments(model: Model, family: str) -> list[Argument]:
         Argument("--swiglu", None, "feed-forward layers with gates"),
         Argument("--disable-bias-linear", None, "no biases but those below"),
         Argument("--position-embedding-type", "rope", "rotary positions"),
-        Argument("--rotary-base", f"{model.rope.theta:.10g}", "rope_theta: it differs between models of one architecture"),
+        Argument("--rotary-base", str(int(model.rope.theta)), "rope_theta: it differs between models of one architecture"),
         Argument("--rotary-percent", repr(model.rope.partial_rotary_factor), "partial_rotary_factor"),
+        Argument("--attention-dropout", "0", "the model has none; Megatron's default is 0.1"),
+        Argument("--hidden-dropout", "0", "the model has none; Megatron's default is 0.1"),
+        Argument("--attention-softmax-in-fp32", None, "as the model computes it"),
     ]
     if model.rope.scaling == "linear":
-        found.append(Argument("--rotary-seq-len-interpolation-factor", f"{model.rope.factor:g}", "rope_type linear"))
+        found.append(Argument("--rotary-seq-len-interpolation-factor", str(int(model.rope.factor)), "rope_type linear"))
     if model.attention_bias:
         found.append(Argument("--add-qkv-bias", None, "attention_bias: on query, key and value alone"))
     if model.use_qk_norm:
@@ -82,7 +85,7 @@ def _experts(model: Model, moe: Moe) -> list[Argument]:
             Argument("--moe-router-bias-update-rate", "0", "the selection bias stays as it is, and equal to that of the rollouts"),
             Argument("--moe-router-topk-scaling-factor", f"{moe.routed_scaling_factor:g}", "routed_scaling_factor"),
         ]
-    if moe.n_group > 1:
+    if moe.topk_group < moe.n_group:
         found += [
             Argument("--moe-router-num-groups", str(moe.n_group), "n_group"),
             Argument("--moe-router-group-topk", str(moe.topk_group), "topk_group"),
@@ -97,6 +100,8 @@ def _refuse(model: Model, family: str) -> None:
     for wrong, what in (
         (model.sliding_window is not None, "a sliding window"),
         (model.rope.scaling not in ("none", "linear"), f"rope scaling {model.rope.scaling}"),
+        (model.rope.theta % 1 != 0, f"rope_theta {model.rope.theta}, no whole number"),
+        (model.rope.scaling == "linear" and model.rope.factor % 1 != 0, f"a rope factor of {model.rope.factor}, no whole number"),
         (moe is not None and not moe.norm_topk_prob, "weights of experts that are not normalized"),
         (moe is not None and moe.num_experts_per_tok == 1, "one expert per token, whose weight Megatron does not normalize"),
     ):

@@ -19,7 +19,9 @@ from lmworks.handover.prompts import Prompts, read_prompts
 from lmworks.tokenizer import load
 from lmworks.train.data.decontamination import Decontamination
 from lmworks.weights.huggingface import files_of
+from lmworks.weights.verified import REPORT, verify_export
 
+_DAPO_KEY = "score"
 _PROMPTS_A_ROLLOUT, _SAMPLES, _STEPS_A_ROLLOUT = 128, 8, 4
 _WEIGHTS = (".safetensors", ".index.json")
 
@@ -39,19 +41,21 @@ class Handover:
 
 
 def hand_over(
-    model: Path, prompts: list[Path], out: Path, *, rm_type: str = "math", max_response: int | None = None,
-    decontamination: Decontamination | None = None,
+    model: Path, prompts: list[Path], out: Path, *, rm_type: str = "math", rm_url: str | None = None, max_response: int | None = None,
+    epochs: int = 1, decontamination: Decontamination | None = None,
 ) -> Handover:  # fmt: skip
     """Write the Hugging Face directory, model_args.sh, prompts.jsonl, run.sh, names.json and README.md to `out`, new or empty.
 
-    `max_response` is in tokens; by default half of the context, and prompts have the rest. `decontamination` decides about
-    prompts that hold an item of the evaluation. Raises `UserError`, and leaves nothing.
+    `rm_url` is the service of the reward `remote_rm`. `max_response` is in tokens; by default half of the context, and prompts have the
+    rest. `epochs` is how often each prompt is asked. `decontamination` decides about prompts that hold an item of the evaluation. Raises
+    `UserError`, also for damaged files, and leaves nothing.
     """
     out = Path(out)
     require_empty(out)
     source = open_source(model)
     if source.quantization:
         raise UserError(f"{source.name} is quantized; hand over the model before that")
+    verify_export(source.directory)
     described = _with_mtp(source)
     arguments = model_arguments(described, source.family)
     tensors = require_bijection(shapes(source.directory), described)
@@ -59,7 +63,7 @@ def hand_over(
     if not 0 < response < source.context:
         raise UserError(f"--max-response {response} leaves no room for a prompt in a context of {source.context} tokens")
     rows = read_prompts(prompts, load(source.directory), rm_type, source.context - response, decontamination)
-    run = run_arguments(source, rows, rm_type, response)
+    run = run_arguments(source, rows, rm_type, response, rm_url, epochs)
     made = Handover(arguments, run, tensors, source.mtp, len(rows.rows), rows.longest, rows.contaminated)
     with whole_directory(out) as aside:
         _write(made, source, rows, aside)
@@ -86,8 +90,10 @@ def _with_mtp(source: Source) -> Any:
     return source.model if source.mtp else source.model.model_copy(update={"mtp": None})
 
 
-def run_arguments(source: Source, rows: Prompts, rm_type: str, response: int) -> dict[str, list[Argument]]:
-    """Arguments of slime's train.py by group, each with its reason."""
+def run_arguments(
+    source: Source, rows: Prompts, rm_type: str, response: int, rm_url: str | None = None, epochs: int = 1
+) -> dict[str, list[Argument]]:
+    """Arguments of slime's train.py by group, each with its reason. Raises `UserError` for rewards that do not go together."""
     batch = min(_PROMPTS_A_ROLLOUT, len(rows.rows))
     stops = read_json(source.directory / "generation_config.json").get("eos_token_id", []) if _has_generation(source) else []
     stops = [stops] if isinstance(stops, int) else list(stops)
@@ -98,13 +104,14 @@ def run_arguments(source: Source, rows: Prompts, rm_type: str, response: int) ->
         Argument("--label-key", "label", "the right answer, as text"),
         Argument("--metadata-key", "metadata", "rm_type of each row"),
         Argument("--apply-chat-template", None, "the model's own template renders the messages"),
-        Argument("--rm-type", rm_type, "how answers are scored where a row does not say otherwise"),
+        *_reward_arguments(rm_type, {row["metadata"]["rm_type"] for row in rows.rows}, rm_url),
+        Argument("--num-epoch", str(epochs), "how often each prompt is asked; --num-rollout N after run.sh counts rollouts instead"),
         Argument("--rollout-max-prompt-len", str(source.context - response), "slime drops longer prompts in silence; no row is longer"),
         Argument("--rollout-max-response-len", str(response), "with the prompt at most the context of the model"),
         Argument("--rollout-batch-size", str(batch), "prompts of a rollout"),
         Argument("--n-samples-per-prompt", str(_SAMPLES), "answers per prompt, which are compared with each other"),
-        Argument("--num-steps-per-rollout", str(_STEPS_A_ROLLOUT if batch * _SAMPLES % _STEPS_A_ROLLOUT == 0 else 1),
-                 "optimizer steps of a rollout, each on a part of its answers"),
+        Argument("--num-steps-per-rollout", str(_STEPS_A_ROLLOUT if batch == _PROMPTS_A_ROLLOUT else 1),
+                 "optimizer steps of a rollout, each on a part of its answers; one where there are few"),
         Argument("--rollout-temperature", "1", "samples of the policy itself: filters would be missing in the scores"),
         Argument("--rollout-shuffle", None, "another order in each epoch"),
     ]  # fmt: skip
@@ -140,6 +147,22 @@ def run_arguments(source: Source, rows: Prompts, rm_type: str, response: int) ->
     return {"ROLLOUT_ARGS": rollout, "POLICY_ARGS": policy, "OPTIMIZER_ARGS": optimizer}
 
 
+def _reward_arguments(rm_type: str, kinds: set[str], url: str | None) -> list[Argument]:
+    """`kinds` are the rewards of the rows."""
+    found = [Argument("--rm-type", rm_type, "how answers are scored where a row does not say otherwise")]
+    if "dapo" in kinds:  # its reward is {"score": ..., "acc": ..., "pred": ...}, those of the others are numbers
+        if others := kinds - {"dapo"}:
+            raise UserError(f"the rewards dapo and {min(others)} cannot be mixed: slime reads {_DAPO_KEY!r} of all rewards or of none")
+        found.append(Argument("--reward-key", _DAPO_KEY, "the reward dapo is an object, and this its number"))
+    if ("remote_rm" in kinds) != (url is not None):
+        if url is None:
+            raise UserError("the reward remote_rm asks a service: say where it is with --rm-url URL")
+        raise UserError("--rm-url is the service of the reward remote_rm, which no row has; add --rm-type remote_rm, or leave it out")
+    if url is not None:
+        found.append(Argument("--rm-url", url, "the service of remote_rm: it gets prompt, response and label, and returns a number"))
+    return found
+
+
 def _has_generation(source: Source) -> bool:
     return (source.directory / "generation_config.json").is_file()
 
@@ -152,7 +175,9 @@ def _write(made: Handover, source: Source, rows: Prompts, out: Path) -> None:
             # weights may be hundreds of gigabytes; other files may be edited
             place = link_or_copy if file.suffix == ".safetensors" and not file.is_symlink() else shutil.copyfile
             place(file, target / file.name)
+    verify_export(target)  # the copy
     if not source.mtp and source.model.mtp is not None:  # engines fail on a config that states layers without weights
+        (target / REPORT).unlink(missing_ok=True)  # of the config before that
         (target / "config.json").unlink()
         write_json(target / "config.json", read_json(source.directory / "config.json") | {"num_nextn_predict_layers": 0})
     write_text(out / "prompts.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.rows))

@@ -14,23 +14,26 @@ from lmworks.files import explain_damage, read_json
 from lmworks.quantize.accounting import TensorRecord, problems, summary
 from lmworks.quantize.agreement import Agreement
 from lmworks.quantize.schemes import Scheme
+from lmworks.weights.verified import CERTIFICATE, verify_export
 
-CERTIFICATE = "certificate.json"
 
-
-def require_passed(model: str, folder: Path, size: int) -> None:
-    """Raise `UserError` unless `folder` has a certificate of the weights of `size` bytes beside it, and they passed."""
+def require_passed(model: Path) -> None:
+    """Raise `UserError` unless the folder or GGUF file `model` has a certificate beside it, which passed and is of these bytes."""
+    folder = model if model.is_dir() else model.parent
     path = folder / CERTIFICATE
     remedy = "serve a form that `lmworks quantize` has certified, or give --uncertified"
     if not path.is_file():
         raise UserError(f"{model} is quantized and has no {CERTIFICATE}, so nothing shows how far it is from the original; {remedy}")
     with explain_damage(path):
         found = read_json(path)
-        failures, made = [] if found["verdict"] == "passed" else found["failures"] or ["no reason given"], int(found["bytes"])
+        failures = [] if found["verdict"] == "passed" else found["failures"] or ["no reason given"]
+        known = dict(found.get("files", {}))
     if failures:
         raise UserError(f"{model} has failed its certificate: {failures[0]}; {remedy}")
-    if made != size:
-        raise UserError(f"{path} is of weights of {made:,} bytes, and {model} has {size:,}; {remedy}")
+    if not known or (model.is_file() and model.name not in known):
+        what = "keeps no hashes of the files that passed: it was written by an earlier version" if not known else f"is not of {model.name}"
+        raise UserError(f"{path} {what}; quantize the model again, or give --uncertified")
+    verify_export(model)
 
 
 def not_measured(why: str) -> dict[str, str]:

@@ -24,12 +24,13 @@ from lmworks.files import explain_os_errors, read_json, replace_directory, write
 from lmworks.progress import console
 from lmworks.quantize import compressed, gguf
 from lmworks.quantize.benchmarks import Comparison
-from lmworks.quantize.certificate import CERTIFICATE, certificate
+from lmworks.quantize.certificate import certificate
 from lmworks.quantize.evidence import Job, compressed_evidence, gguf_evidence
 from lmworks.quantize.schemes import Scheme
 from lmworks.quantize.source import Source, open_source
 from lmworks.quantize.texts import Texts, read_texts
 from lmworks.recipe.schema.evaluate import Benchmark
+from lmworks.weights.verified import CERTIFICATE, file_records, verify_export
 
 _LONGEST = 512  # tokens of a window
 _WORKING = ".working-"
@@ -78,7 +79,8 @@ def quantize(where: str, schemes: Sequence[Scheme], out: Path, options: Options)
             (folder := working / scheme.name).mkdir()
             certify = gguf_evidence if scheme.format == "gguf" else compressed_evidence
             evidence = certify(scheme, Job(source, texts, comparison, python, vllm, working, folder))
-            document = certificate(scheme, evidence, wanted) | {"seconds": time.monotonic() - began}
+            measured = {"seconds": time.monotonic() - began, "files": file_records(folder)}
+            document = certificate(scheme, evidence, wanted) | measured
             write_json(folder / CERTIFICATE, document)
             write_json(folder / "tensors.json", [asdict(one) for one in evidence.records])
             _publish(folder, out, document)
@@ -107,8 +109,19 @@ def _made_from(where: str, source: Source, texts: Texts, options: Options) -> di
 
 
 def _is_done(out: Path, scheme: Scheme, wanted: dict[str, Any]) -> bool:
-    paths = [out / name / CERTIFICATE for name in (scheme.name, f"{scheme.name}.failed")]
-    return any(path.is_file() and read_json(path).get("made_from") == wanted for path in paths)
+    """Whether there is a result of these files with these settings, whose own files are still those that were measured."""
+    for folder in (out / scheme.name, out / f"{scheme.name}.failed"):
+        path = folder / CERTIFICATE
+        found = read_json(path) if path.is_file() else {}
+        if found.get("made_from") != wanted or not found.get("files"):
+            continue
+        try:
+            verify_export(folder)
+        except UserError as error:
+            console.print(f"{scheme.name}: {error}; it is made again", style="yellow")
+            continue
+        return True
+    return False
 
 
 def _publish(folder: Path, out: Path, document: dict[str, Any]) -> None:

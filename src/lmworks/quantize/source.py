@@ -21,6 +21,7 @@ from lmworks.recipe.loading.huggingface import from_config
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.model import Model
 from lmworks.train.load import folder
+from lmworks.weights.file_hashes import hash_files
 from lmworks.weights.huggingface import files_of, only_pickled
 
 
@@ -29,7 +30,7 @@ class Source:
     """A model with its weights rounded to `dtype`, the type of its export; it computes in fp32, as the reference of every certificate.
 
     `directory` is its Hugging Face directory, or None for a run; `run_dir` the run, or None. `bytes` is the size of the weights in
-    `dtype`, `fingerprint` a hash of names, sizes and times of its files.
+    `dtype`, `fingerprint` a hash of names and contents of its files (of a run's checkpoints: of their manifests).
     """
 
     opened: OpenModel
@@ -118,9 +119,6 @@ def _checkpoint_files(run_dir: Path) -> Iterator[Path]:
 
 
 def _fingerprint(files: list[Path], name: str) -> str:
-    found = hashlib.sha256(name.encode())
-    for file in sorted(files):
-        if file.is_file():
-            stat = file.stat()
-            found.update(f"\n{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
-    return found.hexdigest()[:16]
+    hashes = hash_files(file for file in files if file.is_file())
+    lines = [name, *(f"{file.name} {digest}" for file, digest in sorted(hashes.items()))]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -25,11 +25,13 @@ def check_start(recipe: Recipe) -> None:
     """Raise `UserError` if the weights of `start_from` cannot be those of the model, by their headers and by tensors that must be equal, or
     if tokens cannot be added."""
     from lmworks.weights.huggingface import refuse_unequal_copies
+    from lmworks.weights.verified import verify_export
     from lmworks.weights.weight_map import map_weights
 
     assert recipe.start_from is not None
     start = find(recipe.start_from)
     if start.kind == "huggingface":
+        verify_export(start.path)
         map_weights(start.path, recipe.model)
         refuse_unequal_copies(start.path, recipe.model)
     if recipe.tokenizer.add_tokens:
@@ -47,7 +49,9 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
     added = _added_tokens(recipe, start)
     if start.kind == "huggingface":
         from lmworks.weights.huggingface import load_weights
+        from lmworks.weights.verified import verify_export
 
+        communicator.run_on_all(lambda: verify_export(start.path) if communicator.is_first else None)
         communicator.run_on_all(lambda: load_weights(start.path, model.state_dict(), recipe.model, extend=True, added=added))
     else:
         loading.load(start.path, {"model": model.state_dict()}, communicator=communicator)
@@ -69,11 +73,13 @@ def load_start_model(recipe: Recipe) -> Transformer:
     """
     from lmworks.train.load import load_checkpoint
     from lmworks.weights.huggingface import load_weights
+    from lmworks.weights.verified import verify_export
 
     assert recipe.start_from is not None
     start = find(recipe.start_from)
     if start.kind == "checkpoint":
         return load_checkpoint(start)
+    verify_export(start.path)
     model = Transformer(recipe.model)
     load_weights(start.path, model.state_dict(), recipe.model, extend=True, added=_added_tokens(recipe, start))
     return model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()

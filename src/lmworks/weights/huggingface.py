@@ -28,6 +28,7 @@ from lmworks.weights.names import (
     sources,
     why_missing,
 )
+from lmworks.weights.verified import verify_export
 
 _MEAN_ROWS = 8192  # rows that are read at a time, for their mean or to compare them
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -130,8 +131,10 @@ def _equal(handles: Mapping[str, Any], name: str, other: str) -> bool:
 
 
 def read_model(directory: Path) -> Transformer:
-    """Read a model from a Hugging Face checkpoint. Raises `UserError` if lmworks does not support its class or options."""
+    """Read a model from a Hugging Face checkpoint. Raises `UserError` if lmworks does not support its class or options, or if files are
+    not those that passed a comparison whose report is beside them."""
     directory = Path(directory)
+    verify_export(directory)
     config = read_json(directory / "config.json")
     with explain_damage(directory / "config.json"):
         described = from_config(config)

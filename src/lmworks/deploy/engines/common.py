@@ -9,6 +9,9 @@ from lmworks.deploy.hardware import GB, Hardware
 from lmworks.deploy.sizing import Fit, Scenario
 from lmworks.deploy.source import Source
 
+UNTRIED = "lmworks has not run it on GPUs."
+"""In container files: what their authors could not try."""
+
 
 @dataclass(frozen=True)
 class Request:

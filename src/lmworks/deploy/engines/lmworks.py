@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from lmworks.deploy.engines.common import Request
+from lmworks.deploy.engines.common import UNTRIED, Request
 from lmworks.deploy.flags import Flag, Launch
+from lmworks.errors import UserError
 from lmworks.tokenizer.tool_forms import tool_form
 
-_CONTAINER = """# The server of lmworks, from the copy of its package and the list of versions beside this file.
+_CONTAINER = f"""# The server of lmworks, from the copy of its package and the list of versions beside this file. {UNTRIED}
 FROM python:3.11.13-slim-bookworm
 COPY requirements.txt /opt/requirements.txt
 RUN pip install --no-cache-dir -r /opt/requirements.txt
@@ -24,8 +25,11 @@ def _tools(template: str) -> str:
 
 
 def launch(request: Request) -> Launch:
-    """Flags of `lmworks serve`."""
+    """Flags of `lmworks serve`. Raises `UserError` for GPUs of AMD, for which the package index has no build of torch."""
+    if request.hardware.amd:
+        raise UserError("--engine lmworks has no container for GPUs of AMD: use --engine vllm, sglang or llama.cpp")
     flags = (
+        Flag("--name", request.source.name, "the name by which clients ask for the model"),
         Flag("--host", request.host, "loopback unless asked: an address of this machine alone"),
         Flag("--port", str(request.port), "the port of the API"),
         Flag("context", None, request.context_reason, note=True),

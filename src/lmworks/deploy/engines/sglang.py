@@ -1,13 +1,18 @@
-"""SGLang. It needs an NVIDIA GPU, so that lmworks does not test it; option names: SGLang 0.5.x."""
+"""SGLang. It needs a GPU, so that lmworks does not run it; the tests compare options and metrics with those recorded of its source."""
 
 from __future__ import annotations
 
-from lmworks.deploy.engines.common import Request, dtype_of, parallel_reason, quantized
+from lmworks.deploy.engines.common import UNTRIED, Request, dtype_of, parallel_reason, quantized
 from lmworks.deploy.flags import Flag, Launch
 from lmworks.deploy.parsers import reasoning_parser, tool_parser
 from lmworks.errors import UserError
 
 VERSION = "0.5.23"
+AMD_VERSION = "0.5.14"  # the last one whose image for MI300 has a tag without a date
+_KEY = (
+    "SGLang writes its options to the log when it starts, the API key included (sgl-project/sglang#37457). `start.sh` replaces the key in "
+    "these lines; another way of starting it would show the key. Who has the key also reads it from `/server_info`."
+)
 
 
 def launch(request: Request) -> Launch:
@@ -46,6 +51,7 @@ def launch(request: Request) -> Launch:
     else:
         flags.append(Flag("--speculative-algorithm", None, request.no_speculation_reason, note=True))
     flags += quantized(source, hardware)
-    container = f"# SGLang's own image. lmworks has not run it: it needs an NVIDIA GPU.\nFROM lmsysorg/sglang:v{VERSION}\nENTRYPOINT []\n"
+    tag = f"v{AMD_VERSION}-rocm720-mi30x" if hardware.amd else f"v{VERSION}"
+    container = f"# SGLang's own image. {UNTRIED}\nFROM lmsysorg/sglang:{tag}\nENTRYPOINT []\n"
     program = ("python3", "-m", "sglang.launch_server")
-    return Launch(program, ("--model-path",), ("argv", "--api-key"), tuple(flags), container, gpu_devices=True)
+    return Launch(program, ("--model-path",), ("argv", "--api-key"), tuple(flags), container, gpu_devices=True, notes=(_KEY,))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lmworks.deploy.engines.common import Request, dtype_of, parallel_reason, quantized
+from lmworks.deploy.engines.common import UNTRIED, Request, dtype_of, parallel_reason, quantized
 from lmworks.deploy.flags import Flag, Launch
 from lmworks.deploy.hardware import GB
 from lmworks.deploy.parsers import reasoning_parser, tool_parser
 
 VERSION = "0.32.0"
-_GPU = "vllm/vllm-openai"
+_GPU, _AMD = "vllm/vllm-openai", "vllm/vllm-openai-rocm"
 _CPU = "public.ecr.aws/q9t5s3a7/vllm-cpu-release-repo"
 
 
@@ -61,6 +61,6 @@ def launch(request: Request) -> Launch:
         flags.append(Flag("--speculative-config", None, request.no_speculation_reason, note=True))
     flags += quantized(source, hardware)
     flags.append(Flag("VLLM_NO_USAGE_STATS", "1", "no usage statistics are sent", env=True))
-    image = f"{_CPU if hardware.on_cpu else _GPU}:v{VERSION}"
-    container = f"# vLLM's own image, pinned to the version whose CPU build lmworks tests.\nFROM {image}\nENTRYPOINT []\n"
+    image = f"{_CPU if hardware.on_cpu else _AMD if hardware.amd else _GPU}:v{VERSION}"
+    container = f"# vLLM's own image, pinned to the version whose CPU build lmworks tests. {UNTRIED}\nFROM {image}\nENTRYPOINT []\n"
     return Launch(("vllm", "serve"), (), ("env", "VLLM_API_KEY"), tuple(flags), container, gpu_devices=not hardware.on_cpu)

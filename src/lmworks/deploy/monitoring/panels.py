@@ -112,10 +112,14 @@ ENGINE_METRICS: dict[str, EngineMetrics] = {
             Panel("Duration of a request", "s", _quantiles("sglang:e2e_request_latency_seconds")),
             Panel("KV cache in use", "percentunit", (Query("max(sglang:token_usage)", "share"),)),
             Panel("Prefix cache", "percentunit", (Query("avg(sglang:cache_hit_rate)", "hit rate"),)),
+            Panel(
+                "Requests per second by status",
+                "reqps",
+                (Query(f"sum by (status_code) (rate(sglang:http_responses_total[{_RATE}]))", "{{status_code}}"),),
+            ),
         ),
         waiting="sum(sglang:num_queue_reqs)",
-        errors=None,
-        no_errors="SGLang does not count failed requests; the check reports a server that does not answer",
+        errors=_share('sglang:http_responses_total{status_code=~"5.."}', "sglang:http_responses_total"),
     ),
     "llama.cpp": EngineMetrics(
         panels=(
