@@ -252,11 +252,11 @@ def test_a_deployment_does_not_start_with_other_files(lmworks: Lmworks, exported
         folder = tmp_path / f"run-{engine}"
         folder.mkdir()
         arguments(out / "start.sh", program, folder)
-        damage(gguf if engine == "llama.cpp" else model / "config.json", 0.01)
+        damage(gguf if engine == "llama.cpp" else model / "model.safetensors", 0.01)
         environment = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin"}
         done = subprocess.run([out / "start.sh"], env=environment, capture_output=True, encoding="utf-8")
         assert done.returncode == 1 and done.stdout == "" and "damaged or were changed" in done.stderr
-        assert ("config.json: FAILED" if engine == "vllm" else "-: FAILED") in done.stderr
+        assert ("model.safetensors: FAILED" if engine == "vllm" else "-: FAILED") in done.stderr
         skipped = subprocess.run([out / "start.sh"], env=environment | {"LMWORKS_VERIFY": "no"}, capture_output=True)
         assert skipped.returncode == 0
 
