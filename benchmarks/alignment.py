@@ -53,7 +53,7 @@ RECIPE: dict[str, Any] = {
     },
     "tune": {
         "data": [{"name": "answers", "kind": "files", "path": "answers.jsonl"}],
-        "tokens": "32Ki", "sequence_length": "256 tokens", "global_batch_size": "512 tokens", "learning_rate_scale": 0.4,
+        "tokens": "32Ki", "sequence_length": "256 tokens", "global_batch_size": "512 tokens", "learning_rate": 0.0016,
     },
     "evaluate": {"references": False},
     "export": {"huggingface": False, "gguf": False},
@@ -61,12 +61,12 @@ RECIPE: dict[str, Any] = {
 STAGES: dict[str, dict[str, Any]] = {
     "dpo": {
         "data": [{"name": "pairs", "kind": "files", "path": "pairs.jsonl"}],
-        "pairs_per_step": 32, "sequence_length": "256 tokens", "held_out_fraction": 0.2, "learning_rate_scale": 0.25,
+        "pairs_per_step": 32, "sequence_length": "256 tokens", "held_out_fraction": 0.2, "learning_rate": 0.001,
     },
     "grpo": {
         "data": [{"name": "problems", "kind": "files", "path": "problems.jsonl", "reward": "exact"}],
         "group_size": 8, "prompts_per_step": 16, "steps": 80, "max_new_tokens": 24, "sequence_length": "256 tokens", "held_out": 200,
-        "learning_rate_scale": 0.25, "lr_schedule": {"kind": "linear", "warmup": "5%", "min_lr_ratio": 0.0},
+        "learning_rate": 0.001, "lr_schedule": {"kind": "linear", "warmup": "5%", "min_lr_ratio": 0.0},
     },
 }  # fmt: skip
 

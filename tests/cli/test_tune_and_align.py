@@ -164,9 +164,9 @@ def test_every_stage_trains_adapters_on_the_merged_weights_of_the_one_before(
     adapter names the model that it belongs to."""
     lora = {"rank": 2, "targets": ["all-linear", "experts"]}
     arguments = sections(
-        tmp_path, dpo={"lora": lora, "learning_rate_scale": 1.0},
+        tmp_path, dpo={"lora": lora, "learning_rate": 0.01},
         grpo={
-            "lora": lora | {"alpha": 3.0}, "learning_rate_scale": 1.0, "beta": 0.1, "temperature": 2.0, "group_size": 8,
+            "lora": lora | {"alpha": 3.0}, "learning_rate": 0.01, "beta": 0.1, "temperature": 2.0, "group_size": 8,
             "prompts_per_step": 4, "steps": 3, "max_new_tokens": 32,  # so many that some answers end, and earn something
         },
     )  # fmt: skip
@@ -207,7 +207,7 @@ def test_every_stage_trains_adapters_on_the_merged_weights_of_the_one_before(
     assert len(adapter.tensors) == len(of_model)
     again = Tiny(tiny_copy.recipe, whole).copy(tmp_path / "again").run_dir
     shutil.rmtree(again / "grpo")
-    arguments += ["--set", f"grpo.lora.init_from={whole / 'export' / 'peft'}", "--set", "grpo.learning_rate_scale=1e-9"]
+    arguments += ["--set", f"grpo.lora.init_from={whole / 'export' / 'peft'}", "--set", "grpo.learning_rate=1e-11"]
     assert (done := run("grpo", again)).code == 0, done.err
     continued, given = (checkpoint(one, folder="grpo/checkpoints") for one in (again, whole))
     assert all(torch.allclose(continued[name], given[name], atol=1e-7) for name in of_model)

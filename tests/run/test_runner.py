@@ -209,7 +209,7 @@ def test_how_it_learns_may_change_in_the_middle(
 
 def test_a_changed_tune_section_tunes_again_from_the_same_base(run: Tiny) -> None:
     base, tuned = checkpoint(run.run_dir), checkpoint(run.run_dir, folder="tune/checkpoints")
-    assert done(run.walk("tune.learning_rate_scale=0.1")) == ["tune", "evaluate", "export"]
+    assert done(run.walk("tune.learning_rate=0.001")) == ["tune", "evaluate", "export"]
     assert same_bits(checkpoint(run.run_dir), base) == []
     again = checkpoint(run.run_dir, folder="tune/checkpoints")
     assert "model/head.weight" in same_bits(again, tuned)

@@ -47,7 +47,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 def options_of(path: Path, **changes: Any) -> str:
     node = {
         "data": [{"name": "sums", "kind": "files", "path": str(path)}], "sequence_length": "64 tokens", "pairs_per_step": 16,
-        "learning_rate_scale": 0.1, "held_out_fraction": 0.1,
+        "learning_rate": 0.001, "held_out_fraction": 0.1,
     } | changes  # fmt: skip
     return f"dpo={json.dumps(node)}"
 

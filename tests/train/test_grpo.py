@@ -48,7 +48,7 @@ def options_of(folder: Path, reward: str = OWN, **changes: Any) -> dict[str, Any
     data = {"name": "own", "kind": "files", "path": str(folder / "prompts.jsonl"), "reward": "python", "file": str(folder / "reward.py")}
     return {
         "data": [data], "group_size": 3, "prompts_per_step": 3, "steps": 4, "max_new_tokens": 16, "sequence_length": "64 tokens",
-        "held_out": 3, "learning_rate_scale": 0.1, "temperature": 0.8, "top_p": 0.95, "updates_per_rollout": 2, "beta": 0.02,
+        "held_out": 3, "learning_rate": 0.001, "temperature": 0.8, "top_p": 0.95, "updates_per_rollout": 2, "beta": 0.02,
         "resample_rounds": 1, "clip_high": 0.28,
     } | changes  # fmt: skip
 

@@ -30,7 +30,7 @@ from small_config import small_config
 from tiny_run import Tiny, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-LORA = ("tune.lora.rank=4", "tune.lora.targets=[all-linear,experts]", "tune.learning_rate_scale=1.0", "tune.tokens=1Ki")
+LORA = ("tune.lora.rank=4", "tune.lora.targets=[all-linear,experts]", "tune.learning_rate=0.01", "tune.tokens=1Ki")
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_an_adapter_in_pefts_format_goes_out_and_comes_back(based: Tiny, tmp_pat
         tensors["base_model.model.model.layers.2.mlp.experts.3.up_proj.lora_B.weight"], saved["model/layers.2.ffn.experts.up_lora.B"][3]
     )
     shutil.move(based.run_dir / "tune", tmp_path / "first")
-    tune(based, f"tune.lora.init_from={tmp_path / 'peft'}", "tune.learning_rate_scale=1e-9")
+    tune(based, f"tune.lora.init_from={tmp_path / 'peft'}", "tune.learning_rate=1e-11")
     again = checkpoint(based.run_dir, folder="tune/checkpoints")
     for name, value in saved.items():
         if name.startswith("model/"):
@@ -265,7 +265,7 @@ def test_adapters_equal_the_plain_formula(experts: bool) -> None:
 def test_epochs_and_the_best_weights_by_held_out_loss(based: Tiny) -> None:
     """A rate that rises until the loss does: the stage ends with the weights of the lowest held-out loss, which are kept."""
     options = ("tune.epochs=2", "tune.tokens=null", "tune.keep=best", "tune.validation_fraction=0.1", "train.validate_every=3 steps",
-               "tune.learning_rate_scale=300.0", "tune.lr_schedule.warmup=60 steps", "tune.lr_schedule.decay=1 steps",
+               "tune.learning_rate=3.0", "tune.lr_schedule.warmup=60 steps", "tune.lr_schedule.decay=1 steps",
                "checkpoints.keep_last=1", "checkpoints.keep_best=false")  # fmt: skip
     tune(based, *options)
     manifest = json.loads((based.run_dir / "tune" / "data" / "manifest.json").read_text(encoding="utf-8"))["data"]["sums"]

@@ -156,16 +156,19 @@ class OnePhase(Curriculum):
     """
 
     def __init__(
-        self, name: str, options: Tune | Dpo | Grpo, steps: int, mtp_loss_weight: float | None = None, ewc: Ewc | None = None
-    ) -> None:
+        self, name: str, recipe: Recipe, options: Tune | Dpo | Grpo, steps: int, mtp_loss_weight: float | None = None,
+        ewc: Ewc | None = None,
+    ) -> None:  # fmt: skip
         """`tokens_before` must work before this is called."""
         self.steps, self.tokens = steps, self.tokens_before(steps)
         length = int(options.sequence_length)
         self._phase = PhaseSettings(0, name, 0, length, None, 0.0, mtp_loss_weight, ewc)
+        base = getattr(recipe.optimizer, recipe.replaced_rate(options))
+        assert options.learning_rate and base, "derived when the recipe is loaded"
         # expressed as a phase, so that `Schedules` serves all stages
         phase = Phase(
             name=name, tokens=f"{self.tokens} tokens", mixture={name: 1.0}, sequence_length="1 tokens", global_batch_size="1 tokens",
-            learning_rate_scale=options.learning_rate_scale, lr_schedule=options.lr_schedule,
+            learning_rate_scale=options.learning_rate / base, lr_schedule=options.lr_schedule,
         )  # fmt: skip
         self._schedules = Schedules([phase], [steps], self.tokens_before)
 
@@ -193,7 +196,7 @@ class TuningCurriculum(OnePhase):
         batch = self._batch - replayed * self._length
         read = None if options.epochs else budget // self._batch * batch if replayed else budget
         self.batches = TuningBatches(prefixes, self._length, batch, read, recipe.training_seed, weights, options.epochs)
-        super().__init__("tune", options, self.batches.steps, final_mtp_weight(recipe), options.ewc)
+        super().__init__("tune", recipe, options, self.batches.steps, final_mtp_weight(recipe), options.ewc)
         self.replay = Replay(recipe, options.replay, self._shards, self.steps, replayed, self._length) if options.replay else None
 
     def sequences(self, step: int) -> int:

@@ -145,7 +145,7 @@ def dpo(
         objective = Preference(options, model, train, held_out, length, micro_batch_size)
         rows = [int(rows_of(train.answers(train.numbers(step)), length).max()) + 1 for step in range(train.steps)]
         packed = lru_cache(maxsize=2)(lambda step: objective.packed(step).batch)
-        curriculum = AnswerCurriculum("dpo", options, rows, packed)
+        curriculum = AnswerCurriculum("dpo", recipe, options, rows, packed)
         return Plan(curriculum, objective.validate, objective, options.early_stopping)
 
     run_stage(

@@ -195,7 +195,7 @@ def grpo(
             starts = np.arange(answers + 1, dtype=np.int32) * length
             return Batch(tokens, np.full_like(tokens, -100), starts, 0, step)
 
-        curriculum = AnswerCurriculum("grpo", options, [answers] * options.steps, batch)
+        curriculum = AnswerCurriculum("grpo", recipe, options, [answers] * options.steps, batch)
         return Plan(curriculum, objective.validate, objective, options.early_stopping)
 
     first = begun.model.ranks.is_first

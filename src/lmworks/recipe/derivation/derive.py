@@ -15,7 +15,7 @@ from typing import Any
 
 from lmworks import machine
 from lmworks.errors import UserError
-from lmworks.recipe.derivation import scaling_laws
+from lmworks.recipe.derivation import rates, scaling_laws
 from lmworks.recipe.derivation.parameters import count_active_parameters, count_parameters
 from lmworks.recipe.schema.model import Model, Moe
 from lmworks.recipe.schema.recipe import Recipe
@@ -111,6 +111,8 @@ def derive_from_size(tree: dict[str, Any], free: bool) -> Reasons:
     if free:
         for key in ("learning_rate", "adam_learning_rate"):
             (tree.get("optimizer") or {}).pop(key, None)
+        for stage in ("tune", "dpo", "grpo"):
+            (tree.get(stage) or {}).pop("learning_rate", None)
         train.pop("micro_batch_size", None)
     return reasons
 
@@ -182,10 +184,7 @@ def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tup
     total = count_parameters(model)
     hidden = total - (1 if model.tie_word_embeddings else 2) * (model.vocab_size or 0) * (model.hidden_size or 0)
     tokens = sum(phase.tokens for phase in recipe.train.phases) or scaling_laws.TOKENS_PER_PARAMETER * count_active_parameters(model)
-    law = (
-        f"1.79 N^-0.713 D^0.307 for N = {hidden / 1e6:,.1f}M outside the embeddings and D = {tokens / 1e6:,.1f}M tokens (arXiv:2503.04715)"
-    )
-    rate = scaling_laws.peak_learning_rate(hidden, tokens)
+    rate, law = rates.random_weights(hidden, tokens) if recipe.start_from is None else rates.pretrained_weights(hidden)
     muon = recipe.optimizer.kind == "muon"
     if muon and recipe.optimizer.update_scale == "spectral":
         derive(("optimizer", "learning_rate"), scaling_laws.SPECTRAL_RATE, "the usual rate of Muon with spectral scaling")
@@ -197,6 +196,9 @@ def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tup
         rate if muon else tree["optimizer"]["learning_rate"],
         law if muon else "optimizer.learning_rate",
     )
+    for stage, section in recipe.later_stages.items():
+        base = tree["optimizer"][recipe.replaced_rate(section)]
+        derive((stage, "learning_rate"), *rates.of_stage(stage, base, section.lora is not None, recipe.start_from is not None))
 
     replicas = recipe.layout.dp_replicate * recipe.layout.dp_shard
     parts: Sequence[Phase | Tune] = recipe.train.phases or ([recipe.tune] if recipe.tune else [])

@@ -15,6 +15,8 @@ class Node(BaseModel):
     """Former names of keys, each with the name that it has now."""
     moved: ClassVar[dict[str, str]] = {}
     """Keys that stand at the top of the recipe now, each with its name there."""
+    removed: ClassVar[dict[str, str]] = {}
+    """Former keys that no single key replaces, each with what to do instead."""
     effect: ClassVar[Effect | None] = None
     """What the keys affect that declare nothing themselves; None: what the node around this one declares."""
 

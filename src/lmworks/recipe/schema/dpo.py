@@ -10,7 +10,7 @@ from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
 from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.train import EarlyStopping, LrSchedule
-from lmworks.recipe.schema.tuning_set import GENERATED, TuningSet
+from lmworks.recipe.schema.tuning_set import GENERATED, LEARNING_RATE, NO_SCALE, TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
 
 
@@ -33,6 +33,7 @@ class Dpo(Node):
     """Direct preference optimization (arXiv:2305.18290) and its relatives, with loss on the last answer only. The reference is the model
     that the stage starts from."""
 
+    removed: ClassVar = NO_SCALE
     effect: ClassVar = read_by("dpo")
 
     data: list[PreferenceData] = Field(default_factory=list)
@@ -50,7 +51,7 @@ class Dpo(Node):
     pairs_per_step: int = Field(32, gt=1, description="pairs, or labeled answers for loss kto, per optimizer step, over all ranks")
     held_out_fraction: float = Field(0.05, ge=0, le=0.5, description="share of pairs held out for validation; at most 500")
     sequence_length: Tokens = Field(Tokens.parse("512 tokens"), description="tokens per row; longer conversations are left out")
-    learning_rate_scale: float = Field(0.03, gt=0, description="peak learning rate relative to optimizer.learning_rate")
+    learning_rate: float | None = Field(None, gt=0, description=LEARNING_RATE)
     lr_schedule: LrSchedule = LrSchedule(kind="linear", warmup=Duration.parse("10%"), min_lr_ratio=0.0)
     early_stopping: EarlyStopping | None = Field(None, description="end the stage early; requires held-out pairs")
     lora: Lora | None = Field(None, description="train low-rank adapters instead of the weights")

@@ -10,7 +10,7 @@ from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
 from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.train import EarlyStopping, LrSchedule
-from lmworks.recipe.schema.tuning_set import GENERATED, TuningSet
+from lmworks.recipe.schema.tuning_set import GENERATED, LEARNING_RATE, NO_SCALE, TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
 
 ROLLOUT_ROWS = 64  # answers that a rank draws at a time
@@ -53,6 +53,7 @@ class RewardTask(TuningSet):
 class Grpo(Node):
     """Group relative policy optimization (arXiv:2402.03300) and its corrections, with rewards that are plain functions of an answer."""
 
+    removed: ClassVar = NO_SCALE
     effect: ClassVar = read_by("grpo")
 
     data: list[RewardTask] = Field(default_factory=list)
@@ -81,7 +82,7 @@ class Grpo(Node):
     min_p: float = Field(0.0, ge=0, lt=1, description="rollouts draw from tokens of this probability relative to the likeliest; 0: off")
     held_out: int = Field(64, ge=0, description="prompts that are not trained on, one answer of each is judged at every validation")
     sequence_length: Tokens = Field(Tokens.parse("512 tokens"), description="tokens per row; too long prompts are left out")
-    learning_rate_scale: float = Field(0.03, gt=0, description="peak learning rate relative to optimizer.learning_rate")
+    learning_rate: float | None = Field(None, gt=0, description=LEARNING_RATE)
     lr_schedule: LrSchedule = LrSchedule(kind="constant", warmup=Duration.parse("2%"))
     early_stopping: EarlyStopping | None = Field(None, description="end the stage early; lower is better, so name validation/wrong")
     lora: Lora | None = Field(None, description="train low-rank adapters instead of the weights")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -83,6 +83,11 @@ class Recipe(Node):
     def loras(self) -> dict[str, Lora]:
         """The low-rank adapters of the stages that train such, by the name of the stage."""
         return {name: section.lora for name, section in self.later_stages.items() if section.lora is not None}
+
+    def replaced_rate(self, section: Tune | Dpo | Grpo) -> Literal["learning_rate", "adam_learning_rate"]:
+        """The key of `optimizer` whose rate `learning_rate` of a later stage replaces: that of what AdamW trains for adapters under muon,
+        else that of the matrices. The other rate keeps its proportion to it."""
+        return "adam_learning_rate" if section.lora is not None and self.optimizer.kind == "muon" else "learning_rate"
 
     @property
     def trains_base(self) -> bool:

@@ -10,7 +10,7 @@ from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
 from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.train import EarlyStopping, Ewc, LrSchedule, check_weights
-from lmworks.recipe.schema.tuning_set import GENERATED, TuningSet
+from lmworks.recipe.schema.tuning_set import GENERATED, LEARNING_RATE, NO_SCALE, TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
 
 StoryForm = Literal["whole", "spoken", "exchanges"]
@@ -98,6 +98,7 @@ class Tune(Node):
     """Supervised fine-tuning, with loss on the assistant's tokens only."""
 
     renamed: ClassVar = {"batch": "global_batch_size", "schedule": "lr_schedule"}
+    removed: ClassVar = NO_SCALE
     effect: ClassVar = read_by("tune")
 
     data: list[ChatData] = Field(default_factory=list)
@@ -109,7 +110,7 @@ class Tune(Node):
     )
     sequence_length: Tokens = Field(Tokens.parse("512 tokens"), description="tokens per sequence")
     global_batch_size: Tokens = Field(Tokens.parse("8Ki tokens"), description="tokens per optimizer step")
-    learning_rate_scale: float = Field(0.3, gt=0, description="peak learning rate relative to optimizer.learning_rate")
+    learning_rate: float | None = Field(None, gt=0, description=LEARNING_RATE)
     lr_schedule: LrSchedule = LrSchedule(kind="linear", warmup=Duration.parse("5%"), min_lr_ratio=0.0)
     validation_fraction: float = Field(
         0.02, ge=0, lt=1, description="fraction of each set of conversations that is held out for validation; at least one, at most 500"

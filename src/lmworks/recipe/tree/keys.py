@@ -97,6 +97,8 @@ def _message(tree: Any, root: type[Node], node: type[Node], keys: Keys, key: str
         return f"{where} has no key {key!r} any more; it is called {new!r} now"
     if new := node.moved.get(key):
         return f"{where} has no key {key!r} any more; set {new} at the top of the recipe instead"
+    if advice := node.removed.get(key):
+        return f"{where} has no key {key!r} any more; {advice}"
     close = nearest(key, list(node.model_fields))
     if close:
         return f"{where} has no key {key!r}; did you mean {close!r}?"

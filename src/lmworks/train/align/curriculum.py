@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from lmworks.recipe.schema.dpo import Dpo
 from lmworks.recipe.schema.grpo import Grpo
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.read.batch import Batch
 from lmworks.train.curriculum import OnePhase, PhaseSettings
 
@@ -14,10 +15,12 @@ from lmworks.train.curriculum import OnePhase, PhaseSettings
 class AnswerCurriculum(OnePhase):
     """`rows[step]` rows in each step, which `batch` makes."""
 
-    def __init__(self, name: str, options: Dpo | Grpo, rows: Sequence[int], batch: Callable[[int], Batch]) -> None:
+    def __init__(
+        self, name: str, recipe: Recipe, options: Dpo | Grpo, rows: Sequence[int], batch: Callable[[int], Batch]
+    ) -> None:
         self._rows, self._batch = rows, batch
         self._tokens = [0, *(count * int(options.sequence_length) for count in accumulate(rows))]
-        super().__init__(name, options, len(rows))
+        super().__init__(name, recipe, options, len(rows))
 
     def sequences(self, step: int) -> int:
         return self._rows[step]
