@@ -128,11 +128,13 @@ class Curves:
         return charts
 
     def validation_loss(self) -> list[Chart]:
+        wanted = [("validation/loss", "held-out loss", "c0")]
         if self._objective:
-            wanted = [("validation/loss", "held-out loss", "c0")]
-            return self._plain("validation", "Held-out loss", "The objective on held-out pairs.", wanted)
-        hint = "Held-out cross-entropy, nats per token."
-        return self._plain("validation", "Held-out loss", hint, [("validation/loss", "held-out loss", "c0")], unit="nats per token")
+            charts = self._plain("validation", "Held-out loss", "The objective on held-out pairs.", wanted)
+        else:
+            charts = self._plain("validation", "Held-out loss", "Held-out cross-entropy, nats per token.", wanted, unit="nats per token")
+        hint = "Cost of general text beside what it was when the stage began: a rise is what the model forgets."
+        return charts + self._plain("forgetting", "Forgetting", hint, [("validation/forgetting", "rise", "c3")], unit="bits per byte")
 
     def optimizer(self) -> list[Chart]:
         charts = self._plain(

@@ -28,6 +28,7 @@ _DETAIL = "metrics.detail_every"
 _NEEDLE = "a phase with needle"
 _EVALUATION = "evaluate.benchmarks and evaluate.every"
 _SCORE = "eval/{set}/{form}"
+_LATER = "tune, dpo or grpo"
 _DPO, _KTO, _GRPO = "dpo", "dpo.loss: kto", "grpo"
 _NVML = "an NVIDIA GPU and lmworks[gpu]"
 _TABLE: tuple[tuple[Any, ...], ...] = (
@@ -113,6 +114,10 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("validation/reward_accuracy", "", "dpo/accuracy on held-out pairs", _DPO, "higher"),
     ("validation/reward_margin", "", "dpo/margin on held-out pairs", _DPO, "higher"),
     ("validation/bits_per_byte", "bits/byte", "over all validation text", "", "lower"),
+    (
+        "validation/general_bits_per_byte", "bits/byte", "over a little general text, beside the stage's own validation", _LATER, "lower",
+    ),
+    ("validation/forgetting", "bits/byte", "rise of validation/general_bits_per_byte since the stage began", _LATER, "lower"),
     (
         "validation/position/{start}", "nats/token", "mean loss of the tokens from this position of their document to four times it", "",
         "lower",

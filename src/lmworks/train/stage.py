@@ -27,6 +27,7 @@ from lmworks.train.curriculum import Curriculum
 from lmworks.train.data.frozen_tokenizer import META, digest, require_same
 from lmworks.train.load import final_checkpoint, stages_of
 from lmworks.train.objective import Objective
+from lmworks.train.observe.forgetting import ForgettingMonitor
 from lmworks.train.observe.sampling import ChatSampler
 from lmworks.train.pretrain import build_model, identity, with_optimizer
 from lmworks.train.stage_files import open_stage
@@ -102,8 +103,10 @@ def run_stage(
         recipe, run_dir, of_stage(name), model.ranks, identity(recipe) | adapter_identity(lora, base), plan.curriculum.tokens,
         lambda path: ChatSampler(path, tokenizer, recipe.evaluate.questions), plan.use_best,
     ) as files:  # fmt: skip
+        monitor = ForgettingMonitor(recipe, run_dir, name, model, tokenizer, files.ledger.write)
         trainer = Trainer(
-            recipe, model, optimizer, plan.curriculum, files, plan.validate, flops_per_token, heartbeat or Heartbeat(None),
+            recipe, model, optimizer, plan.curriculum, files, lambda: plan.validate() | monitor.measure(), flops_per_token,
+            heartbeat or Heartbeat(None),
             early_stopping=plan.early_stopping, use_best=plan.use_best, objective=plan.objective, stage=name, resume_command=resume_command,
             meta={"recipe": fingerprint(recipe), "base": base.name, META: digest(run_dir)} | plan.meta | adapter_meta(lora, base, run_dir),
         )  # fmt: skip

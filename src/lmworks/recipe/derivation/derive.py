@@ -197,8 +197,8 @@ def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tup
         law if muon else "optimizer.learning_rate",
     )
     for stage, section in recipe.later_stages.items():
-        base = tree["optimizer"][recipe.replaced_rate(section)]
-        derive((stage, "learning_rate"), *rates.of_stage(stage, base, section.lora is not None, recipe.start_from is not None))
+        peak = tree["optimizer"][recipe.replaced_rate(section)]
+        derive((stage, "learning_rate"), *rates.of_stage(stage, peak, section.lora is not None, recipe.start_from is not None))
 
     replicas = recipe.layout.dp_replicate * recipe.layout.dp_shard
     parts: Sequence[Phase | Tune] = recipe.train.phases or ([recipe.tune] if recipe.tune else [])

@@ -1,9 +1,9 @@
 """Peak learning rates that a recipe leaves out: of random weights, of pretrained weights, and of the stages after pretraining.
 
 - Random weights: Step Law for the model's size and the run's tokens (`scaling_laws.peak_learning_rate`).
-- Pretrained weights (`start_from`): what they were trained with is rarely known, but the law at 20 tokens per parameter is near it: it gives
-  4.3e-4 for 8B parameters and 1.8e-4 for 70B, where Llama 3 had 3e-4 and 1.5e-4 (arXiv:2407.21783). The rate of further training is a
-  fraction of that, and does not depend on the new budget.
+- Pretrained weights (`start_from`): what they were trained with is rarely known, but the law at 20 tokens per parameter is near it: it
+  gives 4.3e-4 for 8B parameters and 1.8e-4 for 70B, where Llama 3 had 3e-4 and 1.5e-4 (arXiv:2407.21783). The rate of further training
+  is a fraction of that, and does not depend on the new budget.
 - Stages after pretraining: a fraction of `optimizer.learning_rate`, `AFTER_OWN` behind a pretraining of the recipe's own and
   `AFTER_PRETRAINED` for weights of `start_from`.
 """
@@ -38,8 +38,8 @@ def pretrained_weights(hidden: int) -> tuple[float, str]:
     """The peak rate of training pretrained weights further, and why. `hidden`: parameters outside the embeddings."""
     peak = scaling_laws.peak_learning_rate(hidden, scaling_laws.TOKENS_PER_PARAMETER * hidden)
     return _rounded(CONTINUED * peak), (
-        f"{CONTINUED:g} of {peak:.3g}, near which weights of {hidden / 1e6:,.1f}M parameters outside the embeddings are pretrained; it does "
-        "not depend on the tokens of this run"
+        f"{CONTINUED:g} of {peak:.3g}, near which weights of {hidden / 1e6:,.1f}M parameters outside the embeddings are pretrained; it "
+        "does not depend on the tokens of this run"
     )
 
 

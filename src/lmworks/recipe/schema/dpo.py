@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import Node
-from lmworks.recipe.schema.effect import read_by
+from lmworks.recipe.schema.effect import NO_EFFECT, read_by
 from lmworks.recipe.schema.lora import Lora
-from lmworks.recipe.schema.train import EarlyStopping, LrSchedule
+from lmworks.recipe.schema.train import EarlyStopping, Forgetting, LrSchedule
 from lmworks.recipe.schema.tuning_set import GENERATED, LEARNING_RATE, NO_SCALE, TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
 
@@ -54,6 +54,7 @@ class Dpo(Node):
     learning_rate: float | None = Field(None, gt=0, description=LEARNING_RATE)
     lr_schedule: LrSchedule = LrSchedule(kind="linear", warmup=Duration.parse("10%"), min_lr_ratio=0.0)
     early_stopping: EarlyStopping | None = Field(None, description="end the stage early; requires held-out pairs")
+    forgetting: Annotated[Forgetting, NO_EFFECT] = Forgetting()
     lora: Lora | None = Field(None, description="train low-rank adapters instead of the weights")
 
     @model_validator(mode="after")

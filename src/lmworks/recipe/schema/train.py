@@ -90,6 +90,14 @@ class EarlyStopping(Node):
     )  # fmt: skip
 
 
+class Forgetting(Node):
+    """What a stage after pretraining may cost general text, measured at each validation: held-out text of the recipe's corpus, or a few
+    pages that come with lmworks."""
+
+    warn_above: float = Field(0.05, ge=0, description="rise, in bits per byte since the stage began, above which the run warns")
+    stop_above: float | None = Field(None, ge=0, description="rise above which the stage stops with an error; its checkpoints are kept")
+
+
 class Ewc(Node):
     """Elastic weight consolidation (Kirkpatrick et al. 2017, arXiv:1612.00796): weights that mattered to what was learned before are held
     where they were, by a penalty weight / 2 * sum of F (w - w0)^2. F, the diagonal of the Fisher information, is estimated when training

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import Node
-from lmworks.recipe.schema.effect import read_by
+from lmworks.recipe.schema.effect import NO_EFFECT, read_by
 from lmworks.recipe.schema.lora import Lora
-from lmworks.recipe.schema.train import EarlyStopping, Ewc, LrSchedule, check_weights
+from lmworks.recipe.schema.train import EarlyStopping, Ewc, Forgetting, LrSchedule, check_weights
 from lmworks.recipe.schema.tuning_set import GENERATED, LEARNING_RATE, NO_SCALE, TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
 
@@ -119,6 +119,7 @@ class Tune(Node):
         "last", description="weights that the stage ends with: the last ones, or those with the lowest loss on the held-out conversations"
     )
     early_stopping: EarlyStopping | None = Field(None, description="end tuning early; requires held-out conversations")
+    forgetting: Annotated[Forgetting, NO_EFFECT] = Forgetting()
     lora: Lora | None = Field(None, description="train low-rank adapters instead of the weights")
     replay: Replay | None = Field(None, description="sequences of the recipe's own corpus or token files in every step")
     ewc: Ewc | None = Field(None, description="elastic weight consolidation towards the weights that tuning starts from")

@@ -17,8 +17,8 @@ GENERATED = 2000  # rows of a set that is not the user's own
 
 
 LEARNING_RATE = (
-    "peak learning rate of this stage; derived from that of pretraining when omitted. Under muon it is that of the matrices, and what AdamW "
-    "trains keeps its proportion to it; adapters, which AdamW trains, have it as it is"
+    "peak learning rate of this stage; derived from that of pretraining when omitted. Under muon it is that of the matrices, and what "
+    "AdamW trains keeps its proportion to it; adapters, which AdamW trains, have it as it is"
 )
 NO_SCALE = {"learning_rate_scale": "set learning_rate, the peak rate itself, which was this times optimizer.learning_rate"}
 """Former keys of the stages after pretraining."""
