@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -16,7 +19,9 @@ from docs.pages import DOCS, blocks
 from lmworks.checkpoint import listing
 from lmworks.files import read_json
 from lmworks.metrics.log import read
+from lmworks.shards.format.indexed import IndexedFile
 from lmworks.tokenizer import load
+from lmworks.train.data.chat import chat_shards
 from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
 from lmworks.weights.huggingface import read_model
@@ -98,9 +103,33 @@ def test_a_base_model_is_tuned_evaluated_exported_and_served(lmworks: Lmworks, k
     assert set(engine.vocabulary.stop_ids) == stops
     results = read_json(run_dir / "evaluate" / "results.json")
     assert results["models"].keys() == {"base", "tuned"}
+    costs = [results["models"][name]["bits_per_byte"]["answers: sums"] for name in ("base", "tuned")]
+    assert costs[0]["documents"] == costs[1]["documents"] == 2, "2% of 100 conversations are held out"
+    assert costs[0]["bits_per_byte"] == pytest.approx(_cost_of_answers(base, run_dir / "tune" / "data"), rel=1e-5)
+    assert costs[1]["bits_per_byte"] < costs[0]["bits_per_byte"] - 0.3 and "answers: sums" in done.err + done.out
+    rates = [line["optim/learning_rate"] for line in read(run_dir / "tune") if "optim/learning_rate" in line]
+    peak = read_json(run_dir / "resolved.json")["tune"]["learning_rate"]
+    assert 0.9 * peak < max(rates) <= peak, "the rate falls from the first step after the warm-up"
     again = lmworks("run", recipe)
     assert again.code == 0 and [path.name for path in listing.directories(run_dir / "checkpoints")] == ["step-00000000"]
     assert len([line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "start_from"]) == 1
+
+
+def _cost_of_answers(base: Path, data: Path) -> float:
+    """Bits per byte of the answers of the held-out conversations, by transformers."""
+    import transformers
+
+    file = IndexedFile(chat_shards(data, "validation")[0]["sums"])
+    assert file.mask is not None
+    theirs, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval(), load(base)
+    nats, text = 0.0, b""
+    for start, stop in pairwise(file.document_start(np.arange(file.documents + 1))):
+        ids, mask = torch.from_numpy(file.read(start, stop).astype(np.int64)), torch.from_numpy(file.mask[start:stop].astype(bool))
+        with torch.no_grad():
+            losses = torch.nn.functional.cross_entropy(theirs(ids[None]).logits[0, :-1], ids[1:], reduction="none")
+        nats += float(losses[mask[1:]].sum())
+        text += b"".join(tokenizer.token_bytes(int(token), skip_special=True) for token in ids[mask])
+    return nats / math.log(2) / len(text)
 
 
 SMALL = ["threads=1", "train.precision=fp32", "train.compile=false", "train.micro_batch_size=2", "evaluate.benchmarks=[]",

@@ -22,6 +22,10 @@ HOW = (
 )
 
 
+ANSWERS = "answers: "
+"""Domains of held-out conversations begin with this (`lmworks.evaluate.answers`)."""
+
+
 @dataclass(frozen=True)
 class DocumentBits:
     """The bits of one held-out document. `document` is a hash of its text."""
@@ -99,11 +103,10 @@ def document_bits(
 
 
 def by_domain(documents: Sequence[DocumentBits]) -> dict[str, BitsPerByte]:
-    """Domain (and `overall`) -> bits per byte; nothing without documents."""
-    if not documents:
-        return {}
+    """Domain (and `overall`) -> bits per byte; nothing without documents. Answers in conversations are no part of the overall figure."""
     parts: dict[str, list[BitsPerByte]] = {}
     for one in documents:
         parts.setdefault(one.domain, []).append(BitsPerByte(one.bits, one.bytes, one.tokens, 1))
     measured = {domain: BitsPerByte.total(part) for domain, part in parts.items()}
-    return measured | {OVERALL: BitsPerByte.total(list(measured.values()))}
+    text = [value for domain, value in measured.items() if not domain.startswith(ANSWERS)]
+    return measured | ({OVERALL: BitsPerByte.total(text)} if text else {})

@@ -13,6 +13,8 @@ from lmworks.tokenizer.reply import read
 from lmworks.verify.thoughts import opens_thoughts
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from lmworks.model import Transformer
     from lmworks.model.generate import GenerateOptions
 
@@ -27,6 +29,8 @@ class ChatTokenizer(Protocol):
     eos_id: int
     stop_ids: tuple[int, ...]
 
+    @property
+    def byte_lengths(self) -> np.ndarray: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str: ...
     def encode_chat(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lmworks import files
 from lmworks.corpus.contamination import Question
 from lmworks.evaluate import bits_per_byte, protection, references
+from lmworks.evaluate.answers import answer_bits
 from lmworks.evaluate.compare.comparison import NothingInCommon, compare
 from lmworks.evaluate.compare.results import read_results
 from lmworks.evaluate.forgetting import START, forgetting, not_compared
@@ -54,7 +55,7 @@ def check(recipe: Recipe) -> None:
 
 def evaluate(
     recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, corpus_dir: Path, out_dir: Path, name: str,
-    searched: Sequence[Path] = (),
+    searched: Sequence[Path] = (), conversations: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure `model` and write it into `out_dir/results.json` under `name`; returns the whole document.
 
@@ -65,7 +66,7 @@ def evaluate(
     model is compared with them (`forgetting_since_start`).
     A later model is scored in the forms of the base model too, so that the two can be compared. `searched` are the folders with the
     records of what the text that the model was trained on was searched for: the verdict of a score on any other item says that it is not
-    clean.
+    clean. `conversations` is the folder of the tuning data, whose held-out answers are scored too.
     Raises `UserError` for what `check` finds and for a corpus without held-out text.
     """
     check(recipe)
@@ -85,7 +86,7 @@ def evaluate(
         doubt = partial(protection.doubt, searched=searched, recipe=recipe, corpus_dir=corpus_dir)
         subject = Subject(model, tokenizer, context_length(recipe, model), later and name != START, name)
         base = results["models"].get(BASE.model, {}).get("scores", {}).values() if later else ()
-        measured, found = _measure(recipe, subject, corpus_dir, texts, _forms(base), doubt)
+        measured, found = _measure(recipe, subject, corpus_dir, texts, _forms(base), doubt, conversations)
     finally:
         model.train(was_training)
         model.compute_dtype = was_dtype
@@ -130,12 +131,15 @@ _Doubt = Callable[[str, list[Question]], str | None]
 
 
 def _measure(
-    recipe: Recipe, subject: Subject, corpus_dir: Path, texts: dict[str, list[str]], paired: tuple[Form, ...], doubt: _Doubt
-) -> tuple[dict[str, Any], Found]:
+    recipe: Recipe, subject: Subject, corpus_dir: Path, texts: dict[str, list[str]], paired: tuple[Form, ...], doubt: _Doubt,
+    conversations: Path | None,
+) -> tuple[dict[str, Any], Found]:  # fmt: skip
     model, tokenizer, context, wanted = subject.model, subject.tokenizer, subject.context, recipe.evaluate
     logprobs = BatchedLogProbs(model, context)
     start = time.perf_counter()
     documents = bits_per_byte.document_bits(texts, tokenizer, tokenizer.vocab_size, logprobs, context, f"{subject.name}: held-out text")
+    if conversations is not None:
+        documents += answer_bits(conversations, tokenizer, logprobs, context, f"{subject.name}: held-out answers")
     bpb = bits_per_byte.by_domain(documents)
     scored_tokens = sum(one.tokens for domain, one in bpb.items() if domain != references.OVERALL)
     speed = {"scored_tokens_per_second": scored_tokens / (time.perf_counter() - start)} if bpb else {}

@@ -61,9 +61,11 @@ def bits_table(results: dict[str, Any]) -> Table:
     domains = next(iter(models.values()))["bits_per_byte"] if models else {}
     for domain, sizes in domains.items():
         ours = [model["bits_per_byte"][domain]["bits_per_byte"] for model in models.values()]
-        row = [domain, f"{sizes['bytes']:,}", *(f"{value:.3f}" for value in [*ours, *(mark[domain] for mark in marks.values())])]
+        theirs = [f"{mark[domain]:.3f}" if domain in mark else "-" for mark in marks.values()]
+        row = [domain, f"{sizes['bytes']:,}", *(f"{value:.3f}" for value in ours), *theirs]
         if against_xz:
-            row.append(f"{100 * (ours[0] / marks['xz -9e'][domain] - 1):+.0f}%")
+            mark = marks["xz -9e"].get(domain)
+            row.append("-" if mark is None else f"{100 * (ours[0] / mark - 1):+.0f}%")
         table.add_row(*row, style="bold" if domain == OVERALL else None)
     if marks:
         table.caption = "; ".join(f"{name}: {how}" for name, how in results["references"]["how"].items() if name in marks)

@@ -130,9 +130,10 @@ def _scores(results: dict[str, Any]) -> str:
     marks = results.get("references", {}).get("bits_per_byte", {})
     domains = next(iter(models.values()))["bits_per_byte"]
     columns = [{domain: value["bits_per_byte"] for domain, value in model["bits_per_byte"].items()} for model in models.values()]
-    rows = [(domain, *(f"{column[domain]:.3f}" for column in [*columns, *marks.values()])) for domain in domains]
+    shown = [*columns, *marks.values()]
+    rows = [(domain, *(f"{column[domain]:.3f}" if domain in column else "-" for column in shown)) for domain in domains]
     if rows:
-        parts.append("Bits per byte of held-out text (lower is better):")
+        parts.append("Bits per byte of held-out text and of the answers in held-out conversations (lower is better):")
         parts.append(_markdown(("domain", *models, *marks), rows))
     scored = list(dict.fromkeys(one for model in models.values() for one in model["scores"]))
     if scored:

@@ -215,15 +215,15 @@ def _evaluate(context: StageContext) -> RenderableType | None:
     for number, stage in enumerate(trained):
         model = load_model(context.run_dir, stage.model)
         searched = search_records(context.run_dir, context.recipe, *(one.stage for one in trained[: number + 1]))
-        folder = context.run_dir / "evaluate"
-        results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", folder, stage.model, searched)
+        folder, chats = context.run_dir / "evaluate", context.run_dir / "tune" / "data"
+        results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", folder, stage.model, searched, chats)
         if stage is BASE and context.recipe.start_from is not None and context.recipe.trains_base:
             try:
                 model = load_start_model(context.recipe)
             except UserError as error:  # they may have been moved since
                 results = start_is_missing(folder, str(error))
             else:
-                results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", folder, START, searched)
+                results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", folder, START, searched, chats)
     return printable(results)
 
 

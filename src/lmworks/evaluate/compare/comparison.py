@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmworks.errors import UserError
+from lmworks.evaluate.bits_per_byte import ANSWERS
 from lmworks.evaluate.compare.differences import (
     FEWEST_CLUSTERS,
     HOW,
@@ -84,8 +85,10 @@ class _Pairing:
             return
         counts = Counter(self.a.documents[key].domain for key in common)
         domains = sorted(domain for domain, count in counts.items() if count >= _FEWEST_DOCUMENTS)
-        for domain in domains if len(counts) == 1 else (OVERALL, *domains):
-            keys = [key for key in common if domain in (OVERALL, self.a.documents[key].domain)]
+        text = [key for key in common if not self.a.documents[key].domain.startswith(ANSWERS)]
+        several = len({self.a.documents[key].domain for key in text}) > 1
+        for domain in (OVERALL, *domains) if several else domains:
+            keys = text if domain == OVERALL else [key for key in common if domain == self.a.documents[key].domain]
             ours, theirs = ([side.documents[key] for key in keys] for side in (self.a, self.b))
             self.differences["bits_per_byte", domain] = compare_bits(
                 [one.bits for one in ours], [one.bits for one in theirs], [one.bytes for one in ours]
