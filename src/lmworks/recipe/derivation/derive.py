@@ -198,7 +198,7 @@ def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tup
     )
     for stage, section in recipe.later_stages.items():
         peak = tree["optimizer"][recipe.replaced_rate(section)]
-        derive((stage, "learning_rate"), *rates.of_stage(stage, peak, section.lora is not None, recipe.start_from is not None))
+        derive((stage, "learning_rate"), *rates.of_stage(stage, peak, section.lora is not None, recipe.start_from is not None, muon))
 
     replicas = recipe.layout.dp_replicate * recipe.layout.dp_shard
     parts: Sequence[Phase | Tune] = recipe.train.phases or ([recipe.tune] if recipe.tune else [])
