@@ -50,9 +50,8 @@ class Conversation:
             self.turns.pop()
             raise
         engine = self.engine
-        options = GenerateOptions(
-            max_new_tokens=engine.room(len(prompt), self.max_tokens), stop_ids=engine.vocabulary.stop_ids, **self.sampling
-        )  # type: ignore[arg-type]
+        room, stops = engine.room(len(prompt), self.max_tokens), engine.vocabulary.stop_ids
+        options = GenerateOptions(max_new_tokens=room, stop_ids=stops, **self.sampling)  # type: ignore[arg-type]
         pieces = []
         try:
             for event in engine.stream(Request((tuple(prompt),), options, self.seed)):
