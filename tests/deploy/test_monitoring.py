@@ -111,7 +111,10 @@ WORDS = {
         "WAITING": "vllm:num_requests_waiting", "REQUESTS": "http_requests_total",
         "{OK}": '{status="2xx"}', "{ERROR}": '{status="5xx"}',
     },
-    "sglang": {"WAITING": "sglang:num_queue_reqs"},
+    "sglang": {
+        "WAITING": "sglang:num_queue_reqs", "REQUESTS": "sglang:http_responses_total",
+        "{OK}": '{status_code="200"}', "{ERROR}": '{status_code="500"}',
+    },
     "llama.cpp": {"WAITING": "llamacpp:requests_deferred"},
 }  # fmt: skip
 
