@@ -46,7 +46,7 @@ def _container(hardware: Hardware) -> str:
         build, runtime = _CUDA.format("devel"), _CUDA.format("runtime")
         options = " -DGGML_CUDA=ON -DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined"  # the driver comes with the machine that runs it
     if not hardware.on_cpu:
-        untried = f"\n# Its build for the CPU was executed; this one needs a toolkit for GPUs. {UNTRIED}"
+        untried = f" {UNTRIED}"
     return _BUILD.format(
         build=build, runtime=runtime, source=_SOURCE, sha256=_SHA256, before=before, options=options, untried=untried
     )  # fmt: skip
