@@ -10,17 +10,19 @@ import json
 import os
 import re
 import shutil
+import stat
 import struct
 import tokenize
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lmworks import machine
 from lmworks.errors import UserError
 
+_MOST_JSON = 1 << 29  # bytes; a tokenizer.json has 35 MB
 # Raised by file parsers for unexpected contents.
 _CONFUSED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # the whole message of numpy
@@ -220,16 +222,34 @@ def explain_damage(path: Path, cure: str = "get the file again from its origin")
         raise UserError(f"{path} is damaged, or not what its name says ({type(error).__name__}: {why}); {cure}") from error
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; a `UserError` names the file if it is missing or broken."""
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read. Raises `UserError` if it is a directory, a pipe or a device, without blocking on any of them."""
+    handle = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
+        handle.close()
+        raise UserError(f"{path} is not a regular file; put the file there, or remove it")
+    return handle
+
+
+def read_json(path: Path, most: int = _MOST_JSON) -> Any:
+    """Read a JSON file; a `UserError` names the file if it is missing, broken, no file, or longer than `most` bytes."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        with open_regular(Path(path)) as handle:
+            if (size := os.fstat(handle.fileno()).st_size) > most:
+                raise UserError(f"{path} has {size:,} bytes, too many for what it should be; get the file again from its origin")
+            return json.loads(handle.read().decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number with too many digits, too deep nesting
         raise UserError(f"{path} is not readable JSON ({error}); delete it to have it made again") from None
+
+
+def cache_directory(kind: str) -> Path:
+    """The folder of what can be made again: $LMWORKS_CACHE/KIND, otherwise ~/.cache/lmworks/KIND."""
+    base = os.environ.get("LMWORKS_CACHE")
+    return (Path(base) if base else Path.home() / ".cache" / "lmworks") / kind
 
 
 def sha256_file(path: Path) -> str:

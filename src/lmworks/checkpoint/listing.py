@@ -16,6 +16,7 @@ from lmworks.progress import bar
 from lmworks.recipe.tree.fingerprint import canonical
 
 META = "meta.json"
+REFERENCE = "reference"  # key in a meta
 name_of = checkpoint_name
 
 
@@ -60,13 +61,24 @@ def content(directory: Path) -> str:
 
 
 def content_of(path: Path) -> str:
-    """A short hash of the tensors of a checkpoint, by its manifest; empty where that cannot be read."""
+    """A short hash of the tensors of a checkpoint, by its manifest or by the files that it names; empty where that cannot be read."""
     try:
         files = manifest.entries(path)
     except (OSError, ValueError):
         return ""
     tensors = {name: entry.blake3 for name, entry in files.items() if name.startswith(manifest.DATA)}
+    if not tensors and (about := reference_of(path)) is not None:
+        tensors = about["blake3"]
     return hashlib.sha256(canonical(tensors)).hexdigest()[:16] if tensors else ""
+
+
+def reference_of(path: Path) -> dict[str, Any] | None:
+    """What a checkpoint says of the files that have its weights (`lmworks.weights.reference`); None if it has its own."""
+    try:
+        about = read_meta(path)["meta"].get(REFERENCE)
+    except (UserError, LookupError, AttributeError):
+        return None
+    return about if isinstance(about, dict) and isinstance(about.get("blake3"), dict) and "path" in about else None
 
 
 def directories(directory: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from lmworks.errors import UserError
 if TYPE_CHECKING:
     from lmworks.serve.engine import Engine
 
-RunOrModel = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a folder with a model in Hugging Face format.")]
+RunOrModel = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, a GGUF file, or a folder in Hugging Face format.")]
 
 BaseOption = Annotated[bool, typer.Option("--base", help="Use the base model even if there is a tuned one.")]
 
@@ -24,13 +24,15 @@ def register(app: typer.Typer) -> None:
 
 
 def _open(path: Path, base: bool, name: str | None = None) -> Engine:
+    from lmworks.recipe.loading.weights import find_weights, holds_model
     from lmworks.serve.loading import load_engine, make_engine
 
-    if not (path / "config.json").is_file():
+    if not holds_model(path):
         return load_engine(path, base)
     from lmworks.weights.huggingface import read_model
 
-    return make_engine(read_model(path), path, name or path.resolve().name)
+    weights = find_weights(path)
+    return make_engine(read_model(weights.path), weights.path, name or weights.label)
 
 
 def chat(
@@ -74,6 +76,7 @@ def serve(
     """Serve a run's tuned and base model: a chat page and an OpenAI-compatible API."""
     from rich.text import Text
 
+    from lmworks.recipe.loading.weights import holds_model
     from lmworks.serve.loading import load_models
     from lmworks.serve.middleware import LOOPBACK, ServerOptions
     from lmworks.serve.models import Models
@@ -85,9 +88,9 @@ def serve(
     options = ServerOptions(host, port, api_key)
     listener = listen(options)  # before the model is loaded, so that a port in use is reported at once
     folder = Path(run)
-    if not (folder / "config.json").is_file():
+    if not holds_model(folder):
         if name is not None:
-            raise UserError(f"--name is for a model in Hugging Face format; {run} is served by the name of its recipe")
+            raise UserError(f"--name is for a model in Hugging Face format or a GGUF file; {run} is served by the name of its recipe")
         models = load_models(folder, base)
     else:
         models = Models(_open(folder, base, name))

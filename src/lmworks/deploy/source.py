@@ -11,6 +11,7 @@ from lmworks.errors import UserError
 from lmworks.export.gguf import weight_bits
 from lmworks.files import explain_damage, read_json
 from lmworks.recipe.families.registry import family_in
+from lmworks.recipe.gguf.folder import as_folder, find_gguf
 from lmworks.recipe.loading.huggingface import from_config
 from lmworks.recipe.schema.model import Model
 from lmworks.weights.huggingface import only_pickled
@@ -44,7 +45,7 @@ class Source:
 
 
 def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -> Source:
-    """Read a run directory with an export, or a directory in Hugging Face's format. Raises `UserError` if it is neither."""
+    """Read a run directory with an export, a directory in Hugging Face's format, or a GGUF file. Raises `UserError` if it is none."""
     path = Path(path)
     directory, found = _places(path)
     gguf = gguf or found
@@ -54,7 +55,7 @@ def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -
     with explain_damage(directory / "config.json"):
         model = from_config(config)
         quantization, bits = _quantization(config)
-    name = name if name is not None else (path.resolve().name or "model")
+    name = name if name is not None else ((path.stem if path.is_file() else path.resolve().name) or "model")
     for text in (name, str(directory.resolve()), str(gguf.resolve() if gguf else "")):
         try:
             text.encode("utf-8")
@@ -88,6 +89,8 @@ def require_certified(source: Source, gguf: bool) -> None:
 
 
 def _places(path: Path) -> tuple[Path, Path | None]:
+    if (found := find_gguf(path)) is not None and not (path / "config.json").is_file():
+        return as_folder(found), found
     if (path / "config.json").is_file():
         near = [*sorted(path.glob("*.gguf")), path.parent / "gguf" / "model.gguf"]
         return path, next((one for one in near if one.is_file()), None)
@@ -97,7 +100,7 @@ def _places(path: Path) -> tuple[Path, Path | None]:
             raise UserError(f"{path} has no export for engines; make one with: lmworks export RECIPE --set export.huggingface=true")
         gguf = export / "gguf" / "model.gguf"
         return export / "huggingface", gguf if gguf.is_file() else None
-    raise UserError(f"{path} is neither a run directory (resolved.json) nor a model in Hugging Face's format (config.json)")
+    raise UserError(f"{path} is no run directory (resolved.json), no GGUF file and no model in Hugging Face's format (config.json)")
 
 
 def _embedded_template(directory: Path) -> str:

@@ -19,7 +19,7 @@ from lmworks.model import Transformer
 from lmworks.model_stages import BASE, MODELS, final_checkpoint_of, of_checkpoint, of_model
 from lmworks.precision import dtype_for
 from lmworks.recipe.loading.load import load_resolved
-from lmworks.recipe.loading.weights import Weights, find_weights
+from lmworks.recipe.loading.weights import Weights, find_weights, holds_model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ class OpenModel(Subject):
 
 
 def open_model(where: str | Path, device: torch.device | str | None = None) -> OpenModel:
-    """Open a run, a checkpoint or a Hugging Face folder of one of our families on `device` (the first GPU, else the CPU).
+    """Open a run, a checkpoint, a GGUF file or a Hugging Face folder of one of our families on `device` (the first GPU, else the CPU).
 
     A run stands for its tuned model, or for its base model where it has no other. `RUN@base` and `RUN@tuned` name one of the two, and
     `RUN@STEP` the checkpoint of pretraining at that step. The activations have the precision that the model was trained in (fp32 for fp16).
@@ -47,7 +47,7 @@ def open_model(where: str | Path, device: torch.device | str | None = None) -> O
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     path, chosen = _split(str(where))
-    if (path / "config.json").is_file():
+    if holds_model(path):
         opened = _open_huggingface(find_weights(path), device)
     elif (path / "resolved.json").is_file():
         opened = _open_run(path, chosen, device)
@@ -68,7 +68,7 @@ def _split(where: str) -> tuple[Path, str | None]:
     before, at, chosen = where.rpartition("@")
     if path.exists() or not at:
         if not path.exists():
-            raise UserError(f"{where} does not exist; give a run directory, a checkpoint, or a folder in Hugging Face format")
+            raise UserError(f"{where} does not exist; give a run directory, a checkpoint, a GGUF file, or a folder in Hugging Face format")
         return path, None
     path = Path(before).expanduser()
     if not (path / "resolved.json").is_file():
@@ -130,7 +130,7 @@ def _open_huggingface(weights: Weights, device: torch.device) -> OpenModel:
     model.compute_dtype = dtype_for(precision, device)
     tokenizer = load_tokenizer(path)
     context = int(model.config.max_position_embeddings or _UNSTATED)
-    return OpenModel(model, tokenizer, context, _is_chat(path, tokenizer), path.resolve().name, precision)
+    return OpenModel(model, tokenizer, context, _is_chat(path, tokenizer), weights.label, precision)
 
 
 def _precision(asked: str, device: torch.device) -> str:

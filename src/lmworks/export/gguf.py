@@ -7,7 +7,6 @@ converter (`tests/export/test_llama_cpp.py`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,23 +18,22 @@ from torch import Tensor
 
 from lmworks.errors import UserError
 from lmworks.export.gguf_tokenizer import add_tokenizer
-from lmworks.files import atomic_path, explain_damage, final_name
+from lmworks.files import atomic_path, final_name
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
-from lmworks.model.rope import frequencies
 from lmworks.progress import bar
-from lmworks.recipe.families.common import rope_parameters
-from lmworks.recipe.families.registry import family_of
+from lmworks.recipe.gguf.header import TYPES, read_header
+from lmworks.recipe.gguf.metadata import metadata_of
 from lmworks.recipe.schema.lora import Lora, matrix_of
 from lmworks.recipe.schema.model import Model
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.weights.gguf_names import GgufTensor, Places, architecture_for, gguf_of, gguf_package
+from lmworks.weights.gguf import ROPE_FACTORS, rope_factors
+from lmworks.weights.gguf_names import GgufTensor, Places, architecture_for, gguf_package, latent_parts
 from lmworks.weights.names import is_exported
 
 if TYPE_CHECKING:
     import gguf
 
-_LATENT_KEYS_AND_VALUES = re.compile(r"layers\.(\d+)\.attention\.kv_up\.weight\Z")
 
 
 class Differs(UserError):
@@ -84,7 +82,7 @@ def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Transf
     """
     gguf, places, items = gguf_package(), Places(_final_config(model)), []
     for ours, tensor in adapters.items():
-        if _LATENT_KEYS_AND_VALUES.match(matrix_of(ours)):
+        if latent_parts(matrix_of(ours)):
             raise NoAdapter("llama.cpp has the expansion of latents to keys and values as other matrices than those with adapters")
         item = places.place(matrix_of(ours), tensor, torch.float32)
         if ours.endswith("A"):  # whose rows are ranks
@@ -123,10 +121,8 @@ def check_gguf(model: Transformer, path: Path, dtype: torch.dtype) -> int:
 def weight_bits(path: Path) -> int:
     """Bits per weight, rounded down, of the most quantized tensor of a GGUF file; 16 if none is quantized. Raises `UserError` for a damaged
     file."""
-    gguf = gguf_package()
-    with explain_damage(path):
-        sizes = [gguf.GGML_QUANT_SIZES[tensor.tensor_type] for tensor in gguf.GGUFReader(path).tensors]
-    return min([16, *(8 * size // block for block, size in sizes)])
+    sizes = [TYPES[tensor.type] for tensor in read_header(path).tensors.values()]
+    return min([16, *(8 * size // block for _, block, size in sizes)])
 
 
 def load_gguf(model: Transformer, path: Path) -> None:
@@ -159,24 +155,21 @@ def _items(model: Transformer, dtype: torch.dtype) -> Iterator[GgufTensor]:
             continue  # llama.cpp would load multi-token prediction but not run it
         if not is_exported(ours, places.family):
             continue
-        if (split := _LATENT_KEYS_AND_VALUES.match(ours)) is not None:
-            yield from _split_latents(int(split[1]), tensor, dtype, config)
+        if (parts := latent_parts(ours)) is not None:
+            yield from _split_latents(parts, tensor, dtype, config)
             continue
         yield places.place(ours, tensor, dtype)
     if model.rope.scaling == "llama3":  # llama.cpp divides each frequency by a stored factor
-        assert config.head_dim
-        plain = model.rope.model_copy(update={"scaling": "none", "factor": 1.0})
-        factors = frequencies(plain, config.head_dim)[0] / frequencies(model.rope, config.head_dim)[0]
-        yield GgufTensor("rope_freqs.weight", factors, torch.float32)
+        yield GgufTensor(ROPE_FACTORS, rope_factors(config), torch.float32)
 
 
-def _split_latents(layer: int, tensor: Tensor, dtype: torch.dtype, config: Model) -> Iterator[GgufTensor]:
+def _split_latents(names: tuple[str, str], tensor: Tensor, dtype: torch.dtype, config: Model) -> Iterator[GgufTensor]:
     """The expansion of latents to keys, transposed, and to values: llama.cpp multiplies queries and outputs by them, head by head."""
     mla = config.mla
     assert mla is not None
     key, value = tensor.unflatten(0, (config.num_attention_heads or 1, -1)).split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
-    yield GgufTensor(f"blk.{layer}.attn_k_b.weight", key.transpose(1, 2), dtype)
-    yield GgufTensor(f"blk.{layer}.attn_v_b.weight", value, dtype)
+    yield GgufTensor(names[0], key.transpose(1, 2), dtype)
+    yield GgufTensor(names[1], value, dtype)
 
 
 def _add_general(writer: gguf.GGUFWriter, name: str, dtype: torch.dtype) -> None:
@@ -191,33 +184,15 @@ def _add_general(writer: gguf.GGUFWriter, name: str, dtype: torch.dtype) -> None
 
 
 def _add_model(writer: gguf.GGUFWriter, model: Transformer) -> None:
-    config, gguf = model.config, gguf_package()
-    assert config.num_hidden_layers and config.hidden_size and config.intermediate_size and config.vocab_size
-    assert config.num_attention_heads and config.num_key_value_heads and config.head_dim
-    family = family_of(config)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(int(config.max_position_embeddings or 2048))
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    if config.mla is None:
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    rope = rope_parameters(family, config, model.rope)
-    if config.mla is None:
-        writer.add_rope_dimension_count(int(config.head_dim * model.rope.partial_rotary_factor))
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-    elif rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    for key, value in gguf_of(_final_config(model)).metadata.items():
-        getattr(writer, f"add_{key}")(gguf.ExpertGatingFuncType[value] if key == "expert_gating_func" else value)
+    config = _final_config(model)
+    for key, value in metadata_of(config).items():
+        name = f"{architecture_for(config)}.{key}"
+        match value:
+            case bool():
+                writer.add_bool(name, value)
+            case int():
+                writer.add_uint32(name, value)
+            case float():
+                writer.add_float32(name, value)
+            case _:
+                writer.add_string(name, value)

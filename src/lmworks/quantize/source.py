@@ -14,9 +14,11 @@ from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.evaluate.opening import OpenModel, open_model
 from lmworks.export.export import DTYPES, write_huggingface
+from lmworks.export.gguf import weight_bits
 from lmworks.files import read_json
 from lmworks.model import Transformer
 from lmworks.recipe.derivation.parameters import count_parameters
+from lmworks.recipe.gguf.folder import as_folder, find_gguf
 from lmworks.recipe.loading.huggingface import from_config
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.model import Model
@@ -64,8 +66,12 @@ class Source:
 
 
 def open_source(where: str) -> Source:
-    """Open a run or a Hugging Face directory on the CPU. Raises `UserError` if it is neither, or holds weights that run code."""
+    """Open a run, a Hugging Face directory or a GGUF file on the CPU. Raises `UserError` if it is none, or holds weights that run code."""
     path = Path(where).expanduser()
+    gguf = find_gguf(path)
+    if gguf is not None and weight_bits(gguf) < 16:
+        raise UserError(f"{gguf} is quantized already; quantize the model that it was made from")
+    path = path if gguf is None else as_folder(gguf)
     _refuse_what_cannot_be(path, where)
     run_dir = _run_of(path)
     recipe = load_resolved(run_dir / "resolved.json") if run_dir is not None else None
@@ -77,7 +83,7 @@ def open_source(where: str) -> Source:
         described = read_json(path / "config.json")
         stored = str(described.get("dtype") or described.get("torch_dtype"))
         dtype = torch.bfloat16 if stored == "bfloat16" else torch.float32
-        directory, files = path, [*files_of(path), path / "config.json", path / "tokenizer.json"]
+        directory, files = path if gguf is None else None, [*files_of(path), path / "config.json", path / "tokenizer.json"]
     else:
         assert run_dir is not None and recipe is not None
         dtype, directory = DTYPES[recipe.export.dtype], None

@@ -22,34 +22,51 @@ from lmworks.recipe.derivation.parameters import count_parameters
 from lmworks.recipe.loading.weights import Weights
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.read.batch import Batch
+from lmworks.tokenizer import load as load_tokenizer
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 """Largest relative difference of the losses, by the precision of our activations; theirs are fp32. Two fp32 libraries sum in different
 orders, which costs 1e-6; rounding to bf16 costs 1e-3. One wrong matrix changes the loss by more than a tenth."""
-_TOKENS = 128
+TEXT = (
+    "Water moves around the Earth without end. The sun warms the sea, and a part of the water rises as vapor into the air. High "
+    "above the ground it cools, and small drops form clouds. When the drops grow heavy enough, they fall as rain or snow. Some of "
+    "it runs into rivers and back to the sea; some sinks into the soil, where plants take it up with their roots. In 1674, a man "
+    "in Paris measured the rain of three years, and found that it was six times as much as the river Seine carried away. Until "
+    "then, many people had believed that rain alone could not fill the rivers."
+)
+"""What the loss is measured on: plain prose, on which a trained model has a loss of 2 to 4."""
+_RANDOM = 8  # tokens that are drawn at random behind the text, so that rows of the embedding count which the text does not use
+_TOKENS = 128  # of the text, at most
+_MOST_ROWS = 8  # of the batch; each is the same work for the other library, on one CPU
 _HEADROOM = 1.3  # of memory, relative to the fp32 weights, for loading and for activations
 
 
 def compare_first_loss(start: Weights, model: ParallelModel, communicator: Communicator, seed: int, added: range) -> dict[str, Any]:
-    """The loss of `model` beside that of `transformers` on the same random tokens, or why it was not compared; called on all ranks.
+    """The loss of `model` beside that of `transformers` on the same tokens, or why it was not compared; called on all ranks.
 
-    `added`: ids of added tokens, whose rows are made in `transformers`, too, as are those of a larger vocabulary. Raises `UserError` on all
-    ranks if the losses differ by more than `TOLERANCES`.
+    The tokens are `TEXT` as the tokenizer of the weights encodes it, and a few random ones, so that the loss says how well the model
+    continues prose. `added`: ids of added tokens, whose rows are made in `transformers`, too, as are those of a larger vocabulary. Raises
+    `UserError` on all ranks if the losses differ by more than `TOLERANCES`.
     """
-    vocabulary = model.config.vocab_size
+    vocabulary, ranks = model.config.vocab_size, model.ranks.size("dp")
     assert vocabulary
-    length = min(_TOKENS, int(start.model.max_position_embeddings or _TOKENS))
-    rows = model.ranks.size("dp")
-    tokens = np.random.default_rng(seed).integers(0, vocabulary, (rows, length), dtype=np.int32)
-    labels = np.concatenate([tokens[:, 1:], np.full((rows, 1), IGNORE, np.int32)], axis=1)
-    batch = Batch(tokens, labels, np.arange(0, rows * length + 1, length, dtype=np.int32), 0, 0)
+    text = communicator.broadcast(communicator.run_on_all(lambda: _text_ids(start, vocabulary) if communicator.is_first else []))
+    row = np.array(text, dtype=np.int32)
+    drawn = np.random.default_rng(seed).integers(0, vocabulary, (min(ranks, _MOST_ROWS), _RANDOM), dtype=np.int32)
+    limit = int(start.model.max_position_embeddings or _TOKENS)
+    rows = np.stack([np.concatenate([row, one])[:limit] for one in drawn])
+    # every rank needs a row; beyond the first few they are repeated, and the other library computes each once
+    tokens, length = np.resize(rows, (ranks, rows.shape[1])), rows.shape[1]
+    repeats = np.bincount(np.arange(ranks) % len(rows), minlength=len(rows))
+    labels = np.concatenate([tokens[:, 1:], np.full((ranks, 1), IGNORE, np.int32)], axis=1)
+    batch = Batch(tokens, labels, np.arange(0, ranks * length + 1, length, dtype=np.int32), 0, 0)
     was_training = model.training
     model.eval()
     try:
         ours = model.summed_cross_entropy(batch) / batch.valid_tokens
     finally:
         model.train(was_training)
-    ask = lambda: _their_loss(start, tokens, vocabulary, added) if communicator.is_first else ""  # noqa: E731
+    ask = lambda: _their_loss(start, rows, repeats, vocabulary, added) if communicator.is_first else ""  # noqa: E731
     theirs = communicator.broadcast(communicator.run_on_all(ask))
     if isinstance(theirs, str):
         if communicator.is_first:
@@ -58,16 +75,26 @@ def compare_first_loss(start: Weights, model: ParallelModel, communicator: Commu
     difference, tolerance = abs(ours - theirs) / abs(theirs), TOLERANCES[model.compute_dtype]
     if not difference <= tolerance:
         raise UserError(
-            f"the first loss of {start.path} is {ours:.4f} here and {theirs:.4f} in transformers on the same {tokens.size} tokens; the "
+            f"the first loss of {start.name} is {ours:.4f} here and {theirs:.4f} in transformers on the same {rows.size} tokens; the "
             "weights are not read as what they are, so nothing was trained; please report this with config.json"
         )
     if communicator.is_first:
-        console.print(f"first loss {ours:.4f}, in transformers {theirs:.4f}: equal to {difference:.0e}", style="dim")
+        what = f"{min(len(text), length)} tokens of prose and {max(0, length - len(row))} random ones"
+        console.print(f"first loss {ours:.4f} on {what}, in transformers {theirs:.4f}: equal to {difference:.0e}", style="dim")
     precision = str(model.compute_dtype).removeprefix("torch.")
-    return {"loss": ours, "transformers": theirs, "difference": difference, "tokens": int(tokens.size), "precision": precision}
+    return {"loss": ours, "transformers": theirs, "difference": difference, "tokens": int(rows.size), "precision": precision}
 
 
-def _their_loss(start: Weights, tokens: np.ndarray, vocabulary: int, added: range) -> float | str:
+def _text_ids(start: Weights, vocabulary: int) -> list[int]:
+    """The first tokens of `TEXT` for a model with this vocabulary."""
+    try:
+        ids = load_tokenizer(start.tokenizer.parent).encode(TEXT)[:_TOKENS]
+    except UserError:  # it is refused where it is taken over; the recipe may replace it
+        ids = []
+    return [one for one in ids if one < vocabulary]
+
+
+def _their_loss(start: Weights, rows: np.ndarray, repeats: np.ndarray, vocabulary: int, added: range) -> float | str:
     """The mean loss per token in `transformers`, in fp32 on the CPU, or why it cannot be computed."""
     needed, free = _HEADROOM * 4 * count_parameters(start.model), machine.available_memory()
     if needed > free:
@@ -80,14 +107,15 @@ def _their_loss(start: Weights, tokens: np.ndarray, vocabulary: int, added: rang
 
     with quiet_transformers():
         try:
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(Path(start.path), dtype=torch.float32).eval()
+            file = {"gguf_file": found[0].name} if start.origin is not None and (found := sorted(start.path.glob("*.gguf"))) else {}
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(Path(start.path), dtype=torch.float32, **file).eval()
         except Exception as error:  # it raises what its dependencies raise
             return " ".join(f"it cannot load the weights ({type(error).__name__}: {error})".split())[:300]
     _add_rows(theirs, vocabulary, added)
-    tokens_BT = torch.from_numpy(tokens).long()
+    tokens_BT = torch.from_numpy(rows).long()
     with torch.no_grad():
         losses = [torch.nn.functional.cross_entropy(theirs(row[None]).logits[0, :-1].float(), row[1:]) for row in tokens_BT]
-    loss = float(torch.stack(losses).mean())
+    loss = float((torch.stack(losses).double() * torch.from_numpy(repeats)).sum() / repeats.sum())
     return loss if math.isfinite(loss) else f"its loss is {loss}"
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from lmworks.checkpoint import loading, manifest
 from lmworks.checkpoint.communicator import Communicator
 from lmworks.model import Transformer
 from lmworks.parallel.parallel_model import ParallelModel
@@ -19,6 +17,8 @@ from lmworks.recipe.loading.weights import Weights
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.start_check import compare_first_loss
 from lmworks.tokenizer.keeping import kept_json
+from lmworks.weights import reference
+from lmworks.weights.verified import verify_export
 
 
 def check_start(recipe: Recipe) -> None:
@@ -48,19 +48,18 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
     start = communicator.broadcast(communicator.run_on_all(partial(find, recipe.start_from)))
     added = _added_tokens(recipe, start)
     if start.kind == "huggingface":
-        from lmworks.weights.huggingface import load_weights
-        from lmworks.weights.verified import verify_export
-
         communicator.run_on_all(lambda: verify_export(start.path) if communicator.is_first else None)
-        communicator.run_on_all(lambda: load_weights(start.path, model.state_dict(), recipe.model, extend=True, added=added))
+        communicator.run_on_all(lambda: reference.read(start, model.state_dict(), recipe.model, added))
     else:
-        loading.load(start.path, {"model": model.state_dict()}, communicator=communicator)
+        reference.load_model(start.path, {"model": model.state_dict()}, recipe.model, communicator=communicator)
         if start.averaged:  # the weights that an export of that run would have
             average = {name: value.data for name, value in model.named_parameters()}
-            loading.load(start.path, {"average": average}, verified=True, communicator=communicator)
-    about = communicator.broadcast(communicator.run_on_all(lambda: _about(start) if communicator.is_first else {}))
+            reference.load_model(start.path, {"average": average}, recipe.model, verified=True, communicator=communicator)
+    about = communicator.broadcast(communicator.run_on_all(lambda: reference.describe(start) if communicator.is_first else {}))
+    if added:
+        about["added"] = [added.start, added.stop]
     if communicator.is_first:
-        console.print(f"initialized from the weights of {start.path}", style="dim")
+        console.print(f"initialized from the weights of {start.name}", style="dim")
     if start.kind == "huggingface":  # under train.deepspeed, too: the model is whole on the CPU until DeepSpeed takes it over
         about["first_loss"] = compare_first_loss(start, model, communicator, recipe.seed, added)
     return about
@@ -72,8 +71,6 @@ def load_start_model(recipe: Recipe) -> Transformer:
     Raises `UserError` if the weights are not there any more, or damaged.
     """
     from lmworks.train.load import load_checkpoint
-    from lmworks.weights.huggingface import load_weights
-    from lmworks.weights.verified import verify_export
 
     assert recipe.start_from is not None
     start = find(recipe.start_from)
@@ -81,7 +78,7 @@ def load_start_model(recipe: Recipe) -> Transformer:
         return load_checkpoint(start)
     verify_export(start.path)
     model = Transformer(recipe.model)
-    load_weights(start.path, model.state_dict(), recipe.model, extend=True, added=_added_tokens(recipe, start))
+    reference.read(start, model.state_dict(), recipe.model, _added_tokens(recipe, start))
     return model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
@@ -90,12 +87,3 @@ def _added_tokens(recipe: Recipe, start: Weights) -> range:
     texts = recipe.tokenizer.add_tokens
     first = count_entries(start.tokenizer) if texts else 0
     return range(first, first + len(texts))
-
-
-def _about(start: Weights) -> dict[str, Any]:
-    """Path and kind of the weights, and the hash of each of their files."""
-    from lmworks.weights.huggingface import files_of
-
-    path = start.path.absolute()
-    files: list[Path] = [path / manifest.NAME] if start.kind == "checkpoint" else [path / "config.json", *files_of(path)]
-    return {"path": str(path), "kind": start.kind, "blake3": {file.name: manifest.hash_file(file) for file in files}}

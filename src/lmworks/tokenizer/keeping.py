@@ -9,6 +9,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.files import atomic_path, read_json, write_bytes, write_json, write_text
+from lmworks.recipe.gguf.folder import tokenizer_file
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer.foreign import ForeignTokenizer
 from lmworks.tokenizer.opening import TEMPLATE, load
@@ -52,8 +53,7 @@ def keep(recipe: Recipe, out_dir: Path) -> tuple[Tokenizer, dict[str, Any]]:
 
 def _source(recipe: Recipe) -> Path:
     assert recipe.tokenizer.path
-    path = Path(recipe.tokenizer.path).expanduser()
-    source = path.parent if path.suffix == ".json" else path
+    source = tokenizer_file(Path(recipe.tokenizer.path).expanduser()).parent
     if not (source / "tokenizer.json").is_file():
         raise UserError(f"{source} has no tokenizer.json, which the weights need; put it there")
     return source

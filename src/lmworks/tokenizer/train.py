@@ -15,6 +15,7 @@ import numpy as np
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json, write_text
 from lmworks.progress import bar
+from lmworks.recipe.gguf.folder import tokenizer_file
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import bpe, special
 from lmworks.tokenizer import spec as spec_
@@ -157,7 +158,7 @@ def _merges(words: WordCounts, table: np.ndarray, encoding: str, lengths: list[i
 
 def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     assert recipe.tokenizer.path
-    path = _file(recipe.tokenizer.path)
+    path = tokenizer_file(Path(recipe.tokenizer.path).expanduser())
     spec = read_json(path)
     composes = spec.get("normalizer") == {"type": "NFC"}
     if composes:
@@ -179,10 +180,6 @@ def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
         "origin": str(path), "vocab_size": size, "merges": len(given.merges), "special_tokens_renamed": renamed,
         "special_tokens_added": missing, "normalizer_left_out": "NFC" if composes else None, "reserved_to_fill": size - needed,
     }
-
-
-def _file(path: str) -> Path:
-    return Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
 
 
 def _config(recipe: Recipe, spec: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmworks.checkpoint import checkpoints, listing, manifest
+from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.communicator import Communicator
 from lmworks.checkpoint.save_plan import local_slice
 from lmworks.checkpoint.tensor_files import Reader
@@ -17,6 +17,7 @@ from lmworks.errors import UserError
 from lmworks.model_stages import of_checkpoint
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.lora import Lora, is_adapter, matrix_of
+from lmworks.weights.reference import load_model
 
 KEY = "lora"  # in a checkpoint's meta
 _FREE = {"dropout", "init_from"}  # may change when a run resumes
@@ -87,8 +88,8 @@ def load_weights(
         load_weights(base, model, identity, communicator, averaged)
         add_adapters(model.base_state_dict(), path, options)
         return dict(listing.read_meta(path)["meta"])
-    meta = checkpoints.load(path, {"model": model.base_state_dict()}, identity, verified=True, communicator=communicator)
+    meta = load_model(path, {"model": model.base_state_dict()}, model.config, identity, verified=True, communicator=communicator)
     if averaged:
         average = {name: parameter.detach() for name, parameter in model.named_parameters() if not is_adapter(name)}
-        checkpoints.load(path, {"average": average}, identity, verified=True, communicator=communicator)
+        load_model(path, {"average": average}, model.config, identity, verified=True, communicator=communicator)
     return meta

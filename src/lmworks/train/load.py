@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lmworks import progress
-from lmworks.checkpoint import checkpoints, listing, manifest
+from lmworks.checkpoint import listing, manifest
 from lmworks.errors import UserError
 from lmworks.model import Transformer
 from lmworks.model_stages import BASE, MODEL_STAGES, ModelStage, final_checkpoint_of, last, of_model
@@ -18,6 +18,7 @@ from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.adapters import adapters_of, add_adapters
 from lmworks.train.data.frozen_tokenizer import META, require_same, require_same_file
+from lmworks.weights.reference import load_model as load_weights
 
 
 def folder(run_dir: Path, model: str) -> Path:
@@ -76,7 +77,7 @@ def _final(place: Path) -> Path:
 def _filled(model: Transformer, path: Path, averaged: bool) -> dict[str, Any] | None:
     """Load a checkpoint into the model and return its meta; None if an active run has pruned it meanwhile. Low-rank adapters are merged
     into the weights of their base."""
-    state: dict[str, object] = {"model": dict(model.state_dict())}
+    state = {"model": dict(model.state_dict())}
     try:
         if (low_rank := adapters_of(path)) is not None:
             options, base = low_rank
@@ -84,9 +85,10 @@ def _filled(model: Transformer, path: Path, averaged: bool) -> dict[str, Any] | 
                 return None
             add_adapters(dict(model.state_dict()), path, options)
             return dict(listing.read_meta(path)["meta"])
-        found = checkpoints.load(path, state, verified=True)
+        found = load_weights(path, state, model.config, verified=True)
         if averaged:
-            checkpoints.load(path, {"average": {name: parameter.data for name, parameter in model.named_parameters()}}, verified=True)
+            average = {name: parameter.data for name, parameter in model.named_parameters()}
+            load_weights(path, {"average": average}, model.config, verified=True)
     except (OSError, UserError):
         if path.exists():
             raise

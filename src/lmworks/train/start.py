@@ -1,7 +1,9 @@
-"""The base model of a run without pretraining: the weights of `start_from`, saved as the checkpoint of step 0.
+"""The base model of a run without pretraining: the weights of `start_from`, as the checkpoint of step 0.
 
-Tuning, evaluation, export, copies and serving read the base model of a run from its checkpoints, whatever made it. So the weights are
-streamed into the layout of the run once and saved as one, without optimizer state.
+Tuning, evaluation, export, copies and serving read the base model of a run from its checkpoints, whatever made it. Weights in a format of
+others stay where they are, and the checkpoint names their files and hashes (`lmworks.weights.reference`). Those of another run's
+checkpoint, which that run may delete, are saved in this one, without optimizer state; so are layers of multi-token prediction, which begin
+with random weights.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.communicator import Communicator, new_communicator
+from lmworks.checkpoint.listing import REFERENCE
 from lmworks.checkpoint.run_bundle import run_files_of
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
@@ -26,7 +29,7 @@ LoadStart = Callable[[Recipe, ParallelModel, Communicator], dict[str, Any]]
 
 
 def save_start(recipe: Recipe, run_dir: Path, load_start: LoadStart, ranks: Ranks | None = None) -> None:
-    """Save the weights that `load_start` reads as `checkpoints/step-00000000`, if there is no good checkpoint yet; called on all ranks.
+    """Save what `load_start` reads as `checkpoints/step-00000000`, if there is no good checkpoint yet; called on all ranks.
 
     Raises `UserError` if the weights are damaged or do not fit the model, or if the disk is full.
     """
@@ -35,8 +38,9 @@ def save_start(recipe: Recipe, run_dir: Path, load_start: LoadStart, ranks: Rank
         return
     model = build_model(recipe, ranks)
     about = load_start(recipe, model, communicator)
-    state: dict[str, Any] = {"model": model.state_dict()}
-    if recipe.optimizer.ema_decay:  # whoever reads the model of a run with an average reads the average
+    named = _named(recipe, about)
+    state: dict[str, Any] = {} if named else {"model": model.state_dict()}
+    if recipe.optimizer.ema_decay and not named:  # whoever reads the model of a run with an average reads the average
         state["average"] = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with (
         Ledger(run_dir / LEDGER) if ranks.is_first else NoLedger() as ledger,
@@ -47,4 +51,10 @@ def save_start(recipe: Recipe, run_dir: Path, load_start: LoadStart, ranks: Rank
     ):  # fmt: skip
         ledger.write(START_FROM, **about)
         meta = {"tokens": 0, "recipe": fingerprint(recipe), META: digest(run_dir), START_FROM: about}
+        meta |= {REFERENCE: about} if named else {}
         checkpoints.save(0, model.without_duplicates(state), meta, permanent=True, wait=True)
+
+
+def _named(recipe: Recipe, about: dict[str, Any]) -> bool:
+    """Whether the checkpoint names the files of the weights and holds none itself."""
+    return about["kind"] == "huggingface" and recipe.model.mtp is None

@@ -16,6 +16,7 @@ from lmworks.recipe.families.registry import family_of
 from lmworks.recipe.schema.model import Model
 from lmworks.weights.names import from_interleaved, huggingface_name, is_interleaved, to_interleaved
 
+_LATENT_KEYS_AND_VALUES = re.compile(r"layers\.(\d+)\.attention\.kv_up\.weight\Z")
 _QUERY_OR_KEY = re.compile(r"layers\.\d+\.attention\.(query|key)\.(weight|bias)\Z")
 
 
@@ -52,11 +53,21 @@ class GgufTensor:
     def store(self, values: Tensor) -> None:
         """Copy values of the file, in its order, into our tensor: the inverse of `bits`."""
         if self.heads:
-            rows = len(values) // self.heads
-            values = values.reshape(self.heads, rows // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+            values = from_neighbors(values, len(values) // self.heads)
         if self.rotated and self.model:
             values = from_interleaved(self.rotated, values, self.model)
         self.tensor.copy_(values)
+
+
+def from_neighbors(values: Tensor, rows: int) -> Tensor:
+    """Whole heads of `rows` rows of query or key, in llama.cpp's order of neighbors (2i, 2i + 1), in the order of halves (i, i + R/2)."""
+    return values.reshape(-1, rows // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def latent_parts(ours: str) -> tuple[str, str] | None:
+    """The names of the two tensors that llama.cpp has for the expansion of latents; None for any other of our tensors."""
+    found = _LATENT_KEYS_AND_VALUES.match(ours)
+    return (f"blk.{found[1]}.attn_k_b.weight", f"blk.{found[1]}.attn_v_b.weight") if found else None
 
 
 def architecture_for(model: Model) -> str:
@@ -77,7 +88,7 @@ def gguf_package() -> Any:
     try:
         import gguf
     except ImportError:
-        raise UserError("writing GGUF needs the gguf package: pip install 'lmworks[export]', or set export.gguf=false") from None
+        raise UserError("GGUF files need the gguf package: pip install 'lmworks[export]'; or set export.gguf=false") from None
     return gguf
 
 

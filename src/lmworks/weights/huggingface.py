@@ -17,8 +17,10 @@ from lmworks.errors import UserError
 from lmworks.files import explain_damage, read_json
 from lmworks.model import Transformer
 from lmworks.recipe.families.registry import family_in
+from lmworks.recipe.gguf.header import is_gguf
 from lmworks.recipe.loading.huggingface import from_config
 from lmworks.recipe.schema.model import Model as Config
+from lmworks.weights.gguf import GgufWeights
 from lmworks.weights.names import (
     from_interleaved,
     huggingface_name,
@@ -170,16 +172,19 @@ def _refuse_wrong_size(described: Config, sizes: dict[str, int], directory: Path
 
 
 def open_all(directory: Path, stack: ExitStack) -> dict[Path, Any]:
-    """Open all safetensors files; they are memory-mapped, not read. Raises `UserError` for a damaged one."""
-    return {file: _open(file, stack) for file in files_of(directory)}
+    """Open all files of weights; they are memory-mapped or read in slices, never whole. Raises `UserError` for a damaged one."""
+    files = files_of(directory)
+    if is_gguf(files[0]):
+        return {files[0]: GgufWeights(files[0], from_config(read_json(directory / "config.json")))}
+    return {file: _open(file, stack) for file in files}
 
 
 def files_of(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; `UserError` if there are none."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{directory} has no .safetensors file{only_pickled(directory)}")
-    return files
+    """The files of weights of a checkpoint: safetensors, or a GGUF file with its parts; `UserError` if there are none."""
+    for kind in ("*.safetensors", "*.gguf"):
+        if files := sorted(directory.glob(kind)):
+            return files
+    raise UserError(f"{directory} has no .safetensors file{only_pickled(directory)}")
 
 
 def only_pickled(directory: Path) -> str:

@@ -11,6 +11,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
+from lmworks import files
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, sha256_file
@@ -18,8 +19,7 @@ from lmworks.files import explain_os_errors, sha256_file
 
 def cache_directory() -> Path:
     """The folder of downloaded wheels: $LMWORKS_CACHE/wheels, otherwise ~/.cache/lmworks/wheels."""
-    base = os.environ.get("LMWORKS_CACHE")
-    return (Path(base) if base else Path.home() / ".cache" / "lmworks") / "wheels"
+    return files.cache_directory("wheels")
 
 
 def wheel(package: str, sha256: str) -> Path:

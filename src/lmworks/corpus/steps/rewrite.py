@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from lmworks import files
 from lmworks.corpus.document import Batch, Document, Drop, Outcome, PerDocument, Step, Variants
 from lmworks.corpus.steps.base import Context, StepOptions
 from lmworks.credentials import reveal
@@ -173,8 +174,7 @@ class _Rewriter:
 
 def cache_directory() -> Path:
     """The folder of cached answers: $LMWORKS_CACHE/rewrites, otherwise ~/.cache/lmworks/rewrites."""
-    base = os.environ.get("LMWORKS_CACHE")
-    return (Path(base) if base else Path.home() / ".cache" / "lmworks") / "rewrites"
+    return files.cache_directory("rewrites")
 
 
 def _line(error: Exception) -> str:

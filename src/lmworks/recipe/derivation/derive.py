@@ -17,6 +17,7 @@ from lmworks import machine
 from lmworks.errors import UserError
 from lmworks.recipe.derivation import rates, scaling_laws
 from lmworks.recipe.derivation.parameters import count_active_parameters, count_parameters
+from lmworks.recipe.gguf.folder import tokenizer_file
 from lmworks.recipe.schema.model import Model, Moe
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
@@ -138,8 +139,7 @@ def vocabulary(tree: dict[str, Any]) -> tuple[int, str]:
     """Size of the vocabulary of a raw tree, and how it is known: counted in an existing tokenizer, or as asked."""
     tokenizer = tree.get("tokenizer") or {}
     if tokenizer.get("path"):
-        path = Path(os.path.expanduser(str(tokenizer["path"])))
-        path = path / "tokenizer.json" if os.path.isdir(path) else path
+        path = tokenizer_file(Path(os.path.expanduser(str(tokenizer["path"]))))
         if os.path.isfile(path):
             entries, wanted = count_entries(path) + len(tokenizer.get("add_tokens") or ()), tokenizer.get("vocab_size", 0)
             if not isinstance(wanted, int) or wanted <= entries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lmworks.errors import UserError
@@ -131,6 +132,18 @@ def experts_from_config(config: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     ahead = config["num_nextn_predict_layers"]
     return {"moe": {name: config[name] for name in names}} | ({"mtp": {"num_nextn_predict_layers": ahead}} if ahead else {})
+
+
+def experts_from_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`moe` from the metadata of a GGUF file: experts as in DeepSeek-V3 and GLM."""
+    moe = {
+        "n_routed_experts": values["expert_count"], "num_experts_per_tok": values["expert_used_count"],
+        "moe_intermediate_size": values["expert_feed_forward_length"], "n_shared_experts": values["expert_shared_count"],
+        "first_k_dense_replace": values.get("leading_dense_block_count", 0), "norm_topk_prob": bool(values.get("expert_weights_norm")),
+        "routed_scaling_factor": values.get("expert_weights_scale") or 1.0, "n_group": values.get("expert_group_count", 1),
+        "topk_group": values.get("expert_group_used_count", 1),
+    }  # fmt: skip
+    return {"moe": moe}
 
 
 def window_to_config(model: Model, _: Rope | None = None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lmworks.errors import UserError
@@ -60,6 +61,18 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
     return values if dense else values | common.experts_from_config(config)
 
 
+def _from_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    rotated, whole = values["rope.dimension_count"], values["attention.key_length_mla"]
+    mla = {
+        "q_lora_rank": values.get("attention.q_lora_rank"), "kv_lora_rank": values["attention.kv_lora_rank"],
+        "qk_rope_head_dim": rotated, "qk_nope_head_dim": whole - rotated, "v_head_dim": values["attention.value_length_mla"],
+        "rms_norm_eps": _LATENT_EPS,
+    }  # fmt: skip
+    found = {"mla": mla, "num_key_value_heads": values["attention.head_count"], "head_dim": whole}
+    dense = values.get("leading_dense_block_count", 0) >= values["block_count"]
+    return found if dense else found | common.experts_from_gguf(values)
+
+
 _LITE = (26, 27)
 """Numbers of layers by which llama.cpp recognizes the models without `q_lora_rank`; no others may be without it, and these must be."""
 
@@ -107,5 +120,6 @@ FAMILY = Family(
     fixed=common.EXPERTS_FIXED, aliases=common.EXPERTS_ALIASES, model_types=("kimi_k2",),
     requires=frozenset({"MLA"}), allows=frozenset({"experts", "shared experts", "selection bias", "expert groups", "routed scale"}),
     differs=_differs, to_config=_to_config, omits=("head_dim",), from_config=_from_config, architectures=("deepseek2",), gguf=_gguf,
+    from_gguf=_from_gguf,
     without_gguf="rope.scaling yarn; other rms_norm_eps than 1e-6; without q_lora_rank but with 26 or 27 layers",
 )  # fmt: skip

@@ -125,6 +125,7 @@ class Family:
     mtp: whether the class supports multi-token prediction with experts, as in the published models
     architectures: the names of its architectures in llama.cpp; `gguf` returns the one for a model, or raises `NoClass` with the reason
     without_gguf: the models that llama.cpp does not support, in a few words
+    from_gguf: values of `Model` from the metadata of a GGUF file beyond those of every model (`lmworks.recipe.gguf.metadata`)
     """
 
     name: str
@@ -149,6 +150,7 @@ class Family:
     zero: tuple[str, ...] = ()
     mtp: bool = False
     without_gguf: str = ""
+    from_gguf: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_keys
 
     def __post_init__(self) -> None:
         assert (self.requires | self.allows) <= TRAITS.keys() and not self.requires & self.allows

@@ -46,4 +46,5 @@ FAMILY = Family(
     requires=frozenset({"experts", "shared experts"}),
     allows=frozenset({"QK norm", "biases", "partial RoPE", "selection bias", "expert groups", "routed scale"}),
     to_config=_to_config, from_config=common.experts_from_config, architectures=("glm4moe",), gguf=_gguf,
+    from_gguf=common.experts_from_gguf,
 )  # fmt: skip

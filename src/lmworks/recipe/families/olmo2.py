@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ def _differs(model: Model) -> str | None:
     return None
 
 
-def _from_config(_: dict[str, Any]) -> dict[str, Any]:
+def _from_config(_: Mapping[str, Any]) -> dict[str, Any]:
     return {"use_qk_norm": True, "qk_norm_over": "all_heads", "norm_position": "post"}
 
 
@@ -35,5 +36,5 @@ FAMILY = Family(
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False,
     },
     requires=frozenset({"post-norm", "QK norm over all heads"}), differs=_differs, omits=("head_dim",), from_config=_from_config,
-    architectures=("olmo2",), gguf=partial(common.gguf, architecture="olmo2"),
+    architectures=("olmo2",), from_gguf=_from_config, gguf=partial(common.gguf, architecture="olmo2"),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lmworks.errors import UserError
@@ -55,6 +56,15 @@ def _gguf(model: Model) -> Gguf:
     return common.gguf(model, "qwen3moe", metadata=metadata)
 
 
+def _from_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    moe = {
+        "n_routed_experts": values["expert_count"], "num_experts_per_tok": values["expert_used_count"],
+        "moe_intermediate_size": values["expert_feed_forward_length"], "n_shared_experts": 0, "first_k_dense_replace": 0,
+        "scoring_func": "softmax", "norm_topk_prob": True, "balance": {"method": "aux"},
+    }  # fmt: skip
+    return {"moe": moe}
+
+
 FAMILY = Family(
     name="Qwen3MoeForCausalLM", model_type="qwen3_moe",
     about="mixture of experts (softmax gates), QK norm; `moe.balance.method` aux, sinkhorn or none",
@@ -69,5 +79,6 @@ FAMILY = Family(
     fixed={"qkv_bias": (False,), "use_qk_norm": (True,), "shared_expert_intermediate_size": (0,)},
     requires=frozenset({"experts", "softmax gates", "QK norm"}), allows=frozenset({"sliding window"}),
     to_config=_to_config, from_config=_from_config,
-    architectures=("qwen3moe",), gguf=_gguf, without_gguf="dense layers, weights of experts that are not normalized, sliding window",
+    architectures=("qwen3moe",), gguf=_gguf, from_gguf=_from_gguf,
+    without_gguf="dense layers, weights of experts that are not normalized, sliding window",
 )  # fmt: skip

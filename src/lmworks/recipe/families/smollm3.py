@@ -54,5 +54,6 @@ FAMILY = Family(
     ignored=("max_window_layers",),
     allows=frozenset({"NoPE layers", "sliding window", "full-attention layers beside it"}),
     to_config=_to_config, from_config=_from_config,
-    architectures=("smollm3",), gguf=_gguf, without_gguf="any interval but every 4th, sliding window",
+    architectures=("smollm3",), gguf=_gguf, from_gguf=lambda _: {"no_rope_layer_interval": 4},
+    without_gguf="any interval but every 4th, sliding window",
 )  # fmt: skip

@@ -22,7 +22,7 @@ _FREE = (*not_architecture(Model), "mtp")  # keys that may differ from those of 
 
 
 def find(text: str) -> Weights:
-    """The weights that `start_from` names: a Hugging Face folder, a checkpoint, or a run, which stands for its final checkpoint."""
+    """The weights that `start_from` names: a GGUF file, a Hugging Face folder, a checkpoint, or a run, which stands for its final one."""
     try:
         return find_weights(Path(text).expanduser(), needs_tokenizer=False)
     except UserError as error:
@@ -48,10 +48,10 @@ def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
     reasons = {("model", *keys): why for keys, _ in leaves(own) if get(given, keys) is None and not ("mtp" in given and keys[0] == "mtp")}
     tree["model"] = merge(given, own)
     _refuse_other_shape(start.model, tree["model"], text)
-    path = tokenizer.get("path")
-    if path is not None and Path(str(path)).expanduser().absolute() not in (start.tokenizer.absolute(), start.tokenizer.parent.absolute()):
+    path, own = tokenizer.get("path"), (start.tokenizer_path, start.tokenizer, start.tokenizer.parent)
+    if path is not None and Path(str(path)).expanduser().absolute() not in [one.absolute() for one in own]:
         raise UserError(f"tokenizer.path is {path}, but start_from uses the tokenizer of its weights; remove tokenizer.path")
-    put(tree, ("tokenizer", "path"), str(start.tokenizer))
+    put(tree, ("tokenizer", "path"), str(start.tokenizer_path))
     reasons["tokenizer", "path"] = why
     if tokenizer.get("keep") is None:
         put(tree, ("tokenizer", "keep"), tokenizer.get("chat_template") is None)

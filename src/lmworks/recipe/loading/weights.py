@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from lmworks.errors import UserError
 from lmworks.files import read_json
 from lmworks.model_stages import final_checkpoint_of, step_in
+from lmworks.recipe.gguf.folder import as_folder, find_gguf
 from lmworks.recipe.loading.huggingface import from_config
 from lmworks.recipe.schema.model import Model, Rope
 from lmworks.recipe.schema.recipe import Recipe
@@ -23,7 +24,8 @@ ROPE = "rope"  # key in a checkpoint's meta: the RoPE that its weights were trai
 class Weights:
     """Where weights lie (`path` is a checkpoint, or a Hugging Face folder), their model, and their tokenizer.json.
 
-    A checkpoint also has the recipe that it was trained with, and the phase that it had reached (None for a tuned one).
+    `origin` is what was named, where that is something else: a GGUF file, whose `path` is a folder in the cache. A checkpoint also has the
+    recipe that it was trained with, and the phase that it had reached (None for a tuned one).
     """
 
     kind: Literal["huggingface", "checkpoint"]
@@ -32,6 +34,22 @@ class Weights:
     tokenizer: Path
     recipe: Recipe | None = None
     phase: str | None = None
+    origin: Path | None = None
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """What a recipe names as `tokenizer.path`: the tokenizer.json, or the GGUF file that has the tokenizer."""
+        return self.origin or self.tokenizer
+
+    @property
+    def name(self) -> Path:
+        """What messages call the weights."""
+        return self.origin or self.path
+
+    @property
+    def label(self) -> str:
+        """A short name of a model in a format of others."""
+        return self.origin.stem if self.origin else self.path.resolve().name
 
     @property
     def averaged(self) -> bool:
@@ -39,15 +57,26 @@ class Weights:
         return bool(self.recipe and self.recipe.optimizer.ema_decay)
 
 
+def holds_model(path: Path) -> bool:
+    """Whether a path is a model in a format of others: a folder with config.json, a GGUF file, or a folder with one."""
+    return (path / "config.json").is_file() or find_gguf(path) is not None
+
+
 def find_weights(path: Path, needs_tokenizer: bool = True) -> Weights:
-    """The weights in a Hugging Face folder, a checkpoint, or a run, which stands for the final checkpoint of its pretraining.
+    """The weights in a Hugging Face folder, a GGUF file or a folder with one, a checkpoint, or a run, which stands for the final checkpoint
+    of its pretraining.
 
     Raises `UserError` if it is none of these, or if there is no tokenizer; without `needs_tokenizer` it may be missing, for a plan.
     """
     try:
         is_model = (path / "config.json").is_file()
+        gguf = find_gguf(path)
     except OSError as error:  # a folder that is closed to us, a name that no file system has
         raise UserError(f"{str(path)[:200]} cannot be opened: {error.strerror}") from None
+    if gguf is not None:
+        folder = as_folder(gguf)
+        model = from_config(_mapping(folder / "config.json"))
+        return Weights("huggingface", folder, model, folder / "tokenizer.json", origin=gguf)
     if is_model:
         return Weights("huggingface", path, _published(path / "config.json"), _tokenizer(path, needs_tokenizer))
     if (path / "resolved.json").is_file():
@@ -57,7 +86,7 @@ def find_weights(path: Path, needs_tokenizer: bool = True) -> Weights:
         best = final_checkpoint_of(steps[-1], _meta(_mapping(steps[-1] / "meta.json")))
         path = best if best.is_dir() else steps[-1]
     if not (path / "meta.json").is_file():
-        raise UserError(f"{path} is no Hugging Face folder (config.json), checkpoint (meta.json) or run (resolved.json)")
+        raise UserError(f"{path} is no Hugging Face folder (config.json), GGUF file, checkpoint (meta.json) or run (resolved.json)")
     document = _mapping(path / "meta.json")
     recipe = _recipe_of(path, document)
     meta = _meta(document)
