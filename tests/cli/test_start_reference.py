@@ -60,7 +60,7 @@ def test_the_base_model_is_named_and_not_copied(lmworks: Lmworks, chats: Path, t
     assert done.code == 2 and changed in done.error and about["blake3"]["model.safetensors"] in done.error
     assert str(base / "model.safetensors") in done.error and "\n" not in done.error.strip()
     (base / "model.safetensors").unlink()
-    done = lmworks("evaluate", run_dir)
+    done = lmworks("chat", run_dir)
     assert done.code == 2 and f"{base / 'model.safetensors'}, a file of the base model of {run_dir}, does not exist" in done.error
 
     (base / "model.safetensors").write_bytes(weights)

@@ -264,7 +264,8 @@ def dequantized(source: Source, target: Path, scratch: Path) -> Transformer:
             names = {re.sub(r"\.weight_packed\Z", ".weight", name) for name in found}
             values = {name: _dequantized(name, found) for name in sorted(names) if not name.endswith(_PARTS)}
             save_file({name: one[0].contiguous() for name, one in values.items() if one}, plain / "model.safetensors")
-        shutil.copyfile(target / "config.json", plain / "config.json")
+        config = read_json(target / "config.json")
+        write_json(plain / "config.json", {key: value for key, value in config.items() if key != "quantization_config"})
         model = deepcopy(source.model)
         load_weights(plain, dict(model.state_dict()), model.config)
     finally:

@@ -30,6 +30,7 @@ from lmworks.weights.names import (
     sources,
     why_missing,
 )
+from lmworks.weights.quantized import dequantized
 from lmworks.weights.verified import verify_export
 
 _MEAN_ROWS = 8192  # rows that are read at a time, for their mean or to compare them
@@ -82,7 +83,7 @@ def _read_slice(
     slices = (slice(begin, begin + count), *(slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True)))
     if count:
         read = reorder(source[:])[slices] if reorder else source[slices]
-        if not read.is_floating_point():
+        if not read.is_floating_point() or read.dtype.itemsize == 1:
             raise UserError(f"tensor {theirs} holds {str(read.dtype).removeprefix('torch.')}; lmworks does not read this quantization")
         box.values()[:count].copy_(read)
     begin, end = box.offsets[0], box.offsets[0] + box.sizes[0]
@@ -173,18 +174,29 @@ def _refuse_wrong_size(described: Config, sizes: dict[str, int], directory: Path
 
 def open_all(directory: Path, stack: ExitStack) -> dict[Path, Any]:
     """Open all files of weights; they are memory-mapped or read in slices, never whole. Raises `UserError` for a damaged one."""
-    files = files_of(directory)
+    files, config = files_of(directory), read_json(directory / "config.json")
     if is_gguf(files[0]):
-        return {files[0]: GgufWeights(files[0], from_config(read_json(directory / "config.json")))}
-    return {file: _open(file, stack) for file in files}
+        return {files[0]: GgufWeights(files[0], from_config(config))}
+    return dequantized(directory, config, {file: _open(file, stack) for file in files})
 
 
 def files_of(directory: Path) -> list[Path]:
-    """The files of weights of a checkpoint: safetensors, or a GGUF file with its parts; `UserError` if there are none."""
-    for kind in ("*.safetensors", "*.gguf"):
-        if files := sorted(directory.glob(kind)):
-            return files
-    raise UserError(f"{directory} has no .safetensors file{only_pickled(directory)}")
+    """The files of weights of a checkpoint: safetensors, or a GGUF file with its parts; `UserError` if there are none, or if one that the
+    index names is missing."""
+    files = next((found for kind in ("*.safetensors", "*.gguf") if (found := sorted(directory.glob(kind)))), [])
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        with explain_damage(index):
+            named = sorted({str(name) for name in read_json(index)["weight_map"].values()})
+        if missing := [name for name in named if not (directory / name).is_file()]:
+            more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
+            raise UserError(f"{directory / missing[0]}{more} does not exist, which {index.name} names; download it too")
+    if not files:
+        raise UserError(f"{directory} has no .safetensors file{only_pickled(directory)}")
+    for file in files:
+        if not file.is_file():  # opening a pipe would wait for ever
+            raise UserError(f"{file} is not a regular file; put the weights there")
+    return files
 
 
 def only_pickled(directory: Path) -> str:
