@@ -95,7 +95,7 @@ def test_a_scale_of_another_shape_is_refused(folder: Path) -> None:
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         save_file({name: one[:1].contiguous() if name.endswith("scale_inv") else one for name, one in tensors.items()}, file)
-    with pytest.raises(UserError, match=r"scale_inv has shape \(1, 3\), which does not fit"):
+    with pytest.raises(UserError, match=r"scale_inv has shape \(1, \d\), which does not fit"):
         read_model(folder)
 
 

@@ -6,7 +6,9 @@ they were loaded into the layout of the run, on the same tokens, shows them.
 
 from __future__ import annotations
 
+import io
 import math
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ TEXT = (
 )
 """What the loss is measured on: plain prose, on which a trained model has a loss of 2 to 4."""
 _RANDOM = 8  # tokens that are drawn at random behind the text, so that rows of the embedding count which the text does not use
-_TOKENS = 128  # of the text, at most
+_TOKENS = 128  # of both, at most
 _MOST_ROWS = 8  # of the batch; each is the same work for the other library, on one CPU
 _HEADROOM = 1.3  # of memory, relative to the fp32 weights, for loading and for activations
 
@@ -51,9 +53,9 @@ def compare_first_loss(start: Weights, model: ParallelModel, communicator: Commu
     vocabulary, ranks = model.config.vocab_size, model.ranks.size("dp")
     assert vocabulary
     text = communicator.broadcast(communicator.run_on_all(lambda: _text_ids(start, vocabulary) if communicator.is_first else []))
-    row = np.array(text, dtype=np.int32)
     drawn = np.random.default_rng(seed).integers(0, vocabulary, (min(ranks, _MOST_ROWS), _RANDOM), dtype=np.int32)
-    limit = int(start.model.max_position_embeddings or _TOKENS)
+    limit = min(_TOKENS, int(start.model.max_position_embeddings or _TOKENS))
+    row = np.array(text[: max(limit - _RANDOM, 1)], dtype=np.int32)
     rows = np.stack([np.concatenate([row, one])[:limit] for one in drawn])
     # every rank needs a row; beyond the first few they are repeated, and the other library computes each once
     tokens, length = np.resize(rows, (ranks, rows.shape[1])), rows.shape[1]
@@ -79,7 +81,7 @@ def compare_first_loss(start: Weights, model: ParallelModel, communicator: Commu
             "weights are not read as what they are, so nothing was trained; please report this with config.json"
         )
     if communicator.is_first:
-        what = f"{min(len(text), length)} tokens of prose and {max(0, length - len(row))} random ones"
+        what = f"{min(len(row), length)} tokens of prose and {max(0, length - len(row))} random ones"
         console.print(f"first loss {ours:.4f} on {what}, in transformers {theirs:.4f}: equal to {difference:.0e}", style="dim")
     precision = str(model.compute_dtype).removeprefix("torch.")
     return {"loss": ours, "transformers": theirs, "difference": difference, "tokens": int(rows.size), "precision": precision}
@@ -105,7 +107,7 @@ def _their_loss(start: Weights, rows: np.ndarray, repeats: np.ndarray, vocabular
         return "it is not installed (pip install 'lmworks[export]')"
     from lmworks.export.huggingface import quiet_transformers
 
-    with quiet_transformers():
+    with quiet_transformers(), redirect_stderr(io.StringIO()):  # a progress bar of the GGUF reader
         try:
             file = {"gguf_file": found[0].name} if start.origin is not None and (found := sorted(start.path.glob("*.gguf"))) else {}
             theirs = transformers.AutoModelForCausalLM.from_pretrained(Path(start.path), dtype=torch.float32, **file).eval()
