@@ -134,6 +134,6 @@ def test_chat_with_a_gguf_file(lmworks: Lmworks, tmp_path: Path, monkeypatch: py
 
     original = _base(tmp_path / "original", "qwen")
     write_gguf(read_model(original), load(original), tmp_path / "base.gguf", torch.float32, "base")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"What is 1 + 1?\n")))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"What is 1 + 1?\n"), encoding="utf-8"))
     done = lmworks("chat", tmp_path / "base.gguf", "--max-tokens", 4, "--temperature", 0)
     assert done.code == 0, done.err
