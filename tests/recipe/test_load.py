@@ -144,6 +144,12 @@ def test_units_are_asked_for(write: Write) -> None:
     assert "has no unit; write for example '2000 steps'" in refusal(write(), ["train.save_every=100"])
 
 
+def test_a_bare_number_is_a_number_of_tokens(write: Write) -> None:
+    phase = load_recipe(write(("tokens: 2M", "tokens: 65536")), ["train.phases.general.sequence_length=512"]).recipe.train.phases[0]
+    assert (phase.tokens, phase.sequence_length) == (65536, 512)
+    assert "tokens: 0 is too few" in refusal(write(("tokens: 2M", "tokens: 0"))).replace("'0 tokens'", "0")
+
+
 def test_wrong_type(write: Write) -> None:
     message = refusal(write(("name: small", "name: small\nseed: many")))
     assert message.endswith("small.yaml:2: seed: input should be a valid integer, unable to parse string as an integer, not 'many'")
