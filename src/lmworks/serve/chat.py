@@ -62,7 +62,7 @@ class Conversation:
             self.turns.append({"role": "assistant", "content": "".join(pieces)})
 
     @property
-    def sampling(self) -> dict[str, float]:
+    def sampling(self) -> dict[str, Any]:
         """The options of the model, with those that were given."""
         given = {"temperature": self.temperature, "min_p": self.min_p}
         return {**self.engine.sampling, **{name: value for name, value in given.items() if value is not None}}
