@@ -51,7 +51,7 @@ class Conversation:
             raise
         engine = self.engine
         room, stops = engine.room(len(prompt), self.max_tokens), engine.vocabulary.stop_ids
-        options = GenerateOptions(max_new_tokens=room, stop_ids=stops, **self.sampling)  # type: ignore[arg-type]
+        options = GenerateOptions(max_new_tokens=room, stop_ids=stops, **self.sampling)
         pieces = []
         try:
             for event in engine.stream(Request((tuple(prompt),), options, self.seed)):
