@@ -15,6 +15,10 @@ class UserError(ValueError):
         super().__init__(*(one_line(mask(one)) if isinstance(one, str) else one for one in what))
 
 
+class Unavailable(UserError):
+    """Something that is not available here (no network, no package). Fatal unless what needs it is optional."""
+
+
 def one_line(text: str) -> str:
     """`text` in one line of limited length; the middle of a longer text is left out."""
     text = " ".join(text.splitlines())

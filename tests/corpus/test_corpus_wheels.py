@@ -10,7 +10,7 @@ import pytest
 
 from lmworks.corpus.readers import parts, read
 from lmworks.corpus.readers.items import Unavailable
-from lmworks.corpus.readers.wheel_download import wheel
+from lmworks.wheels import wheel
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 

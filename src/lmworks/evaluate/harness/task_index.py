@@ -17,7 +17,7 @@ import yaml
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
-from lmworks.corpus.readers.wheel_download import cache_directory
+from lmworks.wheels import cache_directory
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
 from lmworks.progress import console

