@@ -107,7 +107,7 @@ def named(text: str) -> Path:
     """The file that `wheel:NAME==VERSION/PATH#sha256=HASH` names; HASH is that of the wheel. Raises what `member` raises."""
     found = _NAMED.fullmatch(text)
     if found is None:
-        raise UserError(f"{text[:200]!r} is not wheel:NAME==VERSION/FILE#sha256=HASH, with the 64 hexadecimal digits of the wheel's SHA-256")
+        raise UserError(f"{text[:200]!r} is not of the form wheel:NAME==VERSION/FILE#sha256=HASH, with the SHA-256 of the wheel")
     return member(found["package"], found["sha256"], found["name"])
 
 

@@ -10,7 +10,7 @@ import pytest
 from command import Lmworks
 
 from generation_models import GSM8K, HUMANEVAL, write_rows
-from lmworks.corpus.readers.items import Unavailable
+from lmworks.errors import Unavailable
 from lmworks.evaluate.generation.ruler import texts
 from lmworks.untrusted.sandbox import run_python
 from saved_run import save_run

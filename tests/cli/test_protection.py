@@ -15,8 +15,8 @@ from command import Lmworks
 
 from generation_models import GSM8K, HUMANEVAL, write_rows
 from lmworks.corpus.contamination import Decontaminator, record
-from lmworks.corpus.readers.items import Unavailable
 from lmworks.documents import corpus_files
+from lmworks.errors import Unavailable
 from lmworks.evaluate.generation import reasoning
 from lmworks.evaluate.items import ChoiceItem
 from lmworks.evaluate.sets import loading as sets

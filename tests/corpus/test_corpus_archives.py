@@ -14,8 +14,8 @@ import pytest
 from source_items import LIMIT, items, reasons, source, texts
 
 from lmworks.corpus.readers import archives, parts, read
-from lmworks.corpus.readers.items import Unavailable
 from lmworks.corpus.readers.repository import ordered
+from lmworks.errors import Unavailable
 
 
 def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:

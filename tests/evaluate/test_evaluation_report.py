@@ -11,8 +11,7 @@ import torch
 from rich.console import Console
 
 from lmworks.corpus.contamination import record
-from lmworks.corpus.readers.items import Unavailable
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.heldout import held_out
 from lmworks.evaluate.items import ChoiceItem
 from lmworks.evaluate.protection import protection

@@ -7,8 +7,7 @@ import pytest
 from tests.evaluate.conftest import ByteTokenizer
 
 from generation_models import GSM8K, Scripted, write_rows
-from lmworks.corpus.readers.items import Unavailable
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.found import Found
 from lmworks.evaluate.generation.gsm8k import Gsm8k, judge
 from lmworks.evaluate.generation.interface import Reply

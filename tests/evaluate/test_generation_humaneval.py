@@ -11,8 +11,7 @@ import pytest
 from tests.evaluate.conftest import ByteTokenizer
 
 from generation_models import HUMANEVAL, Scripted, write_rows
-from lmworks.corpus.readers.items import Unavailable
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.found import Found
 from lmworks.evaluate.generation import humaneval
 from lmworks.evaluate.generation.humaneval import HumanEval, judge, pass_at_k, program

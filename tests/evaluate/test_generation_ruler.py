@@ -13,8 +13,7 @@ import pytest
 from tests.evaluate.conftest import ByteTokenizer
 
 from generation_models import Scripted
-from lmworks.corpus.readers.items import Unavailable
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.found import Found
 from lmworks.evaluate.generation.interface import Prompt, Reply
 from lmworks.evaluate.generation.measuring import measure

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lmworks.corpus.readers.items import Unavailable
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.items import ChoiceItem, OpenItem
 from lmworks.evaluate.sets import loading
 from lmworks.evaluate.sources import package

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lmworks.corpus.contamination import Decontaminator
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.generation.reasoning import SEED, questions
 from lmworks.recipe.schema.evaluate import Generator
 from lmworks.recipe.schema.recipe import Recipe
@@ -243,7 +243,6 @@ def test_chats_held_out_of_the_corpus_are_not_tuned_on(tokenizer: Tokenizer, tmp
 
 def test_what_cannot_be_fetched_is_said_and_gone_without(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lmworks import wheels
-    from lmworks.corpus.readers.items import Unavailable
 
     def no_network(package: str, sha256: str) -> Path:
         raise Unavailable(f"cannot fetch {package}")

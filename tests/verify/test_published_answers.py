@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmworks.corpus.readers.items import Unavailable
+from lmworks.errors import Unavailable
 from lmworks.evaluate.sources.package import rows
 from lmworks.verify.answers import Kind, right_answer
 

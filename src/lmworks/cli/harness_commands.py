@@ -9,7 +9,7 @@ import typer
 
 from lmworks.cli.options import JsonOption
 from lmworks.cli.output import console, print_json
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,6 @@ def export_harness(
 ) -> None:
     """Write benchmark sets as tasks of lm-evaluation-harness, so that our scores can be repeated there."""
     from lmworks.cli.evaluate_commands import benchmarks
-    from lmworks.corpus.readers.items import Unavailable
     from lmworks.evaluate.harness.exporting import FORMS, export
 
     forms = [one for one in map(str.strip, form.split(",")) if one]

@@ -30,9 +30,8 @@ from lmworks.corpus.engine.passes.reading import check_facts
 from lmworks.corpus.engine.passes.sequence import PASSES
 from lmworks.corpus.engine.tables import parquet_writer
 from lmworks.corpus.readers import Part, parts
-from lmworks.corpus.readers.items import Unavailable
 from lmworks.corpus.report import Report
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.files import explain_os_errors, read_json, sha256_file, write_json
 from lmworks.masking import mask
 from lmworks.progress import bar, console

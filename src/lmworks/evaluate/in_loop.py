@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lmworks.corpus.readers.items import Unavailable
+from lmworks.errors import Unavailable
 from lmworks.evaluate.forms.likelihood import Answered, Encoder, requests_of, score
 from lmworks.evaluate.items import ChoiceItem, score_name
 from lmworks.evaluate.logprobs import Request

@@ -12,9 +12,8 @@ import numpy as np
 from lmworks.corpus.cleaning import clean
 from lmworks.corpus.contamination import Decontaminator, Question, record
 from lmworks.corpus.readers import parts, read
-from lmworks.corpus.readers.items import Unavailable
 from lmworks.documents import corpus_files
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.generation import reasoning
 from lmworks.evaluate.heldout import held_out
 from lmworks.evaluate.sets import loading

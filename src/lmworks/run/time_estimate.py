@@ -64,7 +64,7 @@ def fixed_work(recipe: Recipe, run_dir: Path) -> FixedWork:
 
 def _tokens_per_item(recipe: Recipe, run_dir: Path) -> dict[str, float]:
     """Mean tokens per item of each benchmark set, with all choices, over the first items; 0 if the set is not available."""
-    from lmworks.corpus.readers.items import Unavailable
+    from lmworks.errors import Unavailable
     from lmworks.evaluate.items import ChoiceItem
     from lmworks.evaluate.sets import loading
     from lmworks.evaluate.sets.registry import is_generated
@@ -88,7 +88,7 @@ def _tokens_per_item(recipe: Recipe, run_dir: Path) -> dict[str, float]:
 
 def _prompt_tokens(benchmark: Benchmark, tokenizer: Tokenizer) -> float:
     """Mean tokens of a prompt of a generation set; 0 if it cannot be measured here."""
-    from lmworks.corpus.readers.items import Unavailable
+    from lmworks.errors import Unavailable
     from lmworks.evaluate.generation.interface import Prompt
     from lmworks.evaluate.sets.registry import GENERATION
 

@@ -20,8 +20,8 @@ from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.passes.writing import decisions_path, outputs
 from lmworks.corpus.engine.tables import row_groups
 from lmworks.corpus.readers import read
-from lmworks.corpus.readers.items import Item, Unavailable
-from lmworks.errors import UserError
+from lmworks.corpus.readers.items import Item
+from lmworks.errors import Unavailable, UserError
 from lmworks.files import read_json
 from lmworks.recipe.schema.corpus import Source
 

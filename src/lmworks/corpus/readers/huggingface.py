@@ -7,12 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.readers.items import Item, Unavailable
+from lmworks.corpus.readers.items import Item
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part
 from lmworks.corpus.readers.read_errors import quarantine_errors
 from lmworks.corpus.readers.rows import Columns
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.recipe.schema.corpus import Source
 
 _BUFFER = 10_000

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lmworks.corpus.document import Fact
-from lmworks.errors import Unavailable
 
 EXCERPT = 400
 

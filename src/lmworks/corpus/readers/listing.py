@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lmworks.corpus.readers.items import Unavailable
 from lmworks.corpus.readers.opening import COMPRESSED
 from lmworks.credentials import hide
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.masking import mask
 from lmworks.recipe.schema.corpus import Source
 from lmworks.storage import explain_storage_errors, filesystem

@@ -18,10 +18,11 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 
 from lmworks.corpus.readers.archives import ARCHIVES, is_archive, members
-from lmworks.corpus.readers.items import Item, Unavailable, printable, quarantined
+from lmworks.corpus.readers.items import Item, printable, quarantined
 from lmworks.corpus.readers.listing import File, find_files, local_file, working_directory_hint
 from lmworks.corpus.readers.part import Part, pack_files
 from lmworks.corpus.readers.read_errors import quarantine_errors
+from lmworks.errors import Unavailable
 from lmworks.recipe.schema.corpus import Source
 
 FACTS = ("repository", "files", "left_out")

@@ -13,9 +13,9 @@ from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.opening import decompress
 from lmworks.corpus.readers.part import Part, pack_spans
 from lmworks.corpus.readers.read_errors import quarantine_errors
-from lmworks.wheels import wheel
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
+from lmworks.wheels import wheel
 
 
 def _path(source: Source) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lmworks.corpus.readers.items import Unavailable
+from lmworks.errors import Unavailable
 from lmworks.evaluate.forms import free, likelihood, prompts
 from lmworks.evaluate.forms.choosing import PROBE_ITEMS, Choice, Probes, choose
 from lmworks.evaluate.found import Found

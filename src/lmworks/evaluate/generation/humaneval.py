@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.readers.items import Unavailable
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.generation.declared import Declared, read_rows
 from lmworks.evaluate.generation.interface import GenerationSet, Judged, Lengths, Prompt, Reply, ask
 from lmworks.evaluate.items import Row, digest

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lmworks import machine
-from lmworks.corpus.readers.items import Unavailable
+from lmworks.errors import Unavailable
 from lmworks.evaluate.found import Found
 from lmworks.evaluate.generation.interface import GenerationSet, Judged, Prompt, Reply
 from lmworks.evaluate.generation.scoring import score_of

@@ -16,7 +16,7 @@ from random import Random
 from typing import Literal
 
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.readers.items import Unavailable
+from lmworks.errors import Unavailable
 from lmworks.evaluate.generation.declared import Declared
 from lmworks.evaluate.generation.interface import GenerationSet, Judged, Lengths, Prompt, Reply, ask
 from lmworks.evaluate.generation.ruler.answering import Answering

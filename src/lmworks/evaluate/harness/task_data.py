@@ -21,8 +21,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from lm_eval.api.task import ConfigurableTask
 
 import evaluate
-from lmworks.corpus.readers.items import Unavailable
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.items import LETTERS, Row
 from lmworks.evaluate.sources import local, package
 from lmworks.progress import Bar

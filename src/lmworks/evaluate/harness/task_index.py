@@ -17,10 +17,10 @@ import yaml
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
-from lmworks.wheels import cache_directory
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
 from lmworks.progress import console
+from lmworks.wheels import cache_directory
 
 _BUNDLED = Path(lm_eval.tasks.__file__).parent
 _LONGEST = 1 << 24  # bytes of a task file

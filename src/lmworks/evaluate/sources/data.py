@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lmworks.corpus.readers.items import Unavailable
+from lmworks.errors import Unavailable
 from lmworks.evaluate.items import Row
 from lmworks.evaluate.sources import hub, local, package
 

