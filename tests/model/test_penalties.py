@@ -93,6 +93,22 @@ def test_the_batch_passes_the_prompt_and_what_was_generated(model: Transformer) 
         assert found == written, kind
 
 
+def test_the_batch_penalizes_what_is_in_the_prompt(model: Transformer) -> None:
+    options, differ = GenerateOptions(max_new_tokens=1, repetition_penalty=100.0), 0
+    for seed in range(20):
+        prompt = torch.randperm(V, generator=torch.Generator().manual_seed(seed))[: V // 2]
+        batch = ContinuousBatch(model)
+        batch.add(prompt.tolist(), options)
+        (sampled,) = batch.step()
+        with torch.no_grad():
+            logits = model(prompt[None])[0, -1]
+        penalized = logits.clone()
+        penalized[prompt] = torch.where(logits > 0, logits / 100, logits * 100)[prompt]
+        assert sampled.token.id == int(penalized.argmax())
+        differ += sampled.token.id != int(logits.argmax())
+    assert differ > 5
+
+
 def test_the_likelihood_of_a_draw_is_under_the_penalized_distribution() -> None:
     logits = torch.zeros(1, V)
     draw = Draw(GenerateOptions(temperature=1.0, logit_bias=tuple((token, -100.0) for token in range(2, V))), 0)
