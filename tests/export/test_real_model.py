@@ -56,7 +56,11 @@ def smol(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, Any, Pa
 
     path, folder = gguf_file(), tmp_path_factory.mktemp("smol")
     options = {"gguf_file": path.name}
-    transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options).save_pretrained(folder)
+    dequantized = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
+    config = transformers.AutoConfig.from_pretrained(path.parent, **options)
+    plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # transformers does not save the other one
+    plain.load_state_dict(dequantized.state_dict())
+    plain.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(path.parent, **options).save_pretrained(folder)
     return read_model(folder), load(folder), folder
 
