@@ -33,13 +33,14 @@ class LeftOut:
         self.counts[kind] += 1
         if len(self.examples) < _EXAMPLES and kind not in {one["reason"] for one in self.examples}:
             self.examples.append({"reason": kind, "origin": origin, "detail": detail})
-        faults = self._files.setdefault(origin.rpartition(":")[0] or origin, [])
+        file = origin.rpartition(":")[0]  # a generated question has none
+        faults = self._files.setdefault(file, []) if file and kind != "repeated" else None
         if faults is not None and len(faults) < _FIRST:
             faults.append(f"{origin}: {reason}")
 
     def keep(self, origin: str) -> None:
         """Say that a row was good."""
-        self._files[origin.rpartition(":")[0] or origin] = None
+        self._files[origin.rpartition(":")[0]] = None
 
     def too_long(self, tokens: int) -> None:
         """Remember what `sequence_length` would keep everything."""
@@ -54,11 +55,12 @@ class LeftOut:
         return f"left out: {reasons}; first: {'; '.join(firsts)}"
 
     def lost_files(self) -> list[str]:
-        """For each file without a good row, its first faults, in words."""
+        """For the first files without a good row, their first faults, in words, and how many others there are."""
         lost = [(path, faults) for path, faults in self._files.items() if faults]
         if len(lost) == len(self._files):
             return []  # it is said by the error
-        return [f"nothing of {path} is used: {'; '.join(faults)}" for path, faults in lost]
+        told = [f"nothing of {path} is used: {'; '.join(faults)}" for path, faults in lost[:_FIRST]]
+        return told + ([f"nothing of {len(lost) - _FIRST:,} more files is used"] if len(lost) > _FIRST else [])
 
     def report(self) -> dict[str, Any]:
         """For a manifest."""
