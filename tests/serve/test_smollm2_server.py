@@ -1,8 +1,7 @@
-"""Parameters of requests on SmolLM2-135M-Instruct, compared with `generate` of transformers. `LMWORKS_SMOLLM2` names its folder."""
+"""Parameters of requests on SmolLM2-135M-Instruct, compared with `generate` of transformers."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,15 @@ import torch
 from lmworks.serve.loading import make_engine
 from lmworks.serve.middleware import ServerOptions
 from lmworks.serve.models import Models
+from smollm2 import write_huggingface_folder
 
 pytestmark = pytest.mark.slow
 LONG = "You answer questions about the history of Switzerland, briefly and only with what you are sure of. " * 8
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    given = Path(os.environ.get("LMWORKS_SMOLLM2", ""))
-    if not (given / "config.json").is_file():
-        pytest.skip("LMWORKS_SMOLLM2 names no folder of Hugging Face with SmolLM2-135M-Instruct")
-    return given
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_huggingface_folder(tmp_path_factory.mktemp("smol"))
 
 
 @pytest.fixture
