@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lmworks.recipe.loading.load import Resolved
     from lmworks.recipe.schema.cluster import Cluster
     from lmworks.recipe.schema.recipe import Recipe
+    from lmworks.run.refusals import Before, Check
 
 
 def register(app: typer.Typer) -> None:
@@ -84,8 +85,6 @@ def plan(
     from lmworks.plan.loss_law import load_law
     from lmworks.plan.plan import make_plan, plain
     from lmworks.plan.render import render
-    from lmworks.plan.text_shortage import text_shortage
-
     law = load_law(ladder) if ladder else None
     words, size = _budget_overrides(recipe, cluster, time, money, size)
     resolved, note = _as_it_runs(recipe or _DEFAULT_RECIPE, [*overrides, *words], size)
@@ -94,6 +93,9 @@ def plan(
     choose = resolved.recipe.size == "auto"
     if served is not None and not choose:
         raise UserError("--served-tokens chooses a size; give --size auto and --time or --money with it")
+    before, refusals = _before(resolved)
+    own = recipe is not None and Path(recipe).exists()  # a shipped recipe is an example, and names files that nobody has
+    certain = [error for check, error in refusals if not check.here or (own and cluster is None)]
     budget = None
     if note:  # there is a time, and no run has turned it into tokens yet
         tokens = _served(served) if served is not None else 0.0
@@ -103,19 +105,42 @@ def plan(
             measured_mfu=measured, measured_source=source, layout_in_mfu=whole,
         )  # fmt: skip
     else:
-        made = make_plan(
-            resolved.recipe, resolved.fingerprint, where, measured_mfu=measured, measured_source=source, layout_in_mfu=whole, unfit=True
-        )
+        try:
+            made = make_plan(
+                resolved.recipe, resolved.fingerprint, where, measured_mfu=measured, measured_source=source, layout_in_mfu=whole,
+                unfit=True, data=before.data,
+            )  # fmt: skip
+        except ValueError:
+            for refusal in certain:  # says why there is no plan
+                raise refusal from None
+            raise
+    doubtful = [f"on this machine, the run would refuse: {error}" for check, error in refusals if error not in certain]
+    notes = [*before.notes, *doubtful] if cluster is None else doubtful
     if as_json:
         far = law.extrapolation(made.counts.active_computed, made.tokens) if law else None
         value = plain(made)
-        value["warnings"] += [far] if far else []
+        value["warnings"] += [*([far] if far else []), *notes]
+        value["refusals"] = [str(error) for error in certain]
         print_json(value | ({"budget": as_plain(budget)} if budget else {}))
     else:
         console().print(render(made, budget, law))
-        _warn(resolved, note, text_shortage(resolved.recipe, Path(resolved.recipe.run_dir or "")))
+        for line in filter(None, (note, *notes, *map(str, certain[1:]))):
+            console().print(line, style="yellow")
+    if certain:
+        raise certain[0]
     if made.shortages:
         raise UserError(made.shortages[0])
+
+
+def _before(resolved: Resolved) -> tuple[Before, list[tuple[Check, UserError]]]:
+    """What was read of the data of the recipe, and what its run would refuse."""
+    from lmworks.run.refusals import Before, look_ahead
+    from lmworks.run.stage_data import EXACT_BYTES
+    from lmworks.run.stages import stages_for
+
+    assert resolved.recipe.run_dir
+    before = Before(resolved.recipe, Path(resolved.recipe.run_dir), resolved.path.parent, most=EXACT_BYTES)
+    return before, list(look_ahead(before, [stage.name for stage in stages_for(resolved.recipe)]))
 
 
 def _served(text: str) -> float:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.evaluate import Generator
+from lmworks.recipe.schema.recipe import Recipe
+
+
+def generators_of(given: Sequence[Generator], recipe: Recipe, set_key: str) -> Sequence[Generator]:
+    """The generators of a set of kind `tasks`: its own, or those of the evaluation. Raises `UserError` if there are none; `set_key` is the
+    recipe key of the set."""
+    found = given or recipe.evaluate.tasks
+    if not found:
+        raise UserError(f"{set_key}: kind tasks needs tasks, a list of reasoning-gym generators, here or in evaluate")
+    return found
 
 
 def create(generator: Generator, seed: int, size: int, key: str = "evaluate.tasks") -> Any:

@@ -80,7 +80,7 @@ def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[Render
 
     from lmworks.corpus.engine.executors import slurm
 
-    _check_sources(recipe.corpus)
+    check_sources(recipe.corpus)
     found, missing = _find_parts(recipe.corpus)
     job = Job(recipe, Path(folder), out.resolve(), found, hash_referenced_files(recipe, Path(folder)), "")
     check_facts(job)
@@ -110,7 +110,7 @@ def find_duplicates(recipe: Recipe, folder: Path = Path()) -> list[SourceDuplica
 
 def plan(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: Path = Path()) -> tuple[Job, dict[str, str]]:
     """The job, and the optional sources that are not available with the reason. Writes the evaluation texts into the staging folder."""
-    _check_sources(recipe.corpus)
+    check_sources(recipe.corpus)
     _print_warnings(recipe.corpus)
     found, missing = _find_parts(recipe.corpus)
     path = out / "staging" / EVALUATION
@@ -123,7 +123,8 @@ def plan(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: 
     return job, missing
 
 
-def _check_sources(corpus: Corpus) -> None:
+def check_sources(corpus: Corpus) -> None:
+    """Raise `UserError` if there are no sources, or two of one name."""
     if not corpus.sources:
         raise UserError("the recipe has no corpus.sources: add one, for example {name: mine, kind: text, path: my-texts/, license: mine}")
     names = [source.name for source in corpus.sources]

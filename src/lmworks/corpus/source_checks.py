@@ -1,16 +1,39 @@
-"""Checks of the sources of a recipe before anything is read: missing files and unknown rules."""
+"""Checks of the sources and the steps of a recipe before anything is read."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from lmworks.corpus.readers import parts
 from lmworks.corpus.rules import rules_for
-from lmworks.errors import UserError
+from lmworks.errors import Unavailable, UserError
 from lmworks.recipe.schema.recipe import Recipe
 
 _ELSEWHERE = ("wheel", "stdlib", "huggingface")  # not checked: pinned, part of Python, or remote
 _WHOLE = 1 << 62
+
+
+def check(recipe: Recipe, folder: Path) -> None:
+    """Raise `UserError` for the first thing for which the corpus stage could not begin: a source that is not here, rules, facts and files
+    that the steps need, packages, and the executor. `folder` is that of the recipe. Wheels and datasets are not downloaded."""
+    from lmworks.corpus.dedup.semantic import embedding
+    from lmworks.corpus.engine.job import Job
+    from lmworks.corpus.engine.passes.reading import check_facts
+    from lmworks.corpus.pipeline import check_sources
+
+    corpus = recipe.corpus
+    if not corpus.sources and not recipe.trains_base:
+        return
+    check_sources(corpus)
+    for fault in faults(recipe):
+        raise UserError(fault)
+    check_facts(Job(recipe, folder, folder, {source.name: () for source in corpus.sources}, {}, ""))
+    if corpus.dedup.semantic is not None:
+        embedding(corpus.dedup.semantic, folder)
+    if corpus.executor.kind == "slurm" and shutil.which("sbatch") is None:
+        raise UserError("corpus.executor kind slurm needs sbatch, which is not on this machine; run this on a login node")
 
 
 def faults(recipe: Recipe) -> Iterator[str]:
@@ -24,5 +47,8 @@ def faults(recipe: Recipe) -> Iterator[str]:
     for source in (*read, *(own.source for own in recipe.evaluate.protect)):
         try:
             parts(source, _WHOLE)
+        except Unavailable as error:
+            if not getattr(source, "optional", False):
+                yield f"{error}; or set optional: true to continue without it"
         except UserError as error:
             yield str(error)

@@ -65,6 +65,13 @@ def protection(recipe: Recipe) -> Protection:
     return Protection(questions, unread)
 
 
+def check_own(recipe: Recipe) -> None:
+    """Read the evaluation sets of the user's own. Raises `UserError` for one that cannot be read or has no items."""
+    for own in recipe.evaluate.protect:
+        for _ in _questions(own):
+            pass
+
+
 def _questions(own: Protected) -> Iterator[Question]:
     source, found, answered = own.source, 0, False
     where = f"evaluate.protect.{own.name}"

@@ -78,10 +78,11 @@ def unequal_adapters(checkpoint: Path, model: Model, directory: Path) -> list[st
 
 
 @torch.no_grad()
-def read_peft(directory: Path, state: Mapping[str, Tensor], model: Model, options: Lora, base_hash: str) -> None:
+def read_peft(directory: Path, state: Mapping[str, Tensor], model: Model, options: Lora, base_hash: str | None) -> None:
     """Copy a PEFT adapter into `state`, the adapters of `model` by our names, of which this rank may hold slices.
 
-    Raises `UserError` if the adapter does not have the options, the targets or the shapes of `state`, or names another base model.
+    Raises `UserError` if the adapter does not have the options, the targets or the shapes of `state`, or names another base model
+    (with `base_hash` None it may be any). Into a state on the meta device nothing is copied: that is a check.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -98,7 +99,7 @@ def read_peft(directory: Path, state: Mapping[str, Tensor], model: Model, option
         except SafetensorError as error:
             raise UserError(f"lora.init_from: {directory / WEIGHTS} is damaged ({error}); get it again from its origin") from None
         base = (handle.metadata() or {}).get(_BASE)
-        if base is not None and base != base_hash:
+        if None not in (base, base_hash) and base != base_hash:
             raise UserError(f"lora.init_from: {directory} is an adapter of another base model; this run's has the hash {base_hash}")
         found = set(handle.keys())
         known: set[str] = set()

@@ -42,6 +42,32 @@ def open_sinks(run_dir: Path, options: Metrics, resume_step: int, heartbeats: Pa
     return sinks
 
 
+def check(options: Metrics) -> None:
+    """Raise `UserError` if a package that a sink needs is not installed, or the port of Prometheus is taken."""
+    import socket
+
+    for setting, (module, extra) in _PACKAGES.items():
+        if getattr(options, setting):
+            _import(module, f"metrics.{setting}", extra)
+    if options.prometheus_port:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", options.prometheus_port))
+            except OSError as error:
+                raise _taken(options.prometheus_port, error) from None
+
+
+_PACKAGES = {
+    "tensorboard": ("torch.utils.tensorboard", "tensorboard"), "wandb_project": ("wandb", "wandb"),
+    "prometheus_port": ("prometheus_client", "prometheus"),
+}  # fmt: skip
+
+
+def _taken(port: int, error: OSError) -> UserError:
+    return UserError(f"metrics.prometheus_port: cannot listen on port {port} ({error.strerror}); choose another")
+
+
 def _import(module: str, setting: str, extra: str) -> ModuleType:
     import importlib
 
@@ -120,7 +146,7 @@ class Prometheus:
         try:
             self._server, self._thread = self._client.start_http_server(port, addr="127.0.0.1", registry=self._registry)
         except OSError as error:
-            raise UserError(f"metrics.prometheus_port: cannot listen on port {port} ({error.strerror}); choose another") from None
+            raise _taken(port, error) from None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._gauge("step", "the step of the other values").set(step)

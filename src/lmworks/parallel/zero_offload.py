@@ -76,7 +76,7 @@ class ZeroModel(ParallelModel):
     def __init__(self, model: Transformer, ranks: Ranks, recipe: Recipe) -> None:
         options = recipe.train.deepspeed
         assert options is not None
-        deepspeed = _library(options)
+        deepspeed = require_library(options)
         device = own_device()
         if not dist.is_initialized():  # a single process that was not launched
             dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
@@ -223,7 +223,7 @@ class ZeroOptimizer:
         return self._model.optimizer_state(values)
 
 
-def _library(options: DeepSpeed) -> ModuleType:
+def require_library(options: DeepSpeed) -> ModuleType:
     """Import DeepSpeed; raises `UserError` if it, or a library that the options need, is not installed."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     try:

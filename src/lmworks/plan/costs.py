@@ -31,9 +31,12 @@ def device_hours(devices: int, seconds: float) -> float:
     return devices * seconds / 3600
 
 
-def phase_steps(phase: Phase) -> PhaseSteps:
-    """Steps and tokens of a phase, exactly as in training, with the batch-size ramp."""
-    return PhaseSteps.of(phase)
+def phase_steps(phase: Phase) -> tuple[int, int]:
+    """Steps and tokens of a phase, exactly as in training: with the batch-size ramp, or as counted in the data of a later stage."""
+    if isinstance(phase, StagePhase) and phase.known_steps is not None:
+        return phase.known_steps, int(phase.tokens)
+    found = PhaseSteps.of(phase)
+    return found.steps, found.tokens
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,13 @@ class Course:
 def courses(phases: Sequence[Phase]) -> list[Course]:
     """The course of each phase: those of pretraining follow each other, each of the later stages is its own."""
     sums = [phase_steps(phase) for phase in phases]
-    steps, tokens, begin, found = sum(one.steps for one in sums), sum(one.tokens for one in sums), 0, []
-    for phase, one in zip(phases, sums, strict=True):
+    steps, tokens, begin, found = sum(own for own, _ in sums), sum(read for _, read in sums), 0, []
+    for phase, (own, read) in zip(phases, sums, strict=True):
         if isinstance(phase, StagePhase):
-            found.append(Course(0, one.steps, one.steps, one.tokens))
+            found.append(Course(0, own, own, read))
         else:
-            found.append(Course(begin, begin + one.steps, steps, tokens))
-            begin += one.steps
+            found.append(Course(begin, begin + own, steps, tokens))
+            begin += own
     return found
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lmworks.plan import stage_data
 from lmworks.plan.amounts import DAY, days
 from lmworks.plan.automatic import choose_layout
 from lmworks.plan.costs import Disk, courses, device_hours, disk, phase_steps, seconds
@@ -15,6 +16,7 @@ from lmworks.plan.layout import MARGIN, DoesNotFit, Placement, choose, describe,
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
 from lmworks.plan.overheads import Overheads, overheads
 from lmworks.plan.pipeline import micro_batches_for
+from lmworks.plan.stage_data import StageData
 from lmworks.plan.stage_phases import assumptions, lora_of, stages_as_phases
 from lmworks.recipe.derivation.positions import positions, warnings
 from lmworks.recipe.schema.cluster import Cluster
@@ -70,6 +72,7 @@ class Plan:
     later_stages: tuple[str, ...]  # those that are in no phase of the plan
     unwise: tuple[str, ...]
     shortages: tuple[str, ...]  # phases that do not fit, with the remedy; that which needs most is the first
+    data: Mapping[str, StageData]
     activation_checkpointing: str
 
     @property
@@ -206,6 +209,7 @@ def make_plan(
     measured_source: str = "measured here",
     layout_in_mfu: bool = True,
     unfit: bool = False,
+    data: Mapping[str, StageData] | None = None,
 ) -> Plan:
     """Plan a resolved recipe on a cluster.
 
@@ -213,11 +217,12 @@ def make_plan(
     each phase gets the smallest that fits, because a longer context may need another (checkpoints can be resharded); with `layout: auto`
     all phases get the one that the run would use.
     `measured_mfu` replaces that of the cluster. Without `layout_in_mfu` it contains neither communication between machines nor pipeline
-    bubble, so they are added to the time. Raises `UserError` for a layout that is not legal, or does not fit
-    unless `unfit` is set: then `Plan.shortages` says so.
+    bubble, so they are added to the time. `data` is what was read of the data of the stages after pretraining. Raises `UserError` for a
+    layout that is not legal, or does not fit unless `unfit` is set: then `Plan.shortages` says so.
     """
     later = tuple(recipe.later_stages) if recipe.trains_base else ()
-    recipe = stages_as_phases(recipe)
+    data, whole = data or {}, recipe
+    recipe = stages_as_phases(recipe, data)
     named = cluster.layout if cluster.layout and not cluster.layout.auto else None
     given = layout or named or (recipe.layout if world_size(recipe.layout) > 1 else None)
     if given is None and recipe.layout.auto:
@@ -236,15 +241,14 @@ def make_plan(
                 raise
             placed = shortage.placed
             shortages.append(shortage)
-        timeline = phase_steps(phase)
+        steps, tokens = phase_steps(phase)
         cost = flops_per_token(recipe.model, phase.sequence_length, frozen=lora_of(phase) is not None)
-        tokens = timeline.tokens
         compute = seconds(cost.total * tokens, total, cluster, mfu)
         phases.append(
             PhasePlan(
                 name=phase.name,
                 tokens=tokens,
-                steps=timeline.steps,
+                steps=steps,
                 sequence_length=phase.sequence_length,
                 positions=here.text,
                 batch_tokens=phase.global_batch_size,
@@ -275,7 +279,8 @@ def make_plan(
         kv_cache_by="latent attention" if model.mla else "GQA",
         later_stages=later,
         shortages=tuple(str(one) for one in sorted(shortages, key=lambda one: -one.placed.memory.total)),
-        unwise=(*warnings(recipe), *_other_engines(recipe), *assumptions(recipe)),
+        unwise=(*warnings(recipe), *_other_engines(recipe), *assumptions(recipe, data), *stage_data.warnings(whole, data)),
+        data=data,
         activation_checkpointing=recipe.train.activation_checkpointing.text(),
     )
 
@@ -283,6 +288,7 @@ def make_plan(
 def plain(plan: Plan) -> dict[str, Any]:
     """The plan with its totals as JSON values, in bytes, seconds and operations."""
     value = asdict(plan)
+    value["data"] = stage_data.plain(plan.data)
     value["cluster"] = plan.cluster.model_dump(mode="json")
     for phase, source in zip(value["phases"], plan.phases, strict=True):
         placed = source.placed

@@ -17,8 +17,8 @@ from lmworks.plan.plan import Plan
 def render(plan: Plan, budget: TimeBudget | None = None, law: LossLaw | None = None) -> RenderableType:
     """All tables of the plan, with the loss that a law predicts."""
     return Group(
-        _title(plan), *_budget(budget), *_loss(plan, law), _parameters(plan), _phases(plan), *_positions(plan), _layouts(plan),
-        _memory(plan), _costs(plan), *_warnings(plan),
+        _title(plan), *_budget(budget), *_loss(plan, law), _parameters(plan), _phases(plan), *_positions(plan), *_data(plan),
+        _layouts(plan), _memory(plan), _costs(plan), *_warnings(plan),
     )  # fmt: skip
 
 
@@ -109,6 +109,19 @@ def _positions(plan: Plan) -> list[Table]:
     table.columns[2].justify = "left"
     for phase in plan.phases:
         table.add_row(phase.name, f"{phase.sequence_length:,}", phase.positions)
+    return [table]
+
+
+def _data(plan: Plan) -> list[Table]:
+    """What was read of the data of the stages after pretraining."""
+    if not plan.data:
+        return []
+    table = _table("\nData", "stage", "examples", "held out", "left out", "tokens", "steps", "read", "passes", "counted")
+    for name, found in plan.data.items():
+        table.add_row(
+            name, f"{found.examples:,} {found.noun}", f"{found.held_out:,}", f"{sum(found.left_out.values()):,}", f"{found.tokens:,}",
+            f"{found.steps:,}", f"{found.read:,}", f"{found.passes:.3g}", found.counted,
+        )  # fmt: skip
     return [table]
 
 

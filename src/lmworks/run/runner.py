@@ -28,6 +28,7 @@ from lmworks.recipe.tree.fingerprint import Change, as_tree, changed_keys, harml
 from lmworks.run import time_budget
 from lmworks.run.own_files import list_files
 from lmworks.run.prediction import record_error, record_prediction
+from lmworks.run.refusals import Before, require_possible
 from lmworks.run.run_dir import require_own_folder, require_own_run_dir
 from lmworks.run.stages import STAGES, STAMP, Stage, StageContext, clear, stages_for
 from lmworks.run.staleness import StaleReason, phase_names, recipe_values, stage_inputs, stale_reason
@@ -131,11 +132,10 @@ def _run_first_rank(
             state = _detect_changes(run_dir, settled or resolved, allow, on_event)
             trains = any(stage.name == "pretrain" for stage in stages)  # the data stages do not check the model
             waiting = [stage for stage in stages if state.stale_reason(stage, recipe)]
-            for stage in stages_for(recipe) if trains and waiting else ():
-                if stage.check:
-                    stage.check(recipe)
             for stage in waiting:
                 require_own_folder(run_dir, stage)
+            if waiting:
+                _look_ahead(context, recipe, state, stages if not trains else stages_for(recipe), on_event)
             require_same(run_dir, weights_of(run_dir))
             _record_layout(run_dir, recipe)
             (settled or resolved).save(run_dir)
@@ -168,6 +168,20 @@ def _run_first_rank(
     finally:
         if ranks is not None and not together:  # an error while all ranks work is raised on all of them
             ranks.broadcast(None)
+
+
+def _look_ahead(
+    context: StageContext, recipe: Recipe, state: _State, stages: Sequence[Stage], on_event: Callable[[StageEvent], None]
+) -> None:  # fmt: skip
+    """Refuse what one of `stages` would refuse, from the first that has to run on, and say what may become short."""
+    reasons = {stage.name: state.stale_reason(stage, recipe) for stage in stages}
+    names = list(reasons)
+    first = next((number for number, name in enumerate(names) if reasons[name]), len(names))
+    resuming = [stage.name for stage in stages if stage.resumes and not reasons[stage.name].changed and not reasons[stage.name].new]
+    before = Before(recipe, context.run_dir, context.folder, resuming)
+    require_possible(before, names[first:])
+    for note in before.notes:
+        on_event(StageEvent(names[first], "note", printable=Text(f"warning: {note}", "yellow")))
 
 
 def _require_enough_text(run_dir: Path, recipe: Recipe) -> None:

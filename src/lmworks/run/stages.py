@@ -52,7 +52,8 @@ class Stage:
         pretraining refuses changed recipes, so that no checkpoint is deleted without the user's knowledge, and an export replaces the one
         before it when it is verified.
     all_ranks: runs on all ranks; other stages run on the first rank while the others wait.
-    check: raises `UserError` if the stage could not run, before anything is trained.
+
+    What a stage would refuse is looked for before the first one runs: `lmworks.run.refusals`.
     """
 
     name: str
@@ -62,7 +63,6 @@ class Stage:
     work: Callable[[StageContext], RenderableType | None]
     resumes: bool = False
     keeps: bool = False
-    check: Callable[[Recipe], None] | None = None
     all_ranks: bool = False
 
 
@@ -233,46 +233,6 @@ def _export(context: StageContext) -> RenderableType | None:
     return export(context.recipe, context.run_dir, context.run_dir / "export")
 
 
-def _check_evaluate(recipe: Recipe) -> None:
-    if recipe.evaluate.benchmarks or recipe.evaluate.tasks:
-        from lmworks.evaluate.report import check
-
-        check(recipe)
-
-
-def _check_grpo(recipe: Recipe) -> None:
-    from lmworks.train.align.prompts import check
-
-    check(recipe)
-
-
-def _check_start(recipe: Recipe) -> None:
-    """The headers of the weights to start from, until there is a checkpoint, and the low-rank adapters of later stages."""
-    from lmworks.checkpoint import listing
-    from lmworks.run.start_weights import check_start
-
-    assert recipe.run_dir
-    if recipe.start_from is not None and not listing.begun(Path(recipe.run_dir) / "checkpoints"):
-        check_start(recipe)
-    for name, lora in recipe.loras.items():
-        import torch
-
-        from lmworks.model import Transformer
-        from lmworks.model.lora import attach
-
-        try:
-            with torch.device("meta"):
-                attach(Transformer(recipe.model), lora)
-        except UserError as error:
-            raise UserError(f"{name}.{error}") from None
-
-
-def _check_export(recipe: Recipe) -> None:
-    from lmworks.export.export import check
-
-    check(recipe)
-
-
 _CORPUS, _TOKENIZER = "corpus/manifest.json", ("tokenizer/tokenizer.json", "tokenizer/chat_template.jinja")
 _WEIGHTS = (*_TOKENIZER, *INPUTS)
 
@@ -290,18 +250,17 @@ STAGES = (
     ),
     Stage(
         "pretrain", "checkpoints", (_TOKENIZER[0], "shards/manifest.json"), ("./",), _pretrain, keeps=True, all_ranks=True,
-        check=_check_start,
     ),
     Stage("tune", "tune", (_CORPUS, *_TOKENIZER, BASE.input), ("checkpoints/",), _tune, resumes=True, all_ranks=True),
     Stage("dpo", "dpo", (*_TOKENIZER, *(one.input for one in MODEL_STAGES[:2])), ("checkpoints/",), _dpo, resumes=True, all_ranks=True),
     Stage(
-        "grpo", "grpo", (*_TOKENIZER, *(one.input for one in MODEL_STAGES[:3])), ("checkpoints/",), _grpo, resumes=True, check=_check_grpo,
+        "grpo", "grpo", (*_TOKENIZER, *(one.input for one in MODEL_STAGES[:3])), ("checkpoints/",), _grpo, resumes=True,
         all_ranks=True,
     ),
-    Stage("evaluate", "evaluate", (_CORPUS, *_WEIGHTS), ("results.json",), _evaluate, check=_check_evaluate),
+    Stage("evaluate", "evaluate", (_CORPUS, *_WEIGHTS), ("results.json",), _evaluate),
     Stage(
         "export", "export", ("corpus/report.json", "shards/manifest.json", *_WEIGHTS, "evaluate/results.json"), ("**/*",), _export,
-        keeps=True, check=_check_export,
+        keeps=True,
     ),
 )  # fmt: skip
 

@@ -72,6 +72,16 @@ def train(
     return report
 
 
+def check(recipe: Recipe) -> None:
+    """Raise `UserError` if a vocabulary of this size cannot be learned, whatever the text."""
+    options = recipe.tokenizer
+    names = special.names(options.special_tokens)
+    least = len(names) + (256 if options.kind == "bytes" else 320)
+    if not options.path and options.vocab_size < least:
+        raise UserError(f"tokenizer.vocab_size {options.vocab_size} leaves no room for the bytes, an alphabet and {len(names)} special "
+                        f"tokens; set it to at least {least}")
+
+
 def _keep(recipe: Recipe, corpus_dir: Path, out_dir: Path, trained: str | None) -> dict[str, Any]:
     started, path = time.monotonic(), out_dir / "tokenizer.json"
     if trained and not path.is_file() and recipe.tokenizer.path and hashlib.sha256(kept_json(recipe)).hexdigest() != trained:
@@ -90,6 +100,7 @@ def _keep(recipe: Recipe, corpus_dir: Path, out_dir: Path, trained: str | None) 
 
 
 def _learn(recipe: Recipe, corpus_dir: Path, leave_out: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    check(recipe)
     options = recipe.tokenizer
     names = special.names(options.special_tokens)
     weights = source_weights(recipe, corpus_dir, leave_out)
@@ -108,10 +119,6 @@ def _learn(recipe: Recipe, corpus_dir: Path, leave_out: Collection[str]) -> tupl
         words = count_words(texts(), special.SPLIT if options.kind == "bytes" else special.SPLIT_DIGITS, options.max_words)
     if not words.counts:
         raise UserError(f"{corpus_dir / 'train'} holds no text to train a tokenizer on")
-    least = len(names) + (256 if options.kind == "bytes" else 320)
-    if options.vocab_size < least:
-        raise UserError(f"tokenizer.vocab_size {options.vocab_size} leaves no room for the bytes, an alphabet and {len(names)} special "
-                        f"tokens; set it to at least {least}")
     spec = (_byte_level if options.kind == "bytes" else _sentencepiece)(words, options.vocab_size - len(names))
     merges = len(spec["model"]["merges"])
     added = add_specials(spec, names, options.vocab_size)

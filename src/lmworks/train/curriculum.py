@@ -8,7 +8,7 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -149,6 +149,20 @@ def _earlier_text(recipe: Recipe, phase: PhaseSettings, options: Ewc, shards_dir
     return sample_sequences(text_batches(recipe, "ewc", options.mixture, shards_dir, count, 1, phase.sequence_length), 0, count)
 
 
+def stage_schedules(
+    name: str, recipe: Recipe, options: Tune | Dpo | Grpo, steps: int, tokens_before: Callable[[int], int]
+) -> Schedules:  # fmt: skip
+    """The schedule of a stage after pretraining, expressed as a phase, so that `Schedules` serves all stages. Raises `UserError` for a
+    warm-up or decay that is longer than the stage."""
+    base = getattr(recipe.optimizer, recipe.replaced_rate(options))
+    assert options.learning_rate and base, "derived when the recipe is loaded"
+    phase = Phase(
+        name=name, tokens=f"{tokens_before(steps)} tokens", mixture={name: 1.0}, sequence_length="1 tokens", global_batch_size="1 tokens",
+        learning_rate_scale=options.learning_rate / base, lr_schedule=options.lr_schedule,
+    )  # fmt: skip
+    return Schedules([phase], [steps], tokens_before)
+
+
 class OnePhase(Curriculum):
     """A stage after pretraining as a `Curriculum` of one phase, with the RoPE of the model that it starts from.
 
@@ -163,14 +177,7 @@ class OnePhase(Curriculum):
         self.steps, self.tokens = steps, self.tokens_before(steps)
         length = int(options.sequence_length)
         self._phase = PhaseSettings(0, name, 0, length, None, 0.0, mtp_loss_weight, ewc)
-        base = getattr(recipe.optimizer, recipe.replaced_rate(options))
-        assert options.learning_rate and base, "derived when the recipe is loaded"
-        # expressed as a phase, so that `Schedules` serves all stages
-        phase = Phase(
-            name=name, tokens=f"{self.tokens} tokens", mixture={name: 1.0}, sequence_length="1 tokens", global_batch_size="1 tokens",
-            learning_rate_scale=options.learning_rate / base, lr_schedule=options.lr_schedule,
-        )  # fmt: skip
-        self._schedules = Schedules([phase], [steps], self.tokens_before)
+        self._schedules = stage_schedules(name, recipe, options, steps, self.tokens_before)
 
     def lr_factor(self, step: int) -> float:
         return self._schedules.lr_factor(step)
@@ -182,6 +189,18 @@ class OnePhase(Curriculum):
         return self._schedules.warmup_end(step)
 
 
+def tuning_batches(recipe: Recipe, data: Path) -> tuple[TuningBatches, int]:
+    """The batches of conversations that `tune` reads, and how many sequences of general text each step has besides."""
+    options = recipe.tune
+    assert options is not None
+    prefixes, weights = chat_shards(data)
+    length, whole, budget = int(options.sequence_length), int(options.global_batch_size), int(options.planned_tokens)
+    replayed = replayed_rows(options.replay, whole // length) if options.replay else 0
+    batch = whole - replayed * length
+    read = None if options.epochs else budget // whole * batch if replayed else budget
+    return TuningBatches(prefixes, length, batch, read, recipe.training_seed, weights, options.epochs), replayed
+
+
 class TuningCurriculum(OnePhase):
     """The conversations of `tune`."""
 
@@ -189,13 +208,8 @@ class TuningCurriculum(OnePhase):
         assert recipe.tune is not None
         options = recipe.tune
         self._length, self._batch = int(options.sequence_length), int(options.global_batch_size)
-        prefixes, weights = chat_shards(data)
         self._recipe, self._shards = recipe, data.parents[1] / "shards"
-        rows, budget = self._batch // self._length, int(options.planned_tokens)
-        replayed = replayed_rows(options.replay, rows) if options.replay else 0
-        batch = self._batch - replayed * self._length
-        read = None if options.epochs else budget // self._batch * batch if replayed else budget
-        self.batches = TuningBatches(prefixes, self._length, batch, read, recipe.training_seed, weights, options.epochs)
+        self.batches, replayed = tuning_batches(recipe, data)
         super().__init__("tune", recipe, options, self.batches.steps, final_mtp_weight(recipe), options.ewc)
         self.replay = Replay(recipe, options.replay, self._shards, self.steps, replayed, self._length) if options.replay else None
 

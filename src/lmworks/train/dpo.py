@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmworks.errors import UserError
 from lmworks.files import sha256_file
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
@@ -24,6 +23,7 @@ from lmworks.train.align.answers import Answer, PackedAnswers, pack, rows_of, we
 from lmworks.train.align.curriculum import AnswerCurriculum
 from lmworks.train.align.preference_losses import Scored, needs_reference, preference_loss
 from lmworks.train.align.reference import reference_scores
+from lmworks.train.check import require_held_out
 from lmworks.train.data.decontamination import Protect
 from lmworks.train.data.preferences import build_preferences, read_preferences
 from lmworks.train.objective import Update
@@ -55,6 +55,11 @@ class Pairs:
     def answers(self, numbers: list[int]) -> list[Answer]:
         """Both answers of each pair."""
         return [answer for number in numbers for answer in self.pairs[number]]
+
+
+def rows_by_step(train: Pairs, length: int) -> list[int]:
+    """The rows of each step, in which its answers are packed."""
+    return [int(rows_of(train.answers(train.numbers(step)), length).max()) + 1 for step in range(train.steps)]
 
 
 class Preference:
@@ -140,10 +145,9 @@ def dpo(
         micro_batch_size = micro_batch_of(recipe, length, model.pipeline is not None)
         train, held_out = (_pairs(recipe, folder, split, model, begun, micro_batch_size) for split in ("train", "validation"))
         assert train is not None
-        if options.early_stopping is not None and held_out is None:
-            raise UserError("dpo.early_stopping needs held-out pairs; raise dpo.held_out_fraction, or give more pairs")
+        require_held_out(recipe, 0 if held_out is None else len(held_out.pairs))
         objective = Preference(options, model, train, held_out, length, micro_batch_size)
-        rows = [int(rows_of(train.answers(train.numbers(step)), length).max()) + 1 for step in range(train.steps)]
+        rows = rows_by_step(train, length)
         packed = lru_cache(maxsize=2)(lambda step: objective.packed(step).batch)
         curriculum = AnswerCurriculum("dpo", recipe, options, rows, packed)
         return Plan(curriculum, objective.validate, objective, options.early_stopping)

@@ -226,24 +226,31 @@ def _with_sources(manifest: Manifest, jobs: Iterable[Job], splits: Mapping[str, 
     return manifest.model_copy(update={"sources": tuple(sources)})
 
 
+def check_imported(name: str, folder: str, tokenizer_sha256: str | None) -> tuple[Path, Manifest]:
+    """The folder of an imported source and its manifest. Raises `UserError` if it was not made by an import, or for another tokenizer than
+    that of this hash; None is a tokenizer that is not known yet."""
+    place = Path(os.path.expanduser(folder)).resolve()
+    other = Manifest.load(place)
+    if tokenizer_sha256 is not None and other.tokenizer_sha256 != tokenizer_sha256:
+        raise UserError(
+            f"shards.imported.{name}: {place} was imported for another tokenizer ({other.tokenizer_sha256[:12]}, this run's is "
+            f"{tokenizer_sha256[:12]}); set tokenizer.path to that one, or import again"
+        )
+    if any(Path(shard.prefix).is_absolute() for shard in other.source(name).train.shards):
+        raise UserError(f"shards.imported.{name}: {place} was not made by `lmworks data import`: its token files are elsewhere")
+    return place, other
+
+
 def _imported(
     recipe: Recipe, manifest: Manifest, tokenizer: Tokenizer, out_dir: Path, decontaminator: Decontaminator | None, protected_sha256: str
 ) -> Iterator[SourceShards]:
     """The imported sources, in place, except for shards in which `decontaminator` found protected text: these are written again."""
     before = {source.name: source for source in Manifest.load(out_dir).sources} if (out_dir / MANIFEST).exists() else {}
     for name, folder in sorted(recipe.shards.imported.items()):
-        place = Path(os.path.expanduser(folder)).resolve()
-        other = Manifest.load(place)
-        if other.tokenizer_sha256 != manifest.tokenizer_sha256:
-            raise UserError(
-                f"shards.imported.{name}: {place} was imported for another tokenizer ({other.tokenizer_sha256[:12]}, this run's is "
-                f"{manifest.tokenizer_sha256[:12]}); set tokenizer.path to that one, or import again"
-            )
+        place, other = check_imported(name, folder, manifest.tokenizer_sha256)
         if any(source.name == name for source in manifest.sources):
             raise UserError(f"shards.imported.{name}: the corpus has a source of this name too; give one of them another name")
         train = other.source(name).train
-        if any(Path(shard.prefix).is_absolute() for shard in train.shards):
-            raise UserError(f"shards.imported.{name}: {place} was not made by `lmworks data import`: its token files are elsewhere")
         shards = tuple(shard.model_copy(update={"prefix": str(place / shard.prefix)}) for shard in train.shards)
         train = train.model_copy(update={"shards": shards})
         if decontaminator is not None and recipe.corpus.decontaminate is not None:

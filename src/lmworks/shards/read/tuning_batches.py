@@ -17,6 +17,15 @@ from lmworks.shards.packing.best_fit import PADDING, PackedRows, Pieces
 from lmworks.shards.read.batch import Batch
 
 
+def check_batch(tokens: int | None, batch: int, sequence_length: int) -> None:
+    """Raise `UserError` if a batch holds no sequence, or the budget (None with epochs) no batch."""
+    if batch < sequence_length or (tokens is not None and tokens < batch):
+        raise UserError(
+            f"tune: tokens {tokens or 0:,}, batch {batch:,} and sequence_length {sequence_length:,} leave no whole step; "
+            "batch must hold a sequence and tokens a batch"
+        )
+
+
 class TuningBatches:
     """Batches of `batch` tokens from datasets of conversations, up to a budget of `tokens`, or for so many `epochs`.
 
@@ -38,11 +47,7 @@ class TuningBatches:
     ) -> None:
         assert (tokens is None) != (epochs is None), "a budget or epochs"
         self._length, self._rows, self._seed, self._epochs = sequence_length, batch // sequence_length, seed, epochs
-        if self._rows < 1 or (tokens is not None and tokens < batch):
-            raise UserError(
-                f"tune: tokens {tokens or 0:,}, batch {batch:,} and sequence_length {sequence_length:,} leave no whole step; "
-                "batch must hold a sequence and tokens a batch"
-            )
+        check_batch(tokens, batch, sequence_length)
         self._mixture = Mixture(weights or dict.fromkeys(prefixes, 1.0))
         self.dropped: dict[str, int] = {}
         self._packed: dict[str, PackedRows] = {}

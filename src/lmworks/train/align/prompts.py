@@ -25,6 +25,7 @@ from lmworks.train.data.decontamination import Contents, Decontamination
 from lmworks.train.data.left_out import Drawn, LeftOut, tell_set
 from lmworks.train.data.prompt_forms import Asked, convert
 from lmworks.train.data.row_columns import NoRow, described_columns
+from lmworks.train.data.sets import require_sets
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ def check(recipe: Recipe) -> None:
     trained."""
     options = recipe.grpo
     assert options is not None
-    if not options.data:
-        raise UserError("grpo.data is empty; list at least one set of prompts")
+    require_sets(recipe, "grpo")
     if recipe.layout.pp > 1:
         raise UserError(f"grpo generates with the weights that it trains; layout.pp {recipe.layout.pp} cannot: use tp, cp or dp_shard")
     if recipe.train.deepspeed is not None:
@@ -55,6 +55,8 @@ def check(recipe: Recipe) -> None:
         key = f"grpo.data.{data.name}"
         if data.reward == "python":
             check_file(data, key)
+        if data.reward == "unit_tests":
+            make_judge(data, key, {})
         if data.kind == "tasks":
             _data_sets(data, recipe, 1)
         elif (answers := answer_check(data, key)) is not None:
@@ -176,11 +178,10 @@ def _rows(data: RewardTask, recipe: Recipe, verifiers: dict[str, Any], answers: 
 
 def _data_sets(data: RewardTask, recipe: Recipe, count: int) -> dict[str, Any]:
     """reasoning-gym's data sets of a task by name, of `count` items each, whose seeds are not those of the evaluation."""
-    from lmworks.corpus.generated_questions import create
+    from lmworks.corpus.generated_questions import create, generators_of
 
-    generators, key = data.tasks or recipe.evaluate.tasks, f"grpo.data.{data.name}.tasks"
-    if not generators:
-        raise UserError(f"grpo.data.{data.name}: kind tasks needs tasks, a list of reasoning-gym generators, here or in evaluate")
+    key = f"grpo.data.{data.name}"
+    generators, key = generators_of(data.tasks, recipe, key), f"{key}.tasks"
     found = {}
     for generator in generators:
         seed = int.from_bytes(hashlib.blake2b(f"{recipe.seed}/grpo/{generator.name}".encode(), digest_size=8).digest())

@@ -32,6 +32,7 @@ from lmworks.train.data.conversation_sets import Row, open_set
 from lmworks.train.data.decontamination import Contents, Decontamination
 from lmworks.train.data.left_out import Drawn, LeftOut
 from lmworks.train.data.row_columns import NoRow
+from lmworks.train.data.sets import require_sets
 from lmworks.train.data.trained_parts import examples
 
 _MOST_HELD_OUT = 500
@@ -50,8 +51,7 @@ def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_
     if a file or task does not exist, a dataset yields nothing, or decontamination is set to fail and finds an item.
     """
     assert recipe.tune is not None, "the recipe has a tune section"
-    if not recipe.tune.data:
-        raise UserError("tune.data is empty; list at least one body of conversations")
+    require_sets(recipe, "tune")
     out_dir = Path(out_dir)
     for split in ("train", "validation"):
         shutil.rmtree(out_dir / split, ignore_errors=True)

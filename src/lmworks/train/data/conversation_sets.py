@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from lmworks.corpus.generated_questions import generators_of
 from lmworks.errors import Unavailable, UserError
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import ChatData
@@ -84,17 +85,22 @@ def _row(raw: RawRow, data: ChatData) -> Row:
     return Row(raw.origin, found.messages, found.tools, None, found.form, found.segments, found.noted)
 
 
+def task_share(data: ChatData, recipe: Recipe) -> int:
+    """The items of each generator of a set. Raises `UserError` if there are fewer."""
+    share = -(-(data.limit or 0) // len(generators_of(data.tasks, recipe, f"tune.data.{data.name}")))
+    if share > len(TASK_SEEDS) // 2:
+        raise UserError(f"tune.data.{data.name}.count {data.limit} is too many; there are {len(TASK_SEEDS) // 2} items per task")
+    return share
+
+
 def _tasks(data: ChatData, recipe: Recipe) -> Iterator[Row]:
     from lmworks.corpus.generated_questions import create
 
     count = data.limit
     assert count is not None
-    generators, key = data.tasks or recipe.evaluate.tasks, f"tune.data.{data.name}.tasks"
-    if not generators:
-        raise UserError(f"tune.data.{data.name}: kind tasks needs tasks, a list of reasoning-gym generators, here or in evaluate")
-    share = -(-count // len(generators))
-    if share > len(TASK_SEEDS) // 2:
-        raise UserError(f"tune.data.{data.name}.count {count} is too many; there are {len(TASK_SEEDS) // 2} items per task")
+    key = f"tune.data.{data.name}"
+    generators, key = generators_of(data.tasks, recipe, key), f"{key}.tasks"
+    share = task_share(data, recipe)
     for generator in generators:
         start = TASK_SEEDS.start + int.from_bytes(digest(recipe.seed, "tasks", generator.name)) % (len(TASK_SEEDS) - share)
         items = create(generator, start, share, key)

@@ -33,6 +33,7 @@ from lmworks.train.data.left_out import Drawn, LeftOut, tell_set
 from lmworks.train.data.other_prompts import other_rows, prompt_key
 from lmworks.train.data.preference_forms import Preference, convert
 from lmworks.train.data.row_columns import NoRow
+from lmworks.train.data.sets import require_sets
 
 _MOST_HELD_OUT = 500
 SPLITS = ("train", "validation")
@@ -61,8 +62,7 @@ def build_preferences(
     """
     options = recipe.dpo
     assert options is not None
-    if not options.data:
-        raise UserError("dpo.data is empty; list at least one set of preference pairs")
+    require_sets(recipe, "dpo")
     shutil.rmtree(out_dir, ignore_errors=True)
     out_dir.mkdir(parents=True)
     sets: dict[str, tuple[_Found, Decontamination]] = {}
@@ -149,11 +149,10 @@ def _good(rows: Iterator[tuple[str, Preference | NoRow]], lost: LeftOut) -> Iter
 
 def _task_rows(data: PreferenceData, recipe: Recipe) -> Iterator[tuple[str, Preference | NoRow]]:
     """Questions of reasoning-gym: its answer against that of another question of the same generator, which its verifier finds wrong."""
-    from lmworks.corpus.generated_questions import create
+    from lmworks.corpus.generated_questions import create, generators_of
 
-    generators, key = data.tasks or recipe.evaluate.tasks, f"dpo.data.{data.name}.tasks"
-    if not generators:
-        raise UserError(f"dpo.data.{data.name}: kind tasks needs tasks, a list of reasoning-gym generators, here or in evaluate")
+    key = f"dpo.data.{data.name}"
+    generators, key = generators_of(data.tasks, recipe, key), f"{key}.tasks"
     assert data.limit is not None
     share = -(-data.limit // len(generators))
     for generator in generators:

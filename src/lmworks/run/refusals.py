@@ -1,0 +1,349 @@
+"""What the stages of a run would refuse, looked for before the first one runs.
+
+`CHECKS` is the one list: `lmworks run` raises the first refusal before any stage begins, `lmworks plan` shows all of them. A refusal that
+only a later stage makes costs a user hours, so a new one gets a check here; `tests/run/test_refusals.py` walks every place in the source
+that raises a `UserError` and fails for one that is neither checked here nor known to depend on what exists only later.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from lmworks import machine
+from lmworks.errors import UserError
+from lmworks.plan.stage_data import StageData
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.tune import ChatData
+
+if TYPE_CHECKING:
+    from lmworks.evaluate.protection import Protection
+    from lmworks.tokenizer.tokenizer import Tokenizer
+
+RUN_BYTES = 4 << 20
+"""Data files of a stage up to this size are read whole before a run, which takes seconds; of larger ones some rows, as plans do."""
+
+
+class Before:
+    """A run that has not begun: its recipe, its directory, and the folder of the recipe file, with what several checks need.
+
+    `resuming` are stages that continue in their folder, where what they read is already; `most` bytes of a stage's data are read whole.
+    """
+
+    def __init__(self, recipe: Recipe, run_dir: Path, folder: Path, resuming: Sequence[str] = (), most: int = RUN_BYTES) -> None:
+        self.recipe, self.run_dir, self.folder, self.resuming, self.most = recipe, run_dir, folder, resuming, most
+        self.data: dict[str, StageData] = {}
+        self.notes: list[str] = []
+
+    @cached_property
+    def _aside(self) -> TemporaryDirectory[str]:
+        return TemporaryDirectory(prefix="lmworks-before-")
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that the run will have; None if it is trained by the run, and has not been yet."""
+        from lmworks.tokenizer import load
+        from lmworks.tokenizer.train import train
+
+        made = self.run_dir / "tokenizer"
+        if self.recipe.tokenizer.path and not (made / "stage.json").is_file():
+            place = Path(self._aside.name)
+            train(self.recipe, place / "none", place / "tokenizer")
+            return load(place / "tokenizer")
+        return load(made) if (made / "tokenizer.json").is_file() else None
+
+    @cached_property
+    def protected(self) -> Protection:
+        """The evaluation items, which are kept out of all data."""
+        from lmworks.evaluate.protection import protection
+        from lmworks.evaluate.sets.registry import check_names
+
+        check_names(self.recipe.evaluate.benchmarks)
+        return protection(self.recipe)
+
+    def read(self, stage: str) -> None:
+        """Read the data of a stage whose files are here."""
+        from lmworks.run.stage_data import read_stage, readable
+
+        def protect():  # type: ignore[no-untyped-def]
+            options = self.recipe.corpus.decontaminate
+            texts = {one.text.strip() for one in self.protected.questions}
+            return texts, self.protected.decontaminator(options.ngram) if options else None
+
+        if readable(self.recipe, stage):
+            self.data[stage] = read_stage(self.recipe, stage, self.tokenizer, self.run_dir / "corpus", protect, self.most)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of what a `stage` would refuse. `look` raises `UserError`. here: it depends on the files, packages, memory or disk of this
+    machine, so that it does not hold for a plan of another one."""
+
+    stage: str
+    look: Callable[[Before], None]
+    here: bool = True
+
+
+def look_ahead(before: Before, stages: Sequence[str]) -> Iterator[tuple[Check, UserError]]:
+    """What these stages would refuse, each once. Later stages are checked though an earlier one is refused."""
+    said: set[str] = set()
+    for check in CHECKS:
+        if check.stage not in stages:
+            continue
+        try:
+            check.look(before)
+        except UserError as error:
+            if str(error) not in said:
+                said.add(str(error))
+                yield check, error
+
+
+def require_possible(before: Before, stages: Sequence[str]) -> None:
+    """Raise the first refusal of these stages."""
+    for _, refusal in look_ahead(before, stages):
+        raise refusal
+
+
+def _sources(before: Before) -> None:
+    from lmworks.corpus.source_checks import check
+
+    check(before.recipe, before.folder)
+
+
+def _protected(before: Before) -> None:
+    from lmworks.evaluate.protection import check_own
+
+    check_own(before.recipe)
+
+
+def _tokenizer(before: Before) -> None:
+    from lmworks.tokenizer.train import check
+
+    check(before.recipe)
+    before.tokenizer  # noqa: B018
+
+
+def _imported(before: Before) -> None:
+    from lmworks.files import sha256_file
+    from lmworks.shards.build.build_shards import check_imported
+
+    tokenizer = before.tokenizer
+    digest = None if tokenizer is None else sha256_file(tokenizer.directory / "tokenizer.json")
+    for name, folder in sorted(before.recipe.shards.imported.items()):
+        check_imported(name, folder, digest)
+
+
+def _enough_text(before: Before) -> None:
+    from lmworks.plan.text_shortage import text_shortage
+
+    if not _begun(before) and (missing := text_shortage(before.recipe, before.run_dir)):
+        raise UserError(missing)
+
+
+def _phases(before: Before) -> None:
+    from lmworks.train.check import check_phases
+
+    check_phases(before.recipe)
+
+
+def _layout(before: Before) -> None:
+    from lmworks.plan.layout import problems
+    from lmworks.plan.machine import machine_for
+    from lmworks.plan.stage_phases import stages_as_phases
+
+    recipe = stages_as_phases(before.recipe, before.data)
+    if recipe.layout.auto:
+        return
+    cluster = machine_for(recipe)
+    for phase in recipe.train.phases:
+        for problem in problems(recipe, cluster, recipe.layout, phase):
+            raise UserError(f"layout: {problem}")
+
+
+def _begun(before: Before) -> bool:
+    from lmworks.checkpoint import listing
+
+    return listing.begun(before.run_dir / "checkpoints")
+
+
+def _start(before: Before) -> None:
+    from lmworks.run.start_weights import check_start
+
+    if before.recipe.start_from is not None and not _begun(before):
+        check_start(before.recipe)
+
+
+def _adapters(stage: str) -> Callable[[Before], None]:
+    def look(before: Before) -> None:
+        import torch
+
+        from lmworks.export.peft import read_peft
+        from lmworks.model import Transformer
+        from lmworks.model.lora import attach
+        from lmworks.recipe.schema.lora import is_adapter
+
+        if (lora := before.recipe.loras.get(stage)) is None:
+            return
+        with torch.device("meta"):
+            model = Transformer(before.recipe.model)
+            try:
+                attach(model, lora)
+            except UserError as error:
+                raise UserError(f"{stage}.{error}") from None
+        if lora.init_from is not None and stage not in before.resuming:
+            state = {name: value for name, value in model.state_dict().items() if is_adapter(name)}
+            read_peft(Path(lora.init_from), state, before.recipe.model, lora, None)
+
+    return look
+
+
+def _rewards(before: Before) -> None:
+    from lmworks.train.align.prompts import check
+
+    if before.recipe.grpo is not None:
+        check(before.recipe)
+
+
+def _generated(stage: str) -> Callable[[Before], None]:
+    def look(before: Before) -> None:
+        from lmworks.corpus.generated_questions import create, generators_of
+        from lmworks.train.data.conversation_files import read_dataset, read_files
+        from lmworks.train.data.conversation_sets import task_share
+
+        section = before.recipe.later_stages.get(stage)
+        for data in section.data if section is not None and stage not in before.resuming else ():
+            key = f"{stage}.data.{data.name}"
+            if data.kind == "tasks":
+                for generator in generators_of(data.tasks, before.recipe, key):
+                    create(generator, 1, 1, f"{key}.tasks")
+                if isinstance(data, ChatData):
+                    task_share(data, before.recipe)
+            elif data.kind in ("files", "huggingface") and not data.path:
+                next(read_files(key, data.path) if data.kind == "files" else read_dataset(key, data.path, ""))
+
+    return look
+
+
+def _section(stage: str) -> Callable[[Before], None]:
+    def look(before: Before) -> None:
+        from lmworks.train.check import check_stage
+
+        if stage in before.recipe.later_stages:
+            check_stage(before.recipe, stage)
+
+    return look
+
+
+def _data(stage: str) -> Callable[[Before], None]:
+    def look(before: Before) -> None:
+        from lmworks.train.check import check_steps
+
+        if stage in before.recipe.later_stages and stage not in before.resuming:
+            before.read(stage)
+            if (found := before.data.get(stage)) is not None:
+                check_steps(before.recipe, stage, found.steps, found.read, found.held_out)
+
+    return look
+
+
+def _packages(before: Before) -> None:
+    from lmworks.metrics.sinks import check as check_sinks
+
+    check_sinks(before.recipe.metrics)
+    if before.recipe.train.deepspeed is not None:
+        from lmworks.parallel.zero_offload import require_library
+
+        require_library(before.recipe.train.deepspeed)
+
+
+def _evaluation(before: Before) -> None:
+    if before.recipe.evaluate.benchmarks or before.recipe.evaluate.tasks:
+        from lmworks.evaluate.report import check
+
+        check(before.recipe)
+
+
+def _export(before: Before) -> None:
+    from lmworks.export.export import check
+
+    check(before.recipe)
+
+
+def _export_packages(before: Before) -> None:
+    options = before.recipe.export
+    for wanted, module, what, key in (
+        (options.huggingface, "transformers", "checking an export", "huggingface"), (options.gguf is True, "gguf", "writing GGUF", "gguf"),
+    ):  # fmt: skip
+        if wanted and importlib.util.find_spec(module) is None:
+            raise UserError(f"{what} needs {module}: pip install 'lmworks[export]', or set export.{key}=false")
+
+
+def _memory(before: Before) -> None:
+    """Refuses what cannot be had even if nothing else ran: state that persists between steps. The rest of the estimate is a warning."""
+    from lmworks.plan.machine import machine_for
+    from lmworks.plan.memory import GIB
+    from lmworks.plan.plan import make_plan
+
+    if _begun(before) and not before.recipe.later_stages:
+        return
+    cluster = machine_for(before.recipe)
+    try:
+        phases = make_plan(before.recipe, "", cluster.model_copy(update={"memory_gib": 1e9}), data=before.data).phases
+    except UserError:
+        return  # a layout or a batch that is refused by its own check
+    for phase in phases:
+        held = phase.placed.memory
+        fixed = sum(size for name, size in held.components.items() if name in STATE)
+        if fixed > cluster.memory_gib * GIB:
+            parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in held.components.items() if name in STATE and size)
+            raise UserError(
+                f"{phase.name} needs {fixed / GIB:,.1f} GiB for its state alone ({parts}), and {cluster.device} has "
+                f"{cluster.memory_gib:g}: train low-rank adapters (lora), or a smaller model, or on a machine with more memory"
+            )
+        free = machine.available_memory() if cluster.on_cpu else cluster.memory_gib * GIB
+        if held.total > free:
+            before.notes.append(
+                f"{phase.name} is predicted to need {held.total / GIB:,.1f} GiB of memory, and {free / GIB:,.1f} are available: set a "
+                "smaller train.micro_batch_size, or train.activation_checkpointing=full"
+            )
+
+
+STATE = ("weights", "fp32 master", "gradients", "optimizer state")
+
+
+def _disk(before: Before) -> None:
+    from lmworks.run.disk_space import require_disk, shortage
+
+    require_disk(before.recipe, before.run_dir, before.data)
+    if said := shortage(before.recipe, before.run_dir, before.data, most=True):
+        before.notes.append(said)
+
+
+_TRAINED = ("tune", "dpo", "grpo")
+CHECKS = (
+    Check("pretrain", _start),
+    Check("pretrain", _phases, here=False),
+    *(Check(stage, _section(stage), here=False) for stage in _TRAINED),
+    *(Check(stage, _adapters(stage), here=False) for stage in _TRAINED),
+    Check("grpo", _rewards),
+    Check("export", _export, here=False),
+    Check("export", _export_packages),
+    Check("evaluate", _evaluation),
+    Check("pretrain", _packages),
+    *(Check(stage, _generated(stage)) for stage in _TRAINED),
+    Check("corpus", _sources),
+    Check("corpus", _protected),
+    Check("shards", _enough_text),
+    Check("tokenizer", _tokenizer),
+    Check("shards", _imported),
+    *(Check(stage, _data(stage)) for stage in _TRAINED),
+    Check("pretrain", _layout),
+    Check("pretrain", _memory),
+    Check("pretrain", _disk),
+)
+"""The quickest first; what needs the tokenizer after it, and what needs the data of a stage after these."""

@@ -1,0 +1,62 @@
+"""What training would refuse, found from the recipe, and from the data of a stage where that was read, before anything is trained."""
+
+from __future__ import annotations
+
+from lmworks.errors import UserError
+from lmworks.optim.schedules import Schedules
+from lmworks.recipe.schema.dpo import Dpo
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.tune import Tune
+from lmworks.shards.order.timeline import Timeline
+from lmworks.shards.read.tuning_batches import check_batch
+from lmworks.train.curriculum import stage_schedules
+from lmworks.train.data.replay import replayed_rows
+from lmworks.train.data.sets import require_sets
+from lmworks.train.early_stopping import EarlyStopping
+from lmworks.train.observe.forgetting import GENERAL, RISE
+
+MEASURED = {
+    "tune": ("validation/loss",),
+    "dpo": ("validation/loss", "validation/reward_accuracy", "validation/reward_margin"),
+    "grpo": ("validation/reward", "validation/wrong"),
+}
+"""What the validations of the stages after pretraining measure."""
+
+
+def check_phases(recipe: Recipe) -> None:
+    """Raise `UserError` for phases without a whole step, and for schedules longer than their phase. With `time` budgets are set
+    later."""
+    phases = recipe.train.phases
+    if not recipe.trains_base or recipe.time is not None:
+        return
+    timeline = Timeline(phases)
+    Schedules(phases, [phase.steps for phase in timeline.phases], timeline.tokens_before)
+
+
+def check_stage(recipe: Recipe, stage: str) -> None:
+    """Raise `UserError` for a stage after pretraining that could not run, whatever its data hold."""
+    section = recipe.later_stages[stage]
+    require_sets(recipe, stage)
+    if isinstance(section, Tune):
+        length, batch = int(section.sequence_length), int(section.global_batch_size)
+        check_batch(None if section.epochs else int(section.planned_tokens), batch, length)
+        if section.replay is not None:
+            replayed_rows(section.replay, batch // length)
+    if section.early_stopping is not None:
+        held_out = {"tune": "validation_fraction", "dpo": "held_out_fraction", "grpo": "held_out"}[stage]
+        measured = (*(MEASURED[stage] if getattr(section, held_out) else ()), *((GENERAL, RISE) if section.forgetting else ()))
+        EarlyStopping(section.early_stopping).observe(0, dict.fromkeys(measured, 0.0))
+
+
+def check_steps(recipe: Recipe, stage: str, steps: int, tokens: int, held_out: int) -> None:
+    """The same for a stage of which the data are known: `steps` that read `tokens`, and examples that are held out."""
+    if isinstance(recipe.later_stages[stage], Dpo):
+        require_held_out(recipe, held_out)
+    each = max(1, tokens // steps)
+    stage_schedules(stage, recipe, recipe.later_stages[stage], steps, lambda step: step * each)
+
+
+def require_held_out(recipe: Recipe, held_out: int) -> None:
+    """Raise `UserError` if preference optimization is to be stopped by held-out pairs, and there are none."""
+    if recipe.dpo is not None and recipe.dpo.early_stopping is not None and not held_out:
+        raise UserError("dpo.early_stopping needs held-out pairs; raise dpo.held_out_fraction, or give more pairs")
