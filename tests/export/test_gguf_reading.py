@@ -181,7 +181,7 @@ def _rewritten(source: Path, path: Path, change: Callable[[str, Any], Any], adde
         ("llama.rope.scaling.type", "longrope", "llama.rope.scaling.type is longrope"),
         ("llama.attention.value_length", 32, "llama.attention.value_length is 32"),
         ("llama.expert_count", 8, "8 experts are those of Mixtral"),
-        ("llama.block_count", 4_000_000_000, "block_count is 4,000,000,000"),
+        ("llama.block_count", 2_000_000_000, "block_count is 2,000,000,000"),
         ("llama.attention.head_count", 0, "head_count is 0"),
         ("llama.rope.freq_base", float("nan"), "rope.freq_base is nan"),
         ("llama.attention.head_count_kv", [1, 2, 2, 2], "head_count_kv is [1, 2, 2, 2]"),
