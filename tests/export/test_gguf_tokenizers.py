@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from engines import ask, engine
-from test_real_model import gguf_file
 
 from base_models import KINDS, write_model, write_tokenizer
 from lmworks.errors import UserError
@@ -25,6 +24,7 @@ from lmworks.recipe.loading.weights import find_weights
 from lmworks.tokenizer import load
 from lmworks.weights.huggingface import read_model
 from lmworks.weights.names import to_huggingface
+from smollm2 import gguf_file
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
 
