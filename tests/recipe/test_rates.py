@@ -65,3 +65,10 @@ def test_a_rate_that_is_written_wins_and_the_others_follow_from_that_of_the_opti
 def test_the_former_key_is_refused_with_what_to_do(base: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tune has no key 'learning_rate_scale' any more; set learning_rate, the peak rate itself"):
         load(tmp_path, base, "tune.learning_rate_scale=0.3")
+
+
+def test_files_are_read_in_whole_passes_when_no_budget_is_written(base: Path, tmp_path: Path) -> None:
+    """A token budget would repeat sixty conversations sixty times."""
+    for overrides, epochs in (((), 2), (("tune.epochs=3",), 3), (("tune.tokens=1M",), None), (("tune.data.chats.weight=0.5",), None)):
+        tune = load(tmp_path, base, *overrides).tune
+        assert tune is not None and tune.epochs == epochs, overrides

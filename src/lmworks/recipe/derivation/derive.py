@@ -30,6 +30,7 @@ _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_va
 _FORWARD_TOKENS = 8192
 _EVALUATION_SHARE = 0.05  # of the cost of training, for evaluations in the loop
 _EVALUATIONS = (10, 5, 4, 2)  # in a run
+_EPOCHS = 2  # of tuning on files
 _TOKENS_PER_ITEM = 400  # with all choices: the sets have 40 to 350 on average at 4 bytes per token (docs/evaluation.md)
 
 
@@ -199,6 +200,10 @@ def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tup
     for stage, section in recipe.later_stages.items():
         peak = tree["optimizer"][recipe.replaced_rate(section)]
         derive((stage, "learning_rate"), *rates.of_stage(stage, peak, section.lora is not None, recipe.start_from is not None, muon))
+
+    tune = recipe.tune
+    if tune is not None and tune.tokens is None and all(data.kind in ("files", "huggingface") and data.weight == 1 for data in tune.data):
+        derive(("tune", "epochs"), _EPOCHS, "whole passes over conversations of your own; published recipes make 1 to 4")
 
     replicas = recipe.layout.dp_replicate * recipe.layout.dp_shard
     parts: Sequence[Phase | Tune] = recipe.train.phases or ([recipe.tune] if recipe.tune else [])

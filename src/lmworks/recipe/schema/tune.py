@@ -103,7 +103,7 @@ class Tune(Node):
 
     data: list[ChatData] = Field(default_factory=list)
     tokens: Annotated[Tokens | None, read_by("tune", "export")] = Field(
-        None, description="token budget; 500k tokens where neither this nor epochs is given"
+        None, description="token budget; where neither this nor epochs is given, 2 epochs of files and datasets, else 500k tokens"
     )
     epochs: Annotated[int | None, read_by("tune", "export")] = Field(
         None, gt=0, description="passes over the conversations of all sets, instead of a token budget: each conversation once per pass"
