@@ -1,7 +1,7 @@
-"""Update README.md and docs/quickstart.md from a finished run: python docs/refresh.py RUN
+"""Update the pages that show a finished run of recipes/quickstart.yaml or recipes/assistant.yaml: python docs/refresh.py RUN
 
-Writes the summary that `lmworks run` printed at the end of RUN into docs/quickstart.md, its section MEASURED into README.md, and a picture
-of the run page. Needs the extra `dev`, and a chromium for the picture. Run it from the root of the repository.
+Writes the summary that `lmworks run` printed at the end of RUN into docs/quickstart.md or docs/assistant.md, the section MEASURED of the
+quickstart into README.md, and a picture of the run page. Needs the extra `dev`, and a chromium for the picture. Run it from the root of the repository.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from rich.console import Console
 
 from lmworks.doctor.page import write_page
 from lmworks.errors import UserError
-from lmworks.files import write_text
+from lmworks.files import read_json, write_text
 from lmworks.run.summary import summary
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURE = ROOT / "docs" / "figures" / "run-page.png"
+PICTURES = {"quickstart": "run-page.png", "assistant": "assistant-page.png"}  # by the name of the recipe
 MEASURED = "What was measured"  # the section of the summary that README.md shows
 WIDTH = 100  # columns that a page on GitHub shows without scrolling
 _WIDE = 1280  # pixels of the picture
@@ -68,15 +68,14 @@ def take_picture(page: Path, picture: Path) -> None:
 
 
 def main(run_dir: Path) -> None:
-    summary_text = printed(run_dir)
-    pages = {
-        page: replace_block(page.read_text(encoding="utf-8"), name, text)
-        for page, name, text in (
-            (ROOT / "README.md", "measured", section(summary_text, MEASURED)),
-            (ROOT / "docs" / "quickstart.md", "quickstart", summary_text),
-        )
-    }
-    take_picture(write_page(run_dir), PICTURE)
+    summary_text, recipe = printed(run_dir), read_json(run_dir / "resolved.json")["name"]
+    if recipe not in PICTURES:
+        raise UserError(f"{run_dir} is a run of {recipe!r}; pages show runs of {' and '.join(PICTURES)}")
+    blocks = [(ROOT / "docs" / f"{recipe}.md", recipe, summary_text)]
+    if recipe == "quickstart":
+        blocks.append((ROOT / "README.md", "measured", section(summary_text, MEASURED)))
+    pages = {page: replace_block(page.read_text(encoding="utf-8"), name, text) for page, name, text in blocks}
+    take_picture(write_page(run_dir), ROOT / "docs" / "figures" / PICTURES[recipe])
     for page, document in pages.items():
         write_text(page, document)
 

@@ -61,14 +61,15 @@ def test_pictures_are_small() -> None:
     assert all(path.stat().st_size < 300_000 for path in pictures)
 
 
-def test_the_output_that_the_quickstart_shows_is_of_the_recipe_that_is_shipped() -> None:
+@pytest.mark.parametrize("name", ["quickstart", "assistant"])
+def test_the_output_that_a_tutorial_shows_is_of_the_recipe_that_is_shipped(name: str) -> None:
     """What does not depend on the machine: domains, benchmark sets, tasks, questions."""
     from lmworks.recipe.loading.load import load_recipe
 
-    recipe = load_recipe("quickstart").recipe
-    shown = " ".join(" ".join(block.lines) for block in blocks(DOCS / "quickstart.md") if block.language == "text")
-    names = [source.domain for source in recipe.corpus.sources]
+    recipe = load_recipe(name).recipe
+    shown = " ".join(" ".join(block.lines) for block in blocks(DOCS / f"{name}.md") if block.language == "text")
+    names = [source.domain for source in recipe.corpus.sources] or [f"answers: {data.name}" for data in recipe.tune.data]
     names += [*(b.name for b in recipe.evaluate.benchmarks), *(t.name for t in recipe.evaluate.tasks)]
     first_words = [" ".join(question.split()[:3]) for question in recipe.evaluate.questions]
     missing = [name for name in (*names, *first_words) if name[:14] not in shown]
-    assert not missing, f"the recipe now has {missing}; run: python docs/refresh.py runs/quickstart"
+    assert not missing, f"the recipe now has {missing}; run: python docs/refresh.py runs/{name}"

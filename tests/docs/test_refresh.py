@@ -31,6 +31,9 @@ def between(text: str, name: str) -> str:
 
 
 def test_the_blocks_are_replaced_and_nothing_else(refresh: ModuleType, tiny: Tiny, tmp_path: Path) -> None:
+    tiny = tiny.copy(tmp_path / "run")
+    resolved = tiny.run_dir / "resolved.json"
+    resolved.write_text(resolved.read_text(encoding="utf-8").replace('"name": "tiny"', '"name": "quickstart"', 1), encoding="utf-8")
     refresh.main(tiny.run_dir)
     after = {page: (tmp_path / page).read_text(encoding="utf-8") for page in PAGES}
     assert f"lmworks chat {tiny.run_dir}" in between(after["docs/quickstart.md"], "quickstart").replace("\n", "")
@@ -45,6 +48,11 @@ def test_the_readme_shows_a_section_of_the_quickstarts_summary(refresh: ModuleTy
     readme, quickstart = ((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
     shown = between(readme, "measured").strip().removeprefix("```text\n").removesuffix("\n```")
     assert refresh.section(between(quickstart, "quickstart"), refresh.MEASURED) == shown
+
+
+def test_a_run_of_another_recipe_is_refused(refresh: ModuleType, tiny: Tiny) -> None:
+    with pytest.raises(UserError, match="is a run of 'tiny'; pages show runs of quickstart and assistant"):
+        refresh.main(tiny.run_dir)
 
 
 def test_a_missing_block_is_named(refresh: ModuleType) -> None:

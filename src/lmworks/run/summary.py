@@ -11,7 +11,7 @@ from rich.text import Text
 from lmworks.doctor.read_run import read_run
 from lmworks.evaluate.tables import bits, forgotten, samples_table, scores
 from lmworks.files import read_json
-from lmworks.model_stages import MODEL_STAGES
+from lmworks.model_stages import BASE, MODEL_STAGES
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.run.stamps import seconds_by_stage
 from lmworks.run.time_budget import given_up, planned_and_actual_seconds
@@ -52,10 +52,12 @@ def _places(run_dir: Path) -> Table:
 
 def _training(run_dir: Path) -> Table:
     table = Table(title="What was measured", title_justify="left", box=None, show_header=False)
-    run = read_run(run_dir).pretrain  # one pass in bounded memory: the metrics of a long run are gigabytes
+    stages = read_run(run_dir).training  # one pass in bounded memory: the metrics of a long run are gigabytes
+    name, run = next(((name, one) for name, one in stages.items() if one.series), (BASE.stage, stages[BASE.stage]))
     tokens, loss, speed, mfu = (run.series.get(name) for name in _FIGURES)
     if tokens and loss and speed and mfu:
-        table.add_row("trained on", f"{tokens.last[1]:,.0f} tokens in {run.step:,} steps")
+        where = "" if name == BASE.stage else f" ({name})"  # of a recipe that trains no base model
+        table.add_row("trained on", f"{tokens.last[1]:,.0f} tokens in {run.step:,} steps{where}")
         table.add_row("final training loss", f"{loss.last[1]:.3f} nats per token")
         fraction = f"{100 * mfu.median():.0f}% MFU (of the measured matrix-multiply peak)"
         table.add_row("speed", f"{speed.median():,.0f} tokens/s (median), {fraction}")
