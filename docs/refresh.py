@@ -1,7 +1,8 @@
 """Update the pages that show a finished run of recipes/quickstart.yaml or recipes/assistant.yaml: python docs/refresh.py RUN
 
 Writes the summary that `lmworks run` printed at the end of RUN into docs/quickstart.md or docs/assistant.md, the section MEASURED of the
-quickstart into README.md, and a picture of the run page. Needs the extra `dev`, and a chromium for the picture. Run it from the root of the repository.
+quickstart into README.md, and a picture of the run page.
+Needs the extra `dev`, and a chromium for the picture. Run it from the root of the repository.
 """
 
 from __future__ import annotations
