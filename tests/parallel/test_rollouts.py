@@ -13,7 +13,7 @@ from lmworks.model.sampling import GenerateOptions
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout, world_size
 from lmworks.train.align.answers import pack
-from lmworks.train.align.rewards import Reward
+from lmworks.train.align.rewards import Judge, Reward
 from lmworks.train.align.rollouts import Prompt, Rollouts, whole_model
 from parallel.parity import batch_of, model_of
 from rank_pool import RankPool
@@ -40,7 +40,7 @@ def draw(layout: dict[str, Any], kind: str) -> tuple[np.ndarray, list[list[tuple
     batch = batch_of(0)
     with torch.no_grad():
         logits = whole_model(model, lora)(torch.from_numpy(batch.tokens))
-    judge = lambda text, row: Reward(float(text.count("a")))  # noqa: E731
+    judge = Judge(lambda text, row: Reward(float(text.count("a"))))
     rollouts = Rollouts(model, Letters(), [judge], GenerateOptions(6, 1.0), new_communicator(), lora)  # type: ignore[arg-type]
     groups = rollouts.draw([Prompt((1, 2, number), {}, 0) for number in range(5)], 2, "seed")
     found = [[(one.answer.ids.tolist(), one.logprobs.tolist(), one.reward.value) for one in group] for group in groups]

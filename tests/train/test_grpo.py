@@ -329,16 +329,15 @@ def test_right_answers_that_cannot_be_read_are_refused_before_the_first_stage(
     tiny: Tiny, tmp_path: Path, reward: str, answers: list[str], message: str
 ) -> None:
     """From the runner's checks, which no stage precedes."""
-    from lmworks.run.stages import STAGES
+    from lmworks.run.refusals import Before, require_possible
 
     rows = [{"prompt": f"Say {n}", "answer": answer} for n, answer in enumerate(answers)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     data = {"name": "own", "kind": "files", "path": str(tmp_path / "prompts.jsonl"), "reward": reward}
     recipe = tiny.resolve(f"run_dir={tmp_path}", f"grpo={json.dumps(options_of(tmp_path, data=[data]))}").recipe
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    check = next(one.check for one in STAGES if one.name == "grpo")
     with pytest.raises(UserError, match=message):
-        check(recipe)
+        require_possible(Before(recipe, tmp_path, tmp_path), ["grpo"])
 
 
 def test_a_few_unreadable_right_answers_are_left_out_and_counted(tiny: Tiny, tmp_path: Path) -> None:
