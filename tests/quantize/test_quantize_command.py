@@ -295,3 +295,10 @@ def test_shutil_is_not_followed_out_of_the_folder(lmworks: Lmworks, run: Any, tm
     shutil.rmtree(tmp_path / "gguf-q8_0")
     assert quantize(lmworks, run, tmp_path).code == 0
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_what_can_be_made_is_made_and_the_other_scheme_is_named_at_the_end(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    done = lmworks("quantize", run.directory, "--to", "gguf-q4_k_m,gguf-q8_0", "--out", tmp_path / "out", "--tokens", "280", "--json")
+    assert done.error.startswith("gguf-q4_k_m needs llama.cpp's library") and "lmworks[llama]" in done.error
+    assert [one["scheme"] for one in json.loads(done.out)["results"]] == ["gguf-q8_0"]
+    assert (tmp_path / "out" / "gguf-q8_0" / "certificate.json").is_file() and (tmp_path / "out" / "quantization.html").is_file()

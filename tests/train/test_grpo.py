@@ -319,6 +319,7 @@ WORKED = "She sells 9 eggs for 8 each, which makes 72 in all. She has 10 left"
 @pytest.mark.parametrize(
     ("reward", "answers", "message"),
     [
+        ("numeric", ["72"] * 4 + [WORKED] * 4, r"grpo.data.own: reward numeric cannot read 4 of 8 right answers, .*prompts.jsonl:5"),
         ("numeric", [WORKED] * 3 + ["72"], r"grpo.data.own: reward numeric cannot read 3 of 4 right answers, .*prompts.jsonl:1 'She sells "
          r"9 eggs.*ends in #### and a number; for expressions use reward math"),
         ("math", [f"{WORKED}.\nSo.", "3"], r"reward math cannot read 1 of 2 right answers"),
@@ -328,12 +329,12 @@ WORKED = "She sells 9 eggs for 8 each, which makes 72 in all. She has 10 left"
 def test_right_answers_that_cannot_be_read_are_refused_before_the_first_stage(
     tiny: Tiny, tmp_path: Path, reward: str, answers: list[str], message: str
 ) -> None:
-    """From the runner's checks, which no stage precedes."""
+    """From the runner's checks, which no stage precedes; of all rows, since `count` draws from all."""
     from lmworks.run.refusals import Before, require_possible
 
     rows = [{"prompt": f"Say {n}", "answer": answer} for n, answer in enumerate(answers)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    data = {"name": "own", "kind": "files", "path": str(tmp_path / "prompts.jsonl"), "reward": reward}
+    data = {"name": "own", "kind": "files", "path": str(tmp_path / "prompts.jsonl"), "reward": reward, "count": 2}
     recipe = tiny.resolve(f"run_dir={tmp_path}", f"grpo={json.dumps(options_of(tmp_path, data=[data]))}").recipe
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     with pytest.raises(UserError, match=message):

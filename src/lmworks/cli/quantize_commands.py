@@ -10,6 +10,7 @@ import typer
 from lmworks.cli.evaluate_commands import benchmarks
 from lmworks.cli.options import JsonOption
 from lmworks.cli.output import console, print_json
+from lmworks.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,15 +70,17 @@ def quantize(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Quantize a model by several schemes, and certify each result against the original. Exit code 1 if one is outside of its limits."""
+    """Quantize a model by several schemes, and certify each result against the original. Exit code 1 if one is outside of its limits; 2 if
+    a library is missing, after the schemes that do not need it."""
     from lmworks.doctor.quantization_page import write_quantization_page
-    from lmworks.quantize.quantize import Options, default_out, quantize
+    from lmworks.quantize.quantize import Options, available, default_out, quantize
     from lmworks.quantize.schemes import chosen, with_limits
 
     schemes = [with_limits(one, limit or []) for one in chosen(to)]
     sets = tuple(benchmarks(tasks, "cloze", None, data, False)) if tasks else ()
     folder = out or default_out(model)
     options = Options(held_out, calibration, tokens, tuple(python or ()), sets, items)
+    schemes, missing = available(schemes, options.pythons)
     document = quantize(model, schemes, folder, options)
     page = folder / "quantization.html"
     write_quantization_page(page, document)
@@ -91,6 +94,8 @@ def quantize(
             for warning in one["warnings"]:
                 console().print(f"{one['scheme']}: {warning}", markup=False)
         console().out(str(page))
+    if missing:
+        raise UserError("; ".join(map(str, missing)))
     asked = {one.name for one in schemes}
     if any(one["verdict"] == "failed" for one in document["results"] if one["scheme"] in asked):
         raise typer.Exit(1)

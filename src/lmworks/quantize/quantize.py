@@ -87,6 +87,20 @@ def quantize(where: str, schemes: Sequence[Scheme], out: Path, options: Options)
     return collect(out, source)
 
 
+def available(schemes: Sequence[Scheme], pythons: Sequence[Path]) -> tuple[list[Scheme], list[UserError]]:
+    """The schemes whose library is there, and for each other one what it needs. Raises `UserError` if no library is there."""
+    found, missing = [], []
+    for scheme in schemes:
+        try:
+            _find(scheme, pythons)
+            found.append(scheme)
+        except UserError as error:
+            missing.append(error)
+    if not found and missing:
+        raise missing[0]
+    return found, missing
+
+
 def _find(scheme: Scheme, pythons: Sequence[Path]) -> Path | None:
     return gguf.find_llama(scheme, pythons) if scheme.format == "gguf" else compressed.find_llmcompressor(scheme, pythons)
 
