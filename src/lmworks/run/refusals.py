@@ -1,8 +1,8 @@
 """What the stages of a run would refuse, looked for before the first one runs.
 
 `CHECKS` is the one list: `lmworks run` raises the first refusal before any stage begins, `lmworks plan` shows all of them. A refusal that
-only a later stage makes costs a user hours, so a new one gets a check here; `tests/run/test_refusal_sites.py` walks every place in the source
-that raises a `UserError` and fails for one that is neither checked here nor known to depend on what exists only later.
+only a later stage makes costs a user hours, so a new one gets a check here; `tests/run/test_refusal_sites.py` walks every place in the
+source that raises a `UserError` and fails for one that is neither checked here nor known to depend on what exists only later.
 """
 
 from __future__ import annotations
