@@ -35,6 +35,7 @@ from lmworks.model.generate import SAMPLING
 from lmworks.model_stages import BASE, of_checkpoint
 from lmworks.recipe.derivation.parameters import count_parameters
 from lmworks.recipe.derivation.positions import positions
+from lmworks.recipe.loading import hub
 from lmworks.recipe.loading.huggingface import class_for
 from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.model import Model
@@ -256,7 +257,10 @@ def write_adapter(recipe: Recipe, adapter: TrainedAdapter, directory: Path) -> N
 def _base_name(recipe: Recipe, base: Path) -> str:
     """The model that adapters belong to: what the run started from, or `NAME@MODEL`."""
     before = of_checkpoint(base)[0]
-    return recipe.start_from or recipe.name if before is BASE else f"{recipe.name}@{before.model}"
+    if before is not BASE:
+        return f"{recipe.name}@{before.model}"
+    model = hub.parse(recipe.start_from) if recipe.start_from else None
+    return model.name if model else recipe.start_from or recipe.name
 
 
 def check(recipe: Recipe) -> None:

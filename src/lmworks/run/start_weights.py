@@ -12,6 +12,7 @@ from lmworks.model import Transformer
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.progress import console
 from lmworks.recipe.derivation.derive import count_entries
+from lmworks.recipe.loading import hub
 from lmworks.recipe.loading.start_from import find
 from lmworks.recipe.loading.weights import Weights
 from lmworks.recipe.schema.recipe import Recipe
@@ -58,8 +59,10 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
     about = communicator.broadcast(communicator.run_on_all(lambda: reference.describe(start) if communicator.is_first else {}))
     if added:
         about["added"] = [added.start, added.stop]
+    if (model_of_hub := hub.parse(recipe.start_from)) is not None:
+        about["hub"] = {"name": model_of_hub.name, "revision": model_of_hub.revision, "commit": model_of_hub.commit}
     if communicator.is_first:
-        console.print(f"initialized from the weights of {start.name}", style="dim")
+        console.print(f"initialized from the weights of {model_of_hub or start.name}", style="dim")
     if start.kind == "huggingface":  # under train.deepspeed, too: the model is whole on the CPU until DeepSpeed takes it over
         about["first_loss"] = compare_first_loss(start, model, communicator, recipe.seed, added)
     return about

