@@ -31,8 +31,13 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("command", ["show", "plan"])
 def test_files_and_rules_are_looked_at(lmworks: Lmworks, recipe: Path, tmp_path: Path, command: str) -> None:
     done = lmworks(command, recipe)
-    assert done.code == 0
-    assert "nowhere.jsonl" in done.out.replace("\n", "").split("source a:")[-1] and "unknown rules 'nosuch'" in done.out
+    if command == "show":
+        assert done.code == 0
+        assert "nowhere.jsonl" in done.out.replace("\n", "").split("source a:")[-1] and "unknown rules 'nosuch'" in done.out
+    else:  # a plan refuses what a run would refuse
+        assert done.code == 2 and "source a: unknown rules 'nosuch'" in done.error
+        recipe.write_text(RECIPE.format(path=tmp_path / "nowhere.jsonl", rules="none"), encoding="utf-8")
+        assert "nowhere.jsonl" in lmworks(command, recipe).error
     (tmp_path / "nowhere.jsonl").write_text('{"text": "here"}\n' * 9999)
     recipe.write_text(RECIPE.format(path=tmp_path / "nowhere.jsonl", rules="none"), encoding="utf-8")
     assert "source a" not in lmworks(command, recipe).out

@@ -286,7 +286,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "engine": (["--engine", "tgi"], "--engine 'tgi' is not known; it is one of: vllm, sglang, llama.cpp, lmworks"),
     "scenario": (["--scenario", "fast"], "--scenario 'fast' is not known"),
     "gpu": (["--gpus", "8xv100"], "--gpus '8xv100' is not known"),
-    "none": (["--gpus", "0xh100"], "from 1 to 64"),
+    "none": (["--gpus", "0xh100"], "at least 1 GPU"),
+    "many": (["--gpus", "65xh100"], "64"),
     "both": (["--gpus", "h100", "--cpu"], "exclude each other"),
     "context": (["--gpus", "h100", "--context", "100000"], "exceeds the 512 tokens"),
     "host": (["--gpus", "h100", "--host", "a b"], "neither an IP address nor a host name"),
@@ -324,7 +325,7 @@ def test_what_lies_around_is_refused(
     refused = lmworks("deploy", exported, "--cpu", "--out", tmp_path / "d", "--expect", answers).error
     assert "does not fit a CPU with 0.1 GB" in refused and "would do" in refused
     assert not (tmp_path / "d").exists()
-    assert "neither a run directory" in lmworks("deploy", tmp_path, "--gpus", "h100", "--out", tmp_path / "d").error
+    assert "is no run directory" in lmworks("deploy", tmp_path, "--gpus", "h100", "--out", tmp_path / "d").error
 
 
 def test_a_quantized_model_needs_a_certificate(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:

@@ -336,8 +336,8 @@ CHECKS = (
     Check("evaluate", _evaluation),
     Check("pretrain", _packages),
     *(Check(stage, _generated(stage)) for stage in _TRAINED),
+    Check("corpus", _protected),  # before the sources, among which these files are read, too, under another name
     Check("corpus", _sources),
-    Check("corpus", _protected),
     Check("shards", _enough_text),
     Check("tokenizer", _tokenizer),
     Check("shards", _imported),
