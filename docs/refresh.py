@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURES = {"quickstart": "run-page.png", "assistant": "assistant-page.png"}  # by the name of the recipe
 MEASURED = "What was measured"  # the section of the summary that README.md shows
 WIDTH = 100  # columns that a page on GitHub shows without scrolling
-_WIDE = 1280  # pixels of the picture
+_WIDE, _TALLEST = 1280, 1500  # pixels of the picture
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -63,7 +63,8 @@ def take_picture(page: Path, picture: Path) -> None:
         view.goto(page.resolve().as_uri())
         first = view.locator("figure").first.bounding_box()
         assert first is not None, "a run that has trained has a loss curve"
-        view.screenshot(path=picture, full_page=True, clip={"x": 0, "y": 0, "width": _WIDE, "height": first["y"] + first["height"] + 24})
+        height = min(first["y"] + first["height"] + 24, _TALLEST)
+        view.screenshot(path=picture, full_page=True, clip={"x": 0, "y": 0, "width": _WIDE, "height": height})
         browser.close()
     Image.open(picture).convert("RGB").quantize(255, dither=Image.Dither.NONE).save(picture, optimize=True)
 
