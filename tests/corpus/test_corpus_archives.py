@@ -149,7 +149,7 @@ def test_what_comes_out_of_an_archive_is_counted_over_all_its_members(tmp_path: 
     assert reasons(items("text", path=str(tmp_path), document_format="lines")) == ["enormous", "bomb"]
 
 
-@pytest.mark.parametrize(("limit", "value"), [("_SECONDS", 0.1), ("_MEMORY", 40 << 20)])
+@pytest.mark.parametrize(("limit", "value"), [("_SECONDS", 0.1), ("_MEMORY", 48 << 20)])
 def test_an_archive_that_takes_too_much_costs_itself_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: float
 ) -> None:

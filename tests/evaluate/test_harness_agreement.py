@@ -37,6 +37,7 @@ from lmworks.model.init import initialize
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.model import Model
 from lmworks.tokenizer import load as load_tokenizer
+from lmworks.verify.numbers import Stated
 from saved_run import save_run
 from tiny_run import Tiny
 
@@ -241,4 +242,4 @@ def test_the_numbers_that_replies_give(tmp_path: Path, reply: str, answer: int, 
         for name in ("stated", "last-number")
     }
     settled = marks["stated"] if instance.filtered_resps["stated"] != "[invalid]" else marks["last-number"]
-    assert bool(settled) == gsm8k.judge(Reply(reply), Fraction(answer)).correct == correct
+    assert bool(settled) == gsm8k.judge(Reply(reply), Stated(str(answer), Fraction(answer))).correct == correct

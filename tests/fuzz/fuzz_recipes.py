@@ -43,6 +43,8 @@ class Recipes:
     """Each case is a recipe (and a cluster for plans) with the words of a command."""
 
     def prepare(self) -> None:
+        import reasoning_gym  # noqa: F401  which makes a folder of settings in the home of the user
+
         from lmworks.cli.main import _register, app
         from lmworks.plan import plan, render  # noqa: F401  before there is a limit
 

@@ -52,7 +52,9 @@ def test_the_seeds_are_good(recipes: Recipes, artifacts: Artifacts, tmp_path: Pa
     """Otherwise every case would be refused, whatever is wrong with it."""
     for number, (text, word) in enumerate(((RECIPE, "plan"), (DIAL, "show"), (DIAL, "plan"))):
         (tmp_path / str(number)).mkdir()
-        assert recipes.run({"recipe": text, "words": [word, "recipe.yaml"]}, tmp_path / str(number)) == "accepted"
+        (tmp_path / str(number) / "a").write_text("A text that is long enough for the budget. " * 100_000)
+        words = [word, "recipe.yaml", "--set", "shards.max_epochs=1000"]  # of so little text
+        assert recipes.run({"recipe": text, "words": words}, tmp_path / str(number)) == "accepted"
     for name in ("tokens", "tokenizer", "records", "model", "run", "foreign", "foreign tokenizer", "source a.tar"):
         (tmp_path / name).mkdir()
         assert artifacts.run({"artifact": name, "files": {}, "signed": False}, tmp_path / name) == f"{name} read"
@@ -100,9 +102,10 @@ def test_a_recipe(recipes: Recipes, tmp_path: Path, what: str) -> None:
     assert len(str(caught.value)) < 5000 and "\n" not in str(caught.value)
 
 
-def test_a_plan_without_phases_has_no_speed(recipes: Recipes, tmp_path: Path) -> None:
-    text = RECIPE.partition("train:")[0]
-    assert recipes.run({"recipe": text, "words": ["plan", "recipe.yaml", "--json"]}, tmp_path) == "accepted"
+def test_a_plan_without_phases_is_refused_as_a_run_is(recipes: Recipes, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("A text.")
+    with pytest.raises(UserError, match=r"train\.phases is empty"):
+        recipes.run({"recipe": RECIPE.partition("train:")[0], "words": ["plan", "recipe.yaml", "--json"]}, tmp_path)
 
 
 def test_a_cluster_without_end(recipes: Recipes, tmp_path: Path) -> None:

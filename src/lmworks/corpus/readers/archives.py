@@ -77,6 +77,8 @@ def _request(unpacker: LimitedProcess, verb: bytes, what: bytes = b"") -> bytes:
     except ProcessDied as ended:
         raise DecompressionBomb(f"unpacking it {ended}") from None
     except CallFailed as failed:
+        if str(failed).startswith("MemoryError"):
+            raise DecompressionBomb("unpacking it takes too much memory") from None
         raise DamagedFile(str(failed)) from None
     if answer.startswith(unpacking.GIVEN):
         return answer.removeprefix(unpacking.GIVEN)

@@ -15,7 +15,10 @@ from lmworks.errors import UserError
 from lmworks.general_text import general_text
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.progress import console
+from lmworks.recipe.schema.dpo import Dpo
+from lmworks.recipe.schema.grpo import Grpo
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.tune import Tune
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.format.manifest import MANIFEST, Manifest
 from lmworks.shards.read.batch import Batch
@@ -37,7 +40,7 @@ class ForgettingMonitor:
         self, recipe: Recipe, run_dir: Path, stage: str, model: ParallelModel, tokenizer: Tokenizer, report: Callable[..., None]
     ) -> None:  # fmt: skip
         """`report` writes an event of the ledger."""
-        section = recipe.later_stages[stage]
+        section: Tune | Dpo | Grpo = getattr(recipe, stage)
         self._options, self._stage, self._model, self._report = section.forgetting, stage, model, report
         self._advice = _advice(stage, section.learning_rate or 0.0, section.lora is not None)
         length = min(_LENGTH, int(recipe.model.max_position_embeddings or _LENGTH))
