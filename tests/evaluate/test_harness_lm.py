@@ -57,7 +57,10 @@ def ours(opened: OpenModel) -> HarnessLM:
 def theirs(folder: Path) -> Any:
     from lm_eval.models.huggingface import HFLM
 
-    return HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=3)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # what another library set in this process
+            patch.delenv(name, raising=False)
+        return HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=3)
 
 
 def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:

@@ -35,7 +35,7 @@ def check_phases(recipe: Recipe) -> None:
 
 def check_stage(recipe: Recipe, stage: str) -> None:
     """Raise `UserError` for a stage after pretraining that could not run, whatever its data hold."""
-    section = recipe.later_stages[stage]
+    section = getattr(recipe, stage)
     require_sets(recipe, stage)
     if isinstance(section, Tune):
         length, batch = int(section.sequence_length), int(section.global_batch_size)
@@ -50,10 +50,10 @@ def check_stage(recipe: Recipe, stage: str) -> None:
 
 def check_steps(recipe: Recipe, stage: str, steps: int, tokens: int, held_out: int) -> None:
     """The same for a stage of which the data are known: `steps` that read `tokens`, and examples that are held out."""
-    if isinstance(recipe.later_stages[stage], Dpo):
+    if isinstance(getattr(recipe, stage), Dpo):
         require_held_out(recipe, held_out)
     each = max(1, tokens // steps)
-    stage_schedules(stage, recipe, recipe.later_stages[stage], steps, lambda step: step * each)
+    stage_schedules(stage, recipe, getattr(recipe, stage), steps, lambda step: step * each)
 
 
 def require_held_out(recipe: Recipe, held_out: int) -> None:

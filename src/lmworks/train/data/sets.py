@@ -10,5 +10,5 @@ _LEAST = {"tune": "one body of conversations", "dpo": "one set of preference pai
 
 def require_sets(recipe: Recipe, stage: str) -> None:
     """Raise `UserError` if the recipe lists no data for a stage."""
-    if not recipe.later_stages[stage].data:
+    if not getattr(recipe, stage).data:
         raise UserError(f"{stage}.data is empty; list at least {_LEAST[stage]}")
