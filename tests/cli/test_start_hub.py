@@ -135,10 +135,10 @@ def test_the_environment_names_hub_and_cache(published: tuple[Path, Path], hub: 
     command = [sys.executable, "-m", "lmworks.cli.main", "show", str(write_recipe(tmp_path, "someone/other@v1"))]
     environment = os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home")}
     with hub.serving():
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=120)
     assert done.returncode == 0 and commit in done.stdout, done.stderr
     assert list((tmp_path / "home").rglob(f"snapshots/{commit}/model.safetensors"))
-    off = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    off = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=120)
     assert off.returncode == 0 and commit in off.stdout, off.stderr
 
 
