@@ -34,7 +34,8 @@ def test_the_real_model_goes_through_every_stage(lmworks: Lmworks, tmp_path: Pat
 
     pairs, prompts, run_dir = tmp_path / "pairs.jsonl", tmp_path / "prompts.jsonl", tmp_path / "run"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in PAIRS), encoding="utf-8")
-    prompts.write_text("".join(json.dumps({"prompt": row["prompt"], "answer": row["chosen"]}) + "\n" for row in PAIRS), encoding="utf-8")
+    asked = [{"prompt": row["prompt"], "answer": row["chosen"].removeprefix("It is ").rstrip(".")} for row in PAIRS]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in asked), encoding="utf-8")
     lora = {"rank": 4, "targets": ["attention"]}
     tree = yaml.safe_load(ASSISTANT.read_text(encoding="utf-8")) | {"run_dir": str(run_dir), "start_from": str(gguf_file())}
     data = [{"name": "sums", "kind": "files", "path": str(pairs)}]
@@ -69,6 +70,6 @@ def test_the_real_model_goes_through_every_stage(lmworks: Lmworks, tmp_path: Pat
     with torch.no_grad():
         expected, found = theirs(ids).logits, ours(ids)
     assert (found - expected).abs().max() < 0.02 * expected.abs().max(), "the export is in bf16"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What is the capital of France?\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"What is the capital of France?\n"), "utf-8"))
     chat = lmworks("chat", run_dir, "--temperature", 0)
     assert chat.code == 0 and "Paris" in chat.out, chat.err
