@@ -201,8 +201,12 @@ def test_a_deployment_serves_what_is_certified(lmworks: Lmworks, run: Any, tmp_p
 
     assert deploy(result / "model.gguf", "certified").code == 0
     certificate = json.loads((result / "certificate.json").read_text())
+    passed = certificate["files"]["model.gguf"]
     for change, why in (
         ({"verdict": "failed", "failures": ["the mean KL divergence is 2"]}, "failed its certificate: the mean KL divergence is 2; serve"),
+        ({"files": {"model.gguf": passed | {"bytes": 7}}}, "bytes instead of 7"),
+        ({"files": {"model.gguf": passed | {"sha256": "0" * 64}}}, "model.gguf"),
+        ({"files": {}}, "keeps no hashes of the files that passed"),
         ({"verdict": None, "failures": None}, "no reason given"), (None, "is damaged"),
     ):  # fmt: skip
         (result / "certificate.json").write_text(json.dumps(change and certificate | change))
