@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -359,10 +360,17 @@ def test_a_base_model_is_held_by_the_fisher_information_of_named_text(lmworks: L
     assert drift[1e4] < 0.5 * drift[1e-9], drift
 
 
-def test_the_first_loss_is_compared_where_deepspeed_will_train(lmworks: Lmworks, chats: Path, tmp_path: Path) -> None:
-    """Before DeepSpeed takes the model over, so it need not be installed."""
+def test_the_first_loss_is_compared_where_deepspeed_will_train(
+    lmworks: Lmworks, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before DeepSpeed takes the model over, so it need not be installed; tuning, which trains, needs it."""
     recipe = write_recipe(tmp_path, _base(tmp_path / "base", "llama"), chats)
-    done = lmworks("pretrain", recipe, "--set", "train.deepspeed={}", "--set", "optimizer.kind=adamw")
+    changes = ("--set", "train.deepspeed={}", "--set", "optimizer.kind=adamw")
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "deepspeed", None)
+        refused = lmworks("pretrain", recipe, *changes)
+        assert refused.code == 2 and "pip install 'lmworks[deepspeed]'" in refused.error, "tuning will need it"
+        done = lmworks("pretrain", recipe, *changes, "--set", "tune=null")
     assert done.code == 0, done.err
     event = next(line for line in read_ledger(tmp_path / "run" / "ledger.jsonl") if line["event"] == "start_from")
     assert event["first_loss"]["difference"] < 1e-5

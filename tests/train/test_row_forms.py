@@ -184,6 +184,7 @@ def test_a_pair_in_all_forms_has_its_prompt_once(row: dict[str, Any]) -> None:
     assert [[str(one["content"]).strip() for one in answer] for answer in found.answers] == [[A], [B]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row in PAIRS if {"chosen", "rejected"} <= row.keys() and isinstance(row["chosen"], list)], ids=str)
 def test_conversations_of_pairs_are_those_of_trl(row: dict[str, Any]) -> None:
     from trl.data_utils import extract_prompt

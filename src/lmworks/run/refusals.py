@@ -255,10 +255,17 @@ def _packages(before: Before) -> None:
     from lmworks.metrics.sinks import check as check_sinks
 
     check_sinks(before.recipe.metrics)
-    if before.recipe.train.deepspeed is not None:
-        from lmworks.parallel.zero_offload import require_library
 
-        require_library(before.recipe.train.deepspeed)
+
+def _deepspeed(stage: str) -> Callable[[Before], None]:
+    def look(before: Before) -> None:
+        recipe = before.recipe
+        if recipe.train.deepspeed is not None and (recipe.train.phases if stage == "pretrain" else stage in recipe.later_stages):
+            from lmworks.parallel.zero_offload import require_library
+
+            require_library(recipe.train.deepspeed)
+
+    return look
 
 
 def _evaluation(before: Before) -> None:
@@ -335,6 +342,7 @@ CHECKS = (
     Check("export", _export_packages),
     Check("evaluate", _evaluation),
     Check("pretrain", _packages),
+    *(Check(stage, _deepspeed(stage)) for stage in ("pretrain", *_TRAINED)),
     *(Check(stage, _generated(stage)) for stage in _TRAINED),
     Check("corpus", _protected),  # before the sources, among which these files are read, too, under another name
     Check("corpus", _sources),
