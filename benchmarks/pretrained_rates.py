@@ -1,6 +1,6 @@
 """Which peak learning rate trains pretrained weights best, for each stage: continued pretraining, tuning, preferences, rewards.
 
-    python benchmarks/pretrained_rates.py DIR BASE [--chats FILE] [--pairs FILE] [--text FOLDER] [--arms ARM,ARM] [--threads 1]
+    python benchmarks/pretrained_rates.py DIR BASE --chats FILE [--pairs FILE] [--text FOLDER] [--arms ARM,ARM] [--threads 1]
 
 BASE is a model that `start_from` takes. An arm is STAGE-WEIGHTS-OPTIMIZER-RATE and then changes of the stage's section, each +KEY=VALUE:
 tune-lora-adamw-1e-3+global_batch_size=512. It trains BASE in DIR/ARM and adds a line to DIR/results.jsonl: what was measured on data held
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -30,8 +31,7 @@ RATES = {
 }  # fmt: skip
 ARMS = ",".join(f"{kind}-{rate}" for kind, rates in RATES.items() for rate in rates)
 
-
-def section_of(stage: str, options: argparse.Namespace) -> dict[str, Any]:
+def section_of(stage: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The section of the stage, or the phase of pretraining, which all of its arms share."""
     if stage == "pretrain":
         return {
@@ -42,18 +42,31 @@ def section_of(stage: str, options: argparse.Namespace) -> dict[str, Any]:
         chats = {"name": "chats", "kind": "files", "path": str(Path(options.chats).absolute())}
         return {"data": [chats], "tokens": options.tokens, "global_batch_size": "2Ki", "validation_fraction": 0.1}
     if stage == "dpo":
-        pairs = {"name": "pairs", "kind": "files", "path": str(Path(options.pairs).absolute())}
-        return {"data": [pairs], "pairs_per_step": 4, "held_out_fraction": 0.2}
-    questions = {"name": "brothers", "kind": "tasks", "reward": "verifier", "count": 400, "generator": "aiw",
-                 "options": {"task_type_weights": [0.5, 0.5, 0]}}  # fmt: skip
-    return {"data": [questions], "steps": 16, "prompts_per_step": 8, "group_size": 8, "max_new_tokens": 24, "held_out": 64}
+        return {"data": [{"name": "pairs", **pairs_of(options)}], "pairs_per_step": 8, "held_out_fraction": 0.2}
+    sums = {"name": "sums", "kind": "files", "reward": "numeric", "path": str(folder.absolute() / "sums.jsonl")}
+    return {"data": [sums], "steps": 16, "prompts_per_step": 8, "group_size": 8, "max_new_tokens": 24, "held_out": 64}
+
+
+def pairs_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Pairs of a file; without one, right and wrong numbers of somebody's brothers or sisters."""
+    if options.pairs:
+        return {"kind": "files", "path": str(Path(options.pairs).absolute())}
+    return {"kind": "tasks", "count": 300, "tasks": [{"name": "aiw", "options": {"task_type_weights": [0.5, 0.5, 0]}}]}
+
+
+def write_sums(path: Path) -> None:
+    """Prompts of grpo: sums up to 100, of which SmolLM2-135M has some right."""
+    rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(2, 42) for b in range(1, 31, 3)]
+    random.Random(0).shuffle(rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def recipe_of(arm: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The recipe of an arm."""
     what, *changes = arm.split("+")
     stage, weights, optimizer, rate = what.split("-", 3)
-    section = section_of(stage, options) | {key: yaml.safe_load(value) for key, value in (change.split("=", 1) for change in changes)}
+    section = section_of(stage, folder, options)
+    section |= {key: yaml.safe_load(value) for key, value in (change.split("=", 1) for change in changes)}
     tree: dict[str, Any] = {
         "name": arm, "run_dir": str(folder / arm), "threads": options.threads, "start_from": options.base,
         "optimizer": {"kind": optimizer, "weight_decay": 0.0 if weights == "lora" else 0.1},
@@ -104,6 +117,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
+    write_sums(options.folder / "sums.jsonl")
     results = options.folder / "results.jsonl"
     known = {json.loads(line)["arm"] for line in results.read_text(encoding="utf-8").splitlines()} if results.exists() else set()
     for arm in options.arms.split(","):

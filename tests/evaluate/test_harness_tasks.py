@@ -145,7 +145,7 @@ def test_one_line_where_it_cannot_run(opened: OpenModel, name: str, message: str
 def test_functions_run_only_if_trusted(opened: OpenModel, tasks: Path, tmp_path: Path) -> None:
     (tasks / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n\ndef text(doc):\n    return 'Q'\n")
     (tasks / "sums.yaml").write_text(TASK.replace('doc_to_text: "{{question}} ="', "doc_to_text: !function code.text"))
-    with pytest.raises(UserError, match=r"sums\.yaml: doc_to_text names Python code \(code\.text\).*--trust-task-code"):
+    with pytest.raises(UserError, match=r"sums\.yaml, line \d+ names Python code \(code\.text\).*--trust-task-code"):
         go(opened, "sums", include_path=tasks)
     assert not (tmp_path / "ran").exists()
     found = go(opened, "sums", include_path=tasks, trusted=True)
@@ -156,7 +156,7 @@ def test_functions_in_an_included_file_are_found(opened: OpenModel, tasks: Path,
     outside = tmp_path / "outside.txt"
     outside.write_text("process_results: {deep: [!function os.system]}\n")
     (tasks / "sums.yaml").write_text(TASK + f"include: {outside}\n")
-    with pytest.raises(UserError, match=r"outside\.txt: deep names Python code \(os\.system\)"):
+    with pytest.raises(UserError, match=r"outside\.txt, line 1 names Python code \(os\.system\)"):
         go(opened, "sums", include_path=tasks)
 
 
@@ -165,7 +165,9 @@ def test_functions_in_an_included_file_are_found(opened: OpenModel, tasks: Path,
     [("process_docs: os.system", "process_docs names Python code"), ("use_prompt: promptsource:x", "use_prompt reads templates"),
      ("metric_list: [{metric: acc, hf_evaluate: true}]", "hf_evaluate runs the code"),
      ("dataset_path: pandas", "without --trust-task-code the readers"),
-     ("a: !!python/object/apply:os.system [x]", "cannot be read as a task"), ("- a", "cannot be read as a task")],
+     ("more: [{dataset_path: pandas}]", "without --trust-task-code the readers"),
+     ("a: !!python/object/apply:os.system [x]", "has the tag tag:yaml.org,2002:python/object/apply:os.system"),
+     ("- a", "cannot be read as a task")],
 )  # fmt: skip
 def test_other_ways_to_code_are_refused(opened: OpenModel, tasks: Path, line: str, message: str) -> None:
     key = line.split(":")[0]
@@ -173,6 +175,25 @@ def test_other_ways_to_code_are_refused(opened: OpenModel, tasks: Path, line: st
     (tasks / "sums.yaml").write_text(kept + line + "\n")
     with pytest.raises(UserError, match=message):
         go(opened, "sums", include_path=tasks)
+
+
+@pytest.mark.parametrize("line", [
+    "a: !function code.text\na: harmless", "!function code.text : x", "? [!function code.text]\n: x",
+    "a: {b: [{c: !function code.text, c: d}]}", "a: &x {b: !function code.text}\nc: {<<: *x, b: d}", "description: a\ndescription: b",
+])  # fmt: skip
+@pytest.mark.parametrize("checked", [True, False], ids=["check", "loader"])
+def test_what_the_check_reads_is_what_runs(
+    opened: OpenModel, tasks: Path, tmp_path: Path, line: str, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code in a place that a tree of values does not show, because another value follows, or because it is a key. Without the check the
+    loader of lm-evaluation-harness refuses it, too."""
+    (tasks / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n\ndef text(doc):\n    return 'Q'\n")
+    (tasks / "sums.yaml").write_text(TASK + line + "\n")
+    if not checked:
+        monkeypatch.setattr(task_index, "_refuse_code", lambda folder: None)
+    with pytest.raises(UserError):
+        go(opened, "sums", include_path=tasks)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_templates_are_rendered_in_a_sandbox(opened: OpenModel, tasks: Path, tmp_path: Path) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.evaluate.forms.measuring import Subject
-from lmworks.export.card import CHAT_TAG
 from lmworks.files import read_json
 from lmworks.model import Transformer
 from lmworks.model_stages import BASE, MODELS, final_checkpoint_of, of_checkpoint, of_model
@@ -24,8 +21,8 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.load import final_model, folder, load_checkpoint, load_model
+from lmworks.weights.chat import base_is_chat, is_chat
 
-_CARD_BYTES = 1 << 20
 _UNSTATED = 2048  # tokens of context, for a model that states none
 
 
@@ -93,7 +90,8 @@ def _open_run(run_dir: Path, chosen: str | None, device: torch.device) -> OpenMo
     precision = _precision(recipe.train.precision, device)
     model = load_model(run_dir, which, dtype_for(precision, device), device)
     context = context_length(recipe, model, _reached_phase(run_dir))
-    return OpenModel(model, load_tokenizer(run_dir / "tokenizer"), context, which != BASE.model, f"{name}@{which}", precision)
+    chat = which != BASE.model or base_is_chat(run_dir, recipe)
+    return OpenModel(model, load_tokenizer(run_dir / "tokenizer"), context, chat, f"{name}@{which}", precision)
 
 
 def _reached_phase(run_dir: Path) -> str | None:
@@ -117,7 +115,7 @@ def _open_checkpoint(weights: Weights, device: torch.device) -> OpenModel:
     step = listing.read_meta(path)["step"]
     name = f"{run_dir.name}@{'' if stage is BASE else f'{stage.model}-'}{step}"
     context = context_length(recipe, model, weights.phase)
-    return OpenModel(model, load_tokenizer(weights.tokenizer.parent), context, stage is not BASE, name, precision)
+    return OpenModel(model, load_tokenizer(weights.tokenizer.parent), context, is_chat(weights), name, precision)
 
 
 def _open_huggingface(weights: Weights, device: torch.device) -> OpenModel:
@@ -130,7 +128,7 @@ def _open_huggingface(weights: Weights, device: torch.device) -> OpenModel:
     model.compute_dtype = dtype_for(precision, device)
     tokenizer = load_tokenizer(path)
     context = int(model.config.max_position_embeddings or _UNSTATED)
-    return OpenModel(model, tokenizer, context, _is_chat(path, tokenizer), weights.label, precision)
+    return OpenModel(model, tokenizer, context, is_chat(weights), weights.label, precision)
 
 
 def _precision(asked: str, device: torch.device) -> str:
@@ -148,23 +146,3 @@ def context_length(recipe: Recipe, model: Transformer, phase: str | None = None)
     if recipe.tune:  # it may reach much further than there is memory for
         return min(stated, max(_UNSTATED, int(recipe.tune.sequence_length)))
     return stated
-
-
-def _is_chat(path: Path, tokenizer: Tokenizer) -> bool:
-    """Whether a Hugging Face folder holds a chat model. Our exports always have a chat template, and their card says what they were
-    tuned on; of other models the template is all that tells."""
-    tags = _card(path).get("tags")
-    if isinstance(tags, list) and "lmworks" in tags:
-        return CHAT_TAG in tags
-    return tokenizer.has_chat_template
-
-
-def _card(path: Path) -> dict[str, Any]:
-    """The front matter of the model card; empty if there is none that can be read."""
-    try:
-        with open(path / "README.md", encoding="utf-8") as file:
-            text = file.read(_CARD_BYTES)
-        found = yaml.safe_load(text.split("\n---", 1)[0].removeprefix("---")) if text.startswith("---\n") else {}
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

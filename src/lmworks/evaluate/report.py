@@ -30,6 +30,7 @@ from lmworks.evaluate.heldout import held_out, training_texts
 from lmworks.evaluate.items import FORMS, Form
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.opening import context_length
+from lmworks.evaluate.own_answers import own_answer_bits
 from lmworks.evaluate.records import write_records
 from lmworks.evaluate.replies import Answerer, ChatTokenizer
 from lmworks.evaluate.samples import samples
@@ -55,7 +56,7 @@ def check(recipe: Recipe) -> None:
 
 def evaluate(
     recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, corpus_dir: Path, out_dir: Path, name: str,
-    searched: Sequence[Path] = (), conversations: Path | None = None,
+    searched: Sequence[Path] = (), conversations: Path | None = None, chat: bool | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure `model` and write it into `out_dir/results.json` under `name`; returns the whole document.
 
@@ -66,7 +67,9 @@ def evaluate(
     model is compared with them (`forgetting_since_start`).
     A later model is scored in the forms of the base model too, so that the two can be compared. `searched` are the folders with the
     records of what the text that the model was trained on was searched for: the verdict of a score on any other item says that it is not
-    clean. `conversations` is the folder of the tuning data, whose held-out answers are scored too.
+    clean. `conversations` is the folder of the tuning data, whose held-out answers are scored too. `chat` says whether
+    the model answers in a chat; by default later models do. Where the base model does, its answers to general questions are kept, and
+    scored for the later models too (`own_answers`).
     Raises `UserError` for what `check` finds and for a corpus without held-out text.
     """
     check(recipe)
@@ -84,9 +87,9 @@ def evaluate(
     model.compute_dtype = dtype_for(precision, model.embedding.weight.device)
     try:
         doubt = partial(protection.doubt, searched=searched, recipe=recipe, corpus_dir=corpus_dir)
-        subject = Subject(model, tokenizer, context_length(recipe, model), later and name != START, name)
+        subject = Subject(model, tokenizer, context_length(recipe, model), later and name != START if chat is None else chat, name)
         base = results["models"].get(BASE.model, {}).get("scores", {}).values() if later else ()
-        measured, found = _measure(recipe, subject, corpus_dir, texts, _forms(base), doubt, conversations)
+        measured, found = _measure(recipe, subject, corpus_dir, out_dir, texts, _forms(base), doubt, conversations)
     finally:
         model.train(was_training)
         model.compute_dtype = was_dtype
@@ -131,7 +134,7 @@ _Doubt = Callable[[str, list[Question]], str | None]
 
 
 def _measure(
-    recipe: Recipe, subject: Subject, corpus_dir: Path, texts: dict[str, list[str]], paired: tuple[Form, ...], doubt: _Doubt,
+    recipe: Recipe, subject: Subject, corpus_dir: Path, out_dir: Path, texts: dict[str, list[str]], paired: tuple[Form, ...], doubt: _Doubt,
     conversations: Path | None,
 ) -> tuple[dict[str, Any], Found]:  # fmt: skip
     model, tokenizer, context, wanted = subject.model, subject.tokenizer, subject.context, recipe.evaluate
@@ -140,6 +143,7 @@ def _measure(
     documents = bits_per_byte.document_bits(texts, tokenizer, tokenizer.vocab_size, logprobs, context, f"{subject.name}: held-out text")
     if conversations is not None:
         documents += answer_bits(conversations, tokenizer, logprobs, context, f"{subject.name}: held-out answers")
+    documents += own_answer_bits(subject, logprobs, out_dir)
     bpb = bits_per_byte.by_domain(documents)
     scored_tokens = sum(one.tokens for domain, one in bpb.items() if domain != references.OVERALL)
     speed = {"scored_tokens_per_second": scored_tokens / (time.perf_counter() - start)} if bpb else {}

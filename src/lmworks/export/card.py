@@ -16,17 +16,16 @@ from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.order.timeline import PhaseSteps
 from lmworks.watch.ledger import LEDGER, read_ledger
-
-CHAT_TAG = "conversational"
-"""The tag that says that a model was tuned on conversations, as the Hugging Face Hub spells it."""
+from lmworks.weights.chat import TAG, base_is_chat
 
 
 def write_card(recipe: Recipe, model: Transformer, run_dir: Path, directory: Path, gguf: bool) -> None:
     """Write README.md beside the weights, from the recipe and the reports of the run that exist."""
     corpus = _optional(run_dir / "corpus" / "report.json")
+    chat = bool(recipe.later_stages) or base_is_chat(run_dir, recipe)
     results = _optional(run_dir / "evaluate" / "results.json")
-    parts = [_front_matter(recipe, corpus), f"# {recipe.name}", _what(recipe, model), _ended_early(run_dir), _sources(corpus)]
-    parts += [_scores(results), _use(recipe, gguf), _limits(recipe)]
+    parts = [_front_matter(corpus, chat), f"# {recipe.name}", _what(recipe, model), _ended_early(run_dir), _sources(corpus)]
+    parts += [_scores(results), _use(recipe, chat, gguf), _limits(recipe)]
     write_text(directory / "README.md", "\n\n".join(part for part in parts if part) + "\n")
 
 
@@ -34,10 +33,10 @@ def _optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def _front_matter(recipe: Recipe, corpus: dict[str, Any]) -> str:
+def _front_matter(corpus: dict[str, Any], chat: bool) -> str:
     languages = sorted({source["language"] for source in _used(corpus)} - {"code"})
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- lmworks"]
-    lines += [f"- {CHAT_TAG}"] if recipe.tune else []
+    lines += [f"- {TAG}"] if chat else []
     # a string in quotes: bare `no` (Norwegian) is false in YAML
     lines += ["language:", *(f"- {json.dumps(language)}" for language in languages)] if languages else []
     return "\n".join([*lines, "---"])
@@ -162,8 +161,7 @@ def _score(score: dict[str, Any] | None) -> str:
     return f"{100 * score['score']:.1f} [{100 * low:.0f}, {100 * high:.0f}] {score['verdict']}"
 
 
-def _use(recipe: Recipe, gguf: bool) -> str:
-    talk = recipe.tune is not None
+def _use(recipe: Recipe, talk: bool, gguf: bool) -> str:
     ask = 'ids = tokenizer("Once upon a time", return_tensors="pt")'
     if talk:
         ask = (

@@ -208,6 +208,7 @@ def _evaluate(context: StageContext) -> RenderableType | None:
     from lmworks.run.start_weights import load_start_model
     from lmworks.tokenizer import load as load_tokenizer
     from lmworks.train.load import load_model, stages_of
+    from lmworks.weights.chat import base_is_chat, start_is_chat
 
     tokenizer = load_tokenizer(context.run_dir / "tokenizer")
     results: dict[str, Any] = {}
@@ -216,14 +217,16 @@ def _evaluate(context: StageContext) -> RenderableType | None:
         model = load_model(context.run_dir, stage.model)
         searched = search_records(context.run_dir, context.recipe, *(one.stage for one in trained[: number + 1]))
         folder, chats = context.run_dir / "evaluate", context.run_dir / "tune" / "data"
-        results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", folder, stage.model, searched, chats)
+        chat = stage is not BASE or base_is_chat(context.run_dir, context.recipe)
+        results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", folder, stage.model, searched, chats, chat)
         if stage is BASE and context.recipe.start_from is not None and context.recipe.trains_base:
             try:
                 model = load_start_model(context.recipe)
             except UserError as error:  # they may have been moved since
                 results = start_is_missing(folder, str(error))
             else:
-                results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", folder, START, searched, chats)
+                chat = start_is_chat(context.run_dir)
+                results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", folder, START, searched, chats, chat)
     return printable(results)
 
 

@@ -19,6 +19,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.start_check import compare_first_loss
 from lmworks.tokenizer.keeping import kept_json
 from lmworks.weights import reference
+from lmworks.weights.chat import RECORD, is_chat
 from lmworks.weights.verified import verify_export
 
 
@@ -57,6 +58,7 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
             average = {name: value.data for name, value in model.named_parameters()}
             reference.load_model(start.path, {"average": average}, recipe.model, verified=True, communicator=communicator)
     about = communicator.broadcast(communicator.run_on_all(lambda: reference.describe(start) if communicator.is_first else {}))
+    about[RECORD] = communicator.broadcast(communicator.run_on_all(lambda: is_chat(start) if communicator.is_first else False))
     if added:
         about["added"] = [added.start, added.stop]
     if (model_of_hub := hub.parse(recipe.start_from)) is not None:

@@ -31,11 +31,13 @@ def load_engine(run_dir: Path, base: bool = False, threads: int | None = None) -
         raise UserError(f"{run_dir} is not a run directory (it has no resolved.json); make one with: lmworks run RECIPE")
     from lmworks.recipe.loading.load import load_resolved
     from lmworks.train.load import final_model, load_model
+    from lmworks.weights.chat import base_is_chat
 
     recipe = load_resolved(run_dir / "resolved.json")
     which = BASE.model if base else final_model(run_dir, recipe)
     name = f"{recipe.name}-base" if base else recipe.name
-    return make_engine(load_model(run_dir, which), run_dir / "tokenizer", name, which != BASE.model, threads)
+    chat = which != BASE.model or base_is_chat(run_dir, recipe)
+    return make_engine(load_model(run_dir, which), run_dir / "tokenizer", name, chat, threads)
 
 
 def load_models(run_dir: Path, base: bool = False) -> Models:

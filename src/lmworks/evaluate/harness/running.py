@@ -17,7 +17,7 @@ from lm_eval.evaluator import evaluate
 from lmworks.errors import UserError
 from lmworks.evaluate.harness.lm import HarnessLM
 from lmworks.evaluate.harness.task_data import Source
-from lmworks.evaluate.harness.task_index import check_names, manager
+from lmworks.evaluate.harness.task_index import check_names, loaders, manager
 from lmworks.evaluate.items import score_name
 from lmworks.evaluate.opening import OpenModel
 from lmworks.evaluate.statistics import Score
@@ -106,7 +106,7 @@ def run(opened: OpenModel, options: HarnessOptions) -> HarnessResults:
     random.seed(0)
     np.random.seed(_SEED)
     torch.manual_seed(_SEED)
-    with source.installed():
+    with source.installed(), loaders(options.trusted):
         with bar("loading tasks") as source.progress:
             loaded = _load(tasks, options)
         for note in source.notes:

@@ -1,20 +1,23 @@
 """Finds tasks of lm-evaluation-harness by name: its bundled ones, and those of a folder of the user's own, which is checked first.
 
 A task of lm-evaluation-harness is YAML that may name Python functions (`!function`), which are executed when the task is loaded. The
-bundled tasks are code of an installed package. A folder of the user's own is data: without `trusted`, its files may not name code.
+bundled tasks are code of an installed package. A folder of the user's own is data: without `trusted`, its files may not name code. The
+check and lm-evaluation-harness read these files with one and the same loader, which knows no tags and no second meaning of a key.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lm_eval.tasks
 import yaml
-from lm_eval.tasks import TaskManager
+from lm_eval.tasks import TaskManager, _yaml_loader
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
 from lmworks.errors import UserError
@@ -39,7 +42,8 @@ def manager(include_path: Path | None, trusted: bool) -> TaskManager:
             raise UserError(f"--include-path {include_path} is not a directory; give the folder with the YAML files of the tasks")
         if not trusted:
             _refuse_code(include_path)
-    found = TaskManager(include_path=None if include_path is None else str(include_path), include_defaults=False)
+    with loaders(trusted):
+        found = TaskManager(include_path=None if include_path is None else str(include_path), include_defaults=False)
     for name, entry in _bundled().items():
         found.task_index.setdefault(name, entry)
     return found
@@ -73,15 +77,37 @@ def _bundled() -> dict[str, Entry]:
     }
 
 
-class _Function(str):
-    """The value of a `!function` tag."""
-
-
 class _Loader(yaml.SafeLoader):
-    """Plain YAML, and `!function` as a name that nobody looks up."""
+    """Plain YAML without tags, and with no key twice, so that nothing can be read as something else."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        tag, mark = getattr(event, "tag", None), event.start_mark
+        if tag is not None:
+            what = f"names Python code ({getattr(event, 'value', '')})" if tag == "!function" else f"has the tag {tag}, which may be code"
+            raise UserError(f"{mark.name}, line {mark.line + 1} {what}; if you trust this folder, allow it to run with {TRUST}")
+        return super().compose_node(parent, index)
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen or not isinstance(key, yaml.ScalarNode):
+                what = f"has the key {key.value!r} twice" if isinstance(key, yaml.ScalarNode) else "has a key that is no text"
+                raise UserError(f"{key.start_mark.name}, line {key.start_mark.line + 1} {what}; name each key once")
+            seen.add(key.value)
+        return node
 
 
-_Loader.add_constructor("!function", lambda loader, node: _Function(loader.construct_scalar(node)))  # type: ignore[arg-type]
+def loaders(trusted: bool) -> AbstractContextManager[Any]:
+    """Let lm-evaluation-harness read task files that are not `trusted` with the loader of the check. It reads its bundled ones as ever."""
+    original = _yaml_loader._make_loader
+
+    def make(base_dir: Path, *, resolve_funcs: bool) -> type[Any]:
+        bundled = Path(base_dir).resolve().is_relative_to(_BUNDLED.resolve())
+        return original(base_dir, resolve_funcs=resolve_funcs) if trusted or bundled else _Loader
+
+    return patch.object(_yaml_loader, "_make_loader", make)
 
 
 def _refuse_code(folder: Path) -> None:
@@ -94,15 +120,14 @@ def _refuse_code(folder: Path) -> None:
         seen.add(path)
         task = _read(path)
         for key, value in _values(task):
-            if isinstance(value, _Function) or (key in _CODE and isinstance(value, str)):
+            if key in _CODE and isinstance(value, str):
                 raise UserError(f"{path}: {key} names Python code ({value}); if you trust this folder, allow it to run with {TRUST}")
             if key == "use_prompt" and not str(value).startswith("qa-basic:"):
                 raise UserError(f"{path}: use_prompt reads templates from elsewhere; write the template into doc_to_text")
             if key == "hf_evaluate" and value:
                 raise UserError(f"{path}: hf_evaluate runs the code of a metric; use a metric of lm-evaluation-harness itself")
-        data = task.get("dataset_path")
-        if isinstance(data, str) and "/" not in data and data not in _READERS:
-            raise UserError(f"{path}: dataset_path {data}: without {TRUST} the readers are {', '.join(_READERS)}")
+            if key == "dataset_path" and "/" not in str(value) and value not in _READERS:  # at any depth: tasks may stand within groups
+                raise UserError(f"{path}: dataset_path {value}: without {TRUST} the readers are {', '.join(_READERS)}")
         given = task.get("include") or []
         pending += [path.parent / str(one) for one in (given if isinstance(given, list) else [given])]
 
@@ -111,7 +136,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _LONGEST:
             raise UserError(f"{path} is larger than {_LONGEST >> 20} MB; it is no task file")
-        task = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        with path.open("rb") as file:  # named, and decoded, as lm-evaluation-harness does
+            task = yaml.load(file, Loader=_Loader)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as a task: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(task, dict):
