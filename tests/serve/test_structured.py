@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from base_models import KINDS, write_tokenizer
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
+from lmworks.serve import grammar as grammar_module
 from lmworks.serve.grammar import GrammarError
 from lmworks.serve.openai.structure import require_distinct
 from lmworks.serve.structured import choice_grammar, json_grammar, regex_grammar, tools_grammar
@@ -266,3 +268,40 @@ def test_calls_in_the_other_form(vocabulary: Vocabulary, monkeypatch: pytest.Mon
     reply = read(vocabulary.decode(ids), TOOLS)
     assert [call.name for call in reply.calls] in (["weather"], ["clock"]) and not reply.content
     assert isinstance(json.loads(reply.calls[0].arguments), dict)
+
+
+def test_a_grammar_beyond_measure_is_refused_and_delays_nobody(server: Any, client: openai.OpenAI) -> None:
+    """480 bytes for which llguidance takes minutes, or gigabytes and an abort. Plain requests are answered meanwhile."""
+    hostile = {"type": "string", "allOf": [{"pattern": f"(.*[a-z]){{{n}}}"} for n in range(5, 25)]}
+    client.completions.create(model="tiny", prompt="a", max_tokens=8, extra_body={"guided_json": {"type": "boolean"}})  # starts the process
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(client.completions.create, model="tiny", prompt="a", max_tokens=4, extra_body={"guided_json": hostile})
+        answered = 0
+        while not asked.done():
+            client.completions.create(model="tiny", prompt="a", max_tokens=2)
+            assert client.models.list()
+            answered += 1
+        with pytest.raises(openai.BadRequestError, match="guided_json: it is too complex: to compile it takes more than"):
+            asked.result()
+    assert answered > 2, "the trial takes seconds"
+    assert client.completions.create(model="tiny", prompt="a", max_tokens=8, extra_body={"guided_regex": "ab"}).choices[0].text == "ab"
+
+
+def test_many_answers_with_a_long_way_to_their_end_take_no_searches(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All answers of a server wait while one of them searches, and a search for each answer or token takes a minute in all."""
+    searches: list[int] = []
+    search = grammar_module._completion
+    monkeypatch.setattr(grammar_module, "_completion", lambda *given: searches.append(given[2]) or search(*given))
+    long = json_grammar(vocabulary, {"type": "string", "minLength": 900})
+    assert len(searches) == 1
+    answers = [long.answer(1000) for _ in range(128)]
+    text = []
+    for step in range(1000):
+        allowed = answers[0].allowed().nonzero().flatten().tolist()
+        token = answers[0].accept(allowed[step * 7 % len(allowed)])
+        if token in vocabulary.stop_ids:
+            break
+        text.append(token)
+    written = json.loads(b"".join(map(vocabulary.token_bytes, text)))
+    assert len(written) >= 900 and sum(searches[1:]) <= 32 * len(text) + 4 * 2048
+    assert written.strip("0123456789abcdefghijklmnopqrstuvwxyz"), "not only the fillers of the way"

@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -44,6 +45,7 @@ class Api:
         self._models, self._options = models, options
         self._requests = RequestStats()
         self._created = int(time.time())
+        self._grammars, self._compiling = ThreadPoolExecutor(1, "lmworks-grammars"), 0
 
     def app(self) -> Starlette:
         routes = [
@@ -62,6 +64,7 @@ class Api:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         yield
+        self._grammars.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._models.close)
 
     async def completions(self, request: Request) -> Response:
@@ -78,7 +81,7 @@ class Api:
         max_waiting = self._options.max_waiting
         self._models.require_capacity(max_waiting, body.n)  # early, to save the work of rendering and encoding
         engine = await self._models.engine(body.model)
-        generation = await asyncio.to_thread(_generation, body, engine)
+        generation = await self._prepare(body, engine)
         self._models.require_capacity(max_waiting, len(generation.prompts))
         job, events = engine.open(generation)
         reply = kind(engine, body, generation)
@@ -87,6 +90,18 @@ class Api:
         if not await _collect(request, reply, events, job):
             return Response(status_code=_CLIENT_GONE)
         return JSONResponse(reply.body())
+
+    async def _prepare(self, body: Any, engine: Engine) -> Generation:
+        """The request for the engine, in a thread. Grammars have a thread of their own: one that takes its limit of time delays others."""
+        if not body.restricted:
+            return await asyncio.to_thread(_generation, body, engine)
+        if self._compiling >= self._options.max_waiting:
+            raise Busy(self._compiling, body.n, self._options.max_waiting)
+        self._compiling += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._grammars, _generation, body, engine)
+        finally:
+            self._compiling -= 1
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description(name) for name in self._models.known]})

@@ -1,7 +1,7 @@
 """Restricts answers to a grammar with llguidance, and sees to it that they are complete within their limit of tokens.
 
-Grammars come from clients. llguidance compiles regular expressions to automata without backtracking and counts its work, so that an
-expression cannot take exponential time; `_LIMITS` bounds the work and the memory further.
+Grammars come from clients. llguidance counts its work (`_LIMITS`), but some expressions take gigabytes and minutes before its first count,
+and cannot be stopped. So a grammar is first tried in a process with limits (`grammar_trial`), and compiled here if that ended well.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from lmworks.errors import UserError, one_line
+from lmworks.serve.grammar_trial import GrammarError, Trial
 from lmworks.tokenizer.tool_forms import CALL_END, VALUE_END
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from torch import Tensor
 
     from lmworks.serve.vocabulary import Vocabulary
 
@@ -28,44 +27,57 @@ _LIMITS = {
     "max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False,
 }  # fmt: skip
 _LONGEST = 2048  # tokens of the shortest answer that are searched
-_GROWTH = 8  # a token lengthens the way to the end by at most so many tokens and the length of the shortest answer
-
-
-class GrammarError(UserError):
-    """A grammar that cannot be compiled or cannot be met."""
+_GROWTH = 64  # tokens, at least, by which a token may lengthen the way to an end, as one that opens an object with required keys
+_SEARCHED, _SEARCHES = 32, 4 * _LONGEST
+"""Tokens of a search that each token of an answer allows, and the most that are saved up. A token of a search takes some 0.1 ms, so that 32
+answers that search all the time add 0.1 s to a step."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled grammar of a vocabulary. Each answer has a state of its own: `answer`."""
+    """A compiled grammar of a vocabulary, with a short way from its start to an end (None if none of `_LONGEST` tokens was found). Each
+    answer has a state of its own: `answer`."""
 
     vocabulary: Vocabulary
     matcher: LLMatcher
+    path: list[int] | None
 
     def answer(self, limit: int) -> GrammarState:
         """The state at the start of an answer of at most `limit` tokens. Raises `GrammarError` if no answer is known to be that short."""
-        state = GrammarState(self.vocabulary, self.matcher.deep_copy(), limit)
-        if state.path is None:
+        if self.path is None or len(self.path) > limit:
             raise GrammarError(
                 f"no answer of at most {limit} tokens was found that the grammar allows; raise max_tokens or allow shorter answers"
             )
-        return state
+        return GrammarState(self.vocabulary, self.matcher.deep_copy(), limit, self.path)
 
 
 def compile_grammar(vocabulary: Vocabulary, lark: str) -> Grammar:
-    """Compile a grammar in llguidance's form of Lark. Raises `GrammarError` with the reason, and `UserError` without the extra `serve`."""
+    """Try a grammar in llguidance's form of Lark, and compile it. Raises `GrammarError` with the reason, and `UserError` without the extra
+    `serve`."""
     if not find_spec("llguidance"):
         raise UserError("grammars, JSON schemas and required tools need llguidance: pip install 'lmworks[serve]'")
+    try:
+        lark.encode()
+    except UnicodeEncodeError:
+        raise GrammarError("it contains half of a surrogate pair, which is not text") from None
+    _trial(vocabulary)(lark)
+    return compile_here(vocabulary, lark)
+
+
+def compile_here(vocabulary: Vocabulary, lark: str) -> Grammar:
+    """Compile a grammar in this process. Raises `GrammarError` with the reason."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
-    try:
-        matcher = LLMatcher(_tokenizer(vocabulary), LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
-    except UnicodeEncodeError:
-        raise GrammarError("it contains half of a surrogate pair, which is not text") from None
+    matcher = LLMatcher(_tokenizer(vocabulary), LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(_reason(matcher))
-    return Grammar(vocabulary, matcher)
+    return Grammar(vocabulary, matcher, _completion(vocabulary, matcher, _LONGEST, False, False))
+
+
+@lru_cache(4)
+def _trial(vocabulary: Vocabulary) -> Trial:
+    return Trial(vocabulary)
 
 
 def _reason(matcher: LLMatcher) -> str:
@@ -158,16 +170,17 @@ class GrammarState:
     next of the path. `error` is set when the grammar gives up, at a limit of its work.
     """
 
-    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, limit: int) -> None:
-        self._vocabulary, self._matcher, self._left = vocabulary, matcher, limit
+    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, limit: int, path: list[int]) -> None:
+        """`path` is a way from the start to an end, of at most `limit` tokens."""
+        self._vocabulary, self._matcher, self._left, self.path = vocabulary, matcher, limit, path
         self._in_string = self._escaped = False
+        self._searches = _SEARCHES
         self.error: str | None = None
-        self.path = self._completion(min(limit, _LONGEST))
-        self._growth = 1 + _GROWTH + len(self.path or ())
-        self._unchecked = self._safe()
 
     def allowed(self) -> Tensor:
         """Which ids may come next: (vocabulary,) of bool. Where the end of the text is allowed, every stop token is."""
+        import torch
+
         mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) != 0
         if self._matcher.is_error():
             self.error = _reason(self._matcher)
@@ -180,11 +193,8 @@ class GrammarState:
     def accept(self, token: int) -> int:
         """Advance by the chosen token; returns the token that is to stand in its place, usually the same."""
         self._left -= 1
+        self._searches = min(self._searches + _SEARCHED, _SEARCHES)
         if token in self._vocabulary.stop_ids or self.error:
-            return token
-        if self._unchecked:
-            self._unchecked -= 1
-            self._advance(token)
             return token
         if self.path and token == self.path[0]:
             self._advance(token)
@@ -192,45 +202,60 @@ class GrammarState:
             return token
         before = (self._matcher.deep_copy(), self._in_string, self._escaped)
         self._advance(token)
-        path = self._completion(min(self._left, _LONGEST))
-        if path is None and self.path is not None:
+        path = self._way()
+        if path is None:
             self._matcher, self._in_string, self._escaped = before
             if not self.path:
                 return self._vocabulary.eos_id
             token, path = self.path[0], self.path[1:]
             self._advance(token)
         self.path = path
-        self._unchecked = self._safe()
         return token
 
-    def _safe(self) -> int:
-        """The number of tokens that may follow before the way to the end can be longer than what is left."""
-        return (self._left - len(self.path)) // self._growth if self.path is not None else 0
+    def _way(self) -> list[int] | None:
+        """A way to an end of at most `_left` tokens after a token that left the path; None if none is known.
+
+        Most tokens leave the rest of the path valid, with or without its first token, and to try that takes a thousandth of a search. A
+        search takes what its tokens cost from an allowance, because all answers of the server wait for it.
+        """
+        for path in (self.path[1:], self.path):
+            if len(path) <= self._left and self._ends(path):
+                return path
+        most = min(self._left, len(self.path) + max(_GROWTH, len(self.path)), self._searches)
+        if most < len(self.path):
+            return None
+        self._searches -= most
+        return _completion(self._vocabulary, self._matcher, most, self._in_string, self._escaped)
+
+    def _ends(self, path: list[int]) -> bool:
+        matcher = self._matcher.deep_copy()
+        return matcher.try_consume_tokens(path) == len(path) and matcher.is_accepting()
 
     def _advance(self, token: int) -> None:
         self._matcher.consume_token(token)
         self._in_string, self._escaped = _scan(self._vocabulary, token, self._in_string, self._escaped)
 
-    def _completion(self, most: int) -> list[int] | None:
-        """A short way to an allowed end, of at most so many tokens; None if none is found."""
-        matcher, in_string, escaped = self._matcher.deep_copy(), self._in_string, self._escaped
-        path: list[int] = []
-        used: Counter[int] = Counter()
-        while not matcher.is_accepting():
-            if len(path) >= most or matcher.is_error():
+
+def _completion(vocabulary: Vocabulary, matcher: LLMatcher, most: int, in_string: bool, escaped: bool) -> list[int] | None:
+    """A short way to an allowed end, of at most so many tokens; None if none is found."""
+    matcher = matcher.deep_copy()
+    path: list[int] = []
+    used: Counter[int] = Counter()
+    while not matcher.is_accepting():
+        if len(path) >= most or matcher.is_error():
+            return None
+        following = matcher.compute_ff_tokens()  # those without an alternative
+        following = following[: matcher.try_consume_tokens(following)] if following else []
+        if not following:
+            token = _closers(vocabulary).pick(matcher.compute_logit_bias(), in_string, used)
+            if token is None or not matcher.consume_token(token):
                 return None
-            following = matcher.compute_ff_tokens()  # those without an alternative
-            following = following[: matcher.try_consume_tokens(following)] if following else []
-            if not following:
-                token = _closers(self._vocabulary).pick(matcher.compute_logit_bias(), in_string, used)
-                if token is None or not matcher.consume_token(token):
-                    return None
-                used[token] += 1
-                following = [token]
-            for token in following:
-                in_string, escaped = _scan(self._vocabulary, token, in_string, escaped)
-            path += following
-        return path if len(path) <= most else None
+            used[token] += 1
+            following = [token]
+        for token in following:
+            in_string, escaped = _scan(vocabulary, token, in_string, escaped)
+        path += following
+    return path if len(path) <= most else None
 
 
 def _scan(vocabulary: Vocabulary, token: int, in_string: bool, escaped: bool) -> tuple[bool, bool]:

@@ -102,6 +102,11 @@ class Sampling(BaseModel):
         return stops
 
     @property
+    def restricted(self) -> bool:
+        """Whether a grammar restricts the answer, which is compiled first."""
+        return bool(self.guided)
+
+    @property
     def guided(self) -> dict[str, Any]:
         """The `guided_*` parameters that are set."""
         names = ("guided_json", "guided_regex", "guided_choice")
@@ -265,6 +270,10 @@ class ChatRequest(Sampling):
     def _read_messages(self) -> ChatRequest:
         self._read = [message.plain(number) for number, message in enumerate(self.messages, 1)]
         return self
+
+    @property
+    def restricted(self) -> bool:
+        return bool(self.guided) or self.response_format is not None or self.tool_choice not in (None, "auto", "none")
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
