@@ -29,12 +29,12 @@ FOLDERS = {
 
 PLACES = (
     (FIRST, "the sources, steps and executor of the corpus", """
-        corpus.source_checks check(2)
+        corpus.source_checks refusals
         corpus.pipeline check_sources(2)
         corpus.rules.table rules_for
         corpus.readers.__init__ parts
         corpus.readers.listing find_files
-        corpus.engine.passes.reading check_facts(2)
+        corpus.engine.passes.reading _check_facts(2)
         corpus.steps.python _function(3) Python.make
         corpus.steps.rewrite _Rewriter.__init__
         corpus.quality.classifier Classifier.load(4)
@@ -86,7 +86,7 @@ PLACES = (
         run.refusals _adapters.look
         plan.stage_phases stages_as_phases
         shards.read.tuning_batches check_batch
-        train.align.prompts check(3) read_prompts
+        train.align.prompts refusals(3) read_prompts
         train.align.right_answers AnswerCheck.finish
         train.align.rewards check_file(3)
         train.check require_held_out

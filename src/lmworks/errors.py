@@ -1,5 +1,7 @@
 """The exception for errors that the user can correct."""
 
+from collections.abc import Callable, Iterable, Iterator
+
 from lmworks.masking import mask
 
 _MOST = 4000  # characters of a message, which may quote user input
@@ -17,6 +19,21 @@ class UserError(ValueError):
 
 class Unavailable(UserError):
     """Something that is not available here (no network, no package). Fatal unless what needs it is optional."""
+
+
+def all_refusals(looks: Iterable[Callable[[], object]]) -> Iterator[UserError]:
+    """What each of these calls raises, so that a check names all faults and not the first. A call is made when its refusal is asked for."""
+    for look in looks:
+        try:
+            look()
+        except UserError as error:
+            yield error
+
+
+def raise_first(refusals: Iterable[UserError]) -> None:
+    """Raise the first of these, if there is one."""
+    for refusal in refusals:
+        raise refusal
 
 
 def one_line(text: str) -> str:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from command import Lmworks
 
 from lmworks import machine
@@ -31,16 +32,52 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("command", ["show", "plan"])
 def test_files_and_rules_are_looked_at(lmworks: Lmworks, recipe: Path, tmp_path: Path, command: str) -> None:
     done = lmworks(command, recipe)
-    if command == "show":
-        assert done.code == 0
-        assert "nowhere.jsonl" in done.out.replace("\n", "").split("source a:")[-1] and "unknown rules 'nosuch'" in done.out
-    else:  # a plan refuses what a run would refuse
-        assert done.code == 2 and "source a: unknown rules 'nosuch'" in done.error
-        recipe.write_text(RECIPE.format(path=tmp_path / "nowhere.jsonl", rules="none"), encoding="utf-8")
-        assert "nowhere.jsonl" in lmworks(command, recipe).error
+    assert done.code == (0 if command == "show" else 2), "a plan refuses what a run would refuse"
+    said = "".join((done.out + done.err).split())
+    assert "nowhere.jsonl" in "".join(said.split("sourcea:")[1:]) and "sourcea:unknownrules'nosuch'" in said
     (tmp_path / "nowhere.jsonl").write_text('{"text": "here"}\n' * 9999)
     recipe.write_text(RECIPE.format(path=tmp_path / "nowhere.jsonl", rules="none"), encoding="utf-8")
     assert "source a" not in lmworks(command, recipe).out
+
+
+def test_a_plan_names_all_faults(lmworks: Lmworks, tmp_path: Path) -> None:
+    """Of all sources, phases, sets and stages. The run refuses the first, before it does anything."""
+    rows = {"chats.jsonl": '{"messages": 7}\n', "pairs.jsonl": '{"prompt": "a", "chosen": "b"}\n', "prompts.jsonl": '{"prompt": ""}\n'}
+    for name, line in rows.items():
+        (tmp_path / name).write_text(line * 3)
+    (tmp_path / "here.txt").write_text("some text")
+
+    def data(*names: str, **keys: object) -> list[dict[str, object]]:
+        return [{"name": f"{name}-{n}", "kind": "files", "path": str(tmp_path / name), **keys} for n, name in enumerate(names)]
+
+    one = {"tokens": "4096 tokens", "mixture": {"a": 1}, "sequence_length": "64 tokens", "global_batch_size": "256 tokens"}
+    long = {"kind": "wsd", "warmup": "90%", "decay": "90%"}
+    source = {"kind": "jsonl", "domain": "web", "license": "MIT", "path": str(tmp_path / "nowhere.jsonl")}
+    step = {"step": "python", "file": "steps.py", "function": "none"}
+    tree = yaml.safe_load(RECIPE.format(path=tmp_path / "nowhere.jsonl", rules="nosuch")) | {
+        "train": {"phases": [one | {"name": "first", "lr_schedule": long}, one | {"name": "second", "lr_schedule": long}]},
+        "tune": {"data": data("chats.jsonl", "absent.jsonl", "missing.jsonl"), "epochs": 1},
+        "dpo": {"data": data("gone.jsonl", "lost.jsonl")},
+        "grpo": {"data": data("prompts.jsonl", "vanished.jsonl", reward="math"), "group_size": 2},
+        "evaluate": {
+            "benchmarks": [{"name": "nosuchset"}, {"name": "norsuch"}],
+            "protect": [{"name": name, "kind": "jsonl", "path": str(tmp_path / f"{name}.jsonl"), "question": "q"} for name in ("p1", "p2")],
+        },
+    }
+    tree["corpus"]["sources"] += [source | {"name": "b", "path": "not-here/"}, source | {"name": "c", "rules": "noneither"}]
+    tree["corpus"]["steps"] = [step]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    done = lmworks("plan", tmp_path / "recipe.yaml")
+    said = "".join((done.out + done.err).split())
+    assert done.code == 2
+    for fault in (
+        "source a: unknown rules 'nosuch'", "source c: unknown rules 'noneither'", "not-here", "steps.py", "phase first: ",
+        "phase second: ", "absent.jsonl", "missing.jsonl", "gone.jsonl", "lost.jsonl", "vanished.jsonl", "'nosuchset'", "'norsuch'",
+        "protect.p1", "protect.p2",
+    ):  # fmt: skip
+        assert fault.replace(" ", "") in said, fault
+    run = lmworks("run", tmp_path / "recipe.yaml", "--set", f"run_dir={tmp_path / 'run'}")
+    assert run.code == 2 and run.error in done.err and len(run.error.splitlines()) == 1
 
 
 def test_a_run_is_a_recipe(lmworks: Lmworks, recipe: Path, tmp_path: Path) -> None:

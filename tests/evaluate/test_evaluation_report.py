@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 
 from lmworks.corpus.contamination import record
-from lmworks.errors import Unavailable, UserError
+from lmworks.errors import Unavailable, UserError, raise_first
 from lmworks.evaluate.heldout import held_out
 from lmworks.evaluate.items import ChoiceItem
 from lmworks.evaluate.protection import protection
-from lmworks.evaluate.report import check, evaluate
+from lmworks.evaluate.report import evaluate, refusals
 from lmworks.evaluate.sets import loading
 from lmworks.evaluate.tables import printable
 from lmworks.precision import dtype_for
@@ -151,9 +151,9 @@ def test_faults_are_named_before_work_begins(small_transformer, byte_tokenizer, 
         return Recipe(name="t", evaluate=Evaluate(**settings))
 
     with pytest.raises(UserError, match="did you mean hellaswag"):
-        check(asking(benchmarks=["helaswag"]))
+        raise_first(refusals(asking(benchmarks=["helaswag"])))
     with pytest.raises(UserError, match="did you mean chain_sum"):
-        check(asking(tasks=["chain_sums"]))
+        raise_first(refusals(asking(tasks=["chain_sums"])))
     with pytest.raises(UserError, match=r"holds no \.parquet file"):
         evaluate(asking(), small_transformer, byte_tokenizer, tmp_path / "nowhere", tmp_path / "e", "base")
 

@@ -111,9 +111,11 @@ def plan(
                 unfit=True, data=before.data,
             )  # fmt: skip
         except ValueError:
-            for refusal in certain:  # says why there is no plan
-                raise refusal from None
-            raise
+            if not certain:
+                raise
+            for refusal in certain[1:]:  # they say why there is no plan
+                console().print(str(refusal), style="yellow")
+            raise certain[0] from None
     doubtful = [f"on this machine, the run would refuse: {error}" for check, error in refusals if error not in certain]
     notes = [*before.notes, *doubtful] if cluster is None else doubtful
     if as_json:

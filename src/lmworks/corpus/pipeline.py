@@ -26,12 +26,12 @@ from lmworks.corpus.engine.assembling import (
 from lmworks.corpus.engine.dedup_preview import SourceDuplicates, preview_duplicates
 from lmworks.corpus.engine.job import Job, hash_referenced_files
 from lmworks.corpus.engine.passes.decontamination import EVALUATION, PROTECTED
-from lmworks.corpus.engine.passes.reading import check_facts
+from lmworks.corpus.engine.passes.reading import missing_facts
 from lmworks.corpus.engine.passes.sequence import PASSES
 from lmworks.corpus.engine.tables import parquet_writer
 from lmworks.corpus.readers import Part, parts
 from lmworks.corpus.report import Report
-from lmworks.errors import Unavailable, UserError
+from lmworks.errors import Unavailable, UserError, raise_first
 from lmworks.files import explain_os_errors, read_json, sha256_file, write_json
 from lmworks.masking import mask
 from lmworks.progress import bar, console
@@ -55,7 +55,7 @@ def prepare(
         out.mkdir(parents=True, exist_ok=True)
         remove_partial(out)
         job, missing = plan(recipe, out, questions, folder)
-        check_facts(job)
+        raise_first(missing_facts(job))
         job.save()
         _mark_lost_outputs(job)
         executor = import_module(f"lmworks.corpus.engine.executors.{recipe.corpus.executor.kind}")
@@ -83,7 +83,7 @@ def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[Render
     check_sources(recipe.corpus)
     found, missing = _find_parts(recipe.corpus)
     job = Job(recipe, Path(folder), out.resolve(), found, hash_referenced_files(recipe, Path(folder)), "")
-    check_facts(job)
+    raise_first(missing_facts(job))
     sources = Table("source", "parts", "MB of input", box=None)
     for source in job.sources:
         sources.add_row(source.name, f"{len(found[source.name]):,}", f"{sum(piece.bytes for piece in job.of(source)) / 1e6:,.1f}")

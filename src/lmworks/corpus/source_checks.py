@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from lmworks.corpus.readers import parts
 from lmworks.corpus.rules import rules_for
-from lmworks.errors import Unavailable, UserError
+from lmworks.errors import Unavailable, UserError, all_refusals
 from lmworks.recipe.schema.recipe import Recipe
 
 _ELSEWHERE = ("wheel", "stdlib", "huggingface")  # not checked: pinned, part of Python, or remote
 _WHOLE = 1 << 62
 
 
-def check(recipe: Recipe, folder: Path) -> None:
-    """Raise `UserError` for the first thing for which the corpus stage could not begin: a source that is not here, rules, facts and files
-    that the steps need, packages, and the executor. `folder` is that of the recipe. Wheels and datasets are not downloaded."""
+def refusals(recipe: Recipe, folder: Path) -> Iterator[UserError]:
+    """Everything for which the corpus stage could not begin: sources that are not here, rules, facts and files that the steps need,
+    packages, and the executor. `folder` is that of the recipe. Wheels and datasets are not downloaded."""
     from lmworks.corpus.dedup.semantic import embedding
     from lmworks.corpus.engine.job import Job
-    from lmworks.corpus.engine.passes.reading import check_facts
+    from lmworks.corpus.engine.passes.reading import missing_facts
     from lmworks.corpus.pipeline import check_sources
 
     corpus = recipe.corpus
     if not corpus.sources and not recipe.trains_base:
         return
-    check_sources(corpus)
-    for fault in faults(recipe):
-        raise UserError(fault)
-    check_facts(Job(recipe, folder, folder, {source.name: () for source in corpus.sources}, {}, ""))
+    yield from all_refusals([partial(check_sources, corpus)])
+    yield from map(UserError, faults(recipe))
+    yield from missing_facts(Job(recipe, folder, folder, {source.name: () for source in corpus.sources}, {}, ""))
     if corpus.dedup.semantic is not None:
-        embedding(corpus.dedup.semantic, folder)
+        yield from all_refusals([partial(embedding, corpus.dedup.semantic, folder)])
     if corpus.executor.kind == "slurm" and shutil.which("sbatch") is None:
-        raise UserError("corpus.executor kind slurm needs sbatch, which is not on this machine; run this on a login node")
+        yield UserError("corpus.executor kind slurm needs sbatch, which is not on this machine; run this on a login node")
 
 
 def faults(recipe: Recipe) -> Iterator[str]:

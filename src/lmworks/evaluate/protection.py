@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from lmworks.corpus.cleaning import clean
 from lmworks.corpus.contamination import Decontaminator, Question, record
 from lmworks.corpus.readers import parts, read
 from lmworks.documents import corpus_files
-from lmworks.errors import Unavailable, UserError
+from lmworks.errors import Unavailable, UserError, all_refusals
 from lmworks.evaluate.generation import reasoning
 from lmworks.evaluate.heldout import held_out
 from lmworks.evaluate.sets import loading
@@ -65,11 +67,9 @@ def protection(recipe: Recipe) -> Protection:
     return Protection(questions, unread)
 
 
-def check_own(recipe: Recipe) -> None:
-    """Read the evaluation sets of the user's own. Raises `UserError` for one that cannot be read or has no items."""
-    for own in recipe.evaluate.protect:
-        for _ in _questions(own):
-            pass
+def refusals_of_own(recipe: Recipe) -> Iterator[UserError]:
+    """Evaluation sets of the user's own that cannot be read or have no items; all of them are read."""
+    return all_refusals(partial(deque, _questions(own), 0) for own in recipe.evaluate.protect)
 
 
 def _questions(own: Protected) -> Iterator[Question]:

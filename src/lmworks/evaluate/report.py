@@ -8,14 +8,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmworks import files
 from lmworks.corpus.contamination import Question
+from lmworks.errors import UserError, all_refusals, raise_first
 from lmworks.evaluate import bits_per_byte, protection, references
 from lmworks.evaluate.answers import answer_bits
 from lmworks.evaluate.compare.comparison import NothingInCommon, compare
@@ -46,12 +48,11 @@ if TYPE_CHECKING:
     from lmworks.model import Transformer
 
 
-def check(recipe: Recipe) -> None:
-    """Raise `UserError` for a benchmark or task that this installation does not know or cannot read, before anything is trained."""
-    check_names(recipe.evaluate.benchmarks)
-    check_local(recipe.evaluate.benchmarks)
-    for generator in recipe.evaluate.tasks:
-        generate_tasks(generator, 1)
+def refusals(recipe: Recipe) -> Iterator[UserError]:
+    """The benchmarks and tasks that this installation does not know or cannot read, before anything is trained."""
+    for one in recipe.evaluate.benchmarks:
+        yield from islice(all_refusals(partial(look, [one]) for look in (check_names, check_local)), 1)
+    yield from all_refusals(partial(generate_tasks, generator, 1) for generator in recipe.evaluate.tasks)
 
 
 def evaluate(
@@ -70,9 +71,9 @@ def evaluate(
     clean. `conversations` is the folder of the tuning data, whose held-out answers are scored too. `chat` says whether
     the model answers in a chat; by default later models do. Where the base model does, its answers to general questions are kept, and
     scored for the later models too (`own_answers`).
-    Raises `UserError` for what `check` finds and for a corpus without held-out text.
+    Raises `UserError` for what `refusals` finds and for a corpus without held-out text.
     """
-    check(recipe)
+    raise_first(refusals(recipe))
     out_dir.mkdir(parents=True, exist_ok=True)
     path = out_dir / "results.json"
     later = name != BASE.model

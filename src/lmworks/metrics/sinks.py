@@ -6,12 +6,13 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from lmworks import machine
-from lmworks.errors import UserError
+from lmworks.errors import UserError, all_refusals
 from lmworks.files import write_text
 from lmworks.metrics.names import describe
 from lmworks.recipe.schema.metrics import Metrics
@@ -42,20 +43,20 @@ def open_sinks(run_dir: Path, options: Metrics, resume_step: int, heartbeats: Pa
     return sinks
 
 
-def check(options: Metrics) -> None:
-    """Raise `UserError` if a package that a sink needs is not installed, or the port of Prometheus is taken."""
+def refusals(options: Metrics) -> Iterator[UserError]:
+    """The packages that sinks need and that are not installed, and the port of Prometheus if it is taken."""
     import socket
 
-    for setting, (module, extra) in _PACKAGES.items():
-        if getattr(options, setting):
-            _import(module, f"metrics.{setting}", extra)
+    yield from all_refusals(
+        partial(_import, module, f"metrics.{setting}", extra) for setting, (module, extra) in _PACKAGES.items() if getattr(options, setting)
+    )
     if options.prometheus_port:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", options.prometheus_port))
             except OSError as error:
-                raise _taken(options.prometheus_port, error) from None
+                yield _taken(options.prometheus_port, error)
 
 
 _PACKAGES = {

@@ -1,29 +1,34 @@
 """What the stages of a run would refuse, looked for before the first one runs.
 
-`CHECKS` is the one list: `lmworks run` raises the first refusal before any stage begins, `lmworks plan` shows all of them. A refusal that
-only a later stage makes costs a user hours, so a new one gets a check here; `tests/run/test_refusal_sites.py` walks every place in the
-source that raises a `UserError` and fails for one that is neither checked here nor known to depend on what exists only later.
+`CHECKS` is the one list: `lmworks run` raises the first refusal before any stage begins, `lmworks plan` shows all of them, for which a
+check of several things yields a refusal for each. A refusal that only a later stage makes costs a user hours, so a new one gets a check
+here; `tests/run/test_refusal_sites.py` walks every place in the source that raises a `UserError` and fails for one that is neither checked
+here nor known to depend on what exists only later.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from lmworks import machine
-from lmworks.errors import UserError
+from lmworks.errors import UserError, all_refusals, raise_first
 from lmworks.plan.stage_data import StageData
+from lmworks.recipe.schema.dpo import PreferenceData
+from lmworks.recipe.schema.grpo import RewardTask
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import ChatData
 
 if TYPE_CHECKING:
     from lmworks.evaluate.protection import Protection
     from lmworks.tokenizer.tokenizer import Tokenizer
+
+DataSet = ChatData | PreferenceData | RewardTask
 
 RUN_BYTES = 4 << 20
 """Data files of a stage up to this size are read whole before a run, which takes seconds; of larger ones some rows, as plans do."""
@@ -66,8 +71,8 @@ class Before:
         check_names(self.recipe.evaluate.benchmarks)
         return protection(self.recipe)
 
-    def read(self, stage: str) -> None:
-        """Read the data of a stage whose files are here."""
+    def read(self, stage: str, only: DataSet | None = None) -> None:
+        """Read the data of a stage whose files are here. only: one of its sets, of which nothing is kept."""
         from lmworks.run.stage_data import read_stage, readable
 
         def protect():  # type: ignore[no-untyped-def]
@@ -75,18 +80,32 @@ class Before:
             texts = {one.text.strip() for one in self.protected.questions}
             return texts, self.protected.decontaminator(options.ngram) if options else None
 
-        if readable(self.recipe, stage):
-            self.data[stage] = read_stage(self.recipe, stage, self.tokenizer, self.run_dir / "corpus", protect, self.most)
+        recipe = self.recipe
+        if only is not None:
+            recipe = recipe.model_copy(update={stage: recipe.later_stages[stage].model_copy(update={"data": [only]})})
+        if readable(recipe, stage):
+            found = read_stage(recipe, stage, self.tokenizer, self.run_dir / "corpus", protect, self.most)
+            if only is None:
+                self.data[stage] = found
+
+
+Look = Callable[[Before], Iterable[UserError] | None]
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check of what a `stage` would refuse. `look` raises `UserError`. here: it depends on the files, packages, memory or disk of this
-    machine, so that it does not hold for a plan of another one."""
+    """A check of what a `stage` would refuse. `look` raises `UserError`, or yields one for each thing. here: it depends on the
+    files, packages, memory or disk of this machine, so that it does not hold for a plan of another one."""
 
     stage: str
-    look: Callable[[Before], None]
+    look: Look
     here: bool = True
+
+    def refusals(self, before: Before) -> Iterator[UserError]:
+        try:
+            yield from self.look(before) or ()
+        except UserError as error:
+            yield error
 
 
 def look_ahead(before: Before, stages: Sequence[str]) -> Iterator[tuple[Check, UserError]]:
@@ -95,9 +114,7 @@ def look_ahead(before: Before, stages: Sequence[str]) -> Iterator[tuple[Check, U
     for check in CHECKS:
         if check.stage not in stages:
             continue
-        try:
-            check.look(before)
-        except UserError as error:
+        for error in check.refusals(before):
             if str(error) not in said:
                 said.add(str(error))
                 yield check, error
@@ -105,20 +122,19 @@ def look_ahead(before: Before, stages: Sequence[str]) -> Iterator[tuple[Check, U
 
 def require_possible(before: Before, stages: Sequence[str]) -> None:
     """Raise the first refusal of these stages."""
-    for _, refusal in look_ahead(before, stages):
-        raise refusal
+    raise_first(refusal for _, refusal in look_ahead(before, stages))
 
 
-def _sources(before: Before) -> None:
-    from lmworks.corpus.source_checks import check
+def _sources(before: Before) -> Iterator[UserError]:
+    from lmworks.corpus.source_checks import refusals
 
-    check(before.recipe, before.folder)
+    return refusals(before.recipe, before.folder)
 
 
-def _protected(before: Before) -> None:
-    from lmworks.evaluate.protection import check_own
+def _protected(before: Before) -> Iterator[UserError]:
+    from lmworks.evaluate.protection import refusals_of_own
 
-    check_own(before.recipe)
+    return refusals_of_own(before.recipe)
 
 
 def _tokenizer(before: Before) -> None:
@@ -128,14 +144,13 @@ def _tokenizer(before: Before) -> None:
     before.tokenizer  # noqa: B018
 
 
-def _imported(before: Before) -> None:
+def _imported(before: Before) -> Iterator[UserError]:
     from lmworks.files import sha256_file
     from lmworks.shards.build.build_shards import check_imported
 
     tokenizer = before.tokenizer
     digest = None if tokenizer is None else sha256_file(tokenizer.directory / "tokenizer.json")
-    for name, folder in sorted(before.recipe.shards.imported.items()):
-        check_imported(name, folder, digest)
+    return all_refusals(partial(check_imported, name, folder, digest) for name, folder in sorted(before.recipe.shards.imported.items()))
 
 
 def _enough_text(before: Before) -> None:
@@ -145,13 +160,13 @@ def _enough_text(before: Before) -> None:
         raise UserError(missing)
 
 
-def _phases(before: Before) -> None:
-    from lmworks.train.check import check_phases
+def _phases(before: Before) -> Iterator[UserError]:
+    from lmworks.train.check import phase_refusals
 
-    check_phases(before.recipe)
+    return phase_refusals(before.recipe)
 
 
-def _layout(before: Before) -> None:
+def _layout(before: Before) -> Iterator[UserError]:
     from lmworks.plan.layout import problems
     from lmworks.plan.machine import machine_for
     from lmworks.plan.stage_phases import stages_as_phases
@@ -162,7 +177,7 @@ def _layout(before: Before) -> None:
     cluster = machine_for(recipe)
     for phase in recipe.train.phases:
         for problem in problems(recipe, cluster, recipe.layout, phase):
-            raise UserError(f"layout: {problem}")
+            yield UserError(f"layout: {problem}")
 
 
 def _begun(before: Before) -> bool:
@@ -178,7 +193,7 @@ def _start(before: Before) -> None:
         check_start(before.recipe)
 
 
-def _adapters(stage: str) -> Callable[[Before], None]:
+def _adapters(stage: str) -> Look:
     def look(before: Before) -> None:
         import torch
 
@@ -202,62 +217,69 @@ def _adapters(stage: str) -> Callable[[Before], None]:
     return look
 
 
-def _rewards(before: Before) -> None:
-    from lmworks.train.align.prompts import check
+def _rewards(before: Before) -> Iterable[UserError]:
+    from lmworks.train.align.prompts import refusals
 
-    if before.recipe.grpo is not None:
-        check(before.recipe)
+    return () if before.recipe.grpo is None else refusals(before.recipe)
 
 
-def _generated(stage: str) -> Callable[[Before], None]:
-    def look(before: Before) -> None:
+def _generated(stage: str) -> Look:
+    def look(before: Before) -> Iterator[UserError]:
+        section = before.recipe.later_stages.get(stage)
+        there = section.data if section is not None and stage not in before.resuming else ()
+        return all_refusals(partial(one, before, data) for data in there)
+
+    def one(before: Before, data: DataSet) -> None:
         from lmworks.corpus.generated_questions import create, generators_of
         from lmworks.train.data.conversation_files import read_dataset, read_files
         from lmworks.train.data.conversation_sets import task_share
 
-        section = before.recipe.later_stages.get(stage)
-        for data in section.data if section is not None and stage not in before.resuming else ():
-            key = f"{stage}.data.{data.name}"
-            if data.kind == "tasks":
-                for generator in generators_of(data.tasks, before.recipe, key):
-                    create(generator, 1, 1, f"{key}.tasks")
-                if isinstance(data, ChatData):
-                    task_share(data, before.recipe)
-            elif data.kind in ("files", "huggingface") and not data.path:
-                next(read_files(key, data.path) if data.kind == "files" else read_dataset(key, data.path, ""))
+        key = f"{stage}.data.{data.name}"
+        if data.kind == "tasks":
+            for generator in generators_of(data.tasks, before.recipe, key):
+                create(generator, 1, 1, f"{key}.tasks")
+            if isinstance(data, ChatData):
+                task_share(data, before.recipe)
+        elif data.kind in ("files", "huggingface") and not data.path:
+            next(read_files(key, data.path) if data.kind == "files" else read_dataset(key, data.path, ""))
 
     return look
 
 
-def _section(stage: str) -> Callable[[Before], None]:
-    def look(before: Before) -> None:
-        from lmworks.train.check import check_stage
+def _section(stage: str) -> Look:
+    def look(before: Before) -> Iterable[UserError]:
+        from lmworks.train.check import stage_refusals
 
-        if stage in before.recipe.later_stages:
-            check_stage(before.recipe, stage)
+        return stage_refusals(before.recipe, stage) if stage in before.recipe.later_stages else ()
 
     return look
 
 
-def _data(stage: str) -> Callable[[Before], None]:
-    def look(before: Before) -> None:
+def _data(stage: str) -> Look:
+    def look(before: Before) -> Iterator[UserError]:
         from lmworks.train.check import check_steps
 
         if stage in before.recipe.later_stages and stage not in before.resuming:
-            before.read(stage)
+            try:
+                before.read(stage)
+            except UserError as error:  # of the stage as a whole, or of one of its sets, beside which others may be at fault
+                yield error
+                for data in before.recipe.later_stages[stage].data:
+                    each = all_refusals([partial(before.read, stage, data)])
+                    yield from (other for other in each if f"{stage}.data.{data.name}" in str(other))
             if (found := before.data.get(stage)) is not None:
                 check_steps(before.recipe, stage, found.steps, found.read, found.held_out)
 
     return look
 
 
-def _packages(before: Before) -> None:
-    from lmworks.metrics.sinks import check as check_sinks
+def _packages(before: Before) -> Iterator[UserError]:
+    from lmworks.metrics.sinks import refusals
 
-    check_sinks(before.recipe.metrics)
+    return refusals(before.recipe.metrics)
 
 
-def _deepspeed(stage: str) -> Callable[[Before], None]:
+def _deepspeed(stage: str) -> Look:
     def look(before: Before) -> None:
         recipe = before.recipe
         if recipe.train.deepspeed is not None and (recipe.train.phases if stage == "pretrain" else stage in recipe.later_stages):
@@ -268,11 +290,12 @@ def _deepspeed(stage: str) -> Callable[[Before], None]:
     return look
 
 
-def _evaluation(before: Before) -> None:
-    if before.recipe.evaluate.benchmarks or before.recipe.evaluate.tasks:
-        from lmworks.evaluate.report import check
+def _evaluation(before: Before) -> Iterable[UserError]:
+    if not (before.recipe.evaluate.benchmarks or before.recipe.evaluate.tasks):
+        return ()
+    from lmworks.evaluate.report import refusals
 
-        check(before.recipe)
+    return refusals(before.recipe)
 
 
 def _export(before: Before) -> None:
@@ -281,16 +304,16 @@ def _export(before: Before) -> None:
     check(before.recipe)
 
 
-def _export_packages(before: Before) -> None:
+def _export_packages(before: Before) -> Iterator[UserError]:
     options = before.recipe.export
     for wanted, module, what, key in (
         (options.huggingface, "transformers", "checking an export", "huggingface"), (options.gguf is True, "gguf", "writing GGUF", "gguf"),
     ):  # fmt: skip
         if wanted and importlib.util.find_spec(module) is None:
-            raise UserError(f"{what} needs {module}: pip install 'lmworks[export]', or set export.{key}=false")
+            yield UserError(f"{what} needs {module}: pip install 'lmworks[export]', or set export.{key}=false")
 
 
-def _memory(before: Before) -> None:
+def _memory(before: Before) -> Iterator[UserError]:
     """Refuses what cannot be had even if nothing else ran: state that persists between steps. The rest of the estimate is a warning."""
     from lmworks.plan.machine import machine_for
     from lmworks.plan.memory import GIB
@@ -308,7 +331,7 @@ def _memory(before: Before) -> None:
         fixed = sum(size for name, size in held.components.items() if name in STATE)
         if fixed > cluster.memory_gib * GIB:
             parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in held.components.items() if name in STATE and size)
-            raise UserError(
+            yield UserError(
                 f"{phase.name} needs {fixed / GIB:,.1f} GiB for its state alone ({parts}), and {cluster.device} has "
                 f"{cluster.memory_gib:g}: train low-rank adapters (lora), or a smaller model, or on a machine with more memory"
             )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from lmworks.errors import UserError
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from lmworks.errors import UserError, all_refusals
 from lmworks.optim.schedules import Schedules
 from lmworks.recipe.schema.dpo import Dpo
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.schema.tune import Tune
 from lmworks.shards.order.timeline import Timeline
 from lmworks.shards.read.tuning_batches import check_batch
@@ -23,29 +27,34 @@ MEASURED = {
 """What the validations of the stages after pretraining measure."""
 
 
-def check_phases(recipe: Recipe) -> None:
-    """Raise `UserError` for phases without a whole step, and for schedules longer than their phase. With `time` budgets are set
+def phase_refusals(recipe: Recipe) -> Iterator[UserError]:
+    """Phases without a whole step, and schedules longer than their phase: one refusal for each phase. With `time` budgets are set
     later."""
-    phases = recipe.train.phases
     if not recipe.trains_base or recipe.time is not None:
         return
-    timeline = Timeline(phases)
-    Schedules(phases, [phase.steps for phase in timeline.phases], timeline.tokens_before)
+
+    def look(phases: Sequence[Phase]) -> None:
+        timeline = Timeline(phases)
+        Schedules(phases, [phase.steps for phase in timeline.phases], timeline.tokens_before)
+
+    found = list(all_refusals(partial(look, [phase]) for phase in recipe.train.phases))
+    yield from found or all_refusals([partial(look, recipe.train.phases)])
 
 
-def check_stage(recipe: Recipe, stage: str) -> None:
-    """Raise `UserError` for a stage after pretraining that could not run, whatever its data hold."""
+def stage_refusals(recipe: Recipe, stage: str) -> Iterator[UserError]:
+    """Why a stage after pretraining could not run, whatever its data hold."""
     section = getattr(recipe, stage)
-    require_sets(recipe, stage)
+    looks: list[Callable[[], object]] = [partial(require_sets, recipe, stage)]
     if isinstance(section, Tune):
         length, batch = int(section.sequence_length), int(section.global_batch_size)
-        check_batch(None if section.epochs else int(section.planned_tokens), batch, length)
+        looks.append(partial(check_batch, None if section.epochs else int(section.planned_tokens), batch, length))
         if section.replay is not None:
-            replayed_rows(section.replay, batch // length)
+            looks.append(partial(replayed_rows, section.replay, batch // length))
     if section.early_stopping is not None:
         held_out = {"tune": "validation_fraction", "dpo": "held_out_fraction", "grpo": "held_out"}[stage]
         measured = (*(MEASURED[stage] if getattr(section, held_out) else ()), *((GENERAL, RISE) if section.forgetting else ()))
-        EarlyStopping(section.early_stopping).observe(0, dict.fromkeys(measured, 0.0))
+        looks.append(partial(EarlyStopping(section.early_stopping).observe, 0, dict.fromkeys(measured, 0.0)))
+    return all_refusals(looks)
 
 
 def check_steps(recipe: Recipe, stage: str, steps: int, tokens: int, held_out: int) -> None:

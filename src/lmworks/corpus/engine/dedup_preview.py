@@ -12,10 +12,11 @@ from lmworks.corpus.engine.counts import Count, Counts, count
 from lmworks.corpus.engine.dedup_decisions import REPEATED, DedupDecisions, read_texts, staged_path
 from lmworks.corpus.engine.executors import local
 from lmworks.corpus.engine.job import Job, Piece
-from lmworks.corpus.engine.passes.reading import check_facts
+from lmworks.corpus.engine.passes.reading import missing_facts
 from lmworks.corpus.engine.passes.sequence import PASSES
 from lmworks.corpus.engine.tables import row_groups
 from lmworks.corpus.readers.items import EXCERPT
+from lmworks.errors import raise_first
 
 _EXAMPLES = 3
 CUT = "passages_cut"
@@ -47,7 +48,7 @@ class SourceDuplicates:
 
 def preview_duplicates(job: Job) -> list[SourceDuplicates]:
     """What deduplication would drop, per source. `job.out` is a directory without other use; all work is done on this machine."""
-    check_facts(job)
+    raise_first(missing_facts(job))
     job.save()
     local.execute(job, PASSES[: [pass_.name for pass_ in PASSES].index("cut_passages") + 1])
     found = [_of_source(job, job.of(source), source.name) for source in job.sources]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from lmworks.corpus.contamination import Decontaminator
-from lmworks.errors import UserError
+from lmworks.errors import UserError, all_refusals, raise_first
 from lmworks.recipe.schema.grpo import RewardTask
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer.messages import Message
@@ -38,30 +39,32 @@ class Prompts:
     sets: dict[str, Any]
 
 
-def check(recipe: Recipe) -> None:
-    """Raise `UserError` for rewards and layouts that cannot work, and for right answers that cannot be read, before anything is
-    trained."""
+def refusals(recipe: Recipe) -> Iterator[UserError]:
+    """Rewards and layouts that cannot work, and right answers that cannot be read, before anything is trained."""
     options = recipe.grpo
     assert options is not None
-    require_sets(recipe, "grpo")
+    yield from all_refusals([partial(require_sets, recipe, "grpo")])
     if recipe.layout.pp > 1:
-        raise UserError(f"grpo generates with the weights that it trains; layout.pp {recipe.layout.pp} cannot: use tp, cp or dp_shard")
+        yield UserError(f"grpo generates with the weights that it trains; layout.pp {recipe.layout.pp} cannot: use tp, cp or dp_shard")
     if recipe.train.deepspeed is not None:
-        raise UserError("grpo generates with the weights that it trains; train.deepspeed cannot: leave it out and set layout.zero")
+        yield UserError("grpo generates with the weights that it trains; train.deepspeed cannot: leave it out and set layout.zero")
     if recipe.layout.tp > 1 and (options.top_k, options.top_p, options.min_p) != (0, 1.0, 0.0):
-        raise UserError("grpo: with layout.tp no rank has all logits, on which top_k, top_p and min_p are replayed: leave these out")
-    for data in options.data:
-        key = f"grpo.data.{data.name}"
-        if data.reward == "python":
-            check_file(data, key)
-        if data.reward == "unit_tests":
-            make_judge(data, key, {})
-        if data.kind == "tasks":
-            _data_sets(data, recipe, 1)
-        elif (answers := answer_check(data, key)) is not None:
-            for _ in _rows(data, recipe, {}, answers):  # all: which of them `count` draws depends on all
-                pass
-            answers.finish()
+        yield UserError("grpo: with layout.tp no rank has all logits, on which top_k, top_p and min_p are replayed: leave these out")
+    yield from all_refusals(partial(_check_set, data, recipe) for data in options.data)
+
+
+def _check_set(data: RewardTask, recipe: Recipe) -> None:
+    key = f"grpo.data.{data.name}"
+    if data.reward == "python":
+        check_file(data, key)
+    if data.reward == "unit_tests":
+        make_judge(data, key, {})
+    if data.kind == "tasks":
+        _data_sets(data, recipe, 1)
+    elif (answers := answer_check(data, key)) is not None:
+        for _ in _rows(data, recipe, {}, answers):  # all: which of them `count` draws depends on all
+            pass
+        answers.finish()
 
 
 def read_prompts(
@@ -74,7 +77,7 @@ def read_prompts(
     """
     options = recipe.grpo
     assert options is not None
-    check(recipe)
+    raise_first(refusals(recipe))
     judges: list[Judge] = []
     found: list[Prompt] = []
     sets: dict[str, Any] = {}

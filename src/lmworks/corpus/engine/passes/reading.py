@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,9 @@ from lmworks.corpus.readers import read
 from lmworks.corpus.readers.items import Item
 from lmworks.corpus.sampling import keys, threshold
 from lmworks.corpus.steps.base import Context
-from lmworks.errors import UserError
+from lmworks.errors import UserError, all_refusals
 from lmworks.files import read_json, write_json
+from lmworks.recipe.schema.corpus import Source
 
 BATCH_CHARACTERS = 1 << 19  # so that temporary arrays stay in the CPU cache
 _REPORT_EVERY = 256
@@ -193,22 +195,25 @@ class _PartReader:
         out.write_batch(rows_of(batch.documents))
 
 
-def check_facts(job: Job) -> None:
-    """Raise UserError if a step needs a fact that neither the source nor an earlier step provides."""
+def missing_facts(job: Job) -> Iterator[UserError]:
+    """For each source a step that needs a fact which neither the source nor an earlier step provides, or a step that cannot be made."""
+    return all_refusals(partial(_check_facts, job, source) for source in job.sources)
+
+
+def _check_facts(job: Job, source: Source) -> None:
     from lmworks.corpus.readers import provides
 
-    for source in job.sources:
-        known = set(provides(source))
-        for step in [node.make(Context(source, job.recipe.seed, job.folder)) for node in job.recipe.corpus.steps]:
-            for fact in step.needs:
-                if fact not in known:
-                    raise UserError(
-                        f"step {step.name} needs the fact {fact!r}, which source {source.name} does not have: add it to "
-                        "keep of the source, or put a step that makes it before this one"
-                    )
-            known.update(step.makes)
-        if source.buckets and source.bucket_by not in known:
-            raise UserError(
-                f"source {source.name} has buckets by the fact {source.bucket_by!r}, which neither the source nor a step provides: add a "
-                "step that makes it, or name another bucket_by"
-            )
+    known = set(provides(source))
+    for step in [node.make(Context(source, job.recipe.seed, job.folder)) for node in job.recipe.corpus.steps]:
+        for fact in step.needs:
+            if fact not in known:
+                raise UserError(
+                    f"step {step.name} needs the fact {fact!r}, which source {source.name} does not have: add it to "
+                    "keep of the source, or put a step that makes it before this one"
+                )
+        known.update(step.makes)
+    if source.buckets and source.bucket_by not in known:
+        raise UserError(
+            f"source {source.name} has buckets by the fact {source.bucket_by!r}, which neither the source nor a step provides: add a "
+            "step that makes it, or name another bucket_by"
+        )
