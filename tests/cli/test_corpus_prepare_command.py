@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,3 +122,68 @@ def test_a_dry_run_of_deduplication_says_what_prepare_will_drop_and_writes_nothi
     assert lmworks("corpus", "prepare", recipe, "--json").error.startswith("--json needs --dedup-dry-run")
     assert lmworks("corpus", "prepare", recipe).code == 0
     assert kept(tmp_path / "run") == ["mine/0/0", "mine/0/3", "mine/0/4"], "it drops what the dry run has said"
+
+
+def test_a_source_of_duplicates_is_named_with_what_removed_its_documents(lmworks: Lmworks, write: Write, tmp_path: Path) -> None:
+    """And what is said helps: with the priority that it names, the copies of that source are kept."""
+    texts = [words(seed) for seed in range(6)]
+    recipe = write(texts, corpus={"steps": []})
+    tree = yaml.safe_load(recipe.read_text())
+    (tmp_path / "again.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, " "]))
+    tree["corpus"]["sources"].append(tree["corpus"]["sources"][0] | {"name": "again", "path": f"{tmp_path}/again.jsonl"})
+    recipe.write_text(yaml.safe_dump(tree))
+    error = lmworks("corpus", "prepare", recipe).error
+    assert f"source again ({tmp_path}/again.jsonl): none of its 7 documents is left to train on (" in error
+    assert "duplicate 6" in error and "empty text 1" in error and "copies of documents in mine 6" in error
+    assert "corpus.dedup.priority: [again]" in error and "optional: true" in error and "rejected.jsonl" in error
+    tree["corpus"]["dedup"] = {"priority": ["again"]}
+    tree["corpus"]["sources"][0]["optional"] = True
+    recipe.write_text(yaml.safe_dump(tree))
+    done = lmworks("corpus", "prepare", recipe)
+    assert done.code == 0, done.err
+    assert "copies of documents in again 6" in " ".join(done.out.split())
+
+
+def test_a_folder_of_text_is_read_by_ending_and_the_rest_is_counted_and_named(lmworks: Lmworks, write: Write, tmp_path: Path) -> None:
+    """Neither Markdown nor a page is text; capital letters and compression change nothing; `include` reads what it names."""
+    recipe, folder = write([]), tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.txt").write_text(words(1))
+    (folder / "deep" / "B.TXT").write_text(words(2))
+    (folder / "c.Txt.gz").write_bytes(gzip.compress(words(3).encode()))
+    others = ("notes.md", "page.HTML", "rows.jsonl", "deep/README", "photo.png")
+    for number, name in enumerate(others):
+        (folder / name).write_text(words(10 + number))
+    with zipfile.ZipFile(folder / "more.zip", "w") as archive:
+        archive.writestr("d.txt", words(4))
+        archive.writestr("e.md", words(5))
+    tree = yaml.safe_load(recipe.read_text())
+    first = tree["corpus"]["sources"][0]
+
+    def prepared(**source: Any) -> tuple[str, list[str]]:
+        tree["corpus"] |= {"steps": [], "sources": [first | {"kind": "text", "path": str(folder), **source}]}
+        recipe.write_text(yaml.safe_dump(tree))
+        done = lmworks("corpus", "prepare", recipe)
+        assert done.code == 0, done.err
+        paths = [path for found in corpus_files(tmp_path / "run" / "corpus", "train").values() for path in found]
+        origins = sorted(Path(origin).name for path in paths for origin in pq.read_table(path)["origin"].to_pylist())
+        return " ".join(done.out.split()), origins
+
+    said, origins = prepared()
+    assert origins == ["B.TXT", "a.txt", "c.Txt.gz", "d.txt"]
+    report = json.loads((tmp_path / "run" / "corpus" / "report.json").read_text())
+    about = report["passed_over"]["mine"]
+    assert about.startswith("5 files with other endings not read (") and "in a folder kind text reads .txt, .text" in about
+    assert all(f"1 {ending}" in about for ending in (".md", ".html", ".jsonl", ".png", "no ending")), about
+    assert "passed over" in said and "5 files" in said and report["sources"][0]["quarantined"]["other_ending"]["documents"] == 1
+    assert "5 files with other endings" in " ".join(lmworks("plan", recipe, "--set", "size=1M").out.split())
+    assert prepared(path=f"{folder}/*")[1] == ["a.txt", "c.Txt.gz", "d.txt"], "a pattern without an ending is a folder"
+    assert prepared(path=f"{folder}/*.md")[1] == ["notes.md"], "what is named is read"
+    assert prepared(include="*.md")[1] == ["notes.md"]
+    assert prepared(kind="markdown")[1] == ["e.md", "notes.md"]
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "notes.md").write_text(words(1))
+    tree["corpus"]["sources"][0] |= {"path": str(tmp_path / "only"), "kind": "text"}
+    recipe.write_text(yaml.safe_dump(tree))
+    error = lmworks("corpus", "prepare", recipe).error
+    assert "no files at" in error and "1 file with other endings not read (1 .md" in error

@@ -245,7 +245,7 @@ def test_a_fact_that_nobody_gives_is_refused_at_once(texts: Path, tmp_path: Path
 
 def test_the_copy_of_the_source_with_priority_is_kept(texts: Path, tmp_path: Path) -> None:
     first, second = source(texts), source(texts, name="best", path=f"{texts}/a.jsonl")
-    with pytest.raises(UserError, match="source best: none of its 30 documents is left to train on"):
+    with pytest.raises(UserError, match=r"source best .*: none of its 30 documents is left to train on"):
         prepare(recipe(first, second, decontaminate=None), tmp_path / "out")
     lib, best = prepare(recipe(first, second, decontaminate=None, dedup={"priority": ("best",)}), tmp_path / "out").sources
     assert (lib.name, best.name) == ("lib", "best")

@@ -248,7 +248,7 @@ def test_bad_rows_never_stop_the_job(tmp_path: Path) -> None:
 def test_a_missing_source_stops_the_run_unless_optional(tmp_path: Path) -> None:
     gone = mine(tmp_path / "nowhere", name="gone", kind="text")
     with pytest.raises(
-        UserError, match=f"source gone: no files at {tmp_path}/nowhere; check the path; or set optional: true to continue without it"
+        UserError, match=f"source gone: no files at {tmp_path}/nowhere ending in .*; check the path; or set optional: true to continue without it"
     ):
         prepare(recipe(gone), tmp_path / "out")
     good = mine(write_rows(tmp_path / "a.jsonl", numbered(20)))
@@ -263,24 +263,24 @@ def test_an_optional_source_of_which_nothing_is_left_is_noted(tmp_path: Path) ->
     texts = numbered(20)
     copies = mine(write_rows(tmp_path / "b.jsonl", texts), name="copies")
     first = mine(write_rows(tmp_path / "a.jsonl", texts))
-    with pytest.raises(UserError, match=r"source copies: none of its 20 documents is left to train on; see .* set optional: true"):
+    with pytest.raises(UserError, match=r"source copies \(.*b.jsonl\): none of its 20 documents is left .*set optional: true"):
         prepare(recipe(first, copies), tmp_path / "out")
     report = prepare(recipe(first, copies.model_copy(update={"optional": True})), tmp_path / "out")
     assert [source.name for source in report.sources] == ["mine"]
-    assert report.missing == {"copies": "none of its 20 documents is left to train on"}
+    assert report.missing == {"copies": "none of its 20 documents is left to train on (duplicate 20; copies of documents in mine 20)"}
     assert not list((tmp_path / "out" / "train").glob("copies/*"))
 
 
 def test_an_empty_source_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
-    with pytest.raises(UserError, match="source mine: has no documents; check its path, include and document_format"):
+    with pytest.raises(UserError, match=r"source mine \(.*a.jsonl\): has no documents; check its path, include and document_format"):
         prepare(recipe(mine(tmp_path / "a.jsonl")), tmp_path / "out")
 
 
 def test_a_source_with_nothing_usable_says_why(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": "too short"}\n')
     with pytest.raises(
-        UserError, match=r"source mine: none of its 2 documents is usable \(wrong_type 1, word_count 1\); see rejected.jsonl"
+        UserError, match=r"source mine .*: none of its 2 documents is usable \(wrong_type 1, word_count 1\); see rejected.jsonl"
     ):
         prepare(recipe(mine(tmp_path / "a.jsonl", rules="prose")), tmp_path / "out")
     assert "too short" in (tmp_path / "out" / "rejected.jsonl").read_text()

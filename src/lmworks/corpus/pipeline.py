@@ -29,7 +29,7 @@ from lmworks.corpus.engine.passes.decontamination import EVALUATION, PROTECTED
 from lmworks.corpus.engine.passes.reading import missing_facts
 from lmworks.corpus.engine.passes.sequence import PASSES
 from lmworks.corpus.engine.tables import parquet_writer
-from lmworks.corpus.readers import Part, parts
+from lmworks.corpus.readers import Part, parts, passed_over
 from lmworks.corpus.report import Report
 from lmworks.errors import Unavailable, UserError, raise_first
 from lmworks.files import explain_os_errors, read_json, sha256_file, write_json
@@ -62,6 +62,7 @@ def prepare(
         executor.execute(job, PASSES)
         report = assemble_report(job, missing)
         report.unread, report.advice = dict(unread), list(advice(recipe.corpus))
+        report.passed_over = {source.name: said for source in job.sources if (said := passed_over(source))}
         write_samples(job)
         omit_empty_sources(job, report)
         _require_clean(recipe, report)

@@ -86,6 +86,7 @@ class SourceReport:
 class Report:
     """The report of the corpus stage. `missing` maps optional sources that were not available to the reason; the mixture leaves them out.
 
+    `passed_over` says of sources which files in their folders are not read because of their endings.
     `statistics` are distributions by SOURCE/FACT over documents read and training documents; `bytes_per_document` is the memory of
     comparing all documents, per document. `protected` has, for each evaluation set and for the held-out documents, the number of `items`
     searched for, of items too `trivial` to be searched for, of items `found`, and of `documents` that contain one. `widespread` are
@@ -96,6 +97,7 @@ class Report:
 
     sources: list[SourceReport] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
+    passed_over: dict[str, str] = field(default_factory=dict)
     bytes_per_document: float = 0.0
     statistics: dict[str, Any] = field(default_factory=dict)
     contamination: list[dict[str, Any]] = field(default_factory=list)
@@ -203,6 +205,8 @@ def table(report: Report) -> Table:
     shown.add_row(Text("all, to train on", "bold"), *_numbers(came, kept), "")
     for name, why in report.missing.items():
         shown.add_row(Text(name, "yellow"), Text("missing", "yellow"), "", "", "", why)
+    for name, what in report.passed_over.items():
+        shown.add_row(Text(name, "yellow"), Text("passed over", "yellow"), "", "", "", what)
     for name, why in report.unread.items():
         shown.add_row(Text(name, "yellow"), Text("not protected", "yellow"), "", "", "", why)
     for against, documents, what in (*_rows_of_strict_rules(report), *_contamination_rows(report)):

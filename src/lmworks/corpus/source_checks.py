@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from lmworks.corpus.readers import parts
+from lmworks.corpus.readers import parts, passed_over
 from lmworks.corpus.rules import rules_for
 from lmworks.errors import Unavailable, UserError, all_refusals
 from lmworks.recipe.schema.recipe import Recipe
@@ -34,6 +35,15 @@ def refusals(recipe: Recipe, folder: Path) -> Iterator[UserError]:
         yield from all_refusals([partial(embedding, corpus.dedup.semantic, folder)])
     if corpus.executor.kind == "slurm" and shutil.which("sbatch") is None:
         yield UserError("corpus.executor kind slurm needs sbatch, which is not on this machine; run this on a login node")
+
+
+def left_out(recipe: Recipe) -> Iterator[str]:
+    """One line per source of which a folder has files that are not read. Of sources that are here."""
+    for source in recipe.corpus.sources:
+        if source.kind not in _ELSEWHERE:
+            with suppress(UserError, OSError):
+                if said := passed_over(source):
+                    yield f"source {source.name}: {said}"
 
 
 def faults(recipe: Recipe) -> Iterator[str]:

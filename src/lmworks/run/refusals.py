@@ -126,9 +126,10 @@ def require_possible(before: Before, stages: Sequence[str]) -> None:
 
 
 def _sources(before: Before) -> Iterator[UserError]:
-    from lmworks.corpus.source_checks import refusals
+    from lmworks.corpus.source_checks import left_out, refusals
 
-    return refusals(before.recipe, before.folder)
+    yield from refusals(before.recipe, before.folder)
+    before.notes += left_out(before.recipe)
 
 
 def _protected(before: Before) -> Iterator[UserError]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from lmworks.corpus.engine.counts import ContaminatedItems, Samples
 from lmworks.corpus.engine.job import Job
 from lmworks.corpus.engine.passes.decontamination import enabled
 from lmworks.corpus.engine.passes.writing import MOST_PASSAGES, decisions_path, outputs
+from lmworks.corpus.engine.tables import row_groups
 from lmworks.corpus.engine.task import Pass
 from lmworks.corpus.histogram import Histogram
 from lmworks.corpus.report import Report, SourceReport
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json, write_text
+from lmworks.masking import mask
 from lmworks.recipe.schema.corpus import Source
 
 _ADVICE = {
@@ -48,7 +51,7 @@ def require_documents(job: Job) -> None:
     if needed or len(empty) == len(job.sources):
         write_samples(job, ("read",))
     if needed:
-        raise UserError(f"source {needed[0].name}: {empty[needed[0].name]}")
+        raise UserError(f"source {_placed(needed[0])}: {empty[needed[0].name]}")
     if len(empty) == len(job.sources):
         raise UserError("no corpus source has a usable document; see quarantine.jsonl and rejected.jsonl in the corpus directory")
 
@@ -127,16 +130,44 @@ def write_manifest(job: Job, report: Report) -> None:
 
 def omit_empty_sources(job: Job, report: Report) -> None:
     """Record optional sources without training documents as missing. Raise UserError for a source that is not optional."""
-    optional = {source.name for source in job.sources if source.optional}
+    sources = {source.name: source for source in job.sources}
     came = {one.name: one.came.documents for one in report.sources if not one.train.documents}
-    empty = {name: f"none of its {documents} documents is left to train on" for name, documents in came.items()}
-    for name, why in empty.items():
-        if name not in optional:
-            raise UserError(f"source {name}: {why}; see rejected.jsonl, or set optional: true to continue without it")
+    empty = {}
+    for name, documents in came.items():
+        fates, copied = _fates(job, sources[name])
+        gone = ", ".join(f"{what} {count:,}" for what, count in fates.most_common())
+        empty[name] = f"none of its {documents:,} documents is left to train on ({gone}{_whose(copied)})"
+        if not sources[name].optional:
+            raise UserError(f"source {_placed(sources[name])}: {empty[name]}; {_remedy(job, name, copied)}")
     report.missing |= empty
     report.sources = [source for source in report.sources if source.name not in empty]
     if not report.sources:
         raise UserError("no corpus source has documents left to train on; see rejected.jsonl in the corpus directory")
+
+
+def _fates(job: Job, source: Source) -> tuple[Counter[str], Counter[str]]:
+    """How often each reason removed a document of a source, and how many were copies of documents of which source."""
+    fates, copied = Counter[str](), Counter[str]()
+    for piece in job.of(source):
+        for _, rows in row_groups(decisions_path(job, piece), ["fate", "reason", "copy_of"]):
+            for fate, reason, original in zip(*(rows[name].to_pylist() for name in rows.column_names), strict=True):
+                fates["held out" if fate == "validation" else (reason or fate).replace("_", " ")] += 1
+                if original:
+                    copied[original.partition("/")[0]] += 1
+    return fates, copied
+
+
+def _whose(copied: Counter[str]) -> str:
+    return "; copies of documents in " + ", ".join(f"{name} {count:,}" for name, count in copied.most_common()) if copied else ""
+
+
+def _placed(source: Source) -> str:
+    return f"{source.name} ({mask(source.path)})" if source.path else source.name
+
+
+def _remedy(job: Job, name: str, copied: Counter[str]) -> str:
+    keep = f"set corpus.dedup.priority: [{name}] to keep its copies instead of those, " if set(copied) - {name} else ""
+    return f"{keep}set optional: true to continue without it, or see {job.out / 'rejected.jsonl'}"
 
 
 def remove_stale(job: Job, report: Report, passes: Sequence[Pass]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 
-from lmworks.corpus.readers import files, huggingface, jsonl, parquet, repository, standard_library, warc, wheel
+from lmworks.corpus.readers import files, huggingface, jsonl, listing, parquet, repository, standard_library, warc, wheel
 from lmworks.corpus.readers.extraction import require
 from lmworks.corpus.readers.items import Item, printable, quarantined
 from lmworks.corpus.readers.listing import File
@@ -18,7 +18,7 @@ from lmworks.corpus.readers.part import Part
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 
-__all__ = ["File", "Part", "parts", "provides", "read"]
+__all__ = ["File", "Part", "parts", "passed_over", "provides", "read"]
 
 _FAMILIES: dict[str, ModuleType] = {
     "jsonl": jsonl,
@@ -30,6 +30,13 @@ _FAMILIES: dict[str, ModuleType] = {
     "wheel": wheel,
     "stdlib": standard_library,
 }
+
+
+def passed_over(source: Source) -> str:
+    """The files in the folder of a source that are not read because of their ending, in words; empty if there are none."""
+    module = _FAMILIES[source.kind]
+    endings = files.with_archives(source) if module is files else getattr(module, "SUFFIXES", ())
+    return listing.passed_over(source, endings)
 
 
 def provides(source: Source) -> tuple[str, ...]:

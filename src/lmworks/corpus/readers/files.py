@@ -26,7 +26,7 @@ from lmworks.recipe.schema.corpus import Source
 
 FACTS = ("path",)
 SUFFIXES: dict[str, tuple[str, ...]] = {
-    "text": (),
+    "text": (".txt", ".text"),
     "markdown": (".md", ".markdown", ".mdown"),
     "html": (".html", ".htm", ".xhtml"),
     "latex": (".tex", ".latex"),
@@ -41,15 +41,21 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
 Convert = Callable[[Member, int], Iterator[Item]]
 
 
-def _suffixes(source: Source) -> tuple[str, ...]:
+def suffixes(source: Source) -> tuple[str, ...]:
+    """Endings of the files that are read in a folder or archive; those that `include` names may have any."""
     return () if source.include else SUFFIXES[source.kind]
+
+
+def with_archives(source: Source) -> tuple[str, ...]:
+    """The same, and those of archives."""
+    found = suffixes(source)
+    return (*found, *ARCHIVES) if found else ()
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
     with ExitStack() as stack:
         _convert(source, stack)
-    suffixes = _suffixes(source)
-    files = find_files(source, (*suffixes, *ARCHIVES) if suffixes else ())
+    files = find_files(source, with_archives(source))
     return list(line_parts(files, part_bytes) if source.document_format == "lines" else pack_files(files, part_bytes))
 
 
@@ -82,8 +88,11 @@ def _archived(source: Source, convert: Convert, file: File, limit: int) -> Itera
     for member in members(file):
         if isinstance(member, Item):
             yield member
-        elif has_extension(member.name, _suffixes(source)) and fnmatch.fnmatch(member.name, source.include or "*"):
-            name = f"{file.path}/{member.name}"
+            continue
+        name = f"{file.path}/{member.name}"
+        if not has_extension(member.name, suffixes(source)):
+            yield quarantined("other_ending", printable(name), "", member.size)
+        elif fnmatch.fnmatch(member.name, source.include or "*"):
             yield from quarantine_errors(_named(convert(replace(member, name=name), limit), name), name)
 
 

@@ -6,6 +6,7 @@ import fnmatch
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from lmworks.recipe.schema.corpus import Source
 from lmworks.storage import explain_storage_errors, filesystem
 
 LEADS_OUT = "a link that leads out of its source"
+_MOST_ENDINGS, _MOST_SUFFIXES = 5, 8  # that a line names
 _SKIPPED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", "dist-packages", "venv"}
 
 
@@ -40,24 +42,63 @@ class File:
 def find_files(source: Source, suffixes: tuple[str, ...] = ()) -> list[File]:
     """Files of a source at its `path` (file, directory, glob or fsspec URL), sorted by path.
 
-    Inside a directory only names with one of `suffixes` are included, compressed or not (all names if empty); hidden and tool directories
-    are skipped. A link inside it to a target outside is a file with `leads_out`. Raises Unavailable if there are no files.
+    Inside a directory only names with one of `suffixes` are included, compressed or not (all names if empty), and likewise for a glob that
+    ends in `*`, which names no ending; hidden and tool directories are skipped. A link inside it to a target outside is a file with
+    `leads_out`. Raises Unavailable if there are no files.
     """
     assert source.path is not None, "checked by the recipe"
+    files = _list(source, lambda name: has_extension(name, suffixes))
+    if not files:
+        matching = f" matching {source.include}" if source.include else f" ending in {', '.join(suffixes[:6])}" if suffixes else ""
+        others = passed_over(source, suffixes)
+        raise Unavailable(f"no files at {source.path}{matching}; {others or f'check the path{working_directory_hint(source.path)}'}")
+    return files
+
+
+def passed_over(source: Source, suffixes: tuple[str, ...]) -> str:
+    """The files of a folder that `find_files` leaves out for their names, counted by ending, and what to do; empty if there are none."""
+    if not suffixes or not _names_no_ending(_plain(source)):
+        return ""
+    files = _list(source, lambda name: not has_extension(name, suffixes))
+    if not files:
+        return ""
+    endings = Counter(os.path.splitext(file.path)[1].lower() or "no ending" for file in files)
+    counts = ", ".join(f"{count:,} {ending}" for ending, count in endings.most_common(_MOST_ENDINGS))
+    more = f", {len(endings) - _MOST_ENDINGS} other endings" if len(endings) > _MOST_ENDINGS else ""
+    what = f"{len(files):,} {'files' if len(files) > 1 else 'file'} with other endings not read"
+    reads = ", ".join(suffixes[:_MOST_SUFFIXES]) + (", ..." if len(suffixes) > _MOST_SUFFIXES else "")
+    return (
+        f"{what} ({counts}{more}; such as {mask(files[0].path)}): in a folder kind {source.kind} reads {reads}; name others with include, "
+        "or make them a source of their own kind"
+    )
+
+
+def _list(source: Source, by_ending: Callable[[str], bool]) -> list[File]:
+    path = _plain(source)
+    ending = by_ending if _names_no_ending(path) else lambda name: True
 
     def included(name: str) -> bool:
         pattern = source.include
-        return pattern is None or fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(os.path.basename(name), pattern)
+        return ending(name) and (pattern is None or fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(os.path.basename(name), pattern))
 
-    path = re.sub("^(?:file|local)://", "", source.path)  # fsspec follows all links of a local folder, and lists linked folders as files
-    if "://" in path:
-        files = [file for file in _list_remote(path, suffixes) if included(file.path)]
-    else:
-        files = list(_list_local(path, suffixes, included))
-    if not files:
-        matching = f" matching {source.include}" if source.include else f" ending in {', '.join(suffixes[:6])}" if suffixes else ""
-        raise Unavailable(f"no files at {source.path}{matching}; check the path{working_directory_hint(source.path)}")
-    return sorted(files, key=lambda file: file.path)
+    found = filter(lambda file: included(file.path), _list_remote(path)) if "://" in path else _list_local(path, included)
+    return sorted(found, key=lambda file: file.path)
+
+
+def _plain(source: Source) -> str:
+    """The path; without file://, since fsspec follows all links of a local folder, and lists linked folders as files."""
+    assert source.path is not None
+    return re.sub("^(?:file|local)://", "", source.path)
+
+
+def _names_no_ending(path: str) -> bool:
+    """Whether a path stands for whatever lies in a folder: it is none of a file, and no glob with an ending."""
+    last = path.rstrip("/").rpartition("/")[2]
+    if "://" in path and not re.search(r"[*?[]", path):
+        system, inner = filesystem(path, "path")
+        with explain_storage_errors(path, "path"):
+            return bool(system.isdir(inner))
+    return os.path.isdir(path) or (bool(last) and set(last) <= {"*"})
 
 
 def working_directory_hint(path: str) -> str:
@@ -74,9 +115,9 @@ def has_extension(name: str, suffixes: tuple[str, ...]) -> bool:
     return not suffixes or name.endswith(suffixes) or plain.endswith(suffixes)
 
 
-def _list_local(path: str, suffixes: tuple[str, ...], included: Callable[[str], bool]) -> Iterator[File]:
+def _list_local(path: str, included: Callable[[str], bool]) -> Iterator[File]:
     if os.path.isdir(path):
-        yield from _walk(path, lambda name: has_extension(name, suffixes) and included(name))
+        yield from _walk(path, included)
     elif os.path.isfile(path):
         if included(path):
             yield from filter(None, [local_file(path)])
@@ -146,14 +187,14 @@ def _pattern(glob: str) -> re.Pattern[str]:
     return re.compile("".join(made), re.DOTALL)
 
 
-def _list_remote(path: str, suffixes: tuple[str, ...]) -> list[File]:
+def _list_remote(path: str) -> list[File]:
     system, inner = filesystem(path, "path")
     with explain_storage_errors(path, "path"):
         try:
             if any(mark in inner for mark in "*?["):
                 found = system.glob(inner, detail=True)
             elif system.isdir(inner):
-                found = {name: info for name, info in system.find(inner, detail=True).items() if has_extension(name, suffixes)}
+                found = system.find(inner, detail=True)
             else:
                 found = {inner: system.info(inner)}
         except FileNotFoundError:

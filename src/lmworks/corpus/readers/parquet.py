@@ -14,12 +14,13 @@ from lmworks.corpus.readers.rows import Columns
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 
+SUFFIXES = (".parquet", ".pq")
 _ROWS = 8  # larger batches are not faster, and one value may be as long as a document
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
     """Parts of whole small files, and of row groups of large files. Raises UserError if the first readable file lacks a column."""
-    files = find_files(source, (".parquet",))
+    files = find_files(source, SUFFIXES)
     names = next((names for file in files[:3] if not file.leads_out and (names := _names(file.path))), None)
     if names:
         Columns(source, 0).columns_to_read(names, printable(files[0].path))

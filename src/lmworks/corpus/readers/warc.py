@@ -23,6 +23,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 
 FACTS = ("url", "date")
+SUFFIXES = (".warc", ".wet")
 _PAGES = ("text/html", "application/xhtml+xml")
 # requests and metadata are not documents
 _DOCUMENTS = re.compile(rb"^WARC-Type:[ \t]*(?:response|resource|conversion)[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
@@ -36,7 +37,7 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
     """Parts of whole files."""
     if find_spec("warcio") is None:
         raise UserError("reading WARC needs warcio: pip install 'lmworks[web]'")
-    return list(pack_files(find_files(source, (".warc", ".wet")), part_bytes))
+    return list(pack_files(find_files(source, SUFFIXES), part_bytes))
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:

@@ -54,7 +54,8 @@ class Source(Node):
     kind: Kind = Field(description="storage format")
     path: str | None = Field(
         None,
-        description="file, directory or glob, relative to the working directory, or fsspec URL; repository: each directory or archive that "
+        description="file, directory or glob, relative to the working directory, or fsspec URL; in a directory the files with the endings "
+        "of the kind are read, and others are counted and named; repository: each directory or archive that "
         "it matches is one document; huggingface: name of a dataset, or a directory",
     )
     package: Annotated[str | None, read_by("corpus", "tune")] = Field(

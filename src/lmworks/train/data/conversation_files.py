@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmworks.corpus.readers import parquet
 from lmworks.corpus.readers.json_rows import SUFFIXES, rows_of
 from lmworks.corpus.readers.listing import LEADS_OUT, File, folder_of_glob, has_extension, lies_outside, working_directory_hint
 from lmworks.corpus.readers.opening import COMPRESSED, open_binary
 from lmworks.corpus.readers.read_errors import damage_errors
 from lmworks.errors import UserError
 
-_PARQUET = (".parquet", ".pq")
 _READ = ".jsonl, .json, .ndjson or .parquet, each also .gz, .zst, .bz2 or .xz"
 _LONGEST_ROW = 1 << 26  # bytes of a row of JSON
 _ROWS_AT_ONCE = 256
@@ -53,7 +53,7 @@ def read_files(where: str, given: str | None, split: str = "train") -> Iterator[
     for file in listed.outside:
         yield RawRow(str(file), fault=f"leads out: {LEADS_OUT}; to read its target, make that a set")
     for file in listed.files:
-        yield from _parquet(file) if has_extension(file.name, _PARQUET) else _json(file)
+        yield from _parquet(file) if has_extension(file.name, parquet.SUFFIXES) else _json(file)
 
 
 def read_dataset(where: str, given: str | None, split: str) -> Iterator[RawRow]:
@@ -95,7 +95,7 @@ class _Listed:
 
 
 def _list_files(where: str, path: Path) -> _Listed:
-    known = (*SUFFIXES, *_PARQUET)
+    known = (*SUFFIXES, *parquet.SUFFIXES)
     if path.is_file():
         if not has_extension(path.name, known):
             raise UserError(f"{where}.path: {path} is no such file; its name must end in {_READ}")
