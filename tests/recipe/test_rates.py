@@ -59,7 +59,7 @@ def test_a_rate_that_is_written_wins_and_the_others_follow_from_that_of_the_opti
     assert recipe.tune is not None and recipe.tune.learning_rate == 1e-5
     assert recipe.dpo is not None and recipe.dpo.learning_rate == pytest.approx(0.001 * 0.025 * rates.MUON, rel=0.05)
     adapters = load(tmp_path, base, "optimizer.adam_learning_rate=0.002", dpo=dpo | {"lora": {"rank": 2}})
-    assert adapters.dpo is not None and adapters.dpo.learning_rate == pytest.approx(0.002 * 0.25, rel=0.05)
+    assert adapters.dpo is not None and adapters.dpo.learning_rate == pytest.approx(0.002 * 0.5, rel=0.05)
 
 
 def test_the_former_key_is_refused_with_what_to_do(base: Path, tmp_path: Path) -> None:
