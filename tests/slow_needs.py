@@ -72,15 +72,27 @@ def _prometheus() -> str | None:
     return None if found else "no prometheus: apt-get install prometheus"
 
 
+def _debootstrap() -> str | None:
+    """Why no container file can be executed here."""
+    if os.geteuid() != 0:
+        return "debootstrap and chroot need root"
+    if not shutil.which("debootstrap"):
+        return "no debootstrap: apt-get install debootstrap"
+    mounts = subprocess.run(["unshare", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True)
+    return None if mounts.returncode == 0 else "root may not mount here, as in most containers"
+
+
 NEEDS = {
     need.name: need
     for need in (
         Need("llama", partial(engines.missing, "llama"), large=True),
         Need("vllm", partial(engines.missing, "vllm"), large=True),
         Need("compress", partial(engines.missing, "compress"), large=True),
+        Need("slime", partial(engines.missing, "slime"), large=True),
         Need("slurm", slurm_cluster.missing, ("slurm-wlm", "munge")),
         Need("sshd", _sshd, ("openssh-server",)),
         Need("libaio", _libaio, ("libaio-dev",)),
+        Need("debootstrap", _debootstrap, ("debootstrap",)),
         Need("prometheus", _prometheus, ("prometheus",)),
     )
 }

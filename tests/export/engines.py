@@ -16,6 +16,8 @@ _PLACES = {  # the variable, and the place below LMWORKS_ENGINES
     "LMWORKS_LLAMA_SOURCE": "llama.cpp",
     "LMWORKS_VLLM_PYTHON": "vllm/bin/python",
     "LMWORKS_COMPRESS_PYTHON": "compress/bin/python",
+    "LMWORKS_SLIME": "slime",
+    "LMWORKS_SLIME_MEGATRON": "Megatron-LM",
 }
 
 
@@ -29,7 +31,7 @@ def path_of(variable: str) -> Path | None:
 
 
 def missing(engine: str) -> str | None:
-    """Why `llama`, `vllm` or `compress` (llm-compressor) cannot be run."""
+    """Why `llama`, `vllm`, `compress` (llm-compressor) or `slime` (its sources) cannot be run."""
     for variable in _PLACES:
         if engine.upper() in variable:
             found = path_of(variable)

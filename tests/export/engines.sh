@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs the engines that the slow tests of the exports run: llama.cpp (server and Python bindings) and vLLM's CPU build.
-#     sh tests/export/engines.sh DIR [llama] [vllm] [compress]        all, if none is named
+#     sh tests/export/engines.sh DIR [llama] [vllm] [compress] [slime]        all, if none is named
 #     LMWORKS_ENGINES=DIR python -m pytest -m slow tests/export
 # llama.cpp: 77 MB to download, some 15 minutes of compiling on two cores (a C++ compiler; what was compiled stays). vLLM: 3 GB to download.
 set -eu
@@ -8,7 +8,7 @@ set -eu
 mkdir -p "$1"
 dir=$(cd "$1" && pwd)
 shift
-[ $# -ge 1 ] || set -- llama vllm compress
+[ $# -ge 1 ] || set -- llama vllm compress slime
 python=${PYTHON:-python3}
 
 # llama-cpp-python's source package carries all of llama.cpp: one pinned file for the server, the bindings and the converter.
@@ -58,6 +58,21 @@ vllm() {
 compress() {
     "$python" -m venv "$dir/compress"
     "$dir/compress/bin/pip" install -q torch==2.13.0 llmcompressor==0.14.0.1
+}
+
+# The sources of slime, and of Megatron-LM as slime's container file pins and patches it: their parsers run without GPUs.
+slime() {
+    source_at slime https://github.com/THUDM/slime.git 624b824a898ab0ec1fcb4d373004c7f3852bf515
+    source_at Megatron-LM https://github.com/NVIDIA/Megatron-LM.git 1dcf0dafa884ad52ffb243625717a3471643e087
+    for patch in megatron.patch megatron-sglang-aligned.patch; do
+        git -C "$dir/Megatron-LM" apply "$dir/slime/docker/patch/latest/$patch"
+    done
+}
+
+source_at() {
+    rm -rf "${dir:?}/$1"
+    git clone -q --no-checkout "$2" "$dir/$1"
+    git -C "$dir/$1" checkout -q "$3"
 }
 
 for engine in "$@"; do "$engine"; done

@@ -49,8 +49,8 @@ NAMES = {  # argument -> field of TransformerConfig and its type
     "--attention-softmax-in-fp32": ("attention_softmax_in_fp32", bool),
 }  # fmt: skip
 ELSEWHERE = {  # arguments of the model itself, and those that choose a faster computation of the same values
-    "--vocab-size", "--max-position-embeddings", "--position-embedding-type", "--rotary-base", "--rotary-percent", "--swiglu",
-    "--disable-bias-linear", "--group-query-attention", "--untie-embeddings-and-output-weights",
+    "--vocab-size", "--max-position-embeddings", "--seq-length", "--position-embedding-type", "--rotary-base", "--rotary-percent",
+    "--swiglu", "--disable-bias-linear", "--group-query-attention", "--untie-embeddings-and-output-weights",
     "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-token-dispatcher-type",
 }  # fmt: skip
 assert set(given) <= NAMES.keys() | ELSEWHERE, set(given) - NAMES.keys() - ELSEWHERE

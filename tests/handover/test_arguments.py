@@ -28,8 +28,8 @@ SLIME = facts("slime-624b824a898a")  # with the Megatron-LM that its Dockerfile 
 
 ALWAYS = {
     "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--group-query-attention", "--num-query-groups",
-    "--kv-channels", "--vocab-size", "--max-position-embeddings", "--normalization", "--norm-epsilon", "--swiglu", "--disable-bias-linear",
-    "--position-embedding-type", "--rotary-base", "--rotary-percent", "--attention-dropout", "--hidden-dropout",
+    "--kv-channels", "--vocab-size", "--max-position-embeddings", "--seq-length", "--normalization", "--norm-epsilon", "--swiglu",
+    "--disable-bias-linear", "--position-embedding-type", "--rotary-base", "--rotary-percent", "--attention-dropout", "--hidden-dropout",
     "--attention-softmax-in-fp32",
 }  # fmt: skip
 BY_TRAIT: dict[str, set[str]] = {  # what a model with the trait must bring, and one without it must not
@@ -85,6 +85,7 @@ def check(model: Model, family: str) -> dict[str, str | None]:
     values = {one.name: one.value for one in found}
     assert float(values["--rotary-percent"] or 0) == model.rope.partial_rotary_factor
     assert float(values["--rotary-base"] or 0) == model.rope.theta
+    assert int(values["--seq-length"] or 0) <= int(values["--max-position-embeddings"] or 0)  # Megatron refuses a longer one
     assert values["--attention-dropout"] == values["--hidden-dropout"] == "0"
     if model.moe is not None:
         assert values["--moe-router-score-function"] == model.moe.scoring_func
@@ -133,7 +134,7 @@ def run_words(folder: Path, *kinds: str, **options: Any) -> dict[str, str | None
 @pytest.mark.parametrize("kind", RM_TYPES)
 def test_slime_takes_every_argument_of_the_run(tmp_path: Path, kind: str) -> None:
     words = run_words(tmp_path, kind, **({"rm_url": "http://rewards:8000/score"} if kind == "remote_rm" else {}))
-    assert words["--num-epoch"] == "1" and words["--rm-type"] == kind  # without epochs or rollouts slime's parser ends the run
+    assert words["--num-rollout"] == "1" and words["--rm-type"] == kind  # without epochs or rollouts slime's parser ends the run
     assert words.get("--reward-key") == ("score" if kind == "dapo" else None)
     assert words.get("--rm-url") == ("http://rewards:8000/score" if kind == "remote_rm" else None)
     assert words["--num-steps-per-rollout"] == "1" and words["--rollout-stop-token-ids"] == "1 2"
@@ -141,7 +142,15 @@ def test_slime_takes_every_argument_of_the_run(tmp_path: Path, kind: str) -> Non
 
 def test_enough_prompts_are_cut_into_steps(tmp_path: Path) -> None:
     words = run_words(tmp_path, *["math"] * 200, epochs=3)
-    assert (words["--rollout-batch-size"], words["--num-steps-per-rollout"], words["--num-epoch"]) == ("128", "4", "3")
+    assert (words["--rollout-batch-size"], words["--num-steps-per-rollout"]) == ("128", "4")
+
+
+@pytest.mark.parametrize(("rows", "epochs", "rollouts"), [(5, 1, 1), (5, 3, 3), (128, 2, 2), (129, 1, 2), (255, 1, 2), (200, 3, 5)])
+def test_no_prompt_is_left_out(tmp_path: Path, rows: int, epochs: int, rollouts: int) -> None:
+    """slime's epochs are of whole rollouts: 255 prompts in rollouts of 128 would be 128 prompts."""
+    words = run_words(tmp_path, *["math"] * rows, epochs=epochs)
+    assert words["--num-rollout"] == str(rollouts) and "--num-epoch" not in words
+    assert rollouts * int(words["--rollout-batch-size"] or 0) >= rows * epochs
 
 
 def test_rewards_that_do_not_go_together_are_refused(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ def model_arguments(model: Model, family: str) -> list[Argument]:
         Argument("--kv-channels", str(model.head_dim), "head_dim, which need not be hidden_size over heads"),
         Argument("--vocab-size", str(model.vocab_size), "rows of the embedding; Megatron pads them, and slime removes the padding"),
         Argument("--max-position-embeddings", str(int(model.max_position_embeddings or 2048)), "max_position_embeddings"),
+        Argument("--seq-length", str(min(int(model.max_position_embeddings or 2048), 4096)),
+                 "a placeholder, since the length varies; slime's own of 4096 is refused for a shorter context"),
         Argument("--normalization", "RMSNorm", "the norm of all these classes"),
         Argument("--norm-epsilon", repr(model.rms_norm_eps), "rms_norm_eps: Megatron's default may be another"),
         Argument("--swiglu", None, "feed-forward layers with gates"),
@@ -43,7 +45,7 @@ def model_arguments(model: Model, family: str) -> list[Argument]:
         Argument("--attention-dropout", "0", "the model has none; Megatron's default is 0.1"),
         Argument("--hidden-dropout", "0", "the model has none; Megatron's default is 0.1"),
         Argument("--attention-softmax-in-fp32", None, "as the model computes it"),
-    ]
+    ]  # fmt: skip
     if model.rope.scaling == "linear":
         found.append(Argument("--rotary-seq-len-interpolation-factor", str(int(model.rope.factor)), "rope_type linear"))
     if model.attention_bias:

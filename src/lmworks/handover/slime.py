@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def run_arguments(
 ) -> dict[str, list[Argument]]:
     """Arguments of slime's train.py by group, each with its reason. Raises `UserError` for rewards that do not go together."""
     batch = min(_PROMPTS_A_ROLLOUT, len(rows.rows))
+    rollouts = math.ceil(epochs * len(rows.rows) / batch)
     stops = read_json(source.directory / "generation_config.json").get("eos_token_id", []) if _has_generation(source) else []
     stops = [stops] if isinstance(stops, int) else list(stops)
     experts = source.model.moe is not None
@@ -105,7 +107,8 @@ def run_arguments(
         Argument("--metadata-key", "metadata", "rm_type of each row"),
         Argument("--apply-chat-template", None, "the model's own template renders the messages"),
         *_reward_arguments(rm_type, {row["metadata"]["rm_type"] for row in rows.rows}, rm_url),
-        Argument("--num-epoch", str(epochs), "how often each prompt is asked; --num-rollout N after run.sh counts rollouts instead"),
+        Argument("--num-rollout", str(rollouts),
+                 f"rollouts in which every prompt is asked {epochs} x at least: slime's --num-epoch rounds down, and leaves prompts out"),
         Argument("--rollout-max-prompt-len", str(source.context - response), "slime drops longer prompts in silence; no row is longer"),
         Argument("--rollout-max-response-len", str(response), "with the prompt at most the context of the model"),
         Argument("--rollout-batch-size", str(batch), "prompts of a rollout"),

@@ -7,7 +7,7 @@ from lmworks.deploy.flags import Flag, Launch
 from lmworks.errors import UserError
 from lmworks.tokenizer.tool_forms import tool_form
 
-_CONTAINER = f"""# The server of lmworks, from the copy of its package and the list of versions beside this file. {UNTRIED}
+_CONTAINER = """# The server of lmworks, from the copy of its package and the list of versions beside this file.{untried}
 FROM python:3.11.13-slim-bookworm
 COPY requirements.txt /opt/requirements.txt
 RUN pip install --no-cache-dir -r /opt/requirements.txt
@@ -37,4 +37,5 @@ def launch(request: Request) -> Launch:
         Flag("speculation", None, request.no_speculation_reason, note=True),
     )
     program = ("python3", "-m", "lmworks.cli.main", "serve")
-    return Launch(program, (), ("env", "LMWORKS_API_KEY"), flags, _CONTAINER, gpu_devices=not request.hardware.on_cpu)
+    container = _CONTAINER.format(untried="" if request.hardware.on_cpu else f" {UNTRIED}")
+    return Launch(program, (), ("env", "LMWORKS_API_KEY"), flags, container, gpu_devices=not request.hardware.on_cpu)

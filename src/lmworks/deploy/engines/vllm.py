@@ -62,5 +62,6 @@ def launch(request: Request) -> Launch:
     flags += quantized(source, hardware)
     flags.append(Flag("VLLM_NO_USAGE_STATS", "1", "no usage statistics are sent", env=True))
     image = f"{_CPU if hardware.on_cpu else _AMD if hardware.amd else _GPU}:v{VERSION}"
-    container = f"# vLLM's own image, pinned to the version whose CPU build lmworks tests. {UNTRIED}\nFROM {image}\nENTRYPOINT []\n"
+    untried = "" if hardware.on_cpu else f" {UNTRIED}"
+    container = f"# vLLM's own image, pinned to the version whose CPU build lmworks tests.{untried}\nFROM {image}\nENTRYPOINT []\n"
     return Launch(("vllm", "serve"), (), ("env", "VLLM_API_KEY"), tuple(flags), container, gpu_devices=not hardware.on_cpu)
