@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -127,6 +128,46 @@ def test_what_cannot_be_had_is_refused_in_one_line(
     assert "secret" not in error("someone/missing")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "pip install 'lmworks[export]'" in error(NAME)
+
+
+COMMANDS: dict[str, tuple[object, ...]] = {
+    "chat": ("chat", "MODEL", "--max-tokens", 2, "--temperature", 0),
+    "serve": ("serve", "MODEL", "--port", 0),
+    "evaluate": ("evaluate", "MODEL", "--tasks", "copa"),
+    "quantize": ("quantize", "MODEL", "--to", "gguf-q8_0", "--out", "quantized"),
+    "deploy": ("deploy", "MODEL", "--engine", "lmworks", "--cpu", "--out", "deployed"),
+    "record": ("deploy", "record", "MODEL", "--out", "answers.json"),
+}
+"""Where else a model is named."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_refuse_a_name_as_start_from_does(lmworks: Lmworks, hub: Hub, name: str) -> None:
+    def error(model: str) -> str:
+        return lmworks(*[model if word == "MODEL" else word for word in COMMANDS[name]]).error
+
+    assert "cannot be had from" in (text := error("someone/missing")) and "check the path, the network and HF_ENDPOINT" in text
+    assert "is not of the form wheel:NAME==VERSION/FILE#sha256=HASH" in error("wheel:other")
+    with hub.serving():
+        assert "has no such model" in error("someone/missing@v1")
+    assert any("someone/missing" in line for line in hub.asked)
+
+
+def test_commands_take_a_name(
+    lmworks: Lmworks, published: tuple[Path, Path], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """A model of the hub answers and is deployed under its own name, and from the cache when the hub is off and it is named by commit."""
+    commit = hub.publish(NAME, published[0], "v1")
+    with hub.serving():
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n"), encoding="utf-8"))
+        done = lmworks(*[f"{NAME}@v1" if word == "MODEL" else word for word in COMMANDS["chat"]])
+        assert done.code == 0, done.err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n"), encoding="utf-8"))
+    again = lmworks(*[f"{NAME}@{commit}" if word == "MODEL" else word for word in COMMANDS["chat"]])
+    assert again.code == 0 and again.out == done.out
+    done = lmworks(*[f"{NAME}@{commit}" if word == "MODEL" else word for word in COMMANDS["deploy"]])
+    assert done.code == 0, done.err
+    assert "tiny-base" in (tmp_path / "deployed" / "README.md").read_text()
 
 
 def test_the_environment_names_hub_and_cache(published: tuple[Path, Path], hub: Hub, tmp_path: Path) -> None:

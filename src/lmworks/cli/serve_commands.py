@@ -12,7 +12,9 @@ from lmworks.errors import UserError
 if TYPE_CHECKING:
     from lmworks.serve.engine import Engine
 
-RunOrModel = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, a GGUF file, or a folder in Hugging Face format.")]
+RunOrModel = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run directory, a GGUF file, a Hugging Face folder, or OWNER/MODEL[@REVISION] on the hub.")
+]
 
 BaseOption = Annotated[bool, typer.Option("--base", help="Use the base model even if there is a tuned one.")]
 
@@ -53,10 +55,11 @@ def chat(
 ) -> None:
     """Chat with a run's model in the terminal. If input is a pipe, each line is the next message of one conversation, as if it were typed;
     a line /reset begins a new one. Sampling options are those of the model's generation_config.json, as on the page of lmworks serve."""
+    from lmworks.recipe.loading.named import locate
     from lmworks.serve.chat import Conversation
     from lmworks.serve.chat import chat as talk
 
-    engine = _open(Path(run), base)
+    engine = _open(Path(locate(run)), base)
     try:
         talk(Conversation(engine, system, temperature, min_p, max_tokens, seed))
     finally:
@@ -76,6 +79,7 @@ def serve(
     """Serve a run's tuned and base model: a chat page and an OpenAI-compatible API."""
     from rich.text import Text
 
+    from lmworks.recipe.loading.named import locate
     from lmworks.recipe.loading.weights import holds_model
     from lmworks.serve.loading import load_models
     from lmworks.serve.middleware import LOOPBACK, ServerOptions
@@ -87,7 +91,7 @@ def serve(
     require_extra()
     options = ServerOptions(host, port, api_key)
     listener = listen(options)  # before the model is loaded, so that a port in use is reported at once
-    folder = Path(run)
+    folder = Path(locate(run))
     if not holds_model(folder):
         if name is not None:
             raise UserError(f"--name is for a model in Hugging Face format or a GGUF file; {run} is served by the name of its recipe")

@@ -12,7 +12,9 @@ from lmworks.export.gguf import weight_bits
 from lmworks.files import explain_damage, read_json
 from lmworks.recipe.families.registry import family_in
 from lmworks.recipe.gguf.folder import as_folder, find_gguf
+from lmworks.recipe.loading.hub import name_of
 from lmworks.recipe.loading.huggingface import from_config
+from lmworks.recipe.loading.named import locate
 from lmworks.recipe.schema.model import Model
 from lmworks.weights.huggingface import only_pickled
 
@@ -46,7 +48,7 @@ class Source:
 
 def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -> Source:
     """Read a run directory with an export, a directory in Hugging Face's format, or a GGUF file. Raises `UserError` if it is none."""
-    path = Path(path)
+    path = Path(locate(path))
     directory, found = _places(path)
     gguf = gguf or found
     if gguf is not None and not gguf.is_file():
@@ -55,7 +57,7 @@ def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -
     with explain_damage(directory / "config.json"):
         model = from_config(config)
         quantization, bits = _quantization(config)
-    name = name if name is not None else ((path.stem if path.is_file() else path.resolve().name) or "model")
+    name = name if name is not None else ((path.stem if path.is_file() else name_of(path.resolve()) or path.resolve().name) or "model")
     for text in (name, str(directory.resolve()), str(gguf.resolve() if gguf else "")):
         try:
             text.encode("utf-8")

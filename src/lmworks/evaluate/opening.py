@@ -16,6 +16,7 @@ from lmworks.model import Transformer
 from lmworks.model_stages import BASE, MODELS, final_checkpoint_of, of_checkpoint, of_model
 from lmworks.precision import dtype_for
 from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.loading.named import locate
 from lmworks.recipe.loading.weights import Weights, find_weights, holds_model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load as load_tokenizer
@@ -35,7 +36,8 @@ class OpenModel(Subject):
 
 
 def open_model(where: str | Path, device: torch.device | str | None = None) -> OpenModel:
-    """Open a run, a checkpoint, a GGUF file or a Hugging Face folder of one of our families on `device` (the first GPU, else the CPU).
+    """Open a run, a checkpoint, a GGUF file, a Hugging Face folder of one of our families, or what `locate` finds by its name, on `device`
+    (the first GPU, else the CPU).
 
     A run stands for its tuned model, or for its base model where it has no other. `RUN@base` and `RUN@tuned` name one of the two, and
     `RUN@STEP` the checkpoint of pretraining at that step. The activations have the precision that the model was trained in (fp32 for fp16).
@@ -43,7 +45,8 @@ def open_model(where: str | Path, device: torch.device | str | None = None) -> O
     Raises `UserError` if there is no model, if it is damaged, or if the tokenizer beside it is that of another model.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    path, chosen = _split(str(where))
+    where = locate(where)
+    path, chosen = _split(where)
     if holds_model(path):
         opened = _open_huggingface(find_weights(path), device)
     elif (path / "resolved.json").is_file():

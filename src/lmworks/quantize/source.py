@@ -21,6 +21,7 @@ from lmworks.recipe.derivation.parameters import count_parameters
 from lmworks.recipe.gguf.folder import as_folder, find_gguf
 from lmworks.recipe.loading.huggingface import from_config
 from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.loading.named import locate
 from lmworks.recipe.schema.model import Model
 from lmworks.train.load import folder
 from lmworks.weights.file_hashes import hash_files
@@ -67,6 +68,7 @@ class Source:
 
 def open_source(where: str) -> Source:
     """Open a run, a Hugging Face directory or a GGUF file on the CPU. Raises `UserError` if it is none, or holds weights that run code."""
+    where = locate(where)
     path = Path(where).expanduser()
     gguf = find_gguf(path)
     if gguf is not None and weight_bits(gguf) < 16:

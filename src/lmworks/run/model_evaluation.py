@@ -16,6 +16,7 @@ from lmworks.evaluate.model_report import evaluate_model
 from lmworks.evaluate.opening import open_model
 from lmworks.model_stages import BASE
 from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.loading.named import locate
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.run.stages import search_records
 from lmworks.train.load import stages_of
@@ -25,6 +26,7 @@ def evaluate(
     where: str, benchmarks: Sequence[Benchmark], most: int, out_dir: Path | None, device: torch.device | None = None
 ) -> dict[str, Any]:
     """Open a model (`lmworks.evaluate.opening`) and score it; the results. Raises `UserError`."""
+    where = locate(where)
     opened = open_model(where, device)
     run_dir = run_of(where)
     if run_dir is None:

