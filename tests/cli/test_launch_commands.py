@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from command import Lmworks
 
 CLUSTER = """
@@ -39,3 +40,11 @@ def test_a_job_asks_for_the_gpus_of_the_cluster(lmworks: Lmworks, tmp_path: Path
 
 def test_a_job_of_no_known_size_is_refused(lmworks: Lmworks, tmp_path: Path) -> None:
     assert "--nodes N --ranks-per-node M" in lmworks("launch", "slurm", "quickstart", "--set", f"run_dir={tmp_path}", "--dry-run").error
+
+
+@pytest.mark.parametrize("key", ["options", "partition", "account", "qos", "time_limit"])
+def test_an_option_of_sbatch_stays_within_its_line(lmworks: Lmworks, tmp_path: Path, key: str) -> None:
+    """A line of its own would be a command of the job."""
+    value = "x\ntouch stolen"
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "x", "launch": {"slurm": {key: [value] if key == "options" else value}}}))
+    assert f"launch.slurm.{key}" in lmworks("show", tmp_path / "own.yaml").error

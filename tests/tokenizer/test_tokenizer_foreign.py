@@ -176,6 +176,7 @@ def test_generation_blocks_say_what_is_written(tmp_path: Path) -> None:
             "does not show which tokens the assistant writes",
         ),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes more than"),
+        ("{% for a in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", r"the answer has [\d,]+ bytes, and at most 1,\d{3},\d{3} are read"),
         ("{{ ''.__class__.__mro__ }}{{ messages.__class__.__init__.__globals__ }}", "is unsafe"),
         ("{% for m in messages %}", "is not a chat template"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,6 +60,32 @@ def test_a_call_that_takes_too_much_time_ends_its_process(called: Callable[..., 
         limited(b"while True: pass")
     assert ended.value.hangs
     limited(b"time.sleep(0.3)")  # only processor time counts
+
+
+@pytest.mark.parametrize("escape", ["", "os.setsid(); "], ids=["same session", "own session"])
+@pytest.mark.parametrize("ending", ["os._exit(0)", "while True: pass"])
+def test_what_the_process_starts_ends_with_it(called: Callable[..., LimitedProcess], tmp_path: Path, escape: str, ending: str) -> None:
+    """A descendant that holds the pipe of the answers does not delay the end, and does not survive it."""
+    limited = called(seconds=0.2)
+    pid = tmp_path / "pid"
+    fork = f"if os.fork() == 0: {escape}open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep({PATIENCE})"
+    wait = f"while not os.path.exists({str(pid)!r}) or not open({str(pid)!r}).read(): time.sleep(0.01)"
+    began = time.monotonic()
+    with pytest.raises(ProcessDied):
+        limited(f"{fork}\n{wait}\n{ending}".encode())
+    assert time.monotonic() - began < PATIENCE / 2
+    descendant = Path("/proc") / pid.read_text()
+    while descendant.exists() and descendant.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() - began < PATIENCE, "it lives on"
+        time.sleep(0.01)
+
+
+def test_an_answer_is_as_large_as_the_call_allows(called: Callable[..., LimitedProcess]) -> None:
+    limited = called(memory=1 << 30)
+    assert limited(b"pass", most=100)
+    with pytest.raises(CallFailed, match=r"the answer has .* bytes, and at most 1 are read"):
+        limited(b"pass", most=1)
+    assert limited(b"pass"), "a new process"
 
 
 def test_what_does_not_start_says_so(called: Callable[..., LimitedProcess]) -> None:

@@ -71,6 +71,10 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+_MOST_TEXT, _MOST_FRAME = 8, 1 << 20
+"""An answer may have so many bytes for each byte of template and conversation, and so many besides."""
+
+
 def compiled_in_process(source: str) -> Render:
     """Like `compiled`, but in a separate process, which is killed if it takes too much time or memory, and restarted when needed."""
     limited = LimitedProcess("lmworks.tokenizer.rendering:renderer", SECONDS, MEMORY)
@@ -84,7 +88,8 @@ def compiled_in_process(source: str) -> Render:
 
 def _request(limited: LimitedProcess, source: str, variables: dict[str, Any] | None) -> str:
     try:
-        return str(json.loads(limited(json.dumps([source, variables]).encode())))
+        request = json.dumps([source, variables]).encode()
+        return str(json.loads(limited(request, most=_MOST_TEXT * len(request) + _MOST_FRAME)))
     except ProcessDied:
         raise Refused(f"it takes more than {SECONDS:g} s or {MEMORY >> 20} MB") from None
     except CallFailed as reason:

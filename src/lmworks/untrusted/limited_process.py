@@ -2,11 +2,16 @@
 
 The limit of a call is CPU time, so it does not depend on how busy the machine is. When it is reached, the kernel ends the process, and the
 next call starts a new one. The process ends when its input is closed. It imports little, so that it starts quickly.
+
+What the process has started ends with it: all of its session, and what has left the session but kept its environment. An answer ends with
+the process too, though a descendant may still hold its pipe, and its size is limited before a byte of it is read.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import select
 import signal
 import struct
 import subprocess
@@ -14,11 +19,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
-from typing import IO
+from pathlib import Path
 
 _REQUEST = struct.Struct("<dQ")  # seconds of CPU time, bytes that follow
 _HEADER = struct.Struct("<BQ")  # whether it failed, bytes that follow
+_LOOK = 200  # milliseconds between looks at whether the process is still there
+_BLOCK = 1 << 20
+_MARK = "LMWORKS_LIMITED_PROCESS"  # in the environment of the process and of all that it starts
 
 
 class CallFailed(Exception):
@@ -47,7 +56,7 @@ class LimitedProcess:
     """Calls a function from bytes to bytes in a process. `make`, as MODULE:NAME, returns the function; the first call starts the process.
 
     A call may take `seconds` of CPU time, and the process `memory` bytes of address space; with `wall_seconds` a call that waits for
-    something else ends too. Calls from several threads are serialized.
+    something else ends too. An answer has at most `memory` bytes, or `most` of a call. Calls from several threads are serialized.
     """
 
     def __init__(self, make: str, seconds: float, memory: int, wall_seconds: float | None = None) -> None:
@@ -57,17 +66,17 @@ class LimitedProcess:
         self._end: Callable[[], object] = lambda: None
         self._lock, self._owner = threading.Lock(), 0
 
-    def __call__(self, data: bytes, times: int = 1) -> bytes:
-        """Call the function, which may take so many times the limits of time. Raises `CallFailed` and `ProcessDied`, and `OSError` if the
-        process does not start."""
+    def __call__(self, data: bytes, times: int = 1, most: int | None = None) -> bytes:
+        """Call the function, which may take so many times the limits of time, and answer at most `most` bytes. Raises `CallFailed` and
+        `ProcessDied`, and `OSError` if the process does not start."""
         with self._lock:
             try:
                 if self._process is None or self._owner != os.getpid():
                     self._start()
-                failed, answer = self._ask_in_time(data, times)
+                failed, answer = self._ask_in_time(data, times, self._memory if most is None else most)
             except (BrokenPipeError, EOFError):
                 assert self._process is not None
-                self._process.communicate()
+                self._end()
                 code, self._process = self._process.returncode, None
                 raise ProcessDied(self._late or code == -signal.SIGPROF, code) from None
             except BaseException:  # a late answer must not be taken as the answer to the next call
@@ -85,17 +94,19 @@ class LimitedProcess:
     def _start(self) -> None:
         code = "from lmworks.untrusted.limited_process import serve; serve()"
         command = [sys.executable, "-P", "-c", code, self._make, str(self._memory)]
-        settings = {**os.environ, "PYTHONHASHSEED": "0"}  # the order of sets must not depend on the process
+        mark = f"{_MARK}={secrets.token_hex(16)}"
+        settings = {**os.environ, "PYTHONHASHSEED": "0", _MARK: mark.partition("=")[2]}  # the order of sets must not depend on the process
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        self._process, self._owner = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=settings), os.getpid()
-        self._end = weakref.finalize(self, _end, self._process, self._owner)
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=settings, bufsize=0, start_new_session=True)
+        self._owner = os.getpid()
+        self._end = weakref.finalize(self, _end, self._process, self._owner, mark)
         try:
-            self._answer()
+            self._answer(self._memory)
         except EOFError:
             self.close()
             raise OSError(f"the process of {self._make} does not start") from None
 
-    def _ask_in_time(self, data: bytes, times: int) -> tuple[int, bytes]:
+    def _ask_in_time(self, data: bytes, times: int, most: int) -> tuple[int, bytes]:
         """Ask, and kill the process once the wall time is over."""
         assert self._process is not None
         self._late, process = False, self._process
@@ -106,37 +117,63 @@ class LimitedProcess:
 
         timer = None if self._wall_seconds is None else threading.Timer(self._wall_seconds * times, end)
         if timer is None:
-            return self._ask(data, times)
+            return self._ask(data, times, most)
         timer.daemon = True
         timer.start()
         try:
-            return self._ask(data, times)
+            return self._ask(data, times, most)
         finally:
             timer.cancel()
 
-    def _ask(self, data: bytes, times: int) -> tuple[int, bytes]:
+    def _ask(self, data: bytes, times: int, most: int) -> tuple[int, bytes]:
         assert self._process and self._process.stdin
-        self._process.stdin.write(_REQUEST.pack(self._seconds * times, len(data)) + data)
-        self._process.stdin.flush()
-        return self._answer()
+        request = memoryview(_REQUEST.pack(self._seconds * times, len(data)) + data)
+        while request:
+            request = request[self._process.stdin.write(request) :]
+        return self._answer(most)
 
-    def _answer(self) -> tuple[int, bytes]:
-        assert self._process and self._process.stdout
-        failed, size = _HEADER.unpack(_exactly(self._process.stdout, _HEADER.size))
-        return failed, _exactly(self._process.stdout, size)
-
-
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    if owner == os.getpid():
-        process.kill()
-        process.communicate()
+    def _answer(self, most: int) -> tuple[int, bytes]:
+        assert self._process
+        failed, size = _HEADER.unpack(_exactly(self._process, _HEADER.size))
+        if size > most:
+            self.close()
+            raise CallFailed(f"the answer has {size:,} bytes, and at most {most:,} are read")
+        return failed, _exactly(self._process, size)
 
 
-def _exactly(stream: IO[bytes], size: int) -> bytes:
-    data = stream.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data
+def _end(process: subprocess.Popen[bytes], owner: int, mark: str) -> None:
+    """Kill the process and all that it has started."""
+    if owner != os.getpid():
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with suppress(OSError):
+                stream.close()
+    wanted = mark.encode()
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # of others, or gone
+            if wanted in place.read_bytes().split(b"\0"):
+                os.kill(int(place.parent.name), signal.SIGKILL)
+
+
+def _exactly(process: subprocess.Popen[bytes], size: int) -> bytes:
+    """So many bytes from the process. Raises `EOFError` if it ends before, whoever else holds the pipe."""
+    assert process.stdout is not None
+    data, poll = bytearray(), select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    while len(data) < size:
+        if not poll.poll(_LOOK):
+            if process.poll() is not None:
+                raise EOFError
+            continue
+        some = os.read(process.stdout.fileno(), min(size - len(data), _BLOCK))
+        if not some:
+            raise EOFError
+        data += some
+    return bytes(data)
 
 
 def serve() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import NO_EFFECT
 from lmworks.recipe.schema.units import Seconds
+
+OneLine = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f\u0085\u2028\u2029]*$")]
+"""Text that stays within a line of a job script."""
 
 
 class Slurm(Node):
@@ -16,17 +19,17 @@ class Slurm(Node):
 
     renamed: ClassVar = {"time": "time_limit"}
 
-    partition: str | None = Field(None, description="partition of the job")
-    account: str | None = Field(None, description="account of the job")
-    qos: str | None = Field(None, description="quality of service of the job")
-    time_limit: str | None = Field(None, description="time limit of the job, in the format of sbatch")
+    partition: OneLine | None = Field(None, description="partition of the job")
+    account: OneLine | None = Field(None, description="account of the job")
+    qos: OneLine | None = Field(None, description="quality of service of the job")
+    time_limit: OneLine | None = Field(None, description="time limit of the job, in the format of sbatch")
     gpus_per_node: int | None = Field(
         None, ge=0, description="GPUs per node; one per rank when omitted and `--cluster` names a cluster with GPUs"
     )
     cpus_per_rank: int = Field(1, gt=0, description="CPU cores per rank")
     memory: str | None = Field(None, pattern=r"^(all|\d+[MG])$", description="memory per node, such as 900G, or all")
     warning: Seconds = Field(Seconds.parse("120 s"), description="time before the end of the job at which it is signaled to save and exit")
-    options: tuple[str, ...] = Field((), description="additional options of sbatch, such as --constraint=h100")
+    options: tuple[OneLine, ...] = Field((), description="additional options of sbatch, such as --constraint=h100")
     setup: tuple[str, ...] = Field((), description="shell commands that run first, such as module load python")
 
 
