@@ -17,3 +17,10 @@ def keep_freed_memory() -> bool:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all([mallopt(_MMAP_THRESHOLD, _LARGEST), mallopt(_TRIM_THRESHOLD, _LARGEST)])
+
+
+def return_freed_memory() -> None:
+    """Give memory that this process has freed and kept back to the kernel, if the C library is glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

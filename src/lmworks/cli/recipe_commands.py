@@ -74,7 +74,13 @@ def plan(
     ladder: Annotated[
         Path | None, typer.Option("--ladder", metavar="DIR", help="Folder of a fitted ladder of runs, for the predicted loss.")
     ] = None,
-    calibrated: Annotated[bool, typer.Option("--calibrate", help="Measure the MFU on this machine, in half a minute.")] = False,
+    calibrated: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure the speed on this machine: half a minute of pretraining, or a few steps of every stage of a run without it.",
+        ),
+    ] = False,
     mfu: Annotated[
         str | None, typer.Option("--mfu", metavar="X|RUN", help="MFU to assume, or the run directory in which it was measured.")
     ] = None,
@@ -89,13 +95,22 @@ def plan(
     words, size = _budget_overrides(recipe, cluster, time, money, size)
     resolved, note = _as_it_runs(recipe or _DEFAULT_RECIPE, [*overrides, *words], size)
     where = _cluster_of(resolved, cluster)
-    measured, source, whole = _mfu(mfu, resolved.recipe, where, calibrated)
+    if calibrated and mfu is not None:
+        raise UserError("--calibrate and --mfu both set the MFU; give one of them")
     choose = resolved.recipe.size == "auto"
     if served is not None and not choose:
         raise UserError("--served-tokens chooses a size; give --size auto and --time or --money with it")
     before, refusals = _before(resolved)
     own = recipe is not None and Path(recipe).exists()  # a shipped recipe is an example, and names files that nobody has
     certain = [error for check, error in refusals if not check.here or (own and cluster is None)]
+    rehearsed, measured = None, None
+    if calibrated and not resolved.recipe.trains_base and not refusals:
+        from lmworks.run.rehearsal import rehearse
+
+        rehearsed = rehearse(resolved, before.data, before.tokenizer)
+        measured, source, whole = rehearsed.mfu, rehearsed.how, False
+    else:
+        measured, source, whole = _mfu(mfu, resolved.recipe, where, calibrated and resolved.recipe.trains_base)
     budget = None
     if note:  # there is a time, and no run has turned it into tokens yet
         tokens = _served(served) if served is not None else 0.0
@@ -108,7 +123,7 @@ def plan(
         try:
             made = make_plan(
                 resolved.recipe, resolved.fingerprint, where, measured_mfu=measured, measured_source=source, layout_in_mfu=whole,
-                unfit=True, data=before.data,
+                unfit=True, data=before.data, measured=rehearsed.stages if rehearsed is not None and cluster is None else None,
             )  # fmt: skip
         except ValueError:
             if not certain:
@@ -154,8 +169,6 @@ def _served(text: str) -> float:
 
 def _mfu(given: str | None, recipe: Recipe, cluster: Cluster, calibrated: bool) -> tuple[float | None, str, bool]:
     """The MFU that replaces the cluster's, its origin, and whether it contains communication between machines and pipeline bubble."""
-    if calibrated and given is not None:
-        raise UserError("--calibrate and --mfu both set the MFU; give one of them")
     if calibrated:
         from lmworks.plan.flops import flops_per_token
         from lmworks.train.calibrate import calibrate

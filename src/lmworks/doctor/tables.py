@@ -9,6 +9,7 @@ from collections.abc import Callable
 from lmworks.doctor.curves import OVERALL
 from lmworks.doctor.formatting import compact, percent, significant, size, span
 from lmworks.doctor.run_records import Json, Run, Training
+from lmworks.model_stages import BASE, MODEL_STAGES
 
 _SAMPLE_COLUMNS = 5
 _SAMPLE_LENGTH = 700
@@ -45,26 +46,34 @@ def samples(training: Training) -> list[Json]:
 
 _PREDICTED: dict[str, tuple[str, Callable[[float], str]]] = {
     "perf/tokens_per_second": ("tokens per second", compact),
-    "seconds": ("time of pretraining", span),
+    "seconds": ("time", span),
     "perf/memory": ("peak memory", size),
     "checkpoint_bytes": ("one checkpoint", size),
 }
 
 
 def predictions(run: Run) -> Json:
-    """What was predicted before the first step, beside what has been measured so far."""
-    part, measured = run.pretrain, run.pretrain.measured()
-    figures = as_dict(part.prediction.get("figures"))
-    scored = next((as_dict(event.get("figures")) for event in reversed(run.events) if event.get("event") == "prediction_error"), {})
-    if isinstance(checkpoint := as_dict(scored.get("checkpoint_bytes")).get("measured"), int | float):
-        measured["checkpoint_bytes"] = float(checkpoint)
-    rows = []
-    for name, (title, text) in _PREDICTED.items():
-        predicted, found = as_number(figures.get(name)), measured.get(name, 0.0)
-        if predicted > 0:
-            error = f"{100 * (predicted / found - 1):+.0f}%" if found > 0 else ""
-            rows.append((title, text(predicted), text(found) if found > 0 else "not yet", error))
-    return {"rows": rows, "source": str(part.prediction.get("source", ""))} if rows else {}
+    """What was predicted of each stage before its first step, beside what has been measured so far."""
+    errors = [event for event in run.events if event.get("event") == "prediction_error"]
+    rows, sources = [], []
+    for stage in MODEL_STAGES:
+        part = run.training[stage.stage]
+        figures, measured = as_dict(part.prediction.get("figures")), part.measured()
+        scored = next((as_dict(event.get("figures")) for event in reversed(errors) if event.get("stage") == stage.stage), {})
+        for name, found in scored.items():
+            if isinstance(value := as_dict(found).get("measured"), int | float):
+                measured[name] = float(value)
+        label = "" if stage is BASE else f"{stage.title}: "
+        for name, (title, text) in _PREDICTED.items():
+            predicted, found = as_number(figures.get(name)), measured.get(name, 0.0)
+            if stage is not BASE and name == "seconds" and name not in scored:
+                found = 0.0  # that of the training alone is not what was predicted
+            if predicted > 0:
+                error = f"{100 * (predicted / found - 1):+.0f}%" if found > 0 else ""
+                rows.append((label + title, text(predicted), text(found) if found > 0 else "not yet", error))
+        if source := str(part.prediction.get("source", "")):
+            sources.append(source)
+    return {"rows": rows, "source": "; ".join(dict.fromkeys(sources))} if rows else {}
 
 
 def bits(run: Run) -> Json:

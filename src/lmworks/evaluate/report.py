@@ -140,6 +140,7 @@ def _measure(
 ) -> tuple[dict[str, Any], Found]:  # fmt: skip
     model, tokenizer, context, wanted = subject.model, subject.tokenizer, subject.context, recipe.evaluate
     logprobs = BatchedLogProbs(model, context)
+    seconds: dict[str, float] = {}
     start = time.perf_counter()
     documents = bits_per_byte.document_bits(texts, tokenizer, tokenizer.vocab_size, logprobs, context, f"{subject.name}: held-out text")
     if conversations is not None:
@@ -147,23 +148,29 @@ def _measure(
     documents += own_answer_bits(subject, logprobs, out_dir)
     bpb = bits_per_byte.by_domain(documents)
     scored_tokens = sum(one.tokens for domain, one in bpb.items() if domain != references.OVERALL)
-    speed = {"scored_tokens_per_second": scored_tokens / (time.perf_counter() - start)} if bpb else {}
+    seconds["held-out text"] = time.perf_counter() - start
+    speed: dict[str, Any] = {"scored_tokens_per_second": scored_tokens / seconds["held-out text"]} if bpb else {}
     measured: dict[str, Any] = {"context": context, "dtype": str(model.compute_dtype).removeprefix("torch."),
                                 "bits_per_byte": {domain: value.to_json() for domain, value in bpb.items()}}
+    start = time.perf_counter()
     found = measure(subject, wanted.benchmarks, wanted.benchmark_items, training_flops(recipe, model.config), paired)
+    seconds["benchmarks"] = time.perf_counter() - start
     found.documents = documents
     start, scored = time.perf_counter(), len(found.outcomes)
     answerer = Answerer(model, tokenizer, subject.chat)
     for generator in wanted.tasks:
         measure_generation(Reasoning(generator, wanted.task_items), answerer, None, None, subject.name, found)
+    seconds["tasks"] = time.perf_counter() - start
     if wanted.tasks:
-        speed["replies_per_second"] = (len(found.outcomes) - scored) / (time.perf_counter() - start)
+        speed["replies_per_second"] = (len(found.outcomes) - scored) / seconds["tasks"]
     measured["scores"], measured["unavailable"] = found.scores, found.unavailable
     measured["not_clean"] = {one: why for one, items_of in found.asked.items() if (why := doubt(one, items_of))}
     mark(found.scores, measured["not_clean"])
     prompts = wanted.questions if subject.chat else prompts_of(recipe, corpus_dir)
+    start = time.perf_counter()
     measured["samples"] = [sample.to_json() for sample in samples(model, tokenizer, prompts, chat=subject.chat)]
-    measured["speed"] = speed
+    seconds["samples"] = time.perf_counter() - start
+    measured["speed"] = speed | {"seconds": seconds}
     return measured, found
 
 

@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmworks import machine, progress
+from lmworks.allocator import return_freed_memory
 from lmworks.precision import dtype_for
 
 if TYPE_CHECKING:
     import torch
 
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_largest = 0  # bytes, where there is no /proc
 _peaks: dict[tuple[torch.device, torch.dtype, int], float] = {}
 _unreported: set[str] = set()  # metrics of which it has been said that NVML reports no value
 
 
 def memory_bytes() -> int:
-    """Largest GPU memory allocated since the last `reset_memory_peak`, or, without a GPU, the resident memory of this process."""
+    """Largest memory in use since the last `reset_memory_peak`: allocated on the GPU or, without one, resident in this process.
+
+    The resident peak is the kernel's `VmHWM`. Where the kernel does not let a process reset it, it is the peak since the process began;
+    without /proc (not on Linux) it is the largest of this and earlier calls only.
+    """
     import torch
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    with suppress(OSError, StopIteration):
+        lines = _STATUS.read_text(encoding="utf-8").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
     import psutil
 
-    return int(psutil.Process(os.getpid()).memory_info().rss)
+    global _largest
+    _largest = max(_largest, int(psutil.Process(os.getpid()).memory_info().rss))
+    return _largest
 
 
 def reset_memory_peak() -> None:
-    """Reset the peak of GPU memory."""
+    """Begin a new peak of `memory_bytes`. Without a GPU, memory that was freed and kept by the C library is given back first, as it would
+    count; Linux resets the peak when a 5 is written to /proc/self/clear_refs."""
     import torch
 
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+        return
+    global _largest
+    _largest = 0
+    gc.collect()
+    return_freed_memory()
+    with suppress(OSError):
+        _CLEAR.write_text("5", encoding="utf-8")
 
 
 def machine_metrics() -> dict[str, float]:

@@ -45,9 +45,12 @@ class PhasePlan:
     compute_seconds: float
     overheads: Overheads
     layout_in_mfu: bool
+    measured_seconds: float | None = None  # in a rehearsal: all that the stage does
 
     @property
     def seconds(self) -> float:
+        if self.measured_seconds is not None:
+            return self.measured_seconds
         included = self.overheads.of_layout if self.layout_in_mfu else 0.0
         return self.compute_seconds + self.overheads.total - included
 
@@ -74,6 +77,8 @@ class Plan:
     shortages: tuple[str, ...]  # phases that do not fit, with the remedy; that which needs most is the first
     data: Mapping[str, StageData]
     activation_checkpointing: str
+    trains_base: bool
+    stages: Mapping[str, Mapping[str, float]]  # seconds of every stage of the run by what they go to, where a rehearsal measured them
 
     @property
     def tokens(self) -> int:
@@ -97,6 +102,9 @@ class Plan:
 
     @property
     def seconds(self) -> float:
+        """Of the phases; of the whole run where all its stages were rehearsed."""
+        if self.stages:
+            return sum(sum(parts.values()) for parts in self.stages.values())
         return sum(phase.seconds for phase in self.phases)
 
     @property
@@ -129,7 +137,8 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+        training = sum(parts.get("steps", 0.0) for parts in self.stages.values()) or self.seconds
+        return self.tokens / training if training else 0.0
 
     @property
     def tokens_per_parameter(self) -> float:
@@ -142,7 +151,12 @@ class Plan:
         found = []
         if self.later_stages:
             found.append(f"stages after pretraining ({', '.join(self.later_stages)})")
-        if self.phases and not self.cluster.disk_gb_per_second:
+        if not self.trains_base and not self.stages:
+            found.append(
+                "what the stages do besides training steps: reading data, loading weights, reference scores, writing answers, validation, "
+                "evaluation before and after, export (--calibrate measures all of it)"
+            )
+        if self.phases and not self.stages and not self.cluster.disk_gb_per_second:
             found.append(
                 f"saves and reading of tokens: {self.cluster.name} states no disk_gb_per_second; measure the speed at which a file of a "
                 "checkpoint's size is written to the run directory, and set it in a cluster file (--cluster FILE)"
@@ -210,12 +224,14 @@ def make_plan(
     layout_in_mfu: bool = True,
     unfit: bool = False,
     data: Mapping[str, StageData] | None = None,
+    measured: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Plan:
     """Plan a resolved recipe on a cluster.
 
     `layout` (by default that of the cluster, or that of the recipe if it is for more than one device) is used for all phases. Without one
     each phase gets the smallest that fits, because a longer context may need another (checkpoints can be resharded); with `layout: auto`
     all phases get the one that the run would use.
+    `measured` has the seconds of every stage by what they go to, from a rehearsal of the run; they replace what follows from the MFU.
     `measured_mfu` replaces that of the cluster. Without `layout_in_mfu` it contains neither communication between machines nor pipeline
     bubble, so they are added to the time. `data` is what was read of the data of the stages after pretraining. Raises `UserError` for a
     layout that is not legal, or does not fit unless `unfit` is set: then `Plan.shortages` says so.
@@ -260,6 +276,7 @@ def make_plan(
                 compute_seconds=compute,
                 overheads=overheads(recipe, cluster, phase, placed, course, compute, held.checkpoint),
                 layout_in_mfu=layout_in_mfu,
+                measured_seconds=sum(measured[phase.name].values()) if measured and phase.name in measured else None,
             )
         )
     assert model.max_position_embeddings and model.num_attention_heads and model.num_key_value_heads
@@ -279,9 +296,13 @@ def make_plan(
         kv_cache_by="latent attention" if model.mla else "GQA",
         later_stages=later,
         shortages=tuple(str(one) for one in sorted(shortages, key=lambda one: -one.placed.memory.total)),
-        unwise=(*warnings(recipe), *_other_engines(recipe), *assumptions(recipe, data), *stage_data.warnings(whole, data)),
+        unwise=(
+            *warnings(recipe), *_other_engines(recipe), *assumptions(recipe, data, measured is not None), *stage_data.warnings(whole, data),
+        ),
         data=data,
         activation_checkpointing=recipe.train.activation_checkpointing.text(),
+        trains_base=whole.trains_base,
+        stages=measured or {},
     )
 
 

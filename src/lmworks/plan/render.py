@@ -18,7 +18,7 @@ def render(plan: Plan, budget: TimeBudget | None = None, law: LossLaw | None = N
     """All tables of the plan, with the loss that a law predicts."""
     return Group(
         _title(plan), *_budget(budget), *_loss(plan, law), _parameters(plan), _phases(plan), *_positions(plan), *_data(plan),
-        _layouts(plan), _memory(plan), _costs(plan), *_warnings(plan),
+        *_stages(plan), _layouts(plan), _memory(plan), _costs(plan), *_warnings(plan),
     )  # fmt: skip
 
 
@@ -125,6 +125,19 @@ def _data(plan: Plan) -> list[Table]:
     return [table]
 
 
+def _stages(plan: Plan) -> list[Table]:
+    """The time of every stage of the run, where a rehearsal measured it."""
+    if not plan.stages:
+        return []
+    table = _table("\nTime of the whole run", "stage", "time", "of which")
+    table.columns[2].justify = "left"
+    for name, parts in plan.stages.items():
+        listed = ", ".join(f"{part} {days(took)}" for part, took in parts.items() if took >= 0.5) if len(parts) > 1 else ""
+        table.add_row(name, days(sum(parts.values())), listed)
+    table.add_row("all", days(plan.seconds), "", style="bold")
+    return [table]
+
+
 def _layouts(plan: Plan) -> Table:
     table = _table("\nLayout", "phase", "ranks", "micro-batch", "accumulation", "checkpointing", "bubble")
     table.columns[1].justify = "left"
@@ -166,7 +179,7 @@ def _costs(plan: Plan) -> Table:
     counted = vars(plan.overheads) | ({"communication": 0.0, "bubble": 0.0} if plan.layout_in_mfu else {})
     counted["pipeline bubble"] = counted.pop("bubble")
     besides = ", ".join(f"{name} {days(took)}" for name, took in counted.items() if took >= 0.5)
-    if besides:
+    if besides and not plan.stages:
         table.add_row("", f"including, besides computation: {besides}")
     if plan.not_counted:
         table.add_row("", f"not counted: {plan.not_counted}")

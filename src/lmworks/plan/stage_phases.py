@@ -66,8 +66,8 @@ def _phases(recipe: Recipe, data: Mapping[str, StageData]) -> list[StagePhase]:
     ]  # fmt: skip
 
 
-def assumptions(recipe: Recipe, data: Mapping[str, StageData]) -> Iterator[str]:
-    """What the plan of these phases does not know, one line each."""
+def assumptions(recipe: Recipe, data: Mapping[str, StageData], measured: bool = False) -> Iterator[str]:
+    """What the plan of these phases does not know, one line each; `measured`: their time is that of a rehearsal."""
     stages = {phase.name: phase for phase in recipe.train.phases if isinstance(phase, StagePhase)}
     frozen = [name for name, phase in stages.items() if phase.lora]
     if frozen:
@@ -75,7 +75,7 @@ def assumptions(recipe: Recipe, data: Mapping[str, StageData]) -> Iterator[str]:
     for name in (one for one in stages if one not in data):
         rest = " in rows of the whole length" if name == "dpo" else ""
         yield f"{name}: its data were not read, so that all that {name}.data and the budget allow is assumed{rest}"
-    if "grpo" in stages:
+    if "grpo" in stages and not measured:
         yield "grpo: the time is that of the updates, in rows of the whole sequence length; writing the answers is not included"
 
 

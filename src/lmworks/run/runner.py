@@ -20,6 +20,7 @@ from lmworks.doctor.page import write_page
 from lmworks.errors import UserError
 from lmworks.files import explain_full_disk, read_json, write_json
 from lmworks.interrupt import Interrupted
+from lmworks.plan.stage_data import StageData
 from lmworks.recipe.loading.load import Resolved, load_resolved
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
@@ -180,6 +181,7 @@ def _look_ahead(
     resuming = [stage.name for stage in stages if stage.resumes and not reasons[stage.name].changed and not reasons[stage.name].new]
     before = Before(recipe, context.run_dir, context.folder, resuming)
     require_possible(before, names[first:])
+    state.data.update(before.data)
     for note in before.notes:
         on_event(StageEvent(names[first], "note", printable=Text(f"warning: {note}", "yellow")))
 
@@ -195,11 +197,13 @@ def _require_enough_text(run_dir: Path, recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class _State:
-    """State at the start: the run directory, the current `files` of the sources, and the `changes` of the recipe since the last run."""
+    """State at the start: the run directory, the current `files` of the sources, the `changes` of the recipe since the last run, and what
+    was read of the `data` of the stages before the first one."""
 
     run_dir: Path
     files: Listing
     changes: list[Change] = field(default_factory=list)
+    data: dict[str, StageData] = field(default_factory=dict)
 
     def inputs(self, stage: Stage, recipe: Recipe) -> dict[str, str]:
         return stage_inputs(stage, recipe, self.run_dir, self.files)
@@ -231,8 +235,9 @@ def _run_stage(context: StageContext, stage: Stage, recipe: Recipe, state: _Stat
     on_event(StageEvent(stage.name, "begin", printable=_describe_redo(context.run_dir, stage, recipe, reason, state)))
     write_stamp(folder, stage, made_from)
     _record_stage(context.run_dir, stage, "stage_began")
-    if stage.name == "pretrain" and recipe.trains_base:
-        record_prediction(recipe, context.run_dir)
+    predicted = stage.all_ranks and (stage.name != "pretrain" or recipe.trains_base)
+    if predicted:
+        record_prediction(recipe, context.run_dir, stage.name, state.data)
     began = time.monotonic()
     if stage.all_ranks and context.ranks is not None:
         context.ranks.broadcast(stage.name)
@@ -244,8 +249,8 @@ def _run_stage(context: StageContext, stage: Stage, recipe: Recipe, state: _Stat
             write_page(context.run_dir)
         raise
     seconds = time.monotonic() - began
-    if stage.name == "pretrain" and recipe.trains_base:
-        record_error(context.run_dir)
+    if predicted:
+        record_error(context.run_dir, stage.name, seconds)
     write_stamp(folder, stage, made_from, seconds)
     _record_stage(context.run_dir, stage, "stage_ended", seconds=round(seconds, 1))
     write_page(context.run_dir)

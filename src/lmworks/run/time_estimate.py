@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,6 @@ from lmworks.shards.order.timeline import PhaseSteps
 
 if TYPE_CHECKING:
     from lmworks.recipe.schema.evaluate import Benchmark
-    from lmworks.tokenizer import Tokenizer
     from lmworks.train.calibrate import Speed
 
 FEW_ITEMS = 10  # questions per benchmark set and task where time is short
@@ -45,7 +44,13 @@ class FixedWork:
 
 def fixed_work(recipe: Recipe, run_dir: Path) -> FixedWork:
     from lmworks.shards.read.batches import Batches
+    from lmworks.tokenizer import load
     from lmworks.train.pretrain import held_out
+
+    tokenizer = load(run_dir / "tokenizer")
+
+    def length_of(text: str) -> int:
+        return len(tokenizer.encode(text))
 
     batches = Batches(scale_budgets(recipe, 0), run_dir / "shards")
     phases = recipe.train.phases
@@ -57,36 +62,36 @@ def fixed_work(recipe: Recipe, run_dir: Path) -> FixedWork:
         validation=sum(map(len, pieces.values())) * rows * length,
         held_out=sum(split.tokens for split in splits),
         held_out_bytes=sum(split.bytes for split in splits),
-        items=_tokens_per_item(recipe, run_dir),
+        items={name: mean for name, (mean, _) in tokens_per_item(recipe.evaluate.benchmarks, length_of, FEW_ITEMS).items()},
         slowness=1.0 if machine.speed() is not None else statistics.median(_loop() for _ in range(5)) / _LOOP,
     )
 
 
-def _tokens_per_item(recipe: Recipe, run_dir: Path) -> dict[str, float]:
-    """Mean tokens per item of each benchmark set, with all choices, over the first items; 0 if the set is not available."""
+def tokens_per_item(benchmarks: Sequence[Benchmark], length: Callable[[str], int], most: int) -> dict[str, tuple[float, int]]:
+    """Mean tokens per item of each benchmark set, with all choices, over at most `most` items (or as many as it asks for), and how many
+    items that are; zeros for a set that is not available. `length` counts the tokens of a text."""
     from lmworks.errors import Unavailable
     from lmworks.evaluate.items import ChoiceItem
     from lmworks.evaluate.sets import loading
     from lmworks.evaluate.sets.registry import is_generated
-    from lmworks.tokenizer import load
 
     found = {}
-    tokenizer = load(run_dir / "tokenizer")
-    for one in recipe.evaluate.benchmarks:
+    for one in benchmarks:
+        asked = min(most, one.items or most)
         if is_generated(one):
-            found[one.name] = _prompt_tokens(one, tokenizer)
+            found[one.name] = _prompt_tokens(one, length), asked
             continue
         try:
-            items = loading.load(one, FEW_ITEMS, 0).items
+            items = loading.load(one, asked, 0).items
         except Unavailable:
             items = []
         choices = [item for item in items if isinstance(item, ChoiceItem)]
         texts = [context + rest for item in choices for context, rest in zip(item.contexts, item.continuations, strict=True)]
-        found[one.name] = sum(len(tokenizer.encode(text)) for text in texts) / max(1, len(items))
+        found[one.name] = sum(map(length, texts)) / max(1, len(items)), len(items)
     return found
 
 
-def _prompt_tokens(benchmark: Benchmark, tokenizer: Tokenizer) -> float:
+def _prompt_tokens(benchmark: Benchmark, length: Callable[[str], int]) -> float:
     """Mean tokens of a prompt of a generation set; 0 if it cannot be measured here."""
     from lmworks.errors import Unavailable
     from lmworks.evaluate.generation.interface import Prompt
@@ -96,7 +101,7 @@ def _prompt_tokens(benchmark: Benchmark, tokenizer: Tokenizer) -> float:
         context: int | None = None
 
         def length(self, prompt: Prompt) -> int:
-            return len(tokenizer.encode(prompt.text))
+            return length(prompt.text)
 
     chosen = GENERATION[benchmark.name].open(benchmark)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +31,7 @@ from lmworks.train.objective import Update
 from lmworks.train.stage import LoadAdapter, Plan, Start, run_stage, start
 from lmworks.train.step import micro_batch_of
 from lmworks.watch.heartbeat import Heartbeat
+from lmworks.watch.ledger import LEDGER, Ledger
 
 
 class Pairs:
@@ -172,8 +174,12 @@ def _pairs(recipe: Recipe, folder: Path, split: str, model: ParallelModel, begun
             sha256_file(folder / "data" / f"{split}.bin"), sha256_file(folder / "data" / f"{split}.mask"),
             begun.content(), str(model.compute_dtype), str(int(options.sequence_length)),
         ))  # fmt: skip
+        began = time.monotonic()
         reference_P2 = reference_scores(
             model, answers, folder / "reference" / split, hashlib.sha256(key.encode()).hexdigest(), begun.communicator,
             length=int(options.sequence_length), micro_batch_size=micro_batch_size,
         ).view(-1, 2)  # fmt: skip
+        if begun.communicator.is_first:
+            with Ledger(folder.parent / LEDGER) as ledger:
+                ledger.write("reference_scores", stage="dpo", split=split, pairs=len(pairs), seconds=round(time.monotonic() - began, 3))
     return Pairs(pairs, reference_P2, labels_P, options.pairs_per_step, options.epochs, recipe.training_seed)

@@ -11,6 +11,7 @@ import torch
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.communicator import Communicator, new_communicator
 from lmworks.errors import UserError
+from lmworks.metrics.system import reset_memory_peak
 from lmworks.model_stages import BASE
 from lmworks.optim.optimizer import Updates, build_optimizer
 from lmworks.parallel.mesh import Ranks, alone, own_device
@@ -123,6 +124,7 @@ def pretrain(
     tokenizer_sha256 = digest(run_dir)
     check_vocabulary(batches.manifest, recipe.model.vocab_size, tokenizer_sha256)
     ranks = ranks or alone()
+    reset_memory_peak()
     built, began_with = build_model(recipe, ranks), {}
     if recipe.start_from is not None:
         assert load_start is not None

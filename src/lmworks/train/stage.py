@@ -12,6 +12,7 @@ from torch import Tensor
 from lmworks.checkpoint.communicator import Communicator, new_communicator
 from lmworks.checkpoint.listing import content_of
 from lmworks.files import sha256_file
+from lmworks.metrics.system import reset_memory_peak
 from lmworks.model_stages import of_stage
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
@@ -75,6 +76,7 @@ def start(
     """Build the model, in evaluation mode, and load the final weights of the stage before `name`, with their positions, on all ranks; the
     first looks for the newest good ones. With `lora` the model is frozen and has adapters, which `load_adapter` fills from the folder that
     `lora.init_from` names."""
+    reset_memory_peak()
     model = build_model(recipe, ranks, lora)
     model.eval()
     communicator, found = new_communicator(), []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import os
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from lmworks import machine
+from lmworks.allocator import return_freed_memory
 from lmworks.doctor.preflight.check_result import CheckContext, CheckResult
 from lmworks.metrics import system
 from lmworks.optim.optimizer import Updates
@@ -158,9 +158,7 @@ def peak(device: torch.device) -> Iterator[Peak]:
     import psutil
 
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # what glibc has kept of freed memory would hide what is used anew
-    if trim is not None:
-        trim(0)
+    return_freed_memory()  # it would hide what is used anew
     process, done = psutil.Process(os.getpid()), threading.Event()
     before = highest = process.memory_info().rss
 
