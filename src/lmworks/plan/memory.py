@@ -299,7 +299,9 @@ def _rollouts(recipe: Recipe, layout: Layout, length: int, element: int, lora: L
     rows = min(ROLLOUT_ROWS, prompts * options.group_size)
     capacity = 1 << (length - 1).bit_length()  # caches grow by powers of two
     _, largest = _local(model, Layout(), 0, False)
-    cast = element * (largest.shared.count + largest.experts.count)  # of a layer, to the dtype of the activations
+    assert model.hidden_size
+    # of a layer, and of the head behind it, to the dtype of the activations
+    cast = element * (largest.shared.count + largest.experts.count) + (element > 4) * element * model.vocab_size * model.hidden_size
     return {
         "gathered weights": gathered_weights(model, layout, lora), "KV cache": rows * kv_cache_bytes(model, capacity, element),
         "activations": cast, "head and loss": rows * model.vocab_size * (2.0 * max(4, element) + element),

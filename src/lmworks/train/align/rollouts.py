@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from lmworks.allocator import return_freed_memory
 from lmworks.checkpoint.communicator import Communicator
 from lmworks.model import Transformer
 from lmworks.model.batching import ContinuousBatch
@@ -68,6 +69,8 @@ class Rollouts:
         with self._model.exact_logprobs():
             generator = whole_model(self._model, self._lora)
             found = self._communicator.run_on_all(lambda: self._groups(generator, prompts, mine, group_size, seed))
+        if self._model.device.type == "cpu":  # caches and a wider head, whose places the tensors of a training step do not fit into
+            return_freed_memory()
         groups: dict[int, list[Rollout]] = {}
         for part in self._communicator.all_gather(found):
             groups |= part
