@@ -24,7 +24,10 @@ def test_every_stage_is_rehearsed_and_predicted(
     monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
     asked = [{"prompt": f"What is {number}?", "answer": str(number)} for number in range(20)]
     data = [{"name": "own", "kind": "files", "path": _lines(tmp_path / "prompts.jsonl", asked), "reward": "numeric"}]
-    grpo = {"data": data, "steps": 3, "group_size": 2, "prompts_per_step": 2, "max_new_tokens": 4, "sequence_length": "64 tokens", "held_out": 2}
+    grpo = {
+        "data": data, "steps": 3, "group_size": 2, "prompts_per_step": 2, "max_new_tokens": 4, "sequence_length": "64 tokens",
+        "held_out": 2,
+    }  # fmt: skip
     recipe = _recipe(
         tmp_path, base, grpo=grpo, dpo={"epochs": 1, "pairs_per_step": 4}, evaluate={"questions": ["Hi"]}, export={"huggingface": True}
     )  # fmt: skip
@@ -60,7 +63,7 @@ def test_every_stage_is_rehearsed_and_predicted(
 
 
 def test_a_rehearsal_multiplies_what_is_repeated(base: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Of a rehearsal with known times: 4 steps of 2 s (the first of 9), validations of 0.5 s, samples of 0.25 s, 3 s of reference scores."""
+    """Of a rehearsal with known times: steps of 2 s (the first of 9), validations of 0.5 s, samples of 0.25 s, 3 s of reference scores."""
     recipe = load_recipe(_recipe(tmp_path, base)).recipe
     folder = tmp_path / "little" / "dpo"
     folder.mkdir(parents=True)
