@@ -48,5 +48,7 @@ def _cluster(name: str, count: int, memory: int, device: torch.device) -> Cluste
         bf16=has_bf16(device),
         memory_gib=round(memory / 2**30, 1),
         mfu=0.25 if device.type == "cpu" else 0.4,
-        mfu_source="assumed share of the peak; --calibrate measures it",
+        mfu_source="assumed share of the peak"
+        + ("; small batches and other programs can make it several times less" if device.type == "cpu" else "")
+        + "; --calibrate measures it",
     )
