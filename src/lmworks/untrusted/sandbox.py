@@ -27,7 +27,7 @@ from typing import Literal
 
 from lmworks import machine
 
-_LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
+_LAUNCHER, _JUDGED = Path(__file__).with_name("sandbox_launcher.py"), Path(__file__).with_name("judged.py")
 _ENVIRONMENT = {
     "HOME": "/sandbox", "TMPDIR": "/sandbox", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
@@ -59,13 +59,34 @@ class RunResult:
 
 def run_python(source: str, limits: Limits | None = None) -> RunResult:
     """Run an untrusted Python program and report whether it exits with 0. Its standard input is empty; its output is discarded."""
-    limits = limits or Limits()
+    return _run(_bytes(source), limits or Limits(), {})
+
+
+def judge_python(source: str, tests: str, limits: Limits | None = None) -> RunResult:
+    """Run tests of an untrusted Python program, and report whether they end without an exception.
+
+    The tests see the program's names, except those of builtins; modules of the standard library are the real ones. They run in another
+    process, so that the program can read neither them nor what their verdict is made of: it is called with plain values and returns such
+    (`judged`). Objects of its own classes can be made and used by the tests, and are equal to no plain value. Functions of the tests cannot
+    be handed to it, and what it prints is not seen.
+    """
+    parts = _JUDGED.read_bytes()
+    program = parts + b"\nserve(" + repr(_bytes(source)).encode() + b")\n"
+    run = f"exec(compile({_bytes(tests)!r}, 'tests', 'exec'), {{'__name__': 'tests', **names_of(Channel())}})\n"
+    return _run(program + parts + b"\n" + run.encode(), limits or Limits(), {"program_bytes": len(program)})
+
+
+def _bytes(source: str) -> bytes:
+    return source.encode("utf-8", "surrogatepass")
+
+
+def _run(source: bytes, limits: Limits, more: dict[str, int]) -> RunResult:
     if not machine.sandbox():
         return RunResult("refused", "this machine has none")
-    command, pipe = [sys.executable, "-I", str(_LAUNCHER), json.dumps(asdict(limits))], subprocess.PIPE
+    command, pipe = [sys.executable, "-I", str(_LAUNCHER), json.dumps(asdict(limits) | more)], subprocess.PIPE
     with subprocess.Popen(command, cwd="/", env=_ENVIRONMENT, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as launcher:
         try:
-            answer, trouble = launcher.communicate(source.encode("utf-8", "surrogatepass"), limits.seconds + _GRACE)
+            answer, trouble = launcher.communicate(source, limits.seconds + _GRACE)
         except subprocess.TimeoutExpired:
             return RunResult("timeout", f"over {limits.seconds:g} s")
         finally:

@@ -2,8 +2,12 @@
 
     python -I sandbox_launcher.py '{"seconds": 5, ...}' < PROGRAM        prints {"outcome": ..., "detail": ...}
 
+With `"program_bytes": N` so many bytes are a program, and the rest are the tests that judge it, which run in a process of their own: a
+socket connects the two (descriptor 3), and the outcome is that of the tests.
+
 It imports only the standard library. There are three processes: this one, which stays outside the sandbox and enforces the time limit;
 the first process of the PID namespace, with which the kernel ends all others in it; and its child, the program, which can reach neither.
+The tests are a fourth: the program can send them messages, and can read neither their file nor their memory.
 See user_namespaces(7), mount_setattr(2), landlock(7) and seccomp(2).
 """
 
@@ -17,6 +21,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import stat
 import struct
 import sys
@@ -25,7 +30,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 NOBODY = 65534
-FOLDER, PROGRAM, BASE = "/sandbox", "/program.py", "/usr"  # writable folder; the program; any directory on which its root is mounted
+FOLDER, BASE = "/sandbox", "/usr"  # writable folder; any directory on which the root is mounted
+PROGRAM, TESTS = "/program.py", "/tests.py"
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom", "/dev/zero")
 MOST_FILES = 4096
 TAIL, LINE = 4096, 300
@@ -110,8 +116,8 @@ def write_maps(process: int, user: int, group: int) -> int:
     return 0
 
 
-def build_root(source: bytes, room: int) -> list[str]:
-    """Change to a root directory that holds only what Python needs (read-only), the program, and `FOLDER` with `room` bytes (writable).
+def build_root(sources: dict[str, bytes], room: int) -> list[str]:
+    """Change to a root directory that holds only what Python needs (read-only), the programs, and `FOLDER` with `room` bytes (writable).
 
     Returns the mounted trees. Nothing of it is on a disk, and nothing remains after the last process has ended.
     """
@@ -136,7 +142,8 @@ def build_root(source: bytes, room: int) -> list[str]:
         if not any(Path(link).is_relative_to(tree) for tree in trees):
             os.makedirs(BASE + os.path.dirname(link), exist_ok=True)
             os.symlink(target, BASE + link)
-    Path(BASE + PROGRAM).write_bytes(source)
+    for path, source in sources.items():
+        Path(BASE + path).write_bytes(source)
     os.mkdir(BASE + FOLDER)
     options = f"mode=700,size={room},nr_inodes={MOST_FILES}".encode()
     check(_libc.mount(b"sandbox", (BASE + FOLDER).encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), "a directory to write in")
@@ -178,13 +185,15 @@ def set_attributes(place: int, path: bytes, flags: int, attributes: int) -> int:
     return int(_libc.syscall(MOUNT_SETATTR, place, path, flags, wanted, ctypes.c_size_t(len(wanted))))
 
 
-def landlock(trees: list[str]) -> None:
-    """Apply Landlock as a second layer: read and execute under `trees`, read the program, everything under `FOLDER`, nothing elsewhere."""
+def landlock(trees: list[str], path: str) -> None:
+    """Apply Landlock as a second layer: read and execute under `trees`, read the program at `path`, everything under `FOLDER`, nothing
+    elsewhere, so that a program cannot read the tests."""
     version = check(_libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1), "Landlock")
     handled = RIGHTS_BY_VERSION.get(version, RIGHTS_BY_VERSION[3])
     attributes = struct.pack("=Q", handled)
     rules = check(_libc.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock rules")
-    for path, rights in (*((tree, EXECUTE | READ | READ_DIR) for tree in trees), (PROGRAM, READ), ("/dev/null", WRITE), (FOLDER, handled)):
+    program = (path, READ)
+    for path, rights in (*((tree, EXECUTE | READ | READ_DIR) for tree in trees), program, ("/dev/null", WRITE), (FOLDER, handled)):
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         if not stat.S_ISDIR(os.fstat(place).st_mode):
             rights &= OF_A_FILE
@@ -231,47 +240,60 @@ def filter_calls() -> None:
     check(prctl(PR_SET_SECCOMP, 2, program), "seccomp")
 
 
-def execute_program(output_end: int, limits: dict[str, float], trees: list[str]) -> NoReturn:
-    """Confine this process and execute the program, whose output goes to `output_end`."""
+def execute_program(path: str, output_end: int, limits: dict[str, float], trees: list[str], channel: int | None) -> NoReturn:
+    """Confine this process and execute the program at `path`, whose output goes to `output_end`, with the `channel` as descriptor 3."""
     os.setsid()  # signals to its process group reach no other process
     for place, number in ((os.open("/dev/null", os.O_RDONLY), 0), (output_end, 1), (output_end, 2)):
         os.dup2(place, number)
+    if channel is not None:
+        os.dup2(channel, 3)  # above, if it was 3, its own number; the others are closed at exec
     check(prctl(PR_SET_NO_NEW_PRIVS, 1), "no new privileges")
-    landlock(trees)
+    landlock(trees, path)
     limit(limits)
     filter_calls()
     try:
-        os.execv(sys.executable, [sys.executable, "-s", "-P", "-X", "utf8", PROGRAM])
+        os.execv(sys.executable, [sys.executable, "-s", "-P", "-X", "utf8", path])
     except OSError as error:
         whose = "; where root starts the sandbox, everybody must be able to read Python"
         raise Refused(f"{sys.executable}: {error.strerror}{whose if error.errno == errno.EACCES else ''}") from None
 
 
-def first_process(report_end: int, output_end: int, limits: dict[str, float], trees: list[str]) -> None:
-    """First process of the namespace: start the program and report how it ended. When this process ends, all others do."""
+def first_process(report_end: int, output_end: int, limits: dict[str, float], trees: list[str], paths: list[str]) -> None:
+    """First process of the namespace: start the program, or program and tests, and report how the last one of them ended. When this process
+    ends, all others do."""
     check(prctl(PR_SET_PDEATHSIG, signal.SIGKILL), "end with the parent")
     os.write(report_end, b"\n")  # fails where the parent is gone already
-    program = os.fork()
-    if program == 0:
-        try:
-            execute_program(output_end, limits, trees)
-        except (Refused, OSError) as error:
-            os.write(report_end, json.dumps({"refused": str(error)}).encode())
-        finally:
-            os._exit(1)
+    ends = socket.socketpair() if len(paths) > 1 else ()
+    silent = os.open("/dev/null", os.O_WRONLY)
+    started = []
+    for path, end in zip(paths, ends or (None,), strict=True):
+        started.append(os.fork())
+        if started[-1] == 0:
+            try:
+                execute_program(path, output_end if path == paths[-1] else silent, limits, trees, end.fileno() if end else None)
+            except (Refused, OSError) as error:
+                os.write(report_end, json.dumps({"refused": str(error)}).encode())
+            finally:
+                os._exit(1)
+    for end in ends:
+        end.close()
     os.close(output_end)
-    _, status, used = os.wait4(program, 0)
+    _, status, used = os.wait4(started[-1], 0)
     ended = {"code": os.waitstatus_to_exitcode(status), "cpu": used.ru_utime + used.ru_stime}
+    if len(started) > 1 and status:
+        program, of_program, _ = os.wait4(started[0], os.WNOHANG)
+        if program and os.waitstatus_to_exitcode(of_program) in (-signal.SIGXCPU, -signal.SIGKILL):
+            ended["code"], ended["cpu"] = -signal.SIGXCPU, limits["seconds"]  # the tests have seen its end only
     os.write(report_end, b"\n" + json.dumps(ended).encode())
 
 
-def watch(limits: dict[str, float], trees: list[str]) -> tuple[str, str]:
-    """Run the program until it ends or reaches its time limit. Returns its outcome and detail."""
+def watch(limits: dict[str, float], trees: list[str], paths: list[str]) -> tuple[str, str]:
+    """Run the programs until the last one ends or reaches its time limit. Returns its outcome and detail."""
     (report, report_end), (output, output_end) = os.pipe(), os.pipe()
     first = os.fork()
     if first == 0:
         try:
-            first_process(report_end, output_end, limits, trees)
+            first_process(report_end, output_end, limits, trees, paths)
         finally:
             os._exit(0)
     os.close(report_end)
@@ -317,13 +339,14 @@ def outcome_of(ended: dict[str, Any], line: str, late: bool, seconds: float) -> 
 
 def main(limits: dict[str, float]) -> None:
     """Read the program, run it, and print its outcome."""
-    source = sys.stdin.buffer.read()
+    source, size = sys.stdin.buffer.read(), int(limits.pop("program_bytes", 0))
+    sources = {PROGRAM: source[:size], TESTS: source[size:]} if size else {PROGRAM: source}
     try:
         if os.uname().machine not in PROCESSORS or sys.maxsize < 1 << 32:
             raise Refused(f"none for {os.uname().machine}, only for {' and '.join(PROCESSORS)}")
         os.umask(0o022)
         enter_namespaces()
-        outcome, detail = watch(limits, build_root(source, int(limits["file_bytes"])))
+        outcome, detail = watch(limits, build_root(sources, int(limits["file_bytes"])), list(sources))
     except (Refused, OSError) as error:
         outcome, detail = "refused", f"no sandbox: {error}"
     print(json.dumps({"outcome": outcome, "detail": detail}))

@@ -6,7 +6,6 @@ Programs run in the sandbox of `lmworks.untrusted` only; a machine without one c
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -17,7 +16,7 @@ from lmworks.evaluate.generation.interface import GenerationSet, Judged, Lengths
 from lmworks.evaluate.items import Row, digest
 from lmworks.evaluate.sources.data import Data
 from lmworks.recipe.schema.evaluate import Benchmark
-from lmworks.untrusted.sandbox import Limits, run_python
+from lmworks.untrusted.sandbox import Limits, judge_python
 from lmworks.verify.thoughts import without_thoughts
 
 _NAME = "humaneval"
@@ -56,7 +55,7 @@ class HumanEval(GenerationSet):
             self.temperature, self.top_p = temperature or _SAMPLING["temperature"], _SAMPLING["top_p"]
 
     def prompts(self, count: int | None, shots: int, lengths: Lengths) -> list[Prompt]:
-        if (ran := run_python("pass", _LIMITS)).outcome != "passed":
+        if (ran := judge_python("", "", _LIMITS)).outcome != "passed":
             raise Unavailable(f"{self.name} runs the programs that a model writes, and only in a sandbox: {ran.detail}")
         return [
             Prompt(
@@ -105,7 +104,11 @@ def judge(row: Row, reply: Reply) -> Judged:
         return Judged.failed("truncated" if reply.truncated else "no answer")
     if code is None or len(code) > _LONGEST or "\0" in code:
         return Judged.failed("truncated" if reply.truncated else "format", None)
-    outcome, detail = _run(f"{code}\n{row['test']}\ncheck({row['entry_point']})\n")
+    entry = row["entry_point"]
+    ran = judge_python(code, f"{_before(row['prompt'], entry)}\n{row['test']}\ncheck({entry})\n", _LIMITS)
+    if ran.outcome == "refused":
+        raise Unavailable(f"{_NAME} runs the programs that a model writes, and only in a sandbox: {ran.detail}")
+    outcome, detail = ran.outcome, ran.detail
     if outcome == "passed":
         return Judged.right(code)
     if outcome == "timeout":
@@ -115,17 +118,10 @@ def judge(row: Row, reply: Reply) -> Judged:
     return Judged.failed("format" if re.match(r"(Syntax|Indentation|Tab)Error\b", detail) else "wrong", code)
 
 
-def _run(source: str) -> tuple[str, str]:
-    """Outcome and detail. A program passes if it reaches its last line, which prints a secret: one that ends itself before the tests with
-    exit code 0 has passed none."""
-    secret = secrets.token_hex(16)
-    ending = f"import os as _os; _os.write(1, b'\\n{secret}\\n'); _os._exit(1)\n"
-    ran = run_python(f"{source}\n{ending}", _LIMITS)
-    if ran.outcome == "refused":
-        raise Unavailable(f"{_NAME} runs the programs that a model writes, and only in a sandbox: {ran.detail}")
-    if ran.outcome == "timeout":
-        return "timeout", ran.detail
-    return ("passed", "") if ran.detail == secret else ("failed", ran.detail)
+def _before(prompt: str, entry_point: str) -> str:
+    """The text of a prompt before its function: imports, and helpers that the tests use, too."""
+    start = re.search(rf"^def {re.escape(entry_point)}\(", prompt, re.MULTILINE)
+    return prompt[: start.start()] if start else ""
 
 
 def program(prompt: str, entry_point: str, reply: str) -> str | None:
@@ -138,8 +134,7 @@ def program(prompt: str, entry_point: str, reply: str) -> str | None:
     said = without_thoughts(reply)
     reply = reply if said == reply.strip() else said  # the indentation of a continuation counts
     define = re.compile(rf"^def {re.escape(entry_point)}\(", re.MULTILINE)
-    start = define.search(prompt)
-    before = prompt[: start.start()] if start else ""
+    before = _before(prompt, entry_point)
     blocks = list(_blocks(reply))
     if whole := [block for block in blocks if define.search(block)]:
         return before + whole[-1]

@@ -6,7 +6,6 @@ import ast
 import json
 import math
 import re
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.schema.grpo import RewardTask
 from lmworks.train.align.right_answers import right_answer_of
 from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, ProcessDied
-from lmworks.untrusted.sandbox import Limits, run_python
+from lmworks.untrusted.sandbox import Limits, judge_python
 from lmworks.verify.answers import Kind
 from lmworks.verify.marks import stated
 from lmworks.verify.thoughts import without_thoughts
@@ -99,7 +98,7 @@ def make_judge(task: RewardTask, key: str, verifiers: dict[str, Any]) -> Judge:
         case "exact" | "numeric" | "math" as kind:
             return Judge(lambda text, row: _compared(text, row, kind))
         case "unit_tests":
-            if (ran := run_python("")).outcome != "passed":
+            if (ran := judge_python("", "")).outcome != "passed":
                 raise UserError(f"{key}.reward unit_tests runs programs of the model, and only in a sandbox: {ran.detail}")
             return Judge(lambda text, row: _tested(text, str(row["tests"]), task.seconds))
         case _:
@@ -144,17 +143,14 @@ def _verified(verifier: Any, text: str, entry: Any) -> Reward:
 
 
 def _tested(text: str, tests: str, seconds: float) -> Reward:
-    """A program passes if it reaches its last line, which prints a secret: one that ends itself before has passed no test."""
+    """1 if the tests of the program, which run in a process that it cannot reach, end without an exception."""
     blocks = _BLOCK.findall(text)
     code = blocks[-1] if blocks else text
     try:
         ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return Reward(0.0, "unparsed", str(error))
-    secret = secrets.token_hex(16)
-    ending = f"import os as _os; _os.write(1, b'\\n{secret}\\n'); _os._exit(1)\n"
-    ran = run_python(f"{code}\n{tests}\n{ending}", Limits(seconds=seconds))
-    return Reward(float(ran.detail == secret))
+    return Reward(float(judge_python(code, tests, Limits(seconds=seconds)).outcome == "passed"))
 
 
 def _own(path: Path, seconds: float) -> Judge:
