@@ -13,10 +13,10 @@ import yaml
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
+from lmworks.files import read_json
 from lmworks.model_stages import BASE, of_checkpoint
 from lmworks.recipe.loading.weights import Weights
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.tokenizer import load as load_tokenizer
 
 TAG = "conversational"
 """The tag of a model card that says that the model was trained on conversations, as the Hugging Face Hub spells it."""
@@ -35,7 +35,7 @@ def is_chat(weights: Weights) -> bool:
     tags = _card(weights.path).get("tags")
     if isinstance(tags, list) and "lmworks" in tags:
         return TAG in tags
-    return load_tokenizer(weights.tokenizer.parent).has_chat_template
+    return _has_template(weights.tokenizer.parent)
 
 
 def start_is_chat(run_dir: Path) -> bool:
@@ -49,6 +49,14 @@ def start_is_chat(run_dir: Path) -> bool:
 def base_is_chat(run_dir: Path, recipe: Recipe) -> bool:
     """Whether the base model of a run answers in a chat: it is the model of `start_from` as it was, and that one did."""
     return not recipe.trains_base and start_is_chat(run_dir)
+
+
+def _has_template(folder: Path) -> bool:
+    """As `Tokenizer.has_chat_template`, by the files alone."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and bool(read_json(config).get("chat_template"))
 
 
 def _card(path: Path) -> dict[str, Any]:
