@@ -19,6 +19,8 @@ from base_models import KINDS, write_model, write_tokenizer
 from docs.pages import DOCS, blocks
 from lmworks import jsonl
 from lmworks.checkpoint import listing
+from lmworks.doctor import overview
+from lmworks.doctor.read_run import read_run
 from lmworks.evaluate.opening import open_model
 from lmworks.evaluate.own_answers import QUESTIONS
 from lmworks.files import read_json
@@ -93,6 +95,10 @@ def test_a_base_model_is_tuned_evaluated_exported_and_served(lmworks: Lmworks, k
     assert f"first loss {first['loss']:.4f}, {first['transformers']:.4f} in transformers" in (run_dir / "report.html").read_text()
     losses = [line["train/loss"] for line in read(run_dir / "tune") if "train/loss" in line]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.3, losses
+    page = (run_dir / "report.html").read_text()
+    assert "Nothing has been measured yet" not in page and "Base model" in page and "Pretraining" not in page
+    run = read_run(run_dir)
+    assert run.state == "finished" and ("Tokens", "2,048", "in 8 steps") in overview.tiles(run, None)
 
     exported = run_dir / "export" / "huggingface"
     for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ from lmworks.doctor.formatting import compact, percent, significant, size, span
 from lmworks.doctor.run_records import Json, Run
 from lmworks.doctor.tables import as_dict, references
 from lmworks.doctor.timeline import STAGE_WORDS
-from lmworks.model_stages import MODEL_STAGES, last
+from lmworks.model_stages import BASE, MODEL_STAGES, last
 from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.tree.paths import flatten
@@ -23,11 +24,12 @@ _DIFFERENCES = 60  # values of the recipe in a comparison
 def heading(run: Run) -> Json:
     """Name, state and how far it is."""
     seconds = _stage_seconds(run)
+    words = STAGE_WORDS if run.recipe is None or run.recipe.trains_base else {**STAGE_WORDS, BASE.stage: "Base model"}
     stages = [
-        {"title": STAGE_WORDS[s["name"]], "state": s["state"], "time": span(seconds[s["name"]]) if s["name"] in seconds else ""}
+        {"title": words[s["name"]], "state": s["state"], "time": span(seconds[s["name"]]) if s["name"] in seconds else ""}
         for s in run.stages
     ]
-    active = last(stage for stage in MODEL_STAGES if run.training[stage.stage].series or run.training[stage.stage].starts).stage
+    active = _active(run)
     part = run.training[active]
     seen, planned = part.last("train/tokens") or 0.0, float(part.planned_tokens)
     share = min(seen / planned, 1.0) if planned else 0.0
@@ -56,6 +58,11 @@ def heading(run: Run) -> Json:
     }
 
 
+def _active(run: Run) -> str:
+    """The stage that has trained last."""
+    return last(stage for stage in MODEL_STAGES if run.training[stage.stage].series or run.training[stage.stage].starts).stage
+
+
 def _stage_seconds(run: Run) -> dict[str, float]:
     """Time of each finished stage; of training all processes that took part, where the stage's own stamp knows only the last."""
     stamped = {s["name"]: float(s["seconds"]) for s in run.stages if isinstance(s["seconds"], int | float)}
@@ -63,8 +70,9 @@ def _stage_seconds(run: Run) -> dict[str, float]:
 
 
 def tiles(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
-    """Key figures: label, value, the text below it."""
-    part = run.pretrain
+    """Key figures: label, value, the text below it. They are those of pretraining; where there was none, of the stage that trained last."""
+    stage = BASE.stage if run.pretrain.series else _active(run)
+    part = run.training[stage]
     found: list[tuple[str, str, str]] = []
     if run.recipe is not None and run.recipe.model.open_size is None:
         tensors = [tensor for tensor in parameters(run.recipe.model) if not tensor.mtp]
@@ -86,7 +94,7 @@ def tiles(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
         found.append(("MFU", percent(part.series["perf/mfu"].median()), "median; fraction of the measured matrix-multiply peak"))
     if part.seconds:
         every = sum(_stage_seconds(run).values())
-        under = f"{span(every)} for all stages" if run.state == "finished" and every else "pretraining, pauses left out"
+        under = f"{span(every)} for all stages" if run.state == "finished" and every else f"{STAGE_WORDS[stage].lower()}, pauses left out"
         found.append(("Training time", span(part.seconds), under))
     found += _cost_tile(run, cluster)
     if "perf/memory" in part.series:
@@ -174,7 +182,9 @@ def _about(run: Run) -> str:
     shape = f"{model.num_hidden_layers} layers of width {model.hidden_size}; vocabulary {model.vocab_size or 0:,}"
     if run.recipe.start_from is None:
         return f"{kind}; {shape}. Trained on {phases or 'nothing'}."
-    return f"{kind}; {shape}. Started from {run.recipe.start_from}{_first_loss(run)}. Pretrained further on {phases or 'nothing'}."
+    start = re.sub(r"#sha256=([0-9a-f]{8})[0-9a-f]+$", r"#sha256=\1…", run.recipe.start_from)
+    further = f" Pretrained further on {phases}." if phases else ""
+    return f"{kind}; {shape}. Started from {start}{_first_loss(run)}.{further}"
 
 
 def _first_loss(run: Run) -> str:

@@ -39,6 +39,8 @@ def read_run(run_dir: Path) -> Run:
         _read_samples(stage.place(run_dir) / "samples.jsonl", training[stage.stage])
     _followed(run_dir / "follow.jsonl", training)
     omitted = [one.stage for one in MODEL_STAGES[1:] if tree.get(one.stage) is None and not one.place(run_dir).is_dir()]
+    if recipe is not None and not recipe.has_text:  # a base model is tuned
+        omitted += [name for name in ("corpus", "shards") if not (run_dir / name).is_dir()]
     stages = read_stages(run_dir, omitted)
     return Run(
         run_dir,

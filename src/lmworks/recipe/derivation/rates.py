@@ -24,13 +24,14 @@ AFTER_OWN: dict[str, dict[Method, float]] = {
 AFTER_PRETRAINED: dict[str, dict[Method, float]] = {
     "tune": {"full": 0.5, "lora": 5.0}, "dpo": {"full": 0.025, "lora": 0.5}, "grpo": {"full": 0.025, "lora": 1.25},
 }  # fmt: skip
-"""Published rates for all weights after `tune`. Adapters need about twenty times as much in `dpo` for the same held-out loss, and in `grpo` a
-fifth of this taught nothing in 16 steps (SmolLM2-135M, LOG.md)."""
+"""Published rates for all weights after `tune`. Adapters need about twenty times as much in `dpo` for the same held-out loss, and in `grpo`
+a fifth of this taught nothing in 16 steps (SmolLM2-135M, LOG.md)."""
 MUON = 3.0
 """Rate of Muon relative to AdamW where weights are pretrained: a short stage takes AdamW's first steps, whose root mean square is near 1,
 and that of Muon is 0.2 in every step. SmolLM2-135M, 40 steps: AdamW is best at 1e-4 of 3e-5, 1e-4 and 3e-4, and Muon still gains from 1e-4
 to 3e-4 (LOG.md)."""
-_WHY = {"tune": "a sweep on SmolLM2-135M", "dpo": "published rates and a sweep on SmolLM2-135M", "grpo": "published rates and a sweep on SmolLM2-135M"}
+_BOTH = "published rates and a sweep on SmolLM2-135M"
+_WHY = {"tune": "a sweep on SmolLM2-135M", "dpo": _BOTH, "grpo": _BOTH}
 
 
 def random_weights(hidden: int, tokens: int) -> tuple[float, str]:
