@@ -122,8 +122,10 @@ class Trainer:
                     self._train_until(end, batches, stop, bar)
                 if self._validator.stops:
                     break
-                self._advance(self._faults.skips.next(self.step), bar)
+                self._advance(self._next(self.step), bar)
             if self.step != self._saver.saved:  # the last steps were skipped
+                if self._boundary.phase is None:  # all that were left: the model has the RoPE of the recipe's beginning
+                    self._enter_phase()
                 self._save(wait=True)
             self._stop_if_requested(self._reduce_flags(0, stop), stop)
         self.files.ledger.write("finish", stage=self.stage, step=self.step, tokens=total)
@@ -230,8 +232,13 @@ class Trainer:
         """The sequences of a step that this rank reads."""
         return self.curriculum.batch(step, *self.model.rank_sequences(self.curriculum.sequences(step)))
 
+    def _next(self, step: int) -> int:
+        """The first step from `step` on that is trained, or the end: a window may reach beyond it."""
+        return min(self._faults.skips.next(step), max(step, self.curriculum.steps))
+
     def _enter_phase(self) -> None:
-        phase = self.curriculum.phase(self.step)
+        """Enter the phase of the next step; at the end, the last one."""
+        phase = self.curriculum.phase(min(self.step, self.curriculum.steps - 1))
         if phase != self._boundary.phase:
             self._saver.begin_phase(phase)
             self._boundary.enter(phase, self.step, self._saver.saved, self._state.loss_scale)
@@ -289,7 +296,7 @@ class Trainer:
             progress.console.print(f"{path} is not used: {reason}", style="yellow")
         if meta is None:
             refuse_if_all_damaged(self.files.checkpoints)
-            self.step = self._faults.skips.next(0)
+            self.step = self._next(0)
             return 0
         self.resumed_meta = meta
         steps, tokens = self.curriculum.steps, self.curriculum.tokens  # more than at the start where a phase was added
@@ -309,7 +316,7 @@ class Trainer:
         self.model.state_loaded(state)
         self._faults.load(meta)
         self._saver.saved = int(meta["step"])
-        self.step = self._faults.skips.next(self._saver.saved)
+        self.step = self._next(self._saver.saved)
         self._inspector.load(meta)
         self._validator.load(meta)
         return meta
