@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
 from lmworks.shards.read.batches import Batches
@@ -134,6 +135,23 @@ def test_routers_warm_up(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> No
     expected = [3 - 2 * min(step / 8, 1) for step in range(len(seen))]
     assert len(seen) > 8 and [seen[step] for step in range(len(seen))] == [{value} for value in expected]
     assert [line["experts/temperature"] for line in curve(tiny_copy.run_dir)] == expected
+
+
+def test_tuning_does_not_repeat_the_warm_up_of_the_routers(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    honest = trainer.train_step
+
+    def observed(model: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
+        seen.extend(float(layer.router.temperature) for layer in model.moe_layers())
+        return honest(model, optimizer, batch, **options)
+
+    warm = ("model.moe.temperature=3", "model.moe.temperature_steps=8")
+    tiny_copy.walk(*warm, last="pretrain")
+    monkeypatch.setattr(trainer, "train_step", observed)
+    tiny_copy.walk(*warm, last="tune")
+    assert seen and set(seen) == {1.0}
+    with pytest.raises(UserError, match=r"model\.moe\.temperature_steps 33 are not over when the run ends after 33 steps"):
+        tiny_copy.walk("model.moe.temperature=3", "model.moe.temperature_steps=33", f"run_dir={tiny_copy.run_dir}-long", last="pretrain")
 
 
 def test_the_ledger_has_the_phases(run: Tiny) -> None:

@@ -21,7 +21,7 @@ from lmworks.interrupt import Interrupted, Preempted
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.metrics.names import describe
 from lmworks.model.balance import set_temperature
-from lmworks.model_stages import USED
+from lmworks.model_stages import BASE, USED
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import is_compiled
@@ -158,7 +158,8 @@ class Trainer:
         phase = self._boundary.phase
         assert phase is not None
         torch.manual_seed(dropout_seed(self.recipe.training_seed, self.step, self.model.ranks.global_rank))
-        set_temperature(self.model.moe_layers(), self.model.config.moe, self.step)
+        if self.stage == BASE.stage:  # the stages after it have its last temperature, 1
+            set_temperature(self.model.moe_layers(), self.model.config.moe, self.step)
         limits = Limits() if self.objective else self._faults.policy.limits(self.step, self.curriculum.steady_since(self.step))
         self._lr_factor = self.curriculum.lr_factor(self.step) * self._faults.policy.lr_factor(self.step)
         self.heartbeat.beat(self.step, "update")
