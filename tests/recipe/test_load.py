@@ -271,3 +271,13 @@ def test_two_bodies_of_conversations_need_two_names(write: Callable[..., Path]) 
     data = json.dumps([{"name": "mine", "kind": "files", "path": path} for path in ("a.jsonl", "b.jsonl")])
     with pytest.raises(UserError, match="two bodies of conversations are called 'mine'"):
         load_recipe(write(), [f"tune.data={data}"])
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("optimizer.betas", "[1, 1]"), ("optimizer.betas", "[0.9, 1.5]"), ("optimizer.betas", "[-0.5, 0.9]"),
+    ("train.phases.0.lr_schedule.milestones", "[2.0, -1.0]"), ("train.phases.0.lr_schedule.milestones", "[0.9, 0.8]"),
+])  # fmt: skip
+def test_numbers_that_ruin_training_are_refused_with_their_key(write: Callable[..., Path], key: str, value: str) -> None:
+    """Betas of 1 make every weight NaN in the first step, and the run used to finish."""
+    with pytest.raises(UserError, match=key.rpartition(".")[2]):
+        load_recipe(write(), [f"{key}={value}"])

@@ -9,6 +9,8 @@ from pydantic import Field
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class Optimizer(Node):
     """Muon for hidden matrices and experts, AdamW for embeddings, head, norms and biases; or AdamW for all."""
@@ -30,7 +32,7 @@ class Optimizer(Node):
     momentum: float = Field(0.95, ge=0, lt=1, description="momentum of Muon")
     nesterov: bool = Field(True, description="Nesterov momentum in Muon")
     newton_schulz_steps: int = Field(5, gt=0, description="iterations of Muon's orthogonalization")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="decay rates of AdamW's first and second moments")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay rates of AdamW's first and second moments")
     eps: float = Field(1e-8, gt=0, description="added to the denominator of AdamW")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay; not applied to norms, biases and embeddings")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this global norm; 0 turns clipping off")

@@ -13,6 +13,8 @@ from lmworks.recipe.schema.effect import NO_EFFECT, RESUME_ONLY, read_by
 from lmworks.recipe.schema.model import Rope
 from lmworks.recipe.schema.units import Duration, Seconds, Tokens
 
+Milestone = Annotated[float, Field(gt=0, lt=1)]
+
 
 class LrSchedule(Node):
     """The learning rate schedule of one phase, as a factor on the peak learning rate."""
@@ -25,8 +27,14 @@ class LrSchedule(Node):
     )
     decay: Duration = Field(Duration.parse("20%"), description="wsd: length of the decay at the end")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate relative to the peak (linear, cosine, wsd)")
-    milestones: tuple[float, ...] = Field((0.8, 0.9), description="multistep: positions in the phase at which the rate drops")
+    milestones: tuple[Milestone, ...] = Field((0.8, 0.9), description="multistep: positions in the phase at which the rate drops")
     gamma: float = Field(0.316, gt=0, lt=1, description="multistep: factor on the rate at each milestone")
+
+    @model_validator(mode="after")
+    def _rising(self) -> LrSchedule:
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError(f"milestones {list(self.milestones)} must rise")
+        return self
 
 
 class BatchRamp(Node):
