@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.save import CheckpointWriter
 from lmworks.cli import data_commands
@@ -350,3 +352,24 @@ def test_waiting_for_data_is_measured(tiny_copy: Tiny, monkeypatch: pytest.Monke
     waits = {line["step"]: line["perf/data_wait"] for line in read(tiny_copy.run_dir)}
     seconds = {line["step"]: line["perf/step_seconds"] for line in read(tiny_copy.run_dir)}
     assert 0.25 < waits[slow + 1] <= seconds[slow + 1]
+
+
+def test_weights_that_are_no_numbers_are_never_saved(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on the way, where a run would be rolled back to them, nor at the end, where all later stages would start from them."""
+    honest = trainer.train_step
+
+    def poisoned(model: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
+        result = honest(model, optimizer, batch, **options)
+        if batch.step == 29:
+            with torch.no_grad():
+                next(iter(model.parts[0].parameters())).fill_(math.nan)
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "train_step", poisoned)
+        with pytest.raises(UserError, match="after step 33 are not finite, and were not saved; the newest checkpoint is of step 28"):
+            tiny_copy.pretrain("checkpoints.keep_last=9")
+    assert [listing.step_of(path) for path in listing.directories(tiny_copy.run_dir / "checkpoints")][-1] == 28
+    assert [line["step"] for line in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if line["event"] == "weights_not_finite"] == [32, 33]
+    tiny_copy.pretrain("checkpoints.keep_last=9")
+    assert all(tensor.isfinite().all() for name, tensor in checkpoint(tiny_copy.run_dir).items() if name.startswith("model/"))

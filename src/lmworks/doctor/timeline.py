@@ -25,6 +25,7 @@ _KINDS = {
     "spike": "bad",
     "spike_accepted": "bad",
     "not_finite": "bad",
+    "weights_not_finite": "bad",
     "rollback": "bad",
     "corruption": "bad",
     "slow_rank": "bad",
@@ -97,6 +98,8 @@ def _words(event: Json) -> tuple[str, str]:
                 return "Spike accepted", f"{step}: no rollback was left, so the new level counts as normal"
             case "not_finite":
                 return "Not finite", f"{step}: first in {event['first']}"
+            case "weights_not_finite":
+                return "Weights not finite", f"{step}: not saved"
             case "rollback":
                 skip = f", without the data of steps {event['skip'][0]:,} to {event['skip'][1] - 1:,}" if event.get("skip") else ""
                 return "Rollback", f"{step}: back to step {event['to_step']:,}{skip}; {event.get('reason') or 'asked for by hand'}"

@@ -7,6 +7,7 @@ saving (`saving.py`), validation and early stopping (`validator.py`), phase boun
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,12 +18,14 @@ import torch
 
 from lmworks import progress
 from lmworks.allocator import keep_freed_memory
+from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.metrics.names import describe
 from lmworks.model.balance import set_temperature
 from lmworks.model_stages import BASE, USED
 from lmworks.optim.optimizer import Updates
+from lmworks.optim.placement import local
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import is_compiled
 from lmworks.recipe.loading.weights import ROPE
@@ -219,8 +222,9 @@ class Trainer:
                 values = {name: value for name, value in values.items() if name not in _NEXT_TOKEN} | self.objective.metrics()
         if values:
             self._log.write(self.step, values)
-        bar.note(self._note(float(result.loss), values))
-        if (done or is_due(self.step, self._intervals.sample)) and self.model.whole is not None:
+        loss = float(result.loss)
+        bar.note(self._note(loss, values))
+        if (done or is_due(self.step, self._intervals.sample)) and self.model.whole is not None and math.isfinite(loss):
             with self.model.ema_weights(self.optimizer.ema):
                 self.files.sampler.write(self.model.whole, self.step)
 
@@ -286,9 +290,26 @@ class Trainer:
         }  # fmt: skip
         self._log.flush()
         state = self.model.without_duplicates(self._state.tensors())
+        if not self._are_finite(state):
+            return
         # A checkpoint is only compared by a metric that was measured on its own weights.
         self._saver.save(self.step, state, meta, self._validator.measured.get(self.step), wait)
         self._metrics.clock.save += time.monotonic() - began
+
+    def _are_finite(self, state: dict[str, Any]) -> bool:
+        """Whether all weights are numbers, on all ranks. Those that are not are never saved: everything would go on from them. The policy
+        rolls back a run with bad steps; at its end this raises `UserError`."""
+        tensors = [tensor for kind in ("model", "average") for tensor in state.get(kind, {}).values() if tensor.is_floating_point()]
+        own = [local(tensor).isfinite().all() for tensor in tensors]
+        if not self.model.ranks.all_reduce_max(float(bool(own) and not bool(torch.stack([one.cpu() for one in own]).all()))):
+            return True
+        self.files.ledger.write("weights_not_finite", stage=self.stage, step=self.step)
+        found = f"the weights after step {self.step:,} are not finite, and were not saved; the newest checkpoint is of step"
+        found = f"{found} {self._saver.saved:,}"
+        if self._done:
+            raise UserError(f"{found}; lower the learning rate, or look at what the ledger says of the steps since then, and run it again")
+        progress.console.print(found, style="yellow")
+        return False
 
     def resume(self) -> int:
         """Load the newest good checkpoint, if there is one; returns its step. Raises `UserError` if all are damaged."""
