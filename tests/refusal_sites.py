@@ -61,6 +61,7 @@ PLACES = (
         shards.order.timeline Timeline.__init__(2)
         shards.build.build_shards check_imported(2)
         optim.schedules _Curve.__init__ _Curve._tokens
+        train.check phase_refusals.end_of_warm_up
         tokenizer.train check
     """),
     (FIRST, "the tokenizer that a recipe names", """
@@ -166,7 +167,7 @@ PLACES = (
         wheels named wheel member _download(3)
         evaluate.generation.declared read_rows(2)
         evaluate.generation.gsm8k _problems
-        evaluate.generation.humaneval _problems HumanEval.prompts _run
+        evaluate.generation.humaneval _problems HumanEval.prompts judge
         evaluate.generation.ruler.documents _parsed(2)
         evaluate.generation.ruler.texts words essays _essays read_json _read(2)
         evaluate.generation.ruler_sets Ruler.prompts Ruler.prompt
@@ -181,6 +182,7 @@ PLACES = (
         pool map_unordered
     """),
     (LATER, "weights, once they have been loaded or trained", """
+        train.trainer Trainer._are_finite
         export.gguf write_gguf_adapter load_gguf(2) _damaged
         export.export export(2) _require_all
         export.parity _load_in_transformers(2) require_parity

@@ -98,7 +98,7 @@ def test_a_base_model_is_tuned_evaluated_exported_and_served(lmworks: Lmworks, k
     page = (run_dir / "report.html").read_text()
     assert "Nothing has been measured yet" not in page and "Base model" in page and "Pretraining" not in page
     run = read_run(run_dir)
-    assert run.state == "finished" and ("Tokens", "2,048", "in 8 steps") in overview.tiles(run, None)
+    assert run.state == "finished" and ("Tokens", "2.05k", "in 8 steps") in overview.tiles(run, None)
 
     exported = run_dir / "export" / "huggingface"
     for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):

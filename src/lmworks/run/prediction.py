@@ -74,6 +74,7 @@ def measured_mfu(run_dir: Path, cluster: Cluster) -> MeasuredMfu:
 def record_prediction(recipe: Recipe, run_dir: Path, stage: str, data: Mapping[str, StageData]) -> None:
     """Write the prediction of a stage that trains, if there is none for these budgets and the layout can be planned for. `data` is what was
     read of the data of the stages after pretraining; a rehearsal of this recipe (`lmworks plan --calibrate`) on this machine is used."""
+    data = {name: found for name, found in data.items() if name in recipe.later_stages}  # tuning may have been given up
     if stage != BASE.stage and recipe.trains_base:  # its own plan: that of a run without pretraining
         train = recipe.train.model_copy(update={"phases": []})
         recipe = recipe.model_copy(update={"train": train, "start_from": recipe.start_from or "the base model"})

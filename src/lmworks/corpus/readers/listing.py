@@ -51,6 +51,8 @@ def find_files(source: Source, suffixes: tuple[str, ...] = ()) -> list[File]:
     if not files:
         matching = f" matching {source.include}" if source.include else f" ending in {', '.join(suffixes[:6])}" if suffixes else ""
         others = passed_over(source, suffixes)
+        if not others and not os.path.isdir(os.path.expanduser(source.path)):  # there is nothing that could have an ending
+            matching = ""
         raise Unavailable(f"no files at {source.path}{matching}; {others or f'check the path{working_directory_hint(source.path)}'}")
     return files
 
