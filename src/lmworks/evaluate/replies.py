@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lmworks.model import Transformer
     from lmworks.model.generate import GenerateOptions
 
-_MOST_ROWS = 64
+MOST_ROWS = 64  # of a batch of replies
 _PROMPT_END = 16  # tokens, in which the template may open the thoughts
 
 
@@ -110,7 +110,7 @@ class Answerer:
         for row in sorted(rows, key=lambda row: (-row.prompt.max_new_tokens, -len(row.ids))):
             size = len(batch[0].ids) + batch[0].prompt.max_new_tokens if batch else 0
             like = batch and row.prompt.max_new_tokens == batch[0].prompt.max_new_tokens
-            if batch and not (like and len(batch) < _MOST_ROWS and (len(batch) + 1) * size <= self.batch_tokens):
+            if batch and not (like and len(batch) < MOST_ROWS and (len(batch) + 1) * size <= self.batch_tokens):
                 yield batch
                 batch = []
             batch.append(row)

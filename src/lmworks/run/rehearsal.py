@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from lmworks import files, machine, progress
+from lmworks.evaluate.replies import MOST_ROWS
 from lmworks.files import read_json, write_json
 from lmworks.metrics.log import read
 from lmworks.plan.stage_data import StageData
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from lmworks.tokenizer.tokenizer import Tokenizer
 
 STEPS = 4  # of each stage, of which the first is not counted; of grpo two, both counted
-ITEMS = 10  # of each benchmark set and task
+ITEMS = 40  # of each benchmark set; fewer make what a set costs once look like the cost of its items
+REPLIES = MOST_ROWS  # of each task: a whole batch, whose time does not grow with its rows in proportion
 START = "start"  # what the command does before its stages: checks, and the reading of all data
 _WHY = "in a rehearsal"
 _LEFT_OUT = ("name", "run_dir", "time")  # keys of the recipe on which no time depends
@@ -120,7 +122,7 @@ def _little(recipe: Recipe, data: Mapping[str, StageData], run_dir: Path) -> dic
         else:
             found |= _fewer_pairs(section, data.get(name))
     wanted = recipe.evaluate
-    found["evaluate", "task_items"] = min(ITEMS, wanted.task_items)
+    found["evaluate", "task_items"] = min(REPLIES, wanted.task_items)
     found["evaluate", "benchmark_items"] = min(ITEMS, wanted.benchmark_items)
     for number, one in enumerate(wanted.benchmarks):
         if one.items is not None:
@@ -203,7 +205,7 @@ def _evaluation(recipe: Recipe, little: Recipe, run_dir: Path, took: float, toke
     measured = [model["speed"]["seconds"] for model in read_json(run_dir / "evaluate" / "results.json")["models"].values()]
     sums = {part: sum(one[part] for one in measured) for part in measured[0]}
     rest = max(0.0, took - sum(sums.values()))
-    sums["tasks"] *= recipe.evaluate.task_items / little.evaluate.task_items
+    sums["tasks"] *= math.ceil(recipe.evaluate.task_items / REPLIES) / math.ceil(little.evaluate.task_items / REPLIES)
     if recipe.evaluate.benchmarks:
         asked, done = (_tokens_of_items(one, tokenizer) for one in (recipe, little))
         sums["benchmarks"] *= asked / done if done else 1.0
