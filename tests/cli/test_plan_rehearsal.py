@@ -38,7 +38,7 @@ def test_every_stage_is_rehearsed_and_predicted(
     plan = json.loads(done.out)
     resolved = load_recipe(recipe).recipe
     assert list(plan["stages"]) == [START, *(stage.name for stage in stages_for(resolved))], "a stage is left out"
-    assert all(sum(parts.values()) > 0 for name, parts in plan["stages"].items() if name != "tokenizer")
+    assert all(sum(plan["stages"][name].values()) > 0 for name in (*TRAINED, "evaluate"))  # others may round to 0
     assert plan["seconds"] == pytest.approx(sum(sum(parts.values()) for parts in plan["stages"].values()))
     for name in TRAINED:
         assert {"steps", "validation", "loading and the rest"} <= plan["stages"][name].keys(), name
