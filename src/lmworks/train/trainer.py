@@ -127,8 +127,8 @@ class Trainer:
                     break
                 self._advance(self._next(self.step), bar)
             if self.step != self._saver.saved:  # the last steps were skipped
-                if self._boundary.phase is None:  # all that were left: the model has the RoPE of the recipe's beginning
-                    self._enter_phase()
+                if self._boundary.phase is None:  # all that were left: the model has the RoPE of the recipe's beginning, not its weights'
+                    self._enter_phase(max(self._saver.saved, 1) - 1)
                 self._save(wait=True)
             self._stop_if_requested(self._reduce_flags(0, stop), stop)
         self.files.ledger.write("finish", stage=self.stage, step=self.step, tokens=total)
@@ -137,7 +137,7 @@ class Trainer:
         """Train to step `end`, or until the run is rolled back or ends early."""
         while self.step < end and not self._done:
             began = time.monotonic()
-            self._enter_phase()
+            self._enter_phase(self.step)
             self.heartbeat.beat(self.step, "data")
             batch = next(batches)
             own = time.monotonic() - began
@@ -241,9 +241,9 @@ class Trainer:
         """The first step from `step` on that is trained, or the end: a window may reach beyond it."""
         return min(self._faults.skips.next(step), max(step, self.curriculum.steps))
 
-    def _enter_phase(self) -> None:
-        """Enter the phase of the next step; at the end, the last one."""
-        phase = self.curriculum.phase(min(self.step, self.curriculum.steps - 1))
+    def _enter_phase(self, step: int) -> None:
+        """Enter the phase that contains a step."""
+        phase = self.curriculum.phase(step)
         if phase != self._boundary.phase:
             self._saver.begin_phase(phase)
             self._boundary.enter(phase, self.step, self._saver.saved, self._state.loss_scale)

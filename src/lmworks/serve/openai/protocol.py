@@ -273,7 +273,7 @@ class ChatRequest(Sampling):
 
     @property
     def restricted(self) -> bool:
-        return bool(self.guided) or self.response_format is not None or self.tool_choice not in (None, "auto", "none")
+        return super().restricted or self.response_format is not None or self.tool_choice not in (None, "auto", "none")
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
