@@ -53,7 +53,7 @@ def test_a_recipe_that_is_not_there(lmworks: Lmworks) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, r"source docs: no files at .*docs.jsonl ending in .*; check the path; or set optional: true to continue without it"),
+        (None, r"source docs: no files at .*docs.jsonl; check the path; or set optional: true to continue without it"),
         (b"", r"source docs .*: has no documents; check its path, include and document_format"),
         (b'{"text": \n{"text"}\n', r"source docs .*: none of its 2 documents is usable \(broken_json 2\)"),
         (b'{"text": "caf\xe9"}\n', r"source docs .*: none of its 1 documents is usable \(bad_utf8 1\)"),

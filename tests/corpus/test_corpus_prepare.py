@@ -248,7 +248,7 @@ def test_bad_rows_never_stop_the_job(tmp_path: Path) -> None:
 def test_a_missing_source_stops_the_run_unless_optional(tmp_path: Path) -> None:
     gone = mine(tmp_path / "nowhere", name="gone", kind="text")
     with pytest.raises(
-        UserError, match=f"source gone: no files at {tmp_path}/nowhere ending in .*; check the path; or set optional: true to continue"
+        UserError, match=f"source gone: no files at {tmp_path}/nowhere; check the path; or set optional: true to continue without it"
     ):
         prepare(recipe(gone), tmp_path / "out")
     good = mine(write_rows(tmp_path / "a.jsonl", numbered(20)))

@@ -195,7 +195,7 @@ def test_fsspec_urls() -> None:
     memory.pipe("/corpus-test/b.jsonl", rows("plain"))
     assert texts(items("jsonl", path="memory://corpus-test")) == ["over the wire", "plain"]
     assert texts(items("jsonl", path="memory://corpus-test/*.gz")) == ["over the wire"]
-    with pytest.raises(Unavailable, match=r"source mine: no files at memory://corpus-none ending in \.jsonl, \.json, \.ndjson; check"):
+    with pytest.raises(Unavailable, match="source mine: no files at memory://corpus-none; check the path"):
         items("jsonl", path="memory://corpus-none")
 
 
