@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +25,10 @@ from lmworks.interrupt import Interrupted, Preempted
 from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.model.transformer import Loss
+from lmworks.shards.order.order import MixtureOverride
 from lmworks.train import trainer
 from lmworks.train.curriculum import PretrainingCurriculum
+from lmworks.train.data.mixture import read_changes, request_change
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, read_ledger
 from lmworks.watch.spike import Limits
@@ -212,6 +216,54 @@ def test_a_rollback_that_does_not_help_goes_further_back_and_the_last_one_stops(
         tiny_copy.pretrain(*EVERY, "stability.max_bad_steps=3", "stability.max_rollbacks=2")
     assert [(line["to_step"], line["skip"]) for line in events(tiny_copy, "rollback")] == [(10, [10, 13]), (9, [9, 16])]
     assert events(tiny_copy, "stopped")[-1]["step"] == 18
+
+
+def test_saves_during_bad_steps_leave_the_checkpoints_that_a_rollback_needs(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `keep_last: 2`, the saves after steps 16 and 20 would remove those of 8 and 12; the second rollback goes to 8."""
+    spoil_steps(monkeypatch, range(12, 30), nan_loss)
+    tiny_copy.pretrain("checkpoints.keep_last=2", "checkpoints.keep_best=false", "stability.max_bad_steps=9")
+    found = [(line["step"], line["to_step"], line["skip"]) for line in events(tiny_copy, "rollback")]
+    assert found == [(20, 12, [12, 21]), (29, 8, [8, 30])]
+    assert [listing.step_of(path) for path in listing.directories(tiny_copy.run_dir / "checkpoints")] == [32, STEPS], "kept no longer"
+
+
+def test_no_spike_leads_back_at_the_beginning(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three spikes in a row, which roll back elsewhere, are skipped before `rollback_after`, and then accepted; later ones roll back."""
+    spoil_steps(monkeypatch, [8, 9, 10, HIGH + 4], high_loss)
+    early = ("stability.spike.rollback_after=40%", "stability.spike.action=rollback", "stability.spike.max_in_a_row=3")
+    tiny_copy.pretrain(*SPIKE, *early)
+    assert [(line["step"], line["action"]) for line in events(tiny_copy, "spike")] == [
+        (8, "skip"), (9, "skip"), (10, "skip"), (HIGH + 4, "rollback"),
+    ]  # fmt: skip
+    assert [line["step"] for line in events(tiny_copy, "spike_accepted")] == [10]
+    assert [line["step"] for line in events(tiny_copy, "rollback")] == [HIGH + 4]
+
+
+def test_deleted_checkpoints_start_the_run_over(
+    tiny: Tiny, tiny_copy: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a former course has skipped, spent on rollbacks and changed in its mixture does not hold for the next."""
+    trained = tiny.copy(tmp_path / "whole")
+    trained.pretrain()
+    with monkeypatch.context() as patch:
+        spoil_steps(patch, [HIGH], high_loss)
+        before_each_step(patch, lambda step: step != 5 or request_change(tiny_copy.run_dir, MixtureOverride(9, {"docs": 1.0})))
+        tiny_copy.pretrain(*SPIKE, "stability.spike.action=rollback", "stability.max_rollbacks=1")
+    assert steps_of(tiny_copy) != steps_of(trained)
+    shutil.rmtree(tiny_copy.run_dir / "checkpoints")
+    tiny_copy.pretrain()
+    assert "has no checkpoint any more, so pretrain starts over from step 0" in " ".join(capsys.readouterr().err.split())
+    assert curve(tiny_copy.run_dir) == curve(trained.run_dir)
+    assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(trained.run_dir)) == []
+    assert [line["step"] for line in events(tiny_copy, "start_over")] == [STEPS]
+    assert not data_commands.left_out(str(tiny_copy.run_dir), HIGH) and not read_changes(tiny_copy.run_dir).applied
+    shutil.rmtree(tiny_copy.run_dir / "checkpoints")  # again, and killed before anything is saved
+    with monkeypatch.context() as patch:
+        before_each_step(patch, lambda step: 1 // 0 if step == 2 else None)
+        with pytest.raises(ZeroDivisionError):
+            tiny_copy.pretrain()
+    tiny_copy.pretrain()
+    assert len(events(tiny_copy, "start_over")) == 2
 
 
 def test_a_level_that_stays_is_accepted_when_no_rollback_is_left(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,8 @@ def parse_meta(data: bytes) -> dict[str, Any]:
     try:
         document = dict(json.loads(data))
         tokens, metric = document["meta"].get("tokens", 0), document["metric"]
-        numbers = isinstance(document["step"], int) and isinstance(tokens, int) and isinstance(metric, float | int | None)
+        began = document["meta"].get("stability", {}).get("streak_began")
+        numbers = all(isinstance(one, int) for one in (document["step"], tokens, began or 0)) and isinstance(metric, float | int | None)
         maps = isinstance(document["identity"], dict) and isinstance(document["values"], dict)
         right = numbers and maps and isinstance(document["permanent"], bool)
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -131,7 +132,9 @@ def saved(directory: Path) -> list[Saved]:
     for path in directories(directory):
         try:
             document = read_meta(path)
-            found.append(Saved(path, document["step"], int(document["meta"].get("tokens", 0)), document["metric"], document["permanent"]))
+            meta = document["meta"]
+            began = meta.get("stability", {}).get("streak_began")
+            found.append(Saved(path, document["step"], int(meta.get("tokens", 0)), document["metric"], document["permanent"], began))
         except (OSError, ValueError, KeyError):
             continue
     return found

@@ -13,21 +13,26 @@ from lmworks.recipe.schema.units import Duration
 
 @dataclass(frozen=True)
 class Saved:
-    """The facts about a checkpoint that retention depends on. metric: lower is better."""
+    """The facts about a checkpoint that retention depends on. metric: lower is better. streak_began: the first of the bad steps or spikes
+    in a row that it was saved after, None if the step before it was good."""
 
     path: Path
     step: int
     tokens: int
     metric: float | None
     permanent: bool
+    streak_began: int | None = None
 
 
 def keep(saved: list[Saved], options: Options, newest: int, total_tokens: int | None = None) -> dict[int, str]:
     """The steps to keep, each with the reason. `newest` is the step just saved, which always stays.
 
-    keep_every keeps the first checkpoint in each interval, so that it also works when saves do not fall on its multiples.
+    keep_every keeps the first checkpoint in each interval, so that it also works when saves do not fall on its multiples. During bad steps
+    or spikes in a row the last ones before the first of these stay too: a rollback leads there.
     """
     ordered = sorted(saved, key=lambda one: one.step)
+    began = next((one.streak_began for one in ordered if one.step == newest), None)
+    before = [] if began is None else [one for one in ordered if one.step <= began]
     reasons: dict[int, list[str]] = {}
 
     def add(one: Saved, reason: str) -> None:
@@ -35,6 +40,8 @@ def keep(saved: list[Saved], options: Options, newest: int, total_tokens: int | 
 
     for one in ordered[-options.keep_last:]:
         add(one, "last")
+    for one in before[-options.keep_last:]:
+        add(one, "before bad steps")
     for one in ordered:
         if one.step == newest and one.step not in reasons:
             add(one, "newest")

@@ -12,6 +12,7 @@ from lmworks.model_stages import MODEL_STAGES
 
 _KINDS = {
     "start": "start",
+    "start_over": "start",
     "resume": "resume",
     "phase": "phase",
     "finish": "finish",
@@ -75,6 +76,8 @@ def _words(event: Json) -> tuple[str, str]:
         match what:
             case "start":
                 return f"{stage} began", f"{event['steps']:,} steps, {compact(event['tokens'])} tokens"
+            case "start_over":
+                return f"{stage} starts over", f"the checkpoints up to {step} are gone; {event['rollbacks']:,} rollbacks no longer apply"
             case "resume":
                 return f"{stage} went on", f"from {step}, {compact(event['tokens'])} tokens seen"
             case "phase":
@@ -95,7 +98,7 @@ def _words(event: Json) -> tuple[str, str]:
                 ]
                 return "Spike", f"{step}: {'; '.join(over)}; action: {event['action']}"
             case "spike_accepted":
-                return "Spike accepted", f"{step}: no rollback was left, so the new level counts as normal"
+                return "Spike accepted", f"{step}: there was no rollback, so the new level counts as normal"
             case "not_finite":
                 return "Not finite", f"{step}: first in {event['first']}"
             case "weights_not_finite":

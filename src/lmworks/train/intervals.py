@@ -14,7 +14,8 @@ class Intervals:
     """Steps between two events of each kind; None where the recipe asks for none.
 
     save, validate, sample, log: `train.save_every` and so on. recheck: `stability.recheck_every`, the test for silent corruption.
-    detail: `metrics.detail_every`, the statistics of each layer. evaluate: `evaluate.every`.
+    detail: `metrics.detail_every`, the statistics of each layer. evaluate: `evaluate.every`. rollback_after: the first step whose spike may
+    lead to a rollback (`stability.spike.rollback_after`).
     """
 
     save: int
@@ -24,18 +25,20 @@ class Intervals:
     recheck: int | None
     detail: int | None
     evaluate: int | None
+    rollback_after: int
 
     @classmethod
     def of(cls, recipe: Recipe, curriculum: Curriculum) -> Intervals:
         def steps(interval: Duration) -> int:
             return interval.interval(curriculum.steps, curriculum.tokens)
 
-        train, recheck, detail = recipe.train, recipe.stability.recheck_every, recipe.metrics.detail_every
+        train, spike = recipe.train, recipe.stability.spike
+        recheck, detail = recipe.stability.recheck_every, recipe.metrics.detail_every
         evaluate = recipe.evaluate.every if isinstance(recipe.evaluate.every, Duration) else None
         return cls(
             steps(train.save_every), steps(train.validate_every), steps(train.sample_every), steps(train.log_every),
             None if recheck is None else steps(recheck), None if detail is None else steps(detail),
-            None if evaluate is None else steps(evaluate),
+            None if evaluate is None else steps(evaluate), spike.rollback_after.before(curriculum.steps, curriculum.tokens) if spike else 0,
         )  # fmt: skip
 
 

@@ -95,7 +95,8 @@ class Trainer:
         self._state = TrainingState(recipe, model, self.optimizer)
         self._faults = FaultHandler(
             recipe.stability, files.bad_steps, files.checkpoints, files.ledger,
-            stage=self.stage, save_every=self._intervals.save, cached=recipe.shards.cache is not None,
+            stage=self.stage, save_every=self._intervals.save, rollback_after=self._intervals.rollback_after,
+            cached=recipe.shards.cache is not None,
         )  # fmt: skip
         self._inspector = StepInspector(recipe, model, curriculum, self._state, self._faults, self.heartbeat, self._intervals.recheck)
         self._boundary = PhaseBoundary(self.stage, model, curriculum, files.checkpoints, files.ledger, self.heartbeat)
@@ -318,6 +319,7 @@ class Trainer:
             progress.console.print(f"{path} is not used: {reason}", style="yellow")
         if meta is None:
             refuse_if_all_damaged(self.files.checkpoints)
+            self._faults.begin()
             self.step = self._next(0)
             return 0
         self.resumed_meta = meta

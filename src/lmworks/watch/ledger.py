@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lmworks.files import explain_os_errors
 from lmworks.masking import map_strings, mask
 
 LEDGER = "ledger.jsonl"
+START_OVER = "start_over"
 
 
 class Ledger:
@@ -64,6 +66,17 @@ class NoLedger(Ledger):
 
     def read(self) -> list[dict[str, Any]]:
         return []
+
+
+def since_start_over(lines: Iterable[Mapping[str, Any]], stage: str) -> list[Mapping[str, Any]]:
+    """The lines of a ledger after the last start over of a stage: a run whose checkpoints were deleted begins again at step 0, and what
+    was decided about the steps of its former course no longer holds."""
+    found: list[Mapping[str, Any]] = []
+    for line in lines:
+        found.append(line)
+        if line["event"] == START_OVER and line.get("stage") == stage:
+            found.clear()
+    return found
 
 
 def events_of(run_dir: Path, name: str) -> list[dict[str, Any]]:

@@ -30,8 +30,8 @@ class RollbackRequest:
 class Policy:
     """Decides about each step. `state()` is stored in the checkpoint's meta; the number of rollbacks comes from the ledger."""
 
-    def __init__(self, options: Stability, bad_steps: BadSteps, report: Callable[..., None]) -> None:
-        self.options, self.bad_steps, self.report = options, bad_steps, report
+    def __init__(self, options: Stability, bad_steps: BadSteps, report: Callable[..., None], rollback_after: int = 0) -> None:
+        self.options, self.bad_steps, self.report, self.rollback_after = options, bad_steps, report, rollback_after
         self.spikes = Spikes(options.spike)
         self._spike_began = 0
         self._lowered_at: int | None = None
@@ -69,7 +69,10 @@ class Policy:
         spike, in_a_row = self.options.spike, self.spikes.in_a_row
         self._spike_began = step if in_a_row == 1 else self._spike_began
         self.spike_total += 1
-        action = "rollback" if in_a_row >= spike.max_in_a_row else spike.action
+        enough = in_a_row >= spike.max_in_a_row
+        action = "rollback" if enough else spike.action
+        if action == "rollback" and step < self.rollback_after:
+            action = "skip"
         kept = self.bad_steps.save(step, batch)
         self.report(
             "spike", step=step, loss=loss, loss_limit=limits.loss, grad_norm=grad_norm, grad_norm_limit=limits.grad_norm,
@@ -78,11 +81,13 @@ class Policy:
         if action == "reduce_lr":
             self._lowered_at = step
         if action != "rollback":
+            if enough:
+                self.accept(step)
             return None
         return RollbackRequest(self._spike_began, f"{in_a_row} spike{'s' if in_a_row > 1 else ''} in a row (stability.spike)", None)
 
     def accept(self, step: int) -> None:
-        """Accept the loss after a spike as the new level, since no rollback is left."""
+        """Accept the loss after a spike as the new level, where there is no rollback."""
         self.spikes.forget(self.spikes.since)
         self.report("spike_accepted", step=step)
 
@@ -102,9 +107,11 @@ class Policy:
         return max(to_step, step + 1 - self.options.skip_steps), step + 1
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint's meta."""
+        """For the checkpoint's meta. `streak_began` is read by retention (`lmworks.checkpoint.retention`)."""
+        bad, spikes = self.bad_steps, self.spikes
+        began = bad.first if bad.in_a_row else self._spike_began if spikes.in_a_row else None
         return {
-            "bad_in_a_row": self.bad_steps.in_a_row, "bad_first": self.bad_steps.first, "spikes": self.spikes.state(),
+            "streak_began": began, "bad_in_a_row": bad.in_a_row, "bad_first": bad.first, "spikes": spikes.state(),
             "spike_began": self._spike_began, "spike_total": self.spike_total, "lowered_at": self._lowered_at,
         }  # fmt: skip
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lmworks.watch.ledger import since_start_over
+
 EVENT = "rollback"
 
 
@@ -26,9 +28,9 @@ class Rollback:
 
 
 def rollbacks(lines: Iterable[Mapping[str, Any]], stage: str) -> list[Rollback]:
-    """The rollbacks of a stage, from the lines of a ledger, oldest first."""
+    """The rollbacks of a stage since it last started over, from the lines of a ledger, oldest first."""
     found = []
-    for line in lines:
+    for line in since_start_over(lines, stage):
         if line["event"] == EVENT and line.get("stage", "pretrain") == stage:
             skip = line.get("skip")
             found.append(Rollback(line["step"], line["to_step"], skip and (int(skip[0]), int(skip[1])), line.get("reason") or ""))

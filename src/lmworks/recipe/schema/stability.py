@@ -26,6 +26,9 @@ class Spike(Node):
     floor: float = Field(0.3, ge=0, description="minimum rise of the loss above the median, in nats per token")
     norm_factor: float = Field(10.0, gt=1, description="minimum rise of the gradient norm, as a factor on its median")
     max_in_a_row: int = Field(5, gt=0, description="consecutive spikes after which skip and reduce_lr roll back too")
+    rollback_after: Duration = Field(
+        Duration.parse("1%"), description="spikes before this much of the stage never lead to a rollback: losses are unsteady at first"
+    )
     reduced_lr_factor: float = Field(0.3, gt=0, lt=1, description="reduce_lr: initial factor on the learning rate")
     reduced_lr_steps: int = Field(100, gt=0, description="reduce_lr: steps over which the rate returns linearly")
 

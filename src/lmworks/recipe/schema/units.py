@@ -180,7 +180,11 @@ class Duration(Quantity):
 
     def interval(self, steps: int, tokens: int) -> int:
         """Steps between two events that happen every so often, in a course of `steps` and `tokens`; at least 1."""
-        return max(1, self.steps(step_tokens=max(1, tokens // max(1, steps)), phase_tokens=tokens))
+        return max(1, self.before(steps, tokens))
+
+    def before(self, steps: int, tokens: int) -> int:
+        """Steps of a course of `steps` and `tokens` before this much of it has passed, rounded up; 0 for nothing."""
+        return self.steps(step_tokens=max(1, tokens // max(1, steps)), phase_tokens=tokens)
 
     def times(self, steps: int, tokens: int) -> int:
         """How often such an event happens in the course, at its last step too."""

@@ -15,10 +15,11 @@ from typing import Any
 from lmworks import jsonl
 from lmworks.errors import UserError
 from lmworks.files import explain_damage
+from lmworks.model_stages import BASE
 from lmworks.parallel.mesh import Ranks
 from lmworks.shards.order.order import MixtureOverride
 from lmworks.shards.read.batches import Batches
-from lmworks.watch.ledger import LEDGER, Ledger, read_ledger
+from lmworks.watch.ledger import LEDGER, Ledger, read_ledger, since_start_over
 from lmworks.watch.lock import RunLock, in_use
 
 _ASKED, _TAKEN, _REFUSED = "mixture_asked", "mixture_changed", "mixture_refused"
@@ -47,8 +48,9 @@ def read_changes(run_dir: Path) -> Changes:
 
 def _changes(lines: Sequence[Mapping[str, Any]]) -> Changes:
     asked = [MixtureOverride(line["step"], line["mixture"]) for line in lines if line["event"] == _ASKED]
-    answered = {line["number"] for line in lines if line["event"] in (_TAKEN, _REFUSED)}
-    taken = [MixtureOverride(line["step"], line["mixture"]) for line in lines if line["event"] == _TAKEN]
+    answered = {line["number"] for line in lines if line["event"] in (_TAKEN, _REFUSED)}  # requests are numbered over the whole ledger
+    valid = since_start_over(lines, BASE.stage)
+    taken = [MixtureOverride(line["step"], line["mixture"]) for line in valid if line["event"] == _TAKEN]
     return Changes(taken, {number: change for number, change in enumerate(asked) if number not in answered})
 
 

@@ -6,6 +6,7 @@ Every rank has a handler and makes the same calls; rank 0 writes each decision t
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,7 +25,7 @@ from lmworks.train.faults.corruption import find_corruption
 from lmworks.watch import skips
 from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.failed_saves import FailedSaves
-from lmworks.watch.ledger import Ledger
+from lmworks.watch.ledger import START_OVER, Ledger, since_start_over
 from lmworks.watch.policy import Policy, RollbackRequest
 from lmworks.watch.skips import Rollback, Skips
 from lmworks.watch.slow_ranks import SlowRanks, time_matmul
@@ -36,10 +37,10 @@ class FaultHandler:
 
     def __init__(
         self, options: Stability, bad_steps: BadSteps, checkpoints: Checkpoints, ledger: Ledger, *,
-        stage: str, save_every: int, cached: bool,
+        stage: str, save_every: int, rollback_after: int, cached: bool,
     ) -> None:
         self.options, self.checkpoints, self.ledger, self.stage, self._cached = options, checkpoints, ledger, stage, cached
-        self.policy = Policy(options, bad_steps, self._report)
+        self.policy = Policy(options, bad_steps, self._report, rollback_after)
         self.saves = FailedSaves(options.max_failed_saves, save_every)
         self.starvation = Starvation(options.starved_share)
         self._slow = {what: SlowRanks(options.slow_threshold) for what in ("arithmetic", "data and host")}
@@ -76,6 +77,23 @@ class FaultHandler:
         for one in known[len(self.history):]:
             self._report(skips.EVENT, **asdict(one))
             self.history.append(one)
+
+    def begin(self) -> None:
+        """Begin at step 0, because there is no checkpoint. If the ledger knows of some, they were deleted, so that the stage starts over:
+        the rollbacks of its former course, what they skip, and its changes of the mixture no longer hold."""
+        name, saved = self.checkpoints.directory.name, []
+        if self._communicator.is_first:
+            lines = since_start_over(self.ledger.read(), self.stage)
+            saved = [line["step"] for line in lines if line["event"] == "checkpoint" and Path(line.get("path", "")).parent.name == name]
+        saved = self._communicator.broadcast(saved)
+        if not saved:
+            return
+        self._report(START_OVER, step=max(saved), rollbacks=len(self.history))
+        self._warn(
+            f"{self.checkpoints.directory} has no checkpoint any more, so {self.stage} starts over from step 0; the rollbacks, skipped "
+            f"steps and changes of the mixture of the run that had reached step {max(saved):,} do not apply"
+        )
+        self.history = []
 
     def roll_back(self, step: int, phase_began: int, request: RollbackRequest) -> bool:
         """Record a rollback, if there is a checkpoint to load and the phase has a rollback left; the trainer then loads the checkpoint.
