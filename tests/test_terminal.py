@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +72,29 @@ def test_commands_print_values_through_what_removes_control_characters() -> None
                 values = [ast.unparse(value) for value in call.args if not isinstance(value, ast.Constant)]
                 bare += [f"{path.name}:{call.lineno}: {value}" for value in values if not _OWN.match(value)]
     assert bare == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")
+def test_output_into_a_file_on_a_full_disk_ends_nothing():
+    """As of a run whose output goes to a log beside its checkpoints."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        Terminal(file=full).print("a line")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+
+
+@pytest.mark.parametrize("stream", ["stderr", "stdout"])
+def test_only_a_command_that_prints_results_ends_when_nobody_reads_them(stream: str):
+    code = f"""
+import sys
+from lmworks import progress
+from lmworks.terminal import Terminal
+console = progress.console if {stream!r} == "stderr" else Terminal()
+for _ in range(3):
+    console.print("x" * 100_000)
+print("it went on", file=sys.stdout if {stream!r} == "stderr" else sys.stderr)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout and process.stderr
+    (process.stderr if stream == "stderr" else process.stdout).close()
+    told = (process.stdout if stream == "stderr" else process.stderr).read()
+    assert (process.wait(), b"it went on" in told) == ((0, True) if stream == "stderr" else (1, False)), told

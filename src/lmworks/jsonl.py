@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,25 @@ def open_append(path: Path) -> int:
     if size and os.pread(fd, 1, size - 1) != b"\n":
         os.ftruncate(fd, _last_newline(fd, size) + 1)
     return fd
+
+
+class Waiting:
+    """Records that could not be appended, as on a full disk; they wait in memory, in their order, and are written before later ones."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def append(self, fd: int, record: dict[str, Any]) -> None:
+        """Append a record behind those that wait. If that fails, it waits too."""
+        self.records.append(record)
+        with suppress(OSError):
+            self.drain(fd)
+
+    def drain(self, fd: int) -> None:
+        """Append all that wait. Raises `OSError` if some are left."""
+        while self.records:
+            append(fd, self.records[0])
+            del self.records[0]
 
 
 def _last_newline(fd: int, end: int) -> int:

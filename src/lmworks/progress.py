@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lmworks.terminal import Terminal, plain
+from lmworks.terminal import Terminal
 
 console = Terminal(stderr=True)
 _LOG_EVERY_SECONDS = 15.0
@@ -58,7 +57,7 @@ class _LogBar(Bar):
             rate = (self._done - self._first) / max(now - self._start, 1e-9)
             left = (self._total - self._done) / rate if rate > 0 else float("inf")
             line += f" of {self._total:,.0f} ({100 * self._done / self._total:.0f}%), ETA {clock(left)}"
-        print(plain(f"{line}  {self._note}".rstrip()), file=sys.stderr, flush=True)
+        console.print(f"{line}  {self._note}".rstrip(), soft_wrap=True)
 
 
 def clock(seconds: float) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from lmworks.files import is_full_disk
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and newlines
 
 
@@ -18,7 +20,23 @@ def plain(text: str) -> str:
 
 
 class Terminal(Console):
-    """rich's console for text of any origin. For styles, pass a `Text`, or a `style` for the whole line."""
+    """rich's console for text of any origin. For styles, pass a `Text`, or a `style` for the whole line.
+
+    Output that goes to a file on a full disk is kept for the next line instead of ending the program.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            if not is_full_disk(error):
+                raise
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads what is printed any more: the end of a command that prints results, but not of one that reports its progress."""
+        self.quiet = True
+        if not self.stderr:
+            super().on_broken_pipe()
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)

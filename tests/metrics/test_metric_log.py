@@ -96,10 +96,17 @@ def test_every_metric_of_the_specification_has_a_name_a_unit_and_a_meaning():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")
-def test_a_full_disk_is_a_clear_error(tmp_path):
+def test_lines_wait_for_room_on_a_full_disk(tmp_path):
     log = MetricLog(tmp_path, Metrics())
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, log._fd)
     os.close(full)
+    log.write(0, {"train/loss": 1.0})
+    log.write(1, {"train/loss": 2.0})
+    log.rewind(1)  # what waits is rewound too
     with pytest.raises(UserError, match="is full"):
-        log.write(0, {"train/loss": 1.0})
+        log.flush()
+    with open(log.path, "ab") as room:
+        os.dup2(room.fileno(), log._fd)
+    log.close()
+    assert [line["step"] for line in read(tmp_path)] == [0]

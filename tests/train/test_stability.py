@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from lmworks import jsonl
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.save import CheckpointWriter
@@ -29,6 +30,7 @@ from lmworks.shards.order.order import MixtureOverride
 from lmworks.train import trainer
 from lmworks.train.curriculum import PretrainingCurriculum
 from lmworks.train.data.mixture import read_changes, request_change
+from lmworks.watch import bad_steps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, read_ledger
 from lmworks.watch.spike import Limits
@@ -327,6 +329,59 @@ def test_a_disk_that_stays_full_ends_the_run_and_leaves_what_was_saved(tiny_copy
         tiny_copy.pretrain("stability.max_failed_saves=3", "checkpoints.asynchronous=false")
     assert [line["step"] for line in events(tiny_copy, "save_failed")] == [8, 10, 11]
     assert checkpoint(tiny_copy.run_dir, 4)
+
+
+def fill_disk(patch: pytest.MonkeyPatch, steps: Collection[int], name: str) -> None:
+    """During these steps nothing can be appended to files of this name, or written beside batches."""
+    honest, honest_path, now = jsonl.append, bad_steps.atomic_path, {"step": -1}
+
+    def append(fd: int, record: dict[str, Any]) -> None:
+        if now["step"] in steps and os.readlink(f"/proc/self/fd/{fd}").endswith(name):
+            raise OSError(28, "No space left on device")
+        honest(fd, record)
+
+    def atomic_path(path: Path) -> Any:
+        if now["step"] in steps:
+            raise OSError(28, "No space left on device")
+        return honest_path(path)
+
+    before_each_step(patch, lambda step: now.update(step=step))
+    patch.setattr(jsonl, "append", append)
+    patch.setattr(bad_steps, "atomic_path", atomic_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="Linux only")
+def test_metrics_events_batches_and_samples_wait_for_room(
+    tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A save while they wait has failed, and the next has all of them; only the batch of a bad step and samples are lost, and named."""
+    undisturbed = tiny_copy.copy(tiny_copy.run_dir.parent / "undisturbed")
+    spoil_steps(monkeypatch, [9], nan_loss)
+    undisturbed.pretrain("train.sample_every=3 steps")
+    with monkeypatch.context() as patch:
+        fill_disk(patch, range(6, 11), ".jsonl")
+        tiny_copy.pretrain("train.sample_every=3 steps")
+    assert [line["step"] for line in events(tiny_copy, "save_failed")] == [8, 10, 11]
+    assert "is full" in events(tiny_copy, "save_failed")[0]["reason"]
+    assert [line["step"] for line in events(tiny_copy, "checkpoint")][:3] == [4, 12, 16]
+    assert curve(tiny_copy.run_dir) == curve(undisturbed.run_dir)
+    assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(undisturbed.run_dir)) == []
+    assert [line["batch"] for line in events(tiny_copy, "bad_step")] == [None]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the batch of step 9 was not saved for replay" in said and "the samples of step 9 were not written" in said
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="Linux only")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+def test_metrics_or_events_that_find_no_room_end_the_run_as_saves_do(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with monkeypatch.context() as patch:
+        fill_disk(patch, range(6, 99), name)
+        spoil_steps(patch, [7], nan_loss)  # an event
+        with pytest.raises(UserError, match=r"is full .* \(it failed 3 times in a row: stability.max_failed_saves\)"):
+            tiny_copy.pretrain("stability.max_failed_saves=3")
+    assert [listing.step_of(path) for path in listing.directories(tiny_copy.run_dir / "checkpoints")] == [4]
+    tiny_copy.pretrain()
+    assert steps_of(tiny_copy) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize("action", ["rollback", pytest.param("stop", marks=pytest.mark.slow)])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from test_stability import SPIKE, high_loss
 
 import tiny_run
+from lmworks import jsonl
 from lmworks.errors import UserError
 from lmworks.model import Transformer
 from lmworks.optim.placement import local
@@ -26,7 +27,12 @@ from tiny_run import Tiny, curve
 def trained(tiny: Tiny, overrides: list[str], plant: str, rank: int) -> str:
     """Pretrain as one of the copies of the model; what the run ended with. On one rank something goes wrong in step 6."""
     layout = Layout(dp_replicate=dist.get_world_size())
-    honest_step, honest_loss, now = trainer.train_step, Transformer.loss, {"step": -1}
+    honest_step, honest_loss, honest_append, now = trainer.train_step, Transformer.loss, jsonl.append, {"step": -1}
+
+    def full(fd: int, record: dict[str, Any]) -> None:
+        if now["step"] >= 6:
+            raise OSError(28, "No space left on device")
+        honest_append(fd, record)
 
     def step(model: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
         now["step"] = batch.step
@@ -41,6 +47,8 @@ def trained(tiny: Tiny, overrides: list[str], plant: str, rank: int) -> str:
         return high_loss(found) if plant == "spike" and now["step"] == 14 and torch.is_grad_enabled() and dist.get_rank() == rank else found
 
     trainer.train_step, Transformer.loss = step, loss  # type: ignore[assignment, method-assign]
+    if plant == "full disk" and dist.get_rank() == rank:
+        jsonl.append = full  # type: ignore[assignment]
     try:
         recipe = tiny.resolve(f"layout.dp_replicate={layout.dp_replicate}", *overrides).recipe
         pretrain(recipe, tiny.run_dir, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
@@ -49,6 +57,7 @@ def trained(tiny: Tiny, overrides: list[str], plant: str, rank: int) -> str:
         return str(error)
     finally:
         trainer.train_step, Transformer.loss = honest_step, honest_loss  # type: ignore[method-assign]
+        jsonl.append = honest_append
 
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:
@@ -72,6 +81,13 @@ def test_sound_copies_and_arithmetic_pass(ranks, tiny_copy: Tiny, precision: str
     assert told == ["finished"] * 2
     assert not events(tiny_copy.run_dir, "corruption")
     assert [line["step"] for line in curve(tiny_copy.run_dir)] == list(range(1, 13))
+
+
+def test_a_disk_that_is_full_for_one_rank_ends_the_run_on_all(ranks, tiny_copy: Tiny) -> None:
+    """The first rank alone writes metrics and events."""
+    one, two = ranks.run(trained, 2, tiny_copy, ["stability.max_failed_saves=2"], "full disk", 0)
+    assert one == two
+    assert "is full" in one and "it failed 2 times in a row: stability.max_failed_saves" in one
 
 
 def test_a_spike_that_one_rank_sees_is_rolled_back_by_all(ranks, tiny_copy: Tiny) -> None:

@@ -89,3 +89,22 @@ def test_a_full_disk_is_a_clear_error(tmp_path):
     with pytest.raises(UserError, match="is full"):
         ledger.write("event")
     ledger.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")
+def test_a_patient_ledger_waits_for_room(tmp_path):
+    """Lines that wait are read with the others, in their order."""
+    ledger = Ledger(tmp_path / "ledger.jsonl", patient=True)
+    ledger.write("start")
+    own = os.dup(ledger._fd)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, ledger._fd)
+    os.close(full)
+    ledger.write("phase", name="a")
+    with pytest.raises(UserError, match="is full"):
+        ledger.flush()
+    assert [line["event"] for line in ledger.read()] == ["start", "phase"]
+    os.dup2(own, ledger._fd)
+    ledger.write("finish")
+    ledger.close()
+    assert [line["event"] for line in read_ledger(tmp_path / "ledger.jsonl")] == ["start", "phase", "finish"]

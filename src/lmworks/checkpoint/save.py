@@ -36,7 +36,9 @@ A process that is killed before step 8 leaves `.step-00000100.part`, which no re
 5. `lmworks.watch.failed_saves.FailedSaves` schedules the next attempt: after half of the interval between saves, then after a quarter,
    and so on.
    A save that succeeds resets it. After `stability.max_failed_saves` failures in a row it raises the error, which ends the run.
-6. The save at the end of a run, or on a signal, is not retried: its error ends the command with exit code 2. The same command resumes from
+6. Metrics and events that find no room wait in memory (`jsonl.Waiting`). Each save writes them first, on rank 0; where that fails, the save
+   has failed on all ranks, as above.
+7. The save at the end of a run, or on a signal, is not retried: its error ends the command with exit code 2. The same command resumes from
    the newest good checkpoint.
 """
 

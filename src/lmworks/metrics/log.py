@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lmworks import jsonl
+from lmworks.errors import UserError
 from lmworks.files import explain_os_errors
 from lmworks.metrics.names import describe
 from lmworks.metrics.sinks import Sink, open_sinks
+from lmworks.progress import console
 from lmworks.recipe.schema.metrics import Metrics
 
 FILE = "metrics.jsonl"
@@ -22,12 +24,13 @@ class MetricLog:
 
     `resume_step` is the first step that will be written: lines of it and of later steps, left by a run that got further than its
     last checkpoint, are cut, so that the curve has each step once. Only what is cut is read. Every line is with the operating
-    system when `write` returns (a killed process loses none) and on the disk after `flush`. `heartbeats` is the folder of the ranks'
+    system when `write` returns (a killed process loses none) and on the disk after `flush`; a line that cannot be written, as on a full
+    disk, waits in memory, and `flush` raises if it still cannot. `heartbeats` is the folder of the ranks'
     heartbeats, which the Prometheus sink reads.
     """
 
     def __init__(self, run_dir: Path, options: Metrics, resume_step: int = 0, heartbeats: Path | None = None) -> None:
-        self.path = Path(run_dir) / FILE
+        self.path, self._waiting = Path(run_dir) / FILE, jsonl.Waiting()
         with explain_os_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = jsonl.open_append(self.path)
@@ -38,46 +41,60 @@ class MetricLog:
         """Add the values of a step. Names are those of `metrics.names` (`KeyError` otherwise); steps never fall."""
         for name in values:
             describe(name)
-        with explain_os_errors(self.path):
-            jsonl.append(self._fd, {"step": step, "time": round(time.time(), 3), **values})
-        for sink in self._sinks:
-            sink.write(step, values)
+        self._waiting.append(self._fd, {"step": step, "time": round(time.time(), 3), **values})
+        self._on_sinks(lambda sink: sink.write(step, values))
 
     def rewind(self, resume_step: int) -> None:
         """Remove the lines of `resume_step` and later steps, which the resumed run writes again."""
+        waiting = self._waiting.records
+        self._waiting.records = [record for record in waiting if record["step"] < resume_step]
+        self.dropped += len(waiting) - len(self._waiting.records)
         self.dropped += jsonl.cut_tail(self._fd, lambda record: record["step"] >= resume_step)
-        for sink in self._sinks:
-            sink.rewind(resume_step)
+        self._on_sinks(lambda sink: sink.rewind(resume_step))
 
     def flush(self) -> None:
-        """Sync everything written so far to disk; called with each checkpoint."""
+        """Sync everything written so far to disk; called with each checkpoint. Raises `UserError` or `OSError` if that is not possible."""
         with explain_os_errors(self.path):
+            self._waiting.drain(self._fd)
             os.fsync(self._fd)
-        for sink in self._sinks:
-            sink.flush()
+        self._on_sinks(lambda sink: sink.flush())
+
+    def _on_sinks(self, call: Callable[[Sink], None]) -> None:
+        """Call the sinks; one that fails, as on a full disk, gets no more metrics. `metrics.jsonl` has them all."""
+        for sink in list(self._sinks):
+            try:
+                call(sink)
+            except OSError as error:
+                self._sinks.remove(sink)
+                console.print(f"{type(sink).__name__} gets no more metrics until the run is started again: {error}", style="yellow")
 
     def close(self) -> None:
         """Flush and close."""
         if self._fd < 0:
             return
-        self.flush()
-        os.close(self._fd)
-        self._fd = -1
-        for sink in self._sinks:
-            sink.close()
+        try:
+            self.flush()
+        finally:
+            os.close(self._fd)
+            self._fd = -1
+            self._on_sinks(lambda sink: sink.close())
 
     def __enter__(self) -> MetricLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except (UserError, OSError):
+            if error is None:
+                raise
 
 
 class NoMetrics(MetricLog):
     """Discards all metrics: on ranks other than 0."""
 
     def __init__(self) -> None:
-        self.dropped, self._fd, self._sinks = 0, -1, []
+        self.dropped, self._fd, self._sinks = 0, -1, []  # and nothing that waits
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         return

@@ -199,7 +199,7 @@ def grpo(
         return Plan(curriculum, objective.validate, objective, options.early_stopping)
 
     first = begun.model.ranks.is_first
-    with Ledger(run_dir / LEDGER) if first else NoLedger() as ledger:
+    with Ledger(run_dir / LEDGER, patient=True) if first else NoLedger() as ledger:
         checks = RolloutChecks(options, ledger.write, first)
         run_stage(
             recipe, run_dir, "grpo", begun, make_plan, tokenizer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lmworks.checkpoint.checkpoints import Checkpoints
@@ -41,10 +41,14 @@ class Saver:
         """Whether `train.save_every_seconds` have passed since the last save, by the clock of this rank."""
         return self._every_seconds is not None and time.monotonic() - self._saved_at > self._every_seconds
 
-    def save(self, step: int, state: Mapping[str, Any], meta: dict[str, Any], metric: float | None, wait: bool) -> None:
+    def save(
+        self, step: int, state: Mapping[str, Any], meta: dict[str, Any], metric: float | None, wait: bool, before: Callable[[], None]
+    ) -> None:
         """Save after `step` steps. With `wait` the save has ended when this returns, and a failure is raised; otherwise `FaultHandler`
-        decides about a failure. `metric` was measured on these weights, for the choice of the best checkpoint."""
+        decides about a failure. `metric` was measured on these weights, for the choice of the best checkpoint. `before` is run first, on
+        all ranks; if it fails on any, the save has failed on all."""
         try:
+            self._faults.run_on_all(before)
             self._checkpoints.save(step, dict(state), meta, metric=metric, wait=wait)
         except UserError as error:
             if wait:

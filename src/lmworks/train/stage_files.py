@@ -42,7 +42,7 @@ def open_stage(
     if use_best:
         options = options.model_copy(update={"keep_best": True})
     with (
-        Ledger(run_dir / LEDGER) if ranks.is_first else NoLedger() as ledger,
+        Ledger(run_dir / LEDGER, patient=True) if ranks.is_first else NoLedger() as ledger,
         Checkpoints(
             saved, options, identity, report=ledger.write, recipe=as_tree(recipe), total_tokens=total_tokens,
             run_files=lambda: run_files_of(run_dir, saved),

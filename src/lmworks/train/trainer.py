@@ -258,7 +258,7 @@ class Trainer:
         """Save, stop and change the mixture, as the flags of all ranks say."""
         if flags.save_failed:
             self._saver.wait(self.step)
-        if flags.save_due or self._faults.saves.retry_due(self.step):
+        if self._saver.saved != self.step and (flags.save_due or self._faults.saves.retry_due(self.step)):
             self._save(wait=False)
         self._stop_if_requested(flags, stop)
         if flags.mixture_changed and self.mixture is not None:
@@ -289,13 +289,20 @@ class Trainer:
             **self._inspector.meta(), **self._validator.meta(), USED: self._validator.used_step(self.step), ROPE: as_tree(self.model.rope),
             **self._faults.meta(), **self.meta,
         }  # fmt: skip
-        self._log.flush()
         state = self.model.without_duplicates(self._state.tensors())
         if not self._are_finite(state):
             return
         # A checkpoint is only compared by a metric that was measured on its own weights.
-        self._saver.save(self.step, state, meta, self._validator.measured.get(self.step), wait)
+        self._saver.save(self.step, state, meta, self._validator.measured.get(self.step), wait, self._flush)
         self._metrics.clock.save += time.monotonic() - began
+
+    def _flush(self) -> None:
+        """Write and sync metrics and events. No checkpoint is newer than they are: a full disk that keeps them out fails the save."""
+        try:
+            self._log.flush()
+            self.files.ledger.flush()
+        except OSError as error:
+            raise UserError(f"metrics and events cannot be written to {self.files.folder}: {error}") from error
 
     def _are_finite(self, state: dict[str, Any]) -> bool:
         """Whether all weights are numbers, on all ranks. Those that are not are never saved: everything would go on from them. The policy

@@ -17,6 +17,7 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.files import atomic_path
+from lmworks.progress import console
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -64,15 +65,20 @@ class BadSteps:
         return f"the saved batches are in {self.directory}" if self.keep else "no batch was saved (stability.save_bad_batches is 0)"
 
     def save(self, step: int, batch: Arrays | Callable[[], Arrays]) -> Path | None:
-        """Save a batch for replay if fewer than `keep` have been saved; returns its path, or None."""
+        """Save a batch for replay if fewer than `keep` have been saved; returns its path, or None, also where it cannot be written: a full
+        disk is for the next save to judge."""
         path = self.directory / f"step-{step:08d}.npz"
         if not path.exists() and len(list(self.directory.glob("step-*.npz"))) >= self.keep:
             return None
-        with atomic_path(path) as aside, open(aside, "wb") as handle:
-            arrays: dict[str, Any] = dict(batch() if callable(batch) else batch)
-            np.savez_compressed(handle, **arrays)
-            handle.flush()
-            os.fsync(handle.fileno())
+        arrays: dict[str, Any] = dict(batch() if callable(batch) else batch)
+        try:
+            with atomic_path(path) as aside, open(aside, "wb") as handle:
+                np.savez_compressed(handle, **arrays)
+                handle.flush()
+                os.fsync(handle.fileno())
+        except (OSError, UserError) as error:
+            console.print(f"the batch of step {step:,} was not saved for replay: {error}", style="yellow")
+            return None
         return path
 
 

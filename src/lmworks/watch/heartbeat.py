@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,8 @@ class Heartbeat:
         with self._lock:
             self._last = beat
             if self._fd >= 0:
-                os.pwrite(self._fd, text.encode().ljust(_PADDED) + b"\n", 0)
+                with suppress(OSError):  # a full disk or a quota; `touch` still shows that the process is alive
+                    os.pwrite(self._fd, text.encode().ljust(_PADDED) + b"\n", 0)
 
 
 def read_beats(directory: Path) -> list[Beat]:

@@ -6,12 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lmworks import jsonl
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors
+from lmworks.jsonl import Waiting
 from lmworks.masking import map_strings, mask
 
 LEDGER = "ledger.jsonl"
@@ -21,47 +23,71 @@ START_OVER = "start_over"
 class Ledger:
     """Append-only lines `{"time": seconds since 1970, "event": name, ...}`, each synced to disk when `write` returns.
 
-    Threads may share a ledger. Opening it truncates an incomplete last line, which a killed process can leave.
+    Threads may share a ledger. Opening it truncates an incomplete last line, which a killed process can leave. With `patient`, a line that
+    cannot be written, as on a full disk, waits in memory: later writes, `flush` and `close` try again, and only the last two raise.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patient: bool = False) -> None:
         self.path = Path(path)
-        self._lock = threading.Lock()
+        self._lock, self._waiting = threading.Lock(), Waiting() if patient else None
         with explain_os_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = jsonl.open_append(self.path)
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one line. `fields` are JSON values; paths become strings, non-finite numbers become null."""
+        record = {"time": round(time.time(), 3), "event": event, **map_strings(fields, mask)}
         with self._lock, explain_os_errors(self.path):
-            jsonl.append(self._fd, {"time": round(time.time(), 3), "event": event, **map_strings(fields, mask)})
+            if self._waiting is not None:
+                self._waiting.append(self._fd, record)
+                with suppress(OSError):
+                    os.fsync(self._fd)
+                return
+            jsonl.append(self._fd, record)
             os.fsync(self._fd)
+
+    def flush(self) -> None:
+        """Write and sync the lines that wait. Raises `UserError` or `OSError` if that is not possible."""
+        with self._lock, explain_os_errors(self.path):
+            if self._waiting is not None and self._fd >= 0:
+                self._waiting.drain(self._fd)
+                os.fsync(self._fd)
 
     def read(self) -> list[dict[str, Any]]:
         """All lines so far, oldest first."""
-        return read_ledger(self.path)
+        return read_ledger(self.path) + (self._waiting.records if self._waiting is not None else [])
 
     def close(self) -> None:
         """Close the file; a closed ledger can still be read."""
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+        try:
+            self.flush()
+        finally:
+            with self._lock:
+                if self._fd >= 0:
+                    os.close(self._fd)
+                    self._fd = -1
 
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except (UserError, OSError):
+            if error is None:
+                raise
 
 
 class NoLedger(Ledger):
     """Discards all events: on ranks other than 0, which do not write the ledger."""
 
     def __init__(self) -> None:
-        self._fd, self._lock = -1, threading.Lock()
+        self._fd, self._lock, self._waiting = -1, threading.Lock(), None
 
     def write(self, event: str, **fields: Any) -> None:
+        return
+
+    def flush(self) -> None:
         return
 
     def read(self) -> list[dict[str, Any]]:

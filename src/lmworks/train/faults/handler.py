@@ -5,6 +5,7 @@ Every rank has a handler and makes the same calls; rank 0 writes each decision t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -146,12 +147,13 @@ class FaultHandler:
 
     # Saves, data, ranks.
 
+    def run_on_all(self, work: Callable[[], None]) -> None:
+        """Run `work` on each rank; a `UserError` on any is raised on all."""
+        self._communicator.run_on_all(work)
+
     def save_failed(self, step: int, error: UserError) -> None:
         """Warn and schedule a retry; raises the error after `stability.max_failed_saves` failures in a row."""
-        try:
-            self._report("save_failed", step=step, reason=str(error), in_a_row=self.saves.in_a_row + 1)
-        except UserError as silent:  # most often the same full disk; no reason for the first rank to end before the others
-            self._warn(f"step {step:,}: {silent}")
+        self._report("save_failed", step=step, reason=str(error), in_a_row=self.saves.in_a_row + 1)
         self.saves.failed(step, error)
         self._warn(f"step {step:,}: {error}. Training continues; the next attempt is after step {self.saves.retry_at:,}")
 

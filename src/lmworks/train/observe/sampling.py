@@ -11,6 +11,7 @@ from lmworks import jsonl
 from lmworks.files import explain_os_errors
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING, GenerateOptions, generate
+from lmworks.progress import console
 from lmworks.tokenizer.tokenizer import Tokenizer
 
 _TOKENS = 32
@@ -49,9 +50,13 @@ class Sampler:
         completions = generate(model, list(prompts.values()), options)
         if self.path is None:
             return
-        with explain_os_errors(self.path), closing_descriptor(jsonl.open_append(self.path)) as fd:
-            for prompt, ids in zip(prompts, completions, strict=True):
-                jsonl.append(fd, {"step": step, "prompt": prompt, "completion": self.tokenizer.decode(ids, skip_special=True)})
+        texts = [self.tokenizer.decode(ids, skip_special=True) for ids in completions]
+        try:
+            with closing_descriptor(jsonl.open_append(self.path)) as fd:
+                for prompt, text in zip(prompts, texts, strict=True):
+                    jsonl.append(fd, {"step": step, "prompt": prompt, "completion": text})
+        except OSError as error:  # as on a full disk, about which the next save decides
+            console.print(f"the samples of step {step:,} were not written to {self.path}: {error}", style="yellow")
 
 
 class ChatSampler(Sampler):
