@@ -41,6 +41,10 @@ class Saver:
         """Whether `train.save_every_seconds` have passed since the last save, by the clock of this rank."""
         return self._every_seconds is not None and time.monotonic() - self._saved_at > self._every_seconds
 
+    def retry_due(self, step: int) -> bool:
+        """Whether a save that failed is to be tried again after `step` steps: not while the outcome of a later one is not known."""
+        return not self._in_progress and self._faults.saves.retry_due(step)
+
     def save(
         self, step: int, state: Mapping[str, Any], meta: dict[str, Any], metric: float | None, wait: bool, before: Callable[[], None]
     ) -> None:

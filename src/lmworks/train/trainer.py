@@ -258,7 +258,7 @@ class Trainer:
         """Save, stop and change the mixture, as the flags of all ranks say."""
         if flags.save_failed:
             self._saver.wait(self.step)
-        if self._saver.saved != self.step and (flags.save_due or self._faults.saves.retry_due(self.step)):
+        if flags.save_due or self._saver.retry_due(self.step):
             self._save(wait=False)
         self._stop_if_requested(flags, stop)
         if flags.mixture_changed and self.mixture is not None:
