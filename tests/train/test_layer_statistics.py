@@ -78,10 +78,10 @@ def test_nothing_is_left_behind():
 
 
 def test_a_run_that_is_asked_tells_of_its_layers(tiny: Tiny, tmp_path: Path) -> None:
-    """Every fifth step, without changing a bit of what is trained."""
+    """Every fifth step, without changing a bit of what is trained; also where a test for corruption drops the gradients."""
     plain, asked = tiny.copy(tmp_path / "plain"), tiny.copy(tmp_path / "asked")
     plain.pretrain()
-    asked.pretrain("metrics.detail_every=5 steps")
+    asked.pretrain("metrics.detail_every=5 steps", "stability.recheck_every=10 steps")
     expected, found = read(plain.run_dir), read(asked.run_dir)
     assert [line["train/loss"] for line in found] == [line["train/loss"] for line in expected]
     lines = [line for line in found if "layers/0/grad_norm" in line]
@@ -90,6 +90,7 @@ def test_a_run_that_is_asked_tells_of_its_layers(tiny: Tiny, tmp_path: Path) -> 
     assert layers
     for line in lines:
         norms = [line[f"layers/{layer}/grad_norm"] for layer in range(layers)]
+        assert min(norms) > 0
         assert 0 < sum(norm**2 for norm in norms) <= line["optim/grad_norm"] ** 2 * 1.0001  # the two ends of the model have the rest
         assert 0 < line["optim/update_ratio"] < line["optim/weight_norm"] < 100
         for name in ("activation_rms", "attention_logit_max", "update_ratio"):

@@ -88,6 +88,7 @@ def test_the_gradient_is_that_of_the_mean_over_valid_tokens_and_not_of_a_mean_of
     model, optimizer = make(tiny)
     plain = make(tiny)[0].parts[0].plain()
     (inputs,) = parts(batch, 8)
+    plain.auxiliary_factor = 98 / 256  # all tokens are routed, whether they carry loss or not
     loss = plain.loss(*inputs)
     (loss.total / batch.valid_tokens).backward()
     result = step(model, optimizer, batch, 2)
@@ -104,6 +105,22 @@ def test_the_gradient_is_that_of_the_mean_over_valid_tokens_and_not_of_a_mean_of
         means.append(float(loss.head.cross_entropy) / valid)
     assert farthest(gradients(wrong), gradients(plain)) > 0.2
     assert abs(np.mean(means) - float(result.loss)) > 1e-5  # beyond rounding; an untrained model errs alike everywhere
+
+
+def test_the_weight_of_the_routers_loss_does_not_depend_on_how_many_tokens_are_trained(tiny: Tiny, batch: Batch) -> None:
+    """Its part of a router's gradient is the same with 98 of 256 tokens trained and with nearly all, as in tuning and in pretraining."""
+    found, measured = [], []
+    for labels in (batch.labels, Batches(tiny.resolve().recipe, tiny.run_dir / "shards").batch(12).labels):
+        grads = []
+        for weight in (0.0, 1.0):
+            model, optimizer = make(tiny, f"model.moe.balance.sequence_aux_loss_weight={weight}")
+            result = step(model, optimizer, replace(batch, labels=labels), 2)
+            grads.append(gradients(model)["layers.2.ffn.router.weight"])
+        assert result.auxiliary_loss is not None
+        measured.append(float(result.auxiliary_loss))
+        found.append(grads[1] - grads[0])
+    assert measured[0] == measured[1]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-7)
 
 
 def test_auto_is_what_the_processor_is_fast_in_and_nothing_else(tiny: Tiny, batch: Batch, has_bf16: bool) -> None:
@@ -123,6 +140,7 @@ def test_gradients_add_up_in_fp32_under_bf16(tiny: Tiny, batch: Batch) -> None:
     model, optimizer = make(tiny, "train.precision=bf16")
     single = make(tiny, "train.precision=bf16")[0].parts[0]
     assert single.compute_dtype == torch.bfloat16
+    single.auxiliary_factor = batch.valid_tokens / batch.tokens.size
     exact: dict[str, torch.Tensor] = {}
     rounded: dict[str, torch.Tensor] = {}
     for inputs in parts(batch, 1):

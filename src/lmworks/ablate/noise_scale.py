@@ -79,7 +79,7 @@ def measure(recipe: Recipe, run_dir: Path, checkpoint: Path) -> NoiseScale:
                 batch = curriculum.batch(phase.first_step + drawn // count, drawn % count, drawn % count + 1)
                 for parameter in parameters:
                     parameter.grad = None
-                model.forward_backward(batch, 1, 1, 1 / max(1, batch.valid_tokens))
+                model.forward_backward(batch, 1, 1, 1 / max(1, batch.valid_tokens), batch.valid_tokens / batch.tokens.size)
                 gradients = [torch.zeros_like(one) if one.grad is None else one.grad.detach() for one in parameters]
                 small.append(float(global_norm(gradients)) ** 2)
                 torch._foreach_add_(sums, gradients, alpha=1 / _SMALL_PER_LARGE)

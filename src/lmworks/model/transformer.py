@@ -113,6 +113,7 @@ class Transformer(nn.Module):
         mtp_layers = config.mtp.num_nextn_predict_layers if config.mtp else 0
         self.mtp = nn.ModuleList(MtpLayer(config, Block(config, config.num_hidden_layers + depth)) for depth in range(mtp_layers))
         self.mtp_loss_weight = config.mtp.loss_weight if config.mtp else 0.0
+        self.auxiliary_factor: float | Tensor = 1.0  # of the routers' auxiliary loss in the training loss
         self._plain = False
         self._chunk_loss: ChunkLoss = chunk_loss
         self.set_rope(config.rope)
@@ -181,7 +182,7 @@ class Transformer(nn.Module):
             ahead = ahead or look_ahead(tokens_BT, labels_BT, spans.positions_BT, len(self.mtp))
             mtp_total, mtp, mtp_experts = self.mtp_loss(hidden_BTD, ahead, spans, cache)
             total, experts = total + self.mtp_loss_weight * mtp_total, experts.joined(mtp_experts)
-        return Loss(total if experts.aux is None else total + experts.aux, head, experts, mtp)
+        return Loss(total if experts.aux is None else total + experts.aux * self.auxiliary_factor, head, experts, mtp)
 
     def mtp_loss(
         self, hidden_BTD: Tensor, ahead: list[Ahead], spans: documents.Documents, cache: Cache | JoinedCache | None = None

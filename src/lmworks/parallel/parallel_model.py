@@ -173,12 +173,17 @@ class ParallelModel:
         """The sequences [start, stop), of the `count` sequences of a step, that this rank reads; see `lmworks.shards.order.rank`."""
         return sequences_of_rank(count, self.ranks.rank("dp"), self.ranks.size("dp"))
 
-    def forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> StepSums:
+    def forward_backward(
+        self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor, valid_share: float = 1.0
+    ) -> StepSums:
         """Accumulate the gradients of `scale` times the summed loss over this rank's rows of a step, `micro_batch_size` rows at a time.
 
         `rows` is the number of rows of the whole step: a rank with one row fewer than others may run a blank micro-batch. The returned
-        sums are those of this rank, before `sum_over_ranks`.
+        sums are those of this rank, before `sum_over_ranks`. `valid_share`: valid tokens relative to all tokens of the step, where `scale`
+        divides by the valid ones. The auxiliary loss of the routers is a sum over all tokens, and becomes their mean by this factor.
         """
+        for part in self.parts:
+            part.auxiliary_factor = valid_share
         if not self.training:
             for part in self.parts:
                 data.gather_unused(part)

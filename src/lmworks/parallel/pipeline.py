@@ -159,7 +159,7 @@ class Pipeline:
         x_BTD, experts = part.blocks(received[0] if received else part.embed(tokens_BT), spans, cache)
         if stage < self.stages - 1:
             self._record(stage, index, experts, x_BTD.new_zeros(3, dtype=torch.float32))
-            return x_BTD if experts.aux is None else _WithAuxiliaryLoss.apply(x_BTD, experts.aux * scale)
+            return x_BTD if experts.aux is None else _WithAuxiliaryLoss.apply(x_BTD, experts.aux * part.auxiliary_factor * scale)
         loss = part.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead, weights_BT)
         if not torch.is_grad_enabled():
             self._step.of_tokens_N[index] = loss.head.of_tokens_N

@@ -125,7 +125,7 @@ def _run(model: ParallelModel, recipe: Recipe, batch: Batch) -> tuple[float, flo
     """Loss, gradient norm, the first operator with a non-finite result, and the largest gradients."""
     valid, length = max(batch.valid_tokens, 1), batch.tokens.shape[1]
     with FirstNonFinite(model.parts) as watched:
-        sums = model.forward_backward(batch, len(batch.tokens), micro_batch_of(recipe, length), 1 / valid)
+        sums = model.forward_backward(batch, len(batch.tokens), micro_batch_of(recipe, length), 1 / valid, valid / batch.tokens.size)
     norm = float(model.clip_gradients(0.0))
     norms = {name: float(torch.linalg.vector_norm(p.grad.float())) for name, p in model.named_parameters() if p.grad is not None}
     largest = sorted(norms, key=lambda name: -norms[name] if math.isfinite(norms[name]) else -math.inf)[:_SHOWN]

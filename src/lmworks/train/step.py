@@ -23,7 +23,8 @@ from lmworks.watch.spike import Limits
 
 @dataclass(frozen=True)
 class StepResult:
-    """Means over the valid tokens of the step, on all ranks, still on the device: nothing here has made the host wait.
+    """Means over the valid tokens of the step (`auxiliary_loss`: over all tokens), on all ranks, still on the device: nothing here has made
+    the host wait.
 
     `applied` is whether the update was applied; `counts_LE` are the tokens per expert.
     """
@@ -77,8 +78,9 @@ def train_step(
     normalizer: what the summed loss is divided by; the valid tokens by default.
 
     The summed loss of each micro-batch is divided by the valid tokens of the whole step, so the result does not depend on how the batch
-    is divided into micro-batches and over ranks (a mean of means would give short documents more weight). Gradients are accumulated in
-    fp32; those of a `penalty` are added to them. A step whose loss or gradient norm is not finite, or not below its limit, changes
+    is divided into micro-batches and over ranks (a mean of means would give short documents more weight). The auxiliary loss of the
+    routers is divided by all tokens, since all are routed: its weight does not depend on how many of them are trained. Gradients are
+    accumulated in fp32; those of a `penalty` are added to them. A step whose loss or gradient norm is not finite, or not below its limit, changes
     nothing on any rank.
     """
     sequences = len(batch.tokens) if sequences is None else sequences
@@ -86,7 +88,8 @@ def train_step(
     tokens = max(valid_tokens, 1) if normalizer is None else normalizer
     scale = (1.0 if scaler is None else scaler.scale) / tokens
     optimizer.zero_grad()
-    sums = model.sum_over_ranks(model.forward_backward(batch, sequences, micro_batch_size, scale))
+    positions = max(sequences * batch.tokens.shape[1], 1)
+    sums = model.sum_over_ranks(model.forward_backward(batch, sequences, micro_batch_size, scale, tokens / positions))
     if scaler is not None:
         torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], 1 / scaler.scale)
     if penalty is not None:
@@ -101,6 +104,6 @@ def train_step(
     if sums.counts_LE is not None:
         model.update_biases(sums.counts_LE, bias_update_rate, apply)
     return StepResult(
-        loss, sums.z / tokens, None if sums.counts_LE is None else sums.auxiliary / tokens,
+        loss, sums.z / tokens, None if sums.counts_LE is None else sums.auxiliary / positions,
         sums.mtp / tokens if model.config.mtp else None, grad_norm, apply, sums.counts_LE, valid_tokens,
     )  # fmt: skip

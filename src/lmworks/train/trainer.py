@@ -144,7 +144,7 @@ class Trainer:
             own = time.monotonic() - began
             flags = self._reduce_flags(batch.valid_tokens, stop)
             self._act_on(flags, batches, stop)
-            result, batch, rollback, layers = self._train_step(batch, flags.valid_tokens)
+            result, batch, rollback, statistics = self._train_step(batch, flags.valid_tokens)
             if rollback is not None and self._roll_back(rollback, bar):
                 return
             planned = self._advance(self.step + 1, bar)
@@ -152,11 +152,11 @@ class Trainer:
             seconds = time.monotonic() - began
             self._metrics.clock.add(seconds=seconds, own=own, data_wait=batches.waited, tokens=tokens)
             self._faults.observe_data_wait(self.step, batches.waited, seconds)
-            self._observe(result, batch, layers, bar)
+            self._observe(result, batch, statistics, bar)
             if self._done or self._validator.is_best(self.step) or self._saver.is_due(self.step, self._boundary.phase):
                 self._save(wait=self._done)
 
-    def _train_step(self, batch: Batch, valid_tokens: int) -> tuple[StepResult, Batch, RollbackRequest | None, LayerStatistics | None]:
+    def _train_step(self, batch: Batch, valid_tokens: int) -> tuple[StepResult, Batch, RollbackRequest | None, dict[str, float]]:
         """Train one step: its result, the rows that this rank trained on, the rollback that it calls for, and the statistics of its layers
         where they are due."""
         phase = self._boundary.phase
@@ -174,12 +174,13 @@ class Trainer:
                 result = self._update(batch, sequences=self.curriculum.sequences(self.step), valid_tokens=valid_tokens, limits=limits)
             else:
                 result, batch = self._optimize(self.objective)
+        statistics = {} if layers is None else layers.metrics(batch)  # now: what follows may drop the gradients
         self._state.add_expert_counts(result)
         first = None if watched is None else watched.found
         rollback = self._inspector.inspect(self.step, result, batch, valid_tokens, limits, first)
         if rollback is None and self.objective is None:
             rollback = self._inspector.recheck(self.step, batch)
-        return result, batch, rollback, layers
+        return result, batch, rollback, statistics
 
     def _update(self, batch: Batch, **options: Any) -> StepResult:
         assert self._boundary.phase is not None
@@ -204,9 +205,8 @@ class Trainer:
         )  # fmt: skip
         return replace(results[-1], loss=loss.mean(), grad_norm=norm.amax(), applied=applied.bool().all()), batch
 
-    def _observe(self, result: StepResult, batch: Batch, layers: LayerStatistics | None, bar: progress.Bar) -> None:
-        """Validate, evaluate, write metrics and samples, as far as they are due."""
-        values: dict[str, float] = {} if layers is None else layers.metrics(batch)
+    def _observe(self, result: StepResult, batch: Batch, values: dict[str, float], bar: progress.Bar) -> None:
+        """Validate, evaluate, write metrics and samples, as far as they are due. `values` are the metrics that the step has so far."""
         if self._done or is_due(self.step, self._intervals.validate):
             self.heartbeat.beat(self.step, "validation")
             values |= self._validator.run(self.step, self.optimizer.ema)

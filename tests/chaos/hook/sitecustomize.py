@@ -50,14 +50,14 @@ def _install(folder: str) -> None:
         })  # fmt: skip
         return result
 
-    def planted(self: ParallelModel, batch: Any, rows: int, micro_batch_size: int, scale: Any) -> Any:
+    def planted(self: ParallelModel, batch: Any, rows: int, micro_batch_size: int, scale: Any, *rest: Any) -> Any:
         here = batch.step == plant.get("step")
         if not here or plant["what"] == "nan":
-            sums = forward_backward(self, batch, rows, micro_batch_size, scale)
+            sums = forward_backward(self, batch, rows, micro_batch_size, scale, *rest)
             if here and self.ranks.global_rank == plant["rank"]:
                 next(grad for p in self.parameters() if p.grad is not None and (grad := local(p.grad)).numel()).view(-1)[0] = float("nan")
             return sums
-        sums = forward_backward(self, batch, rows, micro_batch_size, scale * float("nan"))
+        sums = forward_backward(self, batch, rows, micro_batch_size, scale * float("nan"), *rest)
         return replace(sums, cross_entropy=sums.cross_entropy * float("nan"))
 
     trainer.train_step, ParallelModel.forward_backward = train_step, planted  # type: ignore[assignment, method-assign]

@@ -69,7 +69,8 @@ def first_batches(context: CheckContext) -> CheckResult:
             model.set_rope(phase.rope)
         valid = max(1, whole.valid_tokens)
         with peak(device) as worked:
-            sums = model.sum_over_ranks(model.forward_backward(whole.sequences(*model.rank_sequences(taken)), taken, micro, 1 / valid))
+            own, share = whole.sequences(*model.rank_sequences(taken)), valid / whole.tokens.size
+            sums = model.sum_over_ranks(model.forward_backward(own, taken, micro, 1 / valid, share))
         loss = float(sums.cross_entropy) / valid
         norm = float(model.clip_gradients(0.0))
         if updates is not None:
