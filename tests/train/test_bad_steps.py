@@ -133,6 +133,6 @@ def test_fp16_that_no_scale_mends_is_stopped(tiny_copy: Tiny, monkeypatch: pytes
 
     monkeypatch.setattr(scaling.LossScaler.__init__, "__defaults__", (8.0, 1000, "cpu"))
     poison(monkeypatch, range(99), infinite_gradient)
-    # 8, 4, 2, 1: the third overflow cannot be mended any more
-    with pytest.raises(UserError, match=r"stopped at step 3: the gradient norm was not finite in 2 steps in a row"):
+    # 8, 4, 2, 1: the fourth overflow and the fifth cannot be mended any more
+    with pytest.raises(UserError, match=r"stopped at step 4: the gradient norm was not finite in 2 steps in a row"):
         tiny_copy.pretrain("train.precision=fp16", "stability.max_bad_steps=2", "stability.max_rollbacks=0")

@@ -80,8 +80,8 @@ def train_step(
     The summed loss of each micro-batch is divided by the valid tokens of the whole step, so the result does not depend on how the batch
     is divided into micro-batches and over ranks (a mean of means would give short documents more weight). The auxiliary loss of the
     routers is divided by all tokens, since all are routed: its weight does not depend on how many of them are trained. Gradients are
-    accumulated in fp32; those of a `penalty` are added to them. A step whose loss or gradient norm is not finite, or not below its limit, changes
-    nothing on any rank.
+    accumulated in fp32; those of a `penalty` are added to them. A step whose loss or gradient norm is not finite, or not below its limit,
+    changes nothing on any rank.
     """
     sequences = len(batch.tokens) if sequences is None else sequences
     valid_tokens = batch.valid_tokens if valid_tokens is None else valid_tokens

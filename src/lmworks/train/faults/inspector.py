@@ -44,7 +44,7 @@ class StepInspector:
         good = math.isfinite(loss) and math.isfinite(norm)
         self.bad_steps += not good
         # An overflow that a smaller scale avoids is how fp16 finds its scale, and no fault.
-        if not good and math.isfinite(loss) and scaler is not None and scaler.scale.item() > 1:
+        if not good and math.isfinite(loss) and scaler is not None and not scaler.exhausted.item():
             return None
         if not good and self._faults.policy.bad_steps.in_a_row == 0:
             self._faults.report_not_finite(step, self._find_first_non_finite(step, batch, valid_tokens) if first is None else first)
