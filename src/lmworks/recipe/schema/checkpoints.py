@@ -19,8 +19,8 @@ class Checkpoints(Node):
     keep_last: int = Field(2, gt=0, description="number of newest checkpoints to keep")
     keep_every: Duration | None = Field(None, description="interval of checkpoints that are never deleted")
     keep_best: bool = Field(
-        True, description="keep the checkpoint with the lowest validation loss, of those whose step is validated and saved; with early stopping, which saves at "
-        "each new lowest, the later stages use it"
+        True, description="keep the checkpoint with the lowest validation loss, of those whose step is validated and saved; with early "
+        "stopping, which saves at each new lowest, the later stages use it"
     )
     asynchronous: bool = Field(True, description="write in the background while training goes on")
     local: str | None = Field(
