@@ -10,25 +10,40 @@ import scipy.stats
 
 from lmworks.ablate.statistics.contrast import Contrast, contrast, pairing_pays
 from lmworks.ablate.statistics.noise import UNKNOWN, Noise, paired, pooled, unpaired
+from lmworks.ablate.statistics.student import t_two_sided
 from lmworks.ablate.statistics.verdict import detectable_in_noise, judge, seeds_needed
+from lmworks.ablate.statistics.welch import nominal, size
 
 
 def made(difference: float, se: float, df: float = 8, **more: float) -> Contrast:
-    return Contrast(difference, se, df, 3, Noise(se * math.sqrt(1.5), df), 5, True, **more)  # type: ignore[arg-type]
+    return Contrast(difference, se, df, 3, (Noise(se * math.sqrt(3), df),), True, df_per_seed=4, **more)  # type: ignore[arg-type]
 
 
-def test_two_paired_arms_are_the_paired_t_test() -> None:
+def test_paired_arms_are_the_paired_t_test() -> None:
     random = np.random.default_rng(0)
     values = random.normal(size=(2, 6)) + random.normal(size=(1, 6)) * 5
-    found = contrast(values[1], values[0], paired(values), 2, True)
+    found = contrast(values[1], values[0], True)
     expected = scipy.stats.ttest_rel(values[1], values[0])
     assert (found.difference / found.se, found.p) == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue))
 
 
-def test_two_unpaired_arms_are_the_t_test_of_equal_variances() -> None:
-    values = np.random.default_rng(1).normal(size=(2, 6))
-    found = contrast(values[1], values[0], unpaired(values), 2, False)
-    assert found.p == pytest.approx(scipy.stats.ttest_ind(values[1], values[0]).pvalue)
+def test_unpaired_arms_are_the_test_of_welch_at_its_exact_size() -> None:
+    values = np.random.default_rng(1).normal(size=(2, 6)) * [[1], [4]]
+    found, expected = contrast(values[1], values[0], False), scipy.stats.ttest_ind(values[1], values[0], equal_var=False)
+    assert (found.difference / found.se, found.df) == (pytest.approx(expected.statistic), pytest.approx(expected.df))
+    assert t_two_sided(found.difference / found.se, found.df) == pytest.approx(expected.pvalue)
+    assert found.p == pytest.approx(size(expected.pvalue, 5)) and found.p > expected.pvalue
+
+
+@pytest.mark.parametrize(("seeds", "level"), [(2, 0.01), (3, 0.00625), (4, 0.00625), (5, 0.05)])
+def test_the_size_of_welchs_test_is_the_simulated_one(seeds: int, level: float) -> None:
+    """150,000 pairs at each ratio of spreads: the share with a p value at or below `level` is near the size at the worst."""
+    random, shares = np.random.default_rng(2), []
+    for ratio in (1, 3, 6, 10, 20, 40):
+        one, other = random.normal(size=(150_000, seeds)), ratio * random.normal(size=(150_000, seeds))
+        shares.append(float((scipy.stats.ttest_ind(one, other, axis=1, equal_var=False).pvalue <= level).mean()))
+    assert max(shares) == pytest.approx(size(level, seeds - 1), rel=0.05), "scipy's own p value, counted"
+    assert size(nominal(level, seeds - 1), seeds - 1) == pytest.approx(level, rel=1e-6)
 
 
 def test_floors_are_unbiased_and_pairing_removes_what_seeds_share() -> None:
@@ -45,10 +60,10 @@ def test_floors_are_unbiased_and_pairing_removes_what_seeds_share() -> None:
 def test_one_seed_has_no_floor_and_an_earlier_one_stands_in() -> None:
     one = np.array([[1.0], [2.0], [3.0]])
     assert paired(one) == UNKNOWN == unpaired(one)
-    alone = contrast(one[1], one[0], UNKNOWN, 3, True)
+    alone = contrast(one[1], one[0], True)
     assert judge([alone])[0].outcome == "no verdict"
     floor = pooled([UNKNOWN, Noise(0.1, 20)])
-    assert judge([contrast(one[1], one[0], floor, 3, True)])[0].outcome == "higher"
+    assert judge([contrast(one[1], one[0], True, floor)])[0].outcome == "higher"
     assert pooled([Noise(1.0, 3), Noise(3.0, 1)]) == Noise(math.sqrt(3.0), 4)
 
 
@@ -75,7 +90,7 @@ def test_more_tests_need_larger_differences() -> None:
 
 def test_equal_values_everywhere_are_no_difference_and_no_error() -> None:
     values = np.ones((3, 4))
-    assert judge([contrast(values[1], values[0], paired(values), 3, True)])[0].outcome == "no verdict"
+    assert judge([contrast(values[1], values[0], True)])[0].outcome == "no verdict"
 
 
 def test_the_bound_on_the_noise_of_items_is_one() -> None:
@@ -85,27 +100,27 @@ def test_the_bound_on_the_noise_of_items_is_one() -> None:
         hard, tastes = random.normal(size=items), random.normal(size=(2, 1, items))  # each arm has items that it alone finds hard
         right = (hard + tastes + 0.5 * random.normal(size=(2, seeds, items)) > 0).astype(float)
         means = right.mean(axis=2)
-        shown += contrast(means[0], means[1], unpaired(means), 2, False, items=items).p <= 0.05
+        shown += contrast(means[0], means[1], False, unpaired(means), items).p <= 0.05
     assert shown / 2000 <= 0.05, "without the bound it is more than 20%"
 
 
 def test_noise_of_items_is_counted_once() -> None:
     """Simulated scores: the stated standard error is that of the difference over new seeds and new items."""
     random = np.random.default_rng(4)
-    seeds, items = 4, 300
-    differences, stated = [], []
+    seeds, items = 4, 40
+    differences, stated, seeds_alone = [], [], []
     for _ in range(1500):
         hard = random.normal(size=items)
         shift = 0.6 * random.normal(size=items)  # what the arm's change means for each item
-        runs = random.normal(size=(2, seeds, 1)) * 0.3
+        runs = random.normal(size=(2, seeds, 1)) * 0.15
         right = (random.normal(size=(2, seeds, items)) * 0.5 + hard + np.stack([shift, np.zeros(items)])[:, None] + runs > 0).astype(float)
         means = right.mean(axis=2)
-        found = contrast(means[0], means[1], unpaired(means), 2, False, items=right[0] - right[1])
+        found = contrast(means[0], means[1], False, unpaired(means), right[0] - right[1])
         differences.append(found.difference)
         stated.append(found.se**2)
+        seeds_alone.append(contrast(means[0], means[1], False, unpaired(means)).se ** 2)
     assert np.mean(stated) == pytest.approx(np.var(differences), rel=0.1)
-    without = contrast(means[0], means[1], unpaired(means), 2, False)
-    assert np.sqrt(np.mean(stated)) > 1.05 * np.sqrt(np.mean([without.se**2])) or found.items > 0
+    assert np.mean(seeds_alone) < 0.7 * np.mean(stated), "what is simulated has noise of items"
 
 
 def test_pairing_pays_where_its_lost_degrees_of_freedom_cost_less_than_half_of_the_variance() -> None:
@@ -120,5 +135,5 @@ def test_seeds_needed_grow_as_the_difference_shrinks() -> None:
     assert needed == sorted(needed) and needed[0] >= 4  # type: ignore[operator, type-var]
     assert seeds_needed(made(1e-6, 1.0), 0.05) is None
     assert seeds_needed(made(0.5, 1.0, items=1.0), 0.05) is None, "more seeds do not help where the items are the noise"
-    sizes = [detectable_in_noise(seeds, 3, 4) for seeds in (1, 3, 10)]
+    sizes = [detectable_in_noise(seeds, 4) for seeds in (1, 3, 10)]
     assert sizes[0] is None and sizes[1] > sizes[2]  # type: ignore[operator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lmworks.ablate.readings import Curve, Reading
 from lmworks.ablate.report import markdown
 from lmworks.ablate.resolve import resolve
 from lmworks.ablate.results import Results
+from lmworks.ablate.statistics.verdict import judge
 from lmworks.doctor.ablation_page import FILE, write_ablation_page
 from lmworks.errors import UserError
 from tiny_run import Tiny
@@ -46,12 +48,12 @@ def verdict(found: Results, arm: str) -> dict[str, Any]:
 
 
 def test_lower_bits_per_byte_are_better(tiny: Tiny, tmp_path: Path) -> None:
-    found = results(tiny, tmp_path, {"base": [2.0, 2.1, 1.9], "good": [1.5, 1.61, 1.4], "bad": [2.5, 2.6, 2.41], "same": [2.0, 2.1, 1.91]})
+    found = results(tiny, tmp_path, {"base": [2.0, 2.1, 1.9], "good": [1.5, 1.61, 1.4], "bad": [2.5, 2.6, 2.41], "same": [2.0, 2.1, 2.0]})
     words = {name: verdict(found, name)["verdict"] for name in ("good", "bad", "same")}
     assert words == {"good": "better", "bad": "worse", "same": "no difference shown"}
     same = verdict(found, "same")
     written = document(found)
-    assert same["paired"] and "80% power to find a difference of" in same["why"]
+    assert not same["paired"] and "80% power to find a difference of" in same["why"]
     assert same["tokens_needed"] == same["seeds_needed"] * 2 * written["arms"]["same"]["tokens"]
     table = written["measures"][BITS]
     assert table["quality"]["trust"] and table["noise"]["paired"]["sd"] < table["noise"]["unpaired"]["sd"]
@@ -65,10 +67,49 @@ def test_few_seeds_are_not_paired(tiny: Tiny, tmp_path: Path) -> None:
         (folder := tmp_path / str(seeds)).mkdir()
         found = document(results(tiny, folder, values))
         (one,) = found["verdicts"]
-        floor = found["measures"][BITS]["noise"]["paired" if is_paired else "unpaired"]["sd"]
-        assert (one["paired"], round(one["df"]), one["noise"], found["measures"][BITS]["noise_floor"]) == (is_paired, df, floor, floor)
+        floor = found["measures"][BITS]["noise"]["paired" if is_paired else "unpaired"]["sd"]  # of two arms: their own
+        assert (one["paired"], round(one["df"]), found["measures"][BITS]["noise_floor"]) == (is_paired, df, floor)
+        assert one["noise"] == pytest.approx(floor)
         assert ("not paired by seed, because so few seeds" in markdown(found)) is not is_paired
     assert one["verdict"] == "better", "the spread over seeds is 0.07, of which the pairs share nearly all"
+
+
+def test_a_noisy_baseline_gives_no_verdict_and_the_assumption_is_printed(tiny: Tiny, tmp_path: Path) -> None:
+    """Seven arms agree to 0.01, and the baseline varies by 0.3: pooled over the arms, its mean would be "shown" to differ from all."""
+    wide = {"base": [2.0, 2.6, 2.3]} | {f"arm-{index}": [2.0, 2.01, 2.02] for index in range(7)}
+    found = document(results(tiny, tmp_path, wide))
+    assert {one["verdict"] for one in found["verdicts"]} == {"no difference shown"}
+    (line,) = found["assumptions"]
+    assert "Arms need not vary alike" in line and line in markdown(found)
+    assert line in html.unescape(write_ablation_page(_saved(tiny, tmp_path, wide)).read_text())
+
+
+def _saved(tiny: Tiny, folder: Path, values: dict[str, list[float]]) -> Path:
+    found = results(tiny, folder, values)
+    save(found)
+    return found.experiment.out
+
+
+def test_the_noise_of_recorded_items_counts(tiny: Tiny, tmp_path: Path) -> None:
+    """2,000 ablations of two equal arms of three seeds, scored on 60 items of which each arm finds others hard. What is recorded per item
+    is read from the runs: without it, a quarter of these ablations have a verdict."""
+    random, shown, seeds, count = np.random.default_rng(9), 0, 3, 60
+    found = results(
+        tiny, tmp_path, {"base": [0.5] * seeds, "other": [0.5] * seeds}, measures=["evaluation/colors/cloze/0-shot"],
+        set=["evaluate.benchmarks=[{name: colors, path: x}]"],
+    )  # fmt: skip
+    (measure,) = found.experiment.measures
+    readings = [[found.readings[found.experiment.directory(arm) / f"seed-{seed}"] for seed in range(1, 1 + seeds)]
+                for arm in found.experiment.arms.values()]  # fmt: skip
+    for _ in range(2000):
+        hard, tastes = random.normal(size=count), random.normal(size=(2, 1, count))
+        right = (hard + tastes + 0.5 * random.normal(size=(2, seeds, count)) > 0).astype(float)
+        for of_arm, runs in zip(readings, right, strict=True):
+            for reading, run in zip(of_arm, runs, strict=True):
+                reading.values[measure.name] = float(run.mean())
+                reading.items[measure.name] = {str(index): float(one) for index, one in enumerate(run)}
+        shown += judge([one for _, _, one in found.contrasts()])[0].outcome != "no difference shown"
+    assert shown <= 0.05 * 2000
 
 
 SCORE = "eval/colors/cloze-0-shot"

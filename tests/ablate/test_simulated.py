@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from lmworks.ablate.statistics.contrast import contrast
-from lmworks.ablate.statistics.noise import floor
 from lmworks.ablate.statistics.student import shift_for_power
-from lmworks.ablate.statistics.verdict import FAMILY_WISE, POWER, Verdict, judge
+from lmworks.ablate.statistics.verdict import FAMILY_WISE, POWER, Verdict, detectable_in_noise, judge
 
 ARMS, ABLATIONS = 4, 1000
 
@@ -33,20 +32,20 @@ def skewed() -> np.ndarray:
     return (drawn - drawn.mean(axis=0)) / drawn.std(axis=0)
 
 
-def draw(random: np.random.Generator, noise: np.ndarray, seeds: int, is_paired: bool) -> np.ndarray:
+def draw(random: np.random.Generator, noise: np.ndarray, seeds: int, is_paired: bool, arms: int = ARMS) -> np.ndarray:
     """(arms, seeds, measures) of equal arms; where paired, runs of a seed share as much again."""
-    found = noise[random.integers(len(noise), size=(ARMS, seeds))]
+    found = noise[random.integers(len(noise), size=(arms, seeds))]
     return found + noise[random.integers(len(noise), size=(1, seeds))] if is_paired else found
 
 
 def verdicts(values: np.ndarray, is_paired: bool) -> list[Verdict]:
     """The first arm is the baseline; measures within arms."""
-    tables = [values[:, :, measure] for measure in range(values.shape[2])]
-    floors = [floor(table, is_paired) for table in tables]
-    return judge([
-        contrast(table[arm], table[0], one.noise, one.arms, is_paired, own=bool({0, arm} & one.apart))
-        for arm in range(1, ARMS) for table, one in zip(tables, floors, strict=True)
-    ])  # fmt: skip
+    arms, _, measures = values.shape
+    return judge([contrast(values[arm, :, one], values[0, :, one], is_paired) for arm in range(1, arms) for one in range(measures)])
+
+
+def shown(values: np.ndarray, is_paired: bool) -> bool:
+    return any(one.outcome in ("higher", "lower") for one in verdicts(values, is_paired))
 
 
 @pytest.mark.parametrize(
@@ -59,9 +58,29 @@ def verdicts(values: np.ndarray, is_paired: bool) -> list[Verdict]:
 def test_equal_arms_get_a_verdict_in_at_most_5_percent_of_ablations(noise: object, seeds: int, is_paired: bool) -> None:
     assert callable(noise)
     random, values = np.random.default_rng(1), noise()
-    ablations = (verdicts(draw(random, values, seeds, is_paired), is_paired) for _ in range(ABLATIONS))
-    some = sum(any(one.outcome in ("higher", "lower") for one in found) for found in ablations)
-    assert some <= FAMILY_WISE * ABLATIONS
+    assert sum(shown(draw(random, values, seeds, is_paired), is_paired) for _ in range(ABLATIONS)) <= FAMILY_WISE * ABLATIONS
+
+
+NOISY, QUIET = (3, *[1] * 8), (1, *[4] * 8)  # the baseline first
+OTHERS = ((5, *[1] * 8), (10, *[1] * 8), (1, *[1] * 7, 3), (1, 0.3, 0.5, 1, 2, 3, 4, 5, 10))
+
+
+@pytest.mark.parametrize(
+    ("spreads", "seeds", "is_paired"),
+    [
+        (NOISY, 3, False), (QUIET, 5, False), (NOISY, 5, True),
+        *(
+            pytest.param(spreads, seeds, is_paired, marks=pytest.mark.slow)
+            for spreads in (NOISY, QUIET, *OTHERS) for seeds in (2, 3, 4, 5, 10) for is_paired in (False, True)
+        ),
+    ],
+)  # fmt: skip
+def test_arms_of_unequal_spreads_get_a_verdict_in_at_most_5_percent(spreads: tuple[float, ...], seeds: int, is_paired: bool) -> None:
+    """2,000 ablations of eight equal arms. With a floor pooled over all arms, a baseline three times as noisy makes it 20%; with Welch's
+    approximate degrees of freedom, a quiet baseline makes it 6.5%. Two standard errors of 5% of 2,000 are 1%."""
+    random, noise, scale = np.random.default_rng(8), real()[:, :1], np.array(spreads)[:, None, None]
+    count = sum(shown(scale * draw(random, noise, seeds, False, len(spreads)), is_paired) for _ in range(2000))
+    assert count <= (FAMILY_WISE + 0.01) * 2000
 
 
 def test_the_unpaired_floor_holds_for_arms_that_share_noise() -> None:
@@ -76,8 +95,9 @@ def test_planted_differences_are_found_as_often_as_the_stated_power(seeds: int, 
     """One arm differs in one measure, by what is stated as detectable for this noise. Real noise has no heavy tails, so the power holds."""
     random, noise = np.random.default_rng(2), real()
     measures = noise.shape[1]
-    df = (ARMS - 1 if is_paired else ARMS) * (seeds - 1)
-    planted = shift_for_power(POWER, df, FAMILY_WISE / ((ARMS - 1) * measures)) * np.sqrt(2 / seeds)
+    tests = (ARMS - 1) * measures
+    paired = shift_for_power(POWER, seeds - 1, FAMILY_WISE / tests) * np.sqrt(2 / seeds)
+    planted = paired if is_paired else detectable_in_noise(seeds, tests)
     found = wrong_sign = 0
     for _ in range(ABLATIONS):
         values = draw(random, noise, seeds, is_paired)
@@ -93,9 +113,9 @@ def test_what_is_stated_as_detectable_and_needed_agrees_with_what_is_found() -> 
     """The figures of a verdict, estimated from its own ablation: on average the true ones."""
     random, noise = np.random.default_rng(3), real()
     seeds, measures = 5, noise.shape[1]
-    stated = [one.detectable for _ in range(100) for one in verdicts(draw(random, noise, seeds, True), True)]
-    exact = shift_for_power(POWER, (ARMS - 1) * (seeds - 1), FAMILY_WISE / ((ARMS - 1) * measures)) * np.sqrt(2 / seeds)
-    assert np.mean(stated) == pytest.approx(exact, rel=0.05)
+    stated = [one.detectable**2 for _ in range(200) for one in verdicts(draw(random, noise, seeds, True), True)]
+    exact = shift_for_power(POWER, seeds - 1, FAMILY_WISE / ((ARMS - 1) * measures)) * np.sqrt(2 / seeds)
+    assert np.sqrt(np.mean(stated)) == pytest.approx(exact, rel=0.05)
 
     difference, needed = 1.5, []  # too small for 3 seeds to find
     for _ in range(200):
@@ -111,18 +131,3 @@ def test_what_is_stated_as_detectable_and_needed_agrees_with_what_is_found() -> 
         values[2, :, 1] += difference
         found += verdicts(values, True)[measures + 1].outcome == "higher"
     assert found / 300 > 0.6, f"{enough} seeds were said to be needed"
-
-
-def test_one_noisy_arm_is_judged_by_its_own_spread() -> None:
-    """An arm that is ten times as noisy hardly ever gets a verdict by chance, and the others still do where they differ."""
-    random, noise = np.random.default_rng(4), real()[:, :1]
-    false, found = 0, 0
-    for _ in range(400):
-        values = draw(random, noise, 5, False)
-        values[1] *= 10
-        values[2, :, 0] += 20  # above the floor that the noisy arm raises
-        noisy, other, _ = verdicts(values, False)
-        false += noisy.outcome != "no difference shown"
-        found += other.outcome == "higher"
-    assert false <= 0.05 * 400
-    assert found > 0.9 * 400

@@ -94,6 +94,7 @@ def test_two_runs_are_trained_and_an_end_between_them_repeats_nothing(
     assert (one["arm"], one["verdict"], one["difference"]) == ("adamw", "no verdict", pytest.approx(difference))
     table = done.out[done.out.index("Verdicts") : done.out.index("Values")]
     assert table.count("adamw") == 3 and "no verdict" in table and f"page: {out / 'ablation.html'}" in done.out.replace("\n", "")
+    assert "Arms need not vary alike" in " ".join(done.out.split()), "what the verdicts assume"
     page = (out / "ablation.html").read_text()
     assert "finished: 2 runs" in page and "no verdict" in page and "optimizer.kind (muon -&gt; adamw)" in page
 

@@ -44,6 +44,7 @@ def document(results: Results) -> dict[str, Any]:
         "arms": {arm.name: _arm(results, arm) for arm in experiment.arms.values()},
         "measures": {measure.name: _measure(results, measure) for measure in experiment.measures},
         "verdicts": [_verdict(results, arm, measure, one) for (arm, measure, _), one in zip(contrasts, verdicts, strict=True)],
+        "assumptions": list(_assumptions(results, {measure.name for _, measure, _ in contrasts})),
         "not_measured": list(_not_measured(results)),
         "conclusion": ablation.conclude(Findings(results)),
         "cost": cost(experiment, results.seconds, results.jobs).to_json(),
@@ -89,12 +90,28 @@ def _verdict(results: Results, arm: Arm, measure: Measure, verdict: Verdict) -> 
     needed = verdict.seeds_needed
     record: dict[str, Any] = {
         "arm": arm.name, "measure": measure.name, "verdict": word, "difference": one.difference, "low": verdict.low, "high": verdict.high,
-        "p": verdict.adjusted_p, "level": verdict.level, "paired": one.paired, "seeds": one.seeds, "noise": one.noise.sd, "df": one.df,
-        "own_spread": one.own, "from_items": math.sqrt(one.items), "detectable": verdict.detectable, "seeds_needed": needed,
+        "p": verdict.adjusted_p, "level": verdict.level, "paired": one.paired, "seeds": one.seeds, "noise": one.sd, "df": one.df,
+        "assumes_floor": results.assumes_floor(measure), "from_items": math.sqrt(one.items),
+        "detectable": verdict.detectable, "seeds_needed": needed,
         "tokens_needed": None if needed is None else needed * per_seed,
     }  # fmt: skip
     at_chance = bool(measure.better) and word in ("higher", "lower")
     return _finite(record | {"why": _at_chance(results, measure) if at_chance else _why(results, record, measure)})
+
+
+def _assumptions(results: Results, measures: set[str]) -> Iterator[str]:
+    """What the verdicts on these measures rest on."""
+    assumed = [measure.name for measure in results.experiment.measures if measure.name in measures and results.assumes_floor(measure)]
+    if len(assumed) < len(measures):
+        yield (
+            "assumed: seeds are independent, and the value of a run is near normal over seeds. Arms need not vary alike: each difference "
+            "is judged by the spread of its two arms (paired t test, or Welch's at its exact size)"
+        )
+    if assumed:
+        yield (
+            f"assumed for {', '.join(assumed)}: all arms vary over seeds as the runs of the ablation named in noise. With a baseline three "
+            "times as noisy as its arms, 20% of ablations have a false verdict under this assumption"
+        )
 
 
 def _is_at_chance(results: Results, arm: Arm, measure: Measure) -> bool:
@@ -121,7 +138,7 @@ def _why(results: Results, record: Mapping[str, Any], measure: Measure) -> str:
     if record["verdict"] == "no verdict":
         return _without_floor(results, record)
     if record["verdict"] != "no difference shown":
-        return "judged by its own spread, which is larger than that of the other arms" if record["own_spread"] else ""
+        return ""
     text = f"80% power to find a difference of {significant(record['detectable'], 2)}{unit}"
     if record["seeds_needed"] is None:
         more = "more items" if record["from_items"] else "more than 1,000 seeds"
@@ -132,8 +149,8 @@ def _why(results: Results, record: Mapping[str, Any], measure: Measure) -> str:
 def _without_floor(results: Results, record: Mapping[str, Any]) -> str:
     if record["seeds"] > 1:
         return "all seeds have the same value, so there is no noise floor"
-    arms, tests = len(results.experiment.arms), (len(results.experiment.arms) - 1) * len(results.experiment.measures)
-    sizes = [(seeds, detectable_in_noise(seeds, arms, tests)) for seeds in _MORE_SEEDS]
+    tests = (len(results.experiment.arms) - 1) * len(results.experiment.measures)
+    sizes = [(seeds, detectable_in_noise(seeds, tests)) for seeds in _MORE_SEEDS]
     found = ", ".join(f"{size:.1f} with {seeds} seeds" for seeds, size in sizes if size is not None)
     return (
         "one seed gives no noise floor; name an earlier ablation in noise, or take more seeds: a difference found with 80% power is, in "

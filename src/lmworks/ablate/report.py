@@ -46,7 +46,8 @@ def notes(document: Json) -> list[str]:
     seeds = len(document["seeds"])
     found = [
         f"baseline {document['baseline']}; {seeds} seed{'s' * (seeds > 1)}, which vary {document['seed_varies']}",
-        "verdicts: t intervals from the pooled noise floor, Holm's correction over all arms and measures, family-wise error rate 5%",
+        "verdicts: Holm's correction over all arms and measures, family-wise error rate 5%",
+        *document["assumptions"],
     ]
     unpaired = [name for name, arm in document["arms"].items() if not arm["paired"]]
     if unpaired:

@@ -14,8 +14,8 @@ from lmworks.ablate.resolve import Experiment
 from lmworks.ablate.run_set import Arm, Run, run_dir
 from lmworks.ablate.runs import state_of
 from lmworks.ablate.statistics.chance import is_above
-from lmworks.ablate.statistics.contrast import Contrast, contrast, own_df, pairing_pays
-from lmworks.ablate.statistics.noise import UNKNOWN, Floor, Noise, floor, with_earlier
+from lmworks.ablate.statistics.contrast import Contrast, contrast, pairing_pays
+from lmworks.ablate.statistics.noise import UNKNOWN, Noise, own_df, paired, unpaired, with_earlier
 from lmworks.ablate.statistics.verdict import FAMILY_WISE
 
 
@@ -56,23 +56,25 @@ class Results:
         """Values (arms, seeds)."""
         return np.array([[self.value(measure, arm, seed) for seed in seeds] for arm in arms], np.float64)
 
-    def floor(self, measure: Measure, arms: list[Arm], seeds: list[int], is_paired: bool) -> tuple[Noise, int, list[Arm]]:
-        """The noise floor of a measure, of these arms and of the earlier ablation where one is named; the number of arms behind it, and
-        the arms that are judged by their own spread."""
+    def floor(self, measure: Measure, arms: list[Arm], seeds: list[int], is_paired: bool) -> tuple[Noise, int]:
+        """The noise floor of a measure, of these arms and of the earlier ablation where one is named, and its degrees of freedom per seed.
+        It takes all arms to vary alike."""
         own = [arm for arm in arms if not is_paired or self.experiment.is_paired(arm)]
-        found = floor(self.table(measure, own, seeds), is_paired) if own and seeds else Floor(UNKNOWN, 0)
+        found = (paired if is_paired else unpaired)(self.table(measure, own, seeds)) if own and seeds else UNKNOWN
         there = self.experiment.earlier.get(measure.name)
-        noise = with_earlier(found.noise, Noise.from_json(there["paired" if is_paired else "unpaired"])) if there else found.noise
-        return noise, found.arms, [own[index] for index in sorted(found.apart)]
+        noise = with_earlier(found, Noise.from_json(there["paired" if is_paired else "unpaired"])) if there else found
+        return noise, own_df(len(own), 2, is_paired) if own else 0
 
     def by_pairs(self, measure: Measure, arms: list[Arm], seeds: list[int]) -> bool:
         """Whether arms with the baseline's data order are compared with it seed by seed (`pairing_pays`)."""
-        counts = {True: sum(map(self.experiment.is_paired, arms)), False: len(arms)}
-        earlier = self.experiment.earlier.get(measure.name, {"paired": {}, "unpaired": {}})
-        tests = max(1, (len(arms) - 1) * len(self.experiment.measures))
-        here = {kind: own_df(count, len(seeds), kind) if count and seeds else 0 for kind, count in counts.items()}
-        paired, unpaired = (here[kind] + Noise.from_json(earlier[name]).df for kind, name in ((True, "paired"), (False, "unpaired")))
-        return pairing_pays(paired, unpaired, FAMILY_WISE / tests)
+        level = FAMILY_WISE / max(1, (len(arms) - 1) * len(self.experiment.measures))
+        if not self.assumes_floor(measure):
+            return pairing_pays(len(seeds) - 1, 2 * (len(seeds) - 1), level, welch_df=len(seeds) - 1)
+        counts = {"paired": sum(map(self.experiment.is_paired, arms)), "unpaired": len(arms)}
+        here = {kind: own_df(count, len(seeds), kind == "paired") if count and seeds else 0 for kind, count in counts.items()}
+        earlier = self.experiment.earlier[measure.name]
+        both = {kind: df + Noise.from_json(earlier[kind]).df for kind, df in here.items()}
+        return pairing_pays(both["paired"], both["unpaired"], level)
 
     def contrasts(self) -> list[tuple[Arm, Measure, Contrast]]:
         """Every arm against the baseline on every measure that both have."""
@@ -85,11 +87,16 @@ class Results:
             by_pairs = self.by_pairs(measure, arms, seeds)
             for arm in (one for one in arms if one is not base):
                 is_paired = by_pairs and self.experiment.is_paired(arm)
-                noise, behind, apart = self.floor(measure, arms, seeds, is_paired)
+                assumed, per_seed = self.floor(measure, arms, seeds, is_paired) if self.assumes_floor(measure) else (UNKNOWN, 1)
                 own, other = self.table(measure, [arm, base], seeds)
-                alone = arm in apart or base in apart
-                found.append((arm, measure, contrast(own, other, noise, behind, is_paired, alone, self._items(measure, arm, seeds))))
+                items = self._items(measure, arm, seeds)
+                found.append((arm, measure, contrast(own, other, is_paired, assumed, items, per_seed)))
         return found
+
+    def assumes_floor(self, measure: Measure) -> bool:
+        """Whether verdicts take the runs to vary as those of the earlier ablation that is named."""
+        there = self.experiment.earlier.get(measure.name, {})
+        return any(Noise.from_json(one).df for one in there.values())
 
     def chance(self, measure: Measure) -> float | None:
         """What guessing gets; None where there is no such level, or no run has recorded it."""

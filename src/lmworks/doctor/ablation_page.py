@@ -43,6 +43,7 @@ def render(document: Json) -> str:
         tiles=_tiles(document),
         arms=[_arm(name, arm, document, tones[name]) for name, arm in document["arms"].items()],
         groups=list(_verdicts(document)),
+        assumptions=document.get("assumptions", []),
         missing=document["not_measured"],
         charts=list(_charts(document, tones)),
         conclusion=_conclusion(document["conclusion"]),

@@ -63,7 +63,8 @@ class Ablation(Node):
     )
     noise: str | None = Field(
         None,
-        description="directory of an earlier ablation of this recipe and budget, whose noise floor counts too; with it, one seed is enough",
+        description="directory of an earlier ablation of this recipe and budget: all arms are then assumed to vary as its runs, and one "
+        "seed is enough",
     )
     out: str | None = Field(None, description="directory of the ablation; runs/ablations/NAME when omitted")
 

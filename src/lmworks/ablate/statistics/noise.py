@@ -7,9 +7,8 @@ Values are arrays (arms, seeds). Two floors are estimated, each with its degrees
 
 The paired one holds where a seed fixes the data order in all arms: what a data order adds to all arms alike cancels in differences.
 
-An arm whose spread is larger than that of the others is set aside (F test at 0.1%, the largest first): it is no part of the floor, and is
-judged by its own spread. Paired, the spread of an arm is that of its differences from the mean of the other arms, whose variance is
-K / (K - 1) times the floor's where all are alike.
+A floor takes all arms to vary alike. Verdicts rest on it only where an earlier ablation is named (`noise`); otherwise each difference is
+judged by the spread of its two arms (`contrast`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy as np
 
 from lmworks.ablate.statistics.student import f_upper
 
-_LIKE = 0.001  # level of the F test of like spread: a floor without an arm that is large by chance would be too low
+_LIKE = 0.001  # level of the F test of like spread
 
 
 @dataclass(frozen=True)
@@ -64,44 +63,6 @@ def unpaired(values: np.ndarray) -> Noise:
     return Noise(math.sqrt(float(((values - values.mean(axis=1, keepdims=True)) ** 2).sum()) / df), df)
 
 
-@dataclass(frozen=True)
-class Floor:
-    """A noise floor, the number of arms behind it, and the indices of the arms that were set aside."""
-
-    noise: Noise
-    arms: int
-    apart: frozenset[int] = frozenset()
-
-
-def floor(values: np.ndarray, is_paired: bool) -> Floor:
-    """The noise floor of the arms with like spread; at least two arms stay."""
-    kept = list(range(len(values)))
-    estimate = paired if is_paired else unpaired
-    while len(kept) > 2:
-        p, worst = min((_p_of_like_spread(values[kept], index, is_paired), arm) for index, arm in enumerate(kept))
-        if p >= _LIKE:
-            break
-        kept.remove(worst)
-    return Floor(estimate(values[kept]) if kept else UNKNOWN, len(kept), frozenset(range(len(values))) - frozenset(kept))
-
-
-def _p_of_like_spread(values: np.ndarray, index: int, is_paired: bool) -> float:
-    """P value of an arm having the spread of the others, against a larger one."""
-    arms, seeds = values.shape
-    others = np.delete(values, index, axis=0)
-    rest = paired(others) if is_paired else unpaired(others)
-    if seeds < 2 or not rest.df:
-        return 1.0
-    own = (
-        float(np.var(values[index] - others.mean(axis=0), ddof=1)) * (arms - 1) / arms
-        if is_paired
-        else float(np.var(values[index], ddof=1))
-    )
-    if not rest.sd:
-        return 1.0 if not own else 0.0
-    return f_upper(own / rest.sd**2, seeds - 1, rest.df)
-
-
 def pooled(noises: Iterable[Noise]) -> Noise:
     """One estimate of several, weighted by their degrees of freedom."""
     known = [one for one in noises if one.df]
@@ -119,3 +80,8 @@ def with_earlier(here: Noise, earlier: Noise) -> Noise:
     ):
         return here
     return pooled([here, earlier])
+
+
+def own_df(arms: int, seeds: int, is_paired: bool) -> int:
+    """Degrees of freedom of the noise floor of so many arms and seeds."""
+    return ((arms - 1) if is_paired else arms) * (seeds - 1)

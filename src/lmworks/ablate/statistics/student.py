@@ -53,7 +53,7 @@ def f_upper(f: float, df_above: float, df_below: float) -> float:
 @lru_cache(maxsize=4096)
 def t_critical(alpha: float, df: float) -> float:
     """The value that |T| exceeds with probability `alpha`."""
-    return _root(lambda t: alpha - t_two_sided(t, df))
+    return root(lambda t: alpha - t_two_sided(t, df))
 
 
 @lru_cache(maxsize=1)
@@ -64,11 +64,16 @@ def _nodes() -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=4096)
 def power(shift: float, df: float, alpha: float) -> float:
-    """Probability that a two-sided t test at level `alpha` finds a difference of `shift` standard errors.
+    """Probability that a two-sided t test at level `alpha` finds a difference of `shift` standard errors."""
+    return beyond(shift, df, t_critical(alpha, df))
+
+
+def beyond(shift: float, df: float, critical: float) -> float:
+    """P(|T| > critical) for T of the noncentral t distribution.
 
     Exact: the normal probability given the estimated standard error, integrated over the chi distribution of that estimate.
     """
-    critical, nodes_weights = t_critical(alpha, df), _nodes()
+    nodes_weights = _nodes()
     high = 1 + 9 / math.sqrt(df)
     low = max(0.0, 1 - 9 / math.sqrt(df))
     s = low + (high - low) * (nodes_weights[0] + 1) / 2  # the estimated standard error relative to the true one
@@ -84,10 +89,10 @@ def _normal(value: float) -> float:
 @lru_cache(maxsize=4096)
 def shift_for_power(wanted: float, df: float, alpha: float) -> float:
     """The difference, in standard errors, that is found with probability `wanted`."""
-    return _root(lambda shift: power(shift, df, alpha) - wanted)
+    return root(lambda shift: power(shift, df, alpha) - wanted)
 
 
-def _root(rising: Callable[[float], float]) -> float:
+def root(rising: Callable[[float], float]) -> float:
     """The argument from 0 on at which a rising function is 0."""
     high = 1.0
     while rising(high) < 0 and high < 1e12:
@@ -96,4 +101,6 @@ def _root(rising: Callable[[float], float]) -> float:
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+        if high - low <= 1e-14 * high:
+            break
     return high

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lmworks.ablate.statistics.contrast import Contrast, own_df
-from lmworks.ablate.statistics.student import power, shift_for_power, t_critical
+from lmworks.ablate.statistics import welch
+from lmworks.ablate.statistics.contrast import Contrast
+from lmworks.ablate.statistics.student import root, t_critical
 
 FAMILY_WISE = 0.05
 POWER = 0.8
@@ -29,15 +30,26 @@ class Verdict:
     contrast: Contrast
     level: float = math.nan
     adjusted_p: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
+
+    @property
+    def low(self) -> float:
+        return self.contrast.difference - self._half
+
+    @property
+    def high(self) -> float:
+        return self.contrast.difference + self._half
+
+    @property
+    def _half(self) -> float:
+        """Half of the interval at the level of the test."""
+        return math.nan if math.isnan(self.level) else t_critical(self.contrast.nominal(self.level), self.contrast.df) * self.contrast.se
 
     @property
     def detectable(self) -> float:
         """The difference that would be found with 80% power."""
         if self.outcome == "no verdict":
             return math.nan
-        return shift_for_power(POWER, self.contrast.df, self.level) * self.contrast.se
+        return root(lambda shift: self.contrast.power(shift * self.contrast.se, self.level) - POWER) * self.contrast.se
 
     @property
     def seeds_needed(self) -> int | None:
@@ -57,9 +69,8 @@ def judge(contrasts: Sequence[Contrast]) -> list[Verdict]:
     found: dict[int, Verdict] = {}
     for rank, (one, p) in enumerate(zip(ranked, adjusted, strict=True)):
         level = FAMILY_WISE / (m - min(rank, shown))
-        half = t_critical(level, one.df) * one.se
         outcome: Outcome = "no difference shown" if rank >= shown else "higher" if one.difference > 0 else "lower"
-        found[id(one)] = Verdict(outcome, one, level, p, one.difference - half, one.difference + half)
+        found[id(one)] = Verdict(outcome, one, level, p)
     return [found.get(id(one), Verdict("no verdict", one)) for one in contrasts]
 
 
@@ -69,14 +80,12 @@ def _testable(one: Contrast) -> bool:
 
 def seeds_needed(one: Contrast, level: float) -> int | None:
     """The fewest seeds with which a difference of the observed size would be found with 80% power; None above 1,000."""
-    elsewhere = max(0.0, one.noise.df - own_df(one.arms, one.seeds, one.paired))  # from an earlier ablation
 
     def enough(seeds: int) -> bool:
-        se = math.sqrt(2 * one.noise.sd**2 / seeds + one.items)
-        df = own_df(one.arms, seeds, one.paired) + elsewhere
-        return bool(df) and power(abs(one.difference) / se, df, level) >= POWER
+        there = one.with_seeds(seeds)
+        return bool(there.df) and there.power(abs(one.difference), level) >= POWER
 
-    if not one.noise.df or not one.noise.sd or not enough(MOST_SEEDS):
+    if not one.df or not one.sd or not enough(MOST_SEEDS):
         return None
     low, high = 1, MOST_SEEDS  # power rises with the seeds
     while high - low > 1:
@@ -85,7 +94,9 @@ def seeds_needed(one: Contrast, level: float) -> int | None:
     return max(high, one.seeds + 1)
 
 
-def detectable_in_noise(seeds: int, arms: int, tests: int) -> float | None:
-    """The difference that `seeds` seeds find with 80% power, in standard deviations over seeds; for an ablation without a floor."""
-    df = own_df(arms, seeds, is_paired=False)
-    return shift_for_power(POWER, df, FAMILY_WISE / max(1, tests)) * math.sqrt(2 / seeds) if df else None
+def detectable_in_noise(seeds: int, tests: int) -> float | None:
+    """The difference that `seeds` seeds find with 80% power where arms vary alike, in standard deviations; None with one seed."""
+    if seeds < 2:
+        return None
+    level = FAMILY_WISE / max(1, tests)
+    return root(lambda shift: welch.power(shift, seeds - 1, level, 0.5) - POWER) * math.sqrt(2 / seeds)
