@@ -24,10 +24,25 @@ def test_numbers_are_what_they_say(tokenizer: Tokenizer, tmp_path: Path) -> None
     assert row["continued_words"] == pytest.approx(1 / 3)
 
 
-def test_scripts_without_spaces_count_characters(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    write_source(tmp_path, "zh", ["人人生而自由"], "validation", "zh")
+@pytest.mark.parametrize(
+    ("language", "text", "words"),
+    [
+        ("hi", "हिन्दी में क्‍या लिखा है, कि नहीं?", ["हिन्दी", " में", " क्‍या", " लिखा", " है", " कि", " नहीं"]),
+        ("bn", "আমি বাংলায় লিখি।", ["আমি", " বাংলায়", " লিখি"]),
+        ("ta", "தமிழ் ஒரு மொழி.", ["தமிழ்", " ஒரு", " மொழி"]),
+        ("th", "ฉันไปโรงเรียนทุกวัน", ["ฉัน", "ไป", "โรงเรียน", "ทุก", "วัน"]),
+        ("km", "មនុស្សទាំងអស់កើតមក", ["មនុស្ស", "ទាំងអស់", "កើតមក"]),
+        ("lo", "ມະນຸດທຸກຄົນເກີດມາ", ["ມະນຸດ", "ທຸກຄົນ", "ເກີດ", "ມາ"]),
+        ("zh", "我们今天很好。", ["我们", "今天", "很好"]),
+        ("ar", "كَتَبَ الوَلَدُ", ["كَتَبَ", " الوَلَدُ"]),
+        ("en", "It's 3.14, isn't it?", ["It's", " 3.14", " isn't", " it"]),
+    ],
+)
+def test_words_of_all_scripts_are_whole(tokenizer: Tokenizer, tmp_path: Path, language: str, text: str, words: list[str]) -> None:
+    write_source(tmp_path, "one", [text], "validation", language)
     (row,) = evaluate({"this": tokenizer}, tmp_path / "validation")
-    assert row["fertility"] == pytest.approx(len(tokenizer.encode("人人生而自由")) / 6)
+    assert row["fertility"] == pytest.approx(len(tokenizer.encode(text)) / len(words))
+    assert row["continued_words"] == pytest.approx(sum(len(tokenizer.encode(word)) > 1 for word in words) / len(words))
 
 
 def test_others_are_measured_beside_ours_and_losses_are_seen(tokenizer: Tokenizer, trained: Path, tmp_path: Path) -> None:

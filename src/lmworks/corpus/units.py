@@ -1,7 +1,8 @@
 """Text to word hashes, vectorized over many documents in numpy: the one tokenization for rules, near-duplicates and contamination.
 
-A unit is a run of letters, digits, marks and underscores, case folded. In scripts written without spaces (Han, kana, Thai, Lao, Khmer,
-Burmese) each character is a unit. So an n-gram of units consists of words or of characters, depending on the script.
+A unit is a word, or a grapheme cluster in scripts written without spaces, as `lmworks.letters` defines them. So an n-gram of units consists
+of words or of characters, depending on the script. Hashes are those of the folded form: case, accents, vowel points, invisible characters,
+and forms of the same letter or digit make no difference.
 
 Punctuation and markup do not matter in prose, but some text consists of operators, brackets and emoji. With `symbols` each symbol is a
 unit, too: in lines that have at least one symbol per three words or no word at all (`symbols="lines"`), or in the whole text
@@ -20,27 +21,11 @@ from typing import Literal
 
 import numpy as np
 
-SPACELESS_LANGUAGES = frozenset({"zh", "ja", "th", "lo", "km", "my"})
-_PLANES = 0x33480  # one past the last assigned letter; code points above are separators
-_SPACELESS = (
-    (0x0E00, 0x0F00),
-    (0x1000, 0x10A0),
-    (0x1780, 0x1800),
-    (0x3005, 0x3008),
-    (0x3021, 0x302A),
-    (0x3031, 0x3036),
-    (0x303B, 0x303D),
-    (0x3040, 0x3100),
-    (0x31F0, 0x3200),
-    (0x3400, 0x4DC0),
-    (0x4E00, 0xA000),
-    (0xF900, 0xFB00),
-    (0xFF66, 0xFFA0),
-    (0x20000, 0x33480),
-)
-_WORD, _SINGLE, _LETTER, _SYMBOL, _MARK = 1, 2, 4, 8, 16  # bits of the kind of a code point; a separator has none
-_UNIT = _WORD | _SINGLE
-_IGNORED = frozenset(",;'\"`´‘’‚‛“”„‟‹›«»¿¡、。，；：？！…")  # typographic punctuation, which differs between copies of the same text
+from lmworks import letters
+
+_WORD, _SINGLE, _LETTER, _SYMBOL, _MARK, _ATTACHED, _FOLDS, _COMPOSES = 1, 2, 4, 8, 16, 32, 64, 128  # kinds of characters
+_UNIT = _WORD | _SINGLE | _ATTACHED
+_IGNORED = frozenset(",;'\"`´‘’‚‛“”„‟‹›«»¿¡、。…")  # typographic punctuation, which differs between copies of the same text
 _MARKS = frozenset(".:?!-‐‑‒–—―·•")
 _WORDS_PER_SYMBOL = 3
 Symbols = Literal["", "lines", "all"]
@@ -50,6 +35,8 @@ _RUN = 8
 _BLOCK = 1 << 15
 _ODD = 0x9E3779B97F4A7C15
 STEP = np.uint64(0xD6E8FEB86659FD93)
+_UNCHANGED = ((0x3400, 0xA000), (0xAC00, 0xD7A4), (0xE000, 0xF900), (0x20000, 0x2F800), (0x30000, letters.PLANES))
+_TAGS = 0xE0000  # first of the code points above all letters that are invisible
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -62,30 +49,50 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x
 
 
-@lru_cache(maxsize=1)
-def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray, bytes]:
-    """Per code point its kind and the hash of the folded letter (0 for separators), without symbols and with them; and the kinds of ASCII
-    for `bytes.translate`.
+@dataclass(frozen=True)
+class _Tables:
+    """Per code point: its kind (none for a separator), the hash of its folded form without symbols and with them, and the folded form if
+    that is not one character: `counts` characters of `folded` from `firsts` on. `ascii_kinds` is for `bytes.translate`.
     """
-    kinds = np.zeros(_PLANES, dtype=np.uint8)
-    folded = np.arange(_PLANES, dtype=np.uint64)
-    for code in range(_PLANES):
+
+    kinds: np.ndarray
+    values: np.ndarray
+    symbol_values: np.ndarray
+    counts: np.ndarray
+    firsts: np.ndarray
+    folded: np.ndarray
+    ascii_kinds: bytes
+
+
+@lru_cache(maxsize=1)
+def _tables() -> _Tables:
+    kinds = np.zeros(letters.PLANES, dtype=np.uint8)
+    counts, firsts = np.ones(letters.PLANES, dtype=np.uint8), np.zeros(letters.PLANES, dtype=np.int64)
+    forms = np.arange(letters.PLANES, dtype=np.uint64)
+    folded: list[int] = []
+    for pattern, kind in (
+        (letters.LETTER, _WORD | _LETTER), (letters.DIGIT, _WORD), ("_", _WORD), (letters.SYMBOL + "--_", _SYMBOL),
+        (letters.SPACELESS, _SINGLE | _LETTER), (letters.ATTACHED, _ATTACHED | _LETTER),
+    ):  # fmt: skip
+        kinds[list(map(ord, letters.characters(f"[{pattern}]")))] = kind
+    for chars, kind in ((_IGNORED, 0), (_MARKS, _MARK), (map(chr, range(0x3000, 0x3005)), 0), (map(chr, range(0x3008, 0x3021)), 0)):
+        kinds[list(map(ord, chars))] = kind
+    usual = np.ones(letters.PLANES, dtype=bool)
+    for start, stop in _UNCHANGED:
+        usual[start:stop] = False
+    for code in np.flatnonzero(usual).tolist():
         char = chr(code)
-        category = unicodedata.category(char)
-        if 0xFE00 <= code <= 0xFE0F:  # variation selectors
+        if (form := letters.fold_character(char)) == char or (not kinds[code] and unicodedata.category(char)[0] not in "CM"):
             continue
-        if category[0] in "LNM" or char == "_":
-            kinds[code] = _WORD | (_LETTER if category[0] == "L" else 0)
-            lower = char.lower()
-            if len(lower) == 1:
-                folded[code] = ord(lower)
-        elif category[0] in "SP" and char not in _IGNORED and not 0x3000 <= code < 0x3040:
-            kinds[code] = _MARK if char in _MARKS else _SYMBOL
-    for start, stop in _SPACELESS:
-        span = kinds[start:stop]
-        span[:] = np.where(span & _WORD, span ^ (_WORD | _SINGLE), 0)
-    values = mix((folded + np.uint64(1)) * np.uint64(_ODD))
-    return kinds, np.where(kinds & _UNIT > 0, values, 0), np.where(kinds > 0, values, 0), kinds[:256].tobytes()
+        if len(form) == 1:
+            forms[code], kinds[code] = ord(form), kinds[ord(form)]
+        else:
+            counts[code], firsts[code], kinds[code] = len(form), len(folded), _FOLDS
+            folded += map(ord, form)
+    kinds[list(map(ord, letters.characters(letters.COMPOSING)))] |= _COMPOSES
+    values = mix((forms + np.uint64(1)) * np.uint64(_ODD))
+    has_value = np.where(kinds & _UNIT > 0, values, 0), np.where(kinds > 0, values, 0)
+    return _Tables(kinds, *has_value, counts, firsts, np.array(folded, dtype=np.uint32), kinds[:256].tobytes())
 
 
 @lru_cache(maxsize=1)
@@ -124,44 +131,116 @@ class Units:
 
 def units(texts: Sequence[str], symbols: Symbols = "") -> Units:
     """Split texts into hashed units, vectorized over all texts; see the module docstring for `symbols`."""
-    _, values_of, symbol_values_of, _ = _tables()
-    codes, kinds, firsts = _classify(texts)
+    tables = _tables()
+    read = _classify(texts)
+    codes, kinds = read.codes, read.kinds
     word, single = (kinds & _WORD).view(bool), kinds & _SINGLE > 0
+    values_of = tables.values
     if symbols:
         left = kinds & (_SYMBOL | _MARK) > 0
         if symbols == "lines":
             codes = np.where(left & ~_in_symbolic_lines(codes, kinds), np.uint32(_NEWLINE), codes)
             left &= codes != _NEWLINE
-        single, values_of = single | left, symbol_values_of
+        single, values_of = single | left, tables.symbol_values
     opening, closing = word.copy(), word.copy()
     opening[1:] &= ~word[:-1]
     closing[:-1] &= ~word[1:]
     opening |= single
     closing |= single
+    inside = word | single
+    if read.attached:
+        marks = kinds & _ATTACHED > 0
+        base = marks | (kinds & _SINGLE > 0)
+        opening[1:] |= marks[1:] & ~base[:-1]
+        opening[:1] |= marks[:1]
+        closing[:-1] &= ~(base[:-1] & marks[1:])
+        closing[:-1] |= marks[:-1] & ~marks[1:]
+        closing[-1:] |= marks[-1:]
+        inside |= marks
     starts, ends = np.flatnonzero(opening), np.flatnonzero(closing) + 1
-    bounds = np.append(np.searchsorted(starts, firsts), len(starts))
-    offset = np.repeat(firsts, np.diff(bounds))
-    others = np.flatnonzero((kinds & _LETTER == 0) & (word | single))  # digits, marks, underscores, symbols
-    letters = ends - starts - np.bincount(np.searchsorted(starts, others, side="right") - 1, minlength=len(starts))
+    bounds = np.append(np.searchsorted(starts, read.firsts), len(starts))
+    others = np.flatnonzero((kinds & _LETTER == 0) & inside)  # digits, underscores, symbols
+    lettered = ends - starts - np.bincount(np.searchsorted(starts, others, side="right") - 1, minlength=len(starts))
     hashes = _hashes(codes, starts, values_of)
     if symbols == "lines":
         _hash_symbol_runs(hashes, kinds[starts] & (_SYMBOL | _MARK) > 0, bounds)
-    return Units(hashes, starts - offset, ends - offset, letters, single[starts], bounds)
+    own = single[starts] if not read.attached else single[starts] | (kinds[starts] & _ATTACHED > 0)
+    starts, ends = read.places(starts), read.places(ends - 1) + 1
+    offset = np.repeat(read.offsets, np.diff(bounds))
+    return Units(hashes, starts - offset, ends - offset, lettered, own, bounds)
 
 
-def _classify(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The texts joined with line ends as (code points, their kinds), and the start of each text: (C,), (C,), (D,)."""
-    kinds_of, _, _, ascii_kinds = _tables()
+@dataclass(frozen=True)
+class _Read:
+    """Texts joined with line ends, with the characters that do not fold to one character replaced by their folded form."""
+
+    codes: np.ndarray  # (C,) code points
+    kinds: np.ndarray  # (C,) their kinds
+    firsts: np.ndarray  # (D,) where each text begins in `codes`
+    offsets: np.ndarray  # (D,) where each text begins in the joined texts
+    origins: np.ndarray | None = None  # (C,) the place in the joined texts of each code point, if it differs
+    attached: bool = False  # whether there are marks of scripts without spaces
+
+    def places(self, index: np.ndarray) -> np.ndarray:
+        """Places in the joined texts, from places in `codes`."""
+        return index if self.origins is None else self.origins[index]
+
+
+def _classify(texts: Sequence[str]) -> _Read:
+    tables = _tables()
     joined = "\n".join(texts)
+    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+    offsets = np.cumsum(lengths + 1) - (lengths + 1)
     if joined.isascii():
         raw = joined.encode("ascii")
-        codes, kinds = np.frombuffer(raw, dtype=np.uint8), np.frombuffer(raw.translate(ascii_kinds), dtype=np.uint8)
-    else:
-        codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-        codes = np.minimum(codes, np.uint32(_PLANES - 1))
-        kinds = kinds_of[codes]
-    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
-    return codes, kinds, np.cumsum(lengths + 1) - (lengths + 1)
+        codes, kinds = np.frombuffer(raw, dtype=np.uint8), np.frombuffer(raw.translate(tables.ascii_kinds), dtype=np.uint8)
+        return _Read(codes, kinds, offsets, offsets)
+    codes, kinds, origins = _classified(joined)
+    if kinds.max() >= _COMPOSES:
+        codes, kinds, origins = _composed(joined)
+    if kinds.max() >= _FOLDS and len(places := np.flatnonzero(kinds & _FOLDS)):
+        codes, kinds, sources = _folded(codes, places, kinds)
+        origins = sources if origins is None else origins[sources]
+    firsts = offsets if origins is None else np.searchsorted(origins, offsets)
+    return _Read(codes, kinds, firsts, offsets, origins, bool(len(kinds) and kinds.max() >= _ATTACHED))
+
+
+def _folded(codes: np.ndarray, places: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The code points with those at `places` replaced by their folded forms, their kinds, and where in `codes` each comes from."""
+    tables = _tables()
+    old = codes[places]
+    counts = tables.counts[old].astype(np.int64)
+    ends = places + np.cumsum(counts - 1) + 1  # in the result, of each folded form
+    total = len(codes) + int((counts - 1).sum())
+    sources = np.arange(total)
+    sources -= np.repeat(np.concatenate(([0], np.cumsum(counts - 1))), np.diff(np.concatenate(([0], ends, [total]))))
+    which = np.repeat(np.arange(len(places)), counts)
+    within = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    at = ends[which] - counts[which] + within
+    sources[at] = places[which]
+    codes, kinds = codes[sources], kinds[sources]
+    codes[at] = tables.folded[tables.firsts[old[which]] + within]
+    kinds[at] = tables.kinds[codes[at]]
+    return codes, kinds, sources
+
+
+def _classified(text: str) -> tuple[np.ndarray, np.ndarray, None]:
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    if codes.max() >= letters.PLANES:
+        codes = np.where(codes >= _TAGS, np.uint32(0xAD), np.minimum(codes, np.uint32(letters.PLANES - 1)))
+    return codes, _tables().kinds[codes], None
+
+
+def _composed(text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Like `_classified`, with sequences composed that fold to one character only as a whole, and the places of all characters."""
+    pieces, places, at = [], [], 0
+    for found in letters.COMPOSED.finditer(text):
+        form = unicodedata.normalize("NFKC", found[0])
+        pieces += [text[at : found.start()], form]
+        places += [np.arange(at, found.start()), np.full(len(form), found.start())]
+        at = found.end()
+    codes, kinds, _ = _classified("".join([*pieces, text[at:]]))
+    return codes, kinds, np.concatenate([*places, np.arange(at, len(text))])
 
 
 def _in_symbolic_lines(codes: np.ndarray, kinds: np.ndarray) -> np.ndarray:
@@ -207,10 +286,10 @@ def _count_symbols_and_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarr
     """(D,) number of symbols and (D,) number of words of each text."""
     if not texts:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    _, kinds, firsts = _classify([*texts, ""])
+    read = _classify([*texts, ""])
     return (
-        np.add.reduceat(kinds == _SYMBOL, firsts[:-1], dtype=np.int64),
-        np.add.reduceat(_word_starts(kinds), firsts[:-1], dtype=np.int64),
+        np.add.reduceat(read.kinds == _SYMBOL, read.firsts[:-1], dtype=np.int64),
+        np.add.reduceat(_word_starts(read.kinds), read.firsts[:-1], dtype=np.int64),
     )
 
 
@@ -218,21 +297,22 @@ def symbolic_stretches(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """(S,) texts and (S,) positions in them of stretches of 64 characters that have at least 16 symbols, each different from its
     predecessor, and four times as many symbols as words.
     """
-    codes, kinds, firsts = _classify([*texts, " " * _STRETCH])
-    changing = kinds >= _SYMBOL
+    read = _classify([*texts, " " * _STRETCH])
+    codes, kinds = read.codes, read.kinds
+    changing = kinds & (_SYMBOL | _MARK) > 0
     changing[1:] &= codes[1:] != codes[:-1]
     run_hash = len(kinds) // _STRETCH * _STRETCH
     strong = np.add.reduce(changing[:run_hash].reshape(-1, _STRETCH), axis=1, dtype=np.uint8)
     found = np.flatnonzero(strong >= 16)
     words = np.add.reduce(_word_starts(kinds)[:run_hash].reshape(-1, _STRETCH)[found], axis=1, dtype=np.uint8)
     middles = found[strong[found] >= words * np.uint8(4)] * _STRETCH + _STRETCH // 2
-    numbers = np.minimum(np.searchsorted(firsts, middles, side="right"), len(texts)) - 1
-    return numbers, middles - firsts[numbers]
+    numbers = np.minimum(np.searchsorted(read.firsts, middles, side="right"), len(texts)) - 1
+    return numbers, read.places(middles) - read.offsets[numbers]
 
 
 def _word_starts(kinds: np.ndarray) -> np.ndarray:
     """(C,) bool: where a word, or a character that is a unit, begins."""
-    begun = kinds & _UNIT > 0
+    begun = kinds & (_WORD | _SINGLE) > 0
     begun[1:] &= (kinds[1:] & _SINGLE > 0) | (kinds[:-1] & _UNIT == 0)
     return begun
 

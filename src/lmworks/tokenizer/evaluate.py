@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,15 +12,11 @@ import pyarrow.parquet as pq
 
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
+from lmworks.letters import words as words_of
 from lmworks.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-# A word is a run of letters, digits and underscores with the space before it, as in running text. In scripts without spaces (Han, kana)
-# each character is a word, so tokens per word may be under one.
-_UNSPACED = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf" ?(?:[{_UNSPACED}]|[^\W{_UNSPACED}]+)")
 
 
 class _Codec(Protocol):
@@ -54,7 +49,8 @@ def evaluate(tokenizers: Mapping[str, Tokenizer | Path], documents: Path, max_by
     """Measure each tokenizer on up to `max_bytes` of each source in `documents`, the split of a corpus.
 
     One row per tokenizer, source and language: `bytes`, `tokens`, `bytes_per_token`, `fertility` (tokens of the whole text per
-    word), `continued_words` (share of words cut into two or more tokens), `documents`, `round_trip_failures`.
+    word), `continued_words` (share of words cut into two or more tokens), `documents`, `round_trip_failures`. Words are those of UAX 29,
+    with dictionaries for scripts without spaces (`lmworks.letters.words`); a word is encoded with the space before it, as in running text.
     """
     codecs: dict[str, _Codec] = {
         name: one if isinstance(one, Tokenizer) else _ImportedTokenizer(Path(one)) for name, one in tokenizers.items()
@@ -62,7 +58,9 @@ def evaluate(tokenizers: Mapping[str, Tokenizer | Path], documents: Path, max_by
     rows = []
     for paths in corpus_files(documents.parent, documents.name).values():
         for (source, domain, language), texts in sorted(_texts(paths, max_bytes).items()):
-            words = Counter(word for text in texts for word in _WORD.findall(text))
+            words = Counter(
+                text[start - (text[start - 1 : start] == " ") : end] for text in texts for start, end in words_of(text, language)
+            )
             for name, codec in codecs.items():
                 measured = _measure(codec, texts, words, threads)
                 rows.append({"tokenizer": name, "source": source, "domain": domain, "language": language, **measured})

@@ -13,10 +13,10 @@ import numpy as np
 
 from lmworks.corpus.document import Drop
 from lmworks.corpus.rules.rule import Rule, first_broken
-from lmworks.corpus.rules.tokens import SENTENCE_ENDS, Vocabulary, Words
+from lmworks.corpus.rules.tokens import Vocabulary, Words
 from lmworks.corpus.units import extend_ngrams, in_repeated_ngram, mix
+from lmworks.letters import SENTENCE_ENDS
 
-_ENDS = tuple(SENTENCE_ENDS)
 _PARAGRAPHS = re.compile(r"\n{2,}")
 
 
@@ -154,7 +154,7 @@ class _Repeated:
 
 def _punctuated_lines(doc: Words) -> float:
     lines = _nonblank_lines(doc)
-    return sum(line.endswith(_ENDS) for line in lines) / len(lines)
+    return sum(line[-1] in SENTENCE_ENDS for line in lines) / len(lines)
 
 
 def _short_lines(doc: Words) -> float:
@@ -202,7 +202,7 @@ FINEWEB = (
 )
 
 _CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
-_SENTENCE_END = (".", "?", "!", '"', "'")
+_LINE_END = SENTENCE_ENDS.union("\"'")  # C4 names those of ASCII
 _POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 _LONGEST_WORD = 1000
 _FEWEST_WORDS = 3
@@ -236,7 +236,7 @@ def _c4_lines(text: str) -> tuple[list[str], Drop | None]:
             continue
         if "[" in line:
             line = _CITATION.sub("", line)
-        if not line.endswith(_SENTENCE_END) or line.endswith("...") or len(words) < _FEWEST_WORDS:
+        if line[-1:] not in _LINE_END or line.endswith("...") or len(words) < _FEWEST_WORDS:
             continue
         lower = line.lower()
         if "lorem ipsum" in lower:

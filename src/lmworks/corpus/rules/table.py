@@ -7,15 +7,17 @@ are counted in characters. Bounds marked "ours" were set by inspecting what they
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import lru_cache
+from math import ceil
 
 from lmworks.corpus.rules import measures as m
 from lmworks.corpus.rules.rule import Rule
 from lmworks.corpus.rules.stop_words import STOP_WORDS
 from lmworks.corpus.rules.text import Text
-from lmworks.corpus.units import SPACELESS_LANGUAGES
 from lmworks.errors import UserError
+from lmworks.letters import SPACELESS_LANGUAGES, main_language, units_per_word
 
 _BROKEN = (Rule("replacement_characters", m.replacement_characters, "ours", high=0.001),)
 
@@ -50,7 +52,7 @@ _WEB = (
     Rule("lorem_ipsum", m.lorem_ipsum, "C4", high=0),
     Rule("curly_braces", m.curly_braces, "C4", high=0),
     Rule("ended_lines", m.ended_lines, "FineWeb", low=0.12),
-    Rule("short_lines", m.short_lines, "FineWeb", high=0.67),
+    Rule("short_lines", m.short_lines(30), "FineWeb", high=0.67),
     Rule("duplicate_line_characters", m.duplicate_line_characters, "FineWeb", high=0.1),
 )
 _FACTS = (
@@ -109,18 +111,18 @@ _MATH = (
 )
 _OTHER = (*_BROKEN, Rule("word_count", m.word_count, "ours", low=5), *_LINES)
 
-# units are characters: lengths in words do not apply, frequent character n-grams are ordinary grammar, and 50 words correspond to about
-# 80 characters
-_CHARACTERS_PER_WORD = 1.6
+_WORD_LENGTH = Rule("mean_word_length", m.mean_word_length, "ours: 1.8 to 15 in 490 languages; Gopher's bounds are for English", 1.7, 18)
+
+# units are characters: lengths in words do not apply, frequent character n-grams are ordinary grammar
 _SPACELESS = (
     *_BROKEN,
-    Rule("character_count", m.word_count, f"ours: Gopher's 50 words at {_CHARACTERS_PER_WORD} characters per word", low=80),
+    Rule("character_count", m.word_count, "Gopher's 50 words, at 1.6 characters per word", low=80),
     Rule("alphabetic_words", m.alphabetic_words, "Gopher", low=0.8),
     Rule("symbols_per_word", m.symbols_per_word, "Gopher", high=0.1),
     Rule("ellipsis_lines", m.ellipsis_lines, "Gopher", high=0.3),
     Rule("dominant_word", m.dominant_word, "ours", high=0.20),
     *_LINES,
-    Rule("repeated_20grams", m.repeated_ngrams(20), "Gopher's 10 words at two characters per word", high=0.15),
+    Rule("repeated_20grams", m.repeated_ngrams(20), "Gopher's 10 words, at two characters per word", high=0.15),
 )
 
 Rules = tuple[Rule[Text], ...]
@@ -131,33 +133,56 @@ RULES: dict[str, Rules] = {
 }  # fmt: skip
 
 
+_WORDS_OF_SHORT_LINE = 5  # 30 letters of English
 _RUNNING_TEXT = 40  # minimum words from which a domain counts as running text
+_TOP = re.compile(r"top_(\d+)gram")
+_UNENDED = frozenset({"th", "lo"})  # languages that end sentences with a space
 _ANY_SCRIPT = frozenset(rule.name for rule in (*_BROKEN, *_LINES)) | {"alphabetic_words"}
 
 
-def _spaceless(domain: str) -> Rules:
+def _spaceless(domain: str, language: str) -> Rules:
     """The rules of a domain for scripts without spaces: its minimum length in characters, and the rules for running text or those that
     apply to any script.
     """
-    own = RULES[domain]
+    own, per_word = RULES[domain], units_per_word(language)
     (least,) = (rule for rule in own if rule.name == "word_count")
-    length = replace(least, name="character_count", low=_CHARACTERS_PER_WORD * least.low, high=float("inf"))
-    others = RULES["spaceless"] if least.low >= _RUNNING_TEXT else [rule for rule in own if rule.name in _ANY_SCRIPT]
-    return (length, *(rule for rule in others if rule.name != "character_count"))
+    length = replace(least, name="character_count", low=per_word * least.low, high=float("inf"))
+    if least.low < _RUNNING_TEXT:
+        return (length, *(rule for rule in own if rule.name in _ANY_SCRIPT))
+    run = 10 * ceil(per_word)
+    again = Rule(f"repeated_{run}grams", m.repeated_ngrams(run), "Gopher's 10 words", high=0.15)
+    rules = [length, *(rule for rule in RULES["spaceless"] if rule.name not in ("character_count", "repeated_20grams")), again]
+    for rule in own:
+        if rule.name == "stop_words" and language in STOP_WORDS:
+            share = m.stop_word_share(language)
+            rules.append(Rule("stop_word_share", share, "ours: prose has 0.2 to 0.5, lists of words have less", low=0.15))
+        elif match := _TOP.fullmatch(rule.name):
+            n = round(int(match[1]) * per_word)
+            rules.append(replace(rule, name=f"top_{n}gram", measure=m.top_ngram(n), source=f"Gopher's {match[1]} words"))
+        elif rule.name == "short_lines":
+            short = ceil(_WORDS_OF_SHORT_LINE * per_word)
+            rules.append(replace(rule, measure=m.short_lines(short), source=f"FineWeb's 30 letters, as {short} characters"))
+        elif rule in _WEB and rule not in _PROSE and not (rule.name == "ended_lines" and language in _UNENDED):
+            rules.append(rule)
+    return tuple(rules)
 
 
 @lru_cache(maxsize=256)
 def rules_for(name: str | None, domain: str, language: str) -> Rules:
     """The rules named `name`, or those of a domain and language. The stop word rule applies to languages that have a list."""
+    language = main_language(language)
     if name is not None:
         if name not in RULES:
             raise UserError(f"unknown rules {name!r}; known are {', '.join(RULES)}")
         return RULES[name]
     if language in SPACELESS_LANGUAGES and domain != "code":
-        return _spaceless(domain)
+        return _spaceless(domain, language)
     own = m.stop_words(language) if language in STOP_WORDS else None
-    return tuple(
+    own_rules = tuple(
         replace(rule, measure=own) if own and rule.name == "stop_words" else rule
         for rule in RULES[domain]
         if own or rule.name != "stop_words"
     )
+    if language in ("en", "code"):
+        return own_rules
+    return tuple(_WORD_LENGTH if rule.name == "mean_word_length" else rule for rule in own_rules)

@@ -1,8 +1,8 @@
 """Words as the published filters count them: punctuation is separate, case is kept.
 
 The thresholds of Gopher, C4 and FineWeb were set with a linguistic tokenizer, in which a full stop is a word too. This one gives nearly the
-same words for English and other languages with spaces; in scripts without spaces each character is a word. Each distinct run of text
-between blanks is split once and cached, so that a batch takes one look-up per run and some numpy.
+same words for English and other languages with spaces; in scripts without spaces each character, with its marks, is a word. Each distinct
+run of text between blanks is split once and cached, so that a batch takes one look-up per run and some numpy.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import regex
 
 from lmworks.corpus.units import mix
-
-# Unicode's Sentence_Terminal, for scripts in wide use
-SENTENCE_ENDS = frozenset(".!?։؝؞؟۔܀܁܂߹।॥၊။።፧፨᙮᜵᜶។៕᠃᠉᥄᥅᪨᪩᪪᪫᭚᭛᭞᭟᰻᰼᱾᱿‼‽⁇⁈⁉⸮⸼。꓿꘎꘏꛳꛷꡶꡷꣎꣏꤯꧈꧉꩝꩞꩟꫰꫱꯫﹒﹖﹗！．？｡")
+from lmworks.letters import ATTACHED, SENTENCE_ENDS, SPACELESS, characters
 
 _ODD = 0x9E3779B97F4A7C15
 _MOST_CHARACTERS = 1 << 24  # in the cache; when it is full, it is emptied
-_SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_PUNCTUATION = "".join(characters(r"[\p{Terminal_Punctuation}--\p{ASCII}]"))
 _OPEN = re.compile(r"\.\.+|…|[\"'“”‘’„«»`´(\[{<*#&§%=¿¡,:;!?\])}>_$£€¥₹—–。、，！？：；「」『』（）《》【】·]|\+(?!\d)")
-_CLOSERS = frozenset("\"'“”‘’„«»`´([{<)]}>*#&…,:;!?¿¡$£€_—–。、，！？：；「」『』（）《》【】·")
+_CLOSERS = frozenset("\"'“”‘’„«»`´([{<)]}>*#&…,:;!?¿¡$£€_—–。、，！？：；「」『』（）《》【】·").union(_PUNCTUATION)
 _CLITIC = re.compile(r"(?<=.)(?:n['’]t|['’](?:s|m|d|ll|re|ve))$", re.IGNORECASE)
 _UNIT = re.compile(r"(?<=\d)(?:%|\+|km|m|cm|mm|kg|g|mg|lb|mph|kmh|hz|kb|mb|gb|tb|h|am|pm)$", re.IGNORECASE)
-_STOP = re.compile(r"(?:[\d%²+\-\"'“”‘’`´()\[\]{}<>_#*&,:;!?…]|[^\W\d_A-Z]|[A-Z]{2})\.$")
-_INFIX = re.compile(
-    r"\.\.+|…|(?<=[^\W_])(?:-{1,3}|[–—~]|——)(?=[^\W\d_])|(?<=\d)[-+*^](?=[\d-])"
-    r"|(?<=[^\W_])[:<>=/](?=[^\W\d_])|(?<=[^\W\d_]),(?=[^\W\d_])|(?<=[a-z\"'”’])\.(?=[A-Z\"'“‘])|[。、，！？：；「」『』（）《》【】·]"
+_STOP = regex.compile(r"(?V1)(?:[\d%²+\-\"'“”‘’`´()\[\]{}<>_#*\&,:;!?…]|[[\p{L}\p{M}]--[A-Z]]|[A-Z]{2})\.$")
+_INFIX = regex.compile(
+    r"\.\.+|…|(?<=[\p{L}\p{M}\p{N}])(?:-{1,3}|[–—~]|——)(?=\p{L})|(?<=\d)[-+*^](?=[\d-])"
+    r"|(?<=[\p{L}\p{M}\p{N}])[:<>=/](?=\p{L})|(?<=[\p{L}\p{M}]),(?=\p{L})|(?<=[a-z\"'”’])\.(?=[A-Z\"'“‘])"
+    rf"|[{_PUNCTUATION}「」『』（）《》【】·]"
 )
-_SINGLE = re.compile(f"[{_SPACELESS}]")
+_SINGLE = regex.compile(f"(?V1)({SPACELESS}{ATTACHED}*)")
 _ADDRESS = re.compile(r"(?:[a-z]+://|www\.)[\w-]+(?:\.[\w-]+)+\S*|[\w.-]+\.(?:com|org|net|edu|gov|io|de|uk|fr)(?:/\S*)?", re.IGNORECASE)
 _ABBREVIATIONS = (
     "Mr. Mrs. Ms. Dr. St. Jr. Sr. Prof. Gen. Gov. Rep. Sen. Rev. Co. Corp. Inc. Ltd. Bros. vs. e.g. i.e. a.m. p.m. "
@@ -51,7 +51,7 @@ _JOINED_MARKS = frozenset([(")", ":"), (":", ")"), (":", "]"), ("(", ":"), (":",
 
 def split(chunk: str) -> Iterator[str]:
     """Split a run of text without blanks into words. Linear in its length."""
-    if chunk.isalpha() and not _SINGLE.search(chunk):
+    if chunk.isalpha() and (chunk.isascii() or not _SINGLE.search(chunk)):
         yield from _CONTRACTED.get(chunk, (chunk,))
         return
     before = ""
@@ -116,7 +116,7 @@ def _characters(word: str) -> Iterator[str]:
     if not _SINGLE.search(word):
         yield word
         return
-    yield from (part for part in re.split(f"([{_SPACELESS}])", word) if part)
+    yield from (part for part in _SINGLE.split(word) if part)
 
 
 @dataclass(frozen=True)

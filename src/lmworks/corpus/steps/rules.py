@@ -34,7 +34,7 @@ class Rules(StepOptions):
 
     def warnings(self, sources: Sequence[Source]) -> Iterator[str]:
         """Published rules count words between spaces, which some languages do not have."""
-        from lmworks.corpus.units import SPACELESS_LANGUAGES
+        from lmworks.letters import SPACELESS_LANGUAGES
 
         counting = [name for name in self.sets if name in ("gopher", "c4")]
         for source in sources if counting else ():
@@ -72,9 +72,23 @@ class _ByDomain:
         outcomes: list[Outcome] = []
         for index, document in enumerate(batch.documents):
             python = document.origin.endswith((".py", ".pyi"))
-            rules = rules_for(self._source.rules, document.domain, document.language)
+            rules = rules_for(self._source.rules, document.domain, self._language(batch, index))
             outcomes.append(first_broken(Text.of(batch.units, index, document.text, python), rules) or document)
         return outcomes
+
+
+    @staticmethod
+    def _language(batch: Batch, index: int) -> str:
+        """The language by which a document is judged: a script without spaces is recognized where the language is not known."""
+        from lmworks.corpus.rules.stop_words import STOP_WORDS
+        from lmworks.letters import SPACELESS_LANGUAGES, main_language, spaceless_language
+
+        document = batch.documents[index]
+        language = main_language(document.language)
+        single = batch.units.single[batch.units.bounds[index] : batch.units.bounds[index + 1]]
+        if language in STOP_WORDS or language in SPACELESS_LANGUAGES or language == "code" or not len(single) or single.mean() <= 0.5:
+            return language
+        return spaceless_language(document.text)
 
 
 class _Published:
