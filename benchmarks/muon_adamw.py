@@ -71,8 +71,8 @@ class Training:
     def step(self, step: int) -> float:
         """One training step. Returns its loss."""
         phase = self.curriculum.phase(step)
-        if step == phase.first_step and phase.rope:
-            self.model.set_rope(phase.rope)
+        if step == phase.first_step and phase.model is not None:
+            self.model.configure(phase.model)
         batch = self.curriculum.batch(step, 0, self.curriculum.sequences(step))
         rows, lr_factor = micro_batch_of(self.recipe, phase.sequence_length), self.curriculum.lr_factor(step)
         limits = {"max_grad_norm": self.recipe.optimizer.max_grad_norm, "bias_update_rate": phase.bias_update_rate}

@@ -61,7 +61,7 @@ PLACES = (
         shards.order.timeline Timeline.__init__(2)
         shards.build.build_shards check_imported(2)
         optim.schedules _Curve.__init__ _Curve._tokens
-        train.check phase_refusals.end_of_warm_up
+        recipe.loading.phase_checks phase_refusals.end_of_warm_up
         tokenizer.train check
     """),
     (FIRST, "the tokenizer that a recipe names", """

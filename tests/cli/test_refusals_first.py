@@ -456,7 +456,7 @@ ELSEWHERE = {
     "weights.quantized _pair": WEIGHTS,
     "weights.quantized _block": WEIGHTS,
     "weights.reference find": WEIGHTS,
-    "train.check phase_refusals.end_of_warm_up": "tests/train/test_phases.py; the same list as a phase without a step",
+    "recipe.loading.phase_checks phase_refusals.end_of_warm_up": "tests/train/test_phases.py; the same list as a phase without a step",
     "train.align.right_answers AnswerCheck.finish": "tests/train/test_grpo.py; the same call as no prompts",
     "export.export check": "tests/export; the same call as no class",
     "export.gguf_tokenizer find_rule": "tests/export; the same call as no class",

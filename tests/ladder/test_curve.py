@@ -15,7 +15,7 @@ from lmworks.ladder import comparable, curve
 from lmworks.ladder.annealing import Areas, Parameters, fit_annealing, grid_of_decays
 from lmworks.ladder.comparable import Course
 from lmworks.ladder.curve import Curve, predict_curve
-from lmworks.optim.schedules import Schedules
+from lmworks.recipe.derivation.schedules import Schedules
 from lmworks.recipe.loading.load import Resolved, load_recipe
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.fingerprint import as_tree

@@ -62,6 +62,9 @@ def test_a_host_file_that_is_wrong(tmp_path: Path, text: str, message: str) -> N
         read_hosts(tmp_path / "hosts")
     with pytest.raises(UserError, match="is not a host file"):
         read_hosts(tmp_path / "absent")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is not a regular file"):
+        read_hosts(tmp_path / "pipe")
 
 
 def test_an_excluded_host_stays_out_of_later_launches_until_it_is_readmitted(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from lmworks.errors import UserError
-from lmworks.optim.schedules import Schedules
+from lmworks.recipe.derivation.schedules import Schedules
 from lmworks.recipe.schema.train import BatchRamp, LrSchedule, Phase
 from lmworks.recipe.schema.units import Duration, Tokens
 
@@ -215,9 +215,9 @@ def test_past_the_end_the_last_rate_stays() -> None:
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        ({"warmup": duration("11 steps")}, r"phase base: schedule\.warmup of 11 steps is longer than the phase's 10 steps"),
+        ({"warmup": duration("11 steps")}, r"phase base: lr_schedule\.warmup of 11 steps is longer than the phase's 10 steps"),
         ({"warmup": duration("60%"), "decay": duration("50%")}, r"phase base: .*together longer than its 640 tokens"),
-        ({"decay": duration("1M tokens")}, r"phase base: schedule\.decay of 1000000 tokens is longer"),
+        ({"decay": duration("1M tokens")}, r"phase base: lr_schedule\.decay of 1000000 tokens is longer"),
     ],
 )
 def test_what_does_not_fit_is_refused(schedule: dict[str, Duration], message: str) -> None:
@@ -229,3 +229,19 @@ def test_tokens_of_a_step_in_place_of_tokens_before_it_are_noticed() -> None:
     batch_at: Callable[[int], int] = lambda step: 64  # noqa: E731
     with pytest.raises(AssertionError):
         Schedules([phase(10)], [10], batch_at)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "multistep"])
+def test_a_schedule_spans_phases_of_other_batches(kind: str) -> None:
+    """The values of one phase of all the tokens (GLM-4.5's cosine); the next phase goes on from its end."""
+    spanned = [
+        phase(20, 64, kind=kind, warmup=duration("10%"), decay=duration("30%"), phases=2),
+        phase(10, 128, name="middle"), phase(5, 64, name="last", kind="constant", warmup=duration("2 steps")),
+    ]  # fmt: skip
+    found = build(spanned, constant_batches(spanned))
+    whole = [phase(40, 64, kind=kind, warmup=duration("10%"), decay=duration("30%"))]
+    expected = build(whole, constant_batches(whole))
+    assert [found.lr_factor(step) for step in range(20)] == [expected.lr_factor(step) for step in range(20)]
+    assert [found.lr_factor(20 + step) for step in range(10)] == [expected.lr_factor(21 + 2 * step) for step in range(10)]
+    assert found.lr_factor(30) == pytest.approx((expected.lr_factor(39) + 1) / 2)
+    assert found.warmup_end(25) == expected.warmup_end(0) == 4

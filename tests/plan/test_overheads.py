@@ -14,10 +14,10 @@ from lmworks.plan.costs import Course, courses, disk
 from lmworks.plan.layout import place
 from lmworks.plan.overheads import overheads
 from lmworks.plan.plan import Plan, make_plan
+from lmworks.recipe.derivation.timeline import Timeline
 from lmworks.recipe.loading.load import load_cluster, load_recipe
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.layout import Layout
-from lmworks.shards.order.timeline import Timeline
 from lmworks.train.intervals import Intervals, is_due
 
 TEN = Course(0, 10, 10, 10)

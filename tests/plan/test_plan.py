@@ -24,10 +24,10 @@ from lmworks.plan.machine import this_machine
 from lmworks.plan.memory import GIB, _stage_memory, kv_cache_bytes, kv_cache_shrink, layer_activations, memory
 from lmworks.plan.plan import make_plan
 from lmworks.plan.render import render
+from lmworks.recipe.derivation.timeline import Timeline
 from lmworks.recipe.loading.load import load_cluster, load_recipe, shipped
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model
-from lmworks.shards.order.timeline import Timeline
 from lmworks.train import calibrate
 from small_config import small_config
 

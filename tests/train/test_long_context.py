@@ -15,6 +15,8 @@ from rich.table import Table
 
 from lmworks.metrics.log import read
 from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.derivation.phases import in_force
+from lmworks.recipe.derivation.timeline import Timeline
 from lmworks.recipe.schema.model import Rope
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.read.batch import Batch
@@ -91,12 +93,12 @@ def rows_of(texts: list[np.ndarray], length: int, positions: range) -> list[Batc
 
 def loss(model: ParallelModel, rows: list[Batch], rope: Rope) -> float:
     """Nats per token under these positions; the model comes back as it was."""
-    now = model.parts[0].rope
-    model.set_rope(rope)
+    now = model.config
+    model.configure(now.model_copy(update={"rope": rope}))
     model.eval()
     value = sum(map(model.summed_cross_entropy, rows)) / sum(row.valid_tokens for row in rows)
     model.train()
-    model.set_rope(now)
+    model.configure(now)
     return value
 
 
@@ -118,9 +120,9 @@ def test_far_positions_become_likelier_with_each_extension(tmp_path: Path, monke
 
     tokenizer = load(run.run_dir / "tokenizer")
     resolved = run.resolve().recipe
-    phases = phase_settings(resolved, Batches(resolved, run.run_dir / "shards"))
+    phases = phase_settings(resolved, Timeline(resolved.train.phases))
     last = Batches(resolved, run.run_dir / "shards").steps - 1
-    ropes = [phase.rope for phase in phases]
+    ropes = [model.rope for model in in_force(resolved)]
     ids = [np.array(tokenizer.encode(text)[: LENGTHS[-1] + 1], np.int32) for text in texts[::HELD_OUT]]
     rows = [rows_of(ids, length, range(before, length)) for before, length in pairwise((0, *LENGTHS))]
     near = [rows_of(ids, length, range(LENGTHS[0])) for length in LENGTHS]

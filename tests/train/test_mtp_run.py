@@ -13,9 +13,10 @@ import torch
 from lmworks.files import write_json
 from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
+from lmworks.recipe.derivation.phases import final
 from lmworks.recipe.schema.model import Mtp
 from lmworks.recipe.tree.fingerprint import as_tree
-from lmworks.train.load import final_mtp_weight, load_model
+from lmworks.train.load import load_model
 from lmworks.train.pretrain import identity
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -67,7 +68,8 @@ def test_a_run_with_both(tiny_copy: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_weight_may_change_and_the_layers_may_not(tiny: Tiny) -> None:
     recipe = tiny.resolve(*CHANGES).recipe
-    assert final_mtp_weight(recipe) == 0.1 and final_mtp_weight(tiny.resolve().recipe) is None
+    trained = final(recipe).mtp
+    assert trained is not None and trained.loss_weight == 0.1 and final(tiny.resolve().recipe).mtp is None
     lighter, deeper = (
         recipe.model_copy(update={"model": recipe.model.model_copy(update={"mtp": mtp})})
         for mtp in (Mtp(loss_weight=0.2), Mtp(num_nextn_predict_layers=2))

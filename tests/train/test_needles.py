@@ -105,7 +105,7 @@ def test_losses_by_position_add_up_to_the_loss_of_the_rows(tiny: Tiny, monkeypat
     batches = Batches(recipe, tiny.run_dir / "shards")
     model = build_model(recipe)
     far = LongContextEvaluator(batches, recipe, load(tiny.run_dir / "tokenizer"))
-    phase = phase_settings(recipe, batches)[1]
+    phase = phase_settings(recipe, batches.order.timeline)[1]
     found = far.evaluate(model, phase)
     assert set(found) == {"validation/position/0", "validation/position/16"}
     rows = far._rows[64]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -10,11 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
+from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.loading.weights import find_weights
+from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
 from lmworks.train import trainer
+from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -181,3 +187,61 @@ def test_looking_at_the_model_changes_nothing(run: Tiny, tiny_copy: Tiny) -> Non
     assert len(lines) == 12 and all("validation/bits_per_byte" in line for line in lines)
     assert sum("validation/bits_per_byte" in line for line in curve(seldom.run_dir)) == 1
     assert same_bits(checkpoint(often.run_dir, 4), checkpoint(run.run_dir, 4)) != []  # the dropout was there
+
+
+CHANGES = {
+    "sliding_window": "8 tokens", "no_rope_layer_interval": 2, "mask_documents": False,
+    "rope": {"theta": 50_000.0, "partial_rotary_factor": 0.5},
+    "balance": {"method": "aux", "aux_loss_weight": 0.5, "sequence_aux_loss_weight": 0.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stop", [None, FIRST])
+def test_windows_positions_masks_and_balancing_change_at_the_first_step(
+    tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, stop: int | None
+) -> None:
+    """And hold for whatever reads the checkpoints: later stages, evaluation, export. Also after a resume at the border."""
+    changes = [f"train.phases.long.{key}={json.dumps(value)}" for key, value in CHANGES.items()] + ["checkpoints.keep_last=9"]
+    seen: dict[int, tuple[Any, ...]] = {}
+    honest = trainer.train_step
+
+    def watched(model: ParallelModel, optimizer: Any, batch: Batch, **options: Any) -> Any:
+        (part,), moe = model.parts, model.config.moe
+        assert moe is not None and all(ffn.router.moe is moe for ffn in part.moe_layers())
+        attentions = [block.attention for block in part.layers]
+        seen[batch.step] = (
+            model.config.sliding_window, [one.slides for one in attentions], [one.uses_rope for one in attentions],
+            len(part.inverse_frequencies), moe.balance.method, len(batch.cu_seqlens) == len(batch.tokens) + 1,
+        )  # fmt: skip
+        if batch.step == stop:
+            os.kill(os.getpid(), signal.SIGINT)
+        return honest(model, optimizer, batch, **options)
+
+    monkeypatch.setattr(trainer, "train_step", watched)
+    if stop is not None:
+        with pytest.raises(Interrupted):
+            tiny_copy.walk(*changes, last="pretrain")
+    tiny_copy.walk(*changes, last="tune")
+    before, after = (None, [False] * 3, [True] * 3, 8, "bias"), (8, [True] * 3, [True, False, True], 4, "aux")
+    assert seen.pop(0)[:-1] == after, "tuning, which has the last step 0, keeps what it starts from"
+    assert [seen[step][:-1] for step in (FIRST - 1, FIRST, STEPS - 1)] == [before, after, after]
+    whole = [seen[step][-1] for step in range(1, STEPS)]
+    assert not all(whole[:FIRST - 1]) and all(whole[FIRST - 1:]), "documents do not end the attention of the second phase"
+    for model in ("base", "tuned"):
+        config = load_model(tiny_copy.run_dir, model).config
+        assert (config.sliding_window, config.no_rope_layer_interval, config.rope.partial_rotary_factor) == (8, 2, 0.5), model
+    first = min(listing.directories(tiny_copy.run_dir / "checkpoints"), key=listing.step_of)
+    assert find_weights(first).model.sliding_window is None and find_weights(first).phase == "general"
+
+
+def test_changes_that_do_not_fit_the_model_are_refused_with_their_key(tiny: Tiny) -> None:
+    for change, said in (
+        ("train.phases.long.rope={partial_rotary_factor: 0.01}", "phases.long.rope: .*rotates none"),
+        ("train.phases.long.lr_schedule={phases: 2}", "phases.long.lr_schedule.phases: there are 1 phases from long on, not 2"),
+        ("train.phases.general.lr_schedule={phases: 2}", "phases.(1|long).lr_schedule: the schedule of phase general spans long too"),
+        ("tune.lr_schedule={phases: 2}", "tune.lr_schedule.phases: tune is one phase"),
+    ):
+        with pytest.raises(UserError, match=said):
+            tiny.resolve(change)
+    with pytest.raises(UserError, match="balance: there are no experts to balance"):
+        tiny.resolve("model.moe=null", "train.phases.long.balance={method: aux}")

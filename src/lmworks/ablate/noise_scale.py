@@ -63,8 +63,8 @@ def measure(recipe: Recipe, run_dir: Path, checkpoint: Path) -> NoiseScale:
     model = build_model(recipe)
     loading.load(checkpoint, {"model": model.state_dict()})
     phase = curriculum.phase(curriculum.steps - 1)
-    if phase.rope:
-        model.set_rope(phase.rope)
+    if phase.model is not None:
+        model.configure(phase.model)
     model.train()
     small: list[float] = []
     large: list[float] = []

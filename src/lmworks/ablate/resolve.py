@@ -16,13 +16,13 @@ from lmworks.ablate.measures import Measure, needs_evaluation
 from lmworks.ablate.measures import resolve as resolve_measures
 from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, RunSet, matter, seed_list, share_tokenizer
 from lmworks.errors import UserError
-from lmworks.optim.schedules import Schedules
+from lmworks.recipe.derivation.schedules import Schedules
+from lmworks.recipe.derivation.timeline import Timeline
 from lmworks.recipe.loading.document import parse_file
 from lmworks.recipe.loading.load import as_node, load_recipe, shipped_folder
 from lmworks.recipe.schema.effect import BEFORE_TUNING, StageName
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.fingerprint import as_tree, canonical, changed_keys
-from lmworks.shards.order.timeline import Timeline
 
 RESULTS = "ablation.json"
 

@@ -18,11 +18,14 @@ from typing import IO
 
 from lmworks import credentials
 from lmworks.errors import UserError
+from lmworks.model_stages import MODEL_STAGES
 
 BUNDLE = "run.gz"
-_NAME = re.compile(r"(?!.*(?:^|/)\.)[^/\0\n]{1,200}(?:/[^/\0\n]{1,200}){0,4}")
-_LEFT_OUT = ("lock", credentials.NAME, "report.html")  # a process lock, credentials, and a page that is generated again
+_FOLDERS = ("", "tokenizer", *(name for stage in MODEL_STAGES for name in (stage.folder, stage.checkpoints)))
+_NAME = re.compile(r"[^./\\\0-\x1f][^/\\\0-\x1f]{0,199}\.(?:json|jsonl|yaml|yml|npy|txt|md|jinja|model)")  # data, and nothing that runs
+_LEFT_OUT = (credentials.NAME,)
 _LONGEST_LINE = 10_000
+_RATIO, _LEAST = 100, 1 << 26  # the files may have so many times the bytes of the bundle (metrics and ledgers: 5 to 20), or 64 MiB
 
 RunFiles = Callable[[], Mapping[str, Path]]
 
@@ -36,7 +39,13 @@ def run_files_of(run_dir: Path, checkpoints: Path) -> dict[str, Path]:
     """The files directly in `run_dir` and in the folders down to `checkpoints`, and the tokenizer, by their names below `run_dir`."""
     folders = [checkpoints, *checkpoints.parents][: len(checkpoints.relative_to(run_dir).parts) + 1]
     found = {str(path.relative_to(run_dir)): path for folder in (*folders, run_dir / "tokenizer") for path in _files(folder)}
-    return {name: path for name, path in sorted(found.items()) if name not in _LEFT_OUT}
+    return {name: path for name, path in sorted(found.items()) if _belongs(name)}
+
+
+def _belongs(name: str) -> bool:
+    """Whether a bundle may contain a file of this name: data of a run, in one of the folders where a run keeps its small files."""
+    folder, _, plain = name.rpartition("/")
+    return folder in _FOLDERS and _NAME.fullmatch(plain) is not None and plain not in _LEFT_OUT
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -60,14 +69,18 @@ def pack(files: Mapping[str, Path]) -> Iterator[Path]:
 
 
 def unpack(packed: Path, to: Path) -> None:
-    """Write the files below `to`. Raises `UserError` if the bundle is damaged."""
+    """Write the files below `to`. Raises `UserError` if the bundle is damaged, or has what no run puts into it."""
+    left = max(_LEAST, _RATIO * packed.stat().st_size)
     try:
         with gzip.open(packed, "rb") as stream:
             while line := stream.readline(_LONGEST_LINE):
                 entry = json.loads(line)
                 name, size = entry["name"], entry["bytes"]
-                if not isinstance(name, str) or not _NAME.fullmatch(name) or type(size) is not int or size < 0:
-                    raise ValueError("a name or size in it is invalid")
+                if not isinstance(name, str) or not _belongs(name) or type(size) is not int or size < 0:
+                    raise ValueError("a name or size in it is not one of a run")
+                left -= size
+                if left < 0:
+                    raise ValueError(f"its files have more than {_RATIO} times its size")
                 path = to / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with open(path, "xb") as file:

@@ -34,8 +34,11 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Print every value of a recipe and its origin. For a started run with a time budget, the resulting token budgets are shown."""
         from lmworks.recipe.loading import show as showing
+        from lmworks.recipe.loading.phase_checks import phase_refusals
 
         resolved, note = _as_it_runs(recipe, within(time, overrides), size)
+        for refusal in phase_refusals(resolved.recipe):
+            raise refusal
         if as_json:
             print_json(showing.as_json(resolved))
         else:

@@ -67,7 +67,6 @@ def record_answers(model: Transformer, vocabulary: Vocabulary) -> dict[str, Any]
     """Tolerance and items of `record` for a model in memory."""
     items, rounding = [], []
     half = Transformer(model.config).eval()
-    half.set_rope(model.rope)
     half.load_state_dict(model.state_dict())
     half = half.to(torch.bfloat16)
     for prompt in PROMPTS:

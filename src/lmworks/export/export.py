@@ -34,7 +34,7 @@ from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
 from lmworks.model_stages import BASE, of_checkpoint
 from lmworks.recipe.derivation.parameters import count_parameters
-from lmworks.recipe.derivation.positions import positions
+from lmworks.recipe.derivation.phases import final
 from lmworks.recipe.loading import hub
 from lmworks.recipe.loading.huggingface import class_for
 from lmworks.recipe.schema.lora import Lora
@@ -150,7 +150,7 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
     sizes: dict[str, int] = {}
     adapter = find_adapter(recipe, run_dir)
     wants_gguf = options.gguf is not False
-    if wants_gguf and (why := why_no_gguf(model.config.model_copy(update={"rope": model.rope}), tokenizer)) is not None:
+    if wants_gguf and (why := why_no_gguf(model.config, tokenizer)) is not None:
         if not options.huggingface:
             raise UserError(why)
         wants_gguf = False
@@ -271,12 +271,10 @@ def check(recipe: Recipe) -> None:
     """
     options = recipe.export
     if options.huggingface:
-        class_for(recipe.model)
-    if options.gguf is True or (options.gguf == "auto" and not options.huggingface):
-        phases = positions(recipe)
-        last = recipe.model.model_copy(update={"rope": phases[-1].rope}) if phases else recipe.model
-        if (why := why_no_gguf(last, _known_tokenizer(recipe))) is not None:
-            raise UserError(why)
+        class_for(final(recipe))
+    required = options.gguf is True or (options.gguf == "auto" and not options.huggingface)
+    if required and (why := why_no_gguf(final(recipe), _known_tokenizer(recipe))) is not None:
+        raise UserError(why)
 
 
 def _known_tokenizer(recipe: Recipe) -> Tokenizer | None:

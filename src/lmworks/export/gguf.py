@@ -44,11 +44,6 @@ class NoAdapter(UserError):
     """llama.cpp cannot apply the adapters of a model."""
 
 
-def _final_config(model: Transformer) -> Model:
-    """The config with the RoPE of the last phase."""
-    return model.config.model_copy(update={"rope": model.rope})
-
-
 def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torch.dtype, name: str) -> None:
     """Write weights, tokenizer and chat template to one file: matrices in `dtype`; norms, biases and the router in fp32, as llama.cpp
     requires.
@@ -58,7 +53,7 @@ def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torc
     gguf = gguf_package()
     items = list(_items(model, dtype))
     with atomic_path(path) as aside, bar("gguf", sum(item.nbytes for item in items)) as progress:
-        writer = gguf.GGUFWriter(aside, architecture_for(_final_config(model)))
+        writer = gguf.GGUFWriter(aside, architecture_for(model.config))
         for item in items:
             kind = gguf.GGMLQuantizationType.BF16 if item.dtype == torch.bfloat16 else gguf.GGMLQuantizationType.F32
             writer.add_tensor_info(item.name, item.tensor.shape, np.dtype(np.float32), item.nbytes, kind)
@@ -80,7 +75,7 @@ def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Transf
     `adapters` are tensors by our names; of `model` only the config and the RoPE matter. Raises `NoAdapter` for an adapter that llama.cpp
     cannot apply.
     """
-    gguf, places, items = gguf_package(), Places(_final_config(model)), []
+    gguf, places, items = gguf_package(), Places(model.config), []
     for ours, tensor in adapters.items():
         if latent_parts(matrix_of(ours)):
             raise NoAdapter("llama.cpp has the expansion of latents to keys and values as other matrices than those with adapters")
@@ -146,7 +141,7 @@ def _damaged(path: Path, why: str) -> Differs:
 
 
 def _items(model: Transformer, dtype: torch.dtype) -> Iterator[GgufTensor]:
-    config = _final_config(model)
+    config = model.config
     places = Places(config)
     for ours, tensor in model.state_dict().items():
         if ours == "head.weight" and model.config.tie_word_embeddings:
@@ -184,7 +179,7 @@ def _add_general(writer: gguf.GGUFWriter, name: str, dtype: torch.dtype) -> None
 
 
 def _add_model(writer: gguf.GGUFWriter, model: Transformer) -> None:
-    config = _final_config(model)
+    config = model.config
     for key, value in metadata_of(config).items():
         name = f"{architecture_for(config)}.{key}"
         match value:

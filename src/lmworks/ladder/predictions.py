@@ -38,11 +38,11 @@ from lmworks.ladder.points import (
 )
 from lmworks.plan.downstream_law import MOST_ITEMS, NAME, DownstreamLaw
 from lmworks.plan.loss_law import LAW_FILE, load_law
+from lmworks.recipe.derivation.timeline import Timeline
 from lmworks.recipe.loading.load import Resolved, load_resolved
 from lmworks.recipe.schema.evaluate import Evaluate
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.fingerprint import as_tree
-from lmworks.shards.order.timeline import Timeline
 
 FILE = "predictions.jsonl"
 SCORES = "scores.json"

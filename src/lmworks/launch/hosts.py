@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lmworks.errors import UserError
-from lmworks.files import read_json, write_json
+from lmworks.files import open_regular, read_json, write_json
 
+_MOST = 1 << 26  # bytes of a host file: a million names
 _LINE = re.compile(r"^(\S+?)(?:\s+slots\s*=\s*(\d+))?$")
 
 
@@ -27,8 +28,9 @@ class Host:
 def read_hosts(path: Path) -> list[Host]:
     """Read one host per line, `NAME slots=N` (default 1); # starts a comment. Raises `UserError` that names the line."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
+        with open_regular(Path(path)) as handle:
+            lines = handle.read(_MOST).decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
         raise UserError(f"{path} is not a host file; write one host per line, such as: node-1 slots=8") from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, 1):

@@ -26,8 +26,7 @@ class Attention(nn.Module):
         super().__init__()
         assert config.hidden_size and config.num_attention_heads and config.num_key_value_heads and config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.uses_rope = config.has_positions(layer)
-        self.slides = config.slides(layer)
+        self.uses_rope, self.slides = config.has_positions(layer), config.slides(layer)  # a phase may change both: `Transformer.configure`
         self.dropout = config.attention_dropout
         self.query = Linear(config.hidden_size, self.heads * self.head_dim, config.attention_bias)
         self.key = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)

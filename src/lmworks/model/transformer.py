@@ -112,18 +112,32 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight  # type: ignore[assignment]
         mtp_layers = config.mtp.num_nextn_predict_layers if config.mtp else 0
         self.mtp = nn.ModuleList(MtpLayer(config, Block(config, config.num_hidden_layers + depth)) for depth in range(mtp_layers))
-        self.mtp_loss_weight = config.mtp.loss_weight if config.mtp else 0.0
         self.auxiliary_factor: float | Tensor = 1.0  # of the routers' auxiliary loss in the training loss
         self._plain = False
         self._chunk_loss: ChunkLoss = chunk_loss
-        self.set_rope(config.rope)
+        self.configure(config)
+
+    @property
+    def rope(self) -> Rope:
+        """The positions in force."""
+        return self.config.rope
 
     def set_rope(self, rope: Rope) -> None:
-        """Set the RoPE parameters, at the start or at a phase boundary."""
-        mla = self.config.mla
-        assert self.config.head_dim
-        self.rope = rope
-        inverse, self.rope_scale = frequencies(rope, mla.qk_rope_head_dim if mla else self.config.head_dim)
+        """`configure` with other positions."""
+        self.configure(self.config.model_copy(update={"rope": rope}))
+
+    def configure(self, config: Model) -> None:
+        """Set what may change while a model is trained, at its start or at a phase boundary: positions, windows, the balancing of experts,
+        and the weight of multi-token prediction. The weights have the shapes of `config`."""
+        self.config, rope, mla, head_dim = config, config.rope, config.mla, config.head_dim
+        assert head_dim
+        self.mtp_loss_weight = config.mtp.loss_weight if config.mtp else 0.0
+        for layer, block in self.numbered_blocks() if mla is None else ():
+            block.attention.uses_rope, block.attention.slides = config.has_positions(layer), config.slides(layer)
+        if config.moe is not None:
+            for ffn in self.moe_layers():
+                ffn.router.moe = config.moe
+        inverse, self.rope_scale = frequencies(rope, mla.qk_rope_head_dim if mla else head_dim)
         if mla:  # only a part of each head is rotated, but YaRN's factor applies to the whole score
             for block in self.every_block():
                 block.attention.score_scale = self.rope_scale**2

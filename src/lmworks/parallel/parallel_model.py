@@ -25,7 +25,7 @@ from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.pipeline import Pipeline
 from lmworks.parallel.pipeline_stages import pipelined_micro_batch, runnable
 from lmworks.recipe.schema.lora import is_adapter
-from lmworks.recipe.schema.model import Rope
+from lmworks.recipe.schema.model import Model
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.order.rank import sequences_of_rank
 from lmworks.shards.read.batch import Batch
@@ -51,7 +51,7 @@ class ParallelModel:
 
     def __init__(self, parts: list[Transformer], ranks: Ranks | None = None) -> None:
         self.parts, self.ranks = parts, ranks or alone()
-        self.config, self.compute_dtype = parts[0].config, parts[0].compute_dtype
+        self.compute_dtype = parts[0].compute_dtype
         self.device = next(parts[0].parameters()).device
         self.moe_layer_indices = [number for part in parts for number in _moe_layer_indices(part)]
         self.pipeline = Pipeline(parts, self.ranks) if self.ranks.size("pp") > 1 else None
@@ -104,12 +104,13 @@ class ParallelModel:
         return [ffn for part in self.parts for ffn in part.moe_layers()]
 
     @property
-    def rope(self) -> Rope:
-        return self.parts[0].rope
+    def config(self) -> Model:
+        """The model in force: a phase may change positions, windows, and how experts are balanced."""
+        return self.parts[0].config
 
-    def set_rope(self, rope: Rope) -> None:
+    def configure(self, config: Model) -> None:
         for part in self.parts:
-            part.set_rope(rope)
+            part.configure(config)
 
     @property
     def training(self) -> bool:
@@ -117,10 +118,6 @@ class ParallelModel:
 
     def eval(self) -> None:
         self.train(False)
-
-    def set_mtp_loss_weight(self, weight: float) -> None:
-        for part in self.parts:
-            part.mtp_loss_weight = weight
 
     def set_sampling(self, options: GenerateOptions) -> None:
         """From now on the losses are those under the distribution that tokens are drawn from with these options. Without filters (top_k,

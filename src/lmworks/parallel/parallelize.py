@@ -15,11 +15,11 @@ from lmworks.model.init import initialize, whole
 from lmworks.model.lora import attach
 from lmworks.parallel import context, data, experts, tensor
 from lmworks.parallel.activation_checkpointing import checkpoint_activations
-from lmworks.parallel.alignment import alignment_problems
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.pipeline import cut, stage_numbers
 from lmworks.parallel.pipeline_stages import pipeline_stage_problems
 from lmworks.precision import dtype_for
+from lmworks.recipe.derivation.alignment import alignment_problems
 from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -92,7 +92,7 @@ def materialize(part: Transformer, seed: int, device: torch.device) -> None:
     if part.config.tie_word_embeddings and part.head is not None:
         part.head._parameters["weight"] = part.embedding._parameters["weight"]  # `to_empty` unties them
     initialize(part, seed, local_shard)
-    part.set_rope(part.rope)
+    part.configure(part.config)  # its frequencies are a buffer, which `to_empty` has lost
 
 
 def local_shard(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:

@@ -9,11 +9,11 @@ from typing import Literal
 
 from lmworks.errors import UserError
 from lmworks.gpus import GPUS
-from lmworks.parallel.alignment import alignment_problems
 from lmworks.parallel.pipeline_stages import pipeline_stage_problems, pipelined_micro_batch
 from lmworks.plan.memory import GIB, Memory, gathered_weights, memory
 from lmworks.plan.pipeline import bubble
 from lmworks.plan.stage_phases import StagePhase, has_rollouts, lora_of
+from lmworks.recipe.derivation.alignment import alignment_problems
 from lmworks.recipe.loading import deepspeed_checks
 from lmworks.recipe.schema.activation_checkpointing import NONE, ActivationCheckpointing
 from lmworks.recipe.schema.cluster import Cluster

@@ -18,6 +18,7 @@ from lmworks.plan.overheads import Overheads, overheads
 from lmworks.plan.pipeline import micro_batches_for
 from lmworks.plan.stage_data import StageData
 from lmworks.plan.stage_phases import assumptions, lora_of, stages_as_phases
+from lmworks.recipe.derivation.phases import in_force
 from lmworks.recipe.derivation.positions import positions, warnings
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.layout import Layout, world_size
@@ -249,7 +250,9 @@ def make_plan(
     counts = count_by_component(model)
     held = disk(recipe)
     phases, shortages = [], list[DoesNotFit]()
-    for phase, here, course in zip(recipe.train.phases, positions(recipe), courses(recipe.train.phases), strict=True):
+    for phase, trained, here, course in zip(
+        recipe.train.phases, in_force(recipe), positions(recipe), courses(recipe.train.phases), strict=True
+    ):
         try:
             placed = choose(recipe, cluster, phase, given)
         except DoesNotFit as shortage:
@@ -258,7 +261,7 @@ def make_plan(
             placed = shortage.placed
             shortages.append(shortage)
         steps, tokens = phase_steps(phase)
-        cost = flops_per_token(recipe.model, phase.sequence_length, frozen=lora_of(phase) is not None)
+        cost = flops_per_token(trained, phase.sequence_length, frozen=lora_of(phase) is not None)
         compute = seconds(cost.total * tokens, total, cluster, mfu)
         phases.append(
             PhasePlan(

@@ -19,12 +19,12 @@ from lmworks.corpus.contamination.record import RECORD
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, read_json, write_json
 from lmworks.model_stages import BASE, of_model, up_to
+from lmworks.recipe.derivation.timeline import Timeline
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.run.run_dir import require_run
 from lmworks.run.stages import STAGES, STAMP
 from lmworks.run.stamps import invalidate_stamp, read_stamp, write_stamp
-from lmworks.shards.order.timeline import Timeline
 from lmworks.train.load import folder
 from lmworks.watch.ledger import LEDGER, Ledger
 from lmworks.watch.lock import RunLock

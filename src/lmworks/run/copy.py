@@ -36,6 +36,7 @@ SEAL = "copied.json"
 _DATA = [stage for stage in STAGES if stage.name in ("corpus", "shards")]  # the tokenizer is in `run.gz`
 _NAME = re.compile(r"(?!.*(?:^|/)\.)[^\0\n]{1,1000}")
 _THREADS = 8
+_LARGEST = 1 << 31  # bytes of a packed bundle: the metrics of a million steps have some 100 MB
 
 Report = Callable[[str], None]
 
@@ -66,8 +67,11 @@ class _Remote:
             return []
         return [path.name for path in sorted((path for path in found if listing.is_name(path.name)), key=listing.step_of, reverse=True)]
 
-    def fetch(self, name: str, path: Path) -> None:
-        """Download a file and sync it to disk."""
+    def fetch(self, name: str, path: Path, most: int) -> None:
+        """Download a file of at most `most` bytes and sync it to disk. Raises `ValueError` for a larger one, before it is read."""
+        size = self._system.size(f"{self._root}/{name}")
+        if size is None or size > most:
+            raise ValueError(f"{name} is larger than the {most:,} bytes that it may have")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._system.get_file(f"{self._root}/{name}", str(path))
         with open(path, "rb") as handle:
@@ -181,9 +185,11 @@ def _restore_checkpoint(remote: _Remote, to: Path, trained: ModelStage, report: 
         return False
     packed = to / BUNDLE
     try:
-        remote.fetch(f"{name}/{BUNDLE}", packed)
+        remote.fetch(f"{name}/{BUNDLE}", packed, _LARGEST)
     except FileNotFoundError:
         raise UserError(f"{remote.url}/{name} has no {BUNDLE}, so it is not a copy of a run") from None
+    except ValueError as error:
+        raise UserError(f"{remote.url}/{name} is not a copy of a run: {error}") from None
     files = to / "files"
     unpack(packed, files)
     packed.unlink()
@@ -237,9 +243,9 @@ def _restore_ewc(remote: _Remote, newest: Path, trained: ModelStage, report: Rep
 def _fetch_checkpoint(remote: _Remote, name: str, to: Path, history: list[skips.Rollback]) -> str | None:
     """Download a checkpoint into `to`; returns why it cannot be used, or None if it is good."""
     try:
-        remote.fetch(f"{name}/{manifest.NAME}", to / manifest.NAME)
+        remote.fetch(f"{name}/{manifest.NAME}", to / manifest.NAME, manifest.MOST_DOCUMENT)
         files = manifest.entries(to)
-        remote.fetch(f"{name}/{listing.META}", to / listing.META)
+        remote.fetch(f"{name}/{listing.META}", to / listing.META, files[listing.META].bytes)
         if (reason := manifest.differing(to, {listing.META: files[listing.META]})) is not None:
             return reason
         if skips.undone(listing.step_of(to), len(listing.read_meta(to)["meta"].get("rollbacks", [])), history):
@@ -280,7 +286,7 @@ def _fetch_all(remote: _Remote, name: str, to: Path, files: Mapping[str, Entry])
     with bar(f"fetching {name}", sum(entry.bytes for entry in files.values())) as progress:
 
         def fetch(one: str) -> None:
-            remote.fetch(f"{name}/{one}", to / one)
+            remote.fetch(f"{name}/{one}", to / one, files[one].bytes)
             progress.advance(files[one].bytes)
 
         manifest.parallel(fetch, sorted(files), _THREADS)

@@ -162,7 +162,7 @@ def _enough_text(before: Before) -> None:
 
 
 def _phases(before: Before) -> Iterator[UserError]:
-    from lmworks.train.check import phase_refusals
+    from lmworks.recipe.loading.phase_checks import phase_refusals
 
     return phase_refusals(before.recipe)
 

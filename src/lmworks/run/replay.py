@@ -15,16 +15,16 @@ from lmworks.errors import UserError
 from lmworks.model.balance import set_temperature
 from lmworks.model_stages import BASE, of_model
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.loading.weights import rope_of
+from lmworks.recipe.derivation.phases import in_force
+from lmworks.recipe.derivation.timeline import Timeline
+from lmworks.recipe.loading.weights import model_of
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.checkpoint_commands import find
 from lmworks.run.run_dir import require_run
 from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.order.timeline import Timeline
 from lmworks.shards.read.batch import Batch
 from lmworks.train.faults.anomaly import FirstNonFinite
-from lmworks.train.load import final_mtp_weight
 from lmworks.train.pretrain import build_model, identity
 from lmworks.train.step import dropout_seed, micro_batch_of
 from lmworks.watch.bad_steps import load_bad_batch
@@ -108,14 +108,11 @@ def _before(run_dir: Path, model_name: str, step: int) -> int:
 
 
 def _as_in_step(model: ParallelModel, recipe: Recipe, model_name: str, step: int, meta: Mapping[str, Any]) -> None:
-    """Set RoPE, the MTP loss weight and the router temperature as they were at a step; `meta` is that of the checkpoint."""
-    phases = recipe.train.phases
+    """Configure the model, and the router temperature, as they were at a step; `meta` is that of the checkpoint."""
     if model_name == BASE.model:
-        phases = phases[: Timeline(phases).phase_of(step) + 1]
-    then = recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases})})
-    model.set_rope(rope_of(then, {} if model_name == BASE.model else meta))
-    if (weight := final_mtp_weight(then)) is not None:
-        model.set_mtp_loss_weight(weight)
+        model.configure(in_force(recipe)[Timeline(recipe.train.phases).phase_of(step)])
+    else:
+        model.configure(model_of(recipe, meta))
     set_temperature(model.moe_layers(), model.config.moe, step)
     model.train()
     torch.manual_seed(dropout_seed(recipe.training_seed, step, 0))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from lmworks import machine
 from lmworks.plan.budget import scale_budgets
 from lmworks.plan.flops import flops_per_token
+from lmworks.recipe.derivation.timeline import PhaseSteps
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Duration
-from lmworks.shards.order.timeline import PhaseSteps
 
 if TYPE_CHECKING:
     from lmworks.recipe.schema.evaluate import Benchmark

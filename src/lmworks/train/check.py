@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from lmworks.errors import UserError, all_refusals
-from lmworks.optim.schedules import Schedules
 from lmworks.recipe.schema.dpo import Dpo
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.schema.tune import Tune
-from lmworks.shards.order.timeline import Timeline
 from lmworks.shards.read.tuning_batches import check_batch
 from lmworks.train.curriculum import stage_schedules
 from lmworks.train.data.replay import replayed_rows
@@ -25,28 +22,6 @@ MEASURED = {
     "grpo": ("validation/reward", "validation/wrong"),
 }
 """What the validations of the stages after pretraining measure."""
-
-
-def phase_refusals(recipe: Recipe) -> Iterator[UserError]:
-    """Phases without a whole step, and schedules longer than their phase: one refusal for each phase; and routers whose temperature is not
-    1 at the end. With `time` budgets are set later."""
-    if not recipe.trains_base or recipe.time is not None:
-        return
-
-    def look(phases: Sequence[Phase]) -> None:
-        timeline = Timeline(phases)
-        Schedules(phases, [phase.steps for phase in timeline.phases], timeline.tokens_before)
-
-    def end_of_warm_up() -> None:
-        moe, steps = recipe.model.moe, Timeline(recipe.train.phases).steps
-        if moe is not None and moe.temperature != 1 and moe.temperature_steps >= steps:
-            raise UserError(
-                f"model.moe.temperature_steps {moe.temperature_steps:,} are not over when the run ends after {steps:,} steps, and the "
-                f"model is used at a temperature of 1; set at most {steps - 1:,}"
-            )
-
-    found = list(all_refusals(partial(look, [phase]) for phase in recipe.train.phases))
-    yield from found or all_refusals([partial(look, recipe.train.phases), end_of_warm_up])
 
 
 def stage_refusals(recipe: Recipe, stage: str) -> Iterator[UserError]:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lmworks.optim.schedules import Schedules
+from lmworks.recipe.derivation.phases import in_force
+from lmworks.recipe.derivation.schedules import Schedules
+from lmworks.recipe.derivation.timeline import Timeline
 from lmworks.recipe.schema.dpo import Dpo
 from lmworks.recipe.schema.grpo import Grpo
-from lmworks.recipe.schema.model import Rope
+from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Ewc, Phase
 from lmworks.recipe.schema.tune import Tune
@@ -26,14 +28,13 @@ from lmworks.shards.read.tuning_batches import TuningBatches
 from lmworks.train.data.chat import chat_shards
 from lmworks.train.data.mixture import read_changes
 from lmworks.train.data.replay import Replay, append_rows, replayed_rows, text_batches
-from lmworks.train.load import final_mtp_weight
 
 
 @dataclass(frozen=True)
 class PhaseSettings:
     """Settings that are constant within a phase.
 
-    `rope` and `mtp_loss_weight` are None where the model keeps what it has. `save_every` is in steps, counted from `first_step`; None
+    `model` is the model as the phase trains it, None where it keeps what it has. `save_every` is in steps, counted from `first_step`; None
     where the interval of the run holds.
     """
 
@@ -41,9 +42,8 @@ class PhaseSettings:
     name: str
     first_step: int
     sequence_length: int
-    rope: Rope | None
+    model: Model | None
     bias_update_rate: float
-    mtp_loss_weight: float | None = None
     ewc: Ewc | None = None
     save_every: int | None = None
 
@@ -84,7 +84,7 @@ class PretrainingCurriculum:
         self.batches = batches
         self.timeline = batches.order.timeline
         self.steps, self.tokens = self.timeline.steps, sum(phase.tokens for phase in self.timeline.phases)
-        self.phases = phase_settings(recipe, batches)
+        self.phases = phase_settings(recipe, self.timeline)
         self._schedules = Schedules(recipe.train.phases, [phase.steps for phase in self.timeline.phases], self.timeline.tokens_before)
 
     def sequences(self, step: int) -> int:
@@ -111,25 +111,16 @@ class PretrainingCurriculum:
         return sample_sequences(self.batches, phase.index - 1, count)
 
 
-def phase_settings(recipe: Recipe, batches: Batches) -> list[PhaseSettings]:
-    """The settings of each phase of pretraining.
-
-    RoPE, `bias_update_rate` and the MTP loss weight start with the values of `model` and carry over to later phases until a phase sets
-    its own.
-    """
-    rope = recipe.model.rope
-    bias_update_rate = recipe.model.moe.balance.bias_update_rate if recipe.model.moe else 0.0
-    mtp_loss_weight = recipe.model.mtp.loss_weight if recipe.model.mtp else None
-    timeline, settings = batches.order.timeline, []
-    for index, phase in enumerate(recipe.train.phases):
-        mtp_loss_weight = phase.mtp_loss_weight or mtp_loss_weight
-        rope = phase.rope.apply(rope) if phase.rope else rope
-        bias_update_rate = bias_update_rate if phase.bias_update_rate is None else phase.bias_update_rate
+def phase_settings(recipe: Recipe, timeline: Timeline) -> list[PhaseSettings]:
+    """The settings of each phase of pretraining. What a phase changes in the model holds in later phases too (`in_force`)."""
+    settings = []
+    for index, (phase, model) in enumerate(zip(recipe.train.phases, in_force(recipe), strict=True)):
         first_step = timeline.first_step(index)
         steps, tokens = timeline.first_step(index + 1) - first_step, timeline.phases[index].tokens
         save_every = None if phase.save_every is None else phase.save_every.interval(steps, tokens)
         settings.append(PhaseSettings(
-            index, phase.name, first_step, int(phase.sequence_length), rope, bias_update_rate, mtp_loss_weight, phase.ewc, save_every,
+            index, phase.name, first_step, int(phase.sequence_length), model, model.moe.balance.bias_update_rate if model.moe else 0.0,
+            phase.ewc, save_every,
         ))  # fmt: skip
     return settings
 
@@ -164,19 +155,18 @@ def stage_schedules(
 
 
 class OnePhase(Curriculum):
-    """A stage after pretraining as a `Curriculum` of one phase, with the RoPE of the model that it starts from.
+    """A stage after pretraining as a `Curriculum` of one phase, with the positions and windows of the model that it starts from.
 
     Its `bias_update_rate` is 0: the expert biases stay as they are.
     """
 
     def __init__(
-        self, name: str, recipe: Recipe, options: Tune | Dpo | Grpo, steps: int, mtp_loss_weight: float | None = None,
-        ewc: Ewc | None = None,
-    ) -> None:  # fmt: skip
+        self, name: str, recipe: Recipe, options: Tune | Dpo | Grpo, steps: int, ewc: Ewc | None = None
+    ) -> None:
         """`tokens_before` must work before this is called."""
         self.steps, self.tokens = steps, self.tokens_before(steps)
         length = int(options.sequence_length)
-        self._phase = PhaseSettings(0, name, 0, length, None, 0.0, mtp_loss_weight, ewc)
+        self._phase = PhaseSettings(0, name, 0, length, None, 0.0, ewc)
         self._schedules = stage_schedules(name, recipe, options, steps, self.tokens_before)
 
     def lr_factor(self, step: int) -> float:
@@ -210,7 +200,7 @@ class TuningCurriculum(OnePhase):
         self._length, self._batch = int(options.sequence_length), int(options.global_batch_size)
         self._recipe, self._shards = recipe, data.parents[1] / "shards"
         self.batches, replayed = tuning_batches(recipe, data)
-        super().__init__("tune", recipe, options, self.batches.steps, final_mtp_weight(recipe), options.ewc)
+        super().__init__("tune", recipe, options, self.batches.steps, options.ewc)
         self.replay = Replay(recipe, options.replay, self._shards, self.steps, replayed, self._length) if options.replay else None
 
     def sequences(self, step: int) -> int:

@@ -13,7 +13,7 @@ from lmworks.errors import UserError
 from lmworks.model import Transformer
 from lmworks.model_stages import BASE, MODEL_STAGES, ModelStage, final_checkpoint_of, last, of_model
 from lmworks.recipe.loading.load import load_resolved
-from lmworks.recipe.loading.weights import Weights, rope_of
+from lmworks.recipe.loading.weights import Weights, model_of
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.adapters import adapters_of, add_adapters
@@ -36,12 +36,6 @@ def final_model(run_dir: Path, recipe: Recipe | None = None) -> str:
     """The name of the model that a run ends with: that of its last stage which has checkpoints."""
     recipe = recipe or load_resolved(run_dir / "resolved.json")
     return last(stage for stage in stages_of(recipe) if listing.directories(run_dir / stage.checkpoints)).model
-
-
-def final_mtp_weight(recipe: Recipe) -> float | None:
-    """The weight of multi-token prediction in the last phase; None without it."""
-    changes = [phase.mtp_loss_weight for phase in recipe.train.phases if phase.mtp_loss_weight is not None]
-    return (changes or [recipe.model.mtp.loss_weight])[-1] if recipe.model.mtp else None
 
 
 def final_checkpoint(run_dir: Path, model: str) -> Path:
@@ -113,7 +107,7 @@ def load_model(
     while (meta := _filled(loaded, path, bool(recipe.optimizer.ema_decay))) is None:
         path = _final(place)
     require_same(run_dir, meta.get(META))
-    loaded.set_rope(rope_of(recipe, meta))
+    loaded.configure(model_of(recipe, meta))
     return _placed(loaded, dtype, device)
 
 

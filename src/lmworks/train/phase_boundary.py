@@ -1,4 +1,4 @@
-"""What changes in the model at the boundary between two phases: RoPE, the MTP loss weight, the penalty of `ewc`."""
+"""What changes at the boundary between two phases: the model in force (`lmworks.recipe.derivation.phases`), the penalty of `ewc`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ class PhaseBoundary:
         `saved` is the step of the checkpoint that the run was resumed from, or of the newest since.
         """
         self.penalty = None if phase.ewc is None else self._ewc_penalty(phase, phase.ewc, step, saved, loss_scale)
-        if phase.rope is not None:
-            self._model.set_rope(phase.rope)
-        if phase.mtp_loss_weight is not None:
-            self._model.set_mtp_loss_weight(phase.mtp_loss_weight)
+        if phase.model is not None:
+            self._model.configure(phase.model)
         if step == phase.first_step or self.phase is not None:
             self._ledger.write("phase", stage=self._stage, phase=phase.name, step=step, sequence_length=phase.sequence_length)
         self.phase = phase
@@ -43,8 +41,8 @@ class PhaseBoundary:
             penalty.load(self._checkpoints, phase.name, phase.first_step)
             return penalty
         before = self._curriculum.phase(max(phase.first_step, 1) - 1)
-        if before.rope is not None and phase.first_step:  # weights of start_from already have their own
-            self._model.set_rope(before.rope)
+        if before.model is not None and phase.first_step:  # weights of start_from already have their own
+            self._model.configure(before.model)
         self._heartbeat.beat(step, "ewc")
         penalty.estimate(self._curriculum.sequences_before(phase, options.sequences), loss_scale)
         penalty.save(self._checkpoints, phase.name, phase.first_step)

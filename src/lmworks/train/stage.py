@@ -16,7 +16,7 @@ from lmworks.metrics.system import reset_memory_peak
 from lmworks.model_stages import of_stage
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.loading.weights import rope_of
+from lmworks.recipe.loading.weights import model_of
 from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
@@ -73,9 +73,9 @@ class Plan:
 def start(
     recipe: Recipe, run_dir: Path, name: str, ranks: Ranks, lora: Lora | None = None, load_adapter: LoadAdapter | None = None
 ) -> Start:
-    """Build the model, in evaluation mode, and load the final weights of the stage before `name`, with their positions, on all ranks; the
-    first looks for the newest good ones. With `lora` the model is frozen and has adapters, which `load_adapter` fills from the folder that
-    `lora.init_from` names."""
+    """Build the model, in evaluation mode, and load the final weights of the stage before `name`, with their positions and windows, on all
+    ranks; the first looks for the newest good ones. With `lora` the model is frozen and has adapters, which `load_adapter` fills from the
+    folder that `lora.init_from` names."""
     reset_memory_peak()
     model = build_model(recipe, ranks, lora)
     model.eval()
@@ -85,7 +85,7 @@ def start(
     path = communicator.broadcast(found[0] if found else Path())
     meta = load_weights(path, model, identity(recipe), communicator, bool(recipe.optimizer.ema_decay))
     require_same(run_dir, meta.get(META))
-    model.set_rope(rope_of(recipe, meta))
+    model.configure(model_of(recipe, meta))
     if lora is not None and lora.init_from is not None:
         assert load_adapter is not None
         load_adapter(Path(lora.init_from), model.state_dict(), recipe.model, lora, content_of(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def open_stage(
     with (
         Ledger(run_dir / LEDGER, patient=True) if ranks.is_first else NoLedger() as ledger,
         Checkpoints(
-            saved, options, identity, report=ledger.write, recipe=as_tree(recipe), total_tokens=total_tokens,
+            saved, options, identity, report=partial(ledger.write, stage=stage.stage), recipe=as_tree(recipe), total_tokens=total_tokens,
             run_files=lambda: run_files_of(run_dir, saved),
         ) as checkpoints,
     ):  # fmt: skip

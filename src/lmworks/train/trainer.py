@@ -28,10 +28,9 @@ from lmworks.optim.optimizer import Updates
 from lmworks.optim.placement import local
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import is_compiled
-from lmworks.recipe.loading.weights import ROPE
+from lmworks.recipe.loading.weights import ARCHITECTURE, recorded
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import EarlyStopping as EarlyStoppingOptions
-from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.prefetch import Prefetch
 from lmworks.train.curriculum import Curriculum
@@ -286,8 +285,8 @@ class Trainer:
         phase = self._boundary.phase
         meta = {
             "step": self.step, "tokens": self.curriculum.tokens_before(self.step), "phase": phase.name if phase else None,
-            **self._inspector.meta(), **self._validator.meta(), USED: self._validator.used_step(self.step), ROPE: as_tree(self.model.rope),
-            **self._faults.meta(), **self.meta,
+            **self._inspector.meta(), **self._validator.meta(), USED: self._validator.used_step(self.step),
+            ARCHITECTURE: recorded(self.model.config), **self._faults.meta(), **self.meta,
         }  # fmt: skip
         state = self.model.without_duplicates(self._state.tensors())
         if not self._are_finite(state):

@@ -11,12 +11,12 @@ from typing import Any
 from lmworks.ablate.run_set import Branch
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.optim.schedules import Schedules
+from lmworks.recipe.derivation.schedules import Schedules
+from lmworks.recipe.derivation.timeline import Timeline
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.tree.fingerprint import as_tree
-from lmworks.shards.order.timeline import Timeline
 
 
 @dataclass(frozen=True)

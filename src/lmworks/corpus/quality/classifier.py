@@ -18,7 +18,7 @@ import numpy as np
 
 from lmworks.corpus.units import Units, ngrams_of
 from lmworks.errors import UserError
-from lmworks.files import atomic_path
+from lmworks.files import atomic_path, open_regular
 
 _FORMAT = "lmworks quality classifier 1"
 
@@ -95,6 +95,7 @@ class Classifier:
 
         again = "make it with: lmworks corpus classifier train"
         try:
+            open_regular(path).close()  # a pipe would be waited for
             with safe_open(path, "np") as file:
                 about, weights = file.metadata() or {}, file.get_tensor("weights") if "weights" in file.keys() else None  # noqa: SIM118
         except FileNotFoundError:

@@ -60,13 +60,13 @@ def first_batches(context: CheckContext) -> CheckResult:
             model, updates = with_optimizer(recipe, model)
     model.train()
     order = context.batches.order
-    for phase in phase_settings(recipe, context.batches):
+    for phase in phase_settings(recipe, order.timeline):
         rows = order.sequences(phase.first_step)[1]
         micro = min(micro_batch_size(recipe, phase.sequence_length, bool(model.pipeline)), rows)
         taken = min(rows, micro * ranks.size("dp") * (ranks.size("pp") * ranks.layout.pipeline_stages_per_rank if model.pipeline else 1))
         whole = context.batches.batch(phase.first_step, 0, taken)
-        if phase.rope is not None:
-            model.set_rope(phase.rope)
+        if phase.model is not None:
+            model.configure(phase.model)
         valid = max(1, whole.valid_tokens)
         with peak(device) as worked:
             own, share = whole.sequences(*model.rank_sequences(taken)), valid / whole.tokens.size

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lmworks.recipe.derivation.phases import in_force
 from lmworks.recipe.schema.model import Rope
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -26,8 +27,8 @@ def positions(recipe: Recipe) -> list[Positions]:
     """The RoPE settings of each phase: those of the phase before, unless it changes them."""
     found: list[Positions] = []
     rope = recipe.model.rope
-    for phase in recipe.train.phases:
-        before, rope = rope, phase.rope.apply(rope) if phase.rope else rope
+    for phase, model in zip(recipe.train.phases, in_force(recipe), strict=True):
+        before, rope = rope, model.rope
         text = describe(rope) if before == rope else f"{describe(before)} -> {describe(rope)}"
         found.append(Positions(phase.name, int(phase.sequence_length), rope, text))
     return found

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
+from lmworks.recipe.derivation.alignment import alignment_problems
 from lmworks.recipe.loading import deepspeed_checks
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.train import LrSchedule
 from lmworks.recipe.tree.paths import Keys, nearest
 
 _NO_EARLIER_TEXT = (
@@ -88,17 +90,11 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     model = recipe.model
     if not model.vocab_size or not model.num_hidden_layers:
         return  # of a recipe for a corpus alone
-    rope = model.rope
-    for index, phase in enumerate(recipe.train.phases):
-        if phase.rope and rope.partial_rotary_factor == 0:
-            yield (
-                ("train", "phases", index, "rope"),
-                "model.rope.partial_rotary_factor is 0, so there are no positions to change; leave rope out",
-            )
-        try:
-            rope = phase.rope.apply(rope) if phase.rope else rope
-        except ValidationError as error:
-            yield ("train", "phases", index, "rope"), error.errors()[0]["msg"].removeprefix("Value error, ")
+    element = 2 if recipe.train.precision in ("bf16", "fp16") else 4  # `auto` may be either; the plan knows of which cluster
+    for text in alignment_problems(model, max(1, recipe.layout.tp), element):
+        yield ("model", "moe", "moe_intermediate_size") if "moe_intermediate" in text else ("model", "hidden_size"), text
+    yield from _changes(recipe)
+    yield from _schedules(recipe)
     if model.vocab_size < recipe.tokenizer.vocab_size and not recipe.tokenizer.path:
         yield (
             ("model", "vocab_size"),
@@ -114,6 +110,46 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             ("model", "moe", "first_k_dense_replace"),
             f"all {model.num_hidden_layers} layers would be dense; lower first_k_dense_replace or set model.moe to null",
         )
+
+
+def _changes(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
+    """What phases change in the model, each seen with those before it."""
+    model = recipe.model
+    for index, phase in enumerate(recipe.train.phases):
+        at: Keys = ("train", "phases", index)
+        if phase.rope and model.rope.partial_rotary_factor == 0 and not phase.rope.partial_rotary_factor:
+            yield (*at, "rope"), "rope.partial_rotary_factor is 0, so there are no positions to change; leave rope out"
+        if phase.balance and model.moe is None:
+            yield (*at, "balance"), "there are no experts to balance; add model.moe or leave this out"
+        try:
+            model = phase.changed(model)
+        except ValidationError as error:
+            name = next((name for name in ("sliding_window", "no_rope_layer_interval") if getattr(phase, name) is not None), "rope")
+            yield (*at, name if phase.rope is None else "rope"), error.errors()[0]["msg"].removeprefix("Value error, ")
+            return
+        if model.moe and model.moe.balance.method == "sinkhorn" and recipe.layout.cp > 1:
+            key: Keys = (*at, "balance", "method") if phase.balance and phase.balance.method else ("model", "moe", "balance", "method")
+            yield key, "sinkhorn needs whole sequences; choose bias, or set layout.cp to 1"
+
+
+def _schedules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
+    """Schedules that span phases: these are there, and say nothing of a schedule themselves."""
+    phases = recipe.train.phases
+    for name in ("tune", "dpo", "grpo"):
+        if (stage := getattr(recipe, name)) is not None and stage.lr_schedule.phases > 1:
+            yield (name, "lr_schedule", "phases"), f"{name} is one phase; leave phases out"
+    index = 0
+    while index < len(phases):
+        first, spans = phases[index].name, phases[index].lr_schedule.phases
+        if index + spans > len(phases):
+            key: Keys = ("train", "phases", index, "lr_schedule", "phases")
+            yield key, f"there are {len(phases) - index} phases from {first} on, not {spans}; lower it"
+        for number in range(index + 1, min(index + spans, len(phases))):
+            phase = phases[number]
+            for name, free in (("lr_schedule", LrSchedule()), ("learning_rate_scale", 1.0)):
+                if getattr(phase, name) != free:
+                    yield ("train", "phases", number, name), f"the schedule of phase {first} spans {phase.name} too; leave this out"
+        index += spans
 
 
 def _unknown(name: str, known: list[str]) -> str:

@@ -12,13 +12,16 @@ from pydantic import ValidationError
 from lmworks.errors import UserError
 from lmworks.files import read_json
 from lmworks.model_stages import final_checkpoint_of, step_in
+from lmworks.recipe.derivation.phases import final, in_force
 from lmworks.recipe.gguf.folder import as_folder, find_gguf
 from lmworks.recipe.loading import hub
 from lmworks.recipe.loading.huggingface import from_config
-from lmworks.recipe.schema.model import Model, Rope
+from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.fingerprint import as_tree
 
-ROPE = "rope"  # key in a checkpoint's meta: the RoPE that its weights were trained with
+ARCHITECTURE = "architecture"  # key in a checkpoint's meta: what phases may change in the model that its weights compute
+_CHANGED = ("rope", "sliding_window", "layer_types", "no_rope_layer_interval")
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,7 @@ def find_weights(path: Path, needs_tokenizer: bool = True) -> Weights:
     reached, names = meta.get("phase"), [phase.name for phase in recipe.train.phases]
     run_dirs = [folder for folder in path.absolute().parents[:3] if (folder / "tokenizer").is_dir()]
     tokenizer = _tokenizer(run_dirs[0] / "tokenizer" if run_dirs else path)
-    model = recipe.model.model_copy(update={"rope": rope_of(recipe, meta)})
-    return Weights("checkpoint", path, model, tokenizer, recipe, reached if reached in names else None)
+    return Weights("checkpoint", path, model_of(recipe, meta), tokenizer, recipe, reached if reached in names else None)
 
 
 def _published(path: Path) -> Model:
@@ -105,21 +107,25 @@ def _published(path: Path) -> Model:
         raise UserError(f"{path.parent}: {error}") from None
 
 
-def rope_of(recipe: Recipe, meta: Mapping[str, Any]) -> Rope:
-    """The RoPE of a checkpoint with this meta. Without a record, that of the phase that it had reached, or of the last phase.
+def recorded(model: Model) -> dict[str, Any]:
+    """What a checkpoint's meta says of the model in force, under `ARCHITECTURE`."""
+    tree = as_tree(model)
+    return {key: tree[key] for key in _CHANGED}
+
+
+def model_of(recipe: Recipe, meta: Mapping[str, Any]) -> Model:
+    """The model of a checkpoint with this meta: positions and windows as they are recorded, or without a record those of the phase that
+    it had reached, or of the last phase.
 
     Raises `UserError` if the record is damaged.
     """
-    if ROPE in meta:
-        try:
-            return Rope.model_validate(meta[ROPE])
-        except ValidationError:
-            raise UserError("the RoPE in a checkpoint's meta.json is damaged; use another checkpoint") from None
-    rope, reached, phases = recipe.model.rope, meta.get("phase"), recipe.train.phases
-    names = [phase.name for phase in phases]
-    for phase in phases[: names.index(reached) + 1 if reached in names else len(names)]:
-        rope = phase.rope.apply(rope) if phase.rope else rope
-    return rope
+    names, reached = [phase.name for phase in recipe.train.phases], meta.get("phase")
+    model = in_force(recipe)[names.index(reached)] if reached in names else final(recipe)
+    changed = meta.get(ARCHITECTURE, {"rope": meta["rope"]} if "rope" in meta else {})  # earlier checkpoints recorded the positions alone
+    try:
+        return Model.model_validate(as_tree(model) | {key: changed[key] for key in _CHANGED if key in changed})
+    except (ValidationError, TypeError):
+        raise UserError("the positions or windows in a checkpoint's meta.json are damaged; use another checkpoint") from None
 
 
 def _meta(document: Mapping[str, Any]) -> dict[str, Any]:

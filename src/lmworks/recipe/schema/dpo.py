@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import NO_EFFECT, read_by
 from lmworks.recipe.schema.lora import Lora
+from lmworks.recipe.schema.optimizer import MOST_RATE
 from lmworks.recipe.schema.train import EarlyStopping, Forgetting, LrSchedule
 from lmworks.recipe.schema.tuning_set import GENERATED, LEARNING_RATE, NO_SCALE, TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
@@ -51,7 +52,7 @@ class Dpo(Node):
     pairs_per_step: int = Field(32, gt=1, description="pairs, or labeled answers for loss kto, per optimizer step, over all ranks")
     held_out_fraction: float = Field(0.05, ge=0, le=0.5, description="share of pairs held out for validation; at most 500")
     sequence_length: Tokens = Field(Tokens.parse("512 tokens"), description="tokens per row; longer conversations are left out")
-    learning_rate: float | None = Field(None, gt=0, description=LEARNING_RATE)
+    learning_rate: float | None = Field(None, gt=0, le=MOST_RATE, description=LEARNING_RATE)
     lr_schedule: LrSchedule = LrSchedule(kind="linear", warmup=Duration.parse("10%"), min_lr_ratio=0.0)
     early_stopping: EarlyStopping | None = Field(None, description="end the stage early; requires held-out pairs")
     forgetting: Annotated[Forgetting, NO_EFFECT] = Forgetting()

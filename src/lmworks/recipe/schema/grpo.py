@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import NO_EFFECT, read_by
 from lmworks.recipe.schema.lora import Lora
+from lmworks.recipe.schema.optimizer import MOST_RATE
 from lmworks.recipe.schema.train import EarlyStopping, Forgetting, LrSchedule
 from lmworks.recipe.schema.tuning_set import GENERATED, LEARNING_RATE, NO_SCALE, TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
@@ -82,7 +83,7 @@ class Grpo(Node):
     min_p: float = Field(0.0, ge=0, lt=1, description="rollouts draw from tokens of this probability relative to the likeliest; 0: off")
     held_out: int = Field(64, ge=0, description="prompts that are not trained on, one answer of each is judged at every validation")
     sequence_length: Tokens = Field(Tokens.parse("512 tokens"), description="tokens per row; too long prompts are left out")
-    learning_rate: float | None = Field(None, gt=0, description=LEARNING_RATE)
+    learning_rate: float | None = Field(None, gt=0, le=MOST_RATE, description=LEARNING_RATE)
     lr_schedule: LrSchedule = LrSchedule(kind="constant", warmup=Duration.parse("2%"))
     early_stopping: EarlyStopping | None = Field(None, description="end the stage early; lower is better, so name validation/wrong")
     forgetting: Annotated[Forgetting, NO_EFFECT] = Forgetting()

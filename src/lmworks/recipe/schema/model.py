@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -13,6 +14,7 @@ from lmworks.recipe.schema.units import Tokens
 # Plans and derivations loop over these numbers, so they are bounded whatever the recipe says. The largest models are far below.
 _WIDEST, MOST_LAYERS, _MOST_PARTS = 1 << 20, 2000, 1 << 16
 _MOST_ENTRIES = (1 << 31) - 1  # of a vocabulary: token ids are int32
+_SLOWEST = 87.0  # -log of the smallest frequency of RoPE, a normal number of fp32
 
 
 class Rope(Node):
@@ -21,7 +23,7 @@ class Rope(Node):
     renamed: ClassVar = {"fraction": "partial_rotary_factor", "original_length": "original_max_position_embeddings"}
 
     theta: float = Field(
-        10_000.0, gt=0, description="base of the RoPE frequencies; raising it extends the context (ABF; GLM: 10,000, then 1,000,000)"
+        10_000.0, gt=1, description="base of the RoPE frequencies; raising it extends the context (ABF; GLM: 10,000, then 1,000,000)"
     )
     partial_rotary_factor: float = Field(
         1.0, ge=0, le=1, description="fraction of each head that is rotated; GLM rotates half, 0 means no RoPE"
@@ -31,8 +33,8 @@ class Rope(Node):
     )
     factor: float = Field(1.0, ge=1, description="factor by which `scaling` extends the context")
     original_max_position_embeddings: Tokens | None = Field(None, description="context length before `scaling`")
-    beta_fast: float = Field(32.0, description="YaRN: rotations above which a frequency is unchanged")
-    beta_slow: float = Field(1.0, description="YaRN: rotations below which a frequency is fully interpolated")
+    beta_fast: float = Field(32.0, gt=0, description="YaRN: rotations above which a frequency is unchanged")
+    beta_slow: float = Field(1.0, gt=0, description="YaRN: rotations below which a frequency is fully interpolated")
     low_freq_factor: float = Field(
         1.0, gt=0, description="llama3: rotations within original_max_position_embeddings below which a frequency is fully interpolated"
     )
@@ -46,6 +48,8 @@ class Rope(Node):
             raise ValueError(f"rope.scaling {self.scaling} needs rope.original_max_position_embeddings, the context before the extension")
         if self.scaling == "none" and self.factor != 1:
             raise ValueError(f"rope.factor {self.factor:g} does nothing without rope.scaling; set scaling to linear, ntk, yarn or llama3")
+        if self.beta_fast < self.beta_slow:  # they are equal in Kimi-K2
+            raise ValueError(f"rope.beta_fast {self.beta_fast:g} must not be below rope.beta_slow {self.beta_slow:g}")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(f"rope.high_freq_factor {self.high_freq_factor:g} must exceed rope.low_freq_factor {self.low_freq_factor:g}")
         return self
@@ -202,9 +206,9 @@ class Model(Node):
     tie_word_embeddings: bool = Field(False, description="the output head is the embedding matrix")
     rms_norm_eps: float = Field(1e-5, gt=0, description="epsilon of RMSNorm, added to the mean square")
     initializer_range: Annotated[float, read_by("pretrain", "export"), NOT_ARCHITECTURE] = Field(
-        0.02, gt=0, description="standard deviation of the initial weights"
+        0.02, gt=0, le=10, description="standard deviation of the initial weights"
     )
-    final_logit_softcapping: float = Field(0.0, ge=0, description="tanh cap on the logits; 0 turns it off")
+    final_logit_softcapping: float = Field(0.0, ge=0, le=1e6, description="tanh cap on the logits; 0 turns it off")
     z_loss_weight: Annotated[float, NOT_ARCHITECTURE] = Field(0.0, ge=0, description="weight of the squared log-partition term (GLM: 1e-4)")
     residual_dropout: Annotated[float, NOT_ARCHITECTURE] = Field(0.0, ge=0, lt=1, description="dropout rate of residual updates")
     attention_dropout: Annotated[float, NOT_ARCHITECTURE] = Field(0.0, ge=0, lt=1, description="dropout rate of attention weights")
@@ -227,10 +231,28 @@ class Model(Node):
             raise ValueError(
                 f"model.num_key_value_heads {self.num_key_value_heads} must divide model.num_attention_heads {self.num_attention_heads}"
             )
-        if self.head_dim and self.mla is None and int(self.head_dim * self.rope.partial_rotary_factor) % 2:
+        return self
+
+    @model_validator(mode="after")
+    def _rope_has_frequencies(self) -> Model:
+        rope, share = self.rope, self.rope.partial_rotary_factor
+        if not share or not (self.mla or self.head_dim):
+            return self
+        rotated = self.mla.qk_rope_head_dim if self.mla else int((self.head_dim or 0) * share)
+        if rotated % 2:
+            raise ValueError(f"model.rope.partial_rotary_factor {share} of head_dim {self.head_dim} must be an even number of dimensions")
+        if not rotated:
             raise ValueError(
-                f"model.rope.partial_rotary_factor {self.rope.partial_rotary_factor} of head_dim {self.head_dim} must be an even "
-                f"number of dimensions"
+                f"model.rope.partial_rotary_factor {share:g} rotates none of the {self.head_dim} dimensions of a head; raise it to at "
+                f"least {2 / (self.head_dim or 1):.2g}, or set it to 0 for no positions"
+            )
+        if rope.scaling == "ntk" and rotated == 2:
+            raise ValueError("rope.scaling ntk stretches the slowest of several frequencies, and 2 rotated dimensions have one; use linear")
+        slowest = math.log(rope.theta) * (rotated - 2) / rotated + math.log(rope.factor)
+        if slowest > _SLOWEST:
+            raise ValueError(
+                f"rope.theta {rope.theta:g} and rope.factor {rope.factor:g} make the slowest frequency 1e-{slowest / math.log(10):.0f}, "
+                "less than fp32 can hold; lower them"
             )
         return self
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,7 @@ from lmworks.recipe.schema.activation_checkpointing import NONE, ActivationCheck
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.deepspeed import DeepSpeed
 from lmworks.recipe.schema.effect import NO_EFFECT, RESUME_ONLY, read_by
-from lmworks.recipe.schema.model import Rope
+from lmworks.recipe.schema.model import MOST_LAYERS, Model, Rope
 from lmworks.recipe.schema.units import Duration, Seconds, Tokens
 
 Milestone = Annotated[float, Field(gt=0, lt=1)]
@@ -29,6 +29,10 @@ class LrSchedule(Node):
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate relative to the peak (linear, cosine, wsd)")
     milestones: tuple[Milestone, ...] = Field((0.8, 0.9), description="multistep: positions in the phase at which the rate drops")
     gamma: float = Field(0.316, gt=0, lt=1, description="multistep: factor on the rate at each milestone")
+    phases: int = Field(
+        1, gt=0, description="phases that the schedule spans, this one and those after it, which have no schedule of their own; warmup, "
+        "decay and milestones then refer to all of their tokens (GLM-4.5: one cosine over general and mid-training)"
+    )
 
     @model_validator(mode="after")
     def _rising(self) -> LrSchedule:
@@ -50,7 +54,8 @@ class RopeChange(Node):
 
     renamed: ClassVar = {"original_length": "original_max_position_embeddings"}
 
-    theta: float | None = Field(None, gt=0, description="new base of the frequencies (ABF)")
+    theta: float | None = Field(None, gt=1, description="new base of the frequencies (ABF)")
+    partial_rotary_factor: float | None = Field(None, ge=0, le=1, description="new fraction of each head that is rotated; 0 means no RoPE")
     scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] | None = Field(None, description="new scaling method")
     factor: float | None = Field(None, ge=1, description="new scaling factor")
     original_max_position_embeddings: Tokens | None = Field(None, description="context length before the extension")
@@ -64,6 +69,16 @@ class RopeChange(Node):
         if self.scaling == "none":
             changes.setdefault("factor", 1.0)
         return Rope.model_validate(rope.model_copy(update=changes).__dict__)
+
+
+class BalanceChange(Node):
+    """A change of the balancing of experts at the first step of a phase; keys that are omitted keep their value."""
+
+    method: Literal["bias", "aux", "sinkhorn", "none"] | None = Field(None, description="new model.moe.balance.method")
+    bias_update: Literal["sign", "proportional"] | None = Field(None, description="new model.moe.balance.bias_update")
+    bias_clamp: float | None = Field(None, gt=0, description="new model.moe.balance.bias_clamp")
+    aux_loss_weight: float | None = Field(None, ge=0, description="new model.moe.balance.aux_loss_weight")
+    sequence_aux_loss_weight: float | None = Field(None, ge=0, description="new model.moe.balance.sequence_aux_loss_weight")
 
 
 def check_weights(where: str, mixture: dict[str, float]) -> None:
@@ -145,9 +160,19 @@ class Phase(Node):
     sequence_length: Annotated[Tokens, read_by("pretrain", "evaluate", "export")] = Field(description="tokens per sequence")
     global_batch_size: Tokens = Field(description="tokens per optimizer step, over all ranks and accumulation")
     batch_ramp: BatchRamp | None = None
-    learning_rate_scale: float = Field(1.0, gt=0, description="peak learning rate of this phase relative to optimizer.learning_rate")
+    learning_rate_scale: float = Field(1.0, gt=0, le=1000, description="peak rate of this phase relative to optimizer.learning_rate")
     lr_schedule: LrSchedule = LrSchedule()
     rope: Annotated[RopeChange | None, read_by("pretrain", "tune", "dpo", "grpo", "evaluate", "export")] = None
+    sliding_window: Annotated[Tokens | Literal["full"] | None, read_by("pretrain", "tune", "dpo", "grpo", "evaluate", "export")] = Field(
+        None, description="replaces model.sliding_window from this phase on; full: every layer sees everything"
+    )
+    no_rope_layer_interval: Annotated[int | None, read_by("pretrain", "tune", "dpo", "grpo", "evaluate", "export")] = Field(
+        None, ge=0, le=MOST_LAYERS, description="replaces model.no_rope_layer_interval from this phase on"
+    )
+    mask_documents: bool = Field(
+        True, description="attention ends at document borders, where positions begin again; false: a sequence is one document to it"
+    )
+    balance: BalanceChange | None = None
     bias_update_rate: float | None = Field(
         None, ge=0, description="replaces model.moe.balance.bias_update_rate from this phase on (GLM: 0.001, late in the run 0)"
     )
@@ -180,6 +205,27 @@ class Phase(Node):
                 "global_batch_size"
             )
         return self
+
+
+    def changed(self, model: Model) -> Model:
+        """The model of the phase before with the changes of this one. Raises `ValidationError` if they do not fit it."""
+        changes: dict[str, Any] = {}
+        if self.rope is not None:
+            changes["rope"] = self.rope.apply(model.rope)
+        if self.sliding_window == "full":
+            changes |= {"sliding_window": None, "layer_types": ()}
+        elif self.sliding_window is not None:
+            changes["sliding_window"] = self.sliding_window
+        if self.no_rope_layer_interval is not None:
+            changes["no_rope_layer_interval"] = self.no_rope_layer_interval
+        if model.mtp is not None and self.mtp_loss_weight is not None:
+            changes["mtp"] = model.mtp.model_copy(update={"loss_weight": self.mtp_loss_weight})
+        if model.moe is not None:
+            balance = {} if self.balance is None else {key: value for key, value in self.balance if value is not None}
+            balance |= {} if self.bias_update_rate is None else {"bias_update_rate": self.bias_update_rate}
+            changed = model.moe.balance.model_copy(update=balance)
+            changes |= {"moe": model.moe.model_copy(update={"balance": changed})} if balance else {}
+        return Model.model_validate(model.model_copy(update=changes).__dict__) if changes else model
 
 
 class Train(Node):

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import NO_EFFECT, read_by
 from lmworks.recipe.schema.lora import Lora
+from lmworks.recipe.schema.optimizer import MOST_RATE
 from lmworks.recipe.schema.train import EarlyStopping, Ewc, Forgetting, LrSchedule, check_weights
 from lmworks.recipe.schema.tuning_set import GENERATED, LEARNING_RATE, NO_SCALE, TuningSet
 from lmworks.recipe.schema.units import Duration, Tokens
@@ -110,7 +111,7 @@ class Tune(Node):
     )
     sequence_length: Tokens = Field(Tokens.parse("512 tokens"), description="tokens per sequence")
     global_batch_size: Tokens = Field(Tokens.parse("8Ki tokens"), description="tokens per optimizer step")
-    learning_rate: float | None = Field(None, gt=0, description=LEARNING_RATE)
+    learning_rate: float | None = Field(None, gt=0, le=MOST_RATE, description=LEARNING_RATE)
     lr_schedule: LrSchedule = LrSchedule(kind="linear", warmup=Duration.parse("5%"), min_lr_ratio=0.0)
     validation_fraction: float = Field(
         0.02, ge=0, lt=1, description="fraction of each set of conversations that is held out for validation; at least one, at most 500"

@@ -23,12 +23,12 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.recipe.derivation.buckets import expand
+from lmworks.recipe.derivation.timeline import PhaseSteps, Timeline
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
 from lmworks.shards.format.manifest import Manifest
 from lmworks.shards.order.epochs import EpochOrder
 from lmworks.shards.order.mixture import Mixture, MixturePlan
-from lmworks.shards.order.timeline import PhaseSteps, Timeline
 
 CountSequences = Callable[[str, Sequence[int], int], int]
 """(source, borders, sequence length) -> the number of sequences between the first and the last border."""

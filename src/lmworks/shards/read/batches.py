@@ -75,7 +75,8 @@ class Batches:
         self._fill_cache(sequences, phase, found)
         filled = sequences.fill(phase, found)
         self._check_vocabulary(filled, step)
-        begins = np.append(filled.begins, filled.tokens.size).astype(np.int32)
+        rows = np.arange(0, filled.tokens.size, filled.tokens.shape[1])
+        begins = np.append(filled.begins if self.recipe.train.phases[phase].mask_documents else rows, filled.tokens.size).astype(np.int32)
         return Batch(filled.tokens, filled.labels, begins, phase, step)
 
     def fill_cache(self, step: int) -> None:

@@ -144,5 +144,5 @@ def whole_model(model: ParallelModel, lora: Lora | None = None) -> Transformer:
             copy.get_submodule(module).register_buffer(own, buffer, persistent=False)
     if copy.config.tie_word_embeddings:
         copy.head.weight = copy.embedding.weight  # type: ignore[assignment]
-    copy.set_rope(part.rope)
+    copy.configure(part.config)
     return copy.eval()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -82,17 +81,15 @@ class FaultHandler:
     def begin(self) -> None:
         """Begin at step 0, because there is no checkpoint. If the ledger knows of some, they were deleted, so that the stage starts over:
         the rollbacks of its former course, what they skip, and its changes of the mixture no longer hold."""
-        name, saved = self.checkpoints.directory.name, []
-        if self._communicator.is_first:
-            lines = since_start_over(self.ledger.read(), self.stage)
-            saved = [line["step"] for line in lines if line["event"] == "checkpoint" and Path(line.get("path", "")).parent.name == name]
-        saved = self._communicator.broadcast(saved)
-        if not saved:
+        lines = since_start_over(self.ledger.read(), self.stage)
+        saved = [line["step"] for line in lines if line["event"] == "checkpoint" and line.get("stage") == self.stage]
+        reached = self._communicator.broadcast(max(saved, default=0))
+        if not reached:
             return
-        self._report(START_OVER, step=max(saved), rollbacks=len(self.history))
+        self._report(START_OVER, step=reached, rollbacks=len(self.history))
         self._warn(
             f"{self.checkpoints.directory} has no checkpoint any more, so {self.stage} starts over from step 0; the rollbacks, skipped "
-            f"steps and changes of the mixture of the run that had reached step {max(saved):,} do not apply"
+            f"steps and changes of the mixture of the run that had reached step {reached:,} do not apply"
         )
         self.history = []
 

@@ -1,4 +1,4 @@
-"""Alignment that the grouped matrix products of experts require, checked by the plan and by the run."""
+"""Alignment that the grouped matrix products of experts require: checked when a recipe is loaded, by the plan and by the run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The learning-rate schedule as a pure function of the step: `Schedules.lr_factor(step)` times a group's peak is its learning rate.
 
-Phases have a warm-up, a shape and a batch ramp, and follow each other without a cold restart.
+Phases have a warm-up, a shape and a batch ramp, and follow each other without a cold restart. A schedule may span several phases.
 
 A phase is a curve over the tokens x in [0, n] that have been trained on in it; step i of it uses the curve at the end of the step.
 So the first step of a run already moves, a warm-up ends on the peak, the last step of a phase ends on the last value of its shape, and
@@ -20,10 +20,14 @@ from lmworks.recipe.schema.units import Duration
 
 
 class _Curve:
-    """One phase. Positions are tokens since its first step; values are fractions of `optimizer.learning_rate`."""
+    """The schedule of one phase, or of all that it spans (`lr_schedule.phases`). Positions are tokens since the first step; values are
+    fractions of `optimizer.learning_rate`."""
 
-    def __init__(self, phase: Phase, steps: int, tokens_before: Callable[[int], int]) -> None:
-        self.phase, self.steps, self.tokens_before = phase, steps, tokens_before
+    def __init__(self, phases: Sequence[Phase], steps_per_phase: Sequence[int], tokens_before: Callable[[int], int]) -> None:
+        self.phases, self._ends = phases, list(accumulate(steps_per_phase))
+        phase = self.phase = phases[0]
+        steps = self.steps = self._ends[-1]
+        self.tokens_before = tokens_before
         self.length = tokens_before(steps)
         # Also catches a function that gives the tokens of one step where the tokens before it are meant.
         assert tokens_before(0) == 0
@@ -51,7 +55,7 @@ class _Curve:
             tokens = tokens_of_steps(int(duration.value)) if duration.value <= self.steps else self.length + 1
         if tokens > self.length:
             raise UserError(
-                f"phase {self.phase.name}: schedule.{name} of {duration.text()} is longer than the phase's {self.steps:,} steps "
+                f"phase {self.phase.name}: lr_schedule.{name} of {duration.text()} is longer than the phase's {self.steps:,} steps "
                 f"({self.length:,} tokens); shorten it or raise tokens"
             )
         return tokens
@@ -59,7 +63,7 @@ class _Curve:
     def value(self, step: int) -> float:
         """At the end of the step-th step."""
         x = self.tokens_before(step + 1)
-        top = self.phase.learning_rate_scale * self._rescale(x - self.tokens_before(step))
+        top = self.phase.learning_rate_scale * _rescale(self.phases[bisect_right(self._ends, step)], x - self.tokens_before(step))
         if x < self.warmup:
             return self.start + (top - self.start) * x / self.warmup
         return top * self._shape(x)
@@ -85,13 +89,14 @@ class _Curve:
             done = (1 - math.cos(math.pi * done)) / 2
         return 1 - (1 - final) * done
 
-    def _rescale(self, batch: int) -> float:
-        """The factor for a batch that is still smaller than the phase's global batch (Malladi et al. 2022, arXiv:2205.10287: the root)."""
-        ramp = self.phase.batch_ramp
-        if ramp is None or ramp.rescale == "none":
-            return 1.0
-        ratio = batch / self.phase.global_batch_size
-        return math.sqrt(ratio) if ramp.rescale == "sqrt" else ratio
+
+def _rescale(phase: Phase, batch: int) -> float:
+    """The factor for a batch that is still smaller than the phase's global batch (Malladi et al. 2022, arXiv:2205.10287: the root)."""
+    ramp = phase.batch_ramp
+    if ramp is None or ramp.rescale == "none":
+        return 1.0
+    ratio = batch / phase.global_batch_size
+    return math.sqrt(ratio) if ramp.rescale == "sqrt" else ratio
 
 
 class Schedules:
@@ -102,13 +107,17 @@ class Schedules:
     """
 
     def __init__(self, phases: Sequence[Phase], steps_per_phase: Sequence[int], tokens_before: Callable[[int], int]) -> None:
-        self._ends = list(accumulate(steps_per_phase))
+        self._ends: list[int] = []  # of the curves
         self._curves: list[_Curve] = []
-        for phase, steps, end in zip(phases, steps_per_phase, self._ends, strict=True):
-            curve = _Curve(phase, steps, _since(end - steps, tokens_before))
+        index = first = 0
+        while index < len(phases):
+            stop = index + phases[index].lr_schedule.phases
+            curve = _Curve(phases[index:stop], steps_per_phase[index:stop], _since(first, tokens_before))
             if self._curves:
                 curve.start = self._curves[-1].value(self._curves[-1].steps - 1)
             self._curves.append(curve)
+            index, first = stop, first + curve.steps
+            self._ends.append(first)
 
     def lr_factor(self, step: int) -> float:
         """The factor of a step on the peak learning rates (`optimizer.learning_rate`); after the last step, that of the last step."""
