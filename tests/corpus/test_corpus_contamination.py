@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
+from unicodedata import combining, normalize
+from urllib.parse import quote, quote_plus
 
 import numpy as np
 import pytest
@@ -238,6 +241,12 @@ ITEM = (
     "and the other hives fly busily. Which cause should he look for first before he opens them?"
 )
 _WORDS = ITEM.split()
+
+
+def batched(words: list[str]) -> list[tuple[str, str]]:
+    return list(zip(words[::2], words[1::2] + [""] * (len(words) % 2), strict=True))
+
+
 DEFACED = {
     "tags between all words": "<b>" + "</b> <b>".join(_WORDS) + "</b>",
     "tags with attributes": "".join(f'<span class="w {place}" id=w{place}>{word}</span>' for place, word in enumerate(_WORDS)),
@@ -250,8 +259,124 @@ DEFACED = {
     "comments in a file of JSON": '{"q": "' + "\\n\\u003c!-- x --\\u003e".join(_WORDS) + '"}',
     "emphasis on all words": "_" + "_ __".join(_WORDS) + "__",
     "underscores as entities": "&#95;" + "&#95; &#95;".join(_WORDS) + "&#95;",
+    "links of Markdown": " ".join(f"[{word}](https://a.example/{place}_(b) 'title')" for place, word in enumerate(_WORDS)),
+    "links by number": " ".join(f"[{word}][{place}]" if place % 2 else word for place, word in enumerate(_WORDS)),
+    "links of wikis": " ".join(f"[[Page {place}|{word}]]" if place % 2 else f"[[{word}]]" for place, word in enumerate(_WORDS)),
+    "links out of wikis": " ".join(f"[https://a.example/?q={place} {word}]" for place, word in enumerate(_WORDS)),
+    "bold of wikis": " ".join(f"'''{word}'''" for word in _WORDS),
+    "links of Org": " ".join(f"[[https://a.example/{place}][{word}]]" for place, word in enumerate(_WORDS)),
+    "footnotes": " ".join(f"{word}[{place}]" for place, word in enumerate(_WORDS)),
+    "footnotes of Markdown": " ".join(f"{word}[^note{place}]" for place, word in enumerate(_WORDS)),
+    "footnotes in HTML": " ".join(f"{word}<sup>[{place}]</sup>" for place, word in enumerate(_WORDS)),
+    "footnotes as superscripts": " ".join(f"{word}¹²" if len(word) > 2 else word for word in _WORDS),
+    "bold of LaTeX": " ".join(rf"\textbf{{\emph{{{word}}}}}" for word in _WORDS),
+    "old bold of LaTeX": " ".join(rf"{{\bf {word}}}" for word in _WORDS),
+    "bulletin boards": " ".join(f"[b]{word}[/b] [url=https://a.example]{after}[/url]" for word, after in batched(_WORDS)),
+    "roles of reStructuredText": " ".join(f":ref:`{word}` `{after} <https://a.example>`_" for word, after in batched(_WORDS)),
+    "bold and struck": "**" + "** ~~".join(_WORDS).replace(" ~~", "~~ **") + "**",
+    "code": "`" + "` `".join(_WORDS) + "`",
+    "URL": quote(ITEM),
+    "query of a URL": quote_plus(ITEM),
+    "quoted-printable": "=\n".join(ITEM[place : place + 31] for place in range(0, len(ITEM), 31)),
+    "broken words": " ".join(f"{word[:3]}-\n{word[3:]}" if len(word) > 5 else word for word in _WORDS),
+    "quoted lines": "\n".join(f"> {word}" for word in _WORDS),
+    "a table": "| " + " | ".join(_WORDS) + " |",
+    "full width": "".join(chr(ord(char) + 0xFEE0) if char != " " else "\u3000" for char in ITEM),
+    "joiners": "\u200d".join(ITEM),
+    "zero-width spaces": "\u200b".join(ITEM),
+    "soft hyphens": "\u00ad".join(ITEM),
+    "mathematical letters": "".join(chr(0x1D41A + ord(char) - 97) if "a" <= char <= "z" else char for char in ITEM),
+    "JSON in JSON": json.dumps({"a": json.dumps({"q": ITEM.replace(" ", "\n")})}),
+    "JSON in JSON in JSON": json.dumps([json.dumps({"a": json.dumps({"q": ITEM.replace(" ", "\n")})})]),
     "one word in ten changed": " ".join("something" if place % 10 == 6 else word for place, word in enumerate(_WORDS)),
 }
+
+
+HALF = {normalize("NFKC", char): char for char in map(chr, range(0xFF66, 0xFF9E))}
+HALF |= {normalize("NFKC", char + mark): char + mark for char in map(chr, range(0xFF66, 0xFF9E)) for mark in "\uff9e\uff9f"
+         if len(normalize("NFKC", char + mark)) == 1}  # fmt: skip
+SAME = {
+    "Greek capitals": (
+        "Ποιο ποτάμι περνάει μέσα από την πόλη και χύνεται στη θάλασσα κοντά στο παλιό λιμάνι των ψαράδων της ακτής;",
+        str.upper,
+    ),
+    "Greek capitals without accents": (
+        "Ποιο ποτάμι περνάει μέσα από την πόλη και χύνεται στη θάλασσα κοντά στο παλιό λιμάνι των ψαράδων της ακτής;",
+        lambda text: "".join(char for char in normalize("NFD", text.upper()) if not combining(char)),
+    ),
+    "Turkish capitals": (
+        "Hangi ırmak şehrin içinden geçip balıkçıların eski limanı yakınında denize dökülür ve kışın bile hiç donmaz, bilir misin?",
+        lambda text: text.replace("i", "İ").replace("ı", "I").upper(),
+    ),
+    "Arabic vowels": (
+        "أي نهر يمر في وسط المدينة ثم يصب في البحر قرب الميناء القديم للصيادين في الجنوب من البلاد؟",
+        lambda text: "".join(f"{char}\u064e" if place % 2 else f"{char}\u0640" for place, char in enumerate(text)),
+    ),
+    "Arabic presentation forms": (
+        "لا يمر النهر الا في وسط المدينة ثم لا يصب في البحر بل في بحيرة لا ماء فيها في الصيف",
+        lambda text: text.replace("لا", "\ufefb").replace("م", "\ufee3"),
+    ),
+    "Hindi with joiners": (
+        "कौन सी नदी शहर के बीच से होकर बहती है और मछुआरों के पुराने बंदरगाह के पास समुद्र में क्या लेकर गिरती है?",
+        lambda text: text.replace("\u094d", "\u094d\u200d").replace("ी", "ी\u200c"),
+    ),
+    "Thai with zero-width spaces": (
+        "แม่น้ำสายใดไหลผ่านใจกลางเมืองแล้วไหลลงสู่ทะเลใกล้ท่าเรือเก่าของชาวประมงทางทิศใต้ของประเทศ",
+        lambda text: text.replace("น", "น\u200b"),
+    ),
+    "Japanese in half width": (
+        "ドノカワガマチノナカヲナガレテフルイミナトノチカクデウミニソソグノカヲコタエテクダサイ",
+        lambda text: "".join(HALF.get(char, char) for char in text),
+    ),
+    "Vietnamese, decomposed": (
+        "Con sông nào chảy qua giữa thành phố rồi đổ ra biển gần bến cảng cũ của những người đánh cá ở phía nam đất nước?",
+        lambda text: normalize("NFD", text),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SAME)
+def test_an_item_is_found_in_other_forms_of_its_letters(how: str) -> None:
+    item, changed = SAME[how]
+    assert changed(item) != item
+    assert list(matches_of(decontaminator_of([(item, "")]), [FILLER, f"{FILLER}\n{changed(item)}\n{FILLER}"])) == [1]
+
+
+WORKED = "First 16 - 3 - 4 = 9 eggs (16 - 7 = 9). Then 9 * 2 = 18, 18 / 3 = 6, 6 + 6 = 12 and 12 * 4 = 48.\n#### 48"
+
+
+@pytest.mark.parametrize("how", DEFACED)
+def test_an_answer_of_symbols_does_not_change_how_its_question_is_searched_for(how: str) -> None:
+    alone, answered = decontaminator_of([(ITEM, "")]), decontaminator_of([(ITEM, WORKED)])
+    text = f"{FILLER} {DEFACED[how]} {FILLER}"
+    assert list(matches_of(alone, [text])) == list(matches_of(answered, [text])) == [0]
+    assert answered.protected == {"own": 1} and answered.trivial == {}
+
+
+def test_a_worked_answer_is_searched_for_with_its_symbols_and_a_short_question_with_its_answer() -> None:
+    decontaminator = decontaminator_of([(ITEM, WORKED)])
+    other = WORKED.replace("+", "/").replace("-", "*").replace("16", "17")
+    assert sorted(matches_of(decontaminator, [f"{FILLER}\n{WORKED}\n{FILLER}", f"{FILLER}\n{other}\n{FILLER}"])) == [0]
+    short = "How many eggs are left over?", "16 - 7 = 9"
+    assert documents_matching([f"{FILLER} {short[0]} {FILLER}", f"{FILLER} {short[0]} Answer: {short[1]}"], *short) == [1]
+
+
+def test_ten_words_of_thai_are_not_twenty_characters() -> None:
+    war = "สงครามโลกครั้งที่สอง"  # the Second World War: 20 code points, 16 characters with their marks, four words
+    prose = f"หลังจาก{war}สิ้นสุดลง ผู้คนในหมู่บ้านก็กลับมาทำนากันอีกครั้งและสร้างบ้านของตนขึ้นใหม่"
+    assert documents_matching([prose], "เหตุการณ์ใดทำให้แผนที่ของทวีปเปลี่ยนไปมากที่สุดในศตวรรษนี้", war) == []
+
+
+def test_items_that_differ_in_what_their_tags_hold_are_found() -> None:
+    rng = np.random.default_rng(1)
+    paths = [" L ".join(f"{x:.2f},{y:.2f}" for x, y in rng.integers(10, 90, (7, 2))) for _ in range(30)]
+    shapes = "Options:\n(A) circle\n(B) heptagon\n(C) hexagon\n(D) kite\n(E) line\n(F) octagon\n(G) pentagon\n(H) rectangle\n(I) sector"
+    items = [(f'This SVG path element <path d="M {path}"/> draws a\n{shapes}', "(B)") for path in paths]
+    decontaminator = decontaminator_of(items)
+    assert decontaminator.protected == {"own": 30}
+    documents = [f"{FILLER}\n{question}\n{FILLER}" for question, _ in items]
+    other = documents[0].replace(paths[0], " L ".join(["12.00,34.00", "56.00,78.00", "11.00,22.00"] * 2))
+    assert sorted(matches_of(decontaminator, [*documents, other])) == list(range(30))
 
 
 @pytest.mark.parametrize("how", DEFACED)
@@ -281,6 +406,16 @@ def test_an_underscore_inside_a_name_belongs_to_it_and_unclosed_comments_take_li
     begun = time.process_time()
     assert len(scan_forms(text)) == 2
     assert time.process_time() - begun < 5  # quadratic time would be hours
+
+
+UNCLOSED = ("[", "[a|", "[a](b", "%20", "=4", "\\textbf{", "{\\bf ", "`a <", "**a", "[^", "[1,", "<a b=", "[//a ", "[[a][", "a_", "\\\\n")
+
+
+@pytest.mark.parametrize("start", UNCLOSED)
+def test_unclosed_markup_takes_linear_time(start: str) -> None:
+    begun = time.process_time()
+    assert scan_forms(start * (200_000 // len(start)))
+    assert time.process_time() - begun < 5
 
 
 def test_a_few_common_words_are_no_item_with_changes() -> None:

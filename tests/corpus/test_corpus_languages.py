@@ -58,7 +58,10 @@ def test_letters_and_vowels_that_tell_words_apart_do(one: str, other: str) -> No
     assert hashes_of(one) != hashes_of(other)
 
 
-@given(st.lists(st.text(alphabet="aÉß ﬁ\u200dक\u094d१ก่ｶﾞ한ᄒ\u1161.\n漢\U000e0041", max_size=30), min_size=1, max_size=6))
+PIECES = ["a", "É", "ß", " ", "ﬁ", "\u200d", "क", "\u094d", "१", "ก", "\u0e48", "ｶﾞ", "한", "ᄒ\u1161", ".", "\n", "漢", "\U000e0041", "x²"]
+
+
+@given(st.lists(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), min_size=1, max_size=6))
 def test_folding_is_that_of_single_characters_and_places_are_in_the_text(texts: list[str]) -> None:
     batch = units(texts)
     for document, text in enumerate(texts):

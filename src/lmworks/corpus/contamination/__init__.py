@@ -2,9 +2,9 @@
 C).
 
 A training document that shares a run of 13 words with a held-out document or an evaluation item (question and answer) is contaminated.
-Case, punctuation, spaces, line breaks, and tags, short comments and entities between the words are ignored. An underscore is punctuation
-unless it joins two words, as in a name of a program. A document with comments is scanned with them as well, and one with more escapes than
-line ends (JSON) unescaped as well. Further rules:
+Case, accents, invisible characters, forms of letters and digits (`lmworks.letters`), punctuation, spaces, line breaks, and markup between
+the words (`readings`) are ignored. An underscore is punctuation unless it joins two words, as in a name of a program. A document with
+comments is scanned with them as well, and one with many escapes (JSON) unescaped as well. Further rules:
 
 - An evaluation item of 13 words or more also matches if two fifths of its runs of 5 words, and at least six, occur in a stretch a third
   longer than the item: most of it is there, with some words changed.
@@ -20,9 +20,10 @@ Two exceptions avoid false positives; both are reported with names and counts:
   evaluation set is never boilerplate, however often it was copied.
 - A run that more than 10 items of an evaluation set share, or half of its items and at least 3, is part of the wording of the set.
 
-In scripts without spaces a character carries less than a word, so all lengths are doubled. An item with many symbols (at least one per
-three words: formulas, code, brackets, emoji) is compared with its symbols, with doubled lengths; so is a held-out document with more
-symbols than words. In all other text symbols are ignored.
+In scripts without spaces a character carries less than a word, so all lengths are multiplied: by two in Chinese and Japanese, three in
+Burmese, four in Thai, Lao and Khmer. An item with many symbols (at least one per three words: formulas, code, brackets, emoji) is compared
+with its symbols, with doubled lengths; so is a held-out document with more symbols than words. In all other text symbols are ignored. If
+only the question or only the answer consists of symbols, each is searched for in its own way, unless the question is under 5 words.
 
 On many machines, every process builds the same `Decontaminator` from the same protected texts. `scan` maps over the parts of the corpus,
 `count_documents` adds up the `Findings` of all parts, and with this sum the `suspect_documents` of each part are decided one by one

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from lmworks.corpus.contamination.ngram_tables import NEAR, SHORTEST, Item, Prot
 from lmworks.corpus.contamination.readings import scan_forms, scan_forms_with_positions
 from lmworks.corpus.units import Symbols, Units, mostly_symbols, ngrams, ngrams_of, symbolic, symbolic_stretches, units
 from lmworks.files import atomic_path
+from lmworks.letters import spaceless_language, units_per_word
 
 BOILERPLATE_DOCUMENTS = 10
 MOST_EXEMPT = 50  # passages of boilerplate that are reported
@@ -124,6 +126,37 @@ _Span = tuple[int, int, int, int]
 """(document, protected text, first unit, one past the last)"""
 
 
+@dataclass(frozen=True)
+class _Part:
+    """An item, or its question or answer alone, in the form in which it is searched for. `context` is the answer beside a question that is
+    searched for alone.
+    """
+
+    number: int
+    name: str
+    group: int
+    question: str
+    answer: str
+    context: str
+    symbols: Symbols
+
+
+def _parts(asked: Sequence[str], replied: Sequence[str], evaluation: bool) -> Iterator[tuple[int, str, str, str, Symbols]]:
+    """(item, question, answer, context, symbols) of what items are searched for: as a whole if question and answer are both prose or both
+    consist of symbols, otherwise each alone. A question that is too short to be searched for alone goes with its answer.
+    """
+    made = symbolic if evaluation else mostly_symbols
+    both = made([_joined(question, answer) for question, answer in zip(asked, replied, strict=True)])
+    apart = (made(asked) != made(replied)) & (np.diff(units(asked).bounds) >= SHORTEST)
+    for number, (question, answer) in enumerate(zip(asked, replied, strict=True)):
+        if answer and apart[number]:
+            of_question, of_answer = made([question, answer]).tolist()
+            yield number, question, "", answer, "all" if of_question else ""
+            yield number, "", answer, "", "all" if of_answer else ""
+        else:
+            yield number, question, answer, answer, "all" if both[number] else ""
+
+
 class _ItemSearch:
     """Protected items under one way of splitting text into units, and the search for them in a batch that was split in the same way."""
 
@@ -211,7 +244,8 @@ class Decontaminator:
         self.ngram = ngram
         self.names: list[str] = []
         self.evaluation: list[bool] = []
-        self._texts: list[tuple[str, str]] = []  # questions and answers
+        self._numbers: list[int] = []  # the item that each protected text is, or is a part of
+        self._texts: list[tuple[str, str]] = []  # questions and answers, without markup
         self._sets: dict[str, int] = {}
         self._sizes: list[int] = []
         self._items: dict[Symbols, list[Item]] = {"": [], "all": []}
@@ -228,28 +262,39 @@ class Decontaminator:
         A held-out document shorter than the n-gram is ignored.
         """
         assert "_views" not in self.__dict__, "protect everything before the first scan"
-        answers = answers if answers is not None else [""] * len(texts)
-        both = [_joined(text, answer) for text, answer in zip(texts, answers, strict=True)]
-        made_of = symbolic(both) if evaluation else mostly_symbols(both)
+        first = self._numbers[-1] + 1 if self._numbers else 0
+        asked = [scan_forms(text)[0] for text in texts]
+        replied = [scan_forms(answer)[0] for answer in answers] if answers is not None else [""] * len(texts)
+        groups = [self._set(name) if evaluation else -1 for name in names]
+        parts = [
+            _Part(first + number, names[number], groups[number], question, answer, context, symbols)
+            for number, question, answer, context, symbols in _parts(asked, replied, evaluation)
+        ]
         for symbols in self._items:
-            chosen = np.flatnonzero(made_of == (symbols == "all")).tolist()
-            if symbols and chosen:
-                words = units([scan_forms(both[number])[0] for number in chosen])
-                signs = np.diff(units([scan_forms(both[number])[0] for number in chosen], symbols).bounds)
-                self._trigger_ngrams += [ngrams(words.hashes_of(place), NEAR) for place in range(len(chosen))]
-                self._has_short_symbolic_items |= bool(((np.diff(words.bounds) < NEAR) & (signs >= _MIN_SYMBOLS)).any())
-            asked, replied = (units([scan_forms(one[number])[0] for number in chosen], symbols) for one in (texts, answers))
-            for place, number in enumerate(chosen):
-                question, answer = asked.hashes_of(place), replied.hashes_of(place)
-                single = asked.single[asked.bounds[place] : asked.bounds[place + 1]]
-                scale = 2 if symbols or (len(question) and single.mean() > 0.5) else 1
-                group = self._set(names[number]) if evaluation else -1
-                if evaluation or len(question) >= self.ngram * scale:
-                    self._items[symbols].append(Item(len(self.names), group, question, answer, scale))
-                    self.names.append(names[number])
-                    self.evaluation.append(evaluation)
-                    self._texts.append((texts[number], answers[number]))
-                    self._symbols.append(symbols)
+            self._protect([part for part in parts if part.symbols == symbols], symbols, evaluation)
+
+    def _protect(self, parts: Sequence[_Part], symbols: Symbols, evaluation: bool) -> None:
+        """Add texts that are compared with symbols, or without."""
+        if symbols and parts:
+            both = [_joined(part.question, part.answer) for part in parts]
+            words, signs = units(both), np.diff(units(both, symbols).bounds)
+            self._trigger_ngrams += [ngrams(words.hashes_of(place), NEAR) for place in range(len(parts))]
+            self._has_short_symbolic_items |= bool(((np.diff(words.bounds) < NEAR) & (signs >= _MIN_SYMBOLS)).any())
+        asked, replied, beside = (units([getattr(part, what) for part in parts], symbols) for what in ("question", "answer", "context"))
+        for place, part in enumerate(parts):
+            question, answer = asked.hashes_of(place), replied.hashes_of(place)
+            batch = asked if len(question) else replied
+            single = batch.single[batch.bounds[place] : batch.bounds[place + 1]]
+            text = part.question if len(question) else part.answer
+            scale = ceil(units_per_word(spaceless_language(text))) if len(single) and single.mean() > 0.5 else 1
+            scale = max(scale, 2) if symbols else scale
+            if evaluation or len(question) >= self.ngram * scale:
+                self._items[symbols].append(Item(len(self.names), part.group, question, answer, scale, beside.hashes_of(place)))
+                self.names.append(part.name)
+                self.evaluation.append(evaluation)
+                self._numbers.append(part.number)
+                self._texts.append((part.question, part.answer))
+                self._symbols.append(symbols)
 
     def _set(self, name: str) -> int:
         number = self._sets.setdefault(set_of(name), len(self._sets))
@@ -281,9 +326,10 @@ class Decontaminator:
         return self._count_by_set(looked_for=False)
 
     def _count_by_set(self, looked_for: bool) -> dict[str, int]:
-        owners = {owner for view in self._views for owner in view.tables.owners}
-        sets = (set_of(name) if evaluation else HELD_OUT for name, evaluation in zip(self.names, self.evaluation, strict=True))
-        return dict(sorted(Counter(one for owner, one in enumerate(sets) if (owner in owners) == looked_for).items()))
+        found = {self._numbers[owner] for view in self._views for owner in view.tables.owners}
+        named = zip(self._numbers, self.names, self.evaluation, strict=True)
+        sets = {number: set_of(name) if evaluation else HELD_OUT for number, name, evaluation in named}
+        return dict(sorted(Counter(one for number, one in sets.items() if (number in found) == looked_for).items()))
 
     @property
     def entries(self) -> int:
@@ -401,12 +447,11 @@ class Decontaminator:
         """A range of units of a protected text, numbered through question and answer, which are split apart: a tag ends within them."""
         found, before = [], 0
         for text in self._texts[owner]:
-            ((form, places), *_) = scan_forms_with_positions(text)
-            own = units([form], self._symbols[owner])
+            own = units([text], self._symbols[owner])
             count = len(own.starts)
             start, end = max(first - before, 0), min(last - before, count)
             if start < end:
-                found.append(text[int(places[own.starts[start]]) : int(places[own.ends[end - 1] - 1]) + 1])
+                found.append(text[int(own.starts[start]) : int(own.ends[end - 1])])
             before += count
         return "\n".join(found)
 

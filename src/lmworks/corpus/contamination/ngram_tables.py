@@ -70,12 +70,13 @@ class ShortText:
     before: bool = False
 
 
-def short_texts_of(owner: int, question: np.ndarray, answer: np.ndarray, scale: int, length: int) -> list[ShortText]:
+def short_texts_of(item: Item, length: int) -> list[ShortText]:
     """The texts by which an item with a short question or a short answer is searched for; empty if it is too short for any search."""
+    owner, question, answer, scale = item.owner, item.question, item.answer, item.scale
     least, alone = SHORTEST * scale, ALONE * scale
     found = []
     if least <= len(question) < length:
-        found.append(ShortText(owner, question, answer if len(question) < alone else answer[:0]))
+        found.append(ShortText(owner, question, item.context if len(question) < alone else answer[:0]))
     elif len(question) < least and least <= len(answer) < min(alone, length):
         found.append(ShortText(owner, answer, question, before=True))
     elif len(question) < least and len(answer) < least:
@@ -88,13 +89,16 @@ def short_texts_of(owner: int, question: np.ndarray, answer: np.ndarray, scale: 
 
 @dataclass(frozen=True)
 class Item:
-    """A protected text: question and answer as units. `set` is the number of the evaluation set; -1 for held-out text."""
+    """A protected text: question and answer as units. `set` is the number of the evaluation set; -1 for held-out text. `context` is the
+    answer that must follow a short question; it may be searched for in another way, and is then no part of the item.
+    """
 
     owner: int
     set: int
     question: np.ndarray
     answer: np.ndarray
     scale: int
+    context: np.ndarray
 
     @property
     def whole(self) -> np.ndarray:
@@ -169,7 +173,7 @@ class ProtectedNgrams:
     def _add_shorts(self, items: Sequence[Item], ngram: int) -> None:
         prefixes: dict[int, list[np.ndarray]] = {}
         for item in items:
-            for short in short_texts_of(item.owner, item.question, item.answer, item.scale, ngram * item.scale) if item.set >= 0 else ():
+            for short in short_texts_of(item, ngram * item.scale) if item.set >= 0 else ():
                 by_hash = self.short_items.setdefault((item.scale, len(short.text)), {})
                 by_hash.setdefault(int(run_hash(short.text)[0]), []).append(short)
         for (scale, length), by_hash in sorted(self.short_items.items()):
