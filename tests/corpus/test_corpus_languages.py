@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paragraphs import PARAGRAPHS
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document, Drop
@@ -18,6 +17,7 @@ from lmworks.corpus.rules.tokens import Vocabulary
 from lmworks.corpus.steps.rules import Rules
 from lmworks.corpus.units import Symbols, units
 from lmworks.letters import LINE_ENDS, SENTENCE_ENDS, SPACELESS_LANGUAGES, fold, main_language, words
+from paragraphs import PARAGRAPHS
 
 LANGUAGES = sorted(PARAGRAPHS)
 EQUAL = {
