@@ -58,9 +58,9 @@ PLACES = (
         run.refusals _enough_text
         shards.order.order Order._check(2) Order._mixture(2) Order._plan
         shards.order.mixture Mixture.__init__ _largest_remainder
-        shards.order.timeline Timeline.__init__(2)
+        recipe.derivation.timeline Timeline.__init__(2)
         shards.build.build_shards check_imported(2)
-        optim.schedules _Curve.__init__ _Curve._tokens
+        recipe.derivation.schedules _Curve.__init__ _Curve._tokens
         recipe.loading.phase_checks phase_refusals.end_of_warm_up
         tokenizer.train check
     """),
@@ -122,7 +122,7 @@ PLACES = (
         credentials refuse_conflicting.look _reveal load
         run.run_dir require_run require_own_run_dir require_own_folder(2) _entries
         run.stages stages_for
-        shards.order.timeline PhaseSteps.of
+        recipe.derivation.timeline PhaseSteps.of
         run.time_budget require_kept settle_budget
     """),
     (BEGINNING, "the ranks that were started do not fit the layout, or each other", """
@@ -182,7 +182,7 @@ PLACES = (
         pool map_unordered
     """),
     (LATER, "weights, once they have been loaded or trained", """
-        train.trainer Trainer._are_finite
+        train.trainer Trainer._are_finite Trainer._flush
         export.gguf write_gguf_adapter load_gguf(2) _damaged
         export.export export(2) _require_all
         export.parity _load_in_transformers(2) require_parity
@@ -214,7 +214,7 @@ PLACES = (
         shards.format.lineage open_lineage
         shards.format.manifest Manifest.load(2) Manifest.source check_vocabulary(2) _require_hash(2)
         shards.format.token_stream TokenStream.file
-        shards.order.timeline Timeline.phase_of
+        recipe.derivation.timeline Timeline.phase_of
         shards.format.checksums damaged
         shards.read.prefetch Prefetch._get
         shards.read.batches Batches._check_vocabulary
@@ -262,8 +262,8 @@ PLACES = (
         plan.automatic choose_layout(2)
         plan.budget seconds_for_money _Fitter.best_size
         plan.loss_law load_law(3)
-        run.checkpoint_commands find(2) rollback(2) prune average
-        run.copy _Remote.read restore_run(2) _restore_checkpoint
+        run.checkpoint_commands find(2) require_own_weights rollback(2) prune average
+        run.copy _Remote.read restore_run(2) _restore_checkpoint(2)
         run.prediction measured_mfu(4)
         run.replay replay(2) _require_whole_weights _load
         shards.read.find_document document_at

@@ -91,6 +91,22 @@ def test_the_plan_warns_where_data_and_batch_do_not_fit(lmworks: Lmworks, base: 
     assert not any("tune: " in line and "make" in line for line in again["warnings"])
 
 
+def test_the_plan_warns_where_a_step_asks_a_prompt_twice(lmworks: Lmworks, base: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "asked.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"What is {number} + 1?", "answer": str(number + 1)}) + "\n" for number in range(9)))
+    own = {"name": "own", "kind": "files", "path": str(rows), "reward": "numeric"}
+    tree = {
+        "name": "few", "start_from": str(base), "run_dir": str(tmp_path / "few"), "threads": 1,
+        "grpo": {"data": [own], "steps": 2, "prompts_per_step": 8, "held_out": 2, "sequence_length": "64 tokens", "max_new_tokens": 8},
+        "export": {"huggingface": False, "gguf": False},
+    }  # fmt: skip
+    (tmp_path / "few.yaml").write_text(json.dumps(tree))
+    said = json.loads(lmworks("plan", tmp_path / "few.yaml", "--json").out)["warnings"]
+    assert any(line.startswith("grpo: a step asks 8 prompts of the 7 that there are, some of them twice; set grpo.") for line in said), said
+    fewer = json.loads(lmworks("plan", tmp_path / "few.yaml", "--json", "--set", "grpo.prompts_per_step=7").out)["warnings"]
+    assert not any("twice" in line for line in fewer)
+
+
 def test_without_a_tokenizer_tokens_are_estimated_and_large_files_are_sampled(
     lmworks: Lmworks, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

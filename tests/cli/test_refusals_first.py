@@ -296,12 +296,12 @@ CASES: dict[str, tuple[str, str, Make]] = {
         lambda p: p.tune(early_stopping={}, validation_fraction=0.0),
     ),
     "a long warm-up": (
-        "optim.schedules _Curve._tokens",
+        "recipe.derivation.schedules _Curve._tokens",
         "warmup of 9 steps is longer",
         lambda p: p.tune(lr_schedule={"warmup": "9 steps"}),
     ),
     "warm-up and decay": (
-        "optim.schedules _Curve.__init__",
+        "recipe.derivation.schedules _Curve.__init__",
         "are together longer",
         lambda p: p.phase(lr_schedule={"kind": "wsd", "warmup": "60%", "decay": "60%"}),
     ),
@@ -405,7 +405,7 @@ CASES: dict[str, tuple[str, str, Make]] = {
     "no sbatch": ("corpus.source_checks refusals", "needs sbatch", lambda p: p.corpus(executor={"kind": "slurm"})),
     "no imported tokens": ("shards.format.manifest Manifest.load", "does not exist", _imported),
     "too little text": ("shards.order.order Order._check; run.refusals _enough_text", "too little text for the budget", _many_texts),
-    "no phases": ("shards.order.timeline Timeline.__init__", "train.phases is empty", lambda p: p.training(train={"phases": []})),
+    "no phases": ("recipe.derivation.timeline Timeline.__init__", "train.phases is empty", lambda p: p.training(train={"phases": []})),
     "a small vocabulary": (
         "tokenizer.train check",
         "leaves no room for the bytes",

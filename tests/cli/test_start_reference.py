@@ -50,6 +50,9 @@ def test_the_base_model_is_named_and_not_copied(lmworks: Lmworks, chats: Path, t
     about = listing.reference_of(step)
     assert about is not None and about["path"] == str(base)
     assert about["blake3"]["model.safetensors"] == manifest.hash_file(base / "model.safetensors")
+    for words in (["diff", run_dir, 0, 0], ["reset-optimizer", run_dir]):
+        done = lmworks("ckpt", *words)
+        assert done.code == 2 and f"{step} has no tensors of its own: its weights are those of start_from, {base}" in done.error, done.err
     given, ours = read_model(base).state_dict(), load_model(run_dir).state_dict()
     assert all(torch.equal(given[name], ours[name]) for name in given)
 

@@ -93,7 +93,7 @@ def diff(
     from lmworks.checkpoint.diff import diff
     from lmworks.checkpoint.listing import directories
     from lmworks.recipe.tree.paths import flatten
-    from lmworks.run.checkpoint_commands import find
+    from lmworks.run.checkpoint_commands import find, require_own_weights
 
     newest = find(Path(run), model)
     if steps is None or not steps:
@@ -102,6 +102,8 @@ def diff(
         paths = [find(Path(run), model, step) for step in steps]
     if len(paths) != 2:
         raise UserError(f"diff needs two checkpoints, not {len(paths)}: lmworks ckpt diff RUN STEP STEP")
+    for path in paths:
+        require_own_weights(path)
     try:
         found = diff(*paths)
     except (OSError, ValueError, KeyError) as error:

@@ -64,6 +64,11 @@ def warnings(recipe: Recipe, data: Mapping[str, StageData]) -> Iterator[str]:
         section = recipe.later_stages[name]
         if found.steps < _FEW_STEPS and not isinstance(section, Grpo):
             yield f"{name}: {found.examples:,} {found.noun} make {found.steps:,} {_plural('step', found.steps)}; {_smaller(section, found)}"
+        if isinstance(section, Grpo) and found.examples < section.prompts_per_step:
+            yield (
+                f"{name}: a step asks {section.prompts_per_step:,} prompts of the {found.examples:,} that there are, some of them twice; "
+                f"set grpo.prompts_per_step={found.examples}, or give more prompts"
+            )
         if found.passes > _OFTEN:
             yield (
                 f"{name}: each of the {found.examples:,} {found.noun} is read {found.passes:,.0f} times; {_fewer(section)}, or give more "

@@ -49,6 +49,15 @@ def find(run_dir: Path, model: str, step: int | None = None) -> Path:
     return path
 
 
+def require_own_weights(path: Path) -> None:
+    """Raise `UserError` if a checkpoint has no tensors: that of a run without pretraining refers to the weights of `start_from`."""
+    if (about := listing.reference_of(path)) is not None:
+        raise UserError(
+            f"{path} has no tensors of its own: its weights are those of start_from, {about['path']}; name a model that the run has "
+            "trained, such as --model tuned"
+        )
+
+
 def rollback(run_dir: Path, model: str, to_step: int, skip: tuple[int, int] | None) -> dict[str, Any]:
     """Make the next run resume from `to_step`; returns what was done, as recorded in the ledger.
 
@@ -99,6 +108,7 @@ def reset_optimizer(run_dir: Path, model: str, step: int | None) -> dict[str, An
     path = find(run_dir, model, step)
     with RunLock(run_dir), Ledger(run_dir / LEDGER) as ledger:
         refuse_damaged(path)
+        require_own_weights(path)
         kept = rewrite.reset_optimizer(path)
         fields = {"stage": of_model(model).stage, "step": listing.step_of(path), "kept": str(kept)}
         ledger.write("optimizer_reset", **fields)
