@@ -260,7 +260,7 @@ PLACES = (
         gpus parse_gpus(2)
         model_stages of_model of_stage
         plan.automatic choose_layout(2)
-        plan.budget seconds_for_money _Fitter.best_size
+        plan.budget seconds_for_money fit_time _Fitter.best_size
         plan.loss_law load_law(3)
         run.checkpoint_commands find(2) require_own_weights rollback(2) prune average
         run.copy _Remote.read restore_run(2) _restore_checkpoint(2)

@@ -134,15 +134,42 @@ def test_what_seeds_do_to_the_loss_is_told(lmworks: Lmworks, tiny: Tiny, tmp_pat
         runs.append(tmp_path / f"{width}-{tokens}-{seed}")
         planted_run(tiny, runs[-1], width, tokens, (), [f"train.seed={seed}"])
         if seed == 2:
-            *lines, last = runs[-1].joinpath("metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            found = json.loads(last)
-            found["validation/bits_per_byte"] *= 1.02
-            runs[-1].joinpath("metrics.jsonl").write_text("\n".join([*lines, json.dumps(found), ""]), encoding="utf-8")
+            scale_loss(runs[-1], 1.02)
     done = lmworks("ladder", "fit", tmp_path / "ladder", *runs)
     noise = json.loads(lmworks("ladder", "fit", tmp_path / "ladder", *runs, "--json").out)["noise"]
     assert 0.008 < noise["seeds"] < 0.02, "two values that differ by 2%: 1.4%"
     told = f"noise (standard deviation): {noise['seeds']:.2%} between seeds, {noise['run']:.2%} of a run alone; more held-out text"
     assert told in " ".join(done.out.split())
+
+
+def test_a_ladder_of_equal_tokens_per_parameter_is_told_and_its_law_chooses_no_size(
+    lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The natural ladder, from `fit` to `predict` and `plan`."""
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 40)
+    runs, ladder, random = [], tmp_path / "ladder", np.random.default_rng(0)
+    for width in (16, 48, 128, 320, 640, 1280, 2560):
+        parameters = size_and_tokens(tiny.resolve(*words(tmp_path, width, 2048)[1::2]).recipe)[0]
+        runs.append(tmp_path / f"{width}")
+        planted_run(tiny, runs[-1], width, 256 * round(parameters / 1024), ())
+        scale_loss(runs[-1], float(np.exp(0.003 * random.standard_normal())))
+    said = " ".join(lmworks("ladder", "fit", ladder, *runs).out.split())
+    assert "these runs do not tell the compute-optimal size" in said and "tokens per parameter. Add runs of " in said
+    found = json.loads(lmworks("ladder", "fit", ladder, *runs, "--json").out)
+    assert len(found["undetermined"]) == 3 and found["proposed_runs"]
+    target = words(tmp_path / "target", 2560, 2048)
+    warned = json.loads(lmworks("ladder", "predict", ladder, tiny.recipe, *target, "--json").out)
+    assert any("laws that agree with the runs of the ladder differ by" in line for line in warned["warnings"])
+    assert warned["high"] > 1.05 * warned["low"]
+    refused = lmworks("plan", "--time", "3d", "--cluster", "8xh100", "--ladder", ladder).error
+    assert "--ladder: its runs do not tell the compute-optimal size" in refused and "give --size" in refused
+
+
+def scale_loss(run_dir: Path, factor: float) -> None:
+    *lines, last = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = json.loads(last)
+    found["validation/bits_per_byte"] *= factor
+    (run_dir / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(found), ""]), encoding="utf-8")
 
 
 def test_benchmark_scores_are_predicted_through_the_loss_and_scored_afterwards(

@@ -85,11 +85,12 @@ def fit(
 
 def _fit(folder: Path, runs: list[Path], as_json: bool) -> None:
     from lmworks.ladder.downstream import split_benchmarks
-    from lmworks.ladder.fit import doubts, noise_of, residual
+    from lmworks.ladder.fit import design_of, doubts, noise_of, residual
     from lmworks.ladder.run import fit_runs
 
     law, points = fit_runs(folder, runs)
     alone, seeds = noise_of(law, points)
+    design = design_of(law, points)
     rows = [(run, one, law.loss(one.parameters, one.tokens)) for run, one in zip(runs, points, strict=True)]
     if as_json:
         fitted = [{"run": str(run), **asdict(one), "fitted": value} for run, one, value in rows]
@@ -97,6 +98,8 @@ def _fit(folder: Path, runs: list[Path], as_json: bool) -> None:
         print_json(
             {name: getattr(law, name) for name in ("e", "a", "b", "alpha", "beta", "gamma", "unit")}
             | {"residual": residual(law, points), "noise": {"run": alone, "seeds": seeds}, "doubts": doubts(law, points)}
+            | {"undetermined": list(design.untold)}
+            | {"proposed_runs": [{"parameters": size, "tokens": tokens} for size, tokens in design.runs]}
             | {"points": fitted, "benchmarks": benchmarks, "left_out": split_benchmarks(points)[1]}
         )
         return
@@ -148,8 +151,8 @@ def predict(
 
     target = load_recipe(recipe, overrides, size)
     found = record(folder, target)
-    far = load_law(folder).extrapolation(found.parameters, found.tokens)
-    warnings = [*filter(None, (far, more_weight_decay(folder, target.recipe)))]
+    warnings = load_law(folder).cautions(found.parameters, found.tokens)
+    warnings += filter(None, [more_weight_decay(folder, target.recipe)])
     if as_json:
         print_json(found.to_json() | {"warnings": warnings})
         return

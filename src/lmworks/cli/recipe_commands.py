@@ -137,9 +137,8 @@ def plan(
     doubtful = [f"on this machine, the run would refuse: {error}" for check, error in refusals if error not in certain]
     notes = [*before.notes, *doubtful] if cluster is None else doubtful
     if as_json:
-        far = law.extrapolation(made.counts.active_computed, made.tokens) if law else None
         value = plain(made)
-        value["warnings"] += [*([far] if far else []), *notes]
+        value["warnings"] += [*(law.cautions(made.counts.active_computed, made.tokens) if law else []), *notes]
         value["refusals"] = [str(error) for error in certain]
         print_json(value | ({"budget": as_plain(budget)} if budget else {}))
     else:

@@ -8,6 +8,11 @@ The objective is that of Hoffmann et al.: the Huber loss of the residuals of log
 come from a parametric bootstrap: the residual standard deviation is drawn from its own distribution (scaled inverse chi-squared with n - 6
 degrees of freedom, so that few runs give wide intervals), losses are drawn around the fit, and the law is fitted again.
 
+What the runs leave open must be open in the bootstrap fits too. Each of them has a weak prior with a center of its own, drawn from the
+same prior: the share of the size in the reducible loss in the middle of the runs, and the ratio of alpha to beta. Where the runs determine
+the law, it weighs nothing. Where they do not (all runs with 20 tokens per parameter), the fits spread as far as laws may differ (randomized
+maximum likelihood, Oliver et al. 1996), and so do the intervals.
+
 Runs of one size and one seed have initial weights and the order of the data in common, and those of a ladder the trunk, so part of their
 noise is common to them. It is seen where a size has several seeds, and estimated and drawn for itself (a random effect of size and seed,
 by the analysis of variance).
@@ -16,20 +21,24 @@ by the analysis of variance).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from lmworks.errors import UserError
+from lmworks.ladder.design import Design, judge, require_rank
 from lmworks.plan.loss_law import FittedTo, LossLaw
 
 PARAMETERS = 6  # of the law
 HUBER = 1e-3  # of log loss; larger residuals count linearly
 BOOTSTRAPS = 200
 _DESCRIBED = 0.005  # root mean square of the residuals of log loss above which the law does not describe the runs
+_MEDIAN = 1.25  # sqrt(pi / 2): where the loss is linear, runs weigh as in a median, which has pi / 2 times the variance of a mean
+_QUIET = 1e-4  # of log loss: the least noise that runs are taken to have beside the prior
 _NOISE_FREEDOM = 2  # degrees of freedom that a ladder with few runs has at least, so that the noise is finite
+_SHARE, _RATIO = 1.5, 0.4  # deviations of the prior: of the logit of the share of the size, and of log(alpha / beta), 1.05 and 0.8 in print
 # of E, log A, log B, alpha, beta, log gamma; E is not in logarithm, which would never leave 0
 _BOUNDS = ((0.0, 100.0), (-5.0, 80.0), (-5.0, 80.0), (0.05, 3.0), (0.05, 3.0), (-3.0, 0.0))
 
@@ -69,14 +78,64 @@ def fit_law(
     for _ in range(bootstraps):
         own, common = noise.draw(random)
         drawn = own * random.standard_normal(len(points)) + common * random.standard_normal(noise.pairs.max() + 1)[noise.pairs]
-        e, a, b, alpha, beta, gamma = _law(_minimize(size, tokens, _predict(best, size, tokens) * np.exp(drawn), best)[1])
+        prior = _Prior.drawn(random, size, tokens, max(_QUIET, float(np.hypot(own, common))))
+        target = _predict(best, size, tokens) * np.exp(drawn)
+        starts = best, prior.tilted(best)
+        e, a, b, alpha, beta, gamma = _law(min((_minimize(size, tokens, target, start, prior) for start in starts), key=_value)[1])
         samples.append((e, a, b, alpha, beta, float(np.hypot(own, common)), gamma))
         if advance:
             advance(1)
     e, a, b, alpha, beta, gamma = _law(best)
     sizes, budgets = (float(size.min()), float(size.max())), (float(tokens.min()), float(tokens.max()))
     fitted = FittedTo(sizes, budgets, float(6 * (size * tokens).max()))
-    return LossLaw(e, a, b, alpha, beta, unit, source, tuple(samples), gamma=gamma, fitted_to=fitted)
+    law = LossLaw(e, a, b, alpha, beta, unit, source, tuple(samples), gamma=gamma, fitted_to=fitted)
+    return replace(law, undetermined="; nor ".join(design_of(law, points).untold))
+
+
+def design_of(law: LossLaw, points: Sequence[Point]) -> Design:
+    """What these runs determine, of which `law` is the fit."""
+    return judge(law, points, float(np.hypot(*noise_of(law, points))))
+
+
+def _value(found: tuple[float, np.ndarray]) -> float:
+    return found[0]
+
+
+@dataclass(frozen=True)
+class _Prior:
+    """What is thought of the law before the runs: the logit of the share of the size at log size `size` and log tokens `tokens`, and
+    log(alpha / beta). `weight` is that of a squared deviation beside the objective."""
+
+    size: float
+    tokens: float
+    logit: float
+    ratio: float
+    weight: float
+
+    @classmethod
+    def drawn(cls, random: np.random.Generator, size: np.ndarray, tokens: np.ndarray, noise: float) -> _Prior:
+        logit, ratio = _SHARE * random.standard_normal(), _RATIO * random.standard_normal()
+        weight = min((noise / HUBER) ** 2, _MEDIAN * noise / HUBER)  # what a squared deviation of one run weighs, in units of the noise
+        return cls(float(np.log(size).mean()), float(np.log(tokens).mean()), logit, ratio, weight)
+
+    def tilted(self, theta: np.ndarray) -> np.ndarray:
+        """A law with the same inner sum in the middle, and the share and the ratio of the prior."""
+        a, b, alpha, beta = theta[1:5]
+        inner = np.logaddexp(a - alpha * self.size, b - beta * self.tokens)
+        slope, half = np.sqrt(alpha * beta), np.exp(self.ratio / 2)
+        alpha, beta = np.clip([slope * half, slope / half], *_BOUNDS[3])
+        a, b = inner - np.logaddexp(0, -self.logit) + alpha * self.size, inner - np.logaddexp(0, self.logit) + beta * self.tokens
+        return np.array([theta[0], a, b, alpha, beta, theta[5]])
+
+    def penalty(self, theta: np.ndarray) -> tuple[float, np.ndarray]:
+        _, a, b, alpha, beta, _ = theta
+        of_share = ((a - alpha * self.size) - (b - beta * self.tokens) - self.logit) / _SHARE**2
+        of_ratio = (np.log(alpha / beta) - self.ratio) / _RATIO**2
+        value = self.weight / 2 * ((of_share * _SHARE) ** 2 + (of_ratio * _RATIO) ** 2)
+        gradient = self.weight * np.array([
+            0.0, of_share, -of_share, -self.size * of_share + of_ratio / alpha, self.tokens * of_share - of_ratio / beta, 0.0
+        ])  # fmt: skip
+        return float(value), gradient
 
 
 @dataclass(frozen=True)
@@ -137,7 +196,7 @@ def _residuals(law: LossLaw, points: Sequence[Point]) -> np.ndarray:
 
 def doubts(law: LossLaw, points: Sequence[Point]) -> list[str]:
     """Why predictions of the law may be wrong by more than their intervals, which assume that it holds."""
-    found = []
+    found = design_of(law, points).doubts
     if (missed := residual(law, points)) > _DESCRIBED:
         found.append(
             f"the law describes these runs only to within {missed:.1%}, so predictions can miss by more than their intervals: look at the "
@@ -163,6 +222,7 @@ def _require_enough(points: Sequence[Point]) -> None:
         )
     if len(sizes) < 3 or len(horizons) < 3:
         raise UserError(f"a law needs at least 3 sizes and 3 token budgets, and the runs have {len(sizes)} and {len(horizons)}; add some")
+    require_rank(points, PARAMETERS)
     if not all(np.isfinite([one.parameters, one.tokens, one.loss]).all() and one.loss > 0 for one in points):
         raise UserError("a run of the ladder has no finite loss; remove it, or run it again with a lower learning rate")
 
@@ -195,7 +255,9 @@ def minimizer() -> Callable[..., Any]:
     return minimize
 
 
-def _minimize(size: np.ndarray, tokens: np.ndarray, loss: np.ndarray, start: np.ndarray) -> tuple[float, np.ndarray]:
+def _minimize(
+    size: np.ndarray, tokens: np.ndarray, loss: np.ndarray, start: np.ndarray, prior: _Prior | None = None
+) -> tuple[float, np.ndarray]:
     minimize = minimizer()
     log_size, log_tokens, log_loss = np.log(size), np.log(tokens), np.log(loss)
 
@@ -214,7 +276,8 @@ def _minimize(size: np.ndarray, tokens: np.ndarray, loss: np.ndarray, start: np.
             slope.sum(), slope @ of_size, slope @ of_tokens, -(slope * log_size) @ of_size, -(slope * log_tokens) @ of_tokens,
             slope @ (gamma * reducible * np.log(inner)),
         ])  # fmt: skip
-        return float(value) / HUBER**2, gradient / HUBER**2
+        of_prior, slope_of_prior = prior.penalty(theta) if prior else (0.0, 0.0)
+        return float(value) / HUBER**2 + of_prior, gradient / HUBER**2 + slope_of_prior
 
     found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=_BOUNDS, options={"maxiter": 1000, "ftol": 1e-11})
     return float(found.fun), found.x

@@ -108,6 +108,11 @@ def fit_time(
     ratio = TOKENS_PER_PARAMETER if law is None else None
     tradeoff = Tradeoff(law or CHINCHILLA, ratio, served_tokens)
     if choose_size:
+        if law and law.undetermined:
+            raise UserError(
+                f"--ladder: its runs do not tell {law.undetermined}, so that no size can be chosen by it: lmworks ladder fit names the "
+                "runs to add; or give --size, or leave --ladder out"
+            )
         size, why = fitter.best_size(tradeoff)
         chosen, sizes = amount(size), [number for share in _SHOWN if (number := _two_digits(share * size)) >= SIZES[0]]
     else:

@@ -21,6 +21,7 @@ from lmworks.plan.amounts import amount
 from lmworks.plan.downstream_law import DownstreamLaw, DownstreamLawFile
 
 LAW_FILE = "law.json"  # in the folder of a ladder
+_OPEN, _TIMES_NOISE = 0.03, 3.0  # 90% ranges of the fits, of log loss and times that of the noise of a run, above which they disagree
 FAR = 30.0  # times the operations of a ladder's largest run, beyond which nobody should rely on its law
 _LARGEST_FILE = 16 << 20
 _Positive = Annotated[float, Field(gt=0)]
@@ -52,6 +53,7 @@ class LossLaw:
     benchmarks: tuple[DownstreamLaw, ...] = ()
     gamma: float = 1.0
     fitted_to: FittedTo | None = None  # not known of published laws and of those that an earlier version has fitted
+    undetermined: str = ""  # what the runs of a ladder leave open (`ladder.design`); empty where they determine the law
 
     def loss(self, parameters: float, tokens: float) -> float:
         return self.e + (self.a / parameters**self.alpha + self.b / tokens**self.beta) ** self.gamma
@@ -79,6 +81,24 @@ class LossLaw:
         e, a, b, alpha, beta, noise, gamma = np.asarray(self.samples).T
         fits = e + (a / parameters**alpha + b / tokens**beta) ** gamma
         return np.asarray(fits * np.exp(noise * np.random.default_rng(0).standard_normal((64, len(fits)))))
+
+    def cautions(self, parameters: float, tokens: float) -> list[str]:
+        """Why not to rely on the predicted loss of such a run, one line each."""
+        return [*filter(None, (self.extrapolation(parameters, tokens), self.open_question(parameters, tokens)))]
+
+    def open_question(self, parameters: float, tokens: float) -> str | None:
+        """What to say where the bootstrap fits disagree about the loss of a run by much more than runs vary; None where they agree."""
+        if not self.samples:
+            return None
+        fits = np.log([LossLaw(*one[:5], gamma=one[6]).loss(parameters, tokens) for one in self.samples])
+        low, high = np.quantile(fits, [0.05, 0.95])
+        if high - low <= max(_OPEN, _TIMES_NOISE * 3.3 * float(np.median([one[5] for one in self.samples]))):
+            return None
+        return (
+            f"laws that agree with the runs of the ladder differ by {math.expm1(high - low):.0%} about the loss of {amount(parameters)} "
+            f"active parameters on {amount(tokens)} tokens ({tokens / parameters:.3g} tokens per parameter): add runs in that direction to "
+            "the ladder; lmworks ladder fit names some where its runs leave a question open"
+        )
 
     def extrapolation(self, parameters: float, tokens: float) -> str | None:
         """What to warn of where a prediction is far beyond the runs that the law was fitted to; None within `FAR` times the operations of
@@ -150,6 +170,7 @@ class _LawFile(BaseModel):
     source: str = Field(max_length=1000)
     samples: tuple[tuple[float, float, float, float, float, float, float], ...] = ()
     fitted_to: _FittedToFile | None = None
+    undetermined: str = Field("", max_length=2000)
 
     @field_validator("samples", mode="before")
     @classmethod

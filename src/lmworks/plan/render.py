@@ -59,8 +59,7 @@ def _loss(plan: Plan, law: LossLaw | None) -> list[RenderableType]:
     interval = law.interval(size, tokens)
     between = f", 90% interval {interval[0]:.3f} to {interval[1]:.3f}" if interval else ""
     predicted = Text(f"\npredicted loss: {law.predict(size, tokens):.3f} {law.unit}{between} ({law.source})")
-    far = law.extrapolation(size, tokens)
-    return [predicted, *([Text(f"warning: {far}", style="yellow")] if far else [])]
+    return [predicted, *(Text(f"warning: {line}", style="yellow") for line in law.cautions(size, tokens))]
 
 
 def _parameters(plan: Plan) -> Table:
