@@ -7,6 +7,14 @@ from typing import Any
 
 import pytest
 from command import Lmworks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmworks.plan.advice import NEEDS, Option, Situation, Trained, advise
+from lmworks.plan.amounts import amount
+from lmworks.recipe.loading.load import load_cluster
+
+RANK = {"prompt": 0, "tune": 1, "continue": 2, "train": 3}
 
 
 def ways(lmworks: Lmworks, *words: str) -> dict[str, dict[str, Any]]:
@@ -44,6 +52,76 @@ def test_costs_are_those_of_the_operations(lmworks: Lmworks) -> None:
     train = ways(lmworks, "--need", "own", "--time", "7d", "--tokens", "1B")["train"]
     assert train["seconds"] == pytest.approx(7 * 86_400, rel=0.01), "the time is used"
     assert "distinct tokens are needed" in train["reason"]
+
+
+@pytest.mark.parametrize(("time", "cluster"), [("3d", "8xh100"), ("10min", "2-cores"), ("2h", "1xh200")])
+def test_it_says_what_plan_says(lmworks: Lmworks, time: str, cluster: str) -> None:
+    words = ("--time", time, "--cluster", cluster)
+    planned = json.loads(lmworks("plan", *words, "--json").out)
+    done = lmworks("advise", "--need", "own", "--tokens", "100B", *words, "--json")
+    trained = json.loads(done.out)["options"][-1]
+    assert {name: trained[name] for name in ("tokens", "seconds", "dollars")} == {
+        name: pytest.approx(planned[name]) for name in ("tokens", "seconds", "dollars")
+    }
+    assert f"{amount(planned['counts']['active'])} active parameters" in trained["reason"]
+
+
+def test_adapters_take_four_operations_where_plan_counts_four(lmworks: Lmworks) -> None:
+    """70B fits only with adapters on 8 H100."""
+    found = ways(lmworks, "--need", "skill", "--examples", "10000", "--base", "70B")["tune"]
+    assert found["seconds"] == pytest.approx(4 * 70e9 * 18e6 / (8 * 989e12 * 0.4), rel=1e-3)
+
+
+def test_the_time_pays_for_a_part_of_the_examples_and_the_part_is_named(lmworks: Lmworks) -> None:
+    """A minute of 8 x 989 TFLOPS at 40% over 4 operations, 8B parameters and three times 600 tokens: 3,296."""
+    form = ("--need", "form", "--time", "1min", "--base", "8B")
+    few, many = (ways(lmworks, *form, "--examples", count)["tune"] for count in ("1000", "50000"))
+    assert few["verdict"] == many["verdict"] == "advised"
+    assert "the time pays for 3,296 of the 50,000 examples, which are enough" in many["reason"]
+    assert many["seconds"] <= 60.1 and many["tokens"] == 3296 * 1800
+    none = ways(lmworks, "--need", "skill", "--time", "1min", "--base", "8B", "--examples", "50000")["tune"]
+    assert none["verdict"] == "not affordable" and "the time pays for 3,296 of the 50,000 examples, and about 10,000 are" in none["reason"]
+
+
+def test_a_second_on_a_cluster_trains_nothing(lmworks: Lmworks) -> None:
+    found = ways(lmworks, "--need", "own", "--tokens", "10B", "--time", "1 s")
+    assert found["train"]["verdict"] == "not affordable" and "at least 60 s to start it" in found["train"]["reason"]
+
+
+BUDGETS = st.floats(1, 1e9)
+AMOUNTS = st.floats(0, 12).map(lambda power: int(10**power) - 1)
+
+
+def options(need: str, examples: int, tokens: int, base: int, seconds: float, cluster: str) -> tuple[str, dict[str, Option]]:
+    """The advised way and all of them; a new model takes the compute-optimal tokens of the time."""
+    where = load_cluster(cluster)
+    speed = where.nodes * where.devices_per_node * where.tflops * 1e12 * where.mfu
+    trained = Trained((seconds * speed / 120) ** 0.5, 20 * (seconds * speed / 120) ** 0.5, seconds)
+    found = {one.route: one for one in advise(Situation(need, examples, tokens, base, seconds, where, trained))}  # type: ignore[arg-type]
+    return next(one.route for one in found.values() if one.verdict == "advised"), dict(found)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    need=st.sampled_from(sorted(NEEDS)), examples=AMOUNTS, tokens=AMOUNTS, base=st.floats(7, 12).map(lambda power: int(10**power)),
+    seconds=BUDGETS, cluster=st.sampled_from(["2-cores", "1xh200", "8xh100", "8192xh800"]), factor=st.floats(1, 1e4),
+    grows=st.sampled_from(["seconds", "examples", "tokens"]),
+)  # fmt: skip
+def test_more_of_anything_never_leads_to_a_lesser_way(
+    need: str, examples: int, tokens: int, base: int, seconds: float, cluster: str, factor: float, grows: str
+) -> None:
+    """With more time, examples or text, the advised way never falls back, no way trains less, and what is affordable stays so."""
+    given_: dict[str, Any] = {"need": need, "examples": examples, "tokens": tokens, "base": base, "seconds": seconds, "cluster": cluster}
+    less, before = options(**given_)
+    more, after = options(**given_ | {grows: given_[grows] * factor if grows == "seconds" else int(given_[grows] * factor)})
+    assert RANK[more] >= RANK[less], (before, after)
+    for route, one in before.items():
+        assert after[route].tokens >= one.tokens * (1 - 1e-9), (route, one, after[route])
+        assert one.verdict in ("not affordable", "not enough") or after[route].verdict != "not affordable", (one, after[route])
+        if one.verdict == "not affordable":
+            assert "time pays for" in one.reason or "smallest run takes" in one.reason
+        if one.verdict == "advised":
+            assert one.seconds <= 1.01 * seconds, one
 
 
 def test_what_the_time_does_not_pay_for_is_cut_or_refused(lmworks: Lmworks) -> None:
@@ -96,6 +174,7 @@ def test_it_prints_the_ways_and_the_next_step(lmworks: Lmworks) -> None:
         (("--need", "magic"), "is not known; it is one of: form"),
         (("--need", "form", "--base", "big"), "is not a number of parameters"),
         (("--need", "form", "--tokens", "many"), "many"),
+        (("--need", "own", "--time", "0d"), "'0d' is no time at all"),
         (("--need", "form", "--cluster", "nowhere"), "there is no cluster"),
         (("--need", "form", "--money", "5", "--time", "1d"), "--time and --money both set the time; give one of them"),
         (

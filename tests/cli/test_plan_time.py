@@ -38,6 +38,39 @@ def test_a_time_on_a_cluster_is_answered_with_a_size_and_tokens(lmworks: Lmworks
     assert double["counts"]["active"] / found["counts"]["active"] == pytest.approx(2**0.5, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("time", "cluster", "said"),
+    [
+        ("3d", "8xh100", "compute-optimal for this time by 20 tokens per active parameter"),
+        ("10min", "2-cores", "the smallest model of this recipe, with 4.3 tokens per active parameter where 20 are compute-optimal; 97%"),
+        ("1 s", "8xh100", "the largest model of this recipe with at least the optimal tokens: 46 per active parameter where 20 are"),
+    ],
+)
+def test_compute_optimal_is_said_only_where_it_is(lmworks: Lmworks, time: str, cluster: str, said: str) -> None:
+    """The vocabulary of 49,152 entries does not shrink, so that no model of the recipe has fewer than 3.25M parameters."""
+    found = plan(lmworks, "--time", time, "--cluster", cluster)
+    assert said in found["budget"]["why"]
+    assert ("where 20" in found["budget"]["why"]) == (not 20 / 1.3 < found["tokens_per_parameter"] < 20 * 1.3)
+
+
+def test_no_time_is_refused(lmworks: Lmworks) -> None:
+    for words in (("--time", "0d", "--cluster", "8xh100"), ("quickstart", "--time", "0 s"), ("quickstart", "--set", "time=0min")):
+        assert "is no time at all; write for example '30 s'" in lmworks("plan", *words).error
+
+
+def test_experts_are_not_planned_with_the_mfu_of_dense_models(lmworks: Lmworks, tmp_path: Path) -> None:
+    """35% by DeepSeek-V3's hours; on CPUs, and with an MFU of the user's own, what the cluster file says."""
+    dense, experts = (plan(lmworks, recipe, "--cluster", "8xh100") for recipe in ("dense-125m", "glm-15b-a3b"))
+    assert (dense["mfu"], experts["mfu"]) == (0.4, 0.35) and "arXiv:2412.19437" in experts["mfu_source"]
+    assert 0.33 < 6 * 37e9 * 14.8e12 / (2.664e6 * 3600 * 989e12) < 0.36, "what the figure follows from"
+    own = tmp_path / "own.yaml"
+    own.write_text((shipped_folder() / "clusters" / "8xh100.yaml").read_text(encoding="utf-8") + "mfu_of_experts: 0.2\n", encoding="utf-8")
+    assert plan(lmworks, "glm-15b-a3b", "--cluster", str(own))["mfu"] == 0.2
+    assert plan(lmworks, "dense-125m", "--cluster", str(own))["mfu"] == 0.4
+    timed = plan(lmworks, "glm-15b-a3b", "--time", "10d", "--cluster", "64xh100")
+    assert timed["mfu"] == 0.35 and timed["seconds"] == pytest.approx(10 * DAY, rel=0.01)
+
+
 def test_more_served_tokens_mean_a_smaller_model_trained_for_longer_in_the_same_time(lmworks: Lmworks) -> None:
     words = ("--time", "3d", "--cluster", "8xh100")
     found = [plan(lmworks, *words), *(plan(lmworks, *words, "--served-tokens", count) for count in ("1B", "100B", "1T"))]

@@ -69,12 +69,24 @@ def advise(
         if not where.dollars_per_hour:
             raise UserError(f"--money: {where.name} has no price; give --price per device-hour, or --time")
         seconds = seconds_for_money(money, where)
-    situation = Situation(need, examples, own, size, seconds, where)
+    situation = Situation(need, examples, own, size, seconds, where, _trained(where, seconds))
     options = options_for(situation)
     if as_json:
         print_json({"need": need, "dollars_per_device_hour": where.dollars_per_hour, "options": [asdict(option) for option in options]})
         return
     _print(options, where.name, bool(where.dollars_per_hour))
+
+
+def _trained(where: Any, seconds: float) -> Any:
+    """What `lmworks plan` answers for the same time and cluster, or why nothing fits."""
+    from lmworks.plan.advice import Trained
+    from lmworks.plan.budget import default_plan
+
+    try:
+        found = default_plan(where, seconds)
+    except UserError as error:
+        return str(error)
+    return Trained(found.counts.active, found.tokens, found.seconds)
 
 
 def _print(options: list[Any], where: str, priced: bool) -> None:

@@ -11,7 +11,7 @@ import typer
 from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption, TimeOption, within
 from lmworks.cli.output import console, print_json
 from lmworks.errors import UserError
-from lmworks.recipe.schema.units import Tokens
+from lmworks.recipe.schema.units import Seconds, Tokens
 
 if TYPE_CHECKING:
     from lmworks.recipe.loading.load import Resolved
@@ -49,7 +49,7 @@ def register(app: typer.Typer) -> None:
     app.command()(plan)
 
 
-_DEFAULT_RECIPE = "dense-125m"  # a dense model, whose size follows from the time
+_DEFAULT_RECIPE = "dense-125m"  # `DEFAULT_RECIPE` of the plan, which help texts do not wait for
 
 
 def plan(
@@ -202,7 +202,7 @@ def _budget_overrides(
     if money is not None:
         if cluster is None:
             raise UserError("--money needs the price of a cluster; name one with --cluster, such as --cluster 8xh100")
-        time = f"{seconds_for_money(money, load_cluster(cluster)):.0f} s"
+        time = Seconds(seconds_for_money(money, load_cluster(cluster))).text()
     if recipe is None:
         if time is None:
             raise UserError("name a recipe, or give --time or --money to find a size: lmworks plan --time 3d --cluster 8xh100")

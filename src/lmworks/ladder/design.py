@@ -2,7 +2,8 @@
 
 The bootstrap fits of a law (`fit`) spread over all laws that agree with the runs. Where the runs do not separate the effect of the size
 from that of the tokens, as on the natural ladder of D = 20 N, the fits spread as far as published laws differ, so that intervals are
-honest away from the runs, and the width of an interval says what is not determined. A run is worth proposing where the fits disagree about its loss.
+honest away from the runs, and the width of an interval says what is not determined. A run is worth proposing where the fits disagree about
+its loss.
 Proposals are chosen one after the other: each is the run whose loss, measured with the noise of the ladder, would narrow the optimal size
 most (the covariance over the fits, conditioned on the runs that were proposed before).
 """

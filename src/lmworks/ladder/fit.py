@@ -9,7 +9,7 @@ come from a parametric bootstrap: the residual standard deviation is drawn from 
 degrees of freedom, so that few runs give wide intervals), losses are drawn around the fit, and the law is fitted again.
 
 What the runs leave open must be open in the bootstrap fits too. Each of them has a weak prior with a center of its own, drawn from the
-same prior: the share of the size in the reducible loss in the middle of the runs, and the ratio of alpha to beta. Where the runs determine
+same prior: the share of the size in the middle of the runs, the ratio and the mean of the exponents, and gamma. Where the runs determine
 the law, it weighs nothing. Where they do not (all runs with 20 tokens per parameter), the fits spread as far as laws may differ (randomized
 maximum likelihood, Oliver et al. 1996), and so do the intervals.
 
@@ -38,9 +38,11 @@ _DESCRIBED = 0.005  # root mean square of the residuals of log loss above which 
 _MEDIAN = 1.25  # sqrt(pi / 2): where the loss is linear, runs weigh as in a median, which has pi / 2 times the variance of a mean
 _QUIET = 1e-4  # of log loss: the least noise that runs are taken to have beside the prior
 _NOISE_FREEDOM = 2  # degrees of freedom that a ladder with few runs has at least, so that the noise is finite
-_SHARE, _RATIO = 1.5, 0.4  # deviations of the prior: of the logit of the share of the size, and of log(alpha / beta), 1.05 and 0.8 in print
-# of E, log A, log B, alpha, beta, log gamma; E is not in logarithm, which would never leave 0
-_BOUNDS = ((0.0, 100.0), (-5.0, 80.0), (-5.0, 80.0), (0.05, 3.0), (0.05, 3.0), (-3.0, 0.0))
+# The prior: the logit of the share of the size in the inner sum, log(alpha / beta), the log of gamma sqrt(alpha beta), and log gamma.
+# In print: ratios of 0.8 to 1.05, slopes of 0.08 to 0.35, and gamma of 1 (Hoffmann), at which half of the draws are, or of 0.1 (Kaplan).
+_MEANS, _DEVIATIONS = np.array([0.0, 0.0, np.log(0.25), 0.0]), np.array([1.5, 0.4, 0.5, 0.7])
+# of E, log A and log B in the middle of the runs, alpha, beta, log gamma; E is not in logarithm, which would never leave 0
+_BOUNDS = ((0.0, 100.0), (-40.0, 40.0), (-40.0, 40.0), (0.05, 3.0), (0.05, 3.0), (-3.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -103,39 +105,42 @@ def _value(found: tuple[float, np.ndarray]) -> float:
 
 @dataclass(frozen=True)
 class _Prior:
-    """What is thought of the law before the runs: the logit of the share of the size at log size `size` and log tokens `tokens`, and
-    log(alpha / beta). `weight` is that of a squared deviation beside the objective."""
+    """What is thought of the law before the runs, as four features of its parameters at log size `size` and log tokens `tokens`, drawn
+    around `_MEANS`. `weight` is that of a squared deviation beside the objective."""
 
     size: float
     tokens: float
-    logit: float
-    ratio: float
+    center: np.ndarray
     weight: float
 
     @classmethod
     def drawn(cls, random: np.random.Generator, size: np.ndarray, tokens: np.ndarray, noise: float) -> _Prior:
-        logit, ratio = _SHARE * random.standard_normal(), _RATIO * random.standard_normal()
+        center = _MEANS + _DEVIATIONS * random.standard_normal(len(_MEANS))
+        center[3] = np.clip(center[3], *_BOUNDS[5])
         weight = min((noise / HUBER) ** 2, _MEDIAN * noise / HUBER)  # what a squared deviation of one run weighs, in units of the noise
-        return cls(float(np.log(size).mean()), float(np.log(tokens).mean()), logit, ratio, weight)
+        return cls(float(np.log(size).mean()), float(np.log(tokens).mean()), center, weight)
 
     def tilted(self, theta: np.ndarray) -> np.ndarray:
-        """A law with the same inner sum in the middle, and the share and the ratio of the prior."""
-        a, b, alpha, beta = theta[1:5]
-        inner = np.logaddexp(a - alpha * self.size, b - beta * self.tokens)
-        slope, half = np.sqrt(alpha * beta), np.exp(self.ratio / 2)
-        alpha, beta = np.clip([slope * half, slope / half], *_BOUNDS[3])
-        a, b = inner - np.logaddexp(0, -self.logit) + alpha * self.size, inner - np.logaddexp(0, self.logit) + beta * self.tokens
-        return np.array([theta[0], a, b, alpha, beta, theta[5]])
+        """A law with the same loss in the middle, and the features of the prior."""
+        _, a, b, alpha, beta, log_gamma = theta
+        reducible = np.exp(log_gamma) * np.logaddexp(a - alpha * self.size, b - beta * self.tokens)
+        logit, ratio, slope, log_gamma = self.center
+        alpha, beta = np.clip(np.exp(slope - log_gamma + np.array([ratio, -ratio]) / 2), *_BOUNDS[3])
+        inner = reducible / np.exp(log_gamma)
+        a, b = inner - np.logaddexp(0, -logit) + alpha * self.size, inner - np.logaddexp(0, logit) + beta * self.tokens
+        return np.array([theta[0], a, b, alpha, beta, log_gamma])
 
     def penalty(self, theta: np.ndarray) -> tuple[float, np.ndarray]:
-        _, a, b, alpha, beta, _ = theta
-        of_share = ((a - alpha * self.size) - (b - beta * self.tokens) - self.logit) / _SHARE**2
-        of_ratio = (np.log(alpha / beta) - self.ratio) / _RATIO**2
-        value = self.weight / 2 * ((of_share * _SHARE) ** 2 + (of_ratio * _RATIO) ** 2)
-        gradient = self.weight * np.array([
-            0.0, of_share, -of_share, -self.size * of_share + of_ratio / alpha, self.tokens * of_share - of_ratio / beta, 0.0
+        _, a, b, alpha, beta, log_gamma = theta
+        share, ratio = (a - alpha * self.size) - (b - beta * self.tokens), np.log(alpha / beta)
+        slope = log_gamma + np.log(alpha * beta) / 2
+        off = (np.array([share, ratio, slope, log_gamma]) - self.center) / _DEVIATIONS
+        of_share, of_ratio, of_slope, of_gamma = self.weight * off / _DEVIATIONS
+        gradient = np.array([
+            0.0, of_share, -of_share, -self.size * of_share + (of_ratio + of_slope / 2) / alpha,
+            self.tokens * of_share + (of_slope / 2 - of_ratio) / beta, of_slope + of_gamma,
         ])  # fmt: skip
-        return float(value), gradient
+        return float(self.weight / 2 * off @ off), gradient
 
 
 @dataclass(frozen=True)
@@ -260,8 +265,12 @@ def _minimize(
 ) -> tuple[float, np.ndarray]:
     minimize = minimizer()
     log_size, log_tokens, log_loss = np.log(size), np.log(tokens), np.log(loss)
+    # The terms in the middle of the runs hardly depend on the exponents, so that a minimizer makes way along flat valleys.
+    middle = np.zeros((6, 6))
+    middle[1, 3], middle[2, 4] = log_size.mean(), log_tokens.mean()
 
-    def objective(theta: np.ndarray) -> tuple[float, np.ndarray]:
+    def objective(centered: np.ndarray) -> tuple[float, np.ndarray]:
+        theta = centered + middle @ centered
         irreducible, a, b, alpha, beta, log_gamma = theta
         gamma = np.exp(log_gamma)
         of_size, of_tokens = np.exp(a - alpha * log_size), np.exp(b - beta * log_tokens)
@@ -277,7 +286,9 @@ def _minimize(
             slope @ (gamma * reducible * np.log(inner)),
         ])  # fmt: skip
         of_prior, slope_of_prior = prior.penalty(theta) if prior else (0.0, 0.0)
-        return float(value) / HUBER**2 + of_prior, gradient / HUBER**2 + slope_of_prior
+        gradient = gradient / HUBER**2 + slope_of_prior
+        return float(value) / HUBER**2 + of_prior, gradient + middle.T @ gradient
 
-    found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=_BOUNDS, options={"maxiter": 1000, "ftol": 1e-11})
-    return float(found.fun), found.x
+    options = {"maxiter": 1000, "ftol": 1e-11}
+    found = minimize(objective, start - middle @ start, jac=True, method="L-BFGS-B", bounds=_BOUNDS, options=options)
+    return float(found.fun), found.x + middle @ found.x

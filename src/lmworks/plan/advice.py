@@ -1,7 +1,8 @@
 """Which way to a model: prompt an existing one, tune it, continue its pretraining, or train from nothing.
 
 The ways are considered in the order of their cost, and the first that meets the need is advised. Each has its cost for the given base model
-and cluster, what it needs of data, and the reason for its verdict.
+and cluster, what it needs of data, and the reason for its verdict. More data or more time never lead to a lesser way: where the time does
+not pay for all examples or all text, it pays for a part, which is named.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lmworks.plan.amounts import amount, size
+from lmworks.plan.amounts import amount, days, size
 from lmworks.plan.costs import device_hours, seconds
-from lmworks.plan.flops import training_flops
+from lmworks.plan.flops import FROZEN, TRAINED
 from lmworks.plan.layout import MARGIN, devices
 from lmworks.plan.memory import GIB, state_bytes
-from lmworks.recipe.derivation.scaling_laws import TOKENS_PER_PARAMETER
 from lmworks.recipe.schema.cluster import Cluster
 
 Need = Literal["form", "facts", "knowledge", "skill", "language", "own"]
@@ -39,13 +39,24 @@ _REPEATS = 4  # epochs that are nearly as good as new text (arXiv:2305.16264)
 _REPLAY: dict[str, float] = {"knowledge": 0.05, "language": 0.25}  # of general text, for a weak and a strong shift (arXiv:2403.08763)
 _BASE_TOKENS = 10e12  # of an open base model; published ones have seen 2T to 36T
 _ADAPTERS = 0.01  # of the parameters of the base model, which low-rank adapters train
+_START = 60  # seconds until the first step of a run on accelerators: processes, collectives, compilation (LOG.md), which no plan counts
+_ACCURACY = 1.01  # a plan fills its time to within this
 _WEIGHT_BYTES = 2  # of a weight, and of a gradient, in bf16
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the time trains from nothing, as `lmworks plan --time` says: active parameters, tokens and seconds."""
+
+    parameters: float
+    tokens: float
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Situation:
     """What there is: the need, labeled examples, distinct tokens of own text, the base model in question (active parameters), the seconds
-    that the cluster may be used, and the cluster at `mfu`."""
+    that the cluster may be used, and the cluster at `mfu`. `trained` is the plan of a new model, or why there is none."""
 
     need: Need
     examples: int
@@ -53,6 +64,7 @@ class Situation:
     base: int
     seconds: float
     cluster: Cluster
+    trained: Trained | str
 
     @property
     def flops(self) -> float:
@@ -81,81 +93,120 @@ class Option:
 def advise(situation: Situation) -> list[Option]:
     """The four ways in the order of their cost; exactly one is advised."""
     judged = [_prompt(situation), _tune(situation), _continue(situation), _train(situation)]
-    advised = next((one for one in judged if one.enough and one.fits and _affordable(situation, one)), judged[0])
-    return [_option(situation, one, _verdict(situation, one, advised)) for one in judged]
+    advised = next((one for one in judged if one.enough and one.fits and one.affordable), judged[0])
+    return [_option(situation, one, _verdict(one, advised)) for one in judged]
 
 
 @dataclass(frozen=True)
 class _Judged:
-    """A way, whether it meets the need, its tokens of training, the reason, and whether the memory of the cluster holds it."""
+    """A way, whether it meets the need, its tokens and seconds of training, the reason, whether the memory of the cluster holds it, and
+    whether the time pays for it."""
 
     route: Route
     enough: bool
-    tokens: float
     reason: str
+    tokens: float = 0.0
+    seconds: float = 0.0
     fits: bool = True
+    affordable: bool = True
 
 
-def _verdict(situation: Situation, one: _Judged, advised: _Judged) -> Verdict:
+def _verdict(one: _Judged, advised: _Judged) -> Verdict:
     if one is advised:
         return "advised"
     if not one.enough:
         return "possible" if one.route == "prompt" else "not enough"
     if not one.fits:
         return "does not fit"
-    return "more than needed" if _affordable(situation, one) else "not affordable"
+    return "more than needed" if one.affordable else "not affordable"
 
 
-def _affordable(situation: Situation, one: _Judged) -> bool:
-    return training_flops(_size(situation, one.route), one.tokens) <= 1.01 * situation.flops
+def _seconds(situation: Situation, tokens: float, each: float = TRAINED) -> float:
+    """Of training the base model on `tokens`, with `each` operations per parameter and token."""
+    cluster = situation.cluster
+    return seconds(each * situation.base * tokens, devices(cluster), cluster, cluster.mfu)
 
 
 def _prompt(situation: Situation) -> _Judged:
     if situation.need == "facts":
-        return _Judged("prompt", True, 0, "facts belong into the prompt (retrieval): weights cannot be corrected one by one")
+        return _Judged("prompt", True, "facts belong into the prompt (retrieval): weights cannot be corrected one by one")
     if situation.need == "form" and situation.examples < _FEW_EXAMPLES:
-        return _Judged("prompt", True, 0, f"fewer than {_FEW_EXAMPLES:,} examples are better shown in the prompt than trained on")
-    return _Judged("prompt", False, 0, "try it first, with an evaluation of your own: it sets the score that every other way has to beat")
+        return _Judged("prompt", True, f"fewer than {_FEW_EXAMPLES:,} examples are better shown in the prompt than trained on")
+    return _Judged("prompt", False, "try it first, with an evaluation of your own: it sets the score that every other way has to beat")
 
 
 def _tune(situation: Situation) -> _Judged:
-    tokens = float(situation.examples * _EXAMPLE_TOKENS * _TUNE_EPOCHS)
-    if situation.need in ("form", "skill"):
-        least = _FEW_EXAMPLES if situation.need == "form" else _SKILL_EXAMPLES
-        enough = situation.examples >= least
-        more = "" if enough else "; collect or generate more, or reward answers that can be checked"
-        known = f"{situation.examples:,} examples, about {least:,} are needed for {NEEDS[situation.need]}"
-        return _Judged("tune", enough, tokens, known + more + _shortage(situation, adapters=True), _fits(situation, adapters=True))
-    return _Judged("tune", False, tokens, "tuning teaches form and use of what the base model knows, and little that is new")
+    each, how = _weights_tuned(situation)
+    per_example = _EXAMPLE_TOKENS * _TUNE_EPOCHS
+    paid = int(situation.flops / (each * situation.base * per_example) * (1 + 1e-9))
+    used = min(situation.examples, paid)
+    tokens = float(used * per_example)
+    fits, cost = _fits(situation, adapters=each == FROZEN), _seconds(situation, tokens, each)
+    if situation.need not in ("form", "skill"):
+        reason = "tuning teaches form and use of what the base model knows, and little that is new"
+        return _Judged("tune", False, reason, tokens, cost, fits)
+    least = _FEW_EXAMPLES if situation.need == "form" else _SKILL_EXAMPLES
+    enough = situation.examples >= least
+    reason = f"{situation.examples:,} examples, about {least:,} are needed for {NEEDS[situation.need]}"
+    if not enough:
+        reason += "; collect or generate more, or reward answers that can be checked"
+    elif used < situation.examples:
+        pays = f"the time pays for {used:,} of the {situation.examples:,} examples"
+        reason = f"{pays}, and about {least:,} are needed for {NEEDS[situation.need]}" if used < least else f"{pays}, which are enough"
+    return _Judged("tune", enough, reason + how, tokens, cost, fits, used >= min(least, situation.examples))
+
+
+def _weights_tuned(situation: Situation) -> tuple[float, str]:
+    """Operations per parameter and token, 4 with adapters and 6 without, and what to add to the reason: adapters where all weights do not
+    fit into the memory, or where the time does not pay for them and all examples."""
+    if not _fits(situation):
+        return FROZEN, _shortage(situation, adapters=True)
+    if _seconds(situation, situation.examples * _EXAMPLE_TOKENS * _TUNE_EPOCHS) > situation.seconds:
+        return FROZEN, "; with adapters (lora), which take 4 operations per parameter and token instead of 6"
+    return TRAINED, ""
 
 
 def _continue(situation: Situation) -> _Judged:
     if situation.need not in _REPLAY:
-        return _Judged("continue", False, 0, "more text of a field changes what a model knows, which is not what is missing here")
+        return _Judged("continue", False, "more text of a field changes what a model knows, which is not what is missing here")
     replay = _REPLAY[situation.need]
-    wanted, paid = _REPEATS * situation.tokens / (1 - replay), situation.flops / (6 * situation.base)
+    wanted, paid = _REPEATS * situation.tokens / (1 - replay), situation.flops / (TRAINED * situation.base)
+    tokens = min(wanted, paid)
+    cost = _seconds(situation, tokens)
     epochs = min(_REPEATS, paid * (1 - replay) / max(1, situation.tokens))
     text = f"{amount(situation.tokens)} distinct tokens for {epochs:.2g} epochs, with {replay:.0%} of general text against forgetting"
     if situation.tokens < _CONTINUE_TOKENS:
-        return _Judged("continue", False, min(wanted, paid), f"{text}; below {amount(_CONTINUE_TOKENS)} retrieval and tuning do as well")
+        reason = f"{text}; below {amount(_CONTINUE_TOKENS)} retrieval and tuning do as well"
+        return _Judged("continue", False, reason, tokens, cost)
     if paid < _CONTINUE_TOKENS:
-        limit = f"the time pays for {amount(paid)} tokens of a model of {amount(situation.base)}; take a smaller base"
-        return _Judged("continue", True, wanted, limit)
-    return _Judged("continue", True, min(wanted, paid), text + _shortage(situation), _fits(situation))
+        limit = (
+            f"the time pays for {amount(paid)} tokens of a model of {amount(situation.base)}, and below {amount(_CONTINUE_TOKENS)} "
+            "retrieval and tuning do as well; take a smaller base or more time"
+        )
+        return _Judged("continue", True, limit, tokens, cost, affordable=False)
+    return _Judged("continue", True, text + _shortage(situation), tokens, cost, _fits(situation))
 
 
 def _train(situation: Situation) -> _Judged:
-    parameters = _size(situation, "train")
-    tokens = situation.flops / (6 * parameters)
-    known = f"the time trains {amount(parameters)} parameters on {amount(tokens)} tokens"
+    made = situation.trained
+    if isinstance(made, str):
+        return _Judged("train", situation.need == "own", made, fits=False)
+    known = f"the time trains {amount(made.parameters)} active parameters on {amount(made.tokens)} tokens (lmworks plan --time)"
     against = f"; open models of {amount(situation.base)} parameters have seen about {amount(_BASE_TOKENS)}"
+    figures = made.tokens, made.seconds
     if situation.need != "own":
-        return _Judged("train", False, tokens, known + against)
+        return _Judged("train", False, known + against, *figures)
     if not situation.tokens:
-        return _Judged("train", False, tokens, f"{known}, and there is no text; give your distinct tokens with --tokens")
-    enough = _REPEATS * situation.tokens >= tokens
-    short = "" if enough else f"; {amount(tokens / _REPEATS)} distinct tokens are needed for that, add public text"
-    return _Judged("train", True, tokens, known + short)
+        return _Judged("train", False, f"{known}, and there is no text; give your distinct tokens with --tokens", *figures)
+    if (wanted := max(made.seconds / _ACCURACY, _START)) > situation.seconds:
+        limit = (
+            f"the smallest run takes {days(wanted)}: {amount(made.parameters)} active parameters in the fewest steps, and at least "
+            f"{_START} s to start it"
+        )
+        return _Judged("train", True, limit, *figures, affordable=False)
+    enough = _REPEATS * situation.tokens >= made.tokens
+    short = "" if enough else f"; {amount(made.tokens / _REPEATS)} distinct tokens are needed for that, add public text"
+    return _Judged("train", True, known + short, *figures)
 
 
 def _bytes(situation: Situation, adapters: bool = False) -> float:
@@ -186,15 +237,6 @@ def _shortage(situation: Situation, adapters: bool = False) -> str:
     return ""
 
 
-def _size(situation: Situation, route: Route) -> int:
-    """Parameters that are trained: the base model's, or from nothing those for which the time is optimal, as far as memory holds them."""
-    if route != "train":
-        return situation.base
-    return max(1, int(min((situation.flops / (6 * TOKENS_PER_PARAMETER)) ** 0.5, situation.memory / _trained_bytes(1))))
-
-
 def _option(situation: Situation, one: _Judged, verdict: Verdict) -> Option:
-    count, cluster = devices(situation.cluster), situation.cluster
-    time = seconds(training_flops(_size(situation, one.route), one.tokens), count, cluster, cluster.mfu)
-    hours = device_hours(count, time)
-    return Option(one.route, verdict, one.reason, one.tokens, time, hours, hours * cluster.dollars_per_hour)
+    hours = device_hours(devices(situation.cluster), one.seconds)
+    return Option(one.route, verdict, one.reason, one.tokens, one.seconds, hours, hours * situation.cluster.dollars_per_hour)

@@ -19,16 +19,18 @@ from lmworks.plan.counts import count_by_component
 from lmworks.plan.flops import flops_per_token
 from lmworks.plan.layout import devices
 from lmworks.plan.loss_law import CHINCHILLA, LossLaw, Tradeoff
-from lmworks.plan.plan import Plan, make_plan
+from lmworks.plan.plan import Plan, expected_mfu, make_plan
 from lmworks.recipe.derivation.scaling_laws import TOKENS_PER_PARAMETER
-from lmworks.recipe.loading.load import Resolved
+from lmworks.recipe.loading.load import Resolved, load_recipe
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.schema.units import Tokens
+from lmworks.recipe.schema.units import Seconds, Tokens
 from lmworks.recipe.tree.paths import Keys
 
+DEFAULT_RECIPE = "dense-125m"  # a dense model, whose size follows from the time
 FEWEST = 20  # steps of a phase, and of tuning
 SIZES = [digits * 10**power for power in range(4, 11) for digits in range(10, 100)]  # 100k to 990B, two digits
+_NEAR = 1.3  # factor from the optimal tokens per parameter up to which a size is called compute-optimal
 _SHOWN = (0.25, 0.5, 1.0, 2.0)  # of the chosen size: sizes that are printed beside it
 Numbers = dict[Keys, tuple[Any, str]]
 
@@ -104,7 +106,8 @@ def fit_time(
     planner = partial(
         make_plan, cluster=cluster, measured_mfu=measured_mfu, measured_source=measured_source, layout_in_mfu=layout_in_mfu
     )
-    fitter = _Fitter(resolved, cluster, seconds, cluster.mfu if measured_mfu is None else measured_mfu, planner)
+    mfu = expected_mfu(cluster, resolved.recipe.model)[0] if measured_mfu is None else measured_mfu
+    fitter = _Fitter(resolved, cluster, seconds, mfu, planner)
     ratio = TOKENS_PER_PARAMETER if law is None else None
     tradeoff = Tradeoff(law or CHINCHILLA, ratio, served_tokens)
     if choose_size:
@@ -124,6 +127,13 @@ def fit_time(
     own = _candidate(chosen, found.recipe, law)
     candidates = sorted([*candidates, own], key=lambda one: one.active)
     return found, plan, TimeBudget(seconds, why, tuple(candidates), chosen, "" if law is None else law.unit)
+
+
+def default_plan(cluster: Cluster, seconds: float) -> Plan:
+    """The plan of `lmworks plan --time` without a recipe: the size and tokens that are compute-optimal for the time. Raises `UserError` if
+    no size fits into the memory."""
+    resolved = load_recipe(DEFAULT_RECIPE, [f"time={Seconds(seconds).text()}"], "auto")
+    return fit_time(resolved, cluster, seconds, choose_size=True)[1]
 
 
 class _Fitter:
@@ -167,7 +177,24 @@ class _Fitter:
             if fitting < 0:
                 raise UserError(f"no size of this model fits on {self._cluster.name}: {error}") from None
             return SIZES[fitting], f"the largest that fits into the memory ({amount(SIZES[index])} would be {why})"
-        return SIZES[index], why
+        return SIZES[index], why if served else self._optimal(index, why, tradeoff)
+
+    def _optimal(self, index: int, why: str, tradeoff: Tradeoff) -> str:
+        """Why this size, where the sizes on both sides of the optimum are not next to each other: shapes are whole, and a vocabulary does
+        not shrink with the size."""
+        optimum = tradeoff.tokens_per_parameter
+        recipe = self.fit(SIZES[index])[0].recipe
+        counts = count_by_component(recipe.model)
+        ratio = _tokens(recipe) / counts.active_computed
+        is_smallest = index == 0 and tradeoff.too_large(counts.active_computed, _tokens(recipe))
+        if (optimum is None and not is_smallest) or (optimum is not None and 1 / _NEAR <= ratio / optimum <= _NEAR):
+            return why
+        other = f"; {counts.components['embedding'] / counts.total:.0%} of it is the embedding, which the size does not shrink"
+        other += " (tokenizer.vocab_size does)" if recipe.model.vocab_size else ""
+        where = f"where {optimum:g} are compute-optimal" if optimum else "which is more than the fitted law advises"
+        if is_smallest or (optimum and ratio < optimum):
+            return f"the smallest model of this recipe, with {ratio:.2g} tokens per active parameter {where}{other}"
+        return f"the largest model of this recipe with at least the optimal tokens: {ratio:.2g} per active parameter {where}{other}"
 
     def _fits(self, size: int) -> bool:
         try:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from lmworks.plan.counts import count_by_component
 from lmworks.recipe.schema.model import Model
 
+TRAINED, FROZEN = 6.0, 4.0  # operations per parameter and token: of weights that are trained, and of those that only pass gradients on
+
 
 @dataclass(frozen=True)
 class Flops:
@@ -39,7 +41,7 @@ def keys_seen(model: Model, layer: int, length: int) -> float:
 def flops_per_token(model: Model, length: int, frozen: bool = False) -> Flops:
     """Training operations per token at sequence length `length`; with `frozen` weights, whose gradients nobody computes, 4 per parameter
     instead of 6. Low-rank adapters are not counted: they add rank / width."""
-    each = 4.0 if frozen else 6.0
+    each = FROZEN if frozen else TRAINED
     assert model.num_attention_heads and model.head_dim and model.num_hidden_layers
     counts, ahead = count_by_component(model), model.mtp.num_nextn_predict_layers if model.mtp else 0
     per_pair = 3 * 2.0 * model.num_attention_heads * (model.head_dim + (model.mla.v_head_dim if model.mla else model.head_dim))

@@ -25,6 +25,9 @@ class Cluster(Node):
     watts: float = Field(0.0, ge=0, le=1e6, description="power per device, including its share of the machine and the cooling")
     mfu: float = Field(0.4, ge=1e-6, le=1, description="expected model FLOPs utilization (MFU); `lmworks plan --calibrate` measures it")
     mfu_source: str = Field("assumed", description="where that MFU comes from")
+    mfu_of_experts: float | None = Field(
+        None, ge=1e-6, le=1, description="expected MFU of models with experts; when omitted, `mfu` on CPUs, and on GPUs at most 0.35"
+    )
     layout: Layout | None = None
 
     @classmethod

@@ -141,7 +141,9 @@ class Seconds(Quantity, float):
         number, first, second = _split(text, cls.example)
         if second or first not in cls._units:
             raise ValueError(f"{text!r} is not a time; write for example {cls.example}")
-        return cls(float(number * cls._units[first]))
+        if not (seconds := float(number * cls._units[first])):
+            raise ValueError(f"{text!r} is no time at all; write for example {cls.example}")
+        return cls(seconds)
 
     def text(self) -> str:
         return f"{_exact(self)} s"
