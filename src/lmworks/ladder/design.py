@@ -140,9 +140,12 @@ def _proposed(law: LossLaw, points: Sequence[Point], noise: float) -> Iterator[t
     table = np.column_stack([_optima(law, flops), losses])
     covariance = np.cov(table, rowvar=False)
     wanted = (np.log(FACTOR) / 1.645) ** 2
-    for _ in range(_MOST_RUNS):
+    chosen: list[int] = []
+    for _ in range(min(_MOST_RUNS, len(candidates))):
         gain = covariance[0, 1:] ** 2 / (covariance.diagonal()[1:] + noise**2)
+        gain[chosen] = -1
         best = int(np.argmax(gain))
+        chosen.append(best)
         yield candidates[best]
         column = covariance[:, best + 1]
         covariance = covariance - np.outer(column, column) / (column[best + 1] + noise**2)
