@@ -29,6 +29,7 @@ def test_text_of_27_languages_is_prepared(lmworks: Lmworks, tiny: Tiny, tmp_path
     phases = [{"name": "all", "tokens": "5Ki", "mixture": {"pages": 1}, "sequence_length": "64 tokens", "global_batch_size": "1Ki"}]
     changes = (
         f"run_dir={tmp_path}/run", f"corpus.sources=[{source}]", "corpus.validation_fraction=0", f"train.phases={json.dumps(phases)}",
+        "corpus.steps=[{step: clean}, {step: pii}, {step: rules}]",
         f"evaluate.protect=[{{name: own, path: {tmp_path}/own.jsonl, question: q, answer: a}}]",
     )  # fmt: skip
     done = lmworks("corpus", "prepare", tiny.recipe, *(part for change in changes for part in ("--set", change)))
@@ -38,4 +39,5 @@ def test_text_of_27_languages_is_prepared(lmworks: Lmworks, tiny: Tiny, tmp_path
     assert sorted(row["language"] for row in kept) == sorted(PARAGRAPHS)
     texts = {row["language"]: row["text"] for row in kept}
     assert all(texts[language].startswith(normalize("NFC", text)) for language, text in PARAGRAPHS.items())
+    assert all(texts[language].endswith("<PHONE>") for language in PHONES)
     assert ITEM.split()[-3] not in texts["en"]

@@ -6,6 +6,7 @@ import itertools
 import pydoc_data.topics
 import random
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -263,3 +264,51 @@ def test_running_chinese_and_shell_variables_and_dates() -> None:
         assert mask(frame.format(key), kinds)[0] == frame.format("<SECRET>")
     for text in (f"SECRET_KEY={key}(os.environ)", "电话：2024-08-13 18:28:32（工作日）"):
         assert mask(text, kinds)[0] == text
+
+
+LOCAL = [
+    "هاتف: 0501234567", "الهاتف: ٠١-٢٣٤٥٦٧٨", "رقم الجوال: ٠٥٠ ١٢٣ ٤٥٦٧", "اتصل على 04 123 4567", "تلفن: ۰۲۱-۱۲۳۴۵۶۷۸", "فون: 042-12345678",
+    "फ़ोन: 022-23456789", "दूरभाष: ०२२ २३४५ ६७८९", "मोबाइल नंबर: 98765 43210", "ফোন নম্বর: ০১৭১২-৩৪৫৬৭৮", "தொலைபேசி: 044-12345678",
+    "โทร. 02-123-4567", "โทรศัพท์ ๐๘๑-๒๓๔-๕๖๗๘", "เบอร์โทร: 081 234 5678", "ဖုန်း: ၀၉-၁၂၃၄၅၆၇၈", "ទូរស័ព្ទ: 012 345 678",
+    "Tél. : 01 23 45 67 89", "Téléphone : 01.23.45.67.89", "Appelez le 01 23 45 67 89", "Teléfono: 912 345 678", "Móvil: 612 34 56 78",
+    "Тел.: 8 (495) 123-45-67", "Телефон: 495 123 45 67", "Звоните: 8-800-123-45-67", "Τηλ.: 210 123 4567", "טלפון: 03-1234567",
+    "ĐT: 028 3823 4567", "Điện thoại: 0912.345.678", "Số điện thoại: (028) 3823 4567", "Telefon: 0212 123 45 67", "Telepon: (021) 123-4567",
+    "電話：03-1234-5678", "電話番号は03-1234-5678", "ＴＥＬ：０３－１２３４－５６７８", "携帯：090-1234-5678",
+    "电话：０１０－１２３４５６７８", "전화: 02-123-4567",
+]  # fmt: skip
+WORLD = [
+    "почта@почта.рф", "info@münchen.de", "用户@例子.公司", "अजय@डाटा.भारत", "josé@correo.es", "a@xn--e1afmkfd.xn--p1ai",
+    "ｕｓｅｒ＠ｇｍａｉｌ．ｃｏｍ",
+]  # fmt: skip
+NOT_LOCAL = [
+    "سنة ١٩٩٥ ١٢ ١٧", "том 12345678 страница", "ปี 2542 2543 2544", "第１２３４５６７号", "Tel Aviv 1909 1948 1967",
+    "電話は1876年に発明された", "telefonu 1234567 değil", "@пример", "имя@ничего.нетакого", "إصدار ٢.١٤.٩٠", "contact 2019-12-17",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LOCAL)
+def test_a_local_number_after_its_label_is_masked_in_forty_languages(text: str) -> None:
+    masked, counts = mask(f"{text}\n", ALL)
+    assert counts["phone"] == 1 and masked.endswith("<PHONE>\n")
+    assert masked[0] == text[0] and not any(char.isdecimal() for char in masked)
+
+
+@pytest.mark.parametrize("value", WORLD)
+def test_addresses_of_any_script_are_masked(value: str) -> None:
+    assert mask(f"{value}, ", ALL)[0] == "<EMAIL>, "
+
+
+@pytest.mark.parametrize("text", NOT_LOCAL)
+def test_numbers_and_names_of_other_languages_stay(text: str) -> None:
+    assert mask(text, ALL)[0] == text
+
+
+def test_made_up_values_are_equal_however_digits_are_written() -> None:
+    assert mask("هاتف: ٠٥٠١٢٣٤٥٦٧", ALL, made_up=True)[0].split()[1:] == mask("هاتف: 0501234567", ALL, made_up=True)[0].split()[1:]
+
+
+@pytest.mark.parametrize("piece", ["я@", "@я.", "я@я.", "٠ ", "тел", "تلفن", "tel: 1", "xn--", "é@é.é"])
+def test_hostile_text_of_other_scripts_takes_linear_time(piece: str) -> None:
+    begun = time.process_time()
+    mask(piece * (100_000 // len(piece)), ALL)
+    assert time.process_time() - begun < 5

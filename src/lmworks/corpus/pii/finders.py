@@ -1,18 +1,31 @@
 """E-mail, IP and street addresses, telephone, card and account numbers in text.
 
 Precision comes before recall: similar strings that are not personal data (versions, decorators, test numbers, documentation examples) are
-kept. Every repetition in a pattern is bounded and none begins inside its own run, so that time is linear in the text. Digits are ASCII
-digits, and only adjacent ASCII letters make an item part of a word, because Chinese text has no spaces.
+kept. Every repetition in a pattern is bounded and none begins inside its own run, so that time is linear in the text. The finders read the
+`ascii_form` of a text, in which digits of all scripts are ASCII. Only adjacent ASCII letters make an item part of a word, because Chinese
+text has no spaces.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
+
+import regex
+
+from lmworks.corpus.pii.labels import ASCII_PHONE_LABEL, DOMAINS, PHONE_LABEL
+from lmworks.letters import SPACELESS, characters
 
 Span = tuple[int, int]
 Finder = Callable[[str], Iterator[Span]]
+
+_PLAIN = {ord(char): str(unicodedata.decimal(char, char)) for char in characters(r"[\p{Nd}--\p{ASCII}]")}
+_PLAIN |= {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | dict.fromkeys(map(ord, "‐‑‒–−"), "-")
+_PLAIN |= dict.fromkeys(map(ord, "\u00a0\u2009\u202f\u3000"), " ")
+_PLAIN = {code: char for code, char in _PLAIN.items() if code < 0x10000}  # the search takes ten times as long with others
+_FOREIGN = re.compile(f"[{''.join(map(chr, _PLAIN))}]")
 
 _DIGITS = re.compile(r"[0-9][0-9 .()/-]{5,60}[0-9]")  # every kind of number contains a match
 
@@ -20,6 +33,13 @@ _EMAIL = re.compile(
     r"(?<![\w.+%/-])[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}@"
     r"((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,6}([A-Za-z]{2,18}))(?![\w(\[@-]|\.\w)",
     re.ASCII,
+)
+_DOMAINS = "|".join(sorted(DOMAINS, key=lambda name: (-len(name), name)))
+_LETTERS = r"\p{L}\p{M}\p{N}"
+_EMAIL_OF_ANY_SCRIPT = regex.compile(
+    rf"(?V1)(?<![{_LETTERS}._%+@/-])[\p{{L}}\p{{N}}][{_LETTERS}._%+-]{{0,63}}@"
+    rf"((?:[\p{{L}}\p{{N}}][{_LETTERS}-]{{0,61}}\.){{1,6}}({_DOMAINS}|xn--[a-z0-9-]{{2,50}}|[A-Za-z]{{2,18}}))"
+    rf"(?![\p{{M}}(\[@-]|[[\p{{L}}\p{{N}}]--{SPACELESS}]|\.[a-z0-9])"
 )
 _WORLDWIDE = (
     "com org net edu gov mil int info biz name pro aero coop museum mobi jobs travel tel asia cat post app dev xyz online site tech cloud "
@@ -55,11 +75,7 @@ _SUBSCRIBER = re.compile(r"\(?[0-9](?:[ ()/.-]{0,2}[0-9]){6,14}(?![\w]|[.,-][0-9
 _DATE = re.compile(r"(?:19|20)[0-9]{2}[-./ ](?:0?[1-9]|1[0-2])[-./ ](?:0?[1-9]|[12][0-9]|3[01])(?![0-9])")
 _CHINESE_MOBILE = re.compile(r"(?<![\w.,/+=#-])1[3-9][0-9]{9}(?![\w]|[.,/-][0-9])", re.ASCII)
 _HAN = re.compile("[\u4e00-\u9fff]")
-_NAME = re.compile(
-    r"(?:(?<!\w)(?:tel(?:ephone|efon)?|phone|mobile|cell|fax|call(?: us)?(?: at)?|telefax|тел)|电话|電話|手机|手機|热线|傳真|传真)"
-    r"(?: (?:no|number|nr)|号码?|號碼?)?[.:：]{0,2} {0,2}$",
-    re.IGNORECASE,
-)
+_NAME, _ASCII_NAME = re.compile(PHONE_LABEL, re.IGNORECASE), re.compile(ASCII_PHONE_LABEL, re.IGNORECASE)
 _COUNTRY = re.compile(
     r"1|7|2(?:0|7|1[1-368]|[2-6][0-9]|9[0178])|3(?:[0-469]|5[0-9]|7[0-8]|8[0-35-79])|4(?:[013-9]|2[013])|5(?:[1-8]|0[0-9]|9[0-9])"
     r"|6(?:[0-6]|7[0-9]|8[0-9]|9[0-2])|8(?:[1246]|5[02356]|8[06])|9(?:[0-58]|6[0-8]|7[0-79]|9[2-68])"
@@ -111,18 +127,29 @@ def without_overlaps(spans: Iterable[Span]) -> Iterator[Span]:
             end = stop
 
 
+def ascii_form(text: str) -> str:
+    """The text with digits of all scripts, full-width forms, dashes and spaces as ASCII; of the same length."""
+    return text.translate(_PLAIN) if not text.isascii() and _FOREIGN.search(text) else text
+
+
 def emails(text: str) -> Iterator[Span]:
-    """Addresses in existing top-level domains, except examples and machine accounts (git@, noreply@)."""
+    """Addresses in existing top-level domains, in any script, except examples and machine accounts (git@, noreply@)."""
     if "@" not in text:
         return
-    for found in _EMAIL.finditer(text):
-        domain, ending = found[1].lower(), found[2]
-        local = found[0][: found[0].index("@")].lower()
-        if not (ending.islower() or ending.isupper()) or (len(ending) > 2 and ending.lower() not in _ENDINGS):
-            continue
-        if local in _MACHINE_ACCOUNTS or _EXAMPLES.search(domain):
-            continue
-        yield found.span()
+    spans = [found.span() for found in _EMAIL.finditer(text) if _is_address(found[0], found[1], found[2])]
+    taken = {text.index("@", start) for start, _ in spans}
+    for other in _EMAIL_OF_ANY_SCRIPT.finditer(text) if not text.isascii() or "xn--" in text else ():
+        new = text.index("@", other.start()) not in taken and (not other[0].isascii() or "xn--" in other[2])
+        if new and _is_address(other[0], other[1], other[2]):
+            spans.append(other.span())
+    yield from without_overlaps(spans)
+
+
+def _is_address(address: str, domain: str, ending: str) -> bool:
+    known = ending.lower() in _ENDINGS or len(ending) == 2
+    if ending.isascii() and not ending.startswith("xn--") and not (known and (ending.islower() or ending.isupper())):
+        return False
+    return address[: address.index("@")].lower() not in _MACHINE_ACCOUNTS and not _EXAMPLES.search(domain.lower())
 
 
 def ips(text: str) -> Iterator[Span]:
@@ -148,8 +175,8 @@ def _is_public(address: str) -> bool:
 
 
 def phones(text: str) -> Iterator[Span]:
-    """Numbers with a country code, in the North American format, or after a word such as `tel`, and Chinese mobile numbers in Chinese text;
-    fictional 555 numbers are kept.
+    """Numbers with a country code, in the North American format, or after a word such as `tel` in one of forty languages, and Chinese
+    mobile numbers in Chinese text; fictional 555 numbers are kept.
     """
     if not _DIGITS.search(text):
         return
@@ -163,8 +190,10 @@ def phones(text: str) -> Iterator[Span]:
                 spans.append(found.span())
     spans += [found.span() for found in _NORTH_AMERICAN.finditer(text) if found[4] != "555"]
     for found in _SUBSCRIBER.finditer(text):
-        if "555" not in found[0] and not _DATE.match(found[0]) and _NAME.search(text, max(0, found.start() - 30), found.start()):
-            spans.append(found.span())
+        if "555" not in found[0] and not _DATE.match(found[0]):
+            before = text[max(0, found.start() - 30) : found.start()]
+            if (_ASCII_NAME if before.isascii() else _NAME).search(before):
+                spans.append(found.span())
     for found in _CHINESE_MOBILE.finditer(text):
         if _HAN.search(text, max(0, found.start() - 20), found.end() + 20):  # no preceding word is needed in Chinese text
             spans.append(found.span())

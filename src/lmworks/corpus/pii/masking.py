@@ -41,9 +41,9 @@ def mask(text: str, kinds: Iterable[str], made_up: bool = False) -> tuple[str, d
     chosen = [kind for kind in FINDERS if kind in set(kinds)]
     counts = dict.fromkeys(chosen, 0)
     for _ in range(_ROUNDS):
-        found = 0
+        found, form = 0, finders.ascii_form(text)
         for kind in chosen:
-            text, count = _mask(text, kind, made_up)
+            text, form, count = _mask(text, form, kind, made_up)
             counts[kind] += count
             found += count
         if not found:
@@ -51,15 +51,20 @@ def mask(text: str, kinds: Iterable[str], made_up: bool = False) -> tuple[str, d
     return text, counts
 
 
-def _mask(text: str, kind: str, made_up: bool) -> tuple[str, int]:
-    pieces, end, count = [], 0, 0
-    for start, stop in FINDERS[kind](text):
-        if text.endswith(_TAGS, 0, start) or text.startswith(_TAGS, stop):
+def _mask(text: str, form: str, kind: str, made_up: bool) -> tuple[str, str, int]:
+    """The text and its ASCII form with items of one kind masked, and their number."""
+    pieces: list[str] = []
+    forms: list[str] = []
+    end, count = 0, 0
+    for start, stop in FINDERS[kind](form):
+        if form.endswith(_TAGS, 0, start) or form.startswith(_TAGS, stop):
             continue
-        pieces += [text[end:start], _made_up_value(text[start:stop], kind) if made_up else f"<{kind.upper()}>"]
+        new = _made_up_value(form[start:stop], kind) if made_up else f"<{kind.upper()}>"
+        pieces += [text[end:start], new]
+        forms += [form[end:start], new]
         end = stop
         count += 1
-    return ("".join([*pieces, text[end:]]), count) if count else (text, 0)
+    return ("".join([*pieces, text[end:]]), "".join([*forms, form[end:]]), count) if count else (text, form, 0)
 
 
 def _made_up_value(value: str, kind: str) -> str:
