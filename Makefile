@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart assistant test slow chaos fuzz lint docs clean
+.PHONY: quickstart assistant test slow mutants chaos fuzz lint docs clean
 
 quickstart: $(VENV)/quickstart.stamp
 	$(BIN)/lmworks run recipes/quickstart.yaml
@@ -26,6 +26,12 @@ _PART = $(if $(SLICE),--slice=$(SLICE)) $(if $(UNTIL),--until=$(UNTIL))
 slow: $(VENV)/slow.stamp
 	LMWORKS_ENGINES=$(ENGINES) $(BIN)/python tests/slow_needs.py $(_PART) $(SYSTEM) $(RECORD)
 	LMWORKS_ENGINES=$(ENGINES) $(BIN)/python -m pytest --slow-suite $(_PART) $(RECORD) --results=$(RESULTS) -n $(WORKERS) --dist worksteal --timeout 7200
+
+# Plants mistakes in a private copy of the sources, one at a time: the fast tests must find each. SLICE=K/N as above; goes on where it was.
+# MUTANTS='--only TEXT', or MUTANTS='--sampled optim losses' for mutants that cosmic-ray makes, drawn by a seed.
+MUTANTS ?=
+mutants: $(VENV)/mutants.stamp
+	$(BIN)/python tests/mutants/campaign.py $(_PART) $(MUTANTS)
 
 # Runs with a random fault at a random moment, each compared with one that was left alone; goes on where it was.
 RUNS ?= 200
@@ -63,6 +69,10 @@ $(VENV)/quickstart.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev]'
 	touch $@ $(VENV)/quickstart.stamp
+
+$(VENV)/mutants.stamp: $(VENV)/dev.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	touch $@
 
 $(VENV)/slow.stamp: $(VENV)/dev.stamp
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[slow]'

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from lmworks.checkpoint import Checkpoints, load, newest_good, verify
+from lmworks import machine
+from lmworks.checkpoint import Checkpoints, load, newest_good, tensor_files, verify
 from lmworks.errors import UserError
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from rank_pool import FORKS
@@ -182,6 +183,15 @@ def test_a_full_disk_ends_with_a_message_and_an_intact_checkpoint(tmp_path):
         with pytest.raises(UserError, match="is full"):
             checkpoints.save(4, make_state(4), {})
         checkpoints.close()
+
+
+def test_a_save_that_does_not_fit_writes_nothing(pair, monkeypatch):
+    """It fails before it has filled what is left of the disk, which other programs need."""
+    monkeypatch.setattr(machine, "free_disk", lambda path: 1000)
+    monkeypatch.setattr(tensor_files, "write_slices", lambda *given: pytest.fail("written"))
+    with pytest.raises(UserError, match=r"is full \(0.0 MB free\)"):
+        Checkpoints(pair, Options(asynchronous=False), {"model": "a"}).save(3, make_state(3), {})
+    assert sorted(os.listdir(pair)) == [OLD, NEW]
 
 
 def test_a_limit_on_file_sizes_ends_the_same_way(pair):

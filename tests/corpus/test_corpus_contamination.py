@@ -226,6 +226,12 @@ def test_what_is_in_an_evaluation_set_is_a_leak_however_often_most_of_it_was_cop
     assert told == Widespread(30, "own/0", held_words(0, 24), let_pass=False)
 
 
+def test_a_passage_of_an_evaluation_set_is_a_leak_however_often_it_was_copied() -> None:
+    """A passage too short to be the whole item, in more documents than boilerplate needs."""
+    documents = [f"start{number} {held_words(5, 21)} end{number}" for number in range(12)]
+    assert sorted(matches_of(decontaminator_of([(HELD, "")]), documents)) == list(range(12))
+
+
 def test_how_a_set_asks_is_no_leak_and_told() -> None:
     template = held_words(0, 20)
     questions = [f"{template} {' '.join(f'item{number}x{place}' for place in range(20))}" for number in range(4)]

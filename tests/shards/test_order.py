@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.order.order import Order
+from lmworks.shards.order.rank import sequences_of_rank
 
 
 def recipe_of(phases: list[tuple[str, int, int, dict[str, float]]], seed: int = 1, **more: object) -> Recipe:
@@ -73,6 +74,13 @@ def test_phases_never_see_the_same_tokens(parts: list[int], steps: list[int], to
         assert ranges[0][0] == 0
         assert ranges[-1][1] == tokens
         assert all(before[1] == after[0] for before, after in pairwise(ranges)), "nothing is left lying"
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_ranks_read_each_sequence_of_a_step_once(count: int, ranks: int) -> None:
+    parts = [range(*sequences_of_rank(count, rank, ranks)) for rank in range(ranks)]
+    assert [number for part in parts for number in part] == list(range(count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_a_billion_steps_cost_what_ten_cost() -> None:
@@ -145,6 +153,7 @@ import json, sys
 import numpy as np
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.order.order import Order
+from lmworks.shards.order.rank import sequences_of_rank
 order = Order(Recipe.model_validate_json(sys.argv[1]), json.loads(sys.argv[2]))
 found = order.locate(0, np.arange(500))
 print(json.dumps([order.fingerprint(), found.source.tolist(), found.epoch.tolist(), found.start.tolist()]))

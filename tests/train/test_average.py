@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from lmworks import jsonl
 from lmworks.checkpoint import listing
+from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING, GenerateOptions, generate
 from lmworks.parallel.mesh import Ranks
@@ -22,7 +25,7 @@ from lmworks.train.load import load_model
 from lmworks.train.observe.sampling import _TOKENS
 from lmworks.train.observe.validation import validate
 from lmworks.train.pretrain import held_out, pretrain
-from tiny_run import STEPS, Tiny, checkpoint, curve, same_bits
+from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EMA = "optimizer.ema_decay=0.9"
@@ -63,6 +66,23 @@ def test_the_last_samples_are_of_the_model_that_leaves(run: Tiny) -> None:
     )
     made = generate(load_model(run.run_dir, "base"), [tokenizer.encode(line["prompt"]) for line in lines], options)
     assert [line["completion"] for line in lines] == [tokenizer.decode(ids, skip_special=True) for ids in made]
+
+
+def test_expert_biases_stay_in_tuning(run: Tiny) -> None:
+    before, after = checkpoint(run.run_dir), checkpoint(run.run_dir / "tune")
+    biases = [name for name in after if name.startswith("model/") and name.endswith("router.bias")]
+    assert biases
+    for name in biases:
+        assert before[name].abs().max() > 0.01 and torch.equal(after[name], before[name])
+
+
+def test_the_average_goes_on_after_a_resume(tiny_copy: Tiny, run: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == STEPS - 3 else None)
+        with pytest.raises(Interrupted):
+            tiny_copy.pretrain(EMA)
+    tiny_copy.pretrain(EMA)
+    assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(run.run_dir)) == []
 
 
 def test_tuning_begins_with_the_average(run: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
+from lmworks.optim.optimizer import build_optimizer
 from lmworks.optim.placement import local
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout
@@ -25,7 +26,9 @@ from lmworks.shards.read.batches import Batches
 from lmworks.train.curriculum import sample_sequences
 from lmworks.train.ewc import EwcPenalty
 from lmworks.train.pretrain import build_model, pretrain
+from lmworks.train.step import train_step
 from lmworks.watch.ledger import read_ledger
+from lmworks.watch.spike import Limits
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -81,6 +84,22 @@ def test_the_gradient_is_that_of_the_penalty(tiny: Tiny) -> None:
     made.add_gradients()
     for (name, parameter), grad in zip(weights.items(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, 1 + grad, msg=name)
+
+
+def test_the_gradient_is_clipped_with_that_of_the_loss(tiny: Tiny) -> None:
+    """The norm that is reported and limited is that of both."""
+    made, earlier, model = estimated(tiny)
+    made.options = Ewc(weight=WEIGHT)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    optimizer = build_optimizer(model, tiny.resolve().recipe.optimizer)
+    given = {"micro_batch_size": 1, "lr_factor": 1.0, "max_grad_norm": 0.5, "bias_update_rate": 0.0}
+    alone = train_step(model, optimizer, earlier[0], **given, limits=Limits(grad_norm=0.0))  # a step that changes nothing
+    result = train_step(model, optimizer, earlier[0], **given, penalty=made)
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]).norm()
+    assert float(norm) == pytest.approx(0.5, rel=1e-4)
+    assert float(result.grad_norm) > 2 * float(alone.grad_norm)
 
 
 def moved(run: Tiny) -> float:

@@ -1,0 +1,24 @@
+"""Mistakes in contrasts, noise floors and verdicts."""
+
+MUTANTS = [
+    ("ablate.statistics.contrast:contrast", "variance = from_seeds + from_items", "variance = from_seeds",
+     "The choice of the items counts in the error of a score.", "ablate/test_contrasts.py"),
+    ("ablate.statistics.contrast:contrast", "2 * noise.sd**2 / seeds", "noise.sd**2 / seeds", "A difference has the variance of two arms.",
+     "ablate/test_contrasts.py"),
+    ("ablate.statistics.verdict:judge", "(m - rank) * one.p", "one.p", "Verdicts hold the family-wise error rate.",
+     "ablate/test_contrasts.py ablate/test_simulated.py"),
+    ("ablate.statistics.contrast:_items",
+     "        variance -= float((residuals**2).sum()) / ((seeds - 1) * (count - 1)) / (seeds * count)\n", "",
+     "What item means owe to the seeds is not counted twice.", "ablate/test_contrasts.py"),
+    ("ablate.statistics.contrast:_bound", "(scores * (1 - scores)).sum()", "(scores * (1 - scores)).min()",
+     "The bound for unrecorded items has the variance of both arms.", "ablate/test_contrasts.py"),
+    ("ablate.statistics.noise:paired", "(arms - 1) * (seeds - 1)", "arms * (seeds - 1)",
+     "The paired noise floor loses the degrees of freedom of the seeds.", "ablate/test_contrasts.py"),
+    ("ablate.statistics.noise:pooled", "one.df * one.sd**2 for one in known) / df", "one.sd**2 for one in known) / len(known)",
+     "Noise floors are pooled by their degrees of freedom.", "ablate/test_contrasts.py ablate/test_results.py"),
+    ("ablate.statistics.student:f_upper", "df_below / (df_below + df_above * f)", "df_below / (df_below + f)", "The tail of F is exact.",
+     "ablate/test_student.py"),
+    ("ablate.statistics.verdict:seeds_needed", "max(high, one.seeds + 1)", "high", "More seeds are asked for than there were.",
+     "ablate/test_contrasts.py ablate/test_results.py"),
+    ("ablate.statistics.verdict:_testable", "one.se > 0", "True", "A difference without noise has no verdict.", "ablate/test_contrasts.py"),
+]  # fmt: skip

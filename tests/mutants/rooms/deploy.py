@@ -1,0 +1,16 @@
+"""Mistakes in the flags of engines and in monitoring."""
+
+MUTANTS = [
+    ("deploy.monitoring.panels:ENGINE_METRICS", "max(vllm:kv_cache_usage_perc)", "max(vllm:gpu_cache_usage_perc)",
+     "Panels ask for metrics that the pinned vLLM writes.", "deploy/test_recorded.py deploy/test_monitoring.py"),
+    ("deploy.monitoring.panels:ENGINE_METRICS", 'waiting="sum(vllm:num_requests_waiting)"', 'waiting="sum(vllm:num_requests_queued)"',
+     "Alerts ask for metrics that the pinned vLLM writes.", "deploy/test_recorded.py deploy/test_monitoring.py"),
+    ("deploy.engines.sglang:launch", '"--max-running-requests"', '"--max-running-request"',
+     "Flags of SGLang are those of the pinned version.", "deploy/test_recorded.py"),
+    ("deploy.engines.vllm:launch", '"--max-num-seqs"', '"--max-num-sequences"', "Flags of vLLM are those of the pinned version.",
+     "deploy/test_recorded.py"),
+    ("deploy.engines.sglang:launch", "fit.sequences * fit.data", "fit.sequences", "SGLang's limit of requests is over all replicas.",
+     "deploy cli/test_deploy_command.py"),
+    ("deploy.engines.vllm:launch", '"--host", request.host', '"--host", "0.0.0.0"', "A server is not reachable from outside unless asked.",
+     "deploy cli/test_deploy_command.py"),
+]  # fmt: skip

@@ -1,0 +1,19 @@
+"""Mistakes in exports to Hugging Face and GGUF, and in the comparison that decides about them."""
+
+MUTANTS = [
+    ("export.gguf:_final_config", 'model.config.model_copy(update={"rope": model.rope})', "model.config",
+     "GGUF has the RoPE of the last phase.", "export/test_gguf.py"),
+    ("export.gguf:write_gguf_adapter", "lora.scale * lora.rank", "lora.scale", "The alpha of a GGUF adapter is scale times rank.",
+     "export/test_gguf.py"),
+    ("export.gguf:_items", '    if model.rope.scaling == "llama3":', "    if False:",
+     "GGUF has the frequency factors of Llama 3's scaling.", "export/test_gguf.py export/test_gguf_reading.py"),
+    ("export.gguf:_split_latents", "key.transpose(1, 2)", "key", "Latent keys are transposed for llama.cpp.", "export/test_gguf.py"),
+    ("export.gguf:check_gguf", "if found[name].data.tobytes() != item.bits().tobytes():", "if False:",
+     "A GGUF file with other values is refused.", "export/test_gguf.py export/test_verify.py"),
+    ("export.gguf:load_gguf", "if item.name not in found:", "if False:", "A GGUF file without a tensor is named.",
+     "export/test_gguf.py export/test_gguf_reading.py quantize"),
+    ("export.parity:Parity.reason", "        if self.problems:\n            return self.problems[0]\n", "",
+     "An export whose tensors differ is refused whatever its logits are.", "export/test_parity.py"),
+    ("export.parity:Parity.reason", "self.relative <= self.bound", "self.relative <= 1e3 * self.bound",
+     "An export is compared within rounding.", "export/test_parity.py"),
+]  # fmt: skip

@@ -1,0 +1,12 @@
+"""Mistakes in the log of metrics."""
+
+MUTANTS = [
+    ("metrics.log:MetricLog.__init__", 'record["step"] >= resume_step', 'record["step"] > resume_step',
+     "A resumed curve has each step once.", "metrics/test_metric_log.py"),
+    ("metrics.log:MetricLog.rewind", "            sink.rewind(resume_step)\n", "            pass\n", "A rollback rewinds all sinks.",
+     "metrics/test_sinks.py metrics/test_metric_log.py"),
+    ("metrics.log:MetricLog.flush", "            os.fsync(self._fd)\n", "            pass\n",
+     "Metrics are on the disk with each checkpoint.", "metrics/test_metric_log.py"),
+    ("metrics.log:MetricLog.write", "            describe(name)\n", "            pass\n", "A metric without a declared meaning is refused.",
+     "metrics/test_metric_log.py metrics/test_names.py"),
+]  # fmt: skip

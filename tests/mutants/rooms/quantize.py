@@ -1,0 +1,15 @@
+"""Mistakes in the measurement and the certificate of quantized models."""
+
+MUTANTS = [
+    ("quantize.agreement:_compare", "(p.exp() * (p - q)).sum(-1)", "(q.exp() * (q - p)).sum(-1)",
+     "The divergence is that of the quantized from the original distribution.", "quantize"),
+    ("quantize.agreement:_compare", "ids[begin + 1 : begin + _ROWS + 1]", "ids[begin : begin + _ROWS]", "Perplexity is of the next token.",
+     "quantize"),
+    ("quantize.agreement:_compare", "nan=math.inf", "nan=0.0", "Logits that are not finite fail the certificate.", "quantize"),
+    ("quantize.certificate:_failures", "if not found.kl_mean <= limits.kl:", "if found.kl_mean > limits.kl * 1e9:",
+     "A model far from the original fails its certificate.", "quantize"),
+    ("quantize.certificate:require_passed", '[] if found["verdict"] == "passed" else', "[] if True else",
+     "A model that failed its certificate is not served.", "quantize cli/test_deploy_command.py"),
+    ("quantize.certificate:require_passed", "if not known or (model.is_file() and model.name not in known):", "if False:",
+     "A certificate names the file that it is of.", "quantize cli/test_deploy_command.py"),
+]  # fmt: skip

@@ -1,0 +1,26 @@
+"""Mistakes in encoding, decoding and the rendering of conversations."""
+
+MUTANTS = [
+    ("tokenizer.chat:render_marked", 'OPEN if message["role"] == "user" else ()', "OPEN", "Only a user may turn thinking off.",
+     "tokenizer/test_tokenizer_chat.py"),
+    ("tokenizer.chat:mark", '"".join(char + marker for char in part)', "part", "The text of a message does not become a special token.",
+     "tokenizer/test_tokenizer_chat.py"),
+    ("tokenizer.chat:mark", "if tokenizer.special_prefix_length(text[:end]) else text", "if False else text",
+     "Two parts of a message do not join to a special token.", "tokenizer/test_tokenizer_chat.py"),
+    ("tokenizer.chat:render_marked", "tools = _map_text(normal_tools(tools), partial(mark, tokenizer, marker=marker))",
+     "tools = normal_tools(tools)", "The description of a tool does not become a special token.", "tokenizer/test_tokenizer_chat.py"),
+    ("tokenizer.chat:with_thoughts", 'content.rpartition("</think>")', 'content.partition("</think>")',
+     "Text before the last end of thoughts is thought.", "tokenizer/test_tokenizer_chat.py tokenizer/test_tokenizer_glm.py"),
+    ("tokenizer.chat:unlearn", "starts[at] < end", "starts[at] <= end", "The token after a span that is not trained stays trained.",
+     "tokenizer/test_tokenizer_chat.py train/test_trained_parts.py"),
+    ("tokenizer.text_tokenizer:TextTokenizer.encode", "if allow_special:", "if not allow_special:",
+     "Special tokens in a document stay text.", "tokenizer/test_tokenizer_encode.py"),
+    ("tokenizer.text_tokenizer:TextTokenizer.token_bytes", "token in self._hidden or ", "",
+     "Control tokens are left out of what people read.", "tokenizer/test_tokenizer_encode.py"),
+    ("tokenizer.text_tokenizer:TextTokenizer.byte_lengths", "        lengths[list(self.special.values())] = 0\n", "",
+     "Special tokens are no text in bits per byte.", "tokenizer/test_tokenizer_encode.py evaluate/test_bits_per_byte.py"),
+    ("tokenizer.text_tokenizer:TextTokenizer._index_special", "key=len, reverse=True", "key=len",
+     "The longest special token is taken where several fit.", "tokenizer/test_tokenizer_encode.py"),
+    ("tokenizer.special:SPLIT", "\\p{N}{1,3}", "\\p{N}{1,4}", "Numbers are split as in GLM-4's pattern.",
+     "tokenizer/test_tokenizer_glm.py tokenizer/test_tokenizer_train.py"),
+]  # fmt: skip

@@ -1,0 +1,17 @@
+"""Every declared mutant can still be planted: `make mutants` plants them and has the fast tests find them."""
+
+from __future__ import annotations
+
+import ast
+
+from mutants.mutant import ROOT, declared
+
+
+def test_every_mutant_can_be_planted() -> None:
+    mutants = declared()
+    assert len(mutants) >= 200
+    assert len({mutant.promise for mutant in mutants}) == len(mutants)
+    for mutant in mutants:
+        assert mutant.promise.endswith(".") and mutant.old != mutant.new, mutant
+        assert mutant.test_paths and all((ROOT / path).exists() for path in mutant.test_paths), mutant
+        ast.parse(mutant.mutated())
