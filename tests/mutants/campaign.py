@@ -81,7 +81,7 @@ class Keys:
 
     def _tests(self, path: str) -> str:
         if path not in self._digests:
-            whole = ROOT / path
+            whole = ROOT / path.partition("::")[0]
             self._digests[path] = self._digest(sorted(whole.rglob("*.py")) if whole.is_dir() else [whole])
         return path + self._digests[path]
 
@@ -175,7 +175,7 @@ def table(records: Sequence[Record]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slice", help="K/N: each Nth mistake")
-    parser.add_argument("--only", help="a regular expression: mistakes with it in ROOM: PROMISE")
+    parser.add_argument("--only", help="a regular expression, in ROOM: PROMISE")
     parser.add_argument("--sampled", nargs="*", default=[], choices=[*TARGETS, "all"], help="mutants of cosmic-ray instead of declared ones")
     parser.add_argument("--count", type=int, default=300, help="of each target that is sampled")
     parser.add_argument("--seed", type=int, default=0)

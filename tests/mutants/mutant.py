@@ -23,7 +23,7 @@ class Mutant:
     where: `module:name` below lmworks, such as `optim.ema:Ema.step`: a function, a class or a constant. The name survives moves of lines.
     old, new: what is replaced there, and by what; `old` occurs there exactly once.
     promise: what the mutant breaks, in one sentence; it names the mutant.
-    tests: files or folders below tests/, the most probable first; the folder of the room is what comes last, and need not be named.
+    tests: files, tests (FILE::NAME) or folders below tests/, the most probable first; the folder of the room comes last by itself.
     """
 
     where: str

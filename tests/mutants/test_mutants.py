@@ -13,5 +13,5 @@ def test_every_mutant_can_be_planted() -> None:
     assert len({mutant.promise for mutant in mutants}) == len(mutants)
     for mutant in mutants:
         assert mutant.promise.endswith(".") and mutant.old != mutant.new, mutant
-        assert mutant.test_paths and all((ROOT / path).exists() for path in mutant.test_paths), mutant
+        assert mutant.test_paths and all((ROOT / path.split("::")[0]).exists() for path in mutant.test_paths), mutant
         ast.parse(mutant.mutated())

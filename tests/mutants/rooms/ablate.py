@@ -1,9 +1,9 @@
 """Mistakes in contrasts, noise floors and verdicts."""
 
 MUTANTS = [
-    ("ablate.statistics.contrast:contrast", "variance = from_seeds + from_items", "variance = from_seeds",
+    ("ablate.statistics.contrast:_made", "for part in parts] + [from_items]", "for part in parts]",
      "The choice of the items counts in the error of a score.", "ablate/test_contrasts.py"),
-    ("ablate.statistics.contrast:contrast", "2 * noise.sd**2 / seeds", "noise.sd**2 / seeds", "A difference has the variance of two arms.",
+    ("ablate.statistics.contrast:contrast", "math.sqrt(2) * assumed.sd", "assumed.sd", "A difference has the variance of two arms.",
      "ablate/test_contrasts.py"),
     ("ablate.statistics.verdict:judge", "(m - rank) * one.p", "one.p", "Verdicts hold the family-wise error rate.",
      "ablate/test_contrasts.py ablate/test_simulated.py"),

@@ -3,7 +3,7 @@
 MUTANTS = [
     ("metrics.log:MetricLog.__init__", 'record["step"] >= resume_step', 'record["step"] > resume_step',
      "A resumed curve has each step once.", "metrics/test_metric_log.py"),
-    ("metrics.log:MetricLog.rewind", "            sink.rewind(resume_step)\n", "            pass\n", "A rollback rewinds all sinks.",
+    ("metrics.log:MetricLog.rewind", "self._on_sinks(lambda sink: sink.rewind(resume_step))", "pass", "A rollback rewinds all sinks.",
      "metrics/test_sinks.py metrics/test_metric_log.py"),
     ("metrics.log:MetricLog.flush", "            os.fsync(self._fd)\n", "            pass\n",
      "Metrics are on the disk with each checkpoint.", "metrics/test_metric_log.py"),

@@ -7,7 +7,7 @@ MUTANTS = [
      "recipe"),
     ("recipe.schema.units:Duration.tokens", "phase_tokens / 100", "phase_tokens", "A percentage is of a hundred.",
      "recipe/test_load.py optim/test_schedules.py recipe"),
-    ("recipe.schema.units:Duration.interval", "max(1, self.steps(", "max(0, self.steps(", "An interval is at least one step.", "recipe"),
+    ("recipe.schema.units:Duration.interval", "max(1, self.before(", "max(0, self.before(", "An interval is at least one step.", "recipe"),
     ("recipe.schema.units:Tokens._validate", "if (tokens := super()._validate(value)) < 1:", "if (tokens := super()._validate(value)) < 0:",
      "A number of tokens is at least 1.", "recipe/test_load.py cli/test_bad_input.py recipe"),
     ("recipe.schema.units:_whole", "if value.denominator != 1:", "if False:", "A fraction of a token is refused.",
