@@ -176,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slice", help="K/N: each Nth mistake")
     parser.add_argument("--only", help="a regular expression, in ROOM: PROMISE")
-    parser.add_argument("--sampled", nargs="*", default=[], choices=[*TARGETS, "all"], help="mutants of cosmic-ray instead of declared ones")
+    parser.add_argument("--sampled", nargs="*", default=[], choices=[*TARGETS, "all"], help="mutants of cosmic-ray, not declared ones")
     parser.add_argument("--count", type=int, default=300, help="of each target that is sampled")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=900, help="time limit of the tests of one mistake")
