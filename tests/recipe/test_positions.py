@@ -34,6 +34,13 @@ def test_a_change_is_said_and_extends_the_context(write: Write) -> None:
     assert as_json(resolved)["positions"] == {"general": first.text, "anneal": second.text}
 
 
+def test_windows_and_masks_are_said_too(write: Write) -> None:
+    changes = ("train.phases.anneal.sliding_window=128 tokens", "train.phases.anneal.no_rope_layer_interval=2",
+               "train.phases.anneal.mask_documents=false")  # fmt: skip
+    _, second = positions(load_recipe(write(), changes).recipe)
+    assert second.text == "theta 10,000 -> theta 10,000, window 128, no RoPE in every 2. layer; attention crosses document borders"
+
+
 @pytest.mark.parametrize(
     ("rope", "told"),
     [

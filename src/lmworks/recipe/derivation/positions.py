@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lmworks.recipe.derivation.phases import in_force
-from lmworks.recipe.schema.model import Rope
+from lmworks.recipe.schema.model import Model, Rope
 from lmworks.recipe.schema.recipe import Recipe
 
 _GROWTH = 2  # times longer than where the positions were set, above which a phase without a change is warned of
@@ -24,14 +24,26 @@ class Positions:
 
 
 def positions(recipe: Recipe) -> list[Positions]:
-    """The RoPE settings of each phase: those of the phase before, unless it changes them."""
+    """The RoPE settings of each phase: those of the phase before, unless it changes them. `text` also has windows, layers without
+    positions, and whether attention crosses document borders."""
     found: list[Positions] = []
-    rope = recipe.model.rope
+    before = recipe.model
     for phase, model in zip(recipe.train.phases, in_force(recipe), strict=True):
-        before, rope = rope, model.rope
-        text = describe(rope) if before == rope else f"{describe(before)} -> {describe(rope)}"
-        found.append(Positions(phase.name, int(phase.sequence_length), rope, text))
+        old, new = _described(before), _described(model)
+        text = new if old == new else f"{old} -> {new}"
+        text += "" if phase.mask_documents else "; attention crosses document borders"
+        found.append(Positions(phase.name, int(phase.sequence_length), model.rope, text))
+        before = model
     return found
+
+
+def _described(model: Model) -> str:
+    words = [describe(model.rope)]
+    if model.sliding_window:
+        words.append(f"window {int(model.sliding_window):,}")
+    if model.no_rope_layer_interval:
+        words.append(f"no RoPE in every {model.no_rope_layer_interval}. layer")
+    return ", ".join(words)
 
 
 def describe(rope: Rope) -> str:
