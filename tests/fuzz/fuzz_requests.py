@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -78,6 +79,25 @@ COMPLETIONS: list[dict[str, Any]] = [
     {"prompt": [1, 2, 3], "max_tokens": 0, "echo": True, "logprobs": 1},
     {"prompt": [[1, 2], [3]], "max_tokens": 2, "presence_penalty": 0, "logit_bias": {}, "top_k": -1, "min_p": 0.5},
 ]
+_OBJECT = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
+CONSTRAINED: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "a"}], "max_tokens": 24, "response_format": {"type": "json_object"}},
+    {
+        "messages": [{"role": "user", "content": "b"}], "max_tokens": 24, "n": 3,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _OBJECT, "strict": True}},
+    },
+    {"messages": [{"role": "user", "content": "c"}], "max_tokens": 24, "guided_json": _OBJECT, "stream": True},
+    {"messages": [{"role": "user", "content": "d"}], "max_tokens": 24, "guided_regex": "[a-z]{1,20}", "n": 2},
+    {"messages": [{"role": "user", "content": "e"}], "max_tokens": 24, "guided_choice": ["yes", "no"]},
+    {"messages": [{"role": "user", "content": "f"}], "max_tokens": 24, "structured_outputs": {"json": _OBJECT}},
+    {"messages": [{"role": "user", "content": "g"}], "max_tokens": 24, "tools": TOOLS, "tool_choice": "required"},
+]  # fmt: skip
+PATTERNS = [
+    "a*", "(a|b)*c{1,500}", "^(?:.{1,30}x){1,30}$", "(?:(?:a{1,60}){1,60}){1,60}", "[^x]*x[^y]{0,800}y", "(", "\\p{L}{900}", "(?i)[a-z]+",
+]  # fmt: skip
+SIZES = [0, 1, 3, 40, 900, 20_000, 10**7, 10**30, -1, 1.5, True, "3"]
+MOST_SECONDS = 10.0
+"""Processor time of the server, in which others must have their answer; with this model an answer of theirs takes some milliseconds."""
 HEADERS: list[dict[str, str]] = [
     {"content-type": "text/plain"},
     {"content-type": "application/json; charset=utf-16"},
@@ -105,6 +125,59 @@ PATHS = [
     "/nothing",
     "/v1/chat",
 ]
+
+
+def schema(draw: Random, depth: int = 0) -> Any:
+    """A schema of few bytes that asks for much."""
+    if depth > 3 or draw.random() < 0.1:
+        return draw.choice([True, False, {}, None, [], "string", {"$ref": "#"}, {"type": "integer"}, {"const": "a" * 200}])
+    inner = lambda: schema(draw, depth + 1)  # noqa: E731
+    match draw.randrange(9):
+        case 0:
+            return {"type": "string", "minLength": draw.choice(SIZES), "maxLength": draw.choice(SIZES)}
+        case 1:
+            return {"type": "string", "pattern": draw.choice(PATTERNS)}
+        case 2:
+            count = draw.choice([1, 5, 20, 200])
+            return {"allOf": [{"type": "string", "pattern": f"{draw.choice(PATTERNS)}{number}"} for number in range(count)]}
+        case 3:
+            return {draw.choice(["anyOf", "oneOf", "allOf"]): [inner() for _ in range(draw.choice([0, 1, 3, 12]))]}
+        case 4:
+            return {"type": "array", "items": inner(), "minItems": draw.choice(SIZES), "maxItems": draw.choice(SIZES)}
+        case 5:
+            names = [f"p{number}" for number in range(draw.choice([1, 4, 60]))]
+            properties = {name: inner() for name in names[:6]}
+            return {"type": "object", "properties": properties, "required": names, "additionalProperties": inner()}
+        case 6:
+            return {"enum": ["x" * draw.choice([0, 3, 3000]) + str(number) for number in range(draw.choice([0, 2, 2000]))]}
+        case 7:
+            where = draw.choice(["#/$defs/b", "#/$defs/c", "file:///etc/passwd"])
+            return {"$defs": {"a": inner(), "b": {"$ref": "#/$defs/a"}}, "$ref": where}
+        case _:
+            return {"type": "number", "minimum": draw.choice(SIZES), "multipleOf": draw.choice(SIZES), "not": inner()}
+
+
+def demanding(draw: Random) -> dict[str, Any]:
+    """A request whose answers are constrained, with a hostile schema, pattern or number of answers in most cases."""
+    body = json.loads(json.dumps(draw.choice(CONSTRAINED)))
+    if draw.random() < 0.5:
+        body["n"] = draw.choice([1, 2, 16, 128, 129])
+    if draw.random() < 0.8:
+        for key in ("response_format", "guided_json", "guided_regex", "guided_choice", "structured_outputs", "tools", "tool_choice"):
+            body.pop(key, None)
+        match draw.randrange(5):
+            case 0:
+                body["guided_regex"] = "".join(draw.choice(PATTERNS) for _ in range(draw.choice([1, 2, 8])))
+            case 1:
+                body["guided_choice"] = ["x" * draw.choice([0, 1, 500]) + str(number) for number in range(draw.choice([0, 1, 300]))]
+            case 2:
+                body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema(draw)}}
+            case 3:
+                body |= {"tools": json.loads(json.dumps(TOOLS)), "tool_choice": "required"}
+                body["tools"][0]["function"]["parameters"] = {"type": "object", "properties": {"a": schema(draw)}, "required": ["a"]}
+            case _:
+                body["guided_json"] = schema(draw)
+    return body
 
 
 class Requests:
@@ -160,6 +233,10 @@ class Requests:
                 "headers": headers,
                 "body": "",
             }
+        if draw.random() < 0.2:
+            body = json.dumps(demanding(draw)).encode()
+            path = "/v1/chat/completions"
+            return {"method": "POST", "path": path, "headers": headers, "body": base64.b64encode(body).decode(), "watched": True}
         path, seeds = draw.choice([("/v1/chat/completions", CHATS), ("/v1/chat/completions", CHATS), ("/v1/completions", COMPLETIONS)])
         body = mutate.spoiled_json(mutate.tree(draw.choice(seeds), draw, 1) if draw.random() < 0.3 else draw.choice(seeds), draw)
         if draw.random() < 0.05:
@@ -172,7 +249,10 @@ class Requests:
     async def _ask(self, case: Case) -> str:
         body, headers = base64.b64decode(case["body"]), {name: value.encode("latin-1") for name, value in case["headers"].items()}
         request = self._client.build_request(case["method"], case["path"], content=body, headers=headers)
-        answer = await self._client.send(request)
+        asked = asyncio.ensure_future(self._client.send(request))
+        if case.get("watched"):
+            await self._watch(asked)
+        answer = await asked
         if not self._engine.alive:
             raise Fault("the worker of the engine has ended")
         if answer.status_code in REFUSALS:
@@ -187,6 +267,21 @@ class Requests:
         elif "json" in answer.headers["content-type"] and case["method"] != "HEAD":
             answer.json()
         return "answered"
+
+    async def _watch(self, asked: asyncio.Future[Any]) -> None:
+        """While a request is at work, /health and a small request of somebody else are answered as if it were not there. Measured in
+        processor time of this process, so that a busy machine is no failure."""
+        neighbour = {"prompt": "a", "max_tokens": 1, "temperature": 0.0}
+        while not asked.done():
+            for method, path, body in (("GET", "/health", None), ("POST", "/v1/completions", neighbour)):
+                began = time.process_time()
+                answer = await self._client.request(method, path, json=body)
+                took = time.process_time() - began
+                if answer.status_code != 200:
+                    raise Fault(f"{path} was answered with status {answer.status_code} beside a request")
+                if took > MOST_SECONDS:
+                    raise Fault(f"{path} took {took:.1f} s of processor time beside a request")
+            await asyncio.sleep(0.05)
 
     def _refusal(self, body: bytes, empty: bool) -> None:
         if not empty:

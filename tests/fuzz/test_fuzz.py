@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -219,9 +220,9 @@ class TestRequests:
         finally:
             os.chdir(before)
 
-        def send(path: str, body: bytes, **headers: str) -> str:
+        def send(path: str, body: bytes, watched: bool = False, **headers: str) -> str:
             sent = {"content-type": "application/json", **headers}
-            case = {"method": "POST", "path": path, "headers": sent, "body": base64.b64encode(body).decode()}
+            case = {"method": "POST", "path": path, "headers": sent, "body": base64.b64encode(body).decode(), "watched": watched}
             return outcome(kind, case, Path())[0]
 
         yield send
@@ -232,6 +233,32 @@ class TestRequests:
 
     def test_a_length_in_other_digits(self, ask: Any) -> None:
         assert ask("/v1/completions", b"{}", **{"content-length": "\xb2"}) == "refused"
+
+    def test_constrained_answers_are_given_as_they_are_asked_for(self, ask: Any) -> None:
+        """The requests that are made hostile are good ones; the last needs a longer context than this model has."""
+        from fuzz_requests import CONSTRAINED
+
+        found = [ask("/v1/chat/completions", json.dumps(body).encode()) for body in CONSTRAINED]
+        assert found == ["answered"] * (len(CONSTRAINED) - 1) + ["refused"]
+
+    def test_work_of_one_request_that_holds_others_up_is_a_failure(self, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Planted: seconds of processor time on the worker thread before an answer begins."""
+        import fuzz_requests
+
+        from lmworks.serve.engine import Engine
+
+        honest = Engine._begin
+
+        def busy(self: Engine, answer: Any) -> None:
+            end = time.process_time() + (2 if answer.options.max_new_tokens > 1 else 0)
+            while time.process_time() < end:
+                pass
+            honest(self, answer)
+
+        monkeypatch.setattr(Engine, "_begin", busy)
+        monkeypatch.setattr(fuzz_requests, "MOST_SECONDS", 1.0)
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 24, "guided_regex": "[a-z]{1,9}", "n": 4}
+        assert ask("/v1/chat/completions", json.dumps(body).encode(), watched=True) == "failed"
 
     def test_an_id_that_only_pads_the_embedding_has_no_text(self, ask: Any) -> None:
         """The model has more rows than the vocabulary entries, as after padding; so many answers draw one of them for sure."""
