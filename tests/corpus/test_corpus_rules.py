@@ -95,6 +95,36 @@ def test_each_rule_catches_what_it_is_for(text: str, rules: str, reason: str) ->
 
 
 @pytest.mark.parametrize(
+    ("measure", "text", "value"),
+    [
+        (m.word_count, "ab cd ef", 3),
+        (m.mean_word_length, "ab cdef", 3),
+        (m.alphabetic_words, "ab 12", 1 / 2),
+        (m.alphanumeric_share, "ab, cd!", 4 / 6),
+        (m.symbols_per_word, "# ab ... cd …", 3 / 2),
+        (m.bullet_lines, "- ab\ncd\nef\n• gh", 2 / 4),
+        (m.ellipsis_lines, "ab...\ncd\nef…", 2 / 3),
+        (m.ended_lines, "Is it?\nYes!\nनहीं।\nno", 3 / 4),
+        (m.short_lines(30), "ab\n" + "cd " * 20, 1 / 2),
+        (m.replacement_characters, "a\ufffdbc", 1 / 4),
+        (m.duplicate_lines, "abcd\nabcd\nxy", 1 / 3),
+        (m.duplicate_line_characters, "abcd\nabcd\nxy", 4 / 10),
+        (m.duplicate_paragraphs, "abcd\n\nabcd\n\nxy\nz", 1 / 3),
+        (m.duplicate_paragraph_characters, "abcd\n\nabcd\n\nxy", 4 / 10),
+        (m.top_ngram(2), "ab cd ab cd ef", 8 / 10),
+        (m.top_ngram(2), "ab cd ef gh ij", 0),
+        (m.repeated_ngrams(2), "ab cd ab cd", 4 / 8),
+        (m.dominant_word, "ab ab cd", 2 / 3),
+        (m.tiny_words, "a bc", 1 / 2),
+        (m.longest_line, "ab\nabcd", 4),
+        (m.mean_line, "ab\nabcd", 3),
+    ],
+)
+def test_a_measure_is_the_share_that_it_says(measure: m.Measure, text: str, value: float) -> None:
+    assert measure(doc(text)) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
     ("text", "reason"),
     [
         (CODE.replace("def insort_left(", "def insort_left(:", 1), "unparsable"),

@@ -56,16 +56,17 @@ class Record:
 
 
 def planted(targets: Sequence[str], count: int, seed: int) -> Iterator[Planted]:
-    """The mistakes that are asked for, in the order in which they are planted."""
-    if not targets:
-        for one in declared():
-            name = str(one.path.relative_to(ROOT))
-            yield Planted(one.promise, one.room, lambda one=one, name=name: {name: one.mutated()}, tuple(one.test_paths))
-    samples = [sample(target, count, seed) for target in targets]
-    for turn in zip_longest(*samples):  # alternately, so that each target has its share whenever the time is over
-        for target, one in zip(targets, turn, strict=True):
-            if one is not None:
-                yield Planted(one.name, target, lambda one=one: {one.path: one.mutated}, TARGETS[target].tests)
+    """The mistakes that are asked for, of each room or target in turn, so that each has its share whenever the time is over."""
+    groups: dict[str, list[Planted]] = {}
+    for one in declared() if not targets else ():
+        name = str(one.path.relative_to(ROOT))
+        made = Planted(one.promise, one.room, lambda one=one, name=name: {name: one.mutated()}, tuple(one.test_paths))
+        groups.setdefault(one.room, []).append(made)
+    for target in targets:
+        tests = TARGETS[target].tests
+        groups[target] = [Planted(one.name, target, lambda one=one: {one.path: one.mutated}, tests) for one in sample(target, count, seed)]
+    for turn in zip_longest(*groups.values()):
+        yield from filter(None, turn)
 
 
 class Keys:
@@ -160,7 +161,7 @@ def table(records: Sequence[Record]) -> Iterator[str]:
     yield "| room | planted | found | share found (95%) | median seconds |"
     yield "|---|---|---|---|---|"
     groups: dict[str, list[Record]] = {}
-    for one in records:
+    for one in sorted(records, key=lambda record: record.group):
         groups.setdefault(one.group, []).append(one)
     for name, ones in [*groups.items(), *([("all", list(records))] if len(groups) > 1 else [])]:
         found = sum(one.found for one in ones)

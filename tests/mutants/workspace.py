@@ -149,7 +149,8 @@ def _in_child(root: Path, folder: Path, result: Path, tests: Sequence[str]) -> N
         tempfile.tempdir = None
         watch = _FirstFailure()
         code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={root}", *tests], plugins=[watch])
-        said = "failed" if watch.test else "passed" if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) else "not run"
+        ended = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+        said = "failed" if watch.test else "passed" if code in ended else "not run"
         said_all = (folder / "log").read_text(encoding="utf-8", errors="replace")
         why = f"{code!r}: {said_all[-2000:]}" if said == "not run" else watch.why
         result.write_text(json.dumps([said, watch.test, why]), encoding="utf-8")
