@@ -59,6 +59,26 @@ def test_a_run_that_goes_back_has_each_step_at_most_once(tmp_path):
     assert curve(tmp_path) == [*((step, float(step)) for step in range(6)), (8, -1.0), (9, -1.0)]
 
 
+def test_every_sink_goes_back_and_is_synced_with_the_log(tmp_path, monkeypatch):
+    called = []
+
+    class Watched:
+        def __getattr__(self, name):
+            return lambda *given: called.append((name, *given))
+
+    monkeypatch.setattr("lmworks.metrics.log.open_sinks", lambda *given: [Watched(), Watched()])
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    with MetricLog(tmp_path, Metrics()) as log:
+        log.write(3, {"train/loss": 1.0})
+        log.rewind(4)
+        synced.clear()
+        log.flush()
+        assert synced == [(tmp_path / "metrics.jsonl").stat().st_size]
+    expected = [("write", 3, {"train/loss": 1.0}), ("rewind", 4), ("flush",), ("flush",), ("close",)]
+    assert called == [one for one in expected for _ in range(2)]
+
+
 def test_a_killed_run_has_every_line_that_was_written(tmp_path):
     code = f"""
 import os, signal

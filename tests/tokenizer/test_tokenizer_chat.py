@@ -154,6 +154,12 @@ def test_no_special_token_is_put_together_from_parts(tokenizer: Tokenizer, parts
     assert ids == tokenizer.encode_chat([{"role": "user", "content": text}, {"role": "assistant", "content": "No"}])[0]
 
 
+@pytest.mark.parametrize(("role", "special"), [("user", True), ("system", False), ("assistant", False), ("tool", False)])
+def test_only_a_user_may_turn_thinking_off(tokenizer: Tokenizer, role: str, special: bool) -> None:
+    ids, _ = tokenizer.encode_chat([{"role": "user", "content": "Hi"}, {"role": role, "content": "no /nothink here"}])
+    assert (tokenizer.special["/nothink"] in ids) == special
+
+
 def test_fields_that_a_template_puts_side_by_side_do_not_become_special(tokenizer: Tokenizer) -> None:
     """Also where it strips the white space between."""
     template = Template("{% for m in messages %}{{ m.name.strip() }}{{ m.content.strip() }}{% endfor %}", "strips.jinja")

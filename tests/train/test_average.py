@@ -25,17 +25,19 @@ from lmworks.train.load import load_model
 from lmworks.train.observe.sampling import _TOKENS
 from lmworks.train.observe.validation import validate
 from lmworks.train.pretrain import held_out, pretrain
-from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import SECOND, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-EMA = "optimizer.ema_decay=0.9"
+EMA = ("optimizer.ema_decay=0.9", "train.phases.general.tokens=1600 tokens",
+       "train.phases.general.lr_schedule={warmup: 2 steps, decay: 2 steps}")  # fmt: skip
+STEPS = 8 + SECOND
 
 
 @pytest.fixture(scope="module")
 def run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """Pretrained and tuned with an average whose weights are far from the last ones."""
     made = tiny.copy(tmp_path_factory.mktemp("average") / "run")
-    made.walk(EMA, last="tune")
+    made.walk(*EMA, last="tune")
     return made
 
 
@@ -45,7 +47,7 @@ def part_of(run: Tiny, part: str) -> dict[str, torch.Tensor]:
 
 
 def test_the_last_validation_is_that_of_the_model_that_leaves(run: Tiny) -> None:
-    recipe = run.resolve(EMA).recipe
+    recipe = run.resolve(*EMA).recipe
     batches = Batches(recipe, run.run_dir / "shards")
     measured = validate(ParallelModel([load_model(run.run_dir, "base")]), held_out(batches, recipe, 32, 4))
     line = curve(run.run_dir)[-1]
@@ -80,8 +82,8 @@ def test_the_average_goes_on_after_a_resume(tiny_copy: Tiny, run: Tiny, monkeypa
     with monkeypatch.context() as patch:
         before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == STEPS - 3 else None)
         with pytest.raises(Interrupted):
-            tiny_copy.pretrain(EMA)
-    tiny_copy.pretrain(EMA)
+            tiny_copy.pretrain(*EMA)
+    tiny_copy.pretrain(*EMA)
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(run.run_dir)) == []
 
 
@@ -93,7 +95,7 @@ def test_tuning_begins_with_the_average(run: Tiny, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("lmworks.train.trainer.Trainer.run", stop)
     monkeypatch.setattr("lmworks.train.trainer.Trainer.resume", lambda self: 0)
-    run.walk(EMA, "tune.global_batch_size=512 tokens", last="tune")
+    run.walk(*EMA, "tune.global_batch_size=512 tokens", last="tune")
     assert same_bits(begun[0], part_of(run, "average/")) == []
 
 
@@ -102,7 +104,7 @@ def trained(tiny: Tiny, to: Path, zero: int, seldom: bool) -> None:
     layout = Layout(dp_shard=2, zero=zero)
     every = "100%" if seldom else "1 steps"
     recipe = tiny.resolve(
-        EMA, f"run_dir={to}", "layout.dp_shard=2", f"layout.zero={zero}", f"train.validate_every={every}", f"train.sample_every={every}",
+        *EMA, f"run_dir={to}", "layout.dp_shard=2", f"layout.zero={zero}", f"train.validate_every={every}", f"train.sample_every={every}",
         "train.phases.general.tokens=2048 tokens", "train.phases.long.tokens=1024 tokens",
     ).recipe  # fmt: skip
     pretrain(recipe, to, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
@@ -120,7 +122,7 @@ def test_gathered_weights_are_not_left_behind(ranks: Any, tiny: Tiny, tmp_path: 
     assert same_bits(*(checkpoint(made.run_dir) for made in found)) == []
     last = [curve(made.run_dir)[-1] for made in found]
     assert last[0] == last[1]
-    recipe = tiny.resolve(EMA).recipe
+    recipe = tiny.resolve(*EMA).recipe
     model = Transformer(recipe.model)
     for part in ("model/", "average/"):
         model.load_state_dict(part_of(found[0], part), strict=part == "model/")

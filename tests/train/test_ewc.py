@@ -29,11 +29,15 @@ from lmworks.train.pretrain import build_model, pretrain
 from lmworks.train.step import train_step
 from lmworks.watch.ledger import read_ledger
 from lmworks.watch.spike import Limits
-from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import SECOND, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WEIGHT = 1e6  # so that its pull can be seen within twelve steps
-EWC = ("train.phases.long.ewc.sequences=4",)
+# A first phase of 6 steps of a ramp and 2 whole ones, and the second phase as it is.
+SHORT = ("train.phases.general.tokens=1600 tokens", "train.phases.general.lr_schedule={warmup: 2 steps, decay: 2 steps}")
+FIRST = 8
+STEPS = FIRST + SECOND
+EWC = (*SHORT, "train.phases.long.ewc.sequences=4")
 
 
 def held(weight: float) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A trainer on two data-parallel ranks equals one process: losses, weights, average and penalty, though its ranks read unequal shares.
+"""A trainer on two ranks equals one process: losses, weights, average and penalty, though data-parallel ranks read unequal shares.
 
 The documents of the tiny corpus are uneven, and so are the steps of its ramp: of 5 or 7 sequences one rank reads one more than the other.
 """
@@ -52,7 +52,7 @@ def farthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], 
     return max(float((found[name] - expected[name]).abs().max() / expected[name].abs().max().clamp_min(1e-6)) for name in names)
 
 
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero=1), Layout(dp_shard=2, zero=3)], ids=lambda one: f"zero{one.zero}")
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero=3), Layout(cp=2, zero=1)], ids=("data", "context"))
 def test_two_ranks_equal_one_process(ranks: Any, tiny: Tiny, tiny_copy: Tiny, alone: Tiny, layout: Layout) -> None:
     ranks.run(trained, 2, tiny, tiny_copy.run_dir, layout)
     found, expected = curve(tiny_copy.run_dir), curve(alone.run_dir)

@@ -84,6 +84,19 @@ def test_how_the_batch_is_cut_does_not_matter(tiny: Tiny, batch: Batch) -> None:
         assert result.counts_LE is not None and torch.equal(result.counts_LE, whole.counts_LE)
 
 
+def test_the_update_is_as_large_as_the_schedule_says(tiny: Tiny, batch: Batch) -> None:
+    start = weights(make(tiny)[0])
+    moved = {}
+    for factor in (1.0, 0.25, 0.0):
+        model, optimizer = make(tiny)
+        step(model, optimizer, batch, 4, lr_factor=factor, bias_update_rate=0.0)
+        moved[factor] = {name: tensor - start[name] for name, tensor in weights(model).items()}
+    assert not any(tensor.any() for tensor in moved[0.0].values())
+    for name, tensor in moved[1.0].items():
+        torch.testing.assert_close(4 * moved[0.25][name], tensor, rtol=1e-3, atol=1e-6, msg=name)
+    assert any(tensor.any() for tensor in moved[1.0].values())
+
+
 def test_the_gradient_is_that_of_the_mean_over_valid_tokens_and_not_of_a_mean_of_means(tiny: Tiny, batch: Batch) -> None:
     model, optimizer = make(tiny)
     plain = make(tiny)[0].parts[0].plain()

@@ -16,7 +16,7 @@ from lmworks.files import read_json, write_json
 from lmworks.weights.huggingface import read_model
 from lmworks.weights.weight_map import map_weights
 
-BLOCK = 16
+BLOCK = (16, 24)  # rows and columns of a scale
 
 
 def _quantized(folder: Path, form: str) -> dict[str, torch.Tensor]:
@@ -30,8 +30,8 @@ def _quantized(folder: Path, form: str) -> dict[str, torch.Tensor]:
             continue
         rows, columns = tensor.shape
         if form == "block":
-            scale = torch.rand(-(-rows // BLOCK), -(-columns // BLOCK)) + 0.5
-            whole = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+            scale = torch.rand(-(-rows // BLOCK[0]), -(-columns // BLOCK[1])) + 0.5
+            whole = scale.repeat_interleave(BLOCK[0], 0)[:rows].repeat_interleave(BLOCK[1], 1)[:, :columns]
         else:
             scale = torch.rand(rows, 1) + 0.5 if form == "channel" else torch.rand(1) + 0.5
             whole = scale.expand(rows, columns)
@@ -47,7 +47,7 @@ def _quantized(folder: Path, form: str) -> dict[str, torch.Tensor]:
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
     groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": form}}}
     compressed = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
-    block = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    block = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
     write_json(folder / "config.json", config | {"quantization_config": block if form == "block" else compressed})
     return values
 
