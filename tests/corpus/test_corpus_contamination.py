@@ -367,8 +367,16 @@ def test_a_worked_answer_is_searched_for_with_its_symbols_and_a_short_question_w
     assert documents_matching([f"{FILLER} {short[0]} {FILLER}", f"{FILLER} {short[0]} Answer: {short[1]}"], *short) == [1]
 
 
+def test_a_short_answer_alone_is_no_leak_whatever_its_question_is_made_of() -> None:
+    said = "the square of the longer side"
+    assert documents_matching([f"{FILLER} {said} {FILLER}"], PUZZLE[0], said) == []
+    assert documents_matching([f"{FILLER} a ^ 2 + b ^ 2 = c ^ 2 {FILLER}"], ITEM, "a ^ 2 + b ^ 2 = c ^ 2") == []
+    short = "Find the roots", "x ^ 2 + 3 * x - 7 = 0"
+    assert documents_matching([f"{FILLER} {short[1]} {FILLER}", f"{FILLER} {short[0]}: {short[1]} {FILLER}"], *short) == [1]
+
+
 def test_ten_words_of_thai_are_not_twenty_characters() -> None:
-    war = "สงครามโลกครั้งที่สอง"  # the Second World War: 20 code points, 16 characters with their marks, four words
+    war = "สงครามโลกครั้งที่สองในยุโรป"  # the Second World War in Europe: 27 code points, 22 characters with their marks, six words
     prose = f"หลังจาก{war}สิ้นสุดลง ผู้คนในหมู่บ้านก็กลับมาทำนากันอีกครั้งและสร้างบ้านของตนขึ้นใหม่"
     assert documents_matching([prose], "เหตุการณ์ใดทำให้แผนที่ของทวีปเปลี่ยนไปมากที่สุดในศตวรรษนี้", war) == []
 

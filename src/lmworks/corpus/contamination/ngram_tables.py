@@ -77,7 +77,7 @@ def short_texts_of(item: Item, length: int) -> list[ShortText]:
     found = []
     if least <= len(question) < length:
         found.append(ShortText(owner, question, item.context if len(question) < alone else answer[:0]))
-    elif len(question) < least and least <= len(answer) < min(alone, length):
+    elif 0 < len(question) < least and least <= len(answer) < min(alone, length):
         found.append(ShortText(owner, answer, question, before=True))
     elif len(question) < least and len(answer) < least:
         both = np.concatenate((question, answer))
