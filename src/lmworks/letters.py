@@ -48,6 +48,10 @@ _OMITTED = regex.compile(
 COMPOSED = regex.compile(r"[\u3040-\u30FF\uFF66-\uFF9D][\u3099\u309A\uFF9E\uFF9F]|[\u1100-\u11FF\uA960-\uA97C\uD7B0-\uD7FB\uFFA0-\uFFDC]+")
 """Sequences that fold to one character only as a whole: voiced kana in two characters, Hangul syllables in parts."""
 COMPOSING = r"[\u3099\u309A\uFF9E\uFF9F\u1100-\u11FF\uA960-\uA97C\uD7B0-\uD7FB\uFFA0-\uFFDC]"
+FOLDED = (
+    r"[[\P{NFKD_Quick_Check=Yes}\p{Changes_When_Casefolded}\p{Nd}\p{Default_Ignorable_Code_Point}\p{Cf}\p{Mn}\u0640ıیىک]--[\uAC00-\uD7A3]]"
+)
+"""All characters that may differ from their folded form."""
 _LONE = frozenset("\u0E33\u0EB3").union(map(chr, range(0x3131, 0x318F)))  # vowels of Thai and Lao with a part above; Hangul letters
 _WORDLIKE = regex.compile(r"[\p{L}\p{M}\p{N}]")
 # Turkish I and i differ by a dot in other places than elsewhere; Persian text is also typed with Arabic letters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unicodedata import combining, normalize
 from urllib.parse import quote, quote_plus
@@ -450,6 +451,12 @@ def test_symbols_count_where_an_item_is_made_of_them() -> None:
     decontaminator = decontaminator_of([PUZZLE])
     other = PUZZLE[0].replace("+", "-").replace("*", "/").replace("[e", "(e").replace("&", "<")
     assert sorted(matches_of(decontaminator, [f"{FILLER}\n{PUZZLE[0]}\n{FILLER}", f"{FILLER}\n{other}\n{FILLER}"])) == [0]
+
+
+@pytest.mark.parametrize("how", [quote, quote_plus, str.swapcase, json.dumps])
+def test_an_item_of_symbols_is_found_through_encodings(how: Callable[[str], str]) -> None:
+    text = f"{FILLER}\nhttps://a.example/?q={how(PUZZLE[0])}\n{FILLER}"
+    assert list(matches_of(decontaminator_of([PUZZLE]), [text])) == [0]
 
 
 def test_an_item_of_symbols_alone_is_looked_for() -> None:

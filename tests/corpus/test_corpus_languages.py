@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document, Drop
-from lmworks.corpus.rules.tokens import Vocabulary
+from lmworks.corpus.rules.tokens import Vocabulary, split
 from lmworks.corpus.steps.rules import Rules
 from lmworks.corpus.units import Symbols, units
-from lmworks.letters import LINE_ENDS, SENTENCE_ENDS, SPACELESS_LANGUAGES, fold, main_language, words
+from lmworks.letters import FOLDED, LINE_ENDS, SENTENCE_ENDS, SPACELESS_LANGUAGES, characters, fold, fold_character, main_language, words
 from paragraphs import PARAGRAPHS
 
 LANGUAGES = sorted(PARAGRAPHS)
@@ -27,6 +27,7 @@ EQUAL = {
     "Turkish capitals": ("İSTANBUL ILIK", "istanbul ılık"),
     "full-width forms": ("Ｈｅｌｌｏ　１２３", "hello 123"),
     "half-width kana": ("ｶﾞｷﾞｸﾞ ﾊﾟ", "ガギグ パ"),
+    "full-width symbols": ("ａ＋ｂ＝（ｃ－２）", "a+b=(c-2)"),
     "ligatures": ("ﬁne oﬀer", "fine offer"),
     "Arabic presentation forms": ("ﻻ ﻣﺤﻤﺪ", "لا محمد"),
     "Arabic vowels and bars": ("كَتَبَ الوَلَـــدُ", "كتب الولد"),
@@ -51,6 +52,11 @@ def test_what_writers_vary_makes_no_difference(what: str) -> None:
     one, other = EQUAL[what]
     assert hashes_of(one, "all") == hashes_of(other, "all")
     assert fold(one).split() == fold(other).split()
+
+
+def test_no_other_characters_fold() -> None:
+    usual = set(characters(r"[\p{L}\p{M}\p{N}\p{S}\p{P}\p{C}--[\p{Script=Han}\p{Script=Hangul}]]")) - set(characters(FOLDED))
+    assert len(usual) > 10_000 and [char for char in usual if fold_character(char) != char] == []
 
 
 @pytest.mark.parametrize(("one", "other"), [("कि", "की"), ("ก่า", "ก้า"), ("が", "か"), ("مكتب", "كتب"), ("بات", "باب"), ("fein", "fern")])
@@ -96,6 +102,7 @@ def test_sentences_end_in_every_script() -> None:
     assert set(".:;…”»)」।༎፡") <= LINE_ENDS and LINE_ENDS.isdisjoint(",،、]a")
     for text in ("यह एक है। वह दो है।", "ذهب الولد. هل عاد؟", "これは本。あれは木。", "இது ஒன்று. அது இரண்டு."):
         assert Vocabulary().words([text])[0].sentences == 2, text
+    assert list(split("(है)।")) == ["(", "है", ")", "।"] and list(split("ที่รู้")) == ["ที่", "รู้"]
 
 
 def test_words_of_icu_keep_their_marks() -> None:
@@ -153,6 +160,13 @@ def menu(language: str) -> str:
 def test_planted_junk_is_dropped_as_in_english(language: str, domain: str) -> None:
     assert [what for what, text in planted(language).items() if judged(text, language, domain) is None] == []
     assert judged(menu(language), language, "web") is not None
+
+
+@pytest.mark.parametrize("language", ["zh", "ja", "th", "km"])
+def test_the_shape_of_lines_counts_in_scripts_without_spaces(language: str) -> None:
+    text = PARAGRAPHS[language].replace(" ", "").replace("\n", "")
+    lines = "\n".join(text[start : start + 8] for start in range(0, len(text), 8))
+    assert judged(lines, language, "prose") is None and judged(lines, language, "web") in ("short_lines", "ended_lines")
 
 
 def test_both_scripts_of_a_language_are_known() -> None:

@@ -35,7 +35,6 @@ _RUN = 8
 _BLOCK = 1 << 15
 _ODD = 0x9E3779B97F4A7C15
 STEP = np.uint64(0xD6E8FEB86659FD93)
-_UNCHANGED = ((0x3400, 0xA000), (0xAC00, 0xD7A4), (0xE000, 0xF900), (0x20000, 0x2F800), (0x30000, letters.PLANES))
 _TAGS = 0xE0000  # first of the code points above all letters that are invisible
 
 
@@ -77,12 +76,9 @@ def _tables() -> _Tables:
         kinds[list(map(ord, letters.characters(f"[{pattern}]")))] = kind
     for chars, kind in ((_IGNORED, 0), (_MARKS, _MARK), (map(chr, range(0x3000, 0x3005)), 0), (map(chr, range(0x3008, 0x3021)), 0)):
         kinds[list(map(ord, chars))] = kind
-    usual = np.ones(letters.PLANES, dtype=bool)
-    for start, stop in _UNCHANGED:
-        usual[start:stop] = False
-    for code in np.flatnonzero(usual).tolist():
-        char = chr(code)
-        if (form := letters.fold_character(char)) == char or (not kinds[code] and unicodedata.category(char)[0] not in "CM"):
+    for char in letters.characters(letters.FOLDED):
+        code, form = ord(char), letters.fold_character(char)
+        if form == char or (not kinds[code] and unicodedata.category(char)[0] not in "CM"):
             continue
         if len(form) == 1:
             forms[code], kinds[code] = ord(form), kinds[ord(form)]
