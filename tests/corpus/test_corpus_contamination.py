@@ -280,6 +280,7 @@ DEFACED = {
     "old bold of LaTeX": " ".join(rf"{{\bf {word}}}" for word in _WORDS),
     "bulletin boards": " ".join(f"[b]{word}[/b] [url=https://a.example]{after}[/url]" for word, after in batched(_WORDS)),
     "roles of reStructuredText": " ".join(f":ref:`{word}` `{after} <https://a.example>`_" for word, after in batched(_WORDS)),
+    "addresses between words": " ".join(f"{word} <https://a.example/{place}>" for place, word in enumerate(_WORDS)),
     "bold and struck": "**" + "** ~~".join(_WORDS).replace(" ~~", "~~ **") + "**",
     "code": "`" + "` `".join(_WORDS) + "`",
     "URL": quote(ITEM),
