@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from lmworks.errors import UserError
+from lmworks.ladder.design import BenchmarkScore, Point
 from lmworks.ladder.downstream import fit_downstream, split_benchmarks
-from lmworks.ladder.fit import BenchmarkScore, Point
 from lmworks.ladder.predictions import read, score, summary
 from lmworks.plan.downstream_law import DownstreamLaw, sigmoid_score
 from lmworks.plan.loss_law import LossLaw, load_law, save_law

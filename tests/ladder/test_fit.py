@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.ladder.fit import Point, doubts, fit_law, noise_of, residual
+from lmworks.ladder.design import Point
+from lmworks.ladder.fit import doubts, fit_law, noise_of, residual
 from lmworks.plan.loss_law import LossLaw
 
 LAW = LossLaw(1.0, 40.0, 150.0, 0.33, 0.35)

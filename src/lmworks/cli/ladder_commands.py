@@ -14,7 +14,7 @@ from lmworks.cli.output import console, note_stage, print_json
 
 if TYPE_CHECKING:
     from lmworks.ladder.curve import Curve
-    from lmworks.ladder.fit import Point
+    from lmworks.ladder.design import Point
     from lmworks.ladder.predictions import BenchmarkComparison, Score
     from lmworks.plan.downstream_law import DownstreamLaw
 

@@ -10,18 +10,14 @@ most (the covariance over the fits, conditioned on the runs that were proposed b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.plan.amounts import amount
 from lmworks.plan.loss_law import LossLaw
-
-if TYPE_CHECKING:
-    from lmworks.ladder.fit import Point
 
 LEVEL = 0.9  # of the intervals
 FACTOR = 2.0  # each way: the widest interval of an optimal size that is one
@@ -31,6 +27,27 @@ _DEARER = 2.0  # times the operations of the ladder's largest run that a propose
 _LEAST_NOISE = 1e-3  # of log loss, of a proposed run
 _FEWEST_FITS = 10  # that show a spread
 _LINE = 1.5  # largest factor by which runs depart from a line in (log N, log D) that are said to lie on it
+
+
+@dataclass(frozen=True)
+class BenchmarkScore:
+    """The score of a run on a sample of `items` items; `chance` is that of blind guesses on the same items."""
+
+    score: float
+    items: int
+    chance: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run: active parameters (without the embedding look-up), training tokens, its measured loss, its scores by benchmark, and its
+    seed."""
+
+    parameters: float
+    tokens: float
+    loss: float
+    scores: Mapping[str, BenchmarkScore] = field(default_factory=dict)
+    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from itertools import product
 
 import numpy as np
 
-from lmworks.ladder.fit import BOOTSTRAPS, BenchmarkScore, Point, minimizer
+from lmworks.ladder.design import BenchmarkScore, Point
+from lmworks.ladder.fit import BOOTSTRAPS, minimizer
 from lmworks.plan.downstream_law import DownstreamLaw, sigmoid_score
 
 SIGNAL_LEVEL = 0.05  # of the permutation test

@@ -20,15 +20,15 @@ by the analysis of variance).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.ladder.design import Design, judge, require_rank
+from lmworks.ladder.design import Design, Point, judge, require_rank
 from lmworks.plan.loss_law import FittedTo, LossLaw
 
 PARAMETERS = 6  # of the law
@@ -43,27 +43,6 @@ _NOISE_FREEDOM = 2  # degrees of freedom that a ladder with few runs has at leas
 _MEANS, _DEVIATIONS = np.array([0.0, 0.0, np.log(0.25), 0.0]), np.array([1.5, 0.4, 0.5, 0.7])
 # of E, log A and log B in the middle of the runs, alpha, beta, log gamma; E is not in logarithm, which would never leave 0
 _BOUNDS = ((0.0, 100.0), (-40.0, 40.0), (-40.0, 40.0), (0.05, 3.0), (0.05, 3.0), (-3.0, 0.0))
-
-
-@dataclass(frozen=True)
-class BenchmarkScore:
-    """The score of a run on a sample of `items` items; `chance` is that of blind guesses on the same items."""
-
-    score: float
-    items: int
-    chance: float
-
-
-@dataclass(frozen=True)
-class Point:
-    """One run: active parameters (without the embedding look-up), training tokens, its measured loss, its scores by benchmark, and its
-    seed."""
-
-    parameters: float
-    tokens: float
-    loss: float
-    scores: Mapping[str, BenchmarkScore] = field(default_factory=dict)
-    seed: int = 0
 
 
 def fit_law(

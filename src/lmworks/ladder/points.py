@@ -12,7 +12,7 @@ from lmworks.doctor.run_records import Run
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
 from lmworks.ladder.comparable import Batch, require_batch_rule, require_one_ladder, same_training
-from lmworks.ladder.fit import BenchmarkScore, Point
+from lmworks.ladder.design import BenchmarkScore, Point
 from lmworks.metrics.names import is_score
 from lmworks.plan.counts import count_by_component
 from lmworks.plan.downstream_law import MOST_ITEMS, NAME

@@ -25,7 +25,7 @@ from lmworks.doctor.run_records import Run
 from lmworks.errors import UserError
 from lmworks.files import explain_damage, sha256_file, write_json
 from lmworks.ladder.comparable import Batch, Course, require_batch_rule, require_comparable, require_one_ladder
-from lmworks.ladder.fit import BenchmarkScore
+from lmworks.ladder.design import BenchmarkScore
 from lmworks.ladder.points import (
     DECAYED,
     batches_of,

@@ -13,9 +13,10 @@ from lmworks.ablate.run_set import RunSet, require_own_directory, save_arms
 from lmworks.ablate.runs import Runner, described, state_of
 from lmworks.ablate.sharing import prepare_data
 from lmworks.files import write_text
+from lmworks.ladder.design import Point
 from lmworks.ladder.downstream import fit_downstream, split_benchmarks
 from lmworks.ladder.file import FILE
-from lmworks.ladder.fit import BOOTSTRAPS, Point, fit_law
+from lmworks.ladder.fit import BOOTSTRAPS, fit_law
 from lmworks.ladder.points import UNIT, read_points
 from lmworks.ladder.predictions import save_settings
 from lmworks.plan.loss_law import LAW_FILE, LossLaw, save_law
