@@ -137,6 +137,8 @@ def test_noise_that_the_runs_of_a_seed_have_in_common_counts() -> None:
     assert own.samples == fit_law([Point(one.parameters, one.tokens, one.loss) for one in runs], "", "", bootstraps=5).samples
     quiet = fit_law(seeded(0.003, 0.0, np.random.default_rng(1), 8), "bits per byte", "planted", bootstraps=40)
     assert np.median([one[5] for one in quiet.samples]) == pytest.approx(0.003, rel=0.3), "none in common"
+    draws = [noise_of(quiet, seeded(0.003, 0.0, np.random.default_rng(seed), 8))[1] for seed in range(9)]
+    assert np.median(draws) < 0.0005, "the means of pairs differ by the noise of their runs, which is not noise in common"
 
 
 @pytest.mark.slow

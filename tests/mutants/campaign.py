@@ -31,6 +31,8 @@ from mutants.mutant import ROOT, declared
 from mutants.sampled import TARGETS, sample
 from mutants.workspace import Outcome, Workspace
 
+_QUICK = " quick"  # behind the key of a mistake that the tests named first did not find
+
 
 @dataclass(frozen=True)
 class Planted:
@@ -107,7 +109,7 @@ class Campaign:
     def run(self, mistakes: Sequence[Planted], until: float) -> list[Record]:
         keys = Keys()
         todo = [(keys.of(one), one) for one in mistakes]
-        left = [(key, one) for key, one in todo if key not in self.records]
+        left = [(key, one) for key, one in todo if self._recorded(key) is None]
         print(f"{len(todo)} mistakes, {len(todo) - len(left)} of them recorded before", flush=True)
         began = time.time()
         with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
@@ -117,14 +119,17 @@ class Campaign:
                     break
                 assert workspace is not None
                 record = self._plant(workspace, key, one)
-                if record.found or not self.quick:
-                    self._keep(record)
+                self._keep(record)
                 spent = time.time() - began
                 remain = spent / (number + 1) * (len(left) - number - 1)
                 said = f"found by {record.test}" if record.found else f"SURVIVED ({record.outcome}) {record.why}"
                 print(f"{number + 1}/{len(left)} {record.seconds:6.1f} s  {one.group}: {one.name}\n    {said}"
                       f"  [{spent / 60:.1f} min, some {remain / 60:.1f} min left]", flush=True)  # fmt: skip
-        return [self.records[key] for key, _ in todo if key in self.records]
+        return [record for key, _ in todo if (record := self._recorded(key)) is not None]
+
+    def _recorded(self, key: str) -> Record | None:
+        """What is known of a mistake: by all of its tests, or with `quick` by those named first."""
+        return self.records.get(key) or (self.records.get(key + _QUICK) if self.quick else None)
 
     def _plant(self, workspace: Workspace, key: str, one: Planted) -> Record:
         with workspace.changed(one.files()):
@@ -135,6 +140,7 @@ class Campaign:
             if sound.outcome != "passed":
                 outcome = Outcome("fails without it", outcome.test, sound.why, outcome.seconds)
                 found = False
+        key += "" if found or not self.quick else _QUICK
         return Record(key, self.commit, one.name, one.group, found, outcome.outcome, outcome.test, outcome.why, outcome.seconds)
 
     def _without(self, workspace: Workspace, test: str) -> Outcome:
@@ -181,7 +187,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300, help="of each target that is sampled")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=900, help="time limit of the tests of one mistake")
-    parser.add_argument("--quick", action="store_true", help="only the tests that are named first; what they do not find is not recorded")
+    parser.add_argument("--quick", action="store_true", help="only the tests that are named first; what they do not find is tried again without this")
     parser.add_argument("--until", type=float, default=float("inf"), help="begin none after this time, in seconds since 1970")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants" / "results.jsonl")
     options = parser.parse_args()

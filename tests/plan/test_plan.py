@@ -386,6 +386,15 @@ def test_latent_attention_in_the_plan() -> None:
     assert whole.mtp == 6 * (counts.mtp_active + 129_280 * 7168) + whole.attention / 61
 
 
+def test_a_window_bounds_the_cache_of_its_layers() -> None:
+    model = Model.model_validate(small_config(num_hidden_layers=4) | {
+        "sliding_window": "8 tokens", "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
+    })  # fmt: skip
+    per_token = 2 * model.num_key_value_heads * model.head_dim * 2
+    assert kv_cache_bytes(model, 100) == per_token * (100 + 3 * 8)
+    assert kv_cache_bytes(model, 5) == per_token * 4 * 5
+
+
 def test_activations_of_latent_attention_by_hand() -> None:
     """One token of one dense layer in bf16: latents are whole on every tensor rank, the heads are shared."""
     model, kinds = deepseek_v3(), {}
