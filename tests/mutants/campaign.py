@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300, help="of each target that is sampled")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=900, help="time limit of the tests of one mistake")
-    parser.add_argument("--quick", action="store_true", help="only the tests that are named first; what they do not find is tried again without this")
+    parser.add_argument("--quick", action="store_true", help="only the tests that are named first")
     parser.add_argument("--until", type=float, default=float("inf"), help="begin none after this time, in seconds since 1970")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants" / "results.jsonl")
     options = parser.parse_args()

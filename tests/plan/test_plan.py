@@ -407,6 +407,20 @@ def test_activations_of_latent_attention_by_hand() -> None:
     assert kinds[1]["full"] < kinds[1]["selective"] < kinds[1]["none"]
 
 
+def test_a_pipeline_rank_keeps_as_many_micro_batches_as_are_in_flight() -> None:
+    """1F1B: the first of four stages keeps four micro-batches, the last one; more micro-batches change nothing."""
+    recipe, cluster = load_recipe("glm46-355b-a32b").recipe, load_cluster("8192xh800")
+    layout = Layout(pp=4, tp=8, dp_shard=256, ep=32, layers_per_pipeline_stage=(23, 23, 23, 23))
+
+    def kept(stage: int, micro_batches: int) -> float:
+        return _stage_memory(recipe, cluster, layout, 2048, 1, micro_batches, stage).components["activations"]
+
+    more = kept(0, 2) - kept(0, 1)
+    assert more > 0
+    assert [kept(0, count) - kept(0, 1) for count in (2, 3, 4, 8)] == pytest.approx([more, 2 * more, 3 * more, 3 * more])
+    assert kept(3, 1) == kept(3, 8)
+
+
 def test_multi_token_prediction_costs_the_last_stage_memory() -> None:
     recipe, cluster = load_recipe("glm46-355b-a32b").recipe, load_cluster("8192xh800")
     without = recipe.model_copy(update={"model": recipe.model.model_copy(update={"mtp": None})})
