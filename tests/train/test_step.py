@@ -18,7 +18,7 @@ from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
 from lmworks.train.pretrain import build_model
-from lmworks.train.step import StepResult, train_step
+from lmworks.train.step import StepResult, dropout_seed, train_step
 from tiny_run import Tiny, same_bits
 
 
@@ -82,6 +82,11 @@ def test_how_the_batch_is_cut_does_not_matter(tiny: Tiny, batch: Batch) -> None:
         assert farthest(gradients(model), expected) < 1e-5
         assert farthest(weights(model), moved) < 1e-5
         assert result.counts_LE is not None and torch.equal(result.counts_LE, whole.counts_LE)
+
+
+def test_dropout_is_a_function_of_seed_step_and_rank() -> None:
+    seeds = {dropout_seed(seed, step, rank) for seed in range(3) for step in range(3) for rank in range(3)}
+    assert len(seeds) == 27 and all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_the_update_is_as_large_as_the_schedule_says(tiny: Tiny, batch: Batch) -> None:
