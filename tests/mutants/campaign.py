@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -197,6 +198,7 @@ def main() -> None:
     if options.slice:
         number, pieces = map(int, options.slice.split("/"))
         mistakes = mistakes[number % pieces :: pieces]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of the tests end with this one
     records = Campaign(options.results, options.seconds, options.quick).run(mistakes, options.until)
     print("\n".join(table(records)))
     sys.exit(any(not one.found for one in records) and not options.sampled)

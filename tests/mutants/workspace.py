@@ -133,6 +133,7 @@ def _in_child(root: Path, folder: Path, result: Path, tests: Sequence[str]) -> N
     """The rest of the life of a forked process. The tests of the copy, with the packages that are imported already."""
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
