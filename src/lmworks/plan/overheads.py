@@ -12,13 +12,15 @@ process, so they come on top of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 
 from lmworks.plan.costs import Course
-from lmworks.plan.layout import Placement
+from lmworks.plan.layout import Placement, devices
 from lmworks.plan.memory import rank_parameters
 from lmworks.recipe.derivation.parameters import is_moe
+from lmworks.recipe.derivation.save_interval import lost_share, save_interval, seconds_between_failures
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
@@ -157,6 +159,46 @@ def _saves(recipe: Recipe, cluster: Cluster, phase: Phase, compute: float, cours
     if not cluster.disk_gb_per_second:
         return 0.0
     one = checkpoint / (cluster.disk_gb_per_second * 1e9)
-    own = phase.save_every
-    number = own.times(course.end - course.begin, int(phase.tokens)) if own else course.times(recipe.train.save_every)
+    number = max(_saves_by_steps(recipe, phase, course), compute / seconds_between_saves(recipe, cluster, checkpoint))
     return number * (max(0.0, one - compute / max(1, number)) if recipe.checkpoints.asynchronous else one)
+
+
+def _saves_by_steps(recipe: Recipe, phase: Phase, course: Course) -> int:
+    own = phase.save_every
+    return own.times(course.end - course.begin, int(phase.tokens)) if own else course.times(recipe.train.save_every)
+
+
+def save_seconds(recipe: Recipe, cluster: Cluster, checkpoint: float) -> tuple[float, float]:
+    """How long training stands still for a save, and how long one is written; 0 if the cluster states no speed of its disk."""
+    if not cluster.disk_gb_per_second:
+        return 0.0, 0.0
+    written = checkpoint / (cluster.disk_gb_per_second * 1e9)
+    return (0.0 if recipe.checkpoints.asynchronous else written), written
+
+
+def seconds_between_saves(recipe: Recipe, cluster: Cluster, checkpoint: float) -> float:
+    """The time after which a run saves whatever its step (`train.save_every_seconds`)."""
+    if recipe.train.save_every_seconds is not None:
+        return float(recipe.train.save_every_seconds)
+    pause, written = save_seconds(recipe, cluster, checkpoint)
+    return save_interval(pause if written else None, devices(cluster), written)
+
+
+@dataclass(frozen=True)
+class Saves:
+    """The longest time between two saves of a plan, in seconds; the expected time between failures, which CPUs and GPUs are taken to have
+    alike; and the fraction of the time that saves and repeated work are expected to cost."""
+
+    interval: float
+    between_failures: float
+    lost: float
+
+
+def saves(recipe: Recipe, cluster: Cluster, phases: Sequence[tuple[Phase, Course, float]], checkpoint: float) -> Saves | None:
+    """Saves of phases with their seconds; None without any."""
+    by_time = seconds_between_saves(recipe, cluster, checkpoint)
+    found = [min(by_time, took / max(1, _saves_by_steps(recipe, phase, course))) for phase, course, took in phases]
+    if not found:
+        return None
+    longest, count = max(found), devices(cluster)
+    return Saves(longest, seconds_between_failures(count), lost_share(longest, save_seconds(recipe, cluster, checkpoint)[0], count))

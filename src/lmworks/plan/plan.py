@@ -14,7 +14,7 @@ from lmworks.plan.counts import Counts, count_by_component
 from lmworks.plan.flops import flops_per_token
 from lmworks.plan.layout import MARGIN, DoesNotFit, Placement, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
-from lmworks.plan.overheads import Overheads, overheads
+from lmworks.plan.overheads import Overheads, Saves, overheads, saves
 from lmworks.plan.pipeline import micro_batches_for
 from lmworks.plan.stage_data import StageData
 from lmworks.plan.stage_phases import assumptions, lora_of, stages_as_phases
@@ -84,6 +84,7 @@ class Plan:
     activation_checkpointing: str
     trains_base: bool
     stages: Mapping[str, Mapping[str, float]]  # seconds of every stage of the run by what they go to, where a rehearsal measured them
+    saves: Saves | None = None  # how often it saves, and what failures are expected to cost
 
     @property
     def tokens(self) -> int:
@@ -266,10 +267,8 @@ def make_plan(
     mfu, mfu_source = (measured_mfu, measured_source) if measured_mfu is not None else expected_mfu(cluster, model)
     counts = count_by_component(model)
     held = disk(recipe)
-    phases, shortages = [], list[DoesNotFit]()
-    for phase, trained, here, course in zip(
-        recipe.train.phases, in_force(recipe), positions(recipe), courses(recipe.train.phases), strict=True
-    ):
+    phases, shortages, ran = [], list[DoesNotFit](), courses(recipe.train.phases)
+    for phase, trained, here, course in zip(recipe.train.phases, in_force(recipe), positions(recipe), ran, strict=True):
         try:
             placed = choose(recipe, cluster, phase, given)
         except DoesNotFit as shortage:
@@ -323,6 +322,10 @@ def make_plan(
         activation_checkpointing=recipe.train.activation_checkpointing.text(),
         trains_base=whole.trains_base,
         stages=measured or {},
+        saves=saves(
+            recipe, cluster, [(phase, course, one.seconds) for phase, course, one in zip(recipe.train.phases, ran, phases, strict=True)],
+            held.checkpoint,
+        ),
     )
 
 

@@ -198,6 +198,14 @@ def _costs(plan: Plan) -> Table:
     )
     one, kept = plan.disk.checkpoint, plan.disk.checkpoints_kept
     table.add_row("checkpoint", f"{size(one)} each, at most {kept} kept: {size(one * kept)}")
+    if plan.saves:
+        found = plan.saves
+        table.add_row(
+            "saves",
+            f"at the latest every {days(found.interval)}, so that a failure costs {days(found.interval / 2)} of work on average; one "
+            f"failure in {days(found.between_failures)} is expected on {plan.devices:,} device{'s' * (plan.devices > 1)} (rate of Llama 3, "
+            f"arXiv:2407.21783): saves and repeated work take {found.lost:.2%} of the time",
+        )
     table.add_row("token files", f"at most {size(plan.disk.data)}")
     shrink = f", {plan.kv_cache_shrink:g} times smaller than without {plan.kv_cache_by}" if plan.kv_cache_shrink > 1 else ""
     table.add_row("KV cache", f"{size(plan.kv_cache)} per sequence of {plan.max_length:,} tokens in bf16{shrink}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
+from lmworks.recipe.derivation.save_interval import save_interval
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.curriculum import PhaseSettings
 from lmworks.train.faults.handler import FaultHandler
@@ -17,16 +18,27 @@ from lmworks.train.intervals import is_due
 class Saver:
     """The saves of a stage. `saved` is the step of the newest checkpoint; -1 after an asynchronous save has failed."""
 
-    def __init__(self, recipe: Recipe, checkpoints: Checkpoints, faults: FaultHandler, interval: int) -> None:
+    def __init__(self, recipe: Recipe, checkpoints: Checkpoints, faults: FaultHandler, interval: int, ranks: int) -> None:
         self.saved = 0
+        self._ranks = ranks
+        self._pause: float | None = None
         self._checkpoints, self._faults, self._interval = checkpoints, faults, interval
         self._asynchronous, self._every_seconds = recipe.checkpoints.asynchronous, recipe.train.save_every_seconds
         self._in_progress = False  # an asynchronous save whose outcome is not known yet
         self._saved_at = time.monotonic()
 
     def start_timer(self) -> None:
-        """Begin to count `train.save_every_seconds`."""
+        """Begin to count the time since the last save."""
         self._saved_at = time.monotonic()
+
+    def paused(self, seconds: float) -> None:
+        """Note how long training stood still for a save."""
+        self._pause = seconds
+
+    @property
+    def every_seconds(self) -> float:
+        """`train.save_every_seconds`, or what follows from the last save and the expected failures (`save_interval`)."""
+        return save_interval(self._pause, self._ranks) if self._every_seconds is None else float(self._every_seconds)
 
     def begin_phase(self, phase: PhaseSettings) -> None:
         self._faults.saves.every = phase.save_every or self._interval
@@ -38,8 +50,8 @@ class Saver:
         return is_due(step - phase.first_step, phase.save_every)
 
     def is_due_by_time(self) -> bool:
-        """Whether `train.save_every_seconds` have passed since the last save, by the clock of this rank."""
-        return self._every_seconds is not None and time.monotonic() - self._saved_at > self._every_seconds
+        """Whether `every_seconds` have passed since the last save, by the clock of this rank."""
+        return time.monotonic() - self._saved_at > self.every_seconds
 
     def retry_due(self, step: int) -> bool:
         """Whether a save that failed is to be tried again after `step` steps: not while the outcome of a later one is not known."""

@@ -15,7 +15,7 @@ class StepFlags:
 
     valid_tokens: tokens of the step that carry loss, over all data-parallel ranks.
     stop: a rank has received a signal to stop. preempted: the signal came from a scheduler.
-    save_due: `train.save_every_seconds` have passed, by the clock of the first rank.
+    save_due: the time after which a checkpoint is due has passed (`Saver.every_seconds`), by the clock of the first rank.
     save_failed: the asynchronous save has failed on a rank.
     mixture_changed: the first rank has found a pending change of the mixture in the ledger.
     """

@@ -99,7 +99,7 @@ class Trainer:
         )  # fmt: skip
         self._inspector = StepInspector(recipe, model, curriculum, self._state, self._faults, self.heartbeat, self._intervals.recheck)
         self._boundary = PhaseBoundary(self.stage, model, curriculum, files.checkpoints, files.ledger, self.heartbeat)
-        self._saver = Saver(recipe, files.checkpoints, self._faults, self._intervals.save)
+        self._saver = Saver(recipe, files.checkpoints, self._faults, self._intervals.save, self.model.ranks.world)
         self._validator = Validator(
             self.validate, model, curriculum, files.ledger,
             stage=self.stage, keep_best=recipe.checkpoints.keep_best, early_stopping=self.early_stopping, use_best=self.use_best,
@@ -293,6 +293,7 @@ class Trainer:
             return
         # A checkpoint is only compared by a metric that was measured on its own weights.
         self._saver.save(self.step, state, meta, self._validator.measured.get(self.step), wait, self._flush)
+        self._saver.paused(time.monotonic() - began)
         self._metrics.clock.save += time.monotonic() - began
 
     def _flush(self) -> None:

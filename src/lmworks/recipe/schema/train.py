@@ -273,7 +273,10 @@ class Train(Node):
     sample_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("25%"), description="interval between sample completions")
     log_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("1 steps"), description="interval between metric lines")
     save_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("10%"), description="interval between checkpoints")
-    save_every_seconds: Annotated[Seconds | None, NO_EFFECT] = Field(None, description="also save after this time")
+    save_every_seconds: Annotated[Seconds | None, NO_EFFECT] = Field(
+        None,
+        description="also save after this time; when omitted, the time at which saves and expected failures cost least, and at most 30 min",
+    )
     early_stopping: EarlyStopping | None = Field(
         None, description="end pretraining early, judged at each validation (train.validate_every)"
     )
