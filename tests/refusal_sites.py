@@ -114,7 +114,7 @@ PLACES = (
         export.gguf_tokenizer find_rule
     """),
     (FIRST, "layout, memory and disk", """
-        plan.layout choose(4)
+        plan.layout choose(5)
         run.disk_space require_disk
         run.refusals _layout _memory
     """),
@@ -259,7 +259,7 @@ PLACES = (
         model.generate stream
         gpus parse_gpus(2)
         model_stages of_model of_stage
-        plan.automatic choose_layout(2)
+        plan.automatic choose_layout(3)
         plan.budget seconds_for_money fit_time _Fitter.best_size
         plan.loss_law load_law(3)
         run.checkpoint_commands find(2) require_own_weights rollback(2) prune average

@@ -48,6 +48,7 @@ def test_our_scores_are_repeated_by_an_exported_task(lmworks: Lmworks, run: Path
     cloze = written["piqa/cloze/0-shot"]
     assert cloze == {"task": "lmworks_piqa_cloze_0-shot", "score": "piqa/cloze/0-shot", "items": 12}
     readme = (tmp_path / "tasks" / "README.md").read_text()
+    assert "dtype=DTYPE" in readme and "DTYPE are `context` and `dtype` of the model in results.json" in readme
     assert "lmworks_piqa_letters_5-shot" in readme and "--include_path ." in readme
     shutil.rmtree(data)  # the tasks need nothing else
 

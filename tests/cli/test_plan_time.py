@@ -71,6 +71,23 @@ def test_experts_are_not_planned_with_the_mfu_of_dense_models(lmworks: Lmworks, 
     assert timed["mfu"] == 0.35 and timed["seconds"] == pytest.approx(10 * DAY, rel=0.01)
 
 
+def test_a_weight_without_a_sequence_is_refused_with_its_key(lmworks: Lmworks) -> None:
+    """Whatever text there is, and on any cluster; a weight of 1 in 10,000 has sequences."""
+    words = ("plan", "quickstart", "--cluster", "2-cores", "--set", "time=null", "--set")
+    error = lmworks(*words, "train.phases.general.mixture={code: 0.999999, docs: 0.000001}").error
+    assert "train.phases.general.mixture: the weight 1e-06 of docs rounds to 0 of 10,000; raise it to 0.0001 or more" in error
+    assert lmworks(*words, "train.phases.general.mixture={code: 0.9999, docs: 0.0001}").code == 0
+
+
+@pytest.mark.parametrize("more", [(), ("--set", "layout=auto")])
+@pytest.mark.parametrize("cluster", ["2-cores", "8xh100"])
+def test_experts_of_an_odd_size_are_named_and_not_the_number_of_devices(lmworks: Lmworks, cluster: str, more: tuple[str, ...]) -> None:
+    words = ("plan", "quickstart", "--cluster", cluster, "--set", "time=null", "--set", "model.moe.moe_intermediate_size=100")
+    error = lmworks(*words, *more).error
+    assert "model.moe.moe_intermediate_size 100 is not a multiple of 8" in error and "set 104" in error
+    assert "no layout divides" not in error and "devices" not in error
+
+
 def test_more_served_tokens_mean_a_smaller_model_trained_for_longer_in_the_same_time(lmworks: Lmworks) -> None:
     words = ("--time", "3d", "--cluster", "8xh100")
     found = [plan(lmworks, *words), *(plan(lmworks, *words, "--served-tokens", count) for count in ("1B", "100B", "1T"))]

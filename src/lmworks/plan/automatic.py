@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.plan.layout import automatic, describe, devices, explain_shortage, place, suggest_fit
+from lmworks.plan.layout import automatic, describe, devices, explain_shortage, place, suggest_fit, undividable
 from lmworks.plan.machine import this_machine
 from lmworks.plan.memory import GIB
 from lmworks.plan.stage_phases import stages_as_phases
@@ -38,6 +38,8 @@ def choose_layout(recipe: Recipe, cluster: Cluster) -> LayoutChoice:
     phase, *others = sorted(recipe.train.phases, key=lambda phase: -phase.sequence_length)
     chosen, leanest = automatic(recipe, cluster, phase, recipe.layout.zero, others)
     if chosen is None:
+        if leanest is None and (fault := undividable(recipe, cluster, phase)):
+            raise UserError(f"layout: auto: {fault}")
         undivided = f"no layout divides the steps of all phases over {devices(cluster):,} devices"
         reason = explain_shortage(leanest, cluster) if leanest else undivided
         raise UserError(f"layout: auto: {reason}; {suggest_fit(recipe, cluster, phase, recipe.layout.zero, others)}")

@@ -250,6 +250,8 @@ def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None)
     chosen, leanest = automatic(recipe, cluster, phase, zero)
     if chosen is not None:
         return chosen
+    if leanest is None and (fault := undividable(recipe, cluster, phase)):
+        raise UserError(f"{recipe.name} on {cluster.name}, phase {phase.name}: {fault}")
     if leanest is None:
         count, sequences = devices(cluster), phase.global_batch_size // phase.sequence_length
         step = f"a step has {sequences:,} sequences of {int(phase.sequence_length):,} tokens"
@@ -258,6 +260,12 @@ def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None)
         reason = explain_shortage(leanest, cluster)
     text = f"{recipe.name} on {cluster.name}, phase {phase.name}: {reason}; {suggest_fit(recipe, cluster, phase, zero)}"
     raise UserError(text) if leanest is None else DoesNotFit(text, leanest)
+
+
+def undividable(recipe: Recipe, cluster: Cluster, phase: Phase) -> str | None:
+    """Why no layout is legal even on one such device, where nothing is divided: a fault of the recipe, which no number of devices mends."""
+    one = cluster.model_copy(update={"nodes": 1, "devices_per_node": 1})
+    return next(problems(recipe, one, Layout(), phase), None)
 
 
 def explain_shortage(placed: Placement, cluster: Cluster) -> str:

@@ -167,6 +167,20 @@ def _phases(before: Before) -> Iterator[UserError]:
     return phase_refusals(before.recipe)
 
 
+def _mixtures(before: Before) -> Iterator[UserError]:
+    """Weights that are too small for any sequence, whatever text there is."""
+    from lmworks.shards.order.mixture import Mixture
+
+    optional = {name for source in before.recipe.corpus.sources if source.optional for name in source.outputs}
+    for phase in before.recipe.train.phases:
+        if optional & set(phase.mixture):
+            continue  # without one of these, the others weigh more
+        try:
+            Mixture(phase.mixture)
+        except UserError as error:
+            yield UserError(f"train.phases.{phase.name}.{error}")
+
+
 def _layout(before: Before) -> Iterator[UserError]:
     from lmworks.plan.layout import problems
     from lmworks.plan.machine import machine_for
@@ -359,6 +373,7 @@ _TRAINED = ("tune", "dpo", "grpo")
 CHECKS = (
     Check("pretrain", _start),
     Check("pretrain", _phases, here=False),
+    Check("pretrain", _mixtures, here=False),
     *(Check(stage, _section(stage), here=False) for stage in _TRAINED),
     *(Check(stage, _adapters(stage), here=False) for stage in _TRAINED),
     Check("grpo", _rewards),

@@ -34,9 +34,10 @@ the second (`verify/numbers.py`, which reads more ways of stating an answer)."""
 _README = """\
 Benchmark sets of lmworks {version} as tasks of lm-evaluation-harness. Run them in this folder:
 
-    lm_eval --model hf --model_args pretrained=MODEL,dtype=float32,max_length=CONTEXT --include_path . --tasks {first}
+    lm_eval --model hf --model_args pretrained=MODEL,dtype=DTYPE,max_length=CONTEXT --include_path . --tasks {first}
 
-CONTEXT is the context length in results.json of lmworks. `acc_bytes` is the score of lmworks in cloze form, and `acc` in letter form and
+CONTEXT and DTYPE are `context` and `dtype` of the model in results.json of lmworks, float32 or bfloat16: in another type, rounding decides
+items whose choices are nearly alike, such as 1 of 40. `acc_bytes` is the score of lmworks in cloze form, and `acc` in letter form and
 for sets with several contexts.
 
 {table}
