@@ -55,7 +55,7 @@ PLACES = (
         verify.symbolic check_installed
     """),
     (FIRST, "budgets, phases and the text that there is", """
-        run.refusals _enough_text
+        run.refusals _enough_text _mixtures
         shards.order.order Order._check(2) Order._mixture(2) Order._plan
         shards.order.mixture Mixture.__init__ _largest_remainder
         recipe.derivation.timeline Timeline.__init__(2)

@@ -81,7 +81,7 @@ def test_a_noisy_baseline_gives_no_verdict_and_the_assumption_is_printed(tiny: T
     assert {one["verdict"] for one in found["verdicts"]} == {"no difference shown"}
     (line,) = found["assumptions"]
     assert "Arms need not vary alike" in line and line in markdown(found)
-    assert line in html.unescape(write_ablation_page(_saved(tiny, tmp_path, wide)).read_text())
+    assert line in html.unescape(write_ablation_page(_saved(tiny, tmp_path, wide)).read_text(encoding="utf-8"))
 
 
 def _saved(tiny: Tiny, folder: Path, values: dict[str, list[float]]) -> Path:

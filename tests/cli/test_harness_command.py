@@ -116,3 +116,11 @@ def test_wrong_tasks_are_one_line(lmworks: Lmworks, run: Path, tmp_path: Path) -
     assert "two sources of the same rows" in lmworks("evaluate", run, "--harness", "piqa", "--data", tmp_path, "--hub").error
     (tmp_path / "task.yaml").write_text("task: mine\ndoc_to_text: !function code.text\n")
     assert "--trust-task-code" in lmworks("evaluate", run, "--harness", "mine", "--include-path", tmp_path).error
+
+
+def test_exported_tasks_ask_for_the_precision_that_was_scored(lmworks: Lmworks, data: Path, tmp_path: Path) -> None:
+    """A model is scored in bf16 where the processor multiplies it: in fp32, 1 of 40 picks was another."""
+    assert lmworks("export-harness", tmp_path / "tasks", "--tasks", "piqa", "--data", data).code == 0
+    readme = (tmp_path / "tasks" / "README.md").read_text(encoding="utf-8")
+    assert "dtype=DTYPE" in readme and "dtype=float32" not in readme
+    assert "`context` and `dtype` of the model in results.json" in readme
