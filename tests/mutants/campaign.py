@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -41,7 +41,7 @@ class Planted:
 
     name: str
     group: str  # room or target
-    files: Callable[[], dict[str, str]]
+    files: dict[str, str]  # contents by name
     tests: tuple[str, ...]
 
 
@@ -62,12 +62,11 @@ def planted(targets: Sequence[str], count: int, seed: int) -> Iterator[Planted]:
     """The mistakes that are asked for, of each room or target in turn, so that each has its share whenever the time is over."""
     groups: dict[str, list[Planted]] = {}
     for one in declared() if not targets else ():
-        name = str(one.path.relative_to(ROOT))
-        made = Planted(one.promise, one.room, lambda one=one, name=name: {name: one.mutated()}, tuple(one.test_paths))
-        groups.setdefault(one.room, []).append(made)
+        files = {str(one.path.relative_to(ROOT)): one.mutated()}
+        groups.setdefault(one.room, []).append(Planted(one.promise, one.room, files, tuple(one.test_paths)))
     for target in targets:
         tests = TARGETS[target].tests
-        groups[target] = [Planted(one.name, target, lambda one=one: {one.path: one.mutated}, tests) for one in sample(target, count, seed)]
+        groups[target] = [Planted(one.name, target, {one.path: one.mutated}, tests) for one in sample(target, count, seed)]
     for turn in zip_longest(*groups.values()):
         yield from filter(None, turn)
 
@@ -80,7 +79,7 @@ class Keys:
         self._digests: dict[str, str] = {"": self._digest(shared)}
 
     def of(self, one: Planted) -> str:
-        parts = [self._digests[""], one.name, json.dumps(one.files(), sort_keys=True), *map(self._tests, one.tests)]
+        parts = [self._digests[""], one.name, json.dumps(one.files, sort_keys=True), *map(self._tests, one.tests)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
     def _tests(self, path: str) -> str:
@@ -133,7 +132,7 @@ class Campaign:
         return self.records.get(key) or (self.records.get(key + _QUICK) if self.quick else None)
 
     def _plant(self, workspace: Workspace, key: str, one: Planted) -> Record:
-        with workspace.changed(one.files()):
+        with workspace.changed(one.files):
             outcome = workspace.run(one.tests[:-1] or one.tests if self.quick else one.tests, self.seconds)
         found = outcome.outcome == "failed"
         if found:
