@@ -460,6 +460,13 @@ def test_an_item_of_symbols_is_found_through_encodings(how: Callable[[str], str]
     assert list(matches_of(decontaminator_of([PUZZLE]), [text])) == [0]
 
 
+def test_an_item_of_symbols_is_found_in_bold_and_in_a_quotation() -> None:
+    pieces = PUZZLE[0].replace("*", "/").split()
+    changed = " ".join(f"**{piece}**" for piece in pieces), "\n".join(f"> {piece}" for piece in pieces)
+    documents = [f"{FILLER}\n{text}" for text in changed]
+    assert sorted(matches_of(decontaminator_of([(" ".join(pieces), "")]), documents)) == [0, 1]
+
+
 def test_an_item_of_symbols_alone_is_looked_for() -> None:
     maze = "##.#..#.#\n#..##.#.#\n#.#..#..#\n##...##.#"
     decontaminator = decontaminator_of([(maze, "")])
