@@ -39,6 +39,7 @@ LISTED = {
     "make lint": "is run beside this",
     "make docs": "writes docs/recipe.md, which tests/recipe holds to the types",
     "make slow": "hours, with foreign engines",
+    "make mutants": "hours of planted mistakes; tests/mutants/test_mutants.py plants one",
     "make chaos": "an hour of runs that are killed",
     "make fuzz": "an hour of hostile input",
     ".venv/bin/python -m": "the test suite, or a generator of a page that its own test compares",

@@ -99,7 +99,8 @@ class Keys:
 class Campaign:
     def __init__(self, results: Path, seconds: float, quick: bool = False) -> None:
         self.results, self.seconds, self.quick = results, seconds, quick
-        self.commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, encoding="utf-8")
+        self.commit = described.stdout.strip()
         self.records: dict[str, Record] = {}
         if results.exists():
             rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
