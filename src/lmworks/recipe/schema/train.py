@@ -13,6 +13,7 @@ from lmworks.recipe.schema.effect import NO_EFFECT, RESUME_ONLY, read_by
 from lmworks.recipe.schema.model import MOST_LAYERS, Model, Rope
 from lmworks.recipe.schema.units import Duration, Seconds, Tokens
 
+_OF_MODEL = read_by("pretrain", "tune", "dpo", "grpo", "evaluate", "export")  # whatever opens the model asks what its last phase changed
 Milestone = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -162,24 +163,24 @@ class Phase(Node):
     batch_ramp: BatchRamp | None = None
     learning_rate_scale: float = Field(1.0, gt=0, le=1000, description="peak rate of this phase relative to optimizer.learning_rate")
     lr_schedule: LrSchedule = LrSchedule()
-    rope: Annotated[RopeChange | None, read_by("pretrain", "tune", "dpo", "grpo", "evaluate", "export")] = None
-    sliding_window: Annotated[Tokens | Literal["full"] | None, read_by("pretrain", "tune", "dpo", "grpo", "evaluate", "export")] = Field(
+    rope: Annotated[RopeChange | None, _OF_MODEL] = None
+    sliding_window: Annotated[Tokens | Literal["full"] | None, _OF_MODEL] = Field(
         None, description="replaces model.sliding_window from this phase on; full: every layer sees everything"
     )
-    no_rope_layer_interval: Annotated[int | None, read_by("pretrain", "tune", "dpo", "grpo", "evaluate", "export")] = Field(
+    no_rope_layer_interval: Annotated[int | None, _OF_MODEL] = Field(
         None, ge=0, le=MOST_LAYERS, description="replaces model.no_rope_layer_interval from this phase on"
     )
     mask_documents: bool = Field(
         True, description="attention ends at document borders, where positions begin again; false: a sequence is one document to it"
     )
-    balance: BalanceChange | None = None
-    bias_update_rate: float | None = Field(
+    balance: Annotated[BalanceChange | None, _OF_MODEL] = None
+    bias_update_rate: Annotated[float | None, _OF_MODEL] = Field(
         None, ge=0, description="replaces model.moe.balance.bias_update_rate from this phase on (GLM: 0.001, late in the run 0)"
     )
     needle: Annotated[bool, NO_EFFECT] = Field(
         False, description="validation also runs the needle-in-a-haystack test on held-out text (metrics needle/...)"
     )
-    mtp_loss_weight: Annotated[float | None, read_by("pretrain", "tune", "dpo", "grpo")] = Field(
+    mtp_loss_weight: Annotated[float | None, _OF_MODEL] = Field(
         None, gt=0, description="replaces model.mtp.loss_weight from this phase on (GLM: 0.3, later 0.1)"
     )
     ewc: Ewc | None = Field(None, description="elastic weight consolidation towards the weights of the phase before")
