@@ -209,6 +209,12 @@ def _cut_weights(project: Project) -> dict[str, Any]:
     return project.tuning()
 
 
+def _tiny_share(project: Project) -> dict[str, Any]:
+    tree = project.phase(mixture={"web": 1 - 1e-7, "other": 1e-7})
+    sources = tree["corpus"]["sources"]
+    return tree | {"corpus": {"sources": [*sources, sources[0] | {"name": "other"}]}}
+
+
 CASES: dict[str, tuple[str, str, Make]] = {
     "no sources": ("corpus.pipeline check_sources", "the recipe has no corpus.sources", _only_imported),
     "no transformers": ("run.refusals _export_packages", "needs transformers", _hidden("transformers", huggingface=True, gguf=False)),
@@ -305,6 +311,7 @@ CASES: dict[str, tuple[str, str, Make]] = {
         "are together longer",
         lambda p: p.phase(lr_schedule={"kind": "wsd", "warmup": "60%", "decay": "60%"}),
     ),
+    "a share of nothing": ("run.refusals _mixtures", "train.phases.only.mixture", _tiny_share),
     "no pairs": ("train.data.preferences build_preferences", "yields no pair", lambda p: p.dpo({"foo": "bar"})),
     "no held-out pairs": ("train.check require_held_out", "needs held-out pairs", lambda p: p.dpo(PAIR, early_stopping={})),
     "no prompts": ("train.align.prompts read_prompts", "yields no prompt", lambda p: p.grpo({"foo": "bar"})),

@@ -196,7 +196,7 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stop", [None, FIRST])
+@pytest.mark.parametrize("stop", [pytest.param(None, marks=pytest.mark.slow), FIRST])
 def test_windows_positions_masks_and_balancing_change_at_the_first_step(
     tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, stop: int | None
 ) -> None:

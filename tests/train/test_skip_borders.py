@@ -62,7 +62,10 @@ def test_what_is_trained_and_what_is_saved_follow_from_the_window(
     assert curve(copy.run_dir) == lines, "nothing was left to do"
 
 
-@pytest.mark.parametrize("killed", ["after the line in the ledger", "between two renames", "before the first save after it"])
+@pytest.mark.parametrize("killed", [
+    "after the line in the ledger", pytest.param("between two renames", marks=slow),
+    pytest.param("before the first save after it", marks=slow),
+])  # fmt: skip
 def test_a_roll_back_that_is_killed_is_finished_by_the_next_run(
     run: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
 ) -> None:
