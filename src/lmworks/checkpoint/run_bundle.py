@@ -23,6 +23,7 @@ from lmworks.model_stages import MODEL_STAGES
 BUNDLE = "run.gz"
 _FOLDERS = ("", "tokenizer", *(name for stage in MODEL_STAGES for name in (stage.folder, stage.checkpoints)))
 _NAME = re.compile(r"[^./\\\0-\x1f][^/\\\0-\x1f]{0,199}\.(?:json|jsonl|yaml|yml|npy|txt|md|jinja|model)")  # data, and nothing that runs
+_NAMED = ("wandb_id",)  # plain text without an ending, by which a resumed run goes on in W&B
 _LEFT_OUT = (credentials.NAME,)
 _LONGEST_LINE = 10_000
 _RATIO, _LEAST = 100, 1 << 26  # the files may have so many times the bytes of the bundle (metrics and ledgers: 5 to 20), or 64 MiB
@@ -45,7 +46,7 @@ def run_files_of(run_dir: Path, checkpoints: Path) -> dict[str, Path]:
 def _belongs(name: str) -> bool:
     """Whether a bundle may contain a file of this name: data of a run, in one of the folders where a run keeps its small files."""
     folder, _, plain = name.rpartition("/")
-    return folder in _FOLDERS and _NAME.fullmatch(plain) is not None and plain not in _LEFT_OUT
+    return folder in _FOLDERS and (plain in _NAMED or _NAME.fullmatch(plain) is not None) and plain not in _LEFT_OUT
 
 
 def _files(folder: Path) -> Iterator[Path]:
