@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lmworks.errors import UserError
 
@@ -54,6 +54,23 @@ def open_append(path: Path) -> int:
     if size and os.pread(fd, 1, size - 1) != b"\n":
         os.ftruncate(fd, _last_newline(fd, size) + 1)
     return fd
+
+
+class ClosesAtEnd:
+    """A context manager that closes at the end of the block. A failure to close is raised, but not over an error that ended the block."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except (UserError, OSError):
+            if error is None:
+                raise
 
 
 class Waiting:

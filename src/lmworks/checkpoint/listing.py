@@ -115,8 +115,8 @@ def parse_meta(data: bytes) -> dict[str, Any]:
     try:
         document = dict(json.loads(data))
         tokens, metric = document["meta"].get("tokens", 0), document["metric"]
-        began = document["meta"].get("stability", {}).get("streak_began")
-        numbers = all(isinstance(one, int) for one in (document["step"], tokens, began or 0)) and isinstance(metric, float | int | None)
+        counts = (document["step"], tokens, _streak_began(document) or 0)
+        numbers = all(isinstance(one, int) for one in counts) and isinstance(metric, float | int | None)
         maps = isinstance(document["identity"], dict) and isinstance(document["values"], dict)
         right = numbers and maps and isinstance(document["permanent"], bool)
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -126,15 +126,20 @@ def parse_meta(data: bytes) -> dict[str, Any]:
     return document
 
 
+def _streak_began(document: dict[str, Any]) -> int | None:
+    """`Saved.streak_began`, which `Policy.state` writes."""
+    began: int | None = document["meta"].get("stability", {}).get("streak_began")
+    return began
+
+
 def saved(directory: Path) -> list[Saved]:
     """The facts that retention needs. Checkpoints whose meta.json cannot be read are omitted, and so are never pruned."""
     found = []
     for path in directories(directory):
         try:
             document = read_meta(path)
-            meta = document["meta"]
-            began = meta.get("stability", {}).get("streak_began")
-            found.append(Saved(path, document["step"], int(meta.get("tokens", 0)), document["metric"], document["permanent"], began))
+            tokens, began = int(document["meta"].get("tokens", 0)), _streak_began(document)
+            found.append(Saved(path, document["step"], tokens, document["metric"], document["permanent"], began))
         except (OSError, ValueError, KeyError):
             continue
     return found

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lmworks import jsonl
-from lmworks.errors import UserError
 from lmworks.files import explain_os_errors
 from lmworks.metrics.names import describe
 from lmworks.metrics.sinks import Sink, open_sinks
@@ -19,7 +18,7 @@ from lmworks.recipe.schema.metrics import Metrics
 FILE = "metrics.jsonl"
 
 
-class MetricLog:
+class MetricLog(jsonl.ClosesAtEnd):
     """Lines `{"step": s, "time": seconds since 1970, "train/loss": ...}` in `run_dir/metrics.jsonl`.
 
     `resume_step` is the first step that will be written: lines of it and of later steps, left by a run that got further than its
@@ -79,22 +78,12 @@ class MetricLog:
             self._fd = -1
             self._on_sinks(lambda sink: sink.close())
 
-    def __enter__(self) -> MetricLog:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            self.close()
-        except (UserError, OSError):
-            if error is None:
-                raise
-
 
 class NoMetrics(MetricLog):
     """Discards all metrics: on ranks other than 0."""
 
     def __init__(self) -> None:
-        self.dropped, self._fd, self._sinks = 0, -1, []  # and nothing that waits
+        self.dropped, self._fd, self._sinks = 0, -1, []
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         return

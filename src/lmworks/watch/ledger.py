@@ -13,14 +13,14 @@ from typing import Any
 from lmworks import jsonl
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors
-from lmworks.jsonl import Waiting
+from lmworks.jsonl import ClosesAtEnd, Waiting
 from lmworks.masking import map_strings, mask
 
 LEDGER = "ledger.jsonl"
 START_OVER = "start_over"
 
 
-class Ledger:
+class Ledger(ClosesAtEnd):
     """Append-only lines `{"time": seconds since 1970, "event": name, ...}`, each synced to disk when `write` returns.
 
     Threads may share a ledger. Opening it truncates an incomplete last line, which a killed process can leave. With `patient`, a line that
@@ -66,16 +66,6 @@ class Ledger:
                 if self._fd >= 0:
                     os.close(self._fd)
                     self._fd = -1
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            self.close()
-        except (UserError, OSError):
-            if error is None:
-                raise
 
 
 class NoLedger(Ledger):
