@@ -245,3 +245,13 @@ def test_a_schedule_spans_phases_of_other_batches(kind: str) -> None:
     assert [found.lr_factor(20 + step) for step in range(10)] == [expected.lr_factor(21 + 2 * step) for step in range(10)]
     assert found.lr_factor(30) == pytest.approx((expected.lr_factor(39) + 1) / 2)
     assert found.warmup_end(25) == expected.warmup_end(0) == 4
+
+
+def test_a_ramp_under_a_schedule_of_several_phases_is_that_of_its_phase() -> None:
+    """The second phase begins with half of its batch, and so with half of the rate; the first has no ramp."""
+    ramp = BatchRamp(start=Tokens(64), over=duration("5 steps"), rescale="linear")
+    spanned = [
+        phase(10, 64, kind="constant", warmup=duration("0 steps"), phases=2), phase(8, 128, ramp=ramp, name="ramped"),
+    ]  # fmt: skip
+    found = build(spanned, [[64] * 10, [64] * 5 + [128] * 5])
+    assert [found.lr_factor(step) for step in (0, 9, 10, 14, 15, 19)] == [1, 1, 0.5, 0.5, 1, 1]
