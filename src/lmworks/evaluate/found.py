@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmworks.corpus.contamination import Question
-from lmworks.evaluate.bits_per_byte import DocumentBits
+
+if TYPE_CHECKING:
+    from lmworks.evaluate.bits_per_byte import DocumentBits  # imports torch
 
 
 @dataclass

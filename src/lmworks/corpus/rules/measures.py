@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -41,10 +42,13 @@ def alphanumeric_share(doc: Text) -> float:
 
 def stop_words(language: str) -> Measure:
     """Number of distinct stop words of the language that occur."""
-    wanted = units([" ".join(STOP_WORDS[language])]).hashes
+
+    @cache  # made for the first document: to check a recipe takes no tables of characters
+    def wanted() -> np.ndarray:
+        return units([" ".join(STOP_WORDS[language])]).hashes
 
     def measure(doc: Text) -> float:
-        return float(np.isin(wanted, doc.hashes).sum())
+        return float(np.isin(wanted(), doc.hashes).sum())
 
     return measure
 
