@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart assistant test slow mutants chaos fuzz lint docs clean
+.PHONY: quickstart assistant test slow mutants gpu gpu-wheels chaos fuzz lint docs clean
 
 quickstart: $(VENV)/quickstart.stamp
 	$(BIN)/lmworks run recipes/quickstart.yaml
@@ -32,6 +32,23 @@ slow: $(VENV)/slow.stamp
 MUTANTS ?=
 mutants: $(VENV)/mutants.stamp
 	$(BIN)/python tests/mutants/campaign.py $(_PART) $(MUTANTS)
+
+# The first ten minutes on a GPU: ten checks, a line of JSON for each thing found, also in GPU_OUT. It installs nothing: PYTHON has torch, and
+# packages that it lacks come from wheels. TOY=--toy runs every check at a small size on a CPU. CHECKS='--only decode' runs one.
+GPU_OUT ?= runs/gpu/first.jsonl
+TOY ?=
+CHECKS ?=
+gpu:
+	$(PYTHON) benchmarks/gpu/first.py --out $(GPU_OUT) --wheels .gpu-wheels $(TOY) $(CHECKS)
+
+# Wheels for a GPU machine without a network, in .gpu-wheels: what an image with PyTorch and transformers lacks of our packages.
+GPU_PYTHON ?= 3.12
+GPU_LACKS ?= pydantic pydantic-core annotated-types typing-inspection blake3 ftfy wcwidth icu4py
+gpu-wheels: $(VENV)/bin/python
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
+	  --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+	  -c constraints.txt -d .gpu-wheels $(GPU_LACKS)
+	du -sk .gpu-wheels | awk '{print $$1 " KiB of wheels"; exit $$1 > 65536}'
 
 # Runs with a random fault at a random moment, each compared with one that was left alone; goes on where it was.
 RUNS ?= 200
