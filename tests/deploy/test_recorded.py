@@ -99,12 +99,9 @@ def test_the_engine_reports_every_metric(version: str) -> None:
 
 
 def test_the_built_in_server_has_every_option() -> None:
-    import typer
+    from lmworks.cli.main import command_tree
 
-    from lmworks.cli.main import _register, app
-
-    _register()
-    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    serve = command_tree().commands["serve"]
     options = {option for parameter in serve.params for option in parameter.opts}
     variables = {variable for parameter in serve.params for variable in [getattr(parameter, "envvar", None)] if variable}
     for _, launch in launches("lmworks"):

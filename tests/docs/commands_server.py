@@ -27,9 +27,9 @@ _NEEDED = (
 
 def serve() -> None:
     """Until the input ends."""
-    from lmworks.cli.main import _register
+    from lmworks.cli.main import command_tree
 
-    _register()
+    command_tree()
     for name in _NEEDED:
         import_module(name)
     do_not_wait_for_the_disk()

@@ -13,15 +13,13 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 import yaml
 from pages import PAGES, ROOT, Command, blocks, commands, inline
 
+from lmworks.cli.main import command_tree
 from patience import PATIENCE
 from started_server import wait_until_served
 
@@ -267,18 +265,9 @@ def test_what_a_listed_command_names_is_there(command: Command, folder: Path) ->
             assert there.exists(), f"a finished run has no {path}"
 
 
-@cache
-def tree() -> Any:
-    """All commands of ours."""
-    from lmworks.cli.main import _register, app
-
-    _register()
-    return typer.main.get_command(app)
-
-
 def parts(words: list[str]) -> list[str]:
     """What is wrong with `lmworks ...`, where words in capitals, and *, stand for anything."""
-    command, words = tree(), words[1:]
+    command, words = command_tree(), words[1:]
     while words and hasattr(command, "commands"):
         if words[0] not in command.commands:
             return [] if words[0].isupper() or words[0] == "*" else [f"there is no command {words[0]!r}"]
@@ -304,7 +293,7 @@ def test_options_in_the_prose_exist() -> None:
         for child in getattr(command, "commands", {}).values():
             gather(child)
 
-    gather(tree())
+    gather(command_tree())
     found = [(page, line, code) for page in PAGES if page.name != "serving.md" for line, code in inline(page) if code.startswith("--")]
     assert found
     wrong = [f"{page.name}:{line}: {code}" for page, line, code in found if code.split()[0] not in known]

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-import typer
 from pages import DOCS, ROOT
 
 from lmworks.metrics.names import METRICS
@@ -41,14 +40,13 @@ def keys() -> frozenset[str]:
 
 @cache
 def commands() -> frozenset[str]:
-    from lmworks.cli.main import _register, app
+    from lmworks.cli.main import command_tree
 
     def walk(command: object, name: str) -> Iterator[str]:
         below = getattr(command, "commands", {})
         yield from [name] if not below else [found for word, one in below.items() for found in walk(one, f"{name} {word}")]
 
-    _register()
-    return frozenset(walk(typer.main.get_command(app), "lmworks"))
+    return frozenset(walk(command_tree(), "lmworks"))
 
 
 @cache

@@ -15,7 +15,6 @@ from random import Random
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import fuzz_mutate as mutate
-import typer
 import yaml
 from fuzz_campaign import Case
 from pydantic import BaseModel
@@ -45,7 +44,7 @@ class Recipes:
     def prepare(self) -> None:
         import reasoning_gym  # noqa: F401  which makes a folder of settings in the home of the user
 
-        from lmworks.cli.main import _register, app
+        from lmworks.cli.main import command_tree
         from lmworks.plan import plan, render  # noqa: F401  before there is a limit
 
         folder = shipped_folder()
@@ -73,8 +72,7 @@ class Recipes:
         self._clusters = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted((folder / "clusters").glob("*.yaml"))]
         self._names = [path.stem for path in sorted((folder / "clusters").glob("*.yaml"))]
         self._keys = list(typed_paths(Recipe))
-        _register()
-        self._command = typer.main.get_command(app)
+        self._command = command_tree()
 
     def begin(self) -> None:
         sys.setrecursionlimit(1000)

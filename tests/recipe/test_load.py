@@ -12,6 +12,7 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.recipe.derivation.parameters import count_parameters
+from lmworks.recipe.loading.document import parse
 from lmworks.recipe.loading.load import load_cluster, load_recipe, load_resolved, shipped
 from lmworks.recipe.tree.fingerprint import fingerprint
 from smollm2 import gguf_file
@@ -282,3 +283,10 @@ def test_numbers_that_ruin_training_are_refused_with_their_key(write: Callable[.
     """Betas of 1 make every weight NaN in the first step, and the run used to finish."""
     with pytest.raises(UserError, match=key.rpartition(".")[2]):
         load_recipe(write(), [f"{key}={value}"])
+
+
+def test_a_reader_that_changes_what_it_read_changes_nothing_for_the_next() -> None:
+    first = parse("a: {b: [1]}\n", "x.yaml")
+    first.tree["a"]["b"].append(2)
+    assert parse("a: {b: [1]}\n", "x.yaml").tree == {"a": {"b": [1]}}
+    assert parse("a: {b: [1]}\n", "y.yaml").place(("a", "b")) == "y.yaml:1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ import pytest
 import torch
 from test_bad_steps import nan_loss, poison
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
-from lmworks.cli.main import _register, app
+from lmworks.cli.main import main
 from lmworks.errors import UserError
 from lmworks.model import Transformer, documents
 from lmworks.model.init import initialize
@@ -187,14 +187,19 @@ def test_looking_again_leaves_no_trace(tiny_copy: Tiny, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def lmworks(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def lmworks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """The command line, in this process; what it printed."""
-    _register()
 
     def call(*arguments: object) -> str:
-        result = CliRunner().invoke(app, [str(one) for one in arguments], catch_exceptions=False)
-        assert result.exit_code == 0, result.output
-        return result.output
+        monkeypatch.setattr(sys, "argv", ["lmworks", *map(str, arguments)])
+        capsys.readouterr()
+        code: Any = 0
+        try:
+            main()
+        except SystemExit as stop:  # as after --help
+            code = stop.code
+        assert not code
+        return capsys.readouterr().out
 
     return call
 

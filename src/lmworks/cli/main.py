@@ -8,7 +8,7 @@ import sys
 import traceback
 from contextlib import suppress
 from functools import cache
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,7 +37,9 @@ def _root(
 
 
 @cache
-def _register() -> None:
+def command_tree() -> Any:
+    """All commands. Typer makes them from the signatures of 60 functions, which takes longer than most commands that only read something,
+    and a process that calls several of them does it once."""
     from lmworks.cli import (
         ablate_commands,
         advice_commands,
@@ -59,6 +61,8 @@ def _register() -> None:
         preflight_commands, data_commands, quantize_commands, serve_commands, deploy_commands, handover_commands,
     ):  # fmt: skip
         commands.register(app)
+    # Not typer's own entry point: it turns Ctrl-C and exit codes into things that differ between its versions.
+    return typer.main.get_command(app)
 
 
 def main() -> None:
@@ -66,10 +70,8 @@ def main() -> None:
     bug in lmworks."""
     from lmworks.interrupt import Interrupted, Preempted
 
-    _register()
     debug = "--debug" in sys.argv
-    # Not typer's own entry point: it turns Ctrl-C and exit codes into things that differ between its versions.
-    command = typer.main.get_command(app)
+    command = command_tree()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             with suppress(OSError):  # fails for a stream that a rank has redirected from a file to a pipe
