@@ -28,7 +28,7 @@ def copy(x: Tensor, group: Group) -> Tensor:
 
 def gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """All-gather along `dim` -> reduce-scatter: each rank computes a different part from the gathered tensor."""
-    return x if group is None else _Gather.apply(x, dim, group.group_name)
+    return x if group is None else _Gather.apply(x, dim, group.group_name, group.size())
 
 
 def gather_alike(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -38,7 +38,7 @@ def gather_alike(x: Tensor, dim: int, group: Group) -> Tensor:
 
 def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
     """Reduce-scatter along `dim` -> all-gather."""
-    return x if group is None else _ScatterSum.apply(x, dim, group.group_name)
+    return x if group is None else _ScatterSum.apply(x, dim, group.group_name, group.size())
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -65,12 +65,16 @@ def _sum(x: Tensor, name: Any) -> Tensor:
     return _wait(functional.all_reduce(x.contiguous(), "sum", name))
 
 
-def _concatenate(x: Tensor, dim: int, name: Any) -> Tensor:
-    return _wait(functional.all_gather_tensor(x.contiguous(), dim % x.ndim, name))
+# Both collectives work along dimension 0. What torch does for others cannot be traced everywhere: the compiler of torch 2.11 breaks the graph.
+def _concatenate(x: Tensor, dim: int, name: Any, size: int) -> Tensor:
+    parts = _wait(functional.all_gather_tensor(x.contiguous(), 0, name)).unflatten(0, (size, x.shape[0]))
+    dim %= x.ndim
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _sum_and_scatter(x: Tensor, dim: int, name: Any) -> Tensor:
-    return _wait(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim % x.ndim, name))
+def _sum_and_scatter(x: Tensor, dim: int, name: Any, size: int) -> Tensor:
+    parts = x.unflatten(dim % x.ndim, (size, -1)).movedim(dim % x.ndim, 0)
+    return _wait(functional.reduce_scatter_tensor(parts.flatten(0, 1).contiguous(), "sum", 0, name))
 
 
 def _wait(x: Tensor) -> Tensor:
@@ -105,20 +109,20 @@ class _Copy(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, name: Any) -> Tensor:
-        ctx.dim, ctx.name = dim, name
-        return _concatenate(x, dim, name)
+    def forward(ctx: Any, x: Tensor, dim: int, name: Any, size: int) -> Tensor:
+        ctx.dim, ctx.name, ctx.size = dim, name, size
+        return _concatenate(x, dim, name, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _sum_and_scatter(grad, ctx.dim, ctx.name), None, None
+        return _sum_and_scatter(grad, ctx.dim, ctx.name, ctx.size), None, None, None
 
 
 class _GatherAlike(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, name: str, rank: int, size: int) -> Tensor:
         ctx.dim, ctx.rank, ctx.size = dim, rank, size
-        return _concatenate(x, dim, name)
+        return _concatenate(x, dim, name, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -127,24 +131,24 @@ class _GatherAlike(torch.autograd.Function):
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, name: Any) -> Tensor:
-        ctx.dim, ctx.name = dim, name
-        return _sum_and_scatter(x, dim, name)
+    def forward(ctx: Any, x: Tensor, dim: int, name: Any, size: int) -> Tensor:
+        ctx.dim, ctx.name, ctx.size = dim, name, size
+        return _sum_and_scatter(x, dim, name, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _concatenate(grad, ctx.dim, ctx.name), None, None
+        return _concatenate(grad, ctx.dim, ctx.name, ctx.size), None, None, None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, name: str, rank: int, size: int) -> Tensor:
-        ctx.dim, ctx.name = dim, name
+        ctx.dim, ctx.name, ctx.size = dim, name, size
         return _own(x, dim, rank, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _concatenate(grad, ctx.dim, ctx.name), None, None, None, None
+        return _concatenate(grad, ctx.dim, ctx.name, ctx.size), None, None, None, None
 
 
 class _Alike(torch.autograd.Function):
