@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import lmworks
@@ -13,14 +14,24 @@ from refusal_sites import FOLDERS, listed
 SOURCE = Path(lmworks.__file__).parent
 
 
-def _kinds() -> set[str]:
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _name(node: ast.expr) -> str | None:
+    """Of a class as it is called or derived from: `UserError` and `errors.UserError` are the same."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+
+
+@cache
+def _kinds() -> frozenset[str]:
     """The names of `UserError` and of the exceptions derived from it."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")]
-    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for path in SOURCE.rglob("*.py") for node in ast.walk(_tree(path)) if isinstance(node, ast.ClassDef)]
     found = {"UserError"}
-    while more := {one.name for one in classes if {ast.unparse(base) for base in one.bases} & found} - found:
+    while more := {one.name for one in classes if {_name(base) for base in one.bases} & found} - found:
         found |= more
-    return found
+    return frozenset(found)
 
 
 def raised(source: Path) -> Counter[str]:
@@ -30,12 +41,12 @@ def raised(source: Path) -> Counter[str]:
     def walk(node: ast.AST, module: str, within: list[str]) -> None:
         for child in ast.iter_child_nodes(node):
             named = isinstance(child, ast.FunctionDef | ast.ClassDef)
-            if isinstance(child, ast.Call) and ast.unparse(child.func) in kinds:
+            if isinstance(child, ast.Call) and _name(child.func) in kinds:
                 found[f"{module} {'.'.join(within)}"] += 1
             walk(child, module, [*within, child.name] if named else within)  # type: ignore[attr-defined]
 
     for path in sorted(source.rglob("*.py")):
-        walk(ast.parse(path.read_text(encoding="utf-8")), ".".join(path.relative_to(source).with_suffix("").parts), [])
+        walk(_tree(path), ".".join(path.relative_to(source).with_suffix("").parts), [])
     return found
 
 
