@@ -34,4 +34,12 @@ MUTANTS = [
      "evaluate/test_generation_answerer.py"),
     ("evaluate.replies:Answerer.__call__", "len(ids) < self.context", "len(ids) <= self.context",
      "A prompt that fills the context gets an empty reply.", "evaluate/test_generation_answerer.py"),
+    ("evaluate.own_answers:own_answer_bits", "        if subject.chat:\n            _answer(subject, path)\n", "",
+     "The base model's own answers are measured for later models.", "cli/test_start_tuning.py"),
+    ("evaluate.own_answers:own_answer_bits", "        path.unlink(missing_ok=True)\n", "        pass\n",
+     "Answers of an earlier base model are not measured.", "cli/test_start_tuning.py"),
+    ("evaluate.own_answers:own_answer_bits", " or subject.name == START", "",
+     "The model before tuning is measured once on its own answers.", "cli/test_start_tuning.py"),
+    ("evaluate.own_answers:own_answer_bits", "-value / math.log(2)", "-value",
+     "What a model forgets of its own answers is in bits.", "cli/test_start_tuning.py"),
 ]  # fmt: skip

@@ -60,4 +60,6 @@ MUTANTS = [
     ("optim.conditional:conditional_update", "torch.where(apply, tensor, before, out=tensor)",
      "torch.add(tensor * apply, before * ~apply, out=tensor)", "A value that is not finite never reaches a weight.",
      "optim/test_optimizer_step.py train/test_step.py"),
+    ("optim.scaler:LossScaler.update", "~finite & (self.scale <= 1)", "~finite & (self.scale <= 2)",
+     "fp16 tries the scale 1 before an overflow is a fault.", "train/test_bad_steps.py"),
 ]  # fmt: skip

@@ -22,4 +22,6 @@ MUTANTS = [
     ("plan.layout:problems", "if ranks % layout.ep:", "if False:", "Expert ranks divide the data ranks.", "plan/test_plan.py"),
     ("plan.layout:problems", "if sequences % replicas and not uneven:", "if False:", "The sequences of a step divide over the data ranks.",
      "plan/test_plan.py"),
+    ("plan.stage_data:warnings", "found.examples < section.prompts_per_step", "False",
+     "The plan warns where a step asks a prompt twice.", "cli/test_plan_data.py"),
 ]  # fmt: skip

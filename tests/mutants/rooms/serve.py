@@ -17,4 +17,13 @@ MUTANTS = [
      "serve/test_engine.py serve/test_stop_text.py"),
     ("serve.engine:Engine.close", "            self._closed = True\n", "            pass\n", "A closed engine stops.",
      "serve/test_engine.py"),
+    ("serve.grammar_trial:Trial._try", "except ProcessDied as error:", "except ZeroDivisionError as error:",
+     "A grammar that takes too much is refused.", "serve/test_structured.py"),
+    ("serve.grammar_trial:make", "            _walk(grammar.compile_here(known[0], data[1:].decode()))\n",
+     "            grammar.compile_here(known[0], data[1:].decode())\n",
+     "A grammar is walked through before it is used.", "serve/test_structured.py"),
+    ("serve.grammar_trial:Trial._ask", '        self._process(b"V" + self._described().encode())\n', "",
+     "A trial that has ended begins again with the vocabulary.", "serve/test_structured.py"),
+    ("serve.grammar_trial:Trial.__call__", "self._found[key] if key in self._found else self._try(lark)", "self._try(lark)",
+     "A grammar is tried once.", "serve/test_structured.py"),
 ]  # fmt: skip

@@ -37,4 +37,6 @@ MUTANTS = [
      "The weights of a mixture are the decimal numbers of the recipe.", "shards/test_mixture.py"),
     ("shards.order.mixture:_table", "np.argmin(slack)", "np.argmax(slack)", "Every prefix of the mixture is exact to one sequence.",
      "shards/test_mixture.py"),
+    ("shards.read.batches:Batches.batch", "filled.begins if self.recipe.train.phases[phase].mask_documents else rows", "filled.begins",
+     "Attention may cross document borders where a phase says so.", "train/test_phases.py"),
 ]  # fmt: skip

@@ -51,4 +51,6 @@ MUTANTS = [
      "watch/test_slow_and_starved.py"),
     ("watch.recheck:compare_two_runs", "    with _preserve_random_state():\n        second", "    if True:\n        second",
      "The recheck leaves the random state unchanged.", "train/test_corruption.py train/test_anomaly.py"),
+    ("watch.policy:Policy._spiked", "step < self.rollback_after", "False",
+     "Spikes at the beginning never lead to a rollback.", "train/test_stability.py"),
 ]  # fmt: skip
