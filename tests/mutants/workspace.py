@@ -79,7 +79,7 @@ class Workspace:
             result = Path(folder) / "result.json"
             child = os.fork()
             if child == 0:
-                _in_child(self.path, Path(folder), result, tests)
+                _in_child(self.path, Path(folder), result, tests, seconds / 4)
             process = psutil.Process(child)
             try:
                 process.wait(timeout=seconds)
@@ -129,11 +129,13 @@ class _FirstFailure:
             self.why = " ".join((crash.message if crash else str(report.longrepr)[-300:]).split())[:200]
 
 
-def _in_child(root: Path, folder: Path, result: Path, tests: Sequence[str]) -> None:
-    """The rest of the life of a forked process. The tests of the copy, with the packages that are imported already."""
+def _in_child(root: Path, folder: Path, result: Path, tests: Sequence[str], patience: float) -> None:
+    """The rest of the life of a forked process. The tests of the copy, with the packages that are imported already. `patience` is how long
+    a test waits for what must come."""
     try:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in what it starts in the background
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -146,7 +148,7 @@ def _in_child(root: Path, folder: Path, result: Path, tests: Sequence[str]) -> N
                 del sys.modules[name]
         del sys.modules["__main__"].__file__  # processes that tests spawn would import it
         sys.dont_write_bytecode = True
-        os.environ |= {"PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder)}
+        os.environ |= {"PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder), "LMWORKS_PATIENCE": str(patience)}
         tempfile.tempdir = None
         watch = _FirstFailure()
         code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={root}", *tests], plugins=[watch])
