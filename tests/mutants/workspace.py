@@ -148,7 +148,8 @@ def _in_child(root: Path, folder: Path, result: Path, tests: Sequence[str], pati
                 del sys.modules[name]
         del sys.modules["__main__"].__file__  # processes that tests spawn would import it
         sys.dont_write_bytecode = True
-        os.environ |= {"PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder), "LMWORKS_PATIENCE": str(patience)}
+        os.environ |= {"PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder)}
+        os.environ["LMWORKS_PATIENCE"] = str(patience)
         tempfile.tempdir = None
         watch = _FirstFailure()
         code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={root}", *tests], plugins=[watch])
