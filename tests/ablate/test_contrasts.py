@@ -102,6 +102,8 @@ def test_the_bound_on_the_noise_of_items_is_one() -> None:
         means = right.mean(axis=2)
         shown += contrast(means[0], means[1], False, unpaired(means), items).p <= 0.05
     assert shown / 2000 <= 0.05, "without the bound it is more than 20%"
+    # One arm solves nearly all items and the other half of them: 0.75 * 0.25 + 0.5 * 0.5, per item.
+    assert contrast(np.full(3, 0.75), np.full(3, 0.5), False, items=items).items == pytest.approx((0.1875 + 0.25) / items)
 
 
 def test_noise_of_items_is_counted_once() -> None:

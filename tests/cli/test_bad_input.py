@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -200,3 +202,40 @@ def test_ctrl_c_outside_training(lmworks: Lmworks, tiny: Tiny, monkeypatch: pyte
     monkeypatch.setattr(runner, "stages_for", interrupt)
     done = lmworks("run", tiny.recipe)
     assert (done.code, done.err) == (130, "interrupted; finished work is kept, and the same command resumes it\n")
+
+
+def test_a_preemption_asks_the_scheduler_for_another_start(lmworks: Lmworks, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmworks.interrupt import Preempted
+    from lmworks.run import runner
+
+    def preempt(*_: object) -> None:
+        raise Preempted("saved at step 5")
+
+    monkeypatch.setattr(runner, "stages_for", preempt)
+    done = lmworks("run", tiny.recipe)
+    assert (done.code, done.err) == (75, "saved at step 5\n")
+
+
+@pytest.mark.parametrize("error", [UserError, ValueError])
+def test_no_message_and_no_traceback_holds_a_password(
+    lmworks: Lmworks, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    from lmworks.run import runner
+
+    def fail(*_: object) -> None:
+        raise error("cannot read s3://me:pass5word@host/bucket")
+
+    monkeypatch.setattr(runner, "stages_for", fail)
+    for options in ((), ("--debug",)):
+        said = lmworks("run", tiny.recipe, *options).err
+        assert "cannot read s3://***@host/bucket" in said and "pass5word" not in said
+        assert ("Traceback" in said) == bool(options)
+
+
+def test_a_reader_that_closes_the_pipe_is_told_nothing() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmworks.cli.main", "show", "quickstart", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 1

@@ -290,3 +290,5 @@ def test_the_meta_of_a_checkpoint_is_shown_without_control_characters(lmworks: L
         out = lmworks("ckpt", *words).out
         assert "a]0;titleb" in out and "k2J: " in out
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out)
+    out = lmworks("ckpt", "show", run.run_dir, "--json").out
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out) and json.loads(out)["meta"]["k\x9b2J"] == 1

@@ -119,6 +119,15 @@ def test_sglang_has_eagle_and_no_cpu() -> None:
         plan_deployment(source(LLAMA_70B, 4), "sglang", "latency", Hardware("cpu", 1, 512 * GB))
 
 
+def test_the_limit_of_requests_is_over_all_replicas_in_sglang_and_of_each_in_vllm() -> None:
+    """vLLM's engines have each their own scheduler; SGLang divides its limit by the replicas (max_running_requests // dp_size)."""
+    for name in ("throughput", "balanced"):
+        ours, theirs = (flags(source(LLAMA_70B), engine, name, parse_gpus("8xh100"), context=8192) for engine in ("vllm", "sglang"))
+        replicas = int(ours["--data-parallel-size"] or 0)
+        assert replicas == int(theirs["--dp-size"] or 0) == 2
+        assert int(theirs["--max-running-requests"] or 0) == replicas * int(ours["--max-num-seqs"] or 0)
+
+
 def test_no_parser_without_its_marks() -> None:
     plain = source(LLAMA_70B, template="{{ messages }}", context=8192)
     plan = plan_deployment(plain, "vllm", "balanced", parse_gpus("8xh100"))

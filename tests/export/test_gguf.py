@@ -209,6 +209,18 @@ def test_weights_come_back_from_the_file(make_run: Callable[..., Any], tmp_path:
             assert torch.equal(tensor, expected[key]), key
 
 
+@pytest.mark.parametrize(("change", "told"), [
+    ({"num_hidden_layers": 5}, r"has no tensor blk\.4\."), ({"intermediate_size": 96}, "has another shape than in the model"),
+])  # fmt: skip
+def test_a_file_of_another_model_is_refused_by_tensor(
+    make_run: Callable[..., Any], tmp_path: Path, change: dict[str, int], told: str
+) -> None:
+    run = make_run("llama")
+    written(run, tmp_path / "model.gguf")
+    with pytest.raises(UserError, match=told):
+        load_gguf(Transformer(run.model.config.model_copy(update=change)), tmp_path / "model.gguf")
+
+
 @pytest.mark.parametrize(
     ("name", "targets"),
     [

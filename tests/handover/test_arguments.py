@@ -89,6 +89,9 @@ def check(model: Model, family: str) -> dict[str, str | None]:
     assert values["--attention-dropout"] == values["--hidden-dropout"] == "0"
     if model.moe is not None:
         assert values["--moe-router-score-function"] == model.moe.scoring_func
+        parts = re.findall(r"\[(\d)\]\*(\d+)", values["--moe-layer-freq"] or "")
+        pattern = [int(sparse) for sparse, times in parts for _ in range(int(times))]
+        assert pattern == [int(layer >= model.moe.first_k_dense_replace) for layer in range(model.num_hidden_layers or 0)]
         assert float(values.get("--moe-router-topk-scaling-factor") or 1) == model.moe.routed_scaling_factor
     return values
 
@@ -138,6 +141,7 @@ def test_slime_takes_every_argument_of_the_run(tmp_path: Path, kind: str) -> Non
     assert words.get("--reward-key") == ("score" if kind == "dapo" else None)
     assert words.get("--rm-url") == ("http://rewards:8000/score" if kind == "remote_rm" else None)
     assert words["--num-steps-per-rollout"] == "1" and words["--rollout-stop-token-ids"] == "1 2"
+    assert (words["--rollout-max-prompt-len"], words["--rollout-max-response-len"]) == ("448", "64")  # together the context of 512
 
 
 def test_enough_prompts_are_cut_into_steps(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ def test_the_context_is_the_limit(engine: Engine, vocabulary: Vocabulary) -> Non
     full = Request(((token,) * (CONTEXT - 4),), GenerateOptions(max_new_tokens=50))
     last = list(engine.stream(full))[-1]
     assert (last.generated, last.finish) == (4, "length")
+    assert (engine.room(CONTEXT - 4, 50), engine.room(CONTEXT - 4, 3), engine.room(CONTEXT - 4)) == (4, 3, 4)
     with pytest.raises(PromptTooLong, match="the prompt has 256 tokens, and the context of this model is 256; shorten it to at most 255"):
         engine.submit(Request(((token,) * CONTEXT,), GenerateOptions()), print)
 

@@ -90,6 +90,13 @@ def test_an_answer_is_valid_at_every_limit(client: openai.OpenAI, max_tokens: in
     assert len({choice.message.content for choice in reply.choices}) > 1
 
 
+def test_an_answer_is_valid_where_the_context_ends(client: openai.OpenAI) -> None:
+    reply = client.completions.create(
+        model="tiny", prompt=[1] * (256 - 75), max_tokens=200, temperature=1.2, seed=1, n=4, extra_body={"guided_json": PERSON})
+    for choice in reply.choices:
+        require_person(json.loads(choice.text))
+
+
 def test_any_object_and_streams(client: openai.OpenAI) -> None:
     options: Any = {"model": "tiny", "messages": HELLO, "response_format": {"type": "json_object"}, "max_tokens": 40, "seed": 3}
     whole = client.chat.completions.create(**options).choices[0]

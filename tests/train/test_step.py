@@ -18,7 +18,7 @@ from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
 from lmworks.train.pretrain import build_model
-from lmworks.train.step import StepResult, dropout_seed, train_step
+from lmworks.train.step import Limits, StepResult, dropout_seed, train_step
 from tiny_run import Tiny, same_bits
 
 
@@ -232,6 +232,9 @@ def test_an_fp16_overflow_skips_the_step_and_halves_the_scale(tiny: Tiny, batch:
     step(reference, other, batch, 4)
     # the scale has been taken out again: fp16 has 11 bits
     assert farthest(gradients(model), gradients(reference)) < 0.05
+
+    assert not step(model, optimizer, batch, 4, scaler=scaler, limits=Limits(loss=0.0)).applied
+    assert float(scaler.scale) == 2.0**10 and int(scaler.good_steps) == 2, "a spike is no overflow"
 
 
 @pytest.mark.parametrize("device", ["host", "device"])

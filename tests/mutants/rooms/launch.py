@@ -2,16 +2,16 @@
 
 MUTANTS = [
     ("launch.supervise:Supervisor._exclude_failing", "times >= self.exclude_after and len(self._agents) > self.min_hosts",
-     "times >= self.exclude_after", "A host is excluded only if enough are left.", "launch/test_supervision.py"),
+     "times >= self.exclude_after", "A host is excluded only if enough are left.", "launch/test_supervisor.py"),
     ("launch.supervise:Supervisor._exclude_failing", "times >= self.exclude_after and", "times > self.exclude_after and",
-     "A host is excluded after exclude_after failures.", "launch/test_supervision.py"),
+     "A host is excluded after exclude_after failures.", "launch/test_supervisor.py"),
     ("launch.supervise:Supervisor._readmit",
      "                self._start_agent(next(host for host in self.table.all() if host.name == name))\n", "                pass\n",
-     "A readmitted host is started.", "launch/test_supervision.py"),
+     "A readmitted host is started.", "launch/test_supervisor.py"),
     ("launch.supervise:Supervisor._exit_code", "return 130 if self._stop_time is not None else 1", "return 0",
-     "A run that ended without an outcome is no success.", "launch/test_supervision.py"),
+     "A run that ended without an outcome is no success.", "launch/test_supervisor.py"),
     ("launch.supervise:Supervisor._receive", "self._stop_time = now\n            self.folder",
-     "self._stop_time = None\n            self.folder", "A second Ctrl-C ends the ranks at once.", "launch/test_supervision.py"),
+     "self._stop_time = None\n            self.folder", "A second Ctrl-C ends the ranks at once.", "launch/test_supervisor.py"),
     ("launch.supervise:Supervisor._collect", "if code and self._stop_time is None", "if code and self._stop_time is not None",
-     "An agent that dies excludes its host.", "launch/test_supervision.py"),
+     "An agent that dies excludes its host.", "launch/test_supervisor.py"),
 ]  # fmt: skip

@@ -28,7 +28,7 @@ MUTANTS = [
     ("train.step:train_step", "model.update_biases(sums.counts_LE, bias_update_rate, apply)",
      "model.update_biases(sums.counts_LE, bias_update_rate, None)", "A bad step leaves the expert biases unchanged.", "train/test_step.py"),
     ("train.step:train_step", "scaler.update(finite)", "scaler.update(apply)", "A spike does not halve the scale of the loss in fp16.",
-     "train/test_step.py train/test_stability.py"),
+     "train/test_step.py"),
     ("train.step:train_step", "], 1 / scaler.scale)", "], 1.0)", "The scale of the loss is taken out of the gradients in fp16.",
      "train/test_step.py"),
     ("train.step:dropout_seed", "{seed}/{step}/{rank}", "{seed}/{rank}", "Each step has other dropout masks.",

@@ -1,0 +1,139 @@
+"""The supervisor with shells for agents: which hosts are excluded and come back, and what a launch ends with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lmworks.errors import UserError
+from lmworks.launch import supervise
+from lmworks.launch.hosts import Host, HostTable
+from lmworks.launch.launch_dir import LaunchDir
+from lmworks.launch.supervise import Supervisor
+from lmworks.watch.ledger import Ledger
+from patience import PATIENCE
+
+# Goes on until the launch is over, or as an agent does, until its pipe is closed.
+AGENT = "while [ ! -e over ]; do read -t 0.05 line; [ $? -gt 128 ] || exit 0; done"
+
+
+class Launch:
+    """A supervisor over such agents, in a thread where nothing else is said."""
+
+    def __init__(self, run_dir: Path, hosts: str, least: int, after: int = 2, agents: dict[str, str] | None = None) -> None:
+        run_dir.mkdir()
+        self.run_dir, self.folder, self.started = run_dir, LaunchDir.of(run_dir), list[str]()
+        self.agents = agents or {}
+        self.folder.begin()
+        self.table = HostTable(self.folder.hosts, [Host(name, 1) for name in hosts])
+        self.supervisor = Supervisor(self.folder, run_dir, self.table, least, after, self._start)
+        self.ended: list[int | UserError] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _start(self, host: Host) -> list[str]:
+        self.started.append(host.name)
+        return ["bash", "-c", f"cd {self.run_dir}; {self.agents.get(host.name, AGENT)}"]
+
+    def _run(self) -> None:
+        try:
+            self.ended.append(self.supervisor.run())
+        except UserError as error:
+            self.ended.append(error)
+
+    def begin(self) -> None:
+        self._thread.start()
+        wait_for(lambda: len(self.started) == len(self.table.all()))
+
+    def fails(self, *hosts: str) -> None:
+        """The ranks of these hosts end and are started again; returns when the supervisor has seen it."""
+        with Ledger(self.run_dir / "ledger.jsonl") as ledger:
+            ledger.write("restart", hosts=list(hosts), reason="it broke")
+        seen = self.supervisor._restarts_seen + 1
+        wait_for(lambda: self.supervisor._restarts_seen == seen)
+
+    @property
+    def active(self) -> str:
+        return "".join(host.name for host in self.table.active())
+
+    def end(self) -> int | UserError:
+        (self.run_dir / "over").touch()
+        self._thread.join(PATIENCE)
+        return self.ended[0]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_POLL_INTERVAL", 0.02)
+
+
+def test_a_host_that_fails_again_and_again_is_excluded_while_enough_are_left_and_comes_back(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", "abc", least=2)
+    launch.begin()
+    for hosts in ("a", "b", "a", "ab"):  # never twice in a row the ranks of one host alone
+        launch.fails(*hosts)
+    launch.fails("a")
+    assert launch.active == "abc"
+    launch.fails("a")
+    wait_for(lambda: launch.active == "bc")
+    (out,) = (host for host in launch.table.all() if host.excluded)
+    assert out.excluded == "its ranks failed 2 times in a row, most recently: it broke"
+    launch.fails("b")
+    launch.fails("b")
+    launch.fails("b")
+    assert launch.active == "bc", "two are needed"
+    launch.folder.readmit("a")
+    wait_for(lambda: launch.active == "abc")
+    wait_for(lambda: launch.started == [*"abca"])
+    launch.folder.conclude(0, 0)
+    assert launch.end() == 0
+
+
+def test_a_host_whose_agent_dies_is_excluded_with_the_code(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", "ab", least=1, agents={"b": "exit 3"})
+    launch.begin()
+    wait_for(lambda: launch.active == "a")
+    assert "its agent exited with code 3" in str([host.excluded for host in launch.table.all()])
+    launch.folder.conclude(75, 0)
+    assert launch.end() == 75
+    too_few = Launch(tmp_path / "other", "ab", least=2, agents={"b": "exit 3"})
+    too_few.begin()
+    assert "1 hosts are left, and at least 2 are needed" in str(too_few.end())
+
+
+def test_agents_that_leave_without_an_outcome_are_no_success(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", "ab", least=1)
+    launch.begin()
+    assert launch.end() == 1
+
+
+def test_a_second_ctrl_c_ends_agents_that_do_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_SAME_REQUEST", 0.1)
+    launch = Launch(tmp_path / "run", "ab", least=1)
+
+    def interrupt() -> None:
+        wait_for(lambda: len(launch.started) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: launch.folder.stop_signal() == signal.SIGINT)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        if not over.wait(PATIENCE / 4):
+            (launch.run_dir / "over").touch()
+
+    over = threading.Event()
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert launch.supervisor.run() == 130
+    over.set()
+    assert not (launch.run_dir / "over").exists(), "the agents had to end by themselves"
