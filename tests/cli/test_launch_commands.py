@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from command import Lmworks
+
+from lmworks.errors import UserError
+from lmworks.launch.launch_dir import COMMAND
+from lmworks.run import runner
 
 CLUSTER = """
 nodes: 2
@@ -48,3 +54,40 @@ def test_an_option_of_sbatch_stays_within_its_line(lmworks: Lmworks, tmp_path: P
     value = "x\ntouch stolen"
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "x", "launch": {"slurm": {key: [value] if key == "options" else value}}}))
     assert f"launch.slurm.{key}" in lmworks("show", tmp_path / "own.yaml").error
+
+
+def test_what_is_asked_for_reaches_every_rank_and_no_password_is_printed(lmworks: Lmworks, tmp_path: Path) -> None:
+    asked = ("--size", "3M", "--allow", "train.phases", "--set", "checkpoints.copy_to=s3://me:pass5word@host/bucket", "--time", "10min")
+    done = lmworks("launch", "local", "quickstart", "--ranks", "2", *asked, "--set", f"run_dir={tmp_path}", "--dry-run")
+    assert done.code == 0, done.err
+    words = ("--size 3M", "--allow train.phases", "checkpoints.copy_to=s3://***@host/bucket", "--set time=10min")
+    assert [word for word in words if word not in done.out] == []
+    assert "pass5word" not in done.out + done.err
+
+
+def test_a_price_that_the_recipe_says_is_kept_and_the_clusters_is_the_default(lmworks: Lmworks, tmp_path: Path) -> None:
+    (tmp_path / "ours.yaml").write_text(CLUSTER.format(device="H100") + "dollars_per_hour: 2.5\nwatts: 700\n")
+    own = ("--set", "metrics.watts=350", "--set", f"run_dir={tmp_path}", "--dry-run")
+    done = lmworks("launch", "local", "quickstart", "--cluster", tmp_path / "ours.yaml", *own)
+    assert done.code == 0, done.err
+    assert "--set metrics.dollars_per_hour=2.5" in done.out
+    assert "metrics.watts=350" in done.out and "watts=700" not in done.out
+
+
+def test_a_rank_gets_the_allowed_keys_and_the_command_of_its_launcher(
+    lmworks: Lmworks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def look(resolved: object, **options: Any) -> Path:
+        given.update(options)
+        raise UserError("enough")
+
+    monkeypatch.setattr(runner, "run_stages", look)
+    monkeypatch.setenv(COMMAND, "lmworks launch local mine.yaml")
+    command = ("run", "quickstart", "--to", "pretrain", "--allow", "train.phases", "--set", f"run_dir={tmp_path}")
+    assert lmworks(*command).error == "enough"
+    assert (given["resume_command"], list(given["allow"]), given["last"]) == ("lmworks launch local mine.yaml", ["train.phases"], "pretrain")
+    monkeypatch.delenv(COMMAND)
+    assert lmworks(*command).error == "enough"
+    assert given["resume_command"] == shlex.join(["lmworks", *map(str, command)])

@@ -30,7 +30,9 @@ def chosen(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("way", ["local", "slurm"])
-def test_every_rank_is_told_the_layout_that_was_chosen(lmworks: Lmworks, tmp_path: Path, way: str) -> None:
+def test_every_rank_is_told_the_layout_that_was_chosen(
+    lmworks: Lmworks, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "roomy.yaml").write_text(CLUSTER.format(memory=40))
     batches = (
         "--set",
@@ -48,6 +50,9 @@ def test_every_rank_is_told_the_layout_that_was_chosen(lmworks: Lmworks, tmp_pat
     assert re.search(why, done.err), "beside the script, which is on standard output"
     assert "--set train.micro_batch_size=" in done.out
     assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("RANK", "1")
+    again = lmworks("launch", way, "quickstart", "--cluster", tmp_path / "roomy.yaml", *run)
+    assert chosen(again.out) == chosen(done.out) and "layout:" not in again.err, "one rank says it"
 
 
 def test_a_run_that_has_begun_is_launched_as_it_began(lmworks: Lmworks, tmp_path: Path) -> None:

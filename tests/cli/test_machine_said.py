@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from command import Lmworks
 
 from lmworks import machine
+from lmworks.cli.options import device_of
+from lmworks.errors import UserError
 from lmworks.recipe.loading.load import shipped_folder
 
 
@@ -41,3 +44,12 @@ def test_what_a_terminal_cannot_show_ends_nothing(tmp_path: Path) -> None:
     told = [subprocess.run([*command, *words], env=environment, capture_output=True, check=True).stdout for words in ([], ["--json"])]
     assert b"run_dir: l?ufe" in told[0]
     assert json.loads(told[1])["recipe"]["run_dir"] == "läufe"
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert (str(device_of(None)), str(device_of("cuda:1")), str(device_of("cpu"))) == ("cuda", "cuda:1", "cpu")
+    for text in ("cuda:2", "tpu", "meta"):
+        with pytest.raises(UserError, match="is no device of this machine, which has cpu, cuda:0, cuda:1"):
+            device_of(text)

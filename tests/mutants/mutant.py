@@ -39,9 +39,9 @@ class Mutant:
 
     @property
     def test_paths(self) -> list[str]:
-        named = [f"tests/{one}" for one in self.tests.split()]
         folder = f"tests/{self.room}"
-        return named if folder in named or not (ROOT / folder).is_dir() else [*named, folder]
+        named = [path for one in self.tests.split() if (path := f"tests/{one}") != folder]
+        return [*named, folder]
 
     def mutated(self) -> str:
         """The module with the mistake in it. Raises `ValueError` if it cannot be planted."""

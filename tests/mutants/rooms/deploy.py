@@ -10,7 +10,7 @@ MUTANTS = [
     ("deploy.engines.vllm:launch", '"--max-num-seqs"', '"--max-num-sequences"', "Flags of vLLM are those of the pinned version.",
      "deploy/test_recorded.py"),
     ("deploy.engines.sglang:launch", "fit.sequences * fit.data", "fit.sequences", "SGLang's limit of requests is over all replicas.",
-     "deploy cli/test_deploy_command.py"),
+     "deploy/test_sizing.py"),
     ("deploy.engines.vllm:launch", '"--host", request.host', '"--host", "0.0.0.0"', "A server is not reachable from outside unless asked.",
-     "deploy cli/test_deploy_command.py"),
+     "cli/test_deploy_command.py"),
 ]  # fmt: skip
