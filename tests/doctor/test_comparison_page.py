@@ -8,7 +8,7 @@ import pytest
 from doctor_runs import HOSTILE
 from test_run_page import Page
 
-from lmworks.doctor.comparison_page import write_comparison_page
+from lmworks.doctor.comparison_page import _comparison, write_comparison_page
 from lmworks.evaluate.compare.comparison import compare
 from lmworks.evaluate.compare.results import Answers, Document, Outcome, Results
 
@@ -45,3 +45,13 @@ def test_the_page_shows_all_and_runs_nothing(tmp_path: Path, word: str) -> None:
     assert all(str(attrs.get(name, "data:")).startswith(("data:", "#")) for _, attrs in page.elements for name in ("src", "href"))
     bars = [str(one["style"]) for one in page.of("i") if "style" in one]
     assert bars and all(0 <= float(part.split(":")[1].rstrip("%")) <= 100 for bar in bars for part in bar.split(";"))
+
+
+def test_a_worse_model_is_drawn_left_of_zero_and_a_better_one_right_of_it(tmp_path: Path) -> None:
+    weak, strong = results("weak", "-" * 28 + "++", "w"), results("strong", "+" * 30, "w")
+    for models, verdict, side in (([strong, weak], "worse", "below"), ([weak, strong], "better", "above")):
+        (one,) = compare(models, examples=1)["comparisons"]
+        rows = _comparison(one)["rows"]
+        assert rows and {(row["verdict"], row["side"]) for row in rows} == {(verdict, side)}
+        for row in rows:
+            assert (row["dot"] > 50) == (verdict == "better") and row["left"] <= row["dot"] <= row["left"] + row["width"]

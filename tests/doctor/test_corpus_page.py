@@ -14,7 +14,7 @@ import pytest
 from lmworks.corpus import prepare
 from lmworks.corpus.analysis.analyze import analyze
 from lmworks.corpus.histogram import Histogram
-from lmworks.doctor.corpus_page import render, write_corpus_page
+from lmworks.doctor.corpus_page import _funnel, render, write_corpus_page
 from lmworks.doctor.distributions import Distribution
 from lmworks.recipe.schema.corpus import Corpus, Source
 from lmworks.recipe.schema.recipe import Recipe
@@ -59,6 +59,16 @@ def test_reasons_have_examples_and_bars_of_their_own(found: dict[str, Any]) -> N
     assert re.findall(r'class="length"><i style="width:([\d.]+)%', page) == before, "what was not drawn flattens nothing"
     assert "100.00" in before and "over the source&#39;s limit of bytes" in page.replace("'", "&#39;")
     assert "qxz qxz" in page
+
+
+def test_what_was_not_drawn_of_a_source_was_not_dropped(found: dict[str, Any]) -> None:
+    tree = json.loads(json.dumps(found))
+    before = {kind: text for kind, text, _ in _funnel(tree)[0]["parts"]}
+    assert "dropped" in before and "left aside" not in before
+    aside = {"step": "max_bytes", "reason": "not_drawn", "documents": 9, "bytes": 5 * 10**6, "median_bytes": 9.0, "median_perplexity": None}
+    tree["whole"]["dropped"].append(aside)
+    tree["whole"]["read"]["bytes"] += aside["bytes"]
+    assert {kind: text for kind, text, _ in _funnel(tree)[0]["parts"]} == before | {"left aside": "5 MB"}
 
 
 def test_names_stay_text(found: dict[str, Any]) -> None:
