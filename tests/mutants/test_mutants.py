@@ -13,5 +13,7 @@ def test_every_mutant_can_be_planted() -> None:
     assert len({mutant.promise for mutant in mutants}) == len(mutants)
     for mutant in mutants:
         assert mutant.promise.endswith(".") and mutant.old != mutant.new, mutant
-        assert mutant.test_paths and all((ROOT / path.split("::")[0]).exists() for path in mutant.test_paths), mutant
+        for path, _, test in (one.partition("::") for one in mutant.test_paths):
+            assert (ROOT / path).exists(), mutant
+            assert not test or f"\ndef {test.partition('[')[0]}(" in (ROOT / path).read_text(encoding="utf-8"), mutant
         ast.parse(mutant.mutated())
