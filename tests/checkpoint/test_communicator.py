@@ -15,7 +15,7 @@ def waited(told: Path) -> str:
     """The second rank comes only after the first has given up."""
     assert dist.group.WORLD is not None
     dist.barrier()  # the group that is made next has the time-out already, and must not wait for a slow start
-    dist.group.WORLD.set_timeout(timedelta(seconds=5))
+    dist.group.WORLD.set_timeout(timedelta(seconds=2))
     communicator = new_communicator()
     dist.group.WORLD.set_timeout(timedelta(minutes=10))
     if communicator.rank:
