@@ -65,7 +65,7 @@ def _sum(x: Tensor, name: Any) -> Tensor:
     return _wait(functional.all_reduce(x.contiguous(), "sum", name))
 
 
-# Both collectives work along dimension 0. What torch does for others cannot be traced everywhere: the compiler of torch 2.11 breaks the graph.
+# Both collectives work along dimension 0: what torch does for others breaks the graph under the compiler of torch 2.11.
 def _concatenate(x: Tensor, dim: int, name: Any, size: int) -> Tensor:
     parts = _wait(functional.all_gather_tensor(x.contiguous(), 0, name)).unflatten(0, (size, x.shape[0]))
     dim %= x.ndim
