@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := $(VENV)-oldest
 
-.PHONY: quickstart assistant test slow mutants gpu gpu-wheels chaos fuzz lint docs clean
+.PHONY: quickstart assistant test oldest slow mutants gpu gpu-wheels chaos fuzz lint docs clean
 
 quickstart: $(VENV)/quickstart.stamp
 	$(BIN)/lmworks run recipes/quickstart.yaml
@@ -15,6 +16,11 @@ assistant: $(VENV)/quickstart.stamp
 WORKERS ?= 2
 test: $(VENV)/dev.stamp
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# The oldest torch that is supported, in an environment of its own (5 GB): the rooms whose results depend on torch, or TESTS=tests for all.
+TESTS ?= tests/model tests/optim tests/parallel tests/checkpoint tests/gpu
+oldest: $(OLDEST)/dev.stamp
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p no:cacheprovider $(TESTS)
 
 # All slow tests, or with SLICE=K/N one of N pieces; what passed before under the same sources is not repeated. Engines go below ENGINES.
 # SYSTEM=--system also installs packages of the system, as root. UNTIL is when to end, in seconds since 1970. RECORD=--record-durations.
@@ -86,6 +92,11 @@ $(VENV)/quickstart.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev]'
 	touch $@ $(VENV)/quickstart.stamp
+
+$(OLDEST)/dev.stamp: pyproject.toml constraints-2.11.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-2.11.txt -e '.[quickstart,dev]'
+	touch $@
 
 $(VENV)/mutants.stamp: $(VENV)/dev.stamp
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
