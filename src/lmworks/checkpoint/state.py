@@ -83,22 +83,24 @@ def _kind(shape: Any, dtype: str) -> str:
 
 
 class Staging:
-    """A copy of the state in CPU memory, which later saves reuse (pinned if there is a GPU)."""
+    """A copy of the state in CPU memory, which later saves reuse (pinned if it comes from a GPU)."""
 
     def __init__(self) -> None:
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        self._kept: dict[str, Tensor] = {}
 
-        gpu = torch.cuda.is_available()
-        self._stager = DefaultStager(
-            StagingOptions(use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu)
-        )
-
+    @torch.no_grad()
     def copy(self, slices: Sequence[TensorSlice]) -> list[TensorSlice]:
         """The slices, copied to CPU memory. The slices that the previous call returned are overwritten."""
-        staged = self._stager.stage({one.name: one.values() for one in slices})
-        assert isinstance(staged, dict), "asynchronous staging is off"
-        return [replace(one, values=partial(staged.__getitem__, one.name)) for one in slices]
+        before, self._kept = self._kept, {}
+        for one in slices:
+            values, kept = one.values(), before.get(one.name)
+            if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
+                kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            self._kept[one.name] = kept.copy_(values, non_blocking=values.is_cuda)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return [replace(one, values=partial(self._kept.__getitem__, one.name)) for one in slices]
 
     def close(self) -> None:
         """Free the memory."""
-        self._stager.close()
+        self._kept = {}

@@ -15,6 +15,12 @@ from lmworks.parallel.mesh import AXES, Ranks, backend_for
 from lmworks.recipe.schema.layout import Layout, world_size
 
 _JOIN_TIMEOUT = 600.0  # seconds that the slowest rank may take to start
+_MESHED = 128
+"""Ranks up to which gloo connects each pair when a group is made. The five groups of all ranks need 5 * (ranks - 1) sockets, and a process may
+open 1,024 files by default: no more than 205 ranks. Beyond, pairs connect when they first speak, 2 to log2(ranks) of a rank per group. Below,
+a rank that dies before the first collective of a group is noticed at once; a pair that connects later waits for it without a limit in torch
+2.13 (pytorch/gloo issue 520), until the heartbeats report the rank.
+"""
 _FLIGHT_RECORDER_SIZE = "256"  # latest collectives that a rank records, for the diagnosis of a hang
 
 
@@ -62,19 +68,31 @@ def init_ranks(layout: Layout, timeout: float, threads: int | None = None) -> Ra
     if not is_launched():
         return Ranks(layout)
     layout = layout_for(layout, int(os.environ["WORLD_SIZE"]))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = _device()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _FLIGHT_RECORDER_SIZE)
+    if int(os.environ["WORLD_SIZE"]) > _MESHED:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     collective_timeout = timedelta(seconds=timeout)
     if not dist.is_initialized():
-        dist.init_process_group(backend_for(device), timeout=timedelta(seconds=max(timeout, _JOIN_TIMEOUT)))
+        # with its device, NCCL connects now, so that a bad link is found at the start, and splits the other groups from this one
+        bound = device if device.type == "cuda" else None
+        dist.init_process_group(backend_for(device), timeout=timedelta(seconds=max(timeout, _JOIN_TIMEOUT)), device_id=bound)
     consistency.check_consistency(consistency.rank_environment(layout, device))
     ranks = Ranks(layout, device.type)
     for group in (dist.group.WORLD, *map(ranks.group, AXES)):
         if group is not None:
             group.set_timeout(collective_timeout)  # a mesh gives its groups torch's default, half an hour with gloo
     return ranks
+
+
+def _device() -> torch.device:
+    """The device of this rank, which becomes the current one: its GPU among those that the process sees. Launchers show a rank all GPUs of
+    the machine, or, as Slurm may, only its own."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def destroy_ranks() -> None:

@@ -51,4 +51,5 @@ MUTANTS = [
      "model/test_layers.py"),
     ("model.transformer:Transformer.configure", "                ffn.router.moe = config.moe\n", "                pass\n",
      "A phase changes how experts are balanced.", "train/test_phases.py"),
+    ("model.init:normal_part", "column + 1, min(", "1, min(", "A first weight depends on its place in the whole tensor.", "model/test_init.py"),
 ]  # fmt: skip

@@ -51,4 +51,10 @@ MUTANTS = [
     ("parallel.pipeline:Pipeline._run",
      "x_BTD if experts.aux is None else _WithAuxiliaryLoss.apply(x_BTD, experts.aux * part.auxiliary_factor * scale)", "x_BTD",
      "The auxiliary loss of the first pipeline stage has a gradient.", "parallel/test_pipeline.py"),
+    ("parallel.process_group:_device", " % torch.cuda.device_count()", "", "A rank that sees only its own GPU takes it.",
+     "parallel/test_process_group.py"),
+    ("parallel.collectives:_concatenate", "parts.movedim(0, dim)", "parts.movedim(dim, 0)",
+     "Parts are gathered along the dimension that is asked for.", "parallel/test_tensor.py"),
+    ("parallel.collectives:_sum_and_scatter", "unflatten(dim % x.ndim, (size, -1))", "unflatten(dim % x.ndim, (-1, size))",
+     "Each rank gets its own part of a sum.", "parallel/test_tensor.py"),
 ]  # fmt: skip
