@@ -20,7 +20,7 @@ _MESHED = 128
 
 The five groups of all ranks need 5 * (ranks - 1) sockets, and a process may open 1,024 files by default: enough for 205 ranks. Beyond,
 pairs connect when they first speak, 2 to log2(ranks) of a rank per group. Below, a rank that dies before the first collective of a group is
-noticed at once; with torch 2.13 a pair that connects later waits for it without a limit (pytorch/gloo issue 520), until heartbeats report it.
+noticed at once; with torch 2.13 a pair that connects later waits without a limit (pytorch/gloo issue 520), until heartbeats report the rank.
 """
 _FLIGHT_RECORDER_SIZE = "256"  # latest collectives that a rank records, for the diagnosis of a hang
 
