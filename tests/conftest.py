@@ -17,6 +17,7 @@ from hypothesis import settings
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch counts cores that the other workers use, too
 
+import fake_cuda as fake_cuda_device
 import tiny_run
 from lmworks import machine
 from rank_pool import RankPool
@@ -111,3 +112,11 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def fake_cuda(request: pytest.FixtureRequest) -> fake_cuda_device.FakeCuda:
+    """A CUDA device on which nothing is computed, in processes of their own: `fake_cuda.run("traced_steps:step", kind="dense")`."""
+    if (reason := fake_cuda_device.missing()) is not None:
+        pytest.skip(reason)
+    return fake_cuda_device.FakeCuda.build(Path(request.config.cache.mkdir("fake_cuda")))

@@ -72,10 +72,11 @@ def test_a_value_that_nvml_does_not_report_is_left_out(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "temperature", lambda: 40)
     monkeypatch.setattr(torch.cuda, "power_draw", lambda: fail(nvml.NVMLError("Not Supported")))
-    assert [system.gpu_metrics() for _ in range(2)] == [{"system/gpu_temp": 40.0}] * 2
+    monkeypatch.setattr(torch.cuda, "utilization", lambda: 85)
+    assert [system.gpu_metrics() for _ in range(2)] == [{"system/gpu_temp": 40.0, "perf/gpu_utilization": 0.85}] * 2
     assert capsys.readouterr().err.count("system/power is not recorded: NVML reports no value (Not Supported)") == 1
     monkeypatch.setattr(torch.cuda, "temperature", lambda: fail(nvml.NVMLError("Not Supported")))
-    assert system.gpu_metrics() == {}
+    assert system.gpu_metrics() == {"perf/gpu_utilization": 0.85}
     monkeypatch.setattr(torch.cuda, "power_draw", lambda: fail(RuntimeError("another fault")))
     with pytest.raises(RuntimeError, match="another fault"):
         system.gpu_metrics()

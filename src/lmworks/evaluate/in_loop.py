@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from lmworks.errors import Unavailable
 from lmworks.evaluate.forms.likelihood import Answered, Encoder, requests_of, score
@@ -75,7 +76,8 @@ class LoopEvaluation:
         was_training = model.training
         model.eval()
         try:
-            nats_BT = np.concatenate([model.token_cross_entropy(batch).double().numpy() for batch in self._batches])
+            # on the device until the last batch, so that the host waits once
+            nats_BT = torch.cat([model.token_cross_entropy_on_device(batch) for batch in self._batches]).cpu().double().numpy()
         finally:
             model.train(was_training)
         logprobs = [-float(nats_BT[place.row, place.start : place.stop].sum()) for place in self._places]

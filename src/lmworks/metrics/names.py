@@ -80,6 +80,7 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("perf/tokens_per_second", "tokens/s", "since the previous metrics line, without saves and validation", "", "higher"),
     ("perf/step_seconds", "s", "wall time of the step", "", "lower"),
     ("perf/mfu", "", "model FLOPs relative to the measured matrix-multiply peak of the machine", "", "higher"),
+    ("perf/gpu_utilization", "", "share of the last second in which the GPU of the first rank computed, by NVML", _NVML, "higher"),
     ("perf/memory", "bytes", "largest memory since the stage began: of the GPU, or else resident memory of the process", "", "lower"),
     ("perf/data_wait", "s", "time that the step waited for its batch", "", "lower"),
     ("perf/save_seconds", "s", "time that training stood still for a checkpoint", "", "lower"),

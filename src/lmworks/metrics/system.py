@@ -67,7 +67,8 @@ def machine_metrics() -> dict[str, float]:
 
 
 def gpu_metrics() -> dict[str, float]:
-    """`system/gpu_temp` (degrees C) and `system/power` (W) of the current GPU; empty where there is no GPU or no NVML package.
+    """`system/gpu_temp` (degrees C), `system/power` (W) and `perf/gpu_utilization` (share of NVML's last sample, up to a second, in
+    which a kernel ran) of the current GPU; empty where there is no GPU or no NVML package.
 
     Without a value that NVML does not report, as of a MIG slice or a vGPU, which is said once.
     """
@@ -80,9 +81,10 @@ def gpu_metrics() -> dict[str, float]:
     import pynvml
 
     found: dict[str, float] = {}
-    for name, read, unit in (("system/gpu_temp", torch.cuda.temperature, 1), ("system/power", torch.cuda.power_draw, 1000)):
+    read = (torch.cuda.temperature, 1), (torch.cuda.power_draw, 1000), (torch.cuda.utilization, 100)
+    for name, (value, unit) in zip(("system/gpu_temp", "system/power", "perf/gpu_utilization"), read, strict=True):
         try:
-            found[name] = read() / unit
+            found[name] = value() / unit
         except pynvml.NVMLError as error:
             if name not in _unreported:
                 _unreported.add(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from lmworks.parallel import context, data
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.pipeline import Pipeline
 from lmworks.parallel.pipeline_stages import pipelined_micro_batch, runnable
+from lmworks.parallel.transfers import HostToDevice, to_host
 from lmworks.recipe.schema.lora import is_adapter
 from lmworks.recipe.schema.model import Model
 from lmworks.shards.format.labels import IGNORE
@@ -45,15 +46,17 @@ class StepSums:
 class ParallelModel:
     """This rank's parts of a model, and how micro-batches go through them.
 
-    Methods are collective: every rank calls them in the same order. `moe_layer_indices` are the indices of this rank's MoE layers among all
-    MoE layers of the model.
+    Methods are collective: every rank calls them in the same order.
     """
 
     def __init__(self, parts: list[Transformer], ranks: Ranks | None = None) -> None:
         self.parts, self.ranks = parts, ranks or alone()
         self.compute_dtype = parts[0].compute_dtype
         self.device = next(parts[0].parameters()).device
-        self.moe_layer_indices = [number for part in parts for number in _moe_layer_indices(part)]
+        self._to_device = HostToDevice(self.device)
+        # The indices of this rank's MoE layers among all MoE layers of the model; those of multi-token prediction are last.
+        indices = [number for part in parts for number in _moe_layer_indices(part)]
+        self._moe_indices = torch.tensor(indices, dtype=torch.int64).to(self.device)
         self.pipeline = Pipeline(parts, self.ranks) if self.ranks.size("pp") > 1 else None
 
     @property
@@ -215,7 +218,7 @@ class ParallelModel:
             found = counts * float(real) if found is None else found + counts * float(real)
         counts_LE = self.sum_over_ranks(StepSums(nothing, nothing, nothing, nothing, found)).counts_LE
         assert counts_LE is not None
-        set_loads(self.moe_layers(), counts_LE[self.moe_layer_indices], top_k)
+        set_loads(self.moe_layers(), counts_LE.index_select(0, self._moe_indices), top_k)
 
     def _backward(self, model: Transformer, inputs: tuple[Any, ...], scale: float | Tensor, last: bool) -> Loss:
         """Accumulate the gradients of `scale` times the loss of a micro-batch; `last`: it is the last one of its step."""
@@ -228,13 +231,13 @@ class ParallelModel:
         """Scale the gradients so that their global norm is at most `max_grad_norm` (0 leaves them unchanged); returns the norm before."""
         return clip_gradients(self.parameters(), max_grad_norm, self.ranks.world_group, self.ranks.size("weights"), self.duplicates)
 
-    def norm(self, values: Mapping[str, Tensor]) -> float:
-        """The Euclidean norm of `values`, which has one tensor per parameter name with this rank's part."""
+    def norm(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The Euclidean norm of `values`, which has one tensor per parameter name with this rank's part; 0-d fp64."""
         held, square = {id(duplicate) for duplicate in self.duplicates}, torch.zeros((), dtype=torch.float64, device=self.device)
         for name, parameter in self.named_parameters():
             if id(parameter) not in held:  # a part that several ranks hold is counted once in total
                 square += values[name].double().square().sum() * (shards(parameter) / self.ranks.size("weights"))
-        return float(self.ranks.all_reduce(self.ranks.all_reduce(square, "weights"), "pp").sqrt())
+        return self.ranks.all_reduce(self.ranks.all_reduce(square, "weights"), "pp").sqrt()
 
     def rerun_forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> None:
         """Run `forward_backward` again for hooks to observe; all gradients are discarded."""
@@ -267,7 +270,7 @@ class ParallelModel:
         if (moe := self.config.moe) is not None and layers > 0:
             counts_LE = torch.zeros(layers, moe.n_routed_experts, device=self.device)
             if sums.counts_LE is not None:
-                counts_LE[[index for index in self.moe_layer_indices if index < layers]] = sums.counts_LE.float()
+                counts_LE.index_copy_(0, self._moe_indices[: len(sums.counts_LE)], sums.counts_LE.float())
             counts_LE = self.ranks.all_reduce(self.ranks.all_reduce(counts_LE, "loss"), "pp")
         cross_entropy, z, auxiliary, mtp = scalars
         return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE)
@@ -276,26 +279,39 @@ class ParallelModel:
         """Update the expert biases of this rank's MoE layers from the counts of all ranks (`model/balance.py`); none in evaluation mode,
         in which the layers of multi-token prediction count nothing."""
         if self.config.moe is not None and self.training:
-            update_biases(self.moe_layers(), counts_LE[self.moe_layer_indices], bias_update_rate, self.config.moe.balance, apply)
+            own_LE = counts_LE.index_select(0, self._moe_indices)
+            update_biases(self.moe_layers(), own_LE, bias_update_rate, self.config.moe.balance, apply)
+
+    def summed_cross_entropies(self, batches: Iterable[Batch]) -> list[float]:
+        """The summed cross-entropy of each batch, a whole one, in nats, without gradients. The host waits once, for all of them."""
+        sums = [self._summed_cross_entropy(batch) for batch in batches]
+        return [float(one) for one in to_host(*sums)] if sums else []
 
     @torch.no_grad()
-    def summed_cross_entropy(self, batch: Batch) -> float:
-        """The summed cross-entropy of a whole batch, in nats, without gradients."""
+    def _summed_cross_entropy(self, batch: Batch) -> Tensor:
         own = batch.sequences(*self.rank_sequences(len(batch.tokens)))
         if self.pipeline:
             largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
             at_once = -(-largest // self.pipeline.stages)
             pieces = list(micro_batches(own, -(-largest // at_once), at_once))
             found = self.pipeline.cross_entropy([self._inputs(piece) for piece, _ in pieces], [real for _, real in pieces])
-            return float(self.ranks.all_reduce(self.ranks.all_reduce(found, "loss"), "pp"))
+            return self.ranks.all_reduce(self.ranks.all_reduce(found, "loss"), "pp")
         (model,) = self.parts
         (piece, real), *_ = micro_batches(own, 1, len(batch.tokens))
         found = model.loss(*self._inputs(piece)).head.cross_entropy * float(real)
-        return float(self.ranks.all_reduce(found, "loss"))
+        return self.ranks.all_reduce(found, "loss")
+
+    def summed_cross_entropy(self, batch: Batch) -> float:
+        """`summed_cross_entropies` of one batch."""
+        return self.summed_cross_entropies([batch])[0]
+
+    def token_cross_entropy(self, batch: Batch, micro_batch_size: int | None = None) -> Tensor:
+        """The cross-entropy of each label of a whole batch, in nats, 0 where there is none: (B, T) on the CPU, the same on all ranks."""
+        return self.token_cross_entropy_on_device(batch, micro_batch_size).cpu()
 
     @torch.no_grad()
-    def token_cross_entropy(self, batch: Batch, micro_batch_size: int | None = None) -> Tensor:
-        """The cross-entropy of each label of a whole batch, in nats, 0 where there is none: (B, T) on the CPU, the same on all ranks.
+    def token_cross_entropy_on_device(self, batch: Batch, micro_batch_size: int | None = None) -> Tensor:
+        """`token_cross_entropy` as a tensor on the device, for which the host has not waited.
 
         `micro_batch_size`: rows of a forward pass; all of a rank's rows, or those of a pipeline stage, when left out.
         """
@@ -315,13 +331,12 @@ class ParallelModel:
             if real:
                 rows_BT = whole_BT[start + number * at_once :][: len(piece.tokens)]
                 context.place(rows_BT, tokens_N, self.ranks)
-        return self.ranks.all_reduce(self.ranks.all_reduce(whole_BT, "loss"), "pp").cpu()
+        return self.ranks.all_reduce(self.ranks.all_reduce(whole_BT, "loss"), "pp")
 
     def _inputs(self, batch: Batch) -> tuple[Any, ...]:
         """A micro-batch as the arguments of `Transformer.loss`."""
-        arrays = (batch.tokens, batch.labels, batch.cu_seqlens)
-        tokens, labels, cu_seqlens = (torch.from_numpy(array).to(self.device, non_blocking=True) for array in arrays)
-        weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(self.device, non_blocking=True)
+        tokens, labels, cu_seqlens, weights = self._to_device(batch.tokens, batch.labels, batch.cu_seqlens, batch.weights)
+        assert tokens is not None and labels is not None and cu_seqlens is not None
         if self.ranks.size("cp") > 1:
             return context.split(tokens, labels, cu_seqlens, self.ranks, len(self.parts[-1].mtp), weights)
         return tokens, labels, cu_seqlens, None, None, weights
@@ -330,8 +345,8 @@ class ParallelModel:
     def largest_biases(self) -> Tensor:
         """The largest absolute expert bias of each MoE layer, on all ranks."""
         found = torch.zeros(self.num_moe_layers, device=self.device)
-        for number, ffn in zip(self.moe_layer_indices, self.moe_layers(), strict=True):
-            found[number] = ffn.router.bias.abs().max()
+        if layers := self.moe_layers():
+            found.index_copy_(0, self._moe_indices, torch.stack([ffn.router.bias for ffn in layers]).abs().amax(-1))
         return self.ranks.all_reduce(found, "pp")
 
     @property

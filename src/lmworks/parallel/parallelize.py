@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -88,11 +88,19 @@ def compile_layers(part: Transformer) -> None:
 
 def materialize(part: Transformer, seed: int, device: torch.device) -> None:
     """Allocate and initialize a model that was built on the meta device."""
-    part.to_empty(device=device)
-    if part.config.tie_word_embeddings and part.head is not None:
-        part.head._parameters["weight"] = part.embedding._parameters["weight"]  # `to_empty` unties them
+    made: dict[int, Tensor] = {}  # a weight that two modules share stays one
+    for module in part.modules():
+        for held in (module._parameters, module._buffers):
+            for name, planned in held.items():
+                if planned is not None:
+                    held[name] = made.setdefault(id(planned), _allocated(planned, device))  # type: ignore[assignment]
     initialize(part, seed, local_shard)
-    part.configure(part.config)  # its frequencies are a buffer, which `to_empty` has lost
+    part.configure(part.config)  # its frequencies are a buffer, whose values the meta device has not kept
+
+
+def _allocated(planned: Tensor, device: torch.device) -> Tensor:
+    found = torch.empty_like(planned, device=device, requires_grad=False)
+    return nn.Parameter(found, planned.requires_grad) if isinstance(planned, nn.Parameter) else found
 
 
 def local_shard(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:

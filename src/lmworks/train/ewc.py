@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
@@ -76,8 +77,8 @@ class EwcPenalty:
                 grad.add_((local(self.fisher[name]) * moved).to(grad.dtype), alpha=self.options.weight)
 
     @torch.no_grad()
-    def penalty(self) -> float:
-        """The current penalty, in nats per token; collective."""
+    def penalty(self) -> Tensor:
+        """The current penalty, in nats per token, 0-d fp64; collective."""
         moved = {name: local(self.fisher[name]).sqrt() * (local(p) - local(self.anchor[name])) for name, p in self._parameters.items()}
         return self.options.weight / 2 * self._model.norm(moved) ** 2
 

@@ -20,7 +20,9 @@ class TrainingState:
         self._model, self.optimizer = model, optimizer
         self.scaler = LossScaler(device=model.device) if recipe.train.precision == "fp16" else None
         moe, moe_layers = model.config.moe, model.num_moe_layers
-        self._expert_counts = torch.zeros(moe_layers, moe.n_routed_experts, dtype=torch.float64) if moe and moe_layers else None
+        self._expert_counts: torch.Tensor | None = None
+        if moe and moe_layers:
+            self._expert_counts = torch.zeros(moe_layers, moe.n_routed_experts, dtype=torch.float64, device=model.device)
 
     @property
     def loss_scale(self) -> float:
@@ -43,6 +45,6 @@ class TrainingState:
         return state
 
     def add_expert_counts(self, result: StepResult) -> None:
-        """Add the tokens per expert of a step whose update was applied."""
-        if result.counts_LE is not None and self._expert_counts is not None and bool(result.applied):
-            self._expert_counts += result.counts_LE.double().cpu()
+        """Add the tokens per expert of a step whose update was applied. On the device: the host does not wait."""
+        if result.counts_LE is not None and self._expert_counts is not None:
+            self._expert_counts += torch.where(result.applied, result.counts_LE.double(), 0.0)

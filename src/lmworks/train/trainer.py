@@ -48,6 +48,7 @@ from lmworks.train.stage_files import StageFiles
 from lmworks.train.state import TrainingState
 from lmworks.train.step import StepResult, dropout_seed, micro_batch_of, train_step
 from lmworks.train.step_flags import StepFlags, all_reduce_flags
+from lmworks.train.step_values import StepValues
 from lmworks.train.validator import Validator
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.policy import RollbackRequest
@@ -143,7 +144,7 @@ class Trainer:
             own = time.monotonic() - began
             flags = self._reduce_flags(batch.valid_tokens, stop)
             self._act_on(flags, batches, stop)
-            result, batch, rollback, statistics = self._train_step(batch, flags.valid_tokens)
+            found, batch, rollback, statistics = self._train_step(batch, flags.valid_tokens)
             if rollback is not None and self._roll_back(rollback, bar):
                 return
             planned = self._advance(self.step + 1, bar)
@@ -151,13 +152,13 @@ class Trainer:
             seconds = time.monotonic() - began
             self._metrics.clock.add(seconds=seconds, own=own, data_wait=batches.waited, tokens=tokens)
             self._faults.observe_data_wait(self.step, batches.waited, seconds)
-            self._observe(result, batch, statistics, bar)
+            self._observe(found, batch, statistics, bar)
             if self._done or self._validator.is_best(self.step) or self._saver.is_due(self.step, self._boundary.phase):
                 self._save(wait=self._done)
 
-    def _train_step(self, batch: Batch, valid_tokens: int) -> tuple[StepResult, Batch, RollbackRequest | None, dict[str, float]]:
-        """Train one step: its result, the rows that this rank trained on, the rollback that it calls for, and the statistics of its layers
-        where they are due."""
+    def _train_step(self, batch: Batch, valid_tokens: int) -> tuple[StepValues, Batch, RollbackRequest | None, dict[str, float]]:
+        """Train one step: what it has found, the rows that this rank trained on, the rollback that it calls for, and the statistics of its
+        layers where they are due."""
         phase = self._boundary.phase
         assert phase is not None
         torch.manual_seed(dropout_seed(self.recipe.training_seed, self.step, self.model.ranks.global_rank))
@@ -175,11 +176,16 @@ class Trainer:
                 result, batch = self._optimize(self.objective)
         statistics = {} if layers is None else layers.metrics(batch)  # now: what follows may drop the gradients
         self._state.add_expert_counts(result)
+        found = self._metrics.read(result, for_line=self._may_end_in_a_line(self.step + 1))
         first = None if watched is None else watched.found
-        rollback = self._inspector.inspect(self.step, result, batch, valid_tokens, limits, first)
+        rollback = self._inspector.inspect(self.step, found, batch, valid_tokens, limits, first)
         if rollback is None and self.objective is None:
             rollback = self._inspector.recheck(self.step, batch)
-        return result, batch, rollback, statistics
+        return found, batch, rollback, statistics
+
+    def _may_end_in_a_line(self, step: int) -> bool:
+        """Whether a metrics line may follow after `step` steps: where one is due, and where the stage ends or a validation may end it."""
+        return step >= self.curriculum.steps or is_due(step, self._intervals.log) or is_due(step, self._intervals.validate)
 
     def _update(self, batch: Batch, **options: Any) -> StepResult:
         assert self._boundary.phase is not None
@@ -197,14 +203,14 @@ class Trainer:
             batch = update.batch
             self._objective_tokens += update.tokens
             done = self._update(batch, sequences=update.rows, valid_tokens=update.labels, normalizer=update.normalizer)
-            results.append(replace(done, loss=torch.where(torch.isfinite(done.loss), update.loss.to(done.loss), done.loss)))
+            results.append(replace(done, loss=torch.where(torch.isfinite(done.loss), update.loss, done.loss)))
         assert batch is not None, "a step has at least one update"
         loss, norm, applied = (
             torch.stack([getattr(one, name) for one in results]).float() for name in ("loss", "grad_norm", "applied")
         )  # fmt: skip
         return replace(results[-1], loss=loss.mean(), grad_norm=norm.amax(), applied=applied.bool().all()), batch
 
-    def _observe(self, result: StepResult, batch: Batch, values: dict[str, float], bar: progress.Bar) -> None:
+    def _observe(self, found: StepValues, batch: Batch, values: dict[str, float], bar: progress.Bar) -> None:
         """Validate, evaluate, write metrics and samples, as far as they are due. `values` are the metrics that the step has so far."""
         if self._done or is_due(self.step, self._intervals.validate):
             self.heartbeat.beat(self.step, "validation")
@@ -217,14 +223,13 @@ class Trainer:
                 values |= self.evaluate()
             values["perf/evaluation_seconds"] = time.monotonic() - began
         if done or is_due(self.step, self._intervals.log):
-            values |= self._metrics.line(self.step, result, batch.tokens.shape[1], self._lr_factor, self._inspector.bad_steps)
+            values |= self._metrics.line(self.step, found, batch.tokens.shape[1], self._lr_factor, self._inspector.bad_steps)
             if self.objective is not None:
                 values = {name: value for name, value in values.items() if name not in _NEXT_TOKEN} | self.objective.metrics()
         if values:
             self._log.write(self.step, values)
-        loss = float(result.loss)
-        bar.note(self._note(loss, values))
-        if (done or is_due(self.step, self._intervals.sample)) and self.model.whole is not None and math.isfinite(loss):
+        bar.note(self._note(found.loss, values))
+        if (done or is_due(self.step, self._intervals.sample)) and self.model.whole is not None and math.isfinite(found.loss):
             with self.model.ema_weights(self.optimizer.ema):
                 self.files.sampler.write(self.model.whole, self.step)
 

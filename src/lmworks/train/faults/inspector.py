@@ -18,7 +18,8 @@ from lmworks.train.faults.anomaly import first_non_finite
 from lmworks.train.faults.handler import FaultHandler
 from lmworks.train.intervals import is_due
 from lmworks.train.state import TrainingState
-from lmworks.train.step import StepResult, dropout_seed, micro_batch_of
+from lmworks.train.step import dropout_seed, micro_batch_of
+from lmworks.train.step_values import StepValues
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.policy import RollbackRequest
 from lmworks.watch.spike import Limits
@@ -36,15 +37,15 @@ class StepInspector:
         self._heartbeat, self._recheck_interval = heartbeat, recheck_interval
 
     def inspect(
-        self, step: int, result: StepResult, batch: Batch, valid_tokens: int, limits: Limits, first: str | None
+        self, step: int, values: StepValues, batch: Batch, valid_tokens: int, limits: Limits, first: str | None
     ) -> RollbackRequest | None:
         """Judge a step; the rollback that it calls for, or None. `first` is this rank's first operator with a result that is not finite,
         where it is known (`stability.detect_anomaly`)."""
-        loss, norm, scaler = float(result.loss), float(result.grad_norm), self._state.scaler
+        loss, norm = values.loss, values.grad_norm
         good = math.isfinite(loss) and math.isfinite(norm)
         self.bad_steps += not good
         # An overflow that a smaller scale avoids is how fp16 finds its scale, and no fault.
-        if not good and math.isfinite(loss) and scaler is not None and not scaler.exhausted.item():
+        if not good and math.isfinite(loss) and self._state.scaler is not None and not values.scale_exhausted:
             return None
         if not good and self._faults.policy.bad_steps.in_a_row == 0:
             self._faults.report_not_finite(step, self._find_first_non_finite(step, batch, valid_tokens) if first is None else first)

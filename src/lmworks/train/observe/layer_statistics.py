@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lmworks.model.transformer import Block
 from lmworks.optim.placement import local, local_grad, shards
 from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.parallel.transfers import to_host
 from lmworks.shards.read.batch import Batch
 from lmworks.watch.recheck import tensors_in
 
@@ -43,7 +44,8 @@ class LayerStatistics:
         model, layers = self._model, self._model.config.num_hidden_layers
         assert layers
         seen = observe_pass(model, batch)
-        found = torch.zeros(layers, len(_STATISTICS) + 1, dtype=torch.float64)  # the last column: squares of the weights
+        # the last column: squares of the weights
+        found = torch.zeros(layers, len(_STATISTICS) + 1, dtype=torch.float64, device=model.device)
         activations, logits = seen.activations(), seen.logits()
         for layer, block in self._blocks.items():
             if model.ranks.rank("weights") == 0:
@@ -54,15 +56,16 @@ class LayerStatistics:
                 share = shards(weight) / model.ranks.size("weights")  # each rank with the same part counts for some of it
                 grad = local_grad(weight)
                 if grad is not None:
-                    found[layer, 2] += share * grad.double().square().sum().cpu()
-                found[layer, 3] += share * (local(weight) - before).double().square().sum().cpu()
-                found[layer, 4] += share * before.double().square().sum().cpu()
-        found = model.ranks.all_reduce(model.ranks.all_reduce(found.to(model.device), "weights"), "pp").cpu()
+                    found[layer, 2] += share * grad.double().square().sum()
+                found[layer, 3] += share * (local(weight) - before).double().square().sum()
+                found[layer, 4] += share * before.double().square().sum()
+        found = model.ranks.all_reduce(model.ranks.all_reduce(found, "weights"), "pp")
+        weights = {name: local(weight).detach() for name, weight in model.named_parameters()}
+        changes = {name: weight - self._before[name] for name, weight in weights.items()}
+        found, update, norm, before = to_host(found, model.norm(changes), model.norm(weights), model.norm(self._before))
         columns = (found[:, 0].sqrt(), found[:, 1], found[:, 2].sqrt(), (found[:, 3] / found[:, 4].clamp_min(1e-30)).sqrt())
         named = list(zip(_STATISTICS, columns, strict=True))
-        weights = {name: local(weight).detach() for name, weight in model.named_parameters()}
-        update = model.norm({name: weight - self._before[name] for name, weight in weights.items()})
-        whole = {"optim/weight_norm": model.norm(weights), "optim/update_ratio": update / max(model.norm(self._before), 1e-15)}
+        whole = {"optim/weight_norm": float(norm), "optim/update_ratio": float(update / before.clamp_min(1e-15))}
         return whole | {f"layers/{layer}/{name}": float(values[layer]) for layer in range(layers) for name, values in named}
 
 
@@ -89,13 +92,13 @@ class ActivationStatistics:
         self._counts: dict[str, int] = {}
         self._logits: dict[str, list[Tensor]] = {}
 
-    def activations(self) -> dict[str, tuple[float, int]]:
+    def activations(self) -> dict[str, tuple[Tensor, int]]:
         """By module, the sum of squares of its outputs and how many there were."""
-        return {name: (float(torch.stack(squares).sum()), self._counts[name]) for name, squares in self._squares.items()}
+        return {name: (torch.stack(squares).sum(), self._counts[name]) for name, squares in self._squares.items()}
 
-    def logits(self) -> dict[str, float]:
+    def logits(self) -> dict[str, Tensor]:
         """By attention, the largest score before the softmax."""
-        return {name: float(torch.stack(largest).max()) for name, largest in self._logits.items()}
+        return {name: torch.stack(largest).max() for name, largest in self._logits.items()}
 
     def output(self, name: str, output: Any) -> None:
         tensor = next(tensors_in(output), None)

@@ -75,7 +75,7 @@ def loss_by_position(model: ParallelModel, rows: Sequence[Batch]) -> dict[str, f
         parts = [_only(row, start, stop) for row in rows]
         parts = [part for part in parts if part.valid_tokens]
         if parts:
-            values[f"validation/position/{start}"] = sum(map(model.summed_cross_entropy, parts)) / sum(part.valid_tokens for part in parts)
+            values[f"validation/position/{start}"] = sum(model.summed_cross_entropies(parts)) / sum(part.valid_tokens for part in parts)
     return values
 
 

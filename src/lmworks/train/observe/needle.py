@@ -56,7 +56,7 @@ def evaluate_needles(model: ParallelModel, needles: Sequence[Needle]) -> dict[st
     """Metrics `needle/...`: the fraction retrieved, in total and by length and depth, and the fraction expected by chance."""
     hits: dict[str, list[bool]] = {}
     for needle in needles:
-        nats = [model.summed_cross_entropy(end) for end in needle.ends]
+        nats = model.summed_cross_entropies(needle.ends)
         for name in ("needle/accuracy", f"needle/{needle.length}/{needle.depth}"):
             hits.setdefault(name, []).append(int(np.argmin(nats)) == needle.right)
     return {name: sum(found) / len(found) for name, found in hits.items()} | ({"needle/chance": 1 / FACTS} if needles else {})

@@ -6,18 +6,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from lmworks.metrics import system
 from lmworks.model.balance import load_statistics, temperature
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.schema.model import Moe
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.curriculum import Curriculum
 from lmworks.train.faults.handler import FaultHandler
 from lmworks.train.phase_boundary import PhaseBoundary
 from lmworks.train.state import TrainingState
 from lmworks.train.step import StepResult
+from lmworks.train.step_values import StepValues, read_values
 
 _COMPARE_RANKS_EVERY = 20  # steps
 
@@ -68,8 +68,14 @@ class StepMetrics:
     def restart_clock(self) -> None:
         self.clock = Clock()
 
-    def line(self, step: int, result: StepResult, sequence_length: int, lr_factor: float, bad_steps: int) -> dict[str, float]:
-        """All metrics after `step` steps, whose last had this result; all ranks call it together. Restarts the clock."""
+    def read(self, result: StepResult, for_line: bool) -> StepValues:
+        """Wait for a step and read what it has found, with what a metrics line needs besides if there is to be one; collective."""
+        biases_L = self._model.largest_biases() if for_line and result.counts_LE is not None else None
+        penalty = self._boundary.penalty.penalty() if for_line and self._boundary.penalty is not None else None
+        return read_values(result, self._state.scaler, biases_L, penalty)
+
+    def line(self, step: int, found: StepValues, sequence_length: int, lr_factor: float, bad_steps: int) -> dict[str, float]:
+        """All metrics after `step` steps, whose last has found this; all ranks call it together. Restarts the clock."""
         learning_rates = self._optimizer.learning_rates(lr_factor)
         phase, tokens_before = self._boundary.phase, self._curriculum.tokens_before
         values = {
@@ -81,17 +87,17 @@ class StepMetrics:
             "train/spikes": self._faults.policy.spike_total,
             "optim/learning_rate": learning_rates.get("muon", learning_rates.get("adamw", 0.0)),
             "optim/adam_learning_rate": learning_rates.get("adamw", 0.0),
-            "optim/clipped": float(0 < self._max_grad_norm < float(result.grad_norm)),
+            "optim/clipped": float(0 < self._max_grad_norm < found.grad_norm),
         }
         moe = self._model.config.moe
         if moe is not None and moe.temperature_steps:
             values["experts/temperature"] = temperature(moe, step - 1)
-        if self._boundary.penalty is not None:
-            values["train/ewc"] = self._boundary.penalty.penalty()
+        if found.penalty is not None:
+            values["train/ewc"] = found.penalty
         if self._state.scaler is not None:
-            values["optim/loss_scale"] = self._state.scaler.scale.item()
+            values["optim/loss_scale"] = found.loss_scale
         clock = self.clock.metrics(self._flops_per_token(sequence_length), self._peak)
-        values |= loss_metrics(result) | clock | expert_metrics(self._model, result.counts_LE)
+        values |= loss_metrics(found) | clock | expert_metrics(moe, found)
         values |= system.machine_metrics() | system.gpu_metrics() | self._slowest_rank(step)
         self.restart_clock()
         return values
@@ -110,30 +116,29 @@ class StepMetrics:
         return {} if rank is None else {"perf/slowest_rank": rank}
 
 
-def loss_metrics(result: StepResult) -> dict[str, float]:
+def loss_metrics(found: StepValues) -> dict[str, float]:
     """The losses and the gradient norm of a step."""
-    loss = float(result.loss)
+    loss = found.loss
     values = {
         "train/loss": loss,
         "train/perplexity": math.exp(min(loss, 80.0)) if math.isfinite(loss) else loss,
-        "train/z_loss": float(result.z_loss),
-        "train/valid_tokens": result.valid_tokens,
-        "optim/grad_norm": float(result.grad_norm),
+        "train/z_loss": found.z_loss,
+        "train/valid_tokens": found.valid_tokens,
+        "optim/grad_norm": found.grad_norm,
     }
-    if result.auxiliary_loss is not None:
-        values["train/auxiliary_loss"] = float(result.auxiliary_loss)
-    if result.mtp_loss is not None:
-        values["train/mtp_loss"] = float(result.mtp_loss)
+    if found.auxiliary_loss is not None:
+        values["train/auxiliary_loss"] = found.auxiliary_loss
+    if found.mtp_loss is not None:
+        values["train/mtp_loss"] = found.mtp_loss
     return values
 
 
-def expert_metrics(model: ParallelModel, counts_LE: Tensor | None) -> dict[str, float]:
-    """`experts/...`: the balance of the load of the experts (L sparse layers, E experts), over all layers and by layer."""
-    moe = model.config.moe
-    if counts_LE is None or moe is None:
+def expert_metrics(moe: Moe | None, found: StepValues) -> dict[str, float]:
+    """`experts/...`: the balance of the load of the experts (L sparse layers), over all layers and by layer."""
+    if found.counts_LE is None or moe is None:
         return {}
-    layers = load_statistics(counts_LE, moe.capacity_factor)
-    bias_L = model.largest_biases()
+    assert found.biases_L is not None
+    layers, bias_L = load_statistics(found.counts_LE, moe.capacity_factor), found.biases_L
     values: dict[str, float] = {}
     for name, per_layer, whole in (
         ("load_cv", layers["cv"], layers["cv"].mean()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.read.batch import Batch
@@ -18,8 +18,9 @@ def validate(model: ParallelModel, held_out: Mapping[str, Iterable[Batch]]) -> d
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     try:
         for domain, batches in held_out.items():
-            for batch in batches:
-                measured = (model.summed_cross_entropy(batch), batch.valid_tokens, batch.text_bytes)
+            sizes: list[tuple[int, int]] = []
+            losses = model.summed_cross_entropies(_sized(batches, sizes))
+            for measured in [(loss, *size) for loss, size in zip(losses, sizes, strict=True)]:
                 for key in (domain, ""):
                     totals[key] = [sum(pair) for pair in zip(totals[key], measured, strict=True)]
     finally:
@@ -32,13 +33,20 @@ def validate(model: ParallelModel, held_out: Mapping[str, Iterable[Batch]]) -> d
     return values
 
 
+def _sized(batches: Iterable[Batch], sizes: list[tuple[int, int]]) -> Iterator[Batch]:
+    """The batches, read one after another; the labels and the bytes of each are appended to `sizes`."""
+    for batch in batches:
+        sizes.append((batch.valid_tokens, batch.text_bytes))
+        yield batch
+
+
 def validate_conversations(model: ParallelModel, held_out: TuningBatches) -> dict[str, float]:
     """Mean loss over the assistant's tokens of held-out conversations."""
     was_training = model.training
     model.eval()
     try:
         batches = [held_out.batch(step) for step in range(held_out.steps)]
-        total, tokens = sum(model.summed_cross_entropy(batch) for batch in batches), sum(batch.valid_tokens for batch in batches)
+        total, tokens = sum(model.summed_cross_entropies(batches)), sum(batch.valid_tokens for batch in batches)
     finally:
         model.train(was_training)
     return {"validation/loss": total / max(tokens, 1)}

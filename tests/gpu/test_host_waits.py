@@ -1,0 +1,75 @@
+"""What makes the host wait for the device in a training step: nothing. Traced on fake CUDA tensors, by file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lmworks
+from fake_cuda import FakeCuda
+
+EXCHANGE = "parallel/experts.py"  # where the ranks of ep learn how many rows they exchange, the one wait of a sparse layer
+ALONE: dict[str, dict[str, Any]] = {
+    "dense": {"kind": "dense", "optimizer": "muon"}, "windows": {"kind": "tied"}, "post-norm": {"kind": "post_norm"},
+    "block mask": {"kind": "dense", "length": 2064},
+    "fp16": {"kind": "dense", "precision": "fp16"},
+    "experts": {"kind": "moe"}, "mla": {"kind": "mla"}, "auxiliary loss": {"kind": "aux"},
+    "sinkhorn": {"kind": "sinkhorn"}, "multi-token prediction": {"kind": "mtp"},
+    "adapters": {"kind": "moe", "lora": True},
+    "weights of labels": {"kind": "moe", "weighted": True},
+}  # fmt: skip
+RANKS: dict[str, dict[str, Any]] = {
+    name: {"kind": "moe", "layout": layout}
+    for name, layout in (
+        ("copies", {"dp_shard": 2, "zero": 0}), ("zero 1", {"dp_shard": 2, "zero": 1}), ("zero 3", {"dp_shard": 2, "zero": 3}),
+        ("context", {"cp": 2}), ("tensor", {"tp": 2}), ("expert", {"dp_shard": 2, "ep": 2}), ("expert and context", {"cp": 2, "ep": 2}),
+    )
+}  # fmt: skip
+# Mistakes that make the host wait, by the kind that is reported: a module, text in it, and what is written behind it.
+MISTAKES = {
+    "item": ("model.layers", "wide = at_least_fp32(x)", "; x.sum().item()"),
+    "copy to the host": ("train.step", "loss = sums.cross_entropy / tokens", "; loss.cpu()"),
+    "index from the host": ("parallel.parallel_model", "own_LE = counts_LE.index_select(0, self._moe_indices)", "; counts_LE[[0]]"),
+    "tolist": ("model.loss", "grad_hidden, grad_weight = ctx.saved_tensors", "; grad_total.tolist()"),  # in the backward pass
+    "boolean index": ("model.router", "B, T, D = x_BTD.shape", "; x_BTD[x_BTD > 0]"),
+    "nonzero": ("model.moe", "routing = self.router(x_BTD)", "; routing.counts.nonzero()"),
+    "copy to the device": ("optim.clip", "norm = torch.linalg.vector_norm(torch.stack(norms))", "; torch.ones(3).to(norm.device)"),
+    "stream synchronized": (
+        "optim.adamw", "self.count.add_(1.0 if apply is None else apply)", "; torch.accelerator.current_stream().synchronize()",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def found(fake_cuda: FakeCuda) -> dict[str, Any]:
+    """The report of a step by case."""
+    return fake_cuda.run("traced_steps:steps", cases=ALONE | RANKS)
+
+
+@pytest.mark.parametrize("case", [*ALONE, *RANKS])
+def test_a_training_step_has_no_host_wait(found: dict[str, Any], case: str) -> None:
+    """And its inputs go to the device in one copy per micro-batch, out of page-locked memory."""
+    report = found[case]
+    exchanges = {place: count for place, count in report["waits"].items() if place.startswith(EXCHANGE)}
+    assert report["waits"] == exchanges
+    assert report["to_device"] == {"pinned": 2 if case == "auxiliary loss" else 1}  # that loss has a forward pass of its own before
+    if "ep" in (RANKS | ALONE)[case].get("layout", {}):
+        assert list(exchanges.values()) == [1]  # one sparse layer, one micro-batch
+    else:
+        assert not exchanges
+
+
+def test_a_wait_that_is_planted_is_named(fake_cuda: FakeCuda) -> None:
+    """By file, line and kind."""
+    planted = [(f"lmworks.{module}", old, old + behind) for module, old, behind in MISTAKES.values()]
+    waits = fake_cuda.run("traced_steps:steps", planted, cases={"experts": ALONE["experts"]})["experts"]["waits"]
+    assert set(waits) == {f"{_place(*mistake[:2])} {kind}" for kind, mistake in MISTAKES.items()}
+
+
+def _place(module: str, text: str) -> str:
+    """The file and line of a text in a module."""
+    file = f"{module.replace('.', '/')}.py"
+    before, _, _ = (Path(lmworks.__file__).parent / file).read_text(encoding="utf-8").partition(text)
+    return f"{file}:{before.count(chr(10)) + 1}"

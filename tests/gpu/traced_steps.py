@@ -1,0 +1,118 @@
+"""Training steps on fake CUDA tensors, for `on_fake_cuda.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+from host_waits import HostWaits
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _utils
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lmworks.optim.optimizer import build_optimizer
+from lmworks.optim.scaler import LossScaler
+from lmworks.parallel import parallelize
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.recipe.schema.lora import Lora
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.shards.read.batch import Batch
+from lmworks.train.step import StepResult, train_step
+
+DEVICE = torch.device("cuda", 0)
+
+
+def steps(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What one step of each case does: the report of its host waits, by the name of the case."""
+    return {name: step(**case) for name, case in cases.items()}
+
+
+def step(
+    kind: str, *, layout: dict[str, Any] | None = None, length: int = 24, precision: str = "bf16", lora: bool = False,
+    weighted: bool = False, optimizer: str = "adamw",
+) -> dict[str, Any]:  # fmt: skip
+    """The report of one training step of a small model of `parity`, on one micro-batch."""
+    recipe = recipe_of(kind, precision, optimizer)
+    with ranks_of(Layout(**layout or {})) as ranks:
+        model = model_of(recipe, ranks, lora)
+        updates = build_optimizer(model, recipe.optimizer)
+        scaler = LossScaler(device=DEVICE) if precision == "fp16" else None
+        chosen = length * recipe.model.moe.num_experts_per_tok if recipe.model.moe else 0
+        sent = chosen // (ranks.size("cp") * ranks.size("ep"))  # rows that this rank sends to each rank of ep, if experts are chosen evenly
+        with HostWaits(integer=sent) as seen:
+            update(model, updates, batch_of(ranks.size("dp"), length, weighted), scaler)
+        return seen.report()
+
+
+def recipe_of(kind: str, precision: str = "bf16", optimizer: str = "adamw") -> Recipe:
+    """Two layers, of which the second is sparse where the kind has experts."""
+    model = parity.MODELS[kind] | {"num_hidden_layers": 2}
+    if "layer_types" in model:
+        model["layer_types"] = ["full_attention", "sliding_attention"]
+    tree = {
+        "name": "traced", "model": model, "train": {"precision": precision, "compile": False},
+        "optimizer": {"kind": optimizer, "learning_rate": 0.02, "adam_learning_rate": 0.02, "weight_decay": 0.1, "max_grad_norm": 1.0},
+    }  # fmt: skip
+    return Recipe.model_validate(tree)
+
+
+def model_of(recipe: Recipe, ranks: Ranks, lora: bool = False) -> ParallelModel:
+    targets = ("all-linear", "experts") if recipe.model.moe else ("all-linear",)
+    adapters = Lora(rank=2, alpha=4, targets=targets) if lora else None
+    parallelize.initialize = lambda *_: None  # fake tensors have no values
+    model = ParallelModel(parallelize.build(recipe, ranks, DEVICE, adapters), ranks)
+    model.train()
+    return model
+
+
+def batch_of(rows: int, length: int = 24, weighted: bool = False) -> Batch:
+    batch = parity.batch_of(0, rows, length)
+    return replace(batch, weights=np.ones(batch.tokens.shape, np.float32)) if weighted else batch
+
+
+def update(model: ParallelModel, optimizer: Any, batch: Batch, scaler: LossScaler | None = None) -> StepResult:
+    """One step on this rank's sequences of `batch`, one at a time."""
+    rows = len(batch.tokens)
+    return train_step(
+        model, optimizer, batch.sequences(*model.rank_sequences(rows)), sequences=rows, valid_tokens=batch.valid_tokens, scaler=scaler,
+        micro_batch_size=1, lr_factor=1.0, max_grad_norm=1.0, bias_update_rate=0.01,
+    )  # fmt: skip
+
+
+@contextmanager
+def ranks_of(layout: Layout) -> Iterator[Ranks]:
+    """The ranks of a layout: this one, among others that torch's fake process group pretends to be."""
+    if world_size(layout) == 1:
+        yield Ranks(layout)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        new_group = dist.new_group
+        patch.setattr(dist, "new_group", lambda *given, **options: new_group(*given, **options | {"backend": "fake"}))
+        # torch computes places in a mesh with tensors, and needs their values
+        for place, name in ((_utils, "_compute_local_shape_and_global_offset"), (DeviceMesh, "__init__")):
+            patch.setattr(place, name, _with_values(getattr(place, name)))
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size(layout))
+        try:
+            with unset_fake_temporarily():
+                ranks = Ranks(layout, "cuda")
+            yield ranks
+        finally:
+            dist.destroy_process_group()
+
+
+def _with_values(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(*given: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            return compute(*given, **options)
+
+    return computed
