@@ -130,8 +130,9 @@ class _Operators(TorchDispatchMode):
         if not hasattr(func, "_schema") or func.namespace == "prim":
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
-        if name == "_local_scalar_dense" and _on_device(args[0]):
-            self._found.wait("item")
+        if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            if _on_device(args[0]):
+                self._found.wait("item")
             return self._found.answer(args[0].dtype)
         if name == "is_pinned":
             return self._is_pinned(args[0])

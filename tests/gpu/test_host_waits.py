@@ -61,6 +61,14 @@ def test_a_training_step_has_no_host_wait(found: dict[str, Any], case: str) -> N
         assert not exchanges
 
 
+def test_a_step_of_the_trainer_waits_once(fake_cuda: FakeCuda) -> None:
+    """For what it has found, in one copy. A validation adds one wait for each domain, and the statistics of layers add one."""
+    every = {"log_every": "2 steps", "validate_every": "3 steps", "save_every": "50 steps", "micro_batch_size": 1}
+    steps = fake_cuda.run("traced_trainer:steps", kind="moe", train=every, metrics={"detail_every": "5 steps"})
+    assert [sum(waits.values()) for waits in steps] == [1, 1, 2, 1, 2, 2]
+    assert {place.partition(":")[0] for waits in steps for place in waits} == {"parallel/transfers.py"}
+
+
 def test_a_wait_that_is_planted_is_named(fake_cuda: FakeCuda) -> None:
     """By file, line and kind."""
     planted = [(f"lmworks.{module}", old, old + behind) for module, old, behind in MISTAKES.values()]

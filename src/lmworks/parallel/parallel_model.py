@@ -284,11 +284,12 @@ class ParallelModel:
 
     def summed_cross_entropies(self, batches: Iterable[Batch]) -> list[float]:
         """The summed cross-entropy of each batch, a whole one, in nats, without gradients. The host waits once, for all of them."""
-        sums = [self._summed_cross_entropy(batch) for batch in batches]
+        sums = [self.summed_cross_entropy_on_device(batch) for batch in batches]
         return [float(one) for one in to_host(*sums)] if sums else []
 
     @torch.no_grad()
-    def _summed_cross_entropy(self, batch: Batch) -> Tensor:
+    def summed_cross_entropy_on_device(self, batch: Batch) -> Tensor:
+        """`summed_cross_entropy` as a 0-d tensor on the device, for which the host has not waited."""
         own = batch.sequences(*self.rank_sequences(len(batch.tokens)))
         if self.pipeline:
             largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))

@@ -38,7 +38,7 @@ def read_values(
     """Wait for the step, once, and read what it has found."""
     optional = {
         "auxiliary_loss": result.auxiliary_loss, "mtp_loss": result.mtp_loss, "counts_LE": result.counts_LE, "biases_L": biases_L,
-        "penalty": penalty, "scale": scaler and scaler.scale, "exhausted": scaler and scaler.exhausted,
+        "penalty": penalty, "scale": None if scaler is None else scaler.scale, "exhausted": None if scaler is None else scaler.exhausted,
     }  # fmt: skip
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     loss, norm, z, *rest = to_host(result.loss, result.grad_norm, result.z_loss, *given.values())

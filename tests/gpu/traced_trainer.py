@@ -1,0 +1,79 @@
+"""The trainer on fake CUDA tensors, for `on_fake_cuda.py`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from host_waits import HostWaits
+from traced_steps import batch_of, model_of, recipe_of
+
+from lmworks.checkpoint.checkpoints import Checkpoints
+from lmworks.errors import UserError
+from lmworks.optim.optimizer import build_optimizer
+from lmworks.parallel.mesh import alone
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.shards.read.batch import Batch
+from lmworks.train.align.curriculum import AnswerCurriculum
+from lmworks.train.observe.validation import validate
+from lmworks.train.stage_files import StageFiles
+from lmworks.train.trainer import Trainer
+from lmworks.watch.bad_steps import BadSteps
+from lmworks.watch.heartbeat import Heartbeat
+from lmworks.watch.ledger import Ledger
+
+STEPS = 6
+END = "the trace ends here"
+
+
+class StepHeartbeat(Heartbeat):
+    """Notes what had been found when each step began."""
+
+    def __init__(self, seen: HostWaits) -> None:
+        super().__init__(None)
+        self._seen, self.found = seen, []
+
+    def beat(self, step: int, activity: str) -> None:
+        if activity == "data":
+            self.found.append(Counter(self._seen.waits))
+
+
+def steps(kind: str, **changes: dict[str, Any]) -> list[dict[str, int]]:
+    """The host waits of each of the first steps of a run, by place. `changes`: nodes of the recipe with other values."""
+    tree = recipe_of(kind).model_dump(mode="json", exclude_unset=True)
+    for name, values in changes.items():
+        tree[name] = tree.get(name, {}) | values
+    recipe = Recipe.model_validate(tree | {"dpo": {"data": [{"name": "a", "kind": "files", "path": "a.jsonl"}], "learning_rate": 0.01}})
+    ranks = alone()
+    model = model_of(recipe, ranks)
+    held_out = replace(batch_of(2), sequence_bytes=np.full(2, 99, np.int64))
+    seen = HostWaits()
+    heartbeat = StepHeartbeat(seen)
+    with tempfile.TemporaryDirectory() as folder, Ledger(Path(folder) / "ledger.jsonl") as ledger:
+        bad_steps = BadSteps(Path(folder), recipe.stability.max_bad_steps, 0, ledger.write)
+        with Checkpoints(Path(folder) / "checkpoints", recipe.checkpoints, {}, report=ledger.write) as checkpoints:
+            sampler: Any = SimpleNamespace(truncate=lambda step: None)
+            trainer = Trainer(
+                recipe, model, build_optimizer(model, recipe.optimizer), _curriculum(recipe),
+                StageFiles(Path(folder), checkpoints, ledger, bad_steps, sampler), lambda: validate(model, {"text": [held_out] * 3}),
+                lambda length: 1.0, heartbeat,
+            )  # fmt: skip
+            with pytest.raises(UserError, match=END), seen:
+                trainer.run()
+    return [dict(after - before) for before, after in zip(heartbeat.found, heartbeat.found[1:], strict=False)]
+
+
+def _curriculum(recipe: Recipe) -> AnswerCurriculum:
+    def batch(step: int) -> Batch:
+        if step == STEPS:  # before the end, at which a checkpoint would be written
+            raise UserError(END)
+        return batch_of(1)
+
+    assert recipe.dpo is not None
+    return AnswerCurriculum("traced", recipe, recipe.dpo, [1] * 100, batch)
