@@ -8,7 +8,8 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.tokenizer import Tokenizer, rendering
-from lmworks.tokenizer.chat import Template, encode, mark
+from lmworks.tokenizer.chat import Template, encode, mark, with_thoughts
+from lmworks.tokenizer.messages import Message
 from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Temperatur in °C", "parameters": {
@@ -252,3 +253,15 @@ def test_templates_are_sandboxed_and_may_refuse() -> None:
         Template("{% if %}", "mine.jinja")
     with pytest.raises(UserError, match="refused"):
         Template("{{ messages.__class__.__mro__ }}", "mine.jinja").render(user)
+
+
+@pytest.mark.parametrize(("content", "thoughts", "answer"), [
+    ("<think>\none\n</think>\n\ntwo", "one", "two"), ("one</think>two", "one", "two"), ("<think>1</think>2</think>3", "1", "3"),
+    ("<think></think>two", "", "two"),
+])  # fmt: skip
+def test_thoughts_are_split_as_in_the_published_template(content: str, thoughts: str, answer: str) -> None:
+    """content.split('</think>')[0].split('<think>')[-1] and content.split('</think>')[-1], without line ends."""
+    found = with_thoughts(Message({"role": "assistant", "content": content}))
+    assert (found["reasoning_content"], found["content"]) == (thoughts, answer)
+    plain = Message({"role": "assistant", "content": "two"})
+    assert with_thoughts(plain) is plain
