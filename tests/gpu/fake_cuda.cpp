@@ -17,6 +17,7 @@ c10::Stream as_stream(c10::StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, kDevice, id);
 }
 
+int stream_waits = 0;  // of one stream for another
 void (*on_wait)(const char*) = nullptr;
 
 void host_waits_for(const char* what) {
@@ -38,7 +39,7 @@ struct DeviceGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>
   void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
     *event = const_cast<DeviceGuard*>(this);
   }
-  void block(void*, const c10::Stream&) const override {}
+  void block(void*, const c10::Stream&) const override { ++stream_waits; }
   bool queryEvent(void*) const override { return true; }
   void synchronizeEvent(void*) const override { host_waits_for("event"); }
   void synchronizeStream(const c10::Stream&) const override { host_waits_for("stream"); }
@@ -63,6 +64,8 @@ C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
 namespace at::accelerator {
 std::optional<c10::DeviceType> getAccelerator(bool) { return c10::DeviceType::CUDA; }
 }
+
+extern "C" int lmworks_stream_waits() { return stream_waits; }
 
 extern "C" void lmworks_report_waits(void (*report)(const char*)) { on_wait = report; }
 

@@ -54,6 +54,8 @@ class HostWaits:
         self.integer = integer
         self.waits: Counter[str] = Counter()
         self.copies: list[Copy] = []
+        self.shared = 0  # tensors whose memory a second stream uses
+        self._stream_waits = _LIBRARY.lmworks_stream_waits()
         self.operators: Counter[str] = Counter()
         self.bytes = 0
         self._modes = (_Operators(self), _Indices(self))
@@ -99,7 +101,8 @@ class HostWaits:
             kinds["pinned" if copy.pinned else "pageable"] += 1
         return {
             "waits": dict(sorted(self.waits.items())), "operators": self.operators.total(), "bytes": self.bytes,
-            "to_device": dict(kinds), "pageable": dict(Counter(copy.where for copy in self.copies if not copy.pinned)),
+            "stream_waits": _LIBRARY.lmworks_stream_waits() - self._stream_waits, "shared": self.shared, "to_device": dict(kinds),
+            "pageable": dict(Counter(copy.where for copy in self.copies if not copy.pinned)),
         }  # fmt: skip
 
 
@@ -141,6 +144,7 @@ class _Operators(TorchDispatchMode):
             self._pinned[copied.untyped_storage()._cdata] = copied.untyped_storage()
             return copied
         if name == "record_stream":
+            self._found.shared += 1
             return None
         if name in _DATA_DEPENDENT and kwargs.get("output_size") is None and _on_device(args[0]):
             self._found.wait(name)

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from step_cases import ALONE, FIGURES, RANKS, torch_version
 
 import lmworks
 from fake_cuda import FakeCuda
 
 EXCHANGE = "parallel/experts.py"  # where the ranks of ep learn how many rows they exchange, the one wait of a sparse layer
-ALONE: dict[str, dict[str, Any]] = {
-    "dense": {"kind": "dense", "optimizer": "muon"}, "windows": {"kind": "tied"}, "post-norm": {"kind": "post_norm"},
-    "block mask": {"kind": "dense", "length": 2064},
-    "fp16": {"kind": "dense", "precision": "fp16"},
-    "experts": {"kind": "moe"}, "mla": {"kind": "mla"}, "auxiliary loss": {"kind": "aux"},
-    "sinkhorn": {"kind": "sinkhorn"}, "multi-token prediction": {"kind": "mtp"},
-    "adapters": {"kind": "moe", "lora": True},
-    "weights of labels": {"kind": "moe", "weighted": True},
-}  # fmt: skip
-RANKS: dict[str, dict[str, Any]] = {
-    name: {"kind": "moe", "layout": layout}
-    for name, layout in (
-        ("copies", {"dp_shard": 2, "zero": 0}), ("zero 1", {"dp_shard": 2, "zero": 1}), ("zero 3", {"dp_shard": 2, "zero": 3}),
-        ("context", {"cp": 2}), ("tensor", {"tp": 2}), ("expert", {"dp_shard": 2, "ep": 2}), ("expert and context", {"cp": 2, "ep": 2}),
-    )
-}  # fmt: skip
 # Mistakes that make the host wait, by the kind that is reported: a module, text in it, and what is written behind it.
 MISTAKES = {
     "item": ("model.layers", "wide = at_least_fp32(x)", "; x.sum().item()"),
@@ -54,11 +40,30 @@ def test_a_training_step_has_no_host_wait(found: dict[str, Any], case: str) -> N
     report = found[case]
     exchanges = {place: count for place, count in report["waits"].items() if place.startswith(EXCHANGE)}
     assert report["waits"] == exchanges
-    assert report["to_device"] == {"pinned": 2 if case == "auxiliary loss" else 1}  # that loss has a forward pass of its own before
+    copies = 2 if case == "auxiliary loss" else 1  # that loss has a forward pass of its own before
+    assert report["to_device"] == {"pinned": copies}
+    assert report["shared"] >= copies and report["stream_waits"] >= copies  # the computation waits for the copy, on the device
+    if case in ALONE:
+        assert report["shared"] == report["stream_waits"] == copies
     if "ep" in (RANKS | ALONE)[case].get("layout", {}):
         assert list(exchanges.values()) == [1]  # one sparse layer, one micro-batch
     else:
         assert not exchanges
+
+
+@pytest.mark.parametrize("case", [*ALONE, *RANKS])
+def test_a_training_step_costs_no_more_than_recorded(found: dict[str, Any], case: str) -> None:
+    """Operators on the device, and the bytes that they read and write: `benchmarks/step_costs.py` records and prints them."""
+    recorded = json.loads(FIGURES.read_text(encoding="utf-8"))
+    if recorded["torch"] != torch_version():
+        pytest.skip(f"the figures are those of torch {recorded['torch']}")
+    for figure, limit in recorded["steps"][case].items():
+        assert found[case][figure] <= limit, f"{figure}; if that is meant: python benchmarks/step_costs.py --record"
+
+
+def test_an_evaluation_waits_when_it_is_read(fake_cuda: FakeCuda) -> None:
+    """The passes of validation and of evaluation in the loop have no wait, whatever the model."""
+    assert fake_cuda.run("traced_steps:evaluations", kinds=["dense", "moe", "mla"]) == {"dense": {}, "moe": {}, "mla": {}}
 
 
 def test_a_step_of_the_trainer_waits_once(fake_cuda: FakeCuda) -> None:

@@ -54,6 +54,19 @@ def step(
         return seen.report()
 
 
+def evaluations(kinds: list[str]) -> dict[str, Any]:
+    """The host waits of the passes of validation and of evaluation in the loop, by kind of model."""
+    found = {}
+    for kind in kinds:
+        model = model_of(recipe_of(kind), Ranks(Layout()))
+        model.eval()
+        with HostWaits() as seen:
+            model.summed_cross_entropy_on_device(batch_of(2))
+            model.token_cross_entropy_on_device(batch_of(2), 1)
+        found[kind] = dict(seen.waits)
+    return found
+
+
 def recipe_of(kind: str, precision: str = "bf16", optimizer: str = "adamw") -> Recipe:
     """Two layers, of which the second is sparse where the kind has experts."""
     model = parity.MODELS[kind] | {"num_hidden_layers": 2}

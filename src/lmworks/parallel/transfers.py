@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,22 +24,34 @@ class HostToDevice:
         if self._stream is None:
             return [None if array is None else torch.from_numpy(array) for array in arrays]
         given = [array for array in arrays if array is not None]
-        sizes = [array.nbytes + -array.nbytes % _ALIGNED for array in given]
-        together = np.zeros(sum(sizes), np.uint8)
-        for array, begin in zip(given, np.cumsum([0, *sizes[:-1]]), strict=True):
-            together[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         computing = torch.accelerator.current_stream(self._device)
         with self._stream:
-            copied = torch.from_numpy(together).pin_memory().to(self._device, non_blocking=True)
+            copied = torch.from_numpy(pack(given)).pin_memory().to(self._device, non_blocking=True)
         computing.wait_stream(self._stream)
         copied.record_stream(computing)  # its memory belongs to the other stream, which would use it again too early
-        parts = iter(copied.split(sizes))
-        return [None if array is None else _as(next(parts), array) for array in arrays]
+        parts = iter(unpack(copied, given))
+        return [None if array is None else next(parts) for array in arrays]
 
 
-def _as(bytes_n: Tensor, array: np.ndarray) -> Tensor:
-    """The first bytes as a tensor with the type and shape of `array`."""
-    return bytes_n[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+def pack(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The bytes of all arrays in one, each at a multiple of 16 bytes."""
+    together = np.zeros(sum(map(_padded, arrays)), np.uint8)
+    begin = 0
+    for array in arrays:
+        together[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        begin += _padded(array)
+    return together
+
+
+def unpack(bytes_n: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Views of what `pack` has made of arrays of these types and shapes."""
+    parts = bytes_n.split([_padded(array) for array in arrays])
+    dtypes = [torch.from_numpy(array[:0]).dtype for array in arrays]
+    return [part[: a.nbytes].view(dtype).view(a.shape) for part, a, dtype in zip(parts, arrays, dtypes, strict=True)]
+
+
+def _padded(array: np.ndarray) -> int:
+    return array.nbytes + -array.nbytes % _ALIGNED
 
 
 @torch.no_grad()

@@ -203,7 +203,8 @@ class Trainer:
             batch = update.batch
             self._objective_tokens += update.tokens
             done = self._update(batch, sequences=update.rows, valid_tokens=update.labels, normalizer=update.normalizer)
-            results.append(replace(done, loss=torch.where(torch.isfinite(done.loss), update.loss, done.loss)))
+            loss = done.loss.new_full((), float(update.loss))  # the objective is computed on the CPU: nothing is waited for
+            results.append(replace(done, loss=torch.where(torch.isfinite(done.loss), loss, done.loss)))
         assert batch is not None, "a step has at least one update"
         loss, norm, applied = (
             torch.stack([getattr(one, name) for one in results]).float() for name in ("loss", "grad_norm", "applied")

@@ -9,4 +9,6 @@ MUTANTS = [
      "Metrics are on the disk with each checkpoint.", "metrics/test_metric_log.py"),
     ("metrics.log:MetricLog.write", "            describe(name)\n", "            pass\n", "A metric without a declared meaning is refused.",
      "metrics/test_metric_log.py metrics/test_names.py"),
+    ("metrics.system:gpu_metrics", "(torch.cuda.utilization, 100)", "(torch.cuda.utilization, 1)",
+     "perf/gpu_utilization is a share, not per cent.", "metrics/test_system.py"),
 ]  # fmt: skip
