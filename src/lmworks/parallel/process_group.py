@@ -19,8 +19,8 @@ _MESHED = 128
 """Ranks up to which gloo connects each pair when a group is made.
 
 The five groups of all ranks need 5 * (ranks - 1) sockets, and a process may open 1,024 files by default: enough for 205 ranks. Beyond,
-pairs connect when they first speak, 2 to log2(ranks) of a rank per group. Below, a rank that dies before the first collective of a group is
-noticed at once; with torch 2.13 a pair that connects later waits without a limit (pytorch/gloo issue 520), until heartbeats report the rank.
+pairs connect when they first speak, 2 to log2(ranks) of a rank per group. Below, a rank that dies before the first collective of a group
+is noticed at once; a pair that connects later waits without a limit (pytorch/gloo issue 520, torch 2.13), until heartbeats report it.
 """
 _FLIGHT_RECORDER_SIZE = "256"  # latest collectives that a rank records, for the diagnosis of a hang
 
