@@ -18,26 +18,28 @@ class ScriptCache:
 
     def __init__(self, rows: int, capacity: int) -> None:
         self.capacity = capacity
-        self.lengths = torch.zeros(rows, dtype=torch.long)
+        self.device = torch.device("cpu")
+        self.lengths = [0] * rows
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
 
-    def finish(self, counts: Tensor | int) -> None:
-        self.lengths = self.lengths + counts
-        for row, length in enumerate(self.lengths.tolist()):
+    def finish(self, counts: list[int] | int) -> None:
+        kept = [counts] * len(self.lengths) if isinstance(counts, int) else counts
+        self.lengths = [length + count for length, count in zip(self.lengths, kept, strict=True)]
+        for row, length in enumerate(self.lengths):
             del self.tokens[row][length:]
 
-    def keep(self, rows: Tensor) -> None:
-        self.tokens = [self.tokens[row] for row in rows.tolist()]
-        self.lengths = self.lengths[rows]
+    def keep(self, rows: list[int]) -> None:
+        self.tokens = [self.tokens[row] for row in rows]
+        self.lengths = [self.lengths[row] for row in rows]
 
     def add(self, source: ScriptCache, row: int) -> None:
         self.tokens.append(list(source.tokens[row]))
-        self.lengths = torch.cat((self.lengths, source.lengths[row : row + 1]))
+        self.lengths.append(source.lengths[row])
 
     def remove(self, row: int) -> None:
-        self.tokens[row], self.lengths[row] = self.tokens[-1], self.lengths[-1].clone()
+        self.tokens[row], self.lengths[row] = self.tokens[-1], self.lengths[-1]
         self.tokens.pop()
-        self.lengths = self.lengths[:-1]
+        self.lengths.pop()
 
     def write(self, row: int, kept: list[object]) -> None:
         assert not kept
@@ -68,10 +70,10 @@ class Scripted(nn.Module):
         self.widest = max(self.widest, tokens.numel())
         rows, places = torch.meshgrid(torch.arange(len(tokens)), torch.arange(tokens.shape[1]), indexing="ij")
         parts: list[ScriptCache] = list(cache.parts) if isinstance(cache, JoinedCache) else [cache]  # type: ignore[arg-type]
-        lengths = torch.cat([part.lengths for part in parts])
+        lengths = torch.tensor([length for part in parts for length in part.lengths])
         new = iter(tokens.tolist())
         for part in parts:
-            part.tokens = [[*text[:length], *next(new)] for text, length in zip(part.tokens, part.lengths.tolist(), strict=True)]
+            part.tokens = [[*text[:length], *next(new)] for text, length in zip(part.tokens, part.lengths, strict=True)]
         first = len(self.texts)
         self.texts += [text for part in parts for text in part.tokens]
         return torch.stack((rows + first, places + lengths[:, None] + 1), -1).float(), None

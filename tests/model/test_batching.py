@@ -157,7 +157,7 @@ def test_the_caches_are_bounded() -> None:
     while batch.busy:
         batch.step()
         running.append(batch.stats().running)
-        held = sum(group.cache._keys.shape[1] * group.cache.capacity for group in batch._running.values())
+        held = sum(group.cache._entries.shape[1] * group.cache.capacity for group in batch._running.values())
         assert held <= 4 * 64
     assert max(running) == 2
     with pytest.raises(UserError, match="3 tokens of prompt and 80 new ones need 128 slots, but the caches have 64; ask for fewer"):
@@ -171,7 +171,7 @@ def test_memory_is_given_back_when_rows_leave() -> None:
     for _ in range(4):
         batch.step()
     (group,) = batch._running.values()
-    assert len(group.rows) == 1 and group.cache._keys.shape[1] <= 4
+    assert len(group.rows) == 1 and group.cache._entries.shape[1] <= 4
 
 
 @pytest.mark.parametrize("state", ["waiting", "reading", "running"])

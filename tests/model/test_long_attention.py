@@ -56,7 +56,7 @@ def test_two_numbers_a_query_say_what_a_mask_says(window: int | None) -> None:
 def test_a_cache_says_the_same() -> None:
     cache = Cache(CONFIGS["dense"], rows=2, capacity=20, device=torch.device("cpu"), dtype=torch.float32)
     cache.begin(9)
-    cache.finish(torch.tensor([9, 4]))
+    cache.finish([9, 4])
     assert cache.begin(2).tolist() == [[9, 10], [4, 5]]
     seen = cache.mask(3).dense()
     assert [row.nonzero().flatten().tolist() for row in seen.view(-1, cache.end)] == [[7, 8, 9], [8, 9, 10], [2, 3, 4], [3, 4, 5]]

@@ -36,12 +36,12 @@ class Letters:
 def draw(layout: dict[str, Any], kind: str) -> tuple[np.ndarray, list[list[tuple[list[int], list[float], float]]], float]:
     """The logits of the gathered model, the groups that a rank knows, and how far the ratio of a token's probabilities in scoring and
     rollout is from 1."""
-    model, lora = model_of(kind, Ranks(Layout(**layout)))
+    model, _ = model_of(kind, Ranks(Layout(**layout)))
     batch = batch_of(0)
     with torch.no_grad():
-        logits = whole_model(model, lora)(torch.from_numpy(batch.tokens))
+        logits = whole_model(model)(torch.from_numpy(batch.tokens))
     judge = Judge(lambda text, row: Reward(float(text.count("a"))))
-    rollouts = Rollouts(model, Letters(), [judge], GenerateOptions(6, 1.0), new_communicator(), lora)  # type: ignore[arg-type]
+    rollouts = Rollouts(model, Letters(), [judge], GenerateOptions(6, 1.0), new_communicator())  # type: ignore[arg-type]
     groups = rollouts.draw([Prompt((1, 2, number), {}, 0) for number in range(5)], 2, "seed")
     found = [[(one.answer.ids.tolist(), one.logprobs.tolist(), one.reward.value) for one in group] for group in groups]
     drawn = [one for group in groups for one in group]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,6 +18,11 @@ RunOrModel = Annotated[
 
 BaseOption = Annotated[bool, typer.Option("--base", help="Use the base model even if there is a tuned one.")]
 
+Dtype = Literal["auto", "float32", "bfloat16"]
+DtypeOption = Annotated[
+    Dtype, typer.Option("--dtype", help="Type of weights and activations; auto: bfloat16 on a GPU that multiplies it, else float32.")
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
@@ -25,16 +30,16 @@ def register(app: typer.Typer) -> None:
     app.command("serve")(serve)
 
 
-def _open(path: Path, base: bool, name: str | None = None) -> Engine:
+def _open(path: Path, base: bool, dtype: Dtype, name: str | None = None) -> Engine:
     from lmworks.recipe.loading.weights import find_weights, holds_model
-    from lmworks.serve.loading import load_engine, make_engine
+    from lmworks.serve.loading import load_engine, make_engine, prepare
 
     if not holds_model(path):
-        return load_engine(path, base)
+        return load_engine(path, base, dtype=dtype)
     from lmworks.weights.huggingface import read_model
 
     weights = find_weights(path)
-    return make_engine(read_model(weights.path), weights.path, name or weights.label)
+    return make_engine(prepare(read_model(weights.path), dtype), weights.path, name or weights.label)
 
 
 def chat(
@@ -52,6 +57,7 @@ def chat(
         int | None, typer.Option("--max-tokens", min=1, help="Maximum length of an answer; by default the rest of the context.")
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Sampling seed.")] = None,
+    dtype: DtypeOption = "auto",
 ) -> None:
     """Chat with a run's model in the terminal. If input is a pipe, each line is the next message of one conversation, as if it were typed;
     a line /reset begins a new one. Sampling options are those of the model's generation_config.json, as on the page of lmworks serve."""
@@ -59,7 +65,7 @@ def chat(
     from lmworks.serve.chat import Conversation
     from lmworks.serve.chat import chat as talk
 
-    engine = _open(Path(locate(run)), base)
+    engine = _open(Path(locate(run)), base, dtype)
     try:
         talk(Conversation(engine, system, temperature, min_p, max_tokens, seed))
     finally:
@@ -75,6 +81,7 @@ def serve(
         str | None, typer.Option("--name", help="Name for clients of a model in Hugging Face format; by default that of its folder.")
     ] = None,
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="API key that clients must send.")] = None,
+    dtype: DtypeOption = "auto",
 ) -> None:
     """Serve a run's tuned and base model: a chat page and an OpenAI-compatible API."""
     from rich.text import Text
@@ -95,9 +102,9 @@ def serve(
     if not holds_model(folder):
         if name is not None:
             raise UserError(f"--name is for a model in Hugging Face format or a GGUF file; {run} is served by the name of its recipe")
-        models = load_models(folder, base)
+        models = load_models(folder, base, dtype)
     else:
-        models = Models(_open(folder, base, name))
+        models = Models(_open(folder, base, dtype, name))
     local = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0', '::', '::1') else local}:{listener.getsockname()[1]}"
     console = Terminal()

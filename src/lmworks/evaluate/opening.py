@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from lmworks.errors import UserError
 from lmworks.evaluate.forms.measuring import Subject
 from lmworks.files import read_json
 from lmworks.model import Transformer
+from lmworks.model.inference import for_inference
 from lmworks.model_stages import BASE, MODELS, final_checkpoint_of, of_checkpoint, of_model
 from lmworks.precision import dtype_for
 from lmworks.recipe.loading.load import load_resolved
@@ -27,6 +28,9 @@ from lmworks.weights.chat import base_is_chat, is_chat
 _UNSTATED = 2048  # tokens of context, for a model that states none
 
 
+_HOST = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class OpenModel(Subject):
     """A model from a file; `precision` is that of its activations, "fp32" or "bf16"."""
@@ -35,12 +39,13 @@ class OpenModel(Subject):
     precision: str
 
 
-def open_model(where: str | Path, device: torch.device | str | None = None) -> OpenModel:
+def open_model(where: str | Path, device: torch.device | str | None = None, as_stored: bool = False) -> OpenModel:
     """Open a run, a checkpoint, a GGUF file, a Hugging Face folder of one of our families, or what `locate` finds by its name, on `device`
     (the first GPU, else the CPU).
 
     A run stands for its tuned model, or for its base model where it has no other. `RUN@base` and `RUN@tuned` name one of the two, and
-    `RUN@STEP` the checkpoint of pretraining at that step. The activations have the precision that the model was trained in (fp32 for fp16).
+    `RUN@STEP` the checkpoint of pretraining at that step. The activations have the precision that the model was trained in (fp32 for fp16),
+    and so have the weights, which are cast once, before they come to the device; with `as_stored` they stay in fp32.
 
     Raises `UserError` if there is no model, if it is damaged, or if the tokenizer beside it is that of another model.
     """
@@ -53,6 +58,8 @@ def open_model(where: str | Path, device: torch.device | str | None = None) -> O
         opened = _open_run(path, chosen, device)
     else:
         opened = _open_checkpoint(find_weights(path), device)
+    model = opened.model.to(device) if as_stored else for_inference(opened.model, device=device, consume=True, join=False)
+    opened = replace(opened, model=model)
     rows = opened.model.config.vocab_size
     if rows and opened.tokenizer.vocab_size > rows:
         raise UserError(
@@ -91,7 +98,7 @@ def _open_run(run_dir: Path, chosen: str | None, device: torch.device) -> OpenMo
     if which != BASE.model and not listing.directories(folder(run_dir, which)):
         raise UserError(f"{run_dir} has no {which} model; use {run_dir}@base, or train it with: lmworks {of_model(which).stage} RECIPE")
     precision = _precision(recipe.train.precision, device)
-    model = load_model(run_dir, which, dtype_for(precision, device), device)
+    model = load_model(run_dir, which, dtype_for(precision, device), _HOST)
     context = context_length(recipe, model, _reached_phase(run_dir))
     chat = which != BASE.model or base_is_chat(run_dir, recipe)
     return OpenModel(model, load_tokenizer(run_dir / "tokenizer"), context, chat, f"{name}@{which}", precision)
@@ -114,7 +121,7 @@ def _open_checkpoint(weights: Weights, device: torch.device) -> OpenModel:
     assert recipe is not None
     stage, run_dir = of_checkpoint(path)
     precision = _precision(recipe.train.precision, device)
-    model = load_checkpoint(weights, dtype_for(precision, device), device)
+    model = load_checkpoint(weights, dtype_for(precision, device), _HOST)
     step = listing.read_meta(path)["step"]
     name = f"{run_dir.name}@{'' if stage is BASE else f'{stage.model}-'}{step}"
     context = context_length(recipe, model, weights.phase)
@@ -127,7 +134,7 @@ def _open_huggingface(weights: Weights, device: torch.device) -> OpenModel:
     path = weights.path
     stored = str(read_json(path / "config.json").get("dtype") or read_json(path / "config.json").get("torch_dtype"))
     precision = _precision("auto" if stored == "bfloat16" else "fp32", device)
-    model = read_model(path).to(device)
+    model = read_model(path)
     model.compute_dtype = dtype_for(precision, device)
     tokenizer = load_tokenizer(path)
     context = int(model.config.max_position_embeddings or _UNSTATED)

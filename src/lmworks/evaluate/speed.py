@@ -16,6 +16,7 @@ import torch
 
 from lmworks.errors import UserError
 from lmworks.model.generate import GenerateOptions, stream
+from lmworks.model.inference import for_inference
 from lmworks.progress import bar
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def measure_speed(
     if min(*batches, *prompt_lengths, 1) < 1 or new_tokens < 2 or seconds <= 0:
         raise UserError("batch sizes, prompt lengths and the time are numbers from 1, and there are at least 2 new tokens")
     device = model.embedding.weight.device
+    model = for_inference(model)
     memory = _Memory(device)
     dtype, weights = (str(kind).removeprefix("torch.") for kind in (model.compute_dtype, model.embedding.weight.dtype))
     found = Speed(_device_name(device), dtype, weights, new_tokens, memory.what)

@@ -5,8 +5,6 @@ Shapes: B batch, T time, S keys (T, or the cache's length), D hidden, H query he
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +13,7 @@ from lmworks.model.blocked import attend_blocks
 from lmworks.model.cache import LayerCache
 from lmworks.model.documents import Visible, visible
 from lmworks.model.layers import Linear, RMSNorm
-from lmworks.model.rope import rotate
+from lmworks.model.rope import rotate, rotate_
 from lmworks.recipe.schema.model import Model
 
 
@@ -35,19 +33,49 @@ class Attention(nn.Module):
         normed = (self.heads, self.kv_heads) if config.qk_norm_over == "all_heads" else (1, 1)  # heads of one norm
         self.query_norm = RMSNorm(normed[0] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
         self.key_norm = RMSNorm(normed[1] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
+        self.joined: Linear | None = None  # query, key and value as one matrix (`lmworks.model.inference`)
         self.plain = False
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Visible | None, cache: LayerCache | None = None) -> Tensor:
         B, T, _ = x_BTD.shape
+        if self.joined is not None:
+            query, entries = self._projected(self.joined, x_BTD, rope)
+            mixed_BHTC = self._mix(query, entries, mask) if cache is None else cache.attend(self._mix, (query,), entries, self.slides)
+            return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
         query, key, value = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = (norm(x.view(B, T, -1, norm.size)) for norm, x in ((self.query_norm, query), (self.key_norm, key)))
         query, key, value = (x.view(B, T, -1, self.head_dim).transpose(1, 2) for x in (query, key, value))
         if self.uses_rope:
             query, key = rotate(query, *rope), rotate(key, *rope)
-        attend = partial(attend_plain if self.plain else attend_fast, dropout=self.dropout if self.training else 0.0)
-        mixed_BHTC = attend(query, key, value, mask) if cache is None else cache.attend(attend, (query,), key, value, self.slides)
+        if cache is None:
+            mixed_BHTC = self._attend(query, key, value, mask)
+        else:
+            mixed_BHTC = cache.attend(self._mix, (query,), torch.cat((key, value), dim=1), self.slides)
         return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
+
+    def _attend(self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None) -> Tensor:
+        attend = attend_plain if self.plain else attend_fast
+        return attend(query_BHTC, key_BKSC, value_BKSC, mask, self.dropout if self.training else 0.0)
+
+    def _mix(self, query_BHTC: Tensor, entries_BESC: Tensor, mask: Visible | None) -> Tensor:
+        """Attention over the keys, and the values behind them, of the entries of a cache."""
+        key_BKSC, value_BKSC = entries_BESC.chunk(2, dim=1)
+        return self._attend(query_BHTC, key_BKSC, value_BKSC, mask)
+
+    def _projected(self, joined: Linear, x_BTD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Queries, and keys and values as entries of a cache: views of one tensor, in which they are normed and rotated."""
+        B, T, _ = x_BTD.shape
+        joined_BTX = joined(x_BTD)
+        if self.query_norm is not None and self.key_norm is not None:
+            widths = self.heads * self.head_dim, self.kv_heads * self.head_dim
+            for norm, part in zip((self.query_norm, self.key_norm), joined_BTX[..., : sum(widths)].split(widths, dim=-1), strict=True):
+                heads = part.view(B, T, -1, norm.size)
+                heads.copy_(norm(heads))
+        all_BXTC = joined_BTX.view(B, T, -1, self.head_dim).transpose(1, 2)
+        if self.uses_rope:
+            rotate_(all_BXTC[:, : self.heads + self.kv_heads], *rope)
+        return all_BXTC[:, : self.heads], all_BXTC[:, self.heads :]
 
 
 def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, dropout: float) -> Tensor:
@@ -62,8 +90,9 @@ def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: 
     S = key_BKSC.shape[2]
     if T == 1 and seen is not None and key_BKSC.shape[1] != H and not dropout:
         # the heads of a group as queries of one head, so that keys and values are read once
-        grouped = query_BHTC.view(B, key_BKSC.shape[1], -1, C)
-        return F.scaled_dot_product_attention(grouped, key_BKSC, value_BKSC, attn_mask=seen).reshape(B, H, 1, -1)
+        grouped = query_BHTC.reshape(B, key_BKSC.shape[1], -1, C)
+        bias = seen if mask is None or mask.bias_B1TS is None else mask.bias_B1TS
+        return F.scaled_dot_product_attention(grouped, key_BKSC, value_BKSC, attn_mask=bias).reshape(B, H, 1, -1)
     blocked = T == S <= _LONGEST_BLOCKED and torch.is_grad_enabled()  # the fused kernel's forward is fast
     if query_BHTC.device.type == "cpu" and blocked and not dropout:
         return attend_blocks(query_BHTC, key_BKSC, value_BKSC, seen, query_BHTC.shape[-1] ** -0.5)[0]

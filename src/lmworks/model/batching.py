@@ -21,6 +21,7 @@ from lmworks.errors import UserError
 from lmworks.model.cache import Cache, JoinedCache
 from lmworks.model.prefixes import PrefixCache
 from lmworks.model.sampling import Draw, GenerateOptions, Grammar, Token, choose
+from lmworks.model.transfer import to_device
 from lmworks.model.transformer import Transformer
 
 _SMALLEST = 128  # tokens: capacity of the smallest cache
@@ -246,28 +247,27 @@ class ContinuousBatch:
             return [], []
         self._reading.rotate(-1)
         group = self._reading[-1]  # the groups take turns
-        cache, prompts, device = group.cache, [rows[0].prompt for rows in group.twins], group.cache.lengths.device
-        begun = cache.lengths.tolist()
+        cache, prompts, device = group.cache, [rows[0].prompt for rows in group.twins], group.cache.device
+        begun = cache.lengths
         longest = max(len(prompt) - start for prompt, start in zip(prompts, begun, strict=True))
         width = min(longest, max(1, self.prefill_tokens // len(prompts)))
         pieces = [prompt[start : start + width] for prompt, start in zip(prompts, begun, strict=True)]
-        padded = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces], device=device)
+        padded = to_device([[*piece, *[0] * (width - len(piece))] for piece in pieces], torch.long, device)
         hidden_BTD, _ = self.model.hidden(padded, cache=cache)
-        counts = torch.tensor([len(piece) for piece in pieces], device=device)
+        counts = [len(piece) for piece in pieces]
         cache.finish(counts)
         ended = [row for row, (prompt, start) in enumerate(zip(prompts, begun, strict=True)) if start + width >= len(prompt)]
-        last_BD = hidden_BTD[torch.tensor(ended, device=device, dtype=torch.long), counts[ended] - 1]
-        rows, copies = [], []
-        for number, row in enumerate(ended):
+        rows, places = [], []
+        for row in ended:
             if self.prefixes:
                 self.prefixes.keep(prompts[row], cache, row, group.twins[row][0].salt)
             for twin in group.twins[row]:
                 self._place(twin, cache, row, len(twin.prompt) + 1)
                 rows.append(twin)
-                copies.append(number)
+                places.append(row * width + counts[row] - 1)
             group.twins[row] = []
         self._drop_unread(group)
-        return rows, [last_BD[copies]]
+        return rows, [hidden_BTD.flatten(0, 1)[to_device(places, torch.long, device)]] if rows else []
 
     def _drop_unread(self, group: _Reading) -> None:
         """Remove prompts that no row waits for any more."""
@@ -276,7 +276,7 @@ class ContinuousBatch:
             self._reading.remove(group)
         elif len(left) < len(group.twins):
             group.twins = [group.twins[row] for row in left]
-            group.cache.keep(torch.tensor(left, device=group.cache.lengths.device))
+            group.cache.keep(left)
 
     def _decode(self) -> tuple[list[_Row], list[Tensor]]:
         """Feed the last token of each running row. The rows, and their hidden states (B, D)."""
@@ -289,7 +289,7 @@ class ContinuousBatch:
         if not groups:
             return [], []
         rows = [row for group in groups for row in group.rows]
-        last = torch.tensor([[row.written[-1]] for row in rows], device=groups[0].cache.lengths.device)
+        last = to_device([[row.written[-1]] for row in rows], torch.long, groups[0].cache.device)
         cache = groups[0].cache if len(groups) == 1 else JoinedCache([group.cache for group in groups])
         hidden_B1D, _ = self.model.hidden(last, cache=cache)
         cache.finish(1)

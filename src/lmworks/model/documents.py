@@ -23,7 +23,8 @@ class Visible:
     """An attention mask as intervals: each query sees the keys from index `first` to index `last` of its row, both (B, T), of `keys` keys.
 
     Causal attention, documents and sliding windows all have this form, which needs two numbers per query instead of one per pair.
-    `kept` is the dense mask for short rows, and `blocks` the block mask of FlexAttention on a GPU. Every query sees at least itself.
+    `kept` is the dense mask for short rows, and `blocks` the block mask of FlexAttention on a GPU. Every query sees at least itself. `bias`
+    is the dense mask as numbers that are added to the scores, which attention would otherwise make in each layer.
     """
 
     first_BT: Tensor
@@ -31,6 +32,12 @@ class Visible:
     keys: int
     kept_B1TS: Tensor | None = None
     blocks: BlockMask | None = None
+    bias_B1TS: Tensor | None = None
+
+    def with_bias(self, dtype: torch.dtype) -> Visible:
+        """With `bias` in this type."""
+        dense = self.dense()
+        return replace(self, bias_B1TS=torch.zeros_like(dense, dtype=dtype).masked_fill_(~dense, float("-inf")))
 
     def dense(self) -> Tensor:
         """True where a query sees a key; (B, 1, T, S)."""

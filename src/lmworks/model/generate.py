@@ -6,6 +6,7 @@ from collections.abc import Collection, Generator, Sequence
 
 from lmworks.errors import UserError
 from lmworks.model.batching import ContinuousBatch
+from lmworks.model.inference import for_inference, is_whole
 from lmworks.model.sampling import SAMPLING, GenerateOptions, Token, filter_logits
 from lmworks.model.transformer import Transformer
 
@@ -21,11 +22,14 @@ def stream(
     prompts are read in the first step if their lengths differ much, or if they have more than 16,384 tokens together.
 
     A stop token is yielded before its row ends. The caller may end more rows: it sends their numbers, as in `stream.send({2, 5})`.
-    Each row's draws depend on its seed only, not on other rows: on its entry in `seeds`, or on (options.seed, row).
+    A model that is whole computes with weights that are cast once (`for_inference`); one whose weights are sharded over ranks gathers them
+    for each token. Each row's draws depend on its seed only, not on other rows: on its entry in `seeds`, or on (options.seed, row).
     """
     if not prompts or not all(prompts):
         raise UserError("a prompt is empty; give at least one token")
     seeds = seeds or [options.seed * 1_000_003 + row for row in range(len(prompts))]
+    if isinstance(model, Transformer) and not model.prepared and is_whole(model):
+        model = for_inference(model)
     batch = ContinuousBatch(model, max_rows=len(prompts), prefill_tokens=_PREFILL_TOKENS)
     ids = [batch.add(prompt, options, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
     was_training = model.training

@@ -49,6 +49,8 @@ class RMSNorm(nn.Module):
         if x.device.type == "cpu" and not self.plain and not few and not torch.compiler.is_compiling():
             out: Tensor = _CachedNorm.apply(x, self.weight, self.eps)
             return out
+        if not torch.is_grad_enabled() and not self.plain and not torch.compiler.is_compiling():  # one operator, and the same bits
+            return F.rms_norm(x, x.shape[-1:], None, self.eps).mul_(self.weight.to(x.dtype))
         wide = at_least_fp32(x)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * self.weight.to(x.dtype)
@@ -109,6 +111,10 @@ class SwiGLU(nn.Module):
         self.gate = Linear(size, hidden)
         self.up = Linear(size, hidden)
         self.down = Linear(hidden, size)
+        self.joined: Linear | None = None  # gate and up as one matrix (`lmworks.model.inference`)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.joined is not None:
+            gate, up = self.joined(x).chunk(2, dim=-1)
+            return self.down(F.silu(gate).mul_(up))
         return self.down(F.silu(self.gate(x)) * self.up(x))

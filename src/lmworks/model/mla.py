@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values are expanded from one small latent per token.
 
 Shapes: B batch, T time, S keys (T, or the cache's length), D hidden, H heads, L latent of keys and values, R rotated dimensions of a head,
-N dimensions without positions, V value dimensions, C = N + R.
+X = L + R, N dimensions without positions, V value dimensions, C = N + R.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ class LatentAttention(nn.Module):
         latent, key = self.kv_down(x_BTD)[:, None].split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1)
         latent_B1SL, key_B1SR = self.kv_latent_norm(latent), rotate(key, *rope)
         # For a single query, projecting the query into the latent space is cheaper than expanding all latents.
-        mix = self._mix_latents if rotated_BHTR.shape[2] == 1 and not self.plain else self._mix
-        if cache is None:
-            mixed_BHTV = mix(nope_BHTN, rotated_BHTR, latent_B1SL, key_B1SR, mask)
+        one = rotated_BHTR.shape[2] == 1 and not self.plain
+        if cache is None and not one:
+            mixed_BHTV = self._mix(nope_BHTN, rotated_BHTR, latent_B1SL, key_B1SR, mask)
         else:
-            mixed_BHTV = cache.attend(mix, (nope_BHTN, rotated_BHTR), latent_B1SL, key_B1SR, self.slides)
+            mix, entries_B1SX = self._mix_latents if one else self._mix_entries, torch.cat((latent_B1SL, key_B1SR), dim=-1)
+            queries = (nope_BHTN, rotated_BHTR)
+            mixed_BHTV = mix(*queries, entries_B1SX, mask) if cache is None else cache.attend(mix, queries, entries_B1SX, self.slides)
         return self.output(mixed_BHTV.transpose(1, 2).flatten(2))
 
     def _queries(self, x_BTD: Tensor) -> Tensor:
@@ -75,7 +77,12 @@ class LatentAttention(nn.Module):
         attend = attend_plain if self.plain else attend_fast
         return attend(query_BHTC, key_BHSC, value_BHSV, mask, self.dropout if self.training else 0.0)
 
-    def _mix_latents(self, nope_BHTN: Tensor, rotated_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None) -> Tensor:
+    def _mix_entries(self, nope_BHTN: Tensor, rotated_BHTR: Tensor, entries_B1SX: Tensor, mask: Visible | None) -> Tensor:
+        """The same over the entries of a cache."""
+        latent_B1SL, key_B1SR = entries_B1SX.split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1)
+        return self._mix(nope_BHTN, rotated_BHTR, latent_B1SL, key_B1SR, mask)
+
+    def _mix_latents(self, nope_BHTN: Tensor, rotated_BHTR: Tensor, entries_B1SX: Tensor, mask: Visible | None) -> Tensor:
         """The same without expansion: q (U l) = (q U) l, so that all heads attend to the latents directly."""
         up_HXL = self.kv_up.matrix().to(nope_BHTN.dtype).view(-1, self.mla.qk_nope_head_dim + self.mla.v_head_dim, self.mla.kv_lora_rank)
         key_up_HNL, value_up_HVL = up_HXL.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=1)
@@ -83,5 +90,5 @@ class LatentAttention(nn.Module):
         # scores must be scaled as for heads of C dimensions, but attention divides by the root of the size that it is given
         query = query * (query.shape[-1] / (self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim)) ** 0.5
         dropout = self.dropout if self.training else 0.0
-        mixed_BHTL = attend_fast(query, torch.cat((latent_B1SL, key_B1SR), dim=-1), latent_B1SL, mask, dropout)
+        mixed_BHTL = attend_fast(query, entries_B1SX, entries_B1SX[..., : self.mla.kv_lora_rank], mask, dropout)
         return mixed_BHTL @ value_up_HVL.mT

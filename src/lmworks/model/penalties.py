@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lmworks.model.transfer import to_device
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogitOptions:
@@ -45,12 +47,12 @@ class History:
         """Make the tensors, once."""
         if not self._ready:
             options, self._ready = self.options, True
-            self.stop_ids = torch.tensor(options.stop_ids if options.min_tokens else (), dtype=torch.long, device=device)
-            self.bias_ids = torch.tensor([token for token, _ in options.logit_bias], dtype=torch.long, device=device)
-            self.bias = torch.tensor([value for _, value in options.logit_bias], dtype=torch.float32, device=device)
+            self.stop_ids = to_device(options.stop_ids if options.min_tokens else (), torch.long, device)
+            self.bias_ids = to_device([token for token, _ in options.logit_bias], torch.long, device)
+            self.bias = to_device([value for _, value in options.logit_bias], torch.float32, device)
             self.counts_V = torch.zeros(size, dtype=torch.float32, device=device)  # of generated tokens
             self.seen_V = torch.zeros(size, dtype=torch.bool, device=device)  # in the prompt or the answer
-            self.seen_V[torch.tensor(self._prompt, dtype=torch.long, device=device)] = True
+            self.seen_V.index_fill_(0, to_device(self._prompt, torch.long, device), True)
         return self
 
     def add(self, token: int) -> None:
@@ -73,19 +75,21 @@ def adjust(logits_BV: Tensor, rows_B: Sequence[History | None]) -> Tensor:
         return logits_BV
     histories = [history.prepare(size, device) for history in rows_B if history is not None]
     options = [history.options for history in histories]
-    logits_RV = logits_BV[rows]
+    rows_R = to_device(rows, torch.long, device)
+    logits_RV = logits_BV.index_select(0, rows_R)
 
     short = [number for number, history in enumerate(histories) if history.written < options[number].min_tokens]
     if short:
         places = [torch.full_like(histories[number].stop_ids, number) for number in short]
-        logits_RV[torch.cat(places), torch.cat([histories[number].stop_ids for number in short])] = float("-inf")
+        ids = torch.cat([histories[number].stop_ids for number in short])
+        logits_RV.index_put_((torch.cat(places), ids), torch.full((), float("-inf"), dtype=logits_RV.dtype, device=device))
     if any(one.logit_bias for one in options):
         places = [torch.full_like(history.bias_ids, number) for number, history in enumerate(histories)]
         ids, bias = torch.cat([history.bias_ids for history in histories]), torch.cat([history.bias for history in histories])
         logits_RV.index_put_((torch.cat(places), ids), bias.to(logits_RV.dtype), accumulate=True)
 
     repetition_R1, frequency_R1, presence_R1 = (
-        torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+        to_device(values, torch.float32, device)[:, None]
         for values in zip(*((one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for one in options), strict=True)
     )
     if any(one.repetition_penalty != 1 for one in options):
@@ -97,6 +101,4 @@ def adjust(logits_BV: Tensor, rows_B: Sequence[History | None]) -> Tensor:
         logits_RV = logits_RV - frequency_R1 * counts_RV - presence_R1 * (counts_RV > 0)
     if len(rows) == len(rows_B):
         return logits_RV.to(logits_BV.dtype)
-    adjusted_BV = logits_BV.clone()
-    adjusted_BV[rows] = logits_RV.to(logits_BV.dtype)
-    return adjusted_BV
+    return logits_BV.index_copy(0, rows_R, logits_RV.to(logits_BV.dtype))

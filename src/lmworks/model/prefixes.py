@@ -3,7 +3,7 @@
 They are kept in blocks of some tokens. A block is found by a hash of its tokens and all tokens before it, so equal beginnings are stored
 once, whatever follows (vLLM, arXiv:2309.06180, describes such blocks). The least recently used blocks are dropped.
 
-Shapes: K key/value heads, C head dimension.
+Shapes: E entries of a token, C size of an entry (`lmworks.model.cache`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PrefixCache:
 
     def __init__(self, max_tokens: int, block: int = 32) -> None:
         self.max_tokens, self.block = max_tokens, block
-        self._blocks: OrderedDict[bytes, tuple[Tensor, Tensor]] = OrderedDict()
+        self._blocks: OrderedDict[bytes, Tensor] = OrderedDict()
 
     @property
     def tokens(self) -> int:
@@ -38,8 +38,8 @@ class PrefixCache:
         """Forget everything."""
         self._blocks.clear()
 
-    def find(self, tokens: Sequence[int], salt: str = "") -> list[tuple[Tensor, Tensor]]:
-        """Keys and values (layers, K, `block`, C) of the first tokens, as many blocks as are known."""
+    def find(self, tokens: Sequence[int], salt: str = "") -> list[Tensor]:
+        """Entries (layers, E, `block`, C) of the first tokens, as many blocks as are known."""
         found: list[bytes] = []
         for key in _keys(tokens, salt, self.block):
             if key not in self._blocks:

@@ -65,3 +65,16 @@ def rotate(x_BHTC: Tensor, cos_B1TR: Tensor, sin_B1TR: Tensor) -> Tensor:
     first, second = turn.chunk(2, dim=-1)
     turned = turn * cos_B1TR + torch.cat((-second, first), dim=-1) * sin_B1TR
     return torch.cat((turned, keep), dim=-1) if keep.shape[-1] else turned
+
+
+def rotate_(x_BHTC: Tensor, cos_B1TR: Tensor, sin_B1TR: Tensor) -> None:
+    """`rotate` in place, in four operators, with a sine of `signed`: the same bits."""
+    turn = x_BHTC[..., : cos_B1TR.shape[-1]]
+    swapped = turn.roll(cos_B1TR.shape[-1] // 2, -1).mul_(sin_B1TR)
+    turn.mul_(cos_B1TR).add_(swapped)
+
+
+def signed(sin_B1TR: Tensor) -> Tensor:
+    """The sines with the sign of what they are multiplied by in `rotate`."""
+    first, second = sin_B1TR.chunk(2, dim=-1)
+    return torch.cat((-first, second), dim=-1)

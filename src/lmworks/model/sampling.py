@@ -6,14 +6,15 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lmworks.model.penalties import History, LogitOptions, adjust
+from lmworks.model.transfer import to_device
 
 _GREEDY_BELOW = 1e-5
 SAMPLING = {"temperature": 0.7, "min_p": 0.1}
@@ -104,62 +105,82 @@ def filter_logits(logits_BV: Tensor, options: GenerateOptions) -> Tensor:
 
 
 def choose(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Token]:
-    """Choose the next token of each row, and advance its random numbers and its grammar. Each random row takes one number per token."""
+    """Choose the next token of each row, and advance its random numbers and its grammar. Each random row takes one number per token.
+
+    The host waits once for the device, for all results together; once more if a grammar puts another token in the place of a chosen one.
+    """
+    device = logits_BV.device
     allowed_BV = _restricted(adjust(logits_BV, [draw.history for draw in draws]), draws)
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for row, draw in enumerate(draws):
         groups.setdefault((0.0, 0, 1.0, 0.0) if draw.options.greedy else draw.options.distribution, []).append(row)
-    chosen = [0] * len(draws)
-    drawn = [0.0] * len(draws)
+    picked, drawn = [], []
     for rows in groups.values():
-        part = allowed_BV if len(groups) == 1 else allowed_BV[rows]
+        part = allowed_BV if len(groups) == 1 else allowed_BV.index_select(0, to_device(rows, torch.long, device))
         options = draws[rows[0]].options
         if options.greedy:
-            ids, values = part.argmax(-1).tolist(), [0.0] * len(rows)
+            picked.append(part.argmax(-1, keepdim=True))
+            drawn.append(torch.zeros_like(picked[-1], dtype=torch.float64))
         else:
             probability = filter_logits(part, options).softmax(-1)
-            uniform = torch.tensor([draws[row].random.random() for row in rows], dtype=torch.float64, device=part.device)
-            picked_R1 = _invert(probability, uniform)
-            ids, values = picked_R1[:, 0].tolist(), probability.gather(1, picked_R1)[:, 0].log().tolist()
-        for row, token, value in zip(rows, ids, values, strict=True):
-            chosen[row], drawn[row] = token, value
+            picked.append(_invert(probability, to_device([draws[row].random.random() for row in rows], torch.float64, device)))
+            drawn.append(probability.gather(1, picked[-1]).log().double())
+    chosen_B1, drawn_B1 = _in_order(picked, groups), _in_order(drawn, groups)
+    logprobs_BV = logits_BV.log_softmax(-1)
+    rivals = [draw.options.logprobs or 0 for draw in draws]
+    found = [chosen_B1, logprobs_BV.gather(1, chosen_B1), drawn_B1]
+    if most := max(rivals, default=0):
+        top = logprobs_BV.topk(most, dim=-1)
+        found += [top.indices, top.values]
+    # fp64 holds ids and log-probabilities of fp32 and fp64 as they are
+    table = torch.cat([part.double() for part in found], dim=1).tolist()
+    chosen = [int(line[0]) for line in table]
+    replaced: list[int] = []
     for row, draw in enumerate(draws):
         if draw.grammar is not None and (token := draw.grammar.accept(chosen[row])) != chosen[row]:
-            chosen[row], drawn[row] = token, float("nan")
+            chosen[row], table[row][2] = token, float("nan")
+            replaced.append(row)
         if draw.history is not None:
             draw.history.add(chosen[row])
-    return _tokens(logits_BV, chosen, drawn, [draw.options.logprobs or 0 for draw in draws])
+    if replaced:
+        places = to_device([[row, chosen[row]] for row in replaced], torch.long, device)
+        for row, value in zip(replaced, logprobs_BV[places[:, 0], places[:, 1]].tolist(), strict=True):
+            table[row][1] = value
+    return [
+        Token(token, line[1], tuple(zip(map(int, line[3 : 3 + count]), line[3 + most : 3 + most + count], strict=True)), line[2])
+        for token, line, count in zip(chosen, table, rivals, strict=True)
+    ]
+
+
+def _in_order(parts: Sequence[Tensor], groups: Mapping[Any, list[int]]) -> Tensor:
+    """What was found for each group of rows, in the order of the rows."""
+    if len(parts) == 1:
+        return parts[0]
+    places = [row for rows in groups.values() for row in rows]
+    order = sorted(range(len(places)), key=places.__getitem__)
+    return torch.cat(list(parts)).index_select(0, to_device(order, torch.long, parts[0].device))
 
 
 def _restricted(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """The logits with -inf where a row's grammar forbids the token."""
+    """The logits with -inf where a row's grammar forbids the token; the masks of all rows are one copy to the device."""
     held = [(row, draw.grammar) for row, draw in enumerate(draws) if draw.grammar is not None]
     if not held:
         return logits_BV
-    logits_BV = logits_BV.clone()
-    for row, grammar in held:
-        allowed = grammar.allowed().to(logits_BV.device)
-        logits_BV[row, : len(allowed)].masked_fill_(~allowed, float("-inf"))
-        logits_BV[row, len(allowed) :] = float("-inf")
-    return logits_BV
+    forbidden_RV = torch.ones(len(held), logits_BV.shape[1], dtype=torch.bool)
+    for place, (_, grammar) in enumerate(held):
+        allowed = grammar.allowed()
+        forbidden_RV[place, : len(allowed)] = ~allowed
+    forbidden = forbidden_RV.to(logits_BV.device, non_blocking=True)
+    if len(held) == len(draws):
+        return logits_BV.masked_fill(forbidden, float("-inf"))
+    rows_R = to_device([row for row, _ in held], torch.long, logits_BV.device)
+    return logits_BV.index_copy(0, rows_R, logits_BV.index_select(0, rows_R).masked_fill_(forbidden, float("-inf")))
 
 
 def _invert(probability_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """The id (B, 1) at which the cumulative distribution exceeds a number in [0, 1); a token of probability 0 is never chosen."""
-    cumulative = probability_BV.double().cumsum(-1)
+    cumulative = probability_BV.cumsum(-1, dtype=torch.float64)
     total_B1 = cumulative[:, -1:]
     # below the total, which a product with a number just below 1 could round to
     target_B1 = torch.minimum(uniform_B[:, None] * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
     return torch.searchsorted(cumulative, target_B1, right=True)
-
-
-def _tokens(logits_BV: Tensor, chosen: list[int], drawn: list[float], rivals: list[int]) -> list[Token]:
-    logprobs = logits_BV.log_softmax(-1)
-    own = logprobs.gather(1, torch.tensor(chosen, device=logprobs.device)[:, None])[:, 0].tolist()
-    most = max(rivals, default=0)
-    if not most:
-        return [Token(token, logprob, (), value) for token, logprob, value in zip(chosen, own, drawn, strict=True)]
-    top = logprobs.topk(most, dim=-1)
-    pairs = [tuple(zip(ids, values, strict=True)) for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
-    fields = zip(chosen, own, pairs, rivals, drawn, strict=True)
-    return [Token(token, logprob, pair[:count], value) for token, logprob, pair, count, value in fields]

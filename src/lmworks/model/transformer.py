@@ -21,7 +21,7 @@ from lmworks.model.loss import ChunkLoss, HeadLoss, chunk_loss, head_loss, head_
 from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
 from lmworks.model.mtp import Ahead, MtpLayer, look_ahead
-from lmworks.model.rope import cos_sin, frequencies
+from lmworks.model.rope import cos_sin, frequencies, signed
 from lmworks.precision import at_least_fp32
 from lmworks.recipe.schema.model import Model, Rope
 
@@ -68,6 +68,7 @@ class Block(nn.Module):
         self.ffn: MoE | SwiGLU
         self.ffn = MoE(config.moe, config.hidden_size) if sparse and config.moe else SwiGLU(config.hidden_size, config.intermediate_size)
         self.post_norm = config.norm_position == "post"
+        self.in_place = False  # of an inference model: the residual stream is added to, not made anew
         self.dropout = config.residual_dropout
 
     def forward(
@@ -83,6 +84,8 @@ class Block(nn.Module):
         return self._add(x_BTD, self.ffn(read), self.ffn_norm), None, None
 
     def _add(self, x_BTD: Tensor, out_BTD: Tensor, norm: RMSNorm) -> Tensor:
+        if self.in_place:
+            return x_BTD.add_(norm(out_BTD) if self.post_norm else out_BTD)
         return x_BTD + self._drop(norm(out_BTD) if self.post_norm else out_BTD)
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -103,6 +106,8 @@ class Transformer(nn.Module):
         assert config.vocab_size and config.hidden_size and config.num_hidden_layers and config.head_dim
         self.config = config
         self.compute_dtype = torch.float32
+        self.prepared = False  # whether `lmworks.model.inference` has made it
+        self.joined = False  # whether it has joined the projections of attention
         self.logit_chunk_size = 1024
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
@@ -263,8 +268,9 @@ class Transformer(nn.Module):
         return x_BTD, ExpertStats(torch.stack(counts) if counts else None, torch.stack(aux).sum() if aux else None)
 
     def rotation(self, spans: documents.Documents) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions."""
-        return cos_sin(spans.positions_BT, self.inverse_frequencies, self.rope_scale, self.compute_dtype)
+        """Cosines and sines of the positions, as the layers want them."""
+        cos, sin = cos_sin(spans.positions_BT, self.inverse_frequencies, self.rope_scale, self.compute_dtype)
+        return cos, signed(sin) if self.joined else sin
 
     def every_block(self) -> list[Any]:
         """The layers (`Block`), and then those of multi-token prediction."""

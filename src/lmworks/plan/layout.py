@@ -10,7 +10,7 @@ from typing import Literal
 from lmworks.errors import UserError
 from lmworks.gpus import GPUS
 from lmworks.parallel.pipeline_stages import pipeline_stage_problems, pipelined_micro_batch
-from lmworks.plan.memory import GIB, Memory, gathered_weights, memory
+from lmworks.plan.memory import GIB, Memory, activation_bytes, gathered_weights, memory
 from lmworks.plan.pipeline import bubble
 from lmworks.plan.stage_phases import StagePhase, has_rollouts, lora_of
 from lmworks.recipe.derivation.alignment import alignment_problems
@@ -278,10 +278,10 @@ def explain_shortage(placed: Placement, cluster: Cluster) -> str:
 def suggest_fit(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()) -> str:
     """The smallest change with which the phase and `others` fit: settings first, then other numbers of devices."""
     for one in (phase, *others):
-        copy = gathered_weights(recipe.model, Layout(dp_shard=2), lora_of(one)) if has_rollouts(one) else 0.0
+        copy = gathered_weights(recipe.model, activation_bytes(recipe, cluster), lora_of(one)) if has_rollouts(one) else 0.0
         if copy > cluster.memory_gib * GIB:
             return (
-                f"no layout helps: for its answers each rank of {one.name} gathers all weights, {copy / GIB:,.1f} GiB in fp32; take "
+                f"no layout helps: for its answers each rank of {one.name} gathers all weights, {copy / GIB:,.1f} GiB; take "
                 "devices with more memory or a smaller model, or train with slime (lmworks handover slime)"
             )
 

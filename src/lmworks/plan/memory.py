@@ -282,29 +282,37 @@ def _deepspeed_state(
     return found, elsewhere
 
 
-def gathered_weights(model: Model, layout: Layout, lora: Lora | None = None) -> float:
-    """Bytes of the full fp32 copy that a rank of `grpo` draws answers with (`lmworks.train.align.rollouts.whole_model`)."""
-    if world_size(layout) == 1:
-        return 0.0
+def activation_bytes(recipe: Recipe, cluster: Cluster) -> int:
+    """Bytes of a number of the activations in training."""
+    precision = recipe.train.precision
+    return 4 if precision == "fp32" or (precision == "auto" and not cluster.bf16) else 2
+
+
+def gathered_weights(model: Model, element: int, lora: Lora | None = None) -> float:
+    """Bytes of the weights that a rank of `grpo` draws answers with (`lmworks.train.align.rollouts.whole_model`), of the size of the
+    activations, where those of training have `element` bytes."""
     whole, _ = _local(model, Layout(), 0, False, lora)
-    return 4 * (whole.shared.count + whole.experts.count)
+    return _drawing(element) * (whole.shared.count + whole.experts.count)
+
+
+def _drawing(element: int) -> int:
+    """fp32 draws in fp64 (`ParallelModel.exact_logprobs`)."""
+    return 8 if element == 4 else element
 
 
 def _rollouts(recipe: Recipe, layout: Layout, length: int, element: int, lora: Lora | None) -> dict[str, float]:
     """Bytes that a rank needs to draw its share of the answers of a step, besides its training state."""
     model, options = recipe.model, recipe.grpo
     assert options is not None and model.vocab_size
-    element = 8 if element == 4 else element  # fp32 draws in fp64 (`ParallelModel.exact_logprobs`)
+    weights, element = gathered_weights(model, element, lora), _drawing(element)
     prompts = -(-options.prompts_per_step // world_size(layout))
     rows = min(ROLLOUT_ROWS, prompts * options.group_size)
     capacity = 1 << (length - 1).bit_length()  # caches grow by powers of two
     _, largest = _local(model, Layout(), 0, False)
-    assert model.hidden_size
-    # of a layer, and of the head behind it, to the dtype of the activations
-    cast = element * (largest.shared.count + largest.experts.count) + (element > 4) * element * model.vocab_size * model.hidden_size
+    gathering = (4 + element) * (largest.shared.count + largest.experts.count)  # at most a layer before it is cast, and before it is joined
     return {
-        "gathered weights": gathered_weights(model, layout, lora), "KV cache": rows * kv_cache_bytes(model, capacity, element),
-        "activations": cast, "head and loss": rows * model.vocab_size * (2.0 * max(4, element) + element),
+        "gathered weights": weights, "KV cache": rows * kv_cache_bytes(model, capacity, element),
+        "activations": gathering, "head and loss": rows * model.vocab_size * (2.0 * max(4, element) + element),
     }  # fmt: skip
 
 
@@ -333,8 +341,7 @@ def _stage_memory(
     assert model.num_hidden_layers and model.vocab_size and model.hidden_size
     mtp_layers = model.mtp.num_nextn_predict_layers if model.mtp else 0
     muon = optimizer.kind == "muon"
-    precision = recipe.train.precision
-    element = 4 if precision == "fp32" or (precision == "auto" and not cluster.bf16) else 2
+    element = activation_bytes(recipe, cluster)
     local, largest = _local(model, layout, stage, muon, lora)
     elsewhere: dict[str, float] = {}
     if recipe.train.deepspeed is None:

@@ -78,7 +78,7 @@ def open_source(where: str) -> Source:
     run_dir = _run_of(path)
     recipe = load_resolved(run_dir / "resolved.json") if run_dir is not None else None
     _require_memory(recipe.model if recipe is not None else from_config(read_json(path / "config.json")), where)
-    opened = open_model(where, torch.device("cpu"))
+    opened = open_model(where, torch.device("cpu"), as_stored=True)
     opened.model.compute_dtype = torch.float32
     opened.model.eval()
     if (path / "config.json").is_file():

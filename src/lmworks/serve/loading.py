@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from lmworks.errors import UserError
+from lmworks.machine import multiplies_bf16
 from lmworks.model.sampling import SAMPLING
 from lmworks.model_stages import BASE
 from lmworks.serve.engine import Engine
@@ -17,12 +18,25 @@ from lmworks.serve.models import LazyModel, Models
 if TYPE_CHECKING:
     from lmworks.model import Transformer
 
+Dtype = Literal["auto", "float32", "bfloat16"]
 _BOUNDS = {"temperature": (0, 2), "top_p": (0, 1), "top_k": (0, 1e9), "min_p": (0, 1), "repetition_penalty": (0.01, 100)}
 
 
-def load_engine(run_dir: Path, base: bool = False, threads: int | None = None) -> Engine:
+def prepare(model: Transformer, dtype: Dtype = "auto") -> Transformer:
+    """The model on the first GPU, else the CPU, with weights in `dtype`, which are cast once; `model` is emptied.
+
+    `auto` is bf16 on a GPU that multiplies it, and fp32 elsewhere: a CPU then gives the same answers with and without bf16 products.
+    """
+    from lmworks.model.inference import for_inference
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    narrow = device.type == "cuda" and multiplies_bf16(device) if dtype == "auto" else dtype == "bfloat16"
+    return for_inference(model, torch.bfloat16 if narrow else torch.float32, device, consume=True)
+
+
+def load_engine(run_dir: Path, base: bool = False, threads: int | None = None, dtype: Dtype = "auto") -> Engine:
     """Load the engine of a run from the newest good checkpoint: of the model that it ends with, or of its base model if `base` is set.
-    `threads` of the CPU are those of PyTorch by default.
+    `threads` of the CPU are those of PyTorch by default; `dtype` as for `prepare`.
 
     Raises `UserError` if there is no such run, if nothing has been trained, or if model and tokenizer do not match.
     """
@@ -37,23 +51,27 @@ def load_engine(run_dir: Path, base: bool = False, threads: int | None = None) -
     which = BASE.model if base else final_model(run_dir, recipe)
     name = f"{recipe.name}-base" if base else recipe.name
     chat = which != BASE.model or base_is_chat(run_dir, recipe)
-    return make_engine(load_model(run_dir, which), run_dir / "tokenizer", name, chat, threads)
+    model = prepare(load_model(run_dir, which, device=torch.device("cpu")), dtype)
+    return make_engine(model, run_dir / "tokenizer", name, chat, threads)
 
 
-def load_models(run_dir: Path, base: bool = False) -> Models:
+def load_models(run_dir: Path, base: bool = False, dtype: Dtype = "auto") -> Models:
     """The models of a run to serve: that of `load_engine`, and the other one of the base model and the one that the run ends with, if it
     exists, which is loaded at its first request."""
     from lmworks.train.load import final_model
 
-    first = load_engine(run_dir, base)
+    first = load_engine(run_dir, base, dtype=dtype)
     if final_model(run_dir) == BASE.model:
         return Models(first)
     name = first.name.removesuffix("-base") if base else f"{first.name}-base"
-    return Models(first, {name: LazyModel(first.context, base, lambda: load_engine(run_dir, not base, first.threads), first.sampling)})
+    load = lambda: load_engine(run_dir, not base, first.threads, dtype)  # noqa: E731
+    return Models(first, {name: LazyModel(first.context, base, load, first.sampling)})
 
 
 def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool = True, threads: int | None = None) -> Engine:
-    """Make an engine from a model and the tokenizer in `tokenizer_dir`. Raises `UserError` if they do not match."""
+    """Make an engine from a model, in the precision of its activations, and the tokenizer in `tokenizer_dir`. Raises `UserError` if they do
+    not match."""
+    from lmworks.model.inference import for_inference
     from lmworks.serve.vocabulary import Vocabulary
     from lmworks.tokenizer import load
 
@@ -64,6 +82,8 @@ def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool 
     if vocabulary.size > rows:
         what = f"the tokenizer in {tokenizer_dir} has {vocabulary.size} entries, but the model has {rows}"
         raise UserError(f"{what}: one of them is not from this run; make the tokenizer again with: lmworks run RECIPE")
+    if not model.prepared:
+        model = for_inference(model)
     return Engine(model, vocabulary, name, int(context), tuned=tuned, sampling=sampling, threads=threads or torch.get_num_threads())
 
 

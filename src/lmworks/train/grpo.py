@@ -182,7 +182,7 @@ def grpo(
 
     def make_plan(model: ParallelModel) -> Plan:
         model.set_sampling(sampling_of(options))
-        rollouts = Rollouts(model, tokenizer, prompts.judges, sampling_of(options), begun.communicator, options.lora)
+        rollouts = Rollouts(model, tokenizer, prompts.judges, sampling_of(options), begun.communicator)
         objective = PolicyGradient(recipe, model, prompts, rollouts, recipe.training_seed, checks)
         answers = options.prompts_per_step * options.group_size
 

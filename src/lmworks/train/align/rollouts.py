@@ -11,18 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch.distributed.tensor import DTensor
 
 from lmworks.allocator import return_freed_memory
 from lmworks.checkpoint.communicator import Communicator
 from lmworks.model import Transformer
 from lmworks.model.batching import ContinuousBatch
+from lmworks.model.inference import for_inference
 from lmworks.model.sampling import GenerateOptions
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.parallel.parallelize import with_adapters
 from lmworks.recipe.schema.grpo import ROLLOUT_ROWS
-from lmworks.recipe.schema.lora import Lora
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.align.answers import Answer
 from lmworks.train.align.rewards import Drawn, Judge, Reward, score_all
@@ -55,11 +52,9 @@ class Rollouts:
     """Draws and judges answers. All ranks call its methods together; each draws for its share of the prompts."""
 
     def __init__(
-        self, model: ParallelModel, tokenizer: Tokenizer, judges: Sequence[Judge], options: GenerateOptions, communicator: Communicator,
-        lora: Lora | None = None,
+        self, model: ParallelModel, tokenizer: Tokenizer, judges: Sequence[Judge], options: GenerateOptions, communicator: Communicator
     ) -> None:  # fmt: skip
         self._model, self._tokenizer, self._judges, self._communicator = model, tokenizer, judges, communicator
-        self._lora = lora
         self._options = replace(options, stop_ids=tuple(tokenizer.stop_ids))
 
     def draw(self, prompts: Sequence[Prompt], group_size: int, seed: str) -> list[list[Rollout]]:
@@ -67,7 +62,7 @@ class Rollouts:
         rank, size = self._communicator.rank, self._communicator.size
         mine = list(range(rank, len(prompts), size))
         with self._model.exact_logprobs():
-            generator = whole_model(self._model, self._lora)
+            generator = whole_model(self._model)
             found = self._communicator.run_on_all(lambda: self._groups(generator, prompts, mine, group_size, seed))
         if self._model.device.type == "cpu":  # caches and a wider head, whose places the tensors of a training step do not fit into
             return_freed_memory()
@@ -122,27 +117,11 @@ def _seed_of(seed: str, number: int, member: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{number}/{member}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-@torch.no_grad()
-def whole_model(model: ParallelModel, lora: Lora | None = None) -> Transformer:
-    """The live model where this process holds all of it, else a copy with the weights gathered from all ranks, which call it together;
-    `lora` are the options of its adapters.
+def whole_model(model: ParallelModel) -> Transformer:
+    """The live weights in the precision of the activations, gathered one after another from all ranks, which call it together.
 
-    A copy needs room for all weights on each rank, as long as it is used. Generation with sharded weights would gather them for each token,
-    and all ranks would have to generate in step.
+    On one rank, weights of this precision are shared, not copied. A copy needs room for all weights, in this precision and not in fp32, as
+    long as it is used. Generation with sharded weights would gather them for each token, and all ranks would have to generate in step.
     """
     (part,) = model.parts
-    if model.ranks.world == 1:
-        return part
-    with torch.device("meta"):
-        copy = with_adapters(Transformer(model.config), lora)
-    copy.compute_dtype = model.compute_dtype
-    values = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in part.state_dict().items()}
-    copy.load_state_dict(values, assign=True)
-    for name, buffer in part.named_buffers():  # those that no checkpoint holds
-        if name not in values:
-            module, _, own = name.rpartition(".")
-            copy.get_submodule(module).register_buffer(own, buffer, persistent=False)
-    if copy.config.tie_word_embeddings:
-        copy.head.weight = copy.embedding.weight  # type: ignore[assignment]
-    copy.configure(part.config)
-    return copy.eval()
+    return for_inference(part, model.compute_dtype)
