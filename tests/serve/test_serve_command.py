@@ -27,6 +27,7 @@ from lmworks.serve.middleware import ServerOptions
 from lmworks.serve.models import LazyModel, Models
 from lmworks.serve.openai.protocol import CompletionRequest
 from lmworks.serve.requests import Delta
+from lmworks.train.load import load_model
 from patience import PATIENCE
 from started_server import wait_until_served
 
@@ -34,12 +35,15 @@ LMWORKS = [sys.executable, "-m", "lmworks.cli.main"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
 
 
-def test_served_from_the_command_line(run_dir: Path) -> None:
-    command = [*LMWORKS, "serve", str(run_dir), "--port", "0", "--api-key", "sesame"]
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_served_from_the_command_line(run_dir: Path, dtype: str) -> None:
+    command = [*LMWORKS, "serve", str(run_dir), "--port", "0", "--api-key", "sesame", "--dtype", dtype]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", env=ENVIRONMENT) as process:
         assert process.stdout
         url, said = wait_until_served(process)
         assert "talker is served, and talker-base from its first request on" in said
+        if not torch.cuda.is_available():
+            assert f"precision   {'float32' if dtype == 'auto' else dtype}" in said
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="sesame")
         reply = client.chat.completions.create(model="talker", messages=[{"role": "user", "content": "Hello"}], max_tokens=5)
         assert reply.usage.completion_tokens in range(1, 6)
@@ -78,7 +82,7 @@ def test_an_exported_model_is_served_too(run_dir: Path, tmp_path: Path) -> None:
     trained = load_engine(run_dir)
     exported = tmp_path / "exported"
     shutil.copytree(run_dir / "tokenizer", exported)
-    write_model(trained.model, exported, {}, torch.float32)
+    write_model(load_model(run_dir), exported, {}, torch.float32)
     engine = _open(exported, base=False)
     assert (engine.name, engine.context) == ("exported", trained.context)
     question = Conversation(trained, temperature=0, max_tokens=8), Conversation(engine, temperature=0, max_tokens=8)
@@ -96,9 +100,7 @@ def test_no_memory_is_taken_for_weights_that_are_not_there(run_dir: Path, tmp_pa
     from lmworks.export.huggingface import write_model
     from lmworks.weights.huggingface import read_model
 
-    trained = load_engine(run_dir)
-    write_model(trained.model, tmp_path, {}, torch.float32)
-    trained.close()
+    write_model(load_model(run_dir), tmp_path, {}, torch.float32)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError) as refused:

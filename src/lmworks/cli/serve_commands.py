@@ -30,16 +30,16 @@ def register(app: typer.Typer) -> None:
     app.command("serve")(serve)
 
 
-def _open(path: Path, base: bool, dtype: Dtype, name: str | None = None) -> Engine:
+def _open(path: Path, base: bool, dtype: Dtype = "auto", rows: int = 1, name: str | None = None) -> Engine:
     from lmworks.recipe.loading.weights import find_weights, holds_model
     from lmworks.serve.loading import load_engine, make_engine, prepare
 
     if not holds_model(path):
-        return load_engine(path, base, dtype=dtype)
+        return load_engine(path, base, dtype=dtype, rows=rows)
     from lmworks.weights.huggingface import read_model
 
     weights = find_weights(path)
-    return make_engine(prepare(read_model(weights.path), dtype), weights.path, name or weights.label)
+    return make_engine(prepare(read_model(weights.path), dtype, rows), weights.path, name or weights.label)
 
 
 def chat(
@@ -65,7 +65,7 @@ def chat(
     from lmworks.serve.chat import Conversation
     from lmworks.serve.chat import chat as talk
 
-    engine = _open(Path(locate(run)), base, dtype)
+    engine = _open(Path(locate(run)), base, dtype, 1)
     try:
         talk(Conversation(engine, system, temperature, min_p, max_tokens, seed))
     finally:
@@ -88,6 +88,7 @@ def serve(
 
     from lmworks.recipe.loading.named import locate
     from lmworks.recipe.loading.weights import holds_model
+    from lmworks.serve.engine import Engine
     from lmworks.serve.loading import load_models
     from lmworks.serve.middleware import LOOPBACK, ServerOptions
     from lmworks.serve.models import Models
@@ -104,7 +105,7 @@ def serve(
             raise UserError(f"--name is for a model in Hugging Face format or a GGUF file; {run} is served by the name of its recipe")
         models = load_models(folder, base, dtype)
     else:
-        models = Models(_open(folder, base, dtype, name))
+        models = Models(_open(folder, base, dtype, Engine.max_rows, name))
     local = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0', '::', '::1') else local}:{listener.getsockname()[1]}"
     console = Terminal()
@@ -112,6 +113,7 @@ def serve(
     console.print(Text.assemble("\n", (first, "bold"), " is served", *(f", and {name} from its first request on" for name in others)))
     for what, path in (("chat page", "/"), ("OpenAI API", "/v1"), ("metrics", "/metrics")):
         console.print(f"  {what:<12}{address}{path}")
+    console.print(f"  {'precision':<12}{str(models.first.model.compute_dtype).removeprefix('torch.')}")
     if host not in LOOPBACK and not api_key:
         console.print("Anyone who can reach this machine can use it; --api-key KEY requires a key.", style="yellow")
     console.print("Press Ctrl-C to stop.", style="dim")

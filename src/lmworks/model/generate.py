@@ -29,7 +29,7 @@ def stream(
         raise UserError("a prompt is empty; give at least one token")
     seeds = seeds or [options.seed * 1_000_003 + row for row in range(len(prompts))]
     if isinstance(model, Transformer) and not model.prepared and is_whole(model):
-        model = for_inference(model)
+        model = for_inference(model, rows=len(prompts))
     batch = ContinuousBatch(model, max_rows=len(prompts), prefill_tokens=_PREFILL_TOKENS)
     ids = [batch.add(prompt, options, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
     was_training = model.training

@@ -15,6 +15,7 @@ from lmworks.model.attention import Attention
 from lmworks.model.layers import Linear, SwiGLU
 from lmworks.model.lora import adapters
 from lmworks.model.moe import Experts, has_grouped_mm
+from lmworks.model.packed import PackedLinear, pays
 from lmworks.model.router import Router
 from lmworks.model.transformer import Transformer
 
@@ -22,14 +23,14 @@ from lmworks.model.transformer import Transformer
 @torch.no_grad()
 def for_inference(
     model: Transformer, dtype: torch.dtype | None = None, device: torch.device | None = None, consume: bool = False,
-    join: bool = True,
+    join: bool = True, rows: int = 1,
 ) -> Transformer:  # fmt: skip
     """A model in evaluation mode with the weights of `model` in `dtype`, by default that of its activations.
 
     Weights that have this type and place already are shared, not copied, unless they become a part of a larger matrix. Weights that are
     sharded are gathered one after another, so all ranks that share them call this together. `consume` empties `model`, whose memory is
-    freed as the new weights are made. Without `join` the weights are only cast, and every result has the same bits. Routers keep
-    fp32: a rounded gate could select another expert.
+    freed as the new weights are made. Without `join` the weights are only cast, and every result has the same bits. `rows` is the number
+    of answers that it will usually write at a time. Routers keep fp32: a rounded gate could select another expert.
     """
     dtype, device = dtype or model.compute_dtype, device or model.embedding.weight.device
     new, joined = _skeleton(model, join)
@@ -43,8 +44,18 @@ def for_inference(
     _fill(new, "", values, dtype, device, joined)
     if new.config.tie_word_embeddings:
         new.head.weight = new.embedding.weight  # type: ignore[assignment]
+    if joined and pays(dtype, device, rows):
+        _pack(new)
     new.configure(model.config)
     return new.eval()
+
+
+def _pack(module: nn.Module) -> None:
+    for name, child in module.named_children():
+        if type(child) is Linear and name != "kv_up":  # whose parts latent attention multiplies by
+            setattr(module, name, PackedLinear(child))
+        else:
+            _pack(child)
 
 
 def is_whole(model: nn.Module) -> bool:
@@ -65,7 +76,7 @@ def _skeleton(model: Transformer, join: bool) -> tuple[Transformer, bool]:
             setattr(module, own, Adapter(getattr(module, attribute), adapter.rank, adapter.scale, adapter.dropout))
     joined = join and not found and not model._plain  # an adapter is of one matrix, and the reference implementations take one at a time
     new.prepared, new.joined = join, joined and not model.config.mla
-    for block in new.layers:
+    for block in new.every_block():
         block.in_place = joined
     return new, joined
 

@@ -10,6 +10,6 @@ from torch import Tensor
 
 
 def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of these numbers, which may be nested lists. `torch.tensor(values, device=...)` would wait until the device has done all that
-    was asked of it before."""
+    """A tensor of these numbers, which may be nested lists. `torch.tensor(values, device=...)` would wait until the device has done all
+    that was asked of it before."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)

@@ -22,21 +22,23 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 _BOUNDS = {"temperature": (0, 2), "top_p": (0, 1), "top_k": (0, 1e9), "min_p": (0, 1), "repetition_penalty": (0.01, 100)}
 
 
-def prepare(model: Transformer, dtype: Dtype = "auto") -> Transformer:
+def prepare(model: Transformer, dtype: Dtype = "auto", rows: int = Engine.max_rows) -> Transformer:
     """The model on the first GPU, else the CPU, with weights in `dtype`, which are cast once; `model` is emptied.
 
-    `auto` is bf16 on a GPU that multiplies it, and fp32 elsewhere: a CPU then gives the same answers with and without bf16 products.
+    `rows` is the number of answers that it will usually write at a time. `auto` is bf16 on a GPU that multiplies it, and fp32 elsewhere: a CPU then gives the same answers with and without bf16 products.
     """
     from lmworks.model.inference import for_inference
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     narrow = device.type == "cuda" and multiplies_bf16(device) if dtype == "auto" else dtype == "bfloat16"
-    return for_inference(model, torch.bfloat16 if narrow else torch.float32, device, consume=True)
+    return for_inference(model, torch.bfloat16 if narrow else torch.float32, device, consume=True, rows=rows)
 
 
-def load_engine(run_dir: Path, base: bool = False, threads: int | None = None, dtype: Dtype = "auto") -> Engine:
+def load_engine(
+    run_dir: Path, base: bool = False, threads: int | None = None, dtype: Dtype = "auto", rows: int = Engine.max_rows
+) -> Engine:
     """Load the engine of a run from the newest good checkpoint: of the model that it ends with, or of its base model if `base` is set.
-    `threads` of the CPU are those of PyTorch by default; `dtype` as for `prepare`.
+    `threads` of the CPU are those of PyTorch by default; `dtype` and `rows` are those of `prepare`.
 
     Raises `UserError` if there is no such run, if nothing has been trained, or if model and tokenizer do not match.
     """
@@ -51,7 +53,7 @@ def load_engine(run_dir: Path, base: bool = False, threads: int | None = None, d
     which = BASE.model if base else final_model(run_dir, recipe)
     name = f"{recipe.name}-base" if base else recipe.name
     chat = which != BASE.model or base_is_chat(run_dir, recipe)
-    model = prepare(load_model(run_dir, which, device=torch.device("cpu")), dtype)
+    model = prepare(load_model(run_dir, which, device=torch.device("cpu")), dtype, rows)
     return make_engine(model, run_dir / "tokenizer", name, chat, threads)
 
 
@@ -83,7 +85,7 @@ def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool 
         what = f"the tokenizer in {tokenizer_dir} has {vocabulary.size} entries, but the model has {rows}"
         raise UserError(f"{what}: one of them is not from this run; make the tokenizer again with: lmworks run RECIPE")
     if not model.prepared:
-        model = for_inference(model)
+        model = for_inference(model, rows=Engine.max_rows)
     return Engine(model, vocabulary, name, int(context), tuned=tuned, sampling=sampling, threads=threads or torch.get_num_threads())
 
 

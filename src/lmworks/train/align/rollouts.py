@@ -124,4 +124,4 @@ def whole_model(model: ParallelModel) -> Transformer:
     long as it is used. Generation with sharded weights would gather them for each token, and all ranks would have to generate in step.
     """
     (part,) = model.parts
-    return for_inference(part, model.compute_dtype)
+    return for_inference(part, model.compute_dtype, rows=ROLLOUT_ROWS)
