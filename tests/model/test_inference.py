@@ -61,7 +61,7 @@ def test_weights_that_are_only_cast_give_the_same_bits(name: str) -> None:
     model.compute_dtype = torch.bfloat16
     cast = for_inference(model, join=False)
     assert torch.equal(cast(tokens()), model(tokens()))
-    kinds = {parameter.dtype: type(module) for module in cast.modules() for parameter in module._parameters.values() if parameter is not None}
+    kinds = {one.dtype: type(module) for module in cast.modules() for one in module._parameters.values() if one is not None}
     assert set(kinds) <= {torch.bfloat16, torch.float32} and kinds.get(torch.float32, Router) is Router
     assert away(for_inference(model)(tokens()), model(tokens())) < 3e-2
 

@@ -25,7 +25,8 @@ _BOUNDS = {"temperature": (0, 2), "top_p": (0, 1), "top_k": (0, 1e9), "min_p": (
 def prepare(model: Transformer, dtype: Dtype = "auto", rows: int = Engine.max_rows) -> Transformer:
     """The model on the first GPU, else the CPU, with weights in `dtype`, which are cast once; `model` is emptied.
 
-    `rows` is the number of answers that it will usually write at a time. `auto` is bf16 on a GPU that multiplies it, and fp32 elsewhere: a CPU then gives the same answers with and without bf16 products.
+    `rows` is the number of answers that it will usually write at a time. `auto` is bf16 on a GPU that multiplies it, and fp32 elsewhere: a
+    CPU then gives the same answers with and without bf16 products.
     """
     from lmworks.model.inference import for_inference
 

@@ -3,6 +3,9 @@
 MUTANTS = [
     ("serve.engine:_Answer.seed", "given * 1_000_003 + self.index", "given", "The answers of one request with a seed differ.",
      "serve/test_engine.py serve/test_server.py"),
+    ("serve.loading:load_engine", "prepare(load_model(run_dir, which, device=torch.device(\"cpu\")), dtype, rows)",
+     "load_model(run_dir, which)", "--dtype is the type that a run is served in.", "serve/test_serve_command.py"),
+    ("serve.loading:prepare", 'else dtype == "bfloat16"', "else False", "--dtype bfloat16 is obeyed.", "serve/test_serve_command.py"),
     ("serve.engine:_Answer.end", "if self.job.remaining == 0:", "if True:", "A request ends with its last answer.", "serve/test_engine.py"),
     ("serve.engine:Engine.room", "prompt + required > self.context", "prompt > self.context",
      "A prompt that leaves no room for a token is refused.", "serve/test_engine.py serve/test_server.py"),
