@@ -58,8 +58,8 @@ class History:
     def add(self, token: int) -> None:
         """Note the next generated token."""
         self.written += 1
-        self.counts_V[token] += 1
-        self.seen_V[token] = True
+        self.counts_V.narrow(0, token, 1).add_(1)
+        self.seen_V.narrow(0, token, 1).fill_(True)
 
 
 def adjust(logits_BV: Tensor, rows_B: Sequence[History | None]) -> Tensor:

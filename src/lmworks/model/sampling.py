@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lmworks.model.penalties import History, LogitOptions, adjust
-from lmworks.model.transfer import to_device
+from lmworks.model.transfer import moved, to_device
 
 _GREEDY_BELOW = 1e-5
 SAMPLING = {"temperature": 0.7, "min_p": 0.1}
@@ -170,7 +170,7 @@ def _restricted(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
     for place, (_, grammar) in enumerate(held):
         allowed = grammar.allowed()
         forbidden_RV[place, : len(allowed)] = ~allowed
-    forbidden = forbidden_RV.to(logits_BV.device, non_blocking=True)
+    forbidden = moved(forbidden_RV, logits_BV.device)
     if len(held) == len(draws):
         return logits_BV.masked_fill(forbidden, float("-inf"))
     rows_R = to_device([row for row, _ in held], torch.long, logits_BV.device)

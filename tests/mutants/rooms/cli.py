@@ -108,7 +108,7 @@ MUTANTS = [
      "cli/test_advise.py"),
     ("cli.serve_commands:serve", "options = ServerOptions(host, port, api_key)", "options = ServerOptions(host, port, None)",
      "The key that is given is required of clients.", "serve/test_serve_command.py"),
-    ("cli.serve_commands:serve", "models = load_models(folder, base)", "models = load_models(folder, False)",
+    ("cli.serve_commands:serve", "models = load_models(folder, base, dtype)", "models = load_models(folder, False)",
      "The base model is served where it is asked for.", "serve/test_serve_command.py serve"),
     ("cli.serve_commands:chat", "Conversation(engine, system, temperature", 'Conversation(engine, "", temperature',
      "A system prompt of the command line reaches the model.", "serve/test_terminal_chat.py serve/test_serve_command.py"),

@@ -1,0 +1,46 @@
+"""What makes the host wait for the device in a step of decoding: the results of the step, once. Traced on fake CUDA tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fake_cuda import FakeCuda
+
+# Operators on the device of a step of four rows with two layers, and MiB that they read and write. Both may only fall.
+MOST = {"dense": (178, 0.28), "moe": (211, 0.307), "mla": (256, 0.313), "tied": (186, 0.279)}
+RESULTS = "model/sampling.py"
+
+
+@pytest.fixture(scope="module")
+def found(fake_cuda: FakeCuda) -> dict[str, Any]:
+    """The reports by kind of model."""
+    return fake_cuda.run("traced_decoding:steps", kinds=list(MOST))
+
+
+@pytest.mark.parametrize("kind", MOST)
+def test_a_step_of_decoding_waits_once(found: dict[str, Any], kind: str) -> None:
+    """Rows of all kinds of options join, are read in pieces, and leave."""
+    reports = found[kind]["steps"]
+    assert len(reports) > 9
+    for report in reports:
+        assert list(report["waits"].values()) == [1] * bool(report["tokens"]), report["waits"]
+        assert all(place.startswith(RESULTS) for place in report["waits"])
+        assert "pageable" not in report["to_device"]
+
+
+@pytest.mark.parametrize("kind", MOST)
+def test_operators_of_a_step_of_decoding(found: dict[str, Any], kind: str) -> None:
+    report, (operators, mebibytes) = found[kind]["plain"], MOST[kind]
+    assert report["operators"] <= operators and report["bytes"] <= mebibytes * 2**20
+
+
+def test_a_wait_that_is_planted_is_named(fake_cuda: FakeCuda) -> None:
+    planted = [
+        ("lmworks.model.sampling", "rivals = [", "chosen_B1.max().item(); rivals = ["),
+        ("lmworks.model.batching", "counts = [len(piece)", "hidden_BTD.sum().tolist(); counts = [len(piece)"),
+    ]
+    reports = fake_cuda.run("traced_decoding:steps", planted, kinds=["dense"])["dense"]["steps"]
+    places = {place.partition(":")[0] + place[place.index(" ") :] for report in reports for place in report["waits"]}
+    assert places == {"model/batching.py tolist", "model/sampling.py item", "model/sampling.py tolist"}
