@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -137,3 +138,19 @@ def _record() -> list[tuple[int, str]]:
 def test_what_a_rank_has_entered_comes_from_the_recorder(ranks: RankPool) -> None:
     first, second = ranks.run(_record, 2)
     assert first == second == [(2, "all_gather")]
+
+
+def test_the_recorder_of_nccl_is_read_beside_that_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form of torch's recorders; where both know a group, the later collective counts."""
+
+    def record(*entries: tuple[str, int, str, int]) -> bytes:
+        about = {name: {"name": name, "desc": "", "ranks": "[0, 1]"} for name, *_ in entries}
+        return json.dumps({"pg_config": about, "entries": [
+            {"process_group": [name, "undefined"], "collective_seq_id": number, "profiling_name": what, "time_created_ns": at * 10**9}
+            for name, number, what, at in entries
+        ]}).encode()  # fmt: skip
+
+    c10d = torch._C._distributed_c10d
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", lambda: record(("0", 3, "gloo:all_reduce", 5), ("9", 1, "gloo:broadcast", 9)))
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda: record(("0", 7, "nccl:_all_gather_base", 6), ("9", 8, "nccl:x", 8)), False)
+    assert entered_collectives() == {"0 [0, 1]": Entered(7, "_all_gather_base", 6.0), "9 [0, 1]": Entered(1, "broadcast", 9.0)}

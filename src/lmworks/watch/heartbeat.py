@@ -115,6 +115,9 @@ def read_beats(directory: Path) -> list[Beat]:
     return sorted(found, key=lambda beat: beat.rank)
 
 
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo, and of NCCL in builds that have it
+
+
 def entered_collectives() -> dict[str, Entered]:
     """The latest collective that this process has entered in each process group, from torch's flight recorder.
 
@@ -123,15 +126,15 @@ def entered_collectives() -> dict[str, Entered]:
     """
     import torch
 
-    module = getattr(torch._C, "_distributed_c10d", None)
-    dump = getattr(module, "_dump_fr_trace_json", None)
-    if dump is None:
-        return {}
-    tree = json.loads(dump())
     found: dict[str, Entered] = {}
-    for entry in tree.get("entries", ()):  # oldest first
-        group, name = entry["process_group"]
-        members = tree["pg_config"].get(group, {}).get("ranks", "")
-        key = f"{name if name not in ('', 'undefined') else group} {members}".removesuffix(" []").rstrip()
-        found[key] = Entered(int(entry["collective_seq_id"]), entry["profiling_name"].partition(":")[2], entry["time_created_ns"] / 1e9)
+    for recorder in _RECORDERS:
+        dump = getattr(getattr(torch._C, "_distributed_c10d", None), recorder, None)
+        tree = json.loads(dump()) if dump else {}
+        for entry in tree.get("entries", ()):  # oldest first
+            group, name = entry["process_group"]
+            members = tree["pg_config"].get(group, {}).get("ranks", "")
+            key = f"{name if name not in ('', 'undefined') else group} {members}".removesuffix(" []").rstrip()
+            entered = Entered(int(entry["collective_seq_id"]), entry["profiling_name"].partition(":")[2], entry["time_created_ns"] / 1e9)
+            if key not in found or found[key].time <= entered.time:
+                found[key] = entered
     return found

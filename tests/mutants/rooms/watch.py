@@ -53,4 +53,6 @@ MUTANTS = [
      "The recheck leaves the random state unchanged.", "train/test_corruption.py train/test_anomaly.py"),
     ("watch.policy:Policy._spiked", "step < self.rollback_after", "False",
      "Spikes at the beginning never lead to a rollback.", "train/test_stability.py"),
+    ("watch.heartbeat:_RECORDERS", ', "_dump_nccl_trace_json"', ",", "What a rank has entered in NCCL is known when it hangs.",
+     "launch/test_diagnosis.py"),
 ]  # fmt: skip
