@@ -115,8 +115,9 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def fake_cuda(request: pytest.FixtureRequest) -> fake_cuda_device.FakeCuda:
+def fake_cuda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> fake_cuda_device.FakeCuda:
     """A CUDA device on which nothing is computed, in processes of their own: `fake_cuda.run("traced_steps:step", kind="dense")`."""
     if (reason := fake_cuda_device.missing()) is not None:
         pytest.skip(reason)
-    return fake_cuda_device.FakeCuda.build(Path(request.config.cache.mkdir("fake_cuda")))
+    cache = getattr(request.config, "cache", None)  # absent with `-p no:cacheprovider`
+    return fake_cuda_device.FakeCuda.build(Path(cache.mkdir("fake_cuda")) if cache else tmp_path_factory.mktemp("fake_cuda"))
