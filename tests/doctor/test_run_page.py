@@ -320,6 +320,7 @@ def test_hostile_text_stays_text(run_dir: Path) -> None:
     assert not [name for _, attrs in page.elements for name in attrs if name.startswith("on")]
     assert "49" not in page.of("h1") and "{{ 7 * 7 }}" in page.text
     assert page.text.count("window.hacked=1") > 10
+    assert any("window.hacked=1" in name for name in data_of(run_dir)["charts"]), "the script's data has it too, and nothing that ends them"
     assert any(HOSTILE in str(one.get("title")) for one in page.of("i"))
 
 

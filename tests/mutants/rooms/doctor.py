@@ -40,7 +40,7 @@ MUTANTS = [
     ("doctor.page:write_page", "    write_text(path, text.encode(\"utf-8\", \"replace\").decode())", "    write_text(path, text)",
      "Half a surrogate pair in a record does not end the page.", "doctor/test_run_records.py doctor/test_run_page.py"),
     ("doctor.page:_json_for_html", '        .replace("<", "\\\\u003c")\n', "", "No record closes the script element of a page.",
-     "doctor/test_run_records.py doctor/test_run_page.py"),
+     "doctor/test_run_page.py::test_hostile_text_stays_text"),
     ("doctor.templates:_environment", "autoescape=True", "autoescape=False", "Text of a run is shown as text.",
      "doctor/test_run_page.py doctor/test_corpus_page.py doctor/test_comparison_page.py"),
     ("doctor.curves:Curves.held_out", "size <= sample", "True", "A sample of the held-out text is not compared with all of it.",
