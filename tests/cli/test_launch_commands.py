@@ -60,7 +60,8 @@ def test_what_is_asked_for_reaches_every_rank_and_no_password_is_printed(lmworks
     asked = ("--size", "3M", "--allow", "train.phases", "--set", "checkpoints.copy_to=s3://me:pass5word@host/bucket", "--time", "10min")
     done = lmworks("launch", "local", "quickstart", "--ranks", "2", *asked, "--set", f"run_dir={tmp_path}", "--dry-run")
     assert done.code == 0, done.err
-    words = ("--size 3M", "--allow train.phases", "checkpoints.copy_to=s3://***@host/bucket", "--set time=10min")
+    assert done.out.count("--size 3M") == done.out.count("--allow train.phases") == 2, "to the rank, and in the command that resumes"
+    words = ("checkpoints.copy_to=s3://***@host/bucket", "--set time=10min")
     assert [word for word in words if word not in done.out] == []
     assert "pass5word" not in done.out + done.err
 

@@ -17,6 +17,7 @@ from lmworks.doctor.overview import tiles
 from lmworks.doctor.page import write_page
 from lmworks.doctor.read_run import read_run
 from lmworks.doctor.run_records import Mark
+from lmworks.doctor.schema import conform
 from lmworks.doctor.tables import predictions, scores
 from lmworks.doctor.timeline import timeline
 from lmworks.files import read_json, write_json
@@ -86,6 +87,11 @@ def test_a_damaged_line_hides_none_that_follows(run_dir: Path) -> None:
         handle.write(b'{"step": 61, "time"\n[[[\n')
     append(run_dir / "metrics.jsonl", {"step": 62, "time": 2e9, "train/loss": 1.25}, {"step": 63, "time": 2e9, "train/loss": 1e101})
     assert read_run(run_dir).pretrain.series["train/loss"].last == (62, 1.25)
+
+
+def test_what_is_of_another_form_or_beyond_all_measure_is_left_out() -> None:
+    record = {"n": 1e101, "m": 5, "t": True, "s": "5", "l": [1.0, -1e101, None]}
+    assert conform(record, {"n": float, "m": float, "t": float, "s": float, "l": [float]}) == {"m": 5, "l": [1.0]}
 
 
 def test_predictions_are_compared_with_what_was_measured(run_dir: Path) -> None:
