@@ -22,7 +22,9 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
 from lmworks.serve import grammar as grammar_module
+from lmworks.serve import grammar_trial
 from lmworks.serve.grammar import GrammarError
+from lmworks.serve.grammar_trial import Trial
 from lmworks.serve.openai.structure import require_distinct
 from lmworks.serve.structured import choice_grammar, json_grammar, regex_grammar, tools_grammar
 from lmworks.serve.vocabulary import Vocabulary
@@ -292,6 +294,19 @@ def test_a_grammar_beyond_measure_is_refused_and_delays_nobody(server: Any, clie
             asked.result()
     assert answered > 2, "the trial takes seconds"
     assert client.completions.create(model="tiny", prompt="a", max_tokens=8, extra_body={"guided_regex": "ab"}).choices[0].text == "ab"
+
+
+def test_a_grammar_is_tried_once_and_walked_through(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, walked, walk = [], [], grammar_trial._walk
+    monkeypatch.setattr(grammar_trial, "_walk", lambda found: walked.append(walk(found)))
+    trial, answer = Trial(vocabulary), grammar_trial.make()  # in this process
+    answer(b"V" + trial._described().encode())
+    monkeypatch.setattr(trial, "_process", lambda data: asked.append(data[:1]) or answer(data))
+    for _ in range(2):
+        trial('start: "a" | "bc"')
+        with pytest.raises(GrammarError):
+            trial("start: [")
+    assert (asked, walked) == ([b"G", b"G"], [None])
 
 
 def test_many_answers_with_a_long_way_to_their_end_take_no_searches(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
