@@ -11,7 +11,7 @@ from torch import nn
 
 from lmworks.train.faults.replicas import compare_replicas
 from lmworks.watch.checksum import Deviation, checksum, checksums, vote
-from lmworks.watch.recheck import compare_two_runs
+from lmworks.watch.recheck import Traced, differing, outlying, trace
 
 
 def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
@@ -53,7 +53,7 @@ def _model() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)), torch.randn(5, 8)
 
 
-def _twice(model: nn.Module, x: torch.Tensor) -> list[str]:
+def _runs(model: nn.Module, x: torch.Tensor, count: int) -> list[Traced]:
     parts = {f"layer {name}": module for name, module in model.named_children()}
 
     def run() -> torch.Tensor:
@@ -61,7 +61,11 @@ def _twice(model: nn.Module, x: torch.Tensor) -> list[str]:
         loss.backward()
         return loss.detach()
 
-    return compare_two_runs(run, parts, dict(model.named_parameters()))
+    return [trace(run, parts, dict(model.named_parameters())) for _ in range(count)]
+
+
+def _twice(model: nn.Module, x: torch.Tensor) -> list[str]:
+    return differing(*_runs(model, x, 2))
 
 
 def test_sound_arithmetic_is_the_same_twice_and_leaves_no_trace():
@@ -97,6 +101,71 @@ def test_a_flipped_bit_in_a_gradient_is_found():
 
     model[2].weight.register_post_accumulate_grad_hook(hook)
     assert _twice(model, x) == ["gradient of 2.weight"]
+
+
+class _AnotherOrder(torch.autograd.Function):
+    """Identity; its gradient is rounded to bf16 in another way each time, as sums in another order are."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        draw = torch.Generator()
+        draw.seed()
+        return grad * (1 + 2**-8 * torch.randn(grad.shape, generator=draw))
+
+
+class _Unsteady(nn.Sequential):
+    def forward(self, x):
+        return self[2](_AnotherOrder.apply(self[1](self[0](x))))
+
+
+@pytest.mark.parametrize("corrupt", [None, 0, 1, 2])
+def test_kernels_that_add_up_in_another_order_are_sound_and_a_run_that_stands_out_is_not(corrupt):
+    torch.manual_seed(0)
+    model, x = _Unsteady(nn.Linear(64, 128), nn.Dropout(0.5), nn.Linear(128, 64)), torch.randn(50, 64)
+    calls = []
+
+    def hook(parameter):
+        calls.append(1)
+        if len(calls) - 1 == corrupt:
+            parameter.grad[3, 5] *= -64  # a flipped sign and exponent
+
+    model[0].weight.register_post_accumulate_grad_hook(hook)
+    runs = _runs(model, x, 3)
+    assert "gradient of 0.weight" in differing(*runs[:2]) and "output of layer 2" not in differing(*runs[:2])
+    assert outlying(runs, 2**-8) == ([] if corrupt is None else ["gradient of 0.weight"])
+
+
+def test_what_rounding_can_do_is_sound_though_only_one_run_shows_it():
+    """As of kernels whose order of sums changes rarely."""
+    model, x = _model()
+    calls = []
+
+    def hook(parameter):
+        calls.append(1)
+        if len(calls) == 2:
+            parameter.grad[1, 1] *= 1 + 2**-9
+
+    model[2].weight.register_post_accumulate_grad_hook(hook)
+    runs = _runs(model, x, 3)
+    assert differing(*runs[:2]) == ["gradient of 2.weight"]
+    assert outlying(runs, 2**-8) == [] and outlying(runs, 2**-23) == ["gradient of 2.weight"]
+
+
+def test_outputs_have_equal_bits_wherever_gradients_need_not():
+    model, x = _model()
+    calls = []
+
+    def hook(module, inputs, output):
+        calls.append(1)
+        if len(calls) == 3:
+            flip(output, 7, 1)
+
+    model[0].register_forward_hook(hook)
+    assert outlying(_runs(model, x, 3), 2**-8)[0] == "output of layer 0"
 
 
 def replica(planted: int | None) -> list[tuple[int, str, bool]]:

@@ -25,6 +25,7 @@ from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
 from lmworks.metrics.log import read
 from lmworks.model import Transformer
+from lmworks.model.layers import SwiGLU
 from lmworks.model.transformer import Loss
 from lmworks.shards.order.order import MixtureOverride
 from lmworks.train import trainer
@@ -407,6 +408,44 @@ def test_arithmetic_that_does_not_repeat_is_noticed(tiny_copy: Tiny, monkeypatch
         assert curve(tiny_copy.run_dir) == curve(undisturbed.run_dir)
     assert planted
     assert events(tiny_copy, "corruption")[0]["ranks"] == [0]
+
+
+class _AnotherOrder(torch.autograd.Function):
+    """Identity; its gradient is rounded in another way each time, as by kernels of GPUs that add up in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        draw = torch.Generator()
+        draw.seed()
+        return grad * (1 + 2**-20 * torch.randn(grad.shape, generator=draw))
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_gradients_that_need_not_repeat_are_no_corruption_on_gpus(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    honest = SwiGLU.forward
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: _AnotherOrder.apply(honest(self, x)))
+    if device == "gpu":
+        monkeypatch.setattr("lmworks.train.faults.corruption._repeats", lambda device: False)
+        tiny_copy.pretrain("stability.recheck_every=5 steps")
+        assert events(tiny_copy, "corruption") == []
+    else:
+        with pytest.raises(UserError, match="silent corruption on rank 0: the gradient of"):
+            tiny_copy.pretrain("stability.recheck_every=5 steps")
+
+
+def test_kernels_that_repeat_are_asked_for_while_training(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    seen = []
+    before_each_step(monkeypatch, lambda step: seen.append(torch.are_deterministic_algorithms_enabled()))
+    try:
+        tiny_copy.pretrain("train.deterministic=true")
+        assert len(seen) == STEPS and all(seen) and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_hunger_for_data_is_told_once(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

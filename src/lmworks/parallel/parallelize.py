@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -34,6 +36,8 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device, lora: Lora | None 
     """
     for problem in pipeline_stage_problems(recipe.model, ranks.layout, recipe.train):
         raise UserError(f"layout: {problem}")
+    if recipe.train.deterministic:
+        _repeat()
     dtype = dtype_for(recipe.train.precision, device)
     if dtype == torch.bfloat16 or device.type == "cpu":  # otherwise grouped products are not used
         for problem in alignment_problems(recipe.model, ranks.size("tp"), dtype.itemsize):
@@ -57,6 +61,13 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device, lora: Lora | None 
             data.shard(part, ranks)
         materialize(part, recipe.init_seed, device)
     return parts
+
+
+def _repeat() -> None:
+    """From now on, in this process, kernels give the same bits each time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing is read before it is written
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def with_adapters(model: Transformer, lora: Lora | None) -> Transformer:

@@ -258,6 +258,10 @@ class Train(Node):
         "auto",
         description="torch.compile the layers; auto: on GPUs. On CPUs that takes minutes of a short run, and eager code is nearly as fast",
     )
+    deterministic: Annotated[bool, RESUME_ONLY] = Field(
+        False,
+        description="on GPUs, only kernels that repeat their bits, where PyTorch has them (it warns where not); slower. CPUs always repeat",
+    )
     activation_checkpointing: Annotated[ActivationCheckpointing, RESUME_ONLY] = Field(
         ActivationCheckpointing(NONE),
         description="what the backward pass recomputes: nothing, all but matrix products (selective), or whole layers (full); "

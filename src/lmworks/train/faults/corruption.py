@@ -12,7 +12,7 @@ from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.read.batch import Batch
 from lmworks.train.faults.replicas import compare_replicas
-from lmworks.watch.recheck import compare_two_runs
+from lmworks.watch.recheck import differing, outlying, trace
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Corruption:
 def find_corruption(
     model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int, communicator: Communicator
 ) -> Corruption | None:
-    """Compare the copies of weights and optimizer state, then run a micro-batch of this rank's share twice. Gradients are dropped."""
+    """Compare the copies of weights and optimizer state, then run a micro-batch of this rank's share twice, or three times where gradients
+    need not repeat. Gradients are dropped."""
     return _copies(model, optimizer) or _arithmetic(
         model, optimizer, batch.sequences(0, min(micro_batch_size, len(batch.tokens))), micro_batch_size, communicator
     )
@@ -62,7 +63,12 @@ def _arithmetic(
     optimizer.zero_grad()
     torch.manual_seed(batch.step)
     blocks = {f"layer {name}": block for part in model.parts for name, block in part.layers.named_children()}
-    by_rank = communicator.all_gather(compare_two_runs(run, blocks, dict(model.named_parameters())))
+    parameters = dict(model.named_parameters())
+    runs = [trace(run, blocks, parameters) for _ in range(2)]
+    by_rank = communicator.all_gather(differing(*runs))
+    if any(by_rank) and not _repeats(model.device):
+        runs.append(trace(run, blocks, parameters))
+        by_rank = communicator.all_gather(outlying(runs, torch.finfo(model.compute_dtype).eps))
     # Gradients of weights are sums over ranks, so that what one has done wrong shows on others too; the rest is a rank's own.
     own = {rank: [what for what in found if not _summed(what)] for rank, found in enumerate(by_rank)}
     certain = [rank for rank, found in own.items() if found]
@@ -71,6 +77,11 @@ def _arithmetic(
         return None
     what = (own[suspects[0]] or by_rank[suspects[0]])[0]
     return Corruption(suspects, bool(certain) or len(suspects) == 1, f"the {what} was another one when the same micro-batch was run again")
+
+
+def _repeats(device: torch.device) -> bool:
+    """Whether backward passes give the same bits each time."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
 def _summed(what: str) -> bool:
