@@ -42,8 +42,6 @@ def test_served_from_the_command_line(run_dir: Path, dtype: str) -> None:
         assert process.stdout
         url, said = wait_until_served(process)
         assert "talker is served, and talker-base from its first request on" in said
-        if not torch.cuda.is_available():
-            assert f"precision   {'float32' if dtype == 'auto' else dtype}" in said
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="sesame")
         reply = client.chat.completions.create(model="talker", messages=[{"role": "user", "content": "Hello"}], max_tokens=5)
         assert reply.usage.completion_tokens in range(1, 6)
@@ -51,6 +49,8 @@ def test_served_from_the_command_line(run_dir: Path, dtype: str) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=PATIENCE) == 0
         assert "Traceback" not in process.stdout.read()
+    if not torch.cuda.is_available():
+        assert f"precision   {'float32' if dtype == 'auto' else dtype}" in said
 
 
 def test_a_taken_port_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
