@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,10 @@ class Reader:
     def __init__(self, choose: Any) -> None:
         self.choose = choose
 
-    def summed_cross_entropy(self, batch: Batch) -> float:
+    def summed_cross_entropies(self, batches: Iterable[Batch]) -> list[float]:
+        return list(map(self._nats, batches))
+
+    def _nats(self, batch: Batch) -> float:
         row, learned = batch.tokens[0].tolist(), batch.labels[0] != IGNORE
         value = batch.labels[0][learned].tolist()
         text = [*row, value[-1]][: -len(value)]
