@@ -91,7 +91,7 @@ def test_many_ranks_open_few_sockets() -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         here, there = FORKS.Pipe()
-        processes = [FORKS.Process(target=_count_sockets, args=(rank, port, meshed, there), daemon=True) for rank in range(6)]
+        processes = [FORKS.Process(target=_count_sockets, args=(rank, port, meshed, there), daemon=True) for rank in range(10)]
         try:
             for process in processes:
                 process.start()
@@ -100,7 +100,7 @@ def test_many_ranks_open_few_sockets() -> None:
         finally:
             for process in processes:
                 process.kill()
-    assert opened[2] < opened[128] - 5, opened  # sockets of rank 3, after a collective in each group
+    assert opened[2] <= opened[128] - 4, opened  # sockets of rank 3, after collectives in two groups of ten
 
 
 def _as_rank(rank: int, world: int, port: int) -> None:
@@ -111,7 +111,7 @@ def _as_rank(rank: int, world: int, port: int) -> None:
 
 
 def _count_sockets(rank: int, port: int, meshed: int, told: Connection) -> None:
-    _as_rank(rank, 6, port)
+    _as_rank(rank, 10, port)
     process_group._MESHED = meshed
     ranks = init_ranks(Layout(), 60)
     ranks.all_reduce_max(1.0)
