@@ -71,7 +71,7 @@ def test_a_step_of_the_trainer_waits_once(fake_cuda: FakeCuda) -> None:
     every = {"log_every": "2 steps", "validate_every": "3 steps", "save_every": "50 steps", "micro_batch_size": 1}
     steps = fake_cuda.run("traced_trainer:steps", kind="moe", train=every, metrics={"detail_every": "5 steps"})
     assert [sum(waits.values()) for waits in steps] == [1, 1, 2, 1, 2, 2]
-    assert {place.partition(":")[0] for waits in steps for place in waits} == {"parallel/transfers.py"}
+    assert {place.partition(":")[0] for waits in steps for place in waits} == {"model/transfers.py"}
 
 
 def test_a_wait_that_is_planted_is_named(fake_cuda: FakeCuda) -> None:

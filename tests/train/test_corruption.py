@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from unsteady import AnotherOrder
 
 from lmworks.train.faults.replicas import compare_replicas
 from lmworks.watch.checksum import Deviation, checksum, checksums, vote
@@ -48,6 +51,18 @@ def test_the_majority_is_right():
     assert vote([{("a", "rows 0-3"): 1}, {("a", "rows 4-7"): 5}]) == [], "different parts are no copies"
 
 
+def _at_call(number: int | None, act: Callable[..., None]) -> Callable[..., None]:
+    """A hook that acts when it is called the `number`th time, from 1 on."""
+    calls = []
+
+    def hook(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == number:
+            act(*arguments)
+
+    return hook
+
+
 def _model() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)), torch.randn(5, 8)
@@ -79,61 +94,30 @@ def test_sound_arithmetic_is_the_same_twice_and_leaves_no_trace():
 
 def test_a_flipped_bit_in_an_activation_is_found_where_it_happened():
     model, x = _model()
-    calls = []
-
-    def hook(module, inputs, output):
-        calls.append(1)
-        if len(calls) == 2:
-            flip(output, 7, 12)
-
-    model[0].register_forward_hook(hook)
+    model[0].register_forward_hook(_at_call(2, lambda module, inputs, output: flip(output, 7, 12)))
     assert _twice(model, x)[0] == "output of layer 0"
 
 
 def test_a_flipped_bit_in_a_gradient_is_found():
     model, x = _model()
-    calls = []
-
-    def hook(parameter):
-        calls.append(1)
-        if len(calls) == 1:
-            flip(parameter.grad, 3, 2)
-
-    model[2].weight.register_post_accumulate_grad_hook(hook)
+    model[2].weight.register_post_accumulate_grad_hook(_at_call(1, lambda parameter: flip(parameter.grad, 3, 2)))
     assert _twice(model, x) == ["gradient of 2.weight"]
-
-
-class _AnotherOrder(torch.autograd.Function):
-    """Identity; its gradient is rounded to bf16 in another way each time, as sums in another order are."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        draw = torch.Generator()
-        draw.seed()
-        return grad * (1 + 2**-8 * torch.randn(grad.shape, generator=draw))
 
 
 class _Unsteady(nn.Sequential):
     def forward(self, x):
-        return self[2](_AnotherOrder.apply(self[1](self[0](x))))
+        return self[2](AnotherOrder.apply(self[1](self[0](x)), 2**-8))
 
 
-@pytest.mark.parametrize("corrupt", [None, 0, 1, 2])
+@pytest.mark.parametrize("corrupt", [None, 1, 2, 3])
 def test_kernels_that_add_up_in_another_order_are_sound_and_a_run_that_stands_out_is_not(corrupt):
     torch.manual_seed(0)
     model, x = _Unsteady(nn.Linear(64, 128), nn.Dropout(0.5), nn.Linear(128, 64)), torch.randn(50, 64)
-    calls = []
 
-    def hook(parameter):
-        calls.append(1)
-        if len(calls) - 1 == corrupt:
-            parameter.grad[3, 5] *= -64  # a flipped sign and exponent
+    def flip_sign_and_exponent(parameter):
+        parameter.grad[3, 5] *= -64
 
-    model[0].weight.register_post_accumulate_grad_hook(hook)
+    model[0].weight.register_post_accumulate_grad_hook(_at_call(corrupt, flip_sign_and_exponent))
     runs = _runs(model, x, 3)
     assert "gradient of 0.weight" in differing(*runs[:2]) and "output of layer 2" not in differing(*runs[:2])
     assert outlying(runs, 2**-8) == ([] if corrupt is None else ["gradient of 0.weight"])
@@ -142,14 +126,11 @@ def test_kernels_that_add_up_in_another_order_are_sound_and_a_run_that_stands_ou
 def test_what_rounding_can_do_is_sound_though_only_one_run_shows_it():
     """As of kernels whose order of sums changes rarely."""
     model, x = _model()
-    calls = []
 
-    def hook(parameter):
-        calls.append(1)
-        if len(calls) == 2:
-            parameter.grad[1, 1] *= 1 + 2**-9
+    def round_otherwise(parameter):
+        parameter.grad[1, 1] *= 1 + 2**-9
 
-    model[2].weight.register_post_accumulate_grad_hook(hook)
+    model[2].weight.register_post_accumulate_grad_hook(_at_call(2, round_otherwise))
     runs = _runs(model, x, 3)
     assert differing(*runs[:2]) == ["gradient of 2.weight"]
     assert outlying(runs, 2**-8) == [] and outlying(runs, 2**-23) == ["gradient of 2.weight"]
@@ -157,14 +138,7 @@ def test_what_rounding_can_do_is_sound_though_only_one_run_shows_it():
 
 def test_outputs_have_equal_bits_wherever_gradients_need_not():
     model, x = _model()
-    calls = []
-
-    def hook(module, inputs, output):
-        calls.append(1)
-        if len(calls) == 3:
-            flip(output, 7, 1)
-
-    model[0].register_forward_hook(hook)
+    model[0].register_forward_hook(_at_call(3, lambda module, inputs, output: flip(output, 7, 1)))
     assert outlying(_runs(model, x, 3), 2**-8)[0] == "output of layer 0"
 
 

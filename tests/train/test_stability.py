@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from unsteady import AnotherOrder
 
 from lmworks import jsonl
 from lmworks.checkpoint import listing
@@ -410,24 +411,10 @@ def test_arithmetic_that_does_not_repeat_is_noticed(tiny_copy: Tiny, monkeypatch
     assert events(tiny_copy, "corruption")[0]["ranks"] == [0]
 
 
-class _AnotherOrder(torch.autograd.Function):
-    """Identity; its gradient is rounded in another way each time, as by kernels of GPUs that add up in another order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        draw = torch.Generator()
-        draw.seed()
-        return grad * (1 + 2**-20 * torch.randn(grad.shape, generator=draw))
-
-
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_gradients_that_need_not_repeat_are_no_corruption_on_gpus(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     honest = SwiGLU.forward
-    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: _AnotherOrder.apply(honest(self, x)))
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: AnotherOrder.apply(honest(self, x), 2**-20))
     if device == "gpu":
         monkeypatch.setattr("lmworks.train.faults.corruption._repeats", lambda device: False)
         tiny_copy.pretrain("stability.recheck_every=5 steps")

@@ -26,8 +26,6 @@ from lmworks.train.load import final_model, folder, load_checkpoint, load_model
 from lmworks.weights.chat import base_is_chat, is_chat
 
 _UNSTATED = 2048  # tokens of context, for a model that states none
-
-
 _HOST = torch.device("cpu")
 
 

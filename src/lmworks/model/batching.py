@@ -21,7 +21,7 @@ from lmworks.errors import UserError
 from lmworks.model.cache import Cache, JoinedCache
 from lmworks.model.prefixes import PrefixCache
 from lmworks.model.sampling import Draw, GenerateOptions, Grammar, Token, choose
-from lmworks.model.transfer import to_device
+from lmworks.model.transfers import to_device
 from lmworks.model.transformer import Transformer
 
 _SMALLEST = 128  # tokens: capacity of the smallest cache

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lmworks.model.documents import Visible, visible
-from lmworks.model.transfer import to_device
+from lmworks.model.transfers import to_device
 from lmworks.recipe.schema.model import Model
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lmworks.model.transfer import to_device
+from lmworks.model.transfers import to_device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lmworks.model.penalties import History, LogitOptions, adjust
-from lmworks.model.transfer import moved, to_device
+from lmworks.model.transfers import moved, to_device
 
 _GREEDY_BELOW = 1e-5
 SAMPLING = {"temperature": 0.7, "min_p": 0.1}

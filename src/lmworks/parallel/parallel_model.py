@@ -16,6 +16,7 @@ from lmworks.model.balance import set_loads, update_biases
 from lmworks.model.drawn_loss import drawn_chunk_loss
 from lmworks.model.moe import MoE
 from lmworks.model.sampling import GenerateOptions
+from lmworks.model.transfers import HostToDevice, to_host
 from lmworks.model.transformer import Loss
 from lmworks.optim.clip import clip_gradients
 from lmworks.optim.ema import Ema
@@ -24,7 +25,6 @@ from lmworks.parallel import context, data
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.pipeline import Pipeline
 from lmworks.parallel.pipeline_stages import pipelined_micro_batch, runnable
-from lmworks.parallel.transfers import HostToDevice, to_host
 from lmworks.recipe.schema.lora import is_adapter
 from lmworks.recipe.schema.model import Model
 from lmworks.shards.format.labels import IGNORE

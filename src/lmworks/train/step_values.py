@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lmworks.model.transfers import to_host
 from lmworks.optim.scaler import LossScaler
-from lmworks.parallel.transfers import to_host
 from lmworks.train.step import StepResult
 
 

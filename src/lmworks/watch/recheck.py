@@ -28,11 +28,11 @@ sums alone; with 4, above 10 once in 1,800 draws. So the largest distance must a
 
 @dataclass(frozen=True)
 class Traced:
-    """What a run has computed on this rank, by name in order of computation: checksums; and of each gradient its norm, and its sums over
+    """What a run has computed on this rank, by name in order of computation: checksums; and of each gradient its norm, then its sums over
     segments (fp64)."""
 
     bits: dict[str, int]
-    gradients: dict[str, tuple[float, Tensor]]
+    gradients: dict[str, Tensor]
 
 
 def trace(run: Callable[[], Tensor], modules: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> Traced:
@@ -68,8 +68,7 @@ def trace(run: Callable[[], Tensor], modules: Mapping[str, nn.Module], parameter
             keep(f"gradient of {name}", parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
         parameter.grad = None
     values = torch.stack([one.cpu() for one in sums.values()]).tolist()
-    kept = {name: (float(one[0]), one[1:]) for name, one in ((name, one.cpu()) for name, one in gradients.items())}
-    return Traced(dict(zip(sums, values, strict=True)), kept)
+    return Traced(dict(zip(sums, values, strict=True)), {name: one.cpu() for name, one in gradients.items()})
 
 
 def differing(first: Traced, second: Traced) -> list[str]:
@@ -88,8 +87,8 @@ def outlying(runs: Sequence[Traced], eps: float) -> list[str]:
             if name not in first.gradients:
                 found.append(name)
                 continue
-            norm = min(run.gradients[name][0] for run in runs)
-            a, b, c = (run.gradients[name][1] for run in runs)
+            norm = min(float(run.gradients[name][0]) for run in runs)
+            a, b, c = (run.gradients[name][1:] for run in runs)
             apart = torch.stack([(a - b).norm(), (a - c).norm(), (b - c).norm()])
             if not bool(apart.max() <= max(_SPREAD * float(apart.min()), eps * norm)):  # nan is an outlier, too
                 found.append(name)

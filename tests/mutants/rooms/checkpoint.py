@@ -51,4 +51,6 @@ MUTANTS = [
      "Credentials are not restored from a copy.", "checkpoint/test_run_bundle.py"),
     ("checkpoint.run_bundle:unpack", "                left -= size\n", "",
      "A copy of a stranger does not expand without limit.", "checkpoint/test_run_bundle.py"),
+    ("checkpoint.state:Staging.copy", "kept.copy_(values, non_blocking=values.is_cuda)", "values",
+     "What is saved is the state of its step, though training goes on.", "checkpoint/test_checkpoints.py"),
 ]  # fmt: skip

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lmworks.model.transfers import to_host
 from lmworks.model.transformer import Block
 from lmworks.optim.placement import local, local_grad, shards
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.parallel.transfers import to_host
 from lmworks.shards.read.batch import Batch
 from lmworks.watch.recheck import tensors_in
 

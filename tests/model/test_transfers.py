@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmworks.parallel.transfers import HostToDevice, pack, to_host, unpack
+from lmworks.model.transfers import HostToDevice, pack, to_host, unpack
 
 ARRAYS = [
     np.arange(15, dtype=np.int32).reshape(3, 5), np.arange(30, dtype=np.int32).reshape(3, 10)[:, ::2],

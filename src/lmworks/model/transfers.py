@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 _ALIGNED = 16  # bytes: compiled kernels read inputs in vectors of this size
+
+
+def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of these numbers, which may be nested lists. `torch.tensor(values, device=...)` would wait until the device has done all
+    that was asked of it before."""
+    return moved(torch.tensor(values, dtype=dtype), device)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on a device, by way of page-locked memory."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class HostToDevice:
@@ -26,7 +38,7 @@ class HostToDevice:
         given = [array for array in arrays if array is not None]
         computing = torch.accelerator.current_stream(self._device)
         with self._stream:
-            copied = torch.from_numpy(pack(given)).pin_memory().to(self._device, non_blocking=True)
+            copied = moved(torch.from_numpy(pack(given)), self._device)
         computing.wait_stream(self._stream)
         copied.record_stream(computing)  # its memory belongs to the other stream, which would use it again too early
         parts = iter(unpack(copied, given))
