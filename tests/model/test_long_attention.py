@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.model.flex_on_cpu import flex_on_cpu
+from tests.model.test_mla import CONFIGS as LATENT
 from tests.model.test_transformer import CONFIGS, build, relative, sample
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from lmworks.model import chunked, documents
+from lmworks.model import chunked, documents, flex
 from lmworks.model.attention import attend_fast, attend_plain
 from lmworks.model.cache import Cache
 from lmworks.model.documents import Visible, from_cu_seqlens, visible
@@ -175,3 +178,71 @@ def test_the_blocks_for_flex_attention(window: int | None) -> None:
     query, key, value = (x.detach() for x in inputs((4, 2), length, length, 16))
     out = flex_attention(query, key, value, block_mask=blocks, enable_gqa=True)
     assert relative(out, attend_plain(query, key, value, mask, 0.0)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["dense", "window", "moe", "mla"])
+def test_a_model_that_attends_as_on_a_gpu_equals_its_twin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one block of queries on, whatever the boundaries: a dense mask and shared heads have no fused kernel there."""
+    model, length = build(CONFIGS.get(name) or LATENT["experts"]), 130
+    tokens, labels, _ = sample(2, length)
+    for bounds in ([0, 40, length, 2 * length], [0, length, 2 * length]):
+        cu_seqlens, results = torch.tensor(bounds, dtype=torch.int32), []
+        for plain in (True, False):
+            with monkeypatch.context() as patch:
+                used = [] if plain else flex_on_cpu(patch)
+                model.plain(plain).zero_grad()
+                loss = model.loss(tokens, labels, cu_seqlens).total
+                loss.backward()
+            assert len(used) == (0 if plain else len(model.every_block()))
+            results.append((loss, {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}))
+        (expected, slow), (found, fast) = results
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        for key in slow:
+            assert relative(fast[key], slow[key]) < 2e-5, key
+
+
+def test_few_queries_have_a_dense_mask_also_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    flex_on_cpu(monkeypatch)
+    few, many = (visible(torch.arange(count).expand(2, count), 300, None) for count in (127, 128))
+    assert few.blocks is None and few.kept_B1TS is not None
+    assert many.blocks is not None and many.kept_B1TS is None
+
+
+def test_layers_are_compiled_once_whatever_the_boundaries_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "has_flex", lambda device: True)
+    model, length = build(CONFIGS["window"]), 130
+    counter = CompileCounter()
+    for block in model.layers:
+        block.compile(backend=counter, dynamic=False)
+    tokens, labels, _ = sample(2, length)
+    counts = []
+    for bounds in ([0, length, 2 * length], [0, 40, length, 2 * length], [0, 7, 99, length, length + 60, 2 * length]):
+        with torch.no_grad():
+            model.loss(tokens, labels, torch.tensor(bounds, dtype=torch.int32))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
+@pytest.mark.parametrize("name", ["window", pytest.param("dense", marks=pytest.mark.slow), pytest.param("mla", marks=pytest.mark.slow)])
+def test_prefill_compiles_attention_for_few_shapes_and_not_for_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts have any number and length: FlexAttention's own forward, in a graph whose sizes may vary."""
+    monkeypatch.setattr(documents, "has_flex", lambda device: True)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flex_attention, backend=counter)
+    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
+    model, generator = build(CONFIGS.get(name) or LATENT["experts"]), torch.Generator().manual_seed(1)
+    counts = []
+    with torch.no_grad():
+        for rows, steps, past in [(1, 128, 0), (2, 200, 0), (3, 133, 7), (3, 256, 0), (1, 140, 3), (5, 171, 20), (4, 129, 1), (2, 300, 5)]:
+            tokens = torch.randint(0, 64, (rows, past + steps), generator=generator)
+            cache = model.cache(rows, past + steps)
+            if past:
+                model.forward(tokens[:, :past], cache=cache)
+                cache.finish(past)
+            found = model.forward(tokens[:, past:], cache=cache)
+            expected = model.plain(True).forward(tokens)[:, past:]
+            model.plain(False)
+            assert relative(found, expected) < 1e-5
+            counts.append(counter.frame_count)
+    assert counts[4] == counts[-1], counts  # all that comes later is one of these
+    assert counts[-1] <= 4 * (2 if name == "window" else 1), counts

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional
+from tests.model.flex_on_cpu import flex_on_cpu
 from tests.model.test_long_attention import saved_bytes
 from torch import Tensor
 
 from lmworks.errors import UserError
 from lmworks.model import Transformer, documents
-from lmworks.model.documents import first_seen
+from lmworks.model.documents import first_seen, from_cu_seqlens
 from lmworks.model.init import initialize
 from lmworks.model.router import Router
 from lmworks.parallel import context
@@ -39,6 +40,34 @@ def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) 
     compare(alone(kind, 2), ranks.run(train, layout["cp"] * layout.get("dp_shard", 1), layout, kind, 2))
 
 
+def test_positions_are_those_of_one_process(ranks: RankPool) -> None:
+    """RoPE hides a wrong origin, since it depends on differences alone."""
+    expected = from_cu_seqlens((2, 16), _BOUNDS, None, torch.device("cpu")).positions_BT
+    for rank, found in enumerate(ranks.run(_positions, 2)):
+        assert torch.equal(found, context.slices(expected, 2, rank))
+
+
+_BOUNDS = torch.tensor([0, 3, 7, 16, 21, 32], dtype=torch.int32)
+
+
+def _positions() -> Tensor:
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    return context.split(tokens, tokens, _BOUNDS, Ranks(Layout(cp=2)))[3].begin(8)
+
+
+@pytest.mark.parametrize("kind", ["mla", pytest.param("dense", marks=pytest.mark.slow), pytest.param("tied", marks=pytest.mark.slow)])
+def test_the_way_of_gpus_equals_one_process(ranks: RankPool, kind: str) -> None:
+    compare(alone(kind, 2), ranks.run(_train_with_blocks, 2, kind))
+
+
+def _train_with_blocks(kind: str) -> Trained:
+    with pytest.MonkeyPatch.context() as patch:
+        used = flex_on_cpu(patch)
+        trained = train({"cp": 2}, kind, 2)
+    assert used
+    return trained
+
+
 @pytest.mark.slow
 def test_also_with_activation_checkpointing(ranks: RankPool) -> None:
     compare(alone("tied"), ranks.run(_train_with, 2, {"activation_checkpointing": "full"}))
@@ -55,6 +84,11 @@ def _no_sum(whole_BKSW: Tensor, group: str, size: int) -> Tensor:
 def _as_if_side_by_side(self: context.Slices, steps: int) -> Tensor:
     first = self.places_BT[:, :1]
     return first + torch.arange(steps) - self.start_BT
+
+
+def _own_only(grad_key: Tensor, grad_value: Tensor, group: str, size: int) -> tuple[Tensor, Tensor]:
+    key, value = (_no_sum(grad, group, size) for grad in (grad_key, grad_value))
+    return key, value
 
 
 def _one_too_many(places_BT: Tensor, window: int | None, start_BT: Tensor) -> Tensor:
@@ -82,6 +116,7 @@ MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
     "positions of the second slice follow the first": (context.Slices, "begin", _as_if_side_by_side, "dense"),
     "a query sees a token before its document": (context, "first_seen", _one_too_many, "dense"),
     "keys in the order of the ranks": (context, "_gather", _unordered, "dense"),
+    "gradients of gathered keys are a rank's own": (context, "_own_sums", _own_only, "tied"),
     "the auxiliary loss sees slices": (context, "_mean_load", _own_load, "moe"),
     "the next token is looked for in the slices": (context, "split", _own_ahead, "mtp"),
 }

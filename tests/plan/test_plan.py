@@ -405,6 +405,9 @@ def test_activations_of_latent_attention_by_hand() -> None:
     assert kinds[1]["none"] == 2 * (4 * 7168 + latents + heads + ffn) + 4 * 128
     assert kinds[4]["none"] == 2 * (4 * 7168 + 4 * latents + heads + ffn) / 4 + 4 * 128 / 4
     assert kinds[1]["full"] < kinds[1]["selective"] < kinds[1]["none"]
+    gathered = layer_activations(model, 0, Layout(cp=4), 2, gathered=True)
+    assert gathered["none"] - kinds[1]["none"] == 2 * 3 * 128 * (192 + 128)  # keys and values of the three other context ranks
+    assert gathered["full"] == kinds[1]["full"]
 
 
 def test_a_pipeline_rank_keeps_as_many_micro_batches_as_are_in_flight() -> None:

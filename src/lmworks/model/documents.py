@@ -16,6 +16,7 @@ from lmworks.model.chunked import attend_chunks
 from lmworks.model.flex import attend_flex, block_mask, has_flex
 
 _KEPT = 2048 * 2048  # pairs of query and key, up to which their mask is made once for all layers
+_BLOCKED = 128  # queries from which on a GPU has block masks: one block. Its fused kernels take no dense mask together with shared heads
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,9 @@ class Visible:
     """An attention mask as intervals: each query sees the keys from index `first` to index `last` of its row, both (B, T), of `keys` keys.
 
     Causal attention, documents and sliding windows all have this form, which needs two numbers per query instead of one per pair.
-    `kept` is the dense mask for short rows, and `blocks` the block mask of FlexAttention on a GPU. Every query sees at least itself. `bias`
-    is the dense mask as numbers that are added to the scores, which attention would otherwise make in each layer.
+    `kept` is the dense mask, of short rows on CPUs and of few queries, and `blocks` the block mask of FlexAttention on a GPU. Every query
+    sees at least itself. `bias` is the dense mask as numbers that are added to the scores, which attention would otherwise make in each
+    layer.
     """
 
     first_BT: Tensor
@@ -60,9 +62,9 @@ class Visible:
 def visible(last_BT: Tensor, keys: int, window: int | None, start_BT: Tensor | int = 0) -> Visible:
     """The mask of queries at indices `last_BT` in documents that begin at `start_BT`, with or without a sliding window."""
     seen = Visible(first_seen(last_BT, window, start_BT), last_BT, keys)
-    if last_BT.shape[1] * keys <= _KEPT:
-        return replace(seen, kept_B1TS=seen.dense())
-    return replace(seen, blocks=block_mask(seen.first_BT, last_BT, keys)) if has_flex(last_BT.device) else seen
+    if last_BT.shape[1] >= _BLOCKED and has_flex(last_BT.device):
+        return replace(seen, blocks=block_mask(seen.first_BT, last_BT, keys))
+    return replace(seen, kept_B1TS=seen.dense()) if last_BT.shape[1] * keys <= _KEPT else seen
 
 
 def first_seen(last_BT: Tensor, window: int | None, start_BT: Tensor | int = 0) -> Tensor:
@@ -96,9 +98,10 @@ def from_cu_seqlens(shape: tuple[int, int], cu_seqlens: Tensor | None, window: i
     rows, length = shape
     places = torch.arange(length, device=device).expand(rows, length)
     slides = window is not None and window < length
-    # For short rows on CPUs a mask is cheap; recompiling the layers for a batch without document boundaries is not.
-    cheap = device.type == "cpu" and length * length <= _KEPT
-    if cu_seqlens is None or (cu_seqlens.numel() == rows + 1 and not cheap):
+    # A mask also where each row is one document, as only some batches are: without it their layers would be compiled again. On CPUs long
+    # rows without boundaries are left to the fused kernel.
+    fused = cu_seqlens is not None and cu_seqlens.numel() == rows + 1 and device.type == "cpu" and length * length > _KEPT
+    if cu_seqlens is None or fused:
         return Documents(places, None, visible(places, length, window) if slides else None)
     start = starts(shape, cu_seqlens)
     mask = visible(places, length, None, start)

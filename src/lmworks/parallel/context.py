@@ -2,8 +2,9 @@
 
 A sequence is split into 2 cp slices, and rank r holds slices r and 2 cp - 1 - r. Early tokens attend to few keys and late ones to many,
 so this balances the work (Llama 3, arXiv:2407.21783, section 3.3.2). All modules except attention process tokens independently. Attention
-all-gathers keys and values, and again in the backward pass: only a rank's own are saved, so memory per rank grows with length / cp.
-Positions and masks come from the same document boundaries as in a single process, also for documents that span several slices.
+all-gathers keys and values. On CPUs it does so again in the backward pass: only a rank's own are saved, so memory per rank grows with
+length / cp. On GPUs FlexAttention saves what was gathered, unless the layer is recomputed. Positions and masks come from the same document
+boundaries as in a single process, also for documents that span several slices.
 
 Shapes: B batch, T tokens of this rank, S = cp T tokens of the sequence, H query heads, K key/value heads, C head dimension, V value
 dimension, W = C + V.
@@ -22,6 +23,7 @@ from lmworks.errors import UserError
 from lmworks.model import Transformer
 from lmworks.model.chunked import attend_chunks, chunks_backward
 from lmworks.model.documents import Visible, first_seen, starts
+from lmworks.model.flex import attend_flex, block_mask, has_flex
 from lmworks.model.mtp import Ahead, look_ahead
 from lmworks.model.router import Router
 from lmworks.parallel.mesh import Ranks
@@ -108,11 +110,13 @@ class Slices:
 
     def masks(self, window: int | None) -> tuple[SharedVisible, SharedVisible]:
         """The masks of layers without and with the sliding window."""
-        return self._mask(None), self._mask(window)
+        mask = self._mask(None)
+        return mask, self._mask(window) if window is not None and window < self.length else mask
 
     def _mask(self, window: int | None) -> SharedVisible:
         first_BT = first_seen(self.places_BT, window, self.start_BT)
-        return SharedVisible(first_BT, self.places_BT, self.length, group=self.group, size=self.size)
+        blocks = block_mask(first_BT, self.places_BT, self.length) if has_flex(first_BT.device) else None
+        return SharedVisible(first_BT, self.places_BT, self.length, blocks=blocks, group=self.group, size=self.size)
 
     def layer(self, index: int) -> None:
         """None: keys and values are gathered in attention."""
@@ -129,8 +133,26 @@ class SharedVisible(Visible):
         return _gather(key_BKTC, key_BKTC[..., :0], self.group, self.size)[0]
 
     def attend(self, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor) -> Tensor:
+        if self.blocks is not None and query_BHTC.dtype != torch.float64:
+            key, value = _Gathered.apply(key_BKTC, value_BKTV, self.group, self.size)
+            return attend_flex(query_BHTC, key, value, self.blocks)
         scale = query_BHTC.shape[-1] ** -0.5
         return attend_shared(query_BHTC, key_BKTC, value_BKTV, self.first_BT, self.last_BT, scale, self.group, self.size)[0]
+
+
+class _Gathered(torch.autograd.Function):
+    """The keys and values of all ranks; their gradients are summed over the queries of all ranks, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, key_BKTC: Tensor, value_BKTV: Tensor, group: Any, size: int) -> tuple[Tensor, Tensor]:
+        ctx.group, ctx.size = group, size
+        key, value = _gather(key_BKTC, value_BKTV, group, size)
+        return key.contiguous(), value.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> Any:
+        own_key, own_value = _own_sums(grad_key, grad_value, ctx.group, ctx.size)
+        return own_key.to(grad_key.dtype), own_value.to(grad_value.dtype), None, None
 
 
 @torch.library.custom_op("lmworks::attend_shared", mutates_args=())
@@ -150,8 +172,7 @@ def attend_shared_backward(
     """Gradients of this rank's queries, keys and values; the latter two are summed over the queries of all ranks, in fp32."""
     key, value = _gather(key_BKTC, value_BKTV, group, size)
     grad_query, grad_key, grad_value = chunks_backward(grad_BHTV, query_BHTC, key, value, first_BT, last_BT, out_BHTV, lse_BHT, scale)
-    grad_BKTW = _scatter_sum(torch.cat((grad_key, grad_value), dim=-1), group, size)
-    own_key, own_value = grad_BKTW.split((key.shape[-1], value.shape[-1]), dim=-1)
+    own_key, own_value = _own_sums(grad_key, grad_value, group, size)
     return grad_query, own_key.to(key_BKTC.dtype, copy=True), own_value.to(value_BKTV.dtype, copy=True)
 
 
@@ -164,6 +185,13 @@ def _gather(key_BKTC: Tensor, value_BKTV: Tensor, group: Any, size: int) -> tupl
     whole_BKSW = ordered.permute(1, 2, 0, 3, 4).reshape(B, K, size * T, W)
     key, value = whole_BKSW.split((key_BKTC.shape[-1], value_BKTV.shape[-1]), dim=-1)
     return key, value
+
+
+def _own_sums(grad_key_BKSC: Tensor, grad_value_BKSV: Tensor, group: Any, size: int) -> tuple[Tensor, Tensor]:
+    """The gradients of this rank's keys and values, in fp32."""
+    grad_BKTW = _scatter_sum(torch.cat((grad_key_BKSC.float(), grad_value_BKSV.float()), dim=-1), group, size)
+    own_key, own_value = grad_BKTW.split((grad_key_BKSC.shape[-1], grad_value_BKSV.shape[-1]), dim=-1)
+    return own_key, own_value
 
 
 def _scatter_sum(whole_BKSW: Tensor, group: Any, size: int) -> Tensor:

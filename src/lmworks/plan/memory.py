@@ -111,10 +111,13 @@ def kv_cache_shrink(model: Model) -> float:
     return model.num_attention_heads / model.num_key_value_heads
 
 
-def layer_activations(model: Model, layer: int, layout: Layout, element: int, cpu_length: int = 0) -> dict[str, float]:
+def layer_activations(
+    model: Model, layer: int, layout: Layout, element: int, cpu_length: int = 0, gathered: bool = False
+) -> dict[str, float]:
     """Bytes per token that one layer saves for the backward pass on one rank, by name of the activation checkpointing policy.
 
-    `cpu_length` is the sequence length if CPU attention saves its weights, otherwise 0.
+    `cpu_length` is the sequence length if CPU attention saves its weights, otherwise 0. `gathered`: attention saves the keys and values
+    of all ranks of `cp`, as on GPUs.
     """
     D, H, K, d = model.hidden_size, model.num_attention_heads, model.num_key_value_heads, model.head_dim
     assert D and H and K and d and model.intermediate_size
@@ -130,6 +133,8 @@ def layer_activations(model: Model, layer: int, layout: Layout, element: int, cp
     everything = element * (4 * D + heads) / tp + 4 * H / tp  # inputs and their norms; the last term is the softmax normalizer
     if cpu_length:
         everything += H * cpu_length / 2 * (4 + element)
+    if gathered:
+        everything += element * (layout.cp - 1) * (H * (d + mla.v_head_dim) if mla else 2 * K * d) / tp
     products = element * (D + projected + D) / tp
     if not is_moe(model, layer):
         everything += element * 3 * model.intermediate_size / tp
@@ -358,13 +363,14 @@ def _stage_memory(
     in_flight = micro_batches_in_flight(layout, stage, micro_batches)
     stored = working = 0.0
     for layer in layers:
-        bytes_per_token = layer_activations(model, layer, layout, element, cpu_length)
+        bytes_per_token = layer_activations(model, layer, layout, element, cpu_length, not cluster.on_cpu)
         stored += bytes_per_token[checkpointing.of(layer).name]
         working = max(working, bytes_per_token["none"])
     if stage == layout.pp - 1:
         for depth in range(mtp_layers):  # and beside the layer: normed embedding and hidden state, both joined, and the normed output
-            bytes_per_token = layer_activations(model, model.num_hidden_layers + depth, layout, element, cpu_length)
-            stored += bytes_per_token[checkpointing.of(model.num_hidden_layers + depth).name] + element * 6 * model.hidden_size / layout.tp
+            layer = model.num_hidden_layers + depth
+            bytes_per_token = layer_activations(model, layer, layout, element, cpu_length, not cluster.on_cpu)
+            stored += bytes_per_token[checkpointing.of(layer).name] + element * 6 * model.hidden_size / layout.tp
             working = max(working, bytes_per_token["none"])
     activations = tokens * (in_flight * stored + working)
     if stage == layout.pp - 1:

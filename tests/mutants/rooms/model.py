@@ -1,6 +1,12 @@
 """Mistakes in the forward pass, its losses and the balancing of experts."""
 
 MUTANTS = [
+    ("model.documents:visible", "last_BT.shape[1] >= _BLOCKED and has_flex", "last_BT.shape[1] * keys > _KEPT and has_flex",
+     "On GPUs rows of one block of queries or more have one fused kernel.", "model/test_long_attention.py"),
+    ("model.documents:visible", "last_BT.shape[1] >= _BLOCKED and", "", "A step of decoding has a dense mask also on a GPU.",
+     "model/test_long_attention.py"),
+    ("model.documents:from_cu_seqlens", ' and device.type == "cpu" and length * length > _KEPT', "",
+     "Layers are compiled once, whatever the boundaries of documents.", "model/test_long_attention.py"),
     ("model.inference:_fill", "and not isinstance(module, Router)", "", "Routers keep fp32 in a model for inference.",
      "model/test_inference.py"),
     ("model.inference:_join", '("query", "key", "value")', '("query", "value", "key")', "Joined projections are in the order of use.",
