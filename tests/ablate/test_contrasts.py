@@ -136,6 +136,7 @@ def test_seeds_needed_grow_as_the_difference_shrinks() -> None:
     needed = [seeds_needed(made(size, 1.0), 0.05) for size in (3.0, 1.0, 0.3)]
     assert needed == sorted(needed) and needed[0] >= 4  # type: ignore[operator, type-var]
     assert seeds_needed(made(1e-6, 1.0), 0.05) is None
+    assert seeds_needed(made(30.0, 1.0), 0.05) == 4, "more than there were"
     assert seeds_needed(made(0.5, 1.0, items=1.0), 0.05) is None, "more seeds do not help where the items are the noise"
     sizes = [detectable_in_noise(seeds, 4) for seeds in (1, 3, 10)]
     assert sizes[0] is None and sizes[1] > sizes[2]  # type: ignore[operator]

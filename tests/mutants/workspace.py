@@ -152,7 +152,8 @@ def _in_child(root: Path, folder: Path, result: Path, tests: Sequence[str], pati
         os.environ["LMWORKS_PATIENCE"] = str(patience)
         tempfile.tempdir = None
         watch = _FirstFailure()
-        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={root}", *tests], plugins=[watch])
+        hangs = f"--timeout={2 * patience}"  # a test that a mistake makes wait for ever has found it
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", hangs, f"--rootdir={root}", *tests], plugins=[watch])
         ended = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
         said = "failed" if watch.test else "passed" if code in ended else "not run"
         said_all = (folder / "log").read_text(encoding="utf-8", errors="replace")

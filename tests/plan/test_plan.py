@@ -386,6 +386,14 @@ def test_latent_attention_in_the_plan() -> None:
     assert whole.mtp == 6 * (counts.mtp_active + 129_280 * 7168) + whole.attention / 61
 
 
+def test_frozen_weights_pass_gradients_on_and_have_none() -> None:
+    """Forward and the gradient of the input: 4 operations per parameter and token; attention, which has no weights, costs the same."""
+    model = deepseek_v3()
+    trained, frozen = flops_per_token(model, 4096), flops_per_token(model, 4096, frozen=True)
+    assert frozen.attention == trained.attention
+    assert frozen.total - frozen.attention == pytest.approx((trained.total - trained.attention) * 4 / 6, rel=0.01)
+
+
 def test_a_window_bounds_the_cache_of_its_layers() -> None:
     model = Model.model_validate(small_config(num_hidden_layers=4) | {
         "sliding_window": "8 tokens", "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],

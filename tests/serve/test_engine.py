@@ -6,16 +6,18 @@ import math
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from lmworks.model import Transformer
 from lmworks.model.batching import Sampled
-from lmworks.model.generate import GenerateOptions, generate
-from lmworks.serve.engine import Engine
-from lmworks.serve.requests import Delta, PromptTooLong, Request, Scores
+from lmworks.model.generate import GenerateOptions, Token, generate
+from lmworks.serve.engine import Engine, _Answer
+from lmworks.serve.requests import Delta, Job, PromptTooLong, Request, Scores
 from lmworks.serve.scoring import score
+from lmworks.serve.text import Assembler
 from lmworks.serve.vocabulary import Vocabulary
 from patience import PATIENCE
 
@@ -150,8 +152,9 @@ def test_leaving_the_stream_frees_the_worker(
     next(events)
     events.close()
     left.set()
-    waiting(lambda: engine.stats().running == 0)
+    waiting(lambda: not engine._running)
     assert engine.stats().generated_tokens < 100
+    assert engine.stats().running == 0
 
 
 def test_stop_strings_and_tokens_end_an_answer(engine: Engine, vocabulary: Vocabulary) -> None:
@@ -216,6 +219,36 @@ def test_a_failure_is_told_and_the_worker_goes_on(
             texts(engine, request)
     assert engine.alive
     assert texts(engine, request)[0]
+
+
+def test_a_request_that_cannot_begin_ends_alone(engine: Engine, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("no room for the prompt")
+
+    request = Request(ids(vocabulary, "a"), GenerateOptions(max_new_tokens=3))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._batch, "add", full)
+        with pytest.raises(RuntimeError, match="no room"):
+            texts(engine, request)
+    assert engine.alive
+    assert texts(engine, request)[0]
+
+
+def test_a_stop_text_that_the_end_completes_is_a_stop(engine: Engine, vocabulary: Vocabulary) -> None:
+    """A character that never came to its end is shown as a replacement, which may be a part of a stop text."""
+
+    class Unfinished:
+        def push(self, token: int) -> str:
+            return "so"
+
+        def finish(self) -> str:
+            return "\N{REPLACEMENT CHARACTER}"
+
+    events: list[Any] = []
+    request = Request(ids(vocabulary, "a"), GenerateOptions(max_new_tokens=1))
+    answer = _Answer(Job(request, events.append, 1), 0, request.options, Assembler(Unfinished(), ["o\N{REPLACEMENT CHARACTER}"]))
+    engine._receive(answer, Sampled(0, Token(5, 0.0), "length"))
+    assert [(event.text, event.finish) for event in events if event is not None] == [("s", "stop")]
 
 
 def test_close_ends_what_is_under_way(model: Transformer, vocabulary: Vocabulary, waiting: Wait, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from test_order import recipe_of
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.shards.order.epochs import EpochOrder
 from lmworks.shards.order.order import MixtureOverride, Order
 
 DATA = {"a": 60_000, "b": 30_000, "c": 20_000}
@@ -138,3 +139,17 @@ def test_a_change_outside_its_phase_or_out_of_order_is_refused() -> None:
 def test_readings_count_all_phases_together() -> None:
     order = Order(recipe_of([("one", 100, 16, {"a": 1.0}), ("two", 100, 32, {"a": 0.5, "b": 0.5})]), {"a": 12_800, "b": 12_800})
     assert order.epochs_by_source() == {"a": 2.0, "b": 1.0}
+
+
+@pytest.mark.parametrize("taken", [0, 4, 10, 15])
+def test_what_is_added_to_a_source_is_read_before_anything_is_read_again(taken: int) -> None:
+    order = EpochOrder(1, "long", "web", 10)
+    before = order.locate(np.arange(taken))
+    order.extend(taken, 16)
+    first = max(taken, 10)  # what was not read of the old range comes before
+    found, epoch = order.locate(np.arange(first + 6 + 16))
+    assert all((found[:taken] == before[0]) & (epoch[:taken] == before[1]))
+    assert sorted(found[:10]) == [*range(10)]
+    assert sorted(found[first : first + 6]) == [*range(10, 16)]
+    assert set(epoch[first : first + 6]) == {0}
+    assert sorted(found[first + 6 :]) == [*range(16)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lmworks.untrusted.judged import encode
 from lmworks.untrusted.sandbox import Limits, judge_python
 
 LIMITS = Limits(seconds=60)
@@ -71,3 +72,19 @@ def test_a_program_that_takes_too_long_is_a_timeout() -> None:
     for body in ("while True: pass", "import time; time.sleep(1000)"):
         ran = judge_python(f"def f(x):\n    {body}", TESTS, Limits(seconds=2))
         assert ran.outcome in ("timeout", "refused")
+
+
+class _Anything(int):
+    """Equal to everything, and within all bounds."""
+
+    def _yes(self, _: object) -> bool:
+        return True
+
+    __eq__ = __lt__ = __gt__ = __le__ = __ge__ = _yes  # type: ignore[assignment]
+    __hash__ = int.__hash__
+
+
+def test_a_number_crosses_as_a_plain_one() -> None:
+    small, large = encode(_Anything(3), None), encode(_Anything(1 << 60), None)
+    assert type(small) is int and small == 3
+    assert large == {"int": hex(1 << 60)}  # a number that JSON readers would round

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,11 @@ def test_rows_of_the_vocabulary_may_be_more_and_other_weights_are_refused(tmp_pa
         config = Model.model_validate(small | change)
         with pytest.raises(UserError, match=reason):
             load_weights(tmp_path, Transformer(config).state_dict(), config, extend=True)
+
+
+def test_a_config_of_a_larger_model_is_refused_before_there_is_one(tmp_path: Path) -> None:
+    write_model(initialize(Transformer(Model.model_validate(_MODELS["tied"])), 7), tmp_path, {}, torch.float32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 100_000}))
+    with pytest.raises(UserError, match=r"config\.json does not describe the .* weights beside it"):
+        read_model(tmp_path)

@@ -19,7 +19,7 @@ MUTANTS = [
      "weights/test_file_hashes.py export/test_verify.py"),
     ("weights.huggingface:_refuse_wrong_size", "wanted is None or wanted > 2 * stored + _SMALL", "wanted is None",
      "A config that describes more weights than there are is refused before memory is allocated.",
-     "weights/test_tensors.py fuzz/test_fuzz.py"),
+     "weights/test_load_weights.py"),
     ("weights.chat:base_is_chat", "start_is_chat(run_dir)", "False",
      "The base model of a tuned run is asked in its chat template.", "cli/test_start_tuning.py cli/test_tune_and_align.py"),
 ]  # fmt: skip
