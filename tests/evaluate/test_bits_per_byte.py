@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmworks.evaluate.bits_per_byte import bits_per_byte, windows
+from lmworks.evaluate.bits_per_byte import ANSWERS, OVERALL, DocumentBits, bits_per_byte, by_domain, windows
 from lmworks.evaluate.logprobs import BatchedLogProbs
 
 DOCUMENTS = {"prose": ["Four score and seven years ago.", "a", "naïve, 中文"], "code": ["def f(x):\n    return x\n"]}
@@ -54,3 +54,8 @@ def test_windows_count_each_byte_once(bigram, byte_tokenizer, length: int) -> No
     measured = bits_per_byte({"d": [text]}, byte_tokenizer, byte_tokenizer.vocab_size, BatchedLogProbs(bigram), length)["d"]
     assert measured.bits == pytest.approx(direct(bigram, byte_tokenizer, text), rel=1e-12)
     assert (measured.bytes, measured.tokens) == (len(text), len(text))
+
+
+def test_answers_are_measured_and_no_part_of_the_overall_figure() -> None:
+    found = by_domain([DocumentBits("a", "web", 30.0, 10, 5), DocumentBits("b", f"{ANSWERS}chat", 999.0, 10, 5)])
+    assert {domain: one.bits for domain, one in found.items()} == {"web": 30.0, f"{ANSWERS}chat": 999.0, OVERALL: 30.0}

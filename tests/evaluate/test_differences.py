@@ -163,3 +163,10 @@ def test_an_item_in_two_formulations_is_one_unit() -> None:
     assert pooled.units == 200
     assert pooled.standard_error == pytest.approx(first.standard_error)  # as two sets of other items it would be 0.71 of it
     assert pooled.p == pytest.approx(first.p, abs=0.01)
+
+
+def test_few_units_have_the_wider_interval_of_student() -> None:
+    """Expanded percentiles: with 4 degrees of freedom the tails of -sqrt(5/4) t = -3.10, 0.1%, and not 2.5%."""
+    means = np.linspace(0, 1, 100_001)
+    assert differences._percentiles(means, 100_000) == pytest.approx((0.025, 0.975), abs=1e-4)
+    assert differences._percentiles(means, 4) == pytest.approx((0.00096, 0.99904), abs=2e-4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.evaluate.conftest import ByteTokenizer
 
@@ -28,6 +30,8 @@ def test_a_base_model_is_cut_at_stops_and_a_limit_is_told(byte_tokenizer: ByteTo
     assert accents.text == "déf é"
     assert stopped.tokens == len("ab\nclass")  # the row ended with its stop, while the long one went on
     assert first.prompt_tokens == 4
+    [[earliest]] = answerer([prompt("byte?", stop=("f", "éf"))])
+    assert earliest.text == "d"
 
 
 def test_without_stops_the_end_of_text_ends_it(byte_tokenizer: ByteTokenizer) -> None:
@@ -81,6 +85,8 @@ def test_samples_depend_on_seed_item_and_number_only(small_transformer, byte_tok
         asked = [prompt(text, most=8, samples=samples) for text in texts]
         return [[one.text for one in of] for of in Answerer(small_transformer, byte_tokenizer, chat=False, seed=seed)(asked, 1.0)]
 
+    same = [replace(prompt("some text", most=8), id=str(number)) for number in range(4)]
+    assert len({one.text for [one] in Answerer(small_transformer, byte_tokenizer, chat=False)(same, 1.0)}) == 4
     alone, together = draw(["some text"]), draw(["another text", "some text"], samples=5)
     assert len(set(alone[0])) == 3
     assert together[1][:3] == alone[0]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lmworks.evaluate.statistics import Score, wilson
+from lmworks.evaluate.statistics import Score, pooled, wilson
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,7 @@ def test_verdict_needs_the_whole_interval_beyond_the_baseline() -> None:
     assert Score(1100, 2000, 0.5, 0.62).verdict == "at chance"  # under the baseline, but not under chance
     assert Score(0, 50, 0.0, 0.4).verdict == "not above baseline"
     assert Score(40, 50, 0.0, 0.4).verdict == "above baseline"
+
+
+def test_each_item_counts_once_in_a_pooled_score() -> None:
+    assert pooled([Score(1, 10, 0.5, 0.6), Score(80, 90, 0.25, 0.3)]) == Score(81, 100, pytest.approx(0.275), pytest.approx(0.33))

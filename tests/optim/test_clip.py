@@ -55,3 +55,12 @@ def test_one_bad_element_shows_in_the_norm(poison: float) -> None:
 
 def test_no_gradients_no_norm() -> None:
     assert clip_gradients([nn.Parameter(torch.zeros(2))], 1.0) == 0
+
+
+def test_what_another_stage_counts_is_scaled_and_not_counted() -> None:
+    parameters = with_gradients()
+    copy, others = parameters[0], [one.grad for one in parameters[1:] if one.grad is not None]
+    before, counted = copy.grad.clone(), torch.stack([grad.norm() for grad in others]).norm()
+    norm = clip_gradients(parameters, 0.5, copies=[copy])
+    torch.testing.assert_close(norm, counted)
+    torch.testing.assert_close(copy.grad, before * 0.5 / counted, rtol=1e-4, atol=0)

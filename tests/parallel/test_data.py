@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from parallel.parity import alone, compare, train
+from lmworks.optim.ema import Ema
+from lmworks.optim.placement import local
+from lmworks.parallel.mesh import Ranks
+from lmworks.recipe.schema.layout import Layout
+from parallel.parity import Trained, alone, batch_of, compare, model_of, train
 from rank_pool import RankPool
 
 LAYOUTS = [
@@ -31,3 +35,43 @@ CASES = [
 def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
     world = layout["dp_shard"] * layout.get("dp_replicate", 1)
     compare(alone(kind), ranks.run(train, world, layout, kind))
+
+
+def test_a_rank_with_a_sequence_less_adds_nothing_for_it(ranks: RankPool) -> None:
+    """Its blank micro-batch has no tokens with a label, but a balancing loss of its own."""
+    compare(alone("aux", rows=3), ranks.run(_uneven, 2))
+
+
+def _uneven() -> Trained:
+    return train({"dp_shard": 2}, "aux", rows=3)
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2, "zero": 0}, {"dp_shard": 2, "zero": 3}, {"tp": 2}], ids=str)
+def test_a_norm_over_ranks_counts_each_number_once(ranks: RankPool, layout: dict[str, Any]) -> None:
+    expected = _norm({})
+    assert ranks.run(_norm, 2, layout) == [pytest.approx(expected, rel=1e-6)] * 2
+
+
+def _norm(layout: dict[str, Any]) -> float:
+    model, _ = model_of("tied", Ranks(Layout(**layout)))
+    return float(model.norm({name: local(parameter.detach()) for name, parameter in model.named_parameters()}))
+
+
+def test_what_is_measured_with_averaged_weights_is_theirs(ranks: RankPool) -> None:
+    """Also where a rank holds gathered weights of the last pass."""
+    expected = _losses({})
+    assert expected[0] == expected[2] != expected[1]
+    for found in ranks.run(_losses, 2, {"dp_shard": 2, "zero": 2}):
+        assert found == [pytest.approx(one, rel=1e-6) for one in expected]
+
+
+def _losses(layout: dict[str, Any]) -> list[float]:
+    """Before, with, and after averaged weights of twice the size."""
+    model, _ = model_of("tied", Ranks(Layout(**layout)))
+    batch, ema = batch_of(0), Ema(dict(model.named_parameters()), 0.9)
+    for average in ema.average.values():
+        local(average).mul_(2)
+    before = model.summed_cross_entropy(batch)
+    with model.ema_weights(ema):
+        within = model.summed_cross_entropy(batch)
+    return [before, within, model.summed_cross_entropy(batch)]

@@ -61,6 +61,7 @@ def test_each_source_counts_its_sequences_without_gap_or_repeat(parts: list[int]
 
 def test_decimal_weights_are_not_spoilt_by_floats() -> None:
     assert Mixture({"a": 0.29, "b": 0.57, "c": 0.14}).slots.tolist() == [2900, 5700, 1400]
+    assert Mixture({"a": 0.00015, "b": 0.99985}).slots.tolist() == [2, 9998], "1.5 and 9,998.5: the first of equal remainders"
 
 
 def test_the_order_of_keys_changes_nothing() -> None:

@@ -201,3 +201,11 @@ def test_an_optional_source_that_could_not_be_had_is_left_out() -> None:
     only_b = recipe_of([("p", 100, 16, {"b": 1.0})], corpus={"sources": sources})
     with pytest.raises(UserError, match=r"phase p: none of its sources is available \(b\)"):
         Order(only_b, {"a": 50_000})
+
+
+def test_phases_share_a_source_in_proportion_to_their_tokens() -> None:
+    """As many sequences of twice the length read twice the tokens, and so have two thirds of them."""
+    order = Order(recipe_of([("short", 50, 16, {"a": 1.0}), ("long", 50, 32, {"a": 1.0})]), {"a": 30_000})
+    short, long = order.shares()
+    assert short.borders[0] == 0 and long.borders == (short.borders[-1], 30_000)
+    assert short.borders[-1] == pytest.approx(10_000, abs=1)

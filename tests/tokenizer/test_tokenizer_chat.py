@@ -8,7 +8,7 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.tokenizer import Tokenizer, rendering
-from lmworks.tokenizer.chat import Template, encode, mark, with_thoughts
+from lmworks.tokenizer.chat import Template, encode, mark, unlearn, with_thoughts
 from lmworks.tokenizer.messages import Message
 from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
@@ -265,3 +265,11 @@ def test_thoughts_are_split_as_in_the_published_template(content: str, thoughts:
     assert (found["reasoning_content"], found["content"]) == (thoughts, answer)
     plain = Message({"role": "assistant", "content": "two"})
     assert with_thoughts(plain) is plain
+
+
+@pytest.mark.parametrize(("begin", "end", "kept"), [(3, 9, "+..++"), (4, 8, "+..++"), (0, 1, ".++++"), (9, 12, "+++.+"), (13, 20, "++++.")])
+def test_what_is_not_trained_ends_with_its_text(begin: int, end: int, kept: str) -> None:
+    """Five tokens of three characters each."""
+    mask = [True] * 5
+    unlearn(mask, [0, 3, 6, 9, 12], begin, end)
+    assert mask == [one == "+" for one in kept]

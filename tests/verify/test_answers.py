@@ -151,3 +151,9 @@ def test_hostile_replies_take_linear_time(hostile: str) -> None:
     final_number(long)
     stated(long[:99_000] + "x")
     right_answer(long, "exact")
+
+
+@pytest.mark.parametrize("reply", [r"so we get 3\sqrt{2}", r"so we get 9\pi", "so we get 2^{10}", "so we get √5", "so we get 4x"])
+def test_the_last_number_of_a_reply_is_no_part_of_a_formula(reply: str) -> None:
+    assert final_number(reply) is None
+    assert final_number("so we get 12") is not None

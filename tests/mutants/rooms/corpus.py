@@ -42,9 +42,9 @@ MUTANTS = [
     ("corpus.rules.measures:ended_lines", "line[-1] in LINE_ENDS", 'line[-1] == "."',
      "Questions and the sentence ends of all scripts end lines.", "corpus/test_corpus_rules.py corpus/test_steps_published.py"),
     ("letters:_OMITTED", "\\u0640", "", "The bar that stretches Arabic words makes no other text.",
-     "corpus/test_corpus_units.py corpus/test_corpus_rules.py"),
+     "corpus/test_corpus_languages.py"),
     ("letters:_SAME", 'ord("ک"): "ك"', "", "Persian text typed with Arabic letters is the same text.",
-     "corpus/test_corpus_units.py corpus/test_corpus_rules.py"),
+     "corpus/test_corpus_languages.py"),
     ("letters:LETTER", "[\\p{L}\\p{M}]", "\\p{L}", "Combining vowels are letters.",
      "corpus/test_corpus_units.py corpus/test_corpus_rules.py"),
 ]  # fmt: skip
