@@ -27,7 +27,7 @@ import yaml
 
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.metrics.log import read
-from lmworks.watch.heartbeat import Beat, read_beats
+from lmworks.watch.heartbeat import Beat, read_local_beats
 from lmworks.watch.ledger import LEDGER, read_ledger
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
@@ -73,8 +73,8 @@ class Run:
         command = [str(Path(sys.executable).with_name("lmworks")), "launch", "local", str(recipe), "--to", "pretrain", *options]
         self.launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
-    def beats(self) -> list[Beat]:
-        return read_beats(self.folder.heartbeats)
+    def heartbeats(self) -> list[Beat]:
+        return read_local_beats(self.folder.heartbeats)
 
     def wait_for_step(self, step: int) -> list[Beat]:
         """Both ranks in the middle of an update of this step or a later one."""

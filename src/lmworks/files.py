@@ -12,16 +12,18 @@ import re
 import shutil
 import stat
 import struct
+import tempfile
 import tokenize
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from lmworks import machine
 from lmworks.errors import UserError
 
+_PRIVATE = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # where `private_folder` looks, best first
 _MOST_JSON = 1 << 29  # bytes; a tokenizer.json has 35 MB
 # Raised by file parsers for unexpected contents.
 _CONFUSED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
@@ -250,6 +252,19 @@ def cache_directory(kind: str) -> Path:
     """The folder of what can be made again: $LMWORKS_CACHE/KIND, otherwise ~/.cache/lmworks/KIND."""
     base = os.environ.get("LMWORKS_CACHE")
     return (Path(base) if base else Path.home() / ".cache" / "lmworks") / kind
+
+
+def private_folder() -> Path:
+    """A folder in memory of this machine, or else among its temporary files, that only this user can enter. Raises OSError if there is
+    none: anybody can take a name there first."""
+    for base in _PRIVATE:
+        path = base / f"lmworks-{os.geteuid()}"
+        with suppress(OSError):
+            path.mkdir(mode=0o700, exist_ok=True)
+            found = path.lstat()  # a link is refused too
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+                return path
+    raise PermissionError(errno.EACCES, "no folder of this user alone", f"lmworks-{os.geteuid()}")
 
 
 def sha256_file(path: Path) -> str:

@@ -88,7 +88,7 @@ def _as_a_rank(arguments: list[str], run_dir: Path, port: int) -> None:
 
     def look(step: int) -> None:
         if step == 0:
-            Heartbeat(heartbeats, 1).beat(5, "forward")
+            Heartbeat(heartbeats, 1).share()
             os.utime(heartbeats / "1.json", (time.time() - 500,) * 2)
             text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
             silent = {rank: float(value) for rank, value in re.findall(r'lmworks_rank_silent_seconds\{.*rank="(\d)"\} (\S+)', text)}

@@ -259,7 +259,7 @@ def test_prometheus_shows_silent_ranks_and_free_disk(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     port = free_port()
     for rank in (0, 1, 2):
-        Heartbeat(tmp_path / "beats", rank).beat(5, "forward")
+        Heartbeat(tmp_path / "beats", rank).share()
     os.utime(tmp_path / "beats" / "1.json", (time.time() - 500,) * 2)
     Heartbeat(tmp_path / "beats", 2).end("left")
     with MetricLog(tmp_path / "run", Metrics(prometheus_port=port), heartbeats=tmp_path / "beats"):

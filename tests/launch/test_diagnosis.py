@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
+import stat
+import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lmworks.watch.diagnosis import classify_error, diagnose_failure, find_stalled
-from lmworks.watch.heartbeat import Beat, Entered, Heartbeat, entered_collectives, read_beats
+from lmworks import files
+from lmworks.watch.diagnosis import classify_error, diagnose_failure
+from lmworks.watch.heartbeat import (
+    Beat,
+    Entered,
+    Heartbeat,
+    entered_collectives,
+    read_beats,
+    read_local_beats,
+    recover_beats,
+    shared_interval,
+)
+from patience import PATIENCE
 from rank_pool import RankPool
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer"
@@ -91,34 +107,124 @@ def test_a_failed_collective_is_told_from_a_failure_of_its_own(error: BaseExcept
     assert classify_error(error) == state
 
 
-def test_ranks_that_are_behind_in_a_running_world_are_named() -> None:
-    beats = [beat(0, "running", step=8, time=95.0), beat(1, "running", step=7, time=40.0), beat(2, "running", step=8, time=95.0)]
-    assert [one.rank for one in find_stalled(beats, 30.0, now=100.0)] == [1]
-    assert find_stalled(beats, 70.0, now=100.0) == []
-
-
 def test_the_last_beat_is_what_is_read_and_a_shorter_one_covers_a_longer(tmp_path: Path) -> None:
     heart = Heartbeat(tmp_path, 3)
     heart.beat(123456, "a long word for what is being done here")
+    heart.share()
     heart.beat(7, "data")
-    assert [(one.rank, one.step, one.doing, one.state) for one in read_beats(tmp_path)] == [(3, 7, "data", "running")]
+    assert [one.step for one in read_beats(tmp_path)] == [123456], "the main thread writes nothing into the shared folder"
+    heart.share()
+    for beats in (read_beats(tmp_path), read_local_beats(tmp_path)):
+        assert [(one.rank, one.step, one.doing, one.state) for one in beats] == [(3, 7, "data", "running")]
     heart.record_witness({"loss": Entered(4, "all_reduce", 1.0)})
     assert read_beats(tmp_path)[0].entered["loss"].number == 4
     heart.end("failed", "x" * 3000)
     heart.beat(8, "not written any more")
+    assert not heart.share()
     (last,) = read_beats(tmp_path)
     assert (last.state, last.reason, last.step) == ("failed", "x" * 3000, 7)
+    assert read_local_beats(tmp_path) == [], "what is shared leaves nothing on the machine"
     (tmp_path / "4.json").write_text("{")  # a file that is just being made
     assert len(read_beats(tmp_path)) == 1
 
 
 def test_a_process_can_be_alive_while_its_main_thread_says_nothing(tmp_path: Path) -> None:
     heart = Heartbeat(tmp_path, 0)
+    heart.share()
     before = read_beats(tmp_path)[0]
     time.sleep(0.02)
     heart.touch()
+    heart.share()
     after = read_beats(tmp_path)[0]
     assert after.seen > before.seen and after.time == before.time
+    heart.end("left")
+
+
+def test_a_shared_folder_that_hangs_delays_no_step(tmp_path: Path) -> None:
+    """A pipe in place of the file blocks whoever opens it, as a file server that does not answer does."""
+    os.mkfifo(tmp_path / "0.json")
+    heart = Heartbeat(tmp_path, 0)
+    sharing = threading.Thread(target=heart.share, daemon=True)
+    sharing.start()
+    stepping = threading.Thread(target=lambda: [(heart.beat(step, "data"), heart.touch()) for step in range(100)], daemon=True)
+    stepping.start()
+    stepping.join(PATIENCE)
+    assert not stepping.is_alive() and sharing.is_alive()
+    assert [one.step for one in read_local_beats(tmp_path)] == [99]
+    reader = os.open(tmp_path / "0.json", os.O_RDONLY | os.O_NONBLOCK)  # the server answers again
+    sharing.join(PATIENCE)
+    os.close(reader)
+    heart.end("left")
+
+
+def test_ranks_share_at_a_rate_that_does_not_grow_with_their_number() -> None:
+    assert shared_interval(1) == shared_interval(8) == 0.5
+    assert {ranks / shared_interval(ranks) for ranks in (256, 1024, 8192, 100_000)} == {500}
+
+
+def _killed_after(folder: Path, steps: int) -> None:
+    heart = Heartbeat(folder, 2)
+    heart.share()
+    for step in range(steps):
+        heart.beat(step, "forward")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_last_beat_of_a_killed_rank_is_recovered_by_its_machine(tmp_path: Path) -> None:
+    alive = Heartbeat(tmp_path, 1)
+    alive.share()
+    alive.beat(3, "forward")
+    killed = multiprocessing.get_context("spawn").Process(target=_killed_after, args=(tmp_path, 8))
+    killed.start()
+    killed.join()
+    assert {one.rank: one.step for one in read_beats(tmp_path)} == {1: 0, 2: 0}
+    recover_beats(tmp_path)
+    assert {one.rank: (one.step, one.state) for one in read_beats(tmp_path)} == {1: (0, "running"), 2: (7, "running")}
+    assert [one.rank for one in read_local_beats(tmp_path)] == [1], "a process that lives speaks for itself"
+    alive.end("left")
+
+
+def test_what_an_older_start_has_left_on_a_machine_does_not_cover_the_beat_of_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_PRIVATE", (tmp_path,))
+    old = Heartbeat(tmp_path, 0)
+    old.beat(9, "forward")
+    shared = json.dumps({name: value for name, value in asdict(beat(0, "running", step=4)).items() if name != "seen"})
+    (tmp_path / "0.json").write_text(shared)
+    (local,) = files.private_folder().iterdir()
+    os.utime(local, (0, 0))  # before this process began: it was another one that had its number
+    recover_beats(tmp_path)
+    assert (tmp_path / "0.json").read_text() == shared and not local.exists()
+    old.end("left")
+
+
+@pytest.mark.parametrize("taken", ["link", "open to others", "file"])
+def test_a_name_that_somebody_else_may_have_taken_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str
+) -> None:
+    """As another user could in /dev/shm before the first run. Then only shared heartbeats are left."""
+    monkeypatch.setattr(files, "_PRIVATE", (tmp_path,))
+    target, name = tmp_path / "target", tmp_path / f"lmworks-{os.geteuid()}"
+    target.mkdir(mode=0o700)
+    if taken == "link":
+        name.symlink_to(target)
+    elif taken == "file":
+        name.touch()
+    else:
+        name.mkdir()
+        name.chmod(0o777)
+    heart = Heartbeat(tmp_path / "beats", 0)
+    heart.beat(5, "data")
+    assert heart.share() and read_beats(tmp_path / "beats")[0].step == 5
+    assert read_local_beats(tmp_path / "beats") == [] and not list(target.iterdir())
+    heart.end("left")
+
+
+def test_the_folder_of_a_user_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_PRIVATE", (tmp_path / "missing", tmp_path))
+    assert files.private_folder().parent == tmp_path
+    assert stat.S_IMODE(files.private_folder().stat().st_mode) == 0o700
 
 
 def test_without_a_directory_a_heartbeat_is_nothing() -> None:

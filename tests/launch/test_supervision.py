@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lmworks.launch.hosts import Host, read_table
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.torchrun import CountRange
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.watch.heartbeat import read_beats
+from lmworks.watch.heartbeat import read_local_beats
 from lmworks.watch.ledger import read_ledger
 from patience import PATIENCE
 from slurm_cluster import cluster
@@ -93,6 +94,16 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_ranks_go_on_while_the_shared_folder_does_not_answer(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    recipe = prepare(run_dir, {"rank": 1, "step": 7, "kind": "unanswered"}, timeout="60 s")
+    assert local(run_dir, recipe, "2").run() == 0
+    require_every_step(run_dir)
+    times = [event["time"] for event in events(run_dir, "step")]
+    assert not events(run_dir, "restart") and max(later - before for before, later in pairwise(times)) < 8
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "told"), [("hang", "was alive but did not enter the collective"), ("freeze", "stopped responding")])
 def test_a_hang_in_a_collective_is_named_with_the_rank_and_the_collective(tmp_path: Path, kind: str, told: str) -> None:
     run_dir = tmp_path / "run"
@@ -150,7 +161,7 @@ def test_a_world_shrinks_and_grows_back(tmp_path: Path) -> None:
     thread, codes = in_background(launch.run)
     widths = lambda: [event["ranks"] for event in events(run_dir, "step")]  # noqa: E731
     wait_for(lambda: widths()[-3:] == [3, 3, 3])
-    victim = next(beat for beat in read_beats(LaunchDir.of(run_dir).heartbeats) if beat.rank == 2)
+    victim = next(beat for beat in read_local_beats(LaunchDir.of(run_dir).heartbeats) if beat.rank == 2)
     agent = psutil.Process(victim.pid).ppid()
     os.kill(agent, signal.SIGKILL)
     os.kill(victim.pid, signal.SIGKILL)

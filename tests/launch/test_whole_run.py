@@ -18,7 +18,7 @@ import pytest
 from lmworks.launch import launcher
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.torchrun import CountRange
-from lmworks.watch.heartbeat import Beat, read_beats
+from lmworks.watch.heartbeat import Beat, read_local_beats
 from lmworks.watch.ledger import read_ledger
 from tiny_run import STEPS, Tiny, checkpoint, curve, same_bits
 
@@ -39,7 +39,7 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
 def await_rank(run_dir: Path, rank: int, step: int, world: int) -> Beat:
     """Its heartbeat, as soon as it is at the step in a world of that size."""
     while True:
-        beats = read_beats(LaunchDir.of(run_dir).heartbeats)
+        beats = read_local_beats(LaunchDir.of(run_dir).heartbeats)
         for beat in beats if len(beats) == world else ():
             if beat.rank == rank and beat.step >= step:
                 return beat

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 from lmworks.interrupt import Preempted
 from lmworks.launch.launch_dir import LaunchDir
+from lmworks.watch.heartbeat import shared_interval
 
 _POLL_INTERVAL = 0.5  # seconds
 _STOPPED = (Preempted.EXIT_CODE, 130)
@@ -100,16 +101,19 @@ def _messages(folder: LaunchDir) -> Iterator[None]:
     A stop request is turned into the signal that it names. Before the trainer installs its signal handlers, and after it removes them,
     the signals end the process: there is nothing to save.
     """
-    parent, done = os.getppid(), threading.Event()
+    parent, done, interval = os.getppid(), threading.Event(), shared_interval(int(os.environ.get("WORLD_SIZE", "1")))
 
     def leave(*_: object) -> None:
         sys.exit(1 if folder.stop_signal() is None else Preempted.EXIT_CODE)
 
     def listen() -> None:
-        stopping, over_since = False, 0.0
+        stopping, over_since, asked = False, 0.0, time.monotonic()
         while not done.wait(_POLL_INTERVAL):
             if os.getppid() != parent:
                 os._exit(1)  # the agent has died, and nothing else would end this process
+            if time.monotonic() < asked + interval:
+                continue
+            asked = time.monotonic()
             if not stopping and (by := folder.stop_signal()) is not None:
                 stopping = True
                 os.kill(os.getpid(), by)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,10 +19,17 @@ from lmworks.parallel.process_group import init_ranks, is_launched
 from lmworks.progress import console
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.diagnosis import classify_error, diagnose_failure
-from lmworks.watch.heartbeat import Heartbeat, entered_collectives, read_beats
+from lmworks.watch.heartbeat import (
+    Heartbeat,
+    entered_collectives,
+    has_ended,
+    read_beats,
+    read_local_beats,
+    recover_beats,
+    shared_interval,
+)
 from lmworks.watch.ledger import LEDGER, Ledger
 
-_POLL_INTERVAL = 0.5  # seconds
 _EXIT_SECONDS = 2.0  # that a rank has to exit by itself once another has failed
 
 
@@ -41,14 +47,19 @@ def rank_context(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbe
         yield init_ranks(recipe.layout, float(options.timeout), threads), Heartbeat(None)
         return
     folder, rank = LaunchDir.of(run_dir), int(os.environ["RANK"])
-    if rank == 0:
-        _report_failure(folder, run_dir, int(os.environ["WORLD_SIZE"]), options.max_restarts)
+    recover_beats(folder.heartbeats)
     ranks = init_ranks(recipe.layout, float(options.timeout), threads)
-    if rank == 0:  # the only rank that writes the file
+    if rank == 0:  # the only rank that writes these files
         folder.failed_starts.unlink(missing_ok=True)
+        refusal = _report_failure(folder, run_dir, ranks.world, options.max_restarts)
+        ranks.broadcast(refusal)
+    else:
+        refusal = ranks.receive_broadcast()
+    if refusal is not None:
+        raise UserError(refusal)
     heartbeat = Heartbeat(folder.heartbeats, rank)
     try:
-        with _monitor(folder, heartbeat):
+        with _monitor(folder, heartbeat, shared_interval(ranks.world)):
             yield ranks, heartbeat
     except (Interrupted, UserError, KeyboardInterrupt, SystemExit):
         heartbeat.end("left")
@@ -58,11 +69,15 @@ def rank_context(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbe
         folder.failed.touch()
         _kill_frozen_ranks(folder)
         raise
-    heartbeat.end("left")
+    else:
+        heartbeat.end("left")
+    finally:
+        recover_beats(folder.heartbeats)
 
 
-def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: int) -> None:
-    """On rank 0, before the other ranks can have joined: write to the ledger why the ranks were restarted."""
+def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: int) -> str | None:
+    """On rank 0, after all ranks have joined and recovered the heartbeats of their machines, and before one begins its own: write to the
+    ledger why the ranks were restarted. Returns why the run must end."""
     beats = read_beats(folder.heartbeats)
     found = diagnose_failure(beats)
     for path in folder.heartbeats.glob("*.json"):
@@ -72,7 +87,7 @@ def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: i
         if beats and len(beats) != size:
             with Ledger(run_dir / LEDGER) as ledger:
                 ledger.write("resized", before=len(beats), now=size)
-        return
+        return None
     with Ledger(run_dir / LEDGER) as ledger:
         in_a_row = 1
         for event in reversed(ledger.read()):
@@ -84,35 +99,43 @@ def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: i
             before=len(beats), now=size, in_a_row=in_a_row,
         )  # fmt: skip
     console.print(f"restarted: {found.reason}", style="yellow")
-    if in_a_row > max_restarts:
-        raise UserError(
-            f"the ranks have failed {in_a_row} times in a row without a new checkpoint (launch.max_restarts): {found.reason}; "
-            "fix the cause and run the same command again"
-        )
+    if in_a_row <= max_restarts:
+        return None
+    return (
+        f"the ranks have failed {in_a_row} times in a row without a new checkpoint (launch.max_restarts): {found.reason}; "
+        "fix the cause and run the same command again"
+    )
 
 
 def _kill_frozen_ranks(folder: LaunchDir) -> None:
     """Kill ranks of this machine that do not exit by themselves; `torchrun` would wait half a minute for them."""
     time.sleep(_EXIT_SECONDS)
-    for beat in read_beats(folder.heartbeats):
-        if beat.state == "running" and beat.machine == socket.gethostname():
+    killed = []
+    for beat in read_local_beats(folder.heartbeats):
+        if beat.state == "running" and not has_ended(beat):
             with suppress(psutil.Error):
                 process = psutil.Process(beat.pid)
                 if process.environ().get(VARIABLE) == str(folder.path):
                     process.kill()
+                    killed.append(process)
+    psutil.wait_procs(killed, _EXIT_SECONDS)
 
 
 @contextmanager
-def _monitor(folder: LaunchDir, heartbeat: Heartbeat) -> Iterator[None]:
-    """A thread that refreshes the heartbeat and, when another rank has failed, records where this rank is and ends it."""
+def _monitor(folder: LaunchDir, heartbeat: Heartbeat, interval: float) -> Iterator[None]:
+    """A thread that refreshes the heartbeat, shares it every `interval` seconds and, when another rank has failed, records where this
+    rank is and ends it."""
     done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(_POLL_INTERVAL):
+        heartbeat.share()
+        while not done.wait(interval):
             heartbeat.touch()
+            heartbeat.share()
             if folder.failed.exists():
                 heartbeat.record_witness(entered_collectives())
                 if not done.wait(_EXIT_SECONDS):
+                    recover_beats(folder.heartbeats)
                     os._exit(1)
 
     thread = threading.Thread(target=watch, daemon=True, name="monitor")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from lmworks.watch.heartbeat import Beat
 
 _COLLECTIVE_ERROR = re.compile(r"gloo|nccl|c10d|ProcessGroup|TCPStore|collective", re.IGNORECASE)
-_STEPS_BEHIND = 1
 
 
 @dataclass(frozen=True)
@@ -103,10 +102,3 @@ def _where(missing: Beat, waiting: Sequence[Beat]) -> str:
             who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
             return f"; missing from {last.name} number {last.number} of group {group}, where {who} waited"
     return ""
-
-
-def find_stalled(beats: Sequence[Beat], patience: float, now: float) -> list[Beat]:
-    """Of running ranks: those whose main thread has sent no heartbeat for `patience` seconds and is not ahead of the others."""
-    running = [beat for beat in beats if beat.state == "running"]
-    first = min((beat.step for beat in running), default=0)
-    return [beat for beat in running if now - beat.time > patience and beat.step < first + _STEPS_BEHIND]

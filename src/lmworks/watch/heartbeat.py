@@ -1,11 +1,16 @@
 """Heartbeats: each rank writes its state to a file of its own, from which a failure is diagnosed after the ranks have ended.
 
+The file is in memory of the rank's machine. It is copied to the shared folder of the launch at a rate that does not grow with the number
+of ranks (`shared_interval`), and at once when the rank ends or another one fails. So the last heartbeat is known of every rank whose
+machine has survived, and of a machine that is lost, the one of at most an interval before.
+
 A rank writes at every step what it is about to do. When a collective fails, it also writes which collectives it has entered; a rank that
 has not entered the collective in which the others wait is the one that was missing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -17,7 +22,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from lmworks.files import private_folder
+
 HOST = "LMWORKS_HOST"  # environment variable with the launcher's name of this machine
+_TURNS = 500
+"""Turns a second in which all ranks together access the shared folder of a launch.
+
+A turn is at most six requests to a file server: a heartbeat (write, commit, time) and three questions (has a rank failed, is there a
+request to stop, is the run over). That makes 3,000 a second, of the tens of thousands that a server answers.
+"""
+_SHORTEST = 0.5  # seconds between two turns of a rank
 _PADDED = 512  # bytes: every heartbeat is padded, so that a shorter one overwrites a longer one
 
 
@@ -54,65 +70,146 @@ class Beat:
 
 
 class Heartbeat:
-    """Heartbeats of one rank in `directory`/RANK.json; does nothing without a directory.
+    """Heartbeats of one rank: at once in a file of this machine, and with `share` in `directory`/RANK.json, where all machines see them;
+    does nothing without a directory.
 
-    A heartbeat is one `pwrite` of half a kilobyte (a few microseconds). The operating system has it when the call returns, so the last
-    heartbeat of a killed rank is never lost.
+    The main thread only writes the local file, one `pwrite` of half a kilobyte into memory (a few microseconds), so a shared folder that
+    is slow or hangs does not delay it. The operating system has the heartbeat when the call returns: that of a killed rank is not lost
+    (`recover_beats`). Where no local file can be made, only what was shared is known of a killed rank.
     """
 
     def __init__(self, directory: Path | None, rank: int = 0) -> None:
-        self._fd, self._lock, machine = -1, threading.Lock(), socket.gethostname()
-        self.directory = directory
+        self._local = self._shared = -1  # file descriptors
+        self._lock, self._sharing, machine = threading.Lock(), threading.Lock(), socket.gethostname()
+        self.directory, self._ended = directory, directory is None
         self._last = Beat(rank, os.environ.get(HOST, machine), machine, os.getpid(), time=time.time())
         if directory is not None:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(Path(directory) / f"{rank}.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            with suppress(OSError):
+                self._local = os.open(_local_file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             self._write(self._last)
 
     def beat(self, step: int, doing: str) -> None:
         """Record that the main thread is at `step` (counted from 0) and begins an activity: data, forward, update, save, ..."""
-        if self._fd >= 0:
-            self._write(replace(self._last, step=step, doing=doing, time=time.time(), state="running"))
+        self._write(replace(self._last, step=step, doing=doing, time=time.time(), state="running"))
 
     def touch(self) -> None:
         """Show that the process is alive, whatever its main thread does."""
         with self._lock:
-            if self._fd >= 0:
-                os.utime(self._fd)
+            if not self._ended:
+                self._last = replace(self._last, seen=time.time())
+                if self._local >= 0:
+                    os.utime(self._local, (self._last.seen,) * 2)
+
+    def share(self) -> bool:
+        """Copy the last heartbeat to the shared folder, for a thread beside the main one; whether it was written."""
+        with self._sharing:
+            with self._lock:
+                beat = self._last
+            if self.directory is None or self._ended:
+                return False
+            try:
+                if self._shared < 0:
+                    Path(self.directory).mkdir(parents=True, exist_ok=True)
+                    self._shared = os.open(Path(self.directory) / f"{beat.rank}.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+                os.pwrite(self._shared, _text(beat), 0)
+                os.utime(self._shared, (beat.seen,) * 2)  # on NFS this also sends what was written
+            except OSError:  # a full disk or a quota; the next turn tries again
+                return False
+            return True
 
     def record_witness(self, entered: Mapping[str, Entered]) -> None:
-        """Write what this rank was doing when another rank failed."""
+        """Write and share what this rank was doing when another rank failed."""
         self._write(replace(self._last, state="told", entered=entered))
+        self.share()
 
     def end(self, state: str, reason: str = "", entered: Mapping[str, Entered] | None = None) -> None:
-        """Write the final state; later beats are ignored."""
+        """Write and share the final state; later beats are ignored."""
         self._write(replace(self._last, state=state, reason=reason, entered=entered or {}))
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+        shared = self.share()
+        with self._sharing, self._lock:
+            self._ended = True
+            for fd in (self._local, self._shared):
+                if fd >= 0:
+                    os.close(fd)
+            if self.directory is not None and self._local >= 0 and shared:
+                _local_file(self.directory, self._last.rank).unlink(missing_ok=True)
+            self._local = self._shared = -1
 
     def _write(self, beat: Beat) -> None:
-        text = json.dumps({name: value for name, value in asdict(beat).items() if name != "seen"}, separators=(",", ":"))
         with self._lock:
-            self._last = beat
-            if self._fd >= 0:
-                with suppress(OSError):  # a full disk or a quota; `touch` still shows that the process is alive
-                    os.pwrite(self._fd, text.encode().ljust(_PADDED) + b"\n", 0)
+            if not self._ended:
+                self._last = replace(beat, seen=time.time())
+                if self._local >= 0:
+                    with suppress(OSError):  # no memory left; `touch` still shows that the process is alive
+                        os.pwrite(self._local, _text(self._last), 0)
+
+
+def _text(beat: Beat) -> bytes:
+    fields = {name: value for name, value in asdict(beat).items() if name != "seen"}  # which is the time of the file
+    return json.dumps(fields, separators=(",", ":")).encode().ljust(_PADDED) + b"\n"
+
+
+def _local_file(directory: Path, rank: int | str) -> Path:
+    """The file of a rank's heartbeats on this machine. Raises OSError if there is no place that only this user can write to."""
+    launch = hashlib.sha256(os.path.abspath(directory).encode()).hexdigest()[:16]
+    return private_folder() / f"{launch}-{rank}.json"
+
+
+def _read(path: Path) -> Beat | None:
+    """The heartbeat in a file; None if there is none, or not a whole one yet."""
+    try:
+        tree: dict[str, Any] = json.loads(path.read_bytes().partition(b"\n")[0])
+        seen = path.stat().st_mtime
+    except (ValueError, FileNotFoundError):
+        return None
+    entered = {group: Entered(**one) for group, one in tree.pop("entered").items()}
+    return Beat(**tree, entered=entered, seen=seen)
 
 
 def read_beats(directory: Path) -> list[Beat]:
-    """The last heartbeat of every rank, sorted by rank; files without one yet are omitted."""
-    found = []
-    for path in Path(directory).glob("*.json"):
-        try:
-            tree: dict[str, Any] = json.loads(path.read_bytes().partition(b"\n")[0])
-            seen = path.stat().st_mtime
-        except (ValueError, FileNotFoundError):
-            continue
-        entered = {group: Entered(**one) for group, one in tree.pop("entered").items()}
-        found.append(Beat(**tree, entered=entered, seen=seen))
+    """The last heartbeat that every rank has shared, sorted by rank; files without one yet are omitted."""
+    found = [beat for path in Path(directory).glob("*.json") if (beat := _read(path)) is not None]
     return sorted(found, key=lambda beat: beat.rank)
+
+
+def read_local_beats(directory: Path) -> list[Beat]:
+    """The last heartbeat of every rank of this machine that has not shared its end, sorted by rank."""
+    try:
+        paths = _local_file(directory, "*")
+    except OSError:
+        return []
+    found = [beat for path in paths.parent.glob(paths.name) if (beat := _read(path)) is not None]
+    return sorted(found, key=lambda beat: beat.rank)
+
+
+def recover_beats(directory: Path) -> None:
+    """Share the last heartbeats of ranks of this machine whose processes were killed before they could.
+
+    A file that an earlier start has left is deleted: the shared heartbeat of its rank is that of another process.
+    """
+    for beat in read_local_beats(directory):
+        path, shared = _local_file(directory, beat.rank), Path(directory) / f"{beat.rank}.json"
+        if not has_ended(beat):
+            continue
+        with suppress(OSError):
+            if (before := _read(shared)) is not None and (before.machine, before.pid) == (beat.machine, beat.pid):
+                shared.write_bytes(_text(beat))
+                os.utime(shared, (beat.seen,) * 2)
+            path.unlink()
+
+
+def has_ended(beat: Beat) -> bool:
+    """Whether the process of a rank of this machine has ended, or another one has its number."""
+    try:
+        process = psutil.Process(beat.pid)
+        return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > beat.seen
+    except psutil.Error:
+        return True
+
+
+def shared_interval(ranks: int) -> float:
+    """Seconds between two turns of a rank: half a second up to 250 ranks, 16 s at 8,192."""
+    return max(_SHORTEST, ranks / _TURNS)
 
 
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo, and of NCCL in builds that have it

@@ -55,6 +55,12 @@ MUTANTS = [
      "A corrupt gradient stands out among gradients that need not repeat.", "train/test_corruption.py"),
     ("watch.policy:Policy._spiked", "step < self.rollback_after", "False",
      "Spikes at the beginning never lead to a rollback.", "train/test_stability.py"),
+    ("watch.heartbeat:Heartbeat.beat", 'state="running"))', 'state="running"))\n        self.share()',
+     "The main thread writes nothing into the shared folder.", "launch/test_diagnosis.py"),
+    ("watch.heartbeat:recover_beats", "(before.machine, before.pid) == (beat.machine, beat.pid)", "True",
+     "What an older start has left covers no heartbeat of another process.", "launch/test_diagnosis.py"),
+    ("watch.heartbeat:recover_beats", "                shared.write_bytes(_text(beat))\n", "",
+     "The last heartbeat of a killed rank is recovered.", "launch/test_diagnosis.py"),
     ("watch.heartbeat:_RECORDERS", ', "_dump_nccl_trace_json"', ",", "What a rank has entered in NCCL is known when it hangs.",
      "launch/test_diagnosis.py"),
 ]  # fmt: skip
