@@ -7,7 +7,9 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -133,6 +135,26 @@ def test_mystery_1_reads_that_stall_while_the_mean_looks_well(tiny: Tiny, monkey
     found = disks.read(context)
     assert found.result == "warn" and "stall" in found.text and "shards.cache" in found.advice
     assert found.figures["worst_read_seconds"] == pytest.approx(2.5)
+
+
+def test_a_disk_that_reads_too_slowly_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "read_times", lambda *_: ([1e6, 1e6], 2))
+    found = disks.read(context_of(tiny))
+    assert found.result == "fail" and "training would wait for its data" in found.text
+
+
+def test_writes_are_measured_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(disks.os, "fsync", synced.append)
+    assert len(disks.write_times(tmp_path)) == len(synced) > 1
+
+
+def test_other_ranks_are_told_that_the_checks_are_over(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    context = replace(context_of(tiny), ranks=SimpleNamespace(broadcast=told.append))
+    monkeypatch.setattr(checks, "CHECKS", ())
+    checks.preflight(context, lambda *_: None, lambda _: None)
+    assert told == [None]
 
 
 def test_a_disk_of_even_speed_is_not_accused() -> None:
@@ -413,6 +435,43 @@ def go_on_with_a_new_optimizer(recipe: Recipe, layout: Layout, path: Path | None
     honest = saving.load
     saving.load = lambda path, state: honest(path, {"model": state["model"]})
     return saving.go_on(recipe, layout, path, saved)
+
+
+@pytest.mark.parametrize("changed", [None, "first"])
+def test_weights_that_begin_otherwise_on_ranks_are_found(tiny: Tiny, changed: str | None) -> None:
+    one = {"first": np.arange(3.0), "second": np.ones(2)}
+    other = {name: value + (name == changed) for name, value in one.items()}
+    context = replace(context_of(tiny), memory={"worlds": [_world(start=(one, other))]})
+    found = layouts.same_start(context)
+    assert found.result == ("fail" if changed else "ok"), found
+    assert not changed or "the initial weights of first" in found.text
+
+
+def test_a_finding_in_bf16_is_one(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = replace(context_of(tiny, "layout.dp_shard=2"), memory={"worlds": [_world(bf16=object())]})
+    monkeypatch.setattr(layouts, "_in_fp32", lambda *_: "fine")
+    monkeypatch.setattr(layouts, "_in_bf16", lambda *_: CheckResult("fail", "the losses differ in bf16", "look at the kernels"))
+    assert layouts.same_steps(context).text == "the losses differ in bf16"
+
+
+def _world(start: Any = (None, None), bf16: Any = None) -> Any:
+    one, other = (SimpleNamespace(start=begun) for begun in start)
+    return SimpleNamespace(layout=Layout(dp_shard=2), one=one, many=[other], bf16=bf16)
+
+
+def test_a_checkpoint_that_comes_back_with_other_bits_is_found(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ranks, "start", lambda *_: ([], []))
+    monkeypatch.setattr(local_ranks, "end", lambda _: None)
+    monkeypatch.setattr(saving, "_in_a_save", lambda *_: True)
+    monkeypatch.setattr(saving.listing, "newest_good", lambda _: (Path("step-000000003"), []))
+
+    def run(function: Any, ranks: int, recipe: Any, layout: Any, path: Path | None, step: int) -> list[Any]:
+        weight = np.arange(4.0) + (path is not None) * np.array([0, 0, 1e-7, 0])
+        return [SimpleNamespace(saved={"w": weight}, losses=[1.0], after={"w": weight})]
+
+    monkeypatch.setattr(local_ranks, "run", run)
+    found = saving.survives(context_of(tiny_copy))
+    assert found.result == "fail" and "came back with other bits in 1 tensors" in found.text
 
 
 @pytest.mark.slow

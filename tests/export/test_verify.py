@@ -13,6 +13,7 @@ import pytest
 from lmworks.errors import UserError
 from lmworks.export.export import export
 from lmworks.files import read_json, write_json
+from lmworks.weights.huggingface import read_model
 from lmworks.weights.verified import REPORT, verify_export
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
@@ -55,6 +56,8 @@ def test_one_bit_of_any_file_is_named(copied: Path, name: str, share: float) -> 
     for path in (copied, copied / "huggingface"):
         with pytest.raises(UserError, match=rf"{name} is not the file that passed \(SHA-256"):
             verify_export(path)
+    with pytest.raises(UserError, match="is not the file that passed"):
+        read_model(copied / "huggingface")
     verify_export(copied / "gguf")
 
 

@@ -146,6 +146,9 @@ def test_the_fingerprint_changes_with_what_decides_a_batch_and_with_nothing_else
         Order(recipe_of(phases), {"a": 100_001, "b": 100_000}),
     ]
     assert len({base, *(order.fingerprint() for order in changed)}) == 6
+    other = Order(recipe_of(phases), data)
+    other._hashes = {"a": ["hash of a file"]}
+    assert other.fingerprint() != base
 
 
 PROBE = """

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from pathlib import Path
@@ -107,6 +108,14 @@ def test_special_tokens_come_only_when_allowed(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([end, think], skip_special=True) == "<think>"
     assert tokenizer.eos_id == tokenizer.pad_id == end
     assert [tokenizer.decode([token]) for token in tokenizer.stop_ids] == ["<|endoftext|>", "<|user|>", "<|observation|>"]
+
+
+def test_the_longest_special_token_is_taken(tokenizer: Tokenizer) -> None:
+    other = copy.copy(tokenizer)
+    user, end = tokenizer.special["<|user|>"], tokenizer.special["<|endoftext|>"]
+    other.special = {"<|user|>": user, "<|user|>s": end}
+    other._index_special()
+    assert other.encode("<|user|>s<|user|>", allow_special=True) == [end, user]
 
 
 def test_foreign_ids_are_refused(tokenizer: Tokenizer) -> None:

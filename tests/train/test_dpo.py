@@ -118,6 +118,22 @@ def test_losses_and_gradients_are_those_of_the_papers(options: dict[str, Any]) -
         assert float(gradient[index]) == pytest.approx((at(logp + step) - at(logp - step)) / 2e-6, abs=1e-7)
 
 
+def test_accuracy_counts_larger_rewards_and_half_of_the_ties() -> None:
+    reference = torch.zeros(3, 2)
+    options, logp = Dpo.model_validate({"loss": "sigmoid"}), torch.tensor([[2.0, 1.0], [1.0, 2.0], [3.0, 1.0]])
+    found = preference_loss(options, logp, reference, reference + 1)
+    assert found.accuracy.tolist() == pytest.approx(2 / 3)
+    tie = preference_loss(options, reference, reference, reference + 1)
+    assert tie.accuracy.tolist() == 0.5
+
+
+def test_the_reference_point_of_kto_is_not_negative() -> None:
+    """Where answers to other prompts have become less likely, their mean is below 0, and a divergence is not."""
+    logp, labels = torch.tensor([[1.0, -3.0], [1.0, -5.0]]), torch.tensor([True, False])
+    found = preference_loss(Dpo.model_validate({"loss": "kto"}), logp, torch.zeros(2, 2), torch.ones(2, 2), labels)
+    assert found.divergence is not None and found.divergence.item() == 0
+
+
 def test_answers_are_packed_with_their_own_labels(tiny: Tiny) -> None:
     tokenizer = load_tokenizer(tiny.run_dir / "tokenizer")
     conversations = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmworks.untrusted.judged import encode
+from lmworks.untrusted.judged import decode, encode
 from lmworks.untrusted.sandbox import Limits, judge_python
 
 LIMITS = Limits(seconds=60)
@@ -88,3 +88,8 @@ def test_a_number_crosses_as_a_plain_one() -> None:
     small, large = encode(_Anything(3), None), encode(_Anything(1 << 60), None)
     assert type(small) is int and small == 3
     assert large == {"int": hex(1 << 60)}  # a number that JSON readers would round
+
+
+def test_modules_that_cross_are_those_of_the_standard_library() -> None:
+    assert decode({"module": "json.decoder"}, None).JSONDecoder
+    assert decode({"module": "numpy"}, None) is None

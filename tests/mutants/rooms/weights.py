@@ -16,7 +16,7 @@ MUTANTS = [
     ("weights.huggingface:files_of", "if missing := [name for name in named if not (directory / name).is_file()]:", "if missing := []:",
      "A missing file of weights is named.", "weights/test_quantized_weights.py"),
     ("weights.huggingface:read_model", "    verify_export(directory)\n", "", "An export whose files have changed is refused.",
-     "weights/test_load_weights.py"),
+     "export/test_verify.py"),
     ("weights.huggingface:_refuse_wrong_size", "wanted is None or wanted > 2 * stored + _SMALL", "wanted is None",
      "A config that describes more weights than there are is refused before memory is allocated.",
      "weights/test_load_weights.py"),
