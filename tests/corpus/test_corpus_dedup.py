@@ -6,12 +6,15 @@ import json
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from lmworks.corpus import prepare
+from lmworks.corpus.engine.passes.resolving import _held
 from lmworks.corpus.report import Report
 from lmworks.documents import corpus_files
 from lmworks.recipe.schema.recipe import Recipe
@@ -206,3 +209,25 @@ def test_prose_in_other_markup_is_a_copy(tmp_path: Path) -> None:
     marked = [f"# **{one.replace('.', '!').replace(chr(10), chr(10) + '> * ')}**" for one in plain]
     report, left = run(tmp_path, write(tmp_path, {"plain": plain, "marked": [*marked, text(99)]}))
     assert len(left) == 6, reasons(report)
+
+
+class _Rows:
+    """Six documents of one source, the last of which is a variant of the first."""
+
+    pieces = (SimpleNamespace(source=SimpleNamespace(name="web")),)
+    originals = np.array([0, 1, 2, 3, 4, 0])
+    kept = (np.array([(key, 10) for key in range(6)], dtype=[("key", np.uint64), ("bytes", np.int64)]),)
+
+    def __len__(self) -> int:
+        return 6
+
+    def span(self, number: int) -> slice:
+        return slice(0, 6)
+
+
+def test_neither_copies_nor_variants_are_held_out() -> None:
+    corpus = SimpleNamespace(validation_fraction=0.99, validation_bytes=1_000)
+    job: Any = SimpleNamespace(recipe=SimpleNamespace(corpus=corpus), sources=[SimpleNamespace(name="web")])
+    rows: Any = _Rows()
+    copies = np.array([False, True, False, True, False, False])
+    assert _held(job, rows, copies).tolist() == [True, False, True, False, False, False]  # one of the three stays to be trained on

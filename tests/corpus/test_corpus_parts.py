@@ -20,6 +20,7 @@ import pytest
 from source_items import items, reasons, rows, source, texts
 
 from lmworks.corpus.readers import Part, parts, provides, read
+from lmworks.corpus.readers.json_rows import can_be_cut
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 
@@ -253,3 +254,11 @@ def test_a_web_server_that_goes_away_stops_the_run(tmp_path: Path, server: str) 
     (tmp_path / "a.jsonl").unlink()
     with pytest.raises(UserError, match=r"source mine: cannot continue reading http.*; run the same command again"):
         list(read(given, part, 1000))
+
+
+def test_only_a_file_whose_rows_are_lines_is_cut(tmp_path: Path) -> None:
+    rows_of, pretty, lines = [{"text": "one"}, {"text": "two"}], tmp_path / "pretty.json", tmp_path / "lines.jsonl"
+    pretty.write_text(json.dumps(rows_of, indent=1))
+    lines.write_text("".join(json.dumps(one) + "\n" for one in rows_of))
+    assert [can_be_cut(str(path), json_rows=True) for path in (pretty, lines)] == [False, True]
+    assert can_be_cut(str(pretty), json_rows=False), "a line is a row"

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,9 @@ from lmworks.train.align.rewards import Drawn, Reward, make_judge, score, score_
 from lmworks.train.align.rollout_checks import RolloutChecks
 from lmworks.train.align.rollouts import Rollout
 from lmworks.train.grpo import grpo
+from lmworks.train.objective import Update
+from lmworks.train.step import StepResult
+from lmworks.train.trainer import Trainer
 from lmworks.watch.ledger import events_of
 from saved_run import save_run
 from small_config import small_config
@@ -495,3 +499,19 @@ def test_a_reward_imports_what_lies_beside_it_and_its_error_names_the_line(tmp_p
     assert judge("text", {"prompt": "x", "points": 0.25}) == Reward(0.25)
     found = judge("text", {"prompt": "x"})
     assert found == Reward(0.0, "failed", "KeyError: 'points' (reward.py, line 5: return value(row))")
+
+
+def test_a_step_of_several_updates_has_the_mean_loss_and_the_largest_norm() -> None:
+    """And it is applied only if all of them were."""
+    norms = iter([3.0, 1.0])
+
+    def update(batch: object, **_: object) -> StepResult:
+        norm = next(norms)
+        return StepResult(torch.tensor(9.0), torch.tensor(0.0), None, None, torch.tensor(norm), torch.tensor(norm > 2), None, 1)
+
+    batches: list[Any] = ["first", "second"]
+    objective: Any = SimpleNamespace(updates=lambda _: [Update(batch, 1, 1.0, torch.tensor(2.0), 1, 10) for batch in batches])
+    trainer: Any = SimpleNamespace(step=0, _update=update)
+    found, batch = Trainer._optimize(trainer, objective)
+    assert (found.loss.item(), found.grad_norm.item(), found.applied.item()) == (2.0, 3.0, False)
+    assert (batch, trainer._objective_tokens) == ("second", 20)

@@ -19,7 +19,7 @@ MUTANTS = [
      "plan"),
     ("plan.flops:keys_seen", "(length + 1) / 2", "length", "A causal query sees half of the keys.", "plan/test_plan.py"),
     ("plan.flops:mfu", "/ (devices * tflops * 1e12)", "/ (tflops * 1e12)", "MFU is of all devices.", "plan"),
-    ("plan.layout:problems", "if ranks % layout.ep:", "if False:", "Expert ranks divide the data ranks.", "plan/test_plan.py"),
+    ("plan.layout:problems", "if ranks % layout.ep:", "if False:", "Expert ranks divide the data ranks.", "plan/test_specification.py"),
     ("plan.layout:problems", "if sequences % replicas and not uneven:", "if False:", "The sequences of a step divide over the data ranks.",
      "plan/test_plan.py"),
     ("plan.stage_data:warnings", "found.examples < section.prompts_per_step", "False",

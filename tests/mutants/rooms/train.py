@@ -101,7 +101,7 @@ MUTANTS = [
     ("train.trainer:Trainer._roll_back", "        self._log.rewind(self._saver.saved + 1)\n", "",
      "A rollback removes the undone steps from the metrics.", "train/test_stability.py::test_a_rollback_leaves_the_window_out"),
     ("train.trainer:Trainer._roll_back", "        self._boundary.phase = None\n", "",
-     "A rollback across a phase boundary restores the earlier phase.", "train/test_stability.py"),
+     "A rollback across a phase boundary restores the earlier phase.", "train/test_skip_borders.py"),
     ("train.trainer:Trainer._load", "        self._inspector.load(meta)\n", "",
      "The state of the policy for bad steps is restored when a run resumes.",
      "train/test_bad_steps.py::test_the_count_of_bad_steps_survives_a_resume"),
