@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from lmworks.checkpoint import publish as names
 from lmworks.recipe.derivation.phases import in_force
 from lmworks.recipe.loading.weights import recorded
 from lmworks.run.checkpoint_commands import rollback
+from lmworks.train.trainer import Trainer
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -95,3 +98,17 @@ def test_a_roll_back_that_is_killed_is_finished_by_the_next_run(
     copy.pretrain(*EVERY)
     assert same_bits(checkpoint(copy.run_dir), checkpoint(whole.run_dir)) == []
     assert curve(copy.run_dir) == curve(whole.run_dir)
+
+
+def test_the_phase_that_a_rollback_leaves_is_in_force_no_more() -> None:
+    """Or a window that reaches the end would be saved with the positions of that phase, and the weights of an earlier one."""
+    nothing = lambda *_: None  # noqa: E731
+    trainer: Any = SimpleNamespace(
+        step=9, _boundary=SimpleNamespace(phase=SimpleNamespace(first_step=5)), _saver=SimpleNamespace(wait=nothing, saved=2),
+        _faults=SimpleNamespace(roll_back=lambda *_: True), _load=lambda: {"step": 2}, _advance=nothing, _log=SimpleNamespace(rewind=nothing),
+        files=SimpleNamespace(sampler=SimpleNamespace(truncate=nothing)), _metrics=SimpleNamespace(restart_clock=nothing),
+    )  # fmt: skip
+    request: Any = None
+    bar: Any = None
+    assert Trainer._roll_back(trainer, request, bar)
+    assert trainer._boundary.phase is None
