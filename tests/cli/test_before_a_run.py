@@ -10,9 +10,12 @@ import yaml
 from command import Lmworks
 
 from lmworks import machine
+from lmworks.cli import recipe_commands
 from lmworks.plan.layout import MARGIN, automatic, place
 from lmworks.plan.memory import GIB
 from lmworks.recipe.loading.load import load_cluster, load_recipe
+from lmworks.run import disk_space
+from lmworks.train import calibrate
 
 RECIPE = """
 name: looked-at
@@ -128,3 +131,19 @@ def test_omp_num_threads_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
         assert load_recipe("quickstart").recipe.threads == threads
     monkeypatch.setenv(machine.VARIABLE, "cores=5,peak=1e11")
     assert load_recipe("quickstart").recipe.threads == 5  # a word about the machine counts more
+
+
+def test_a_plan_says_what_this_machine_lacks_only_where_it_is_for_this_machine(
+    lmworks: Lmworks, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    (tmp_path / "here.jsonl").write_text('{"text": "here"}\n' * 9999)
+    recipe.write_text(RECIPE.format(path=tmp_path / "here.jsonl", rules="none"), encoding="utf-8")
+    monkeypatch.setattr(disk_space, "shortage", lambda *_, most=False: "little room is left" if most else None)
+    assert "little room is left" in lmworks("plan", recipe).out
+    assert "little room is left" not in lmworks("plan", recipe, "--cluster", "8xh100").out
+
+
+def test_a_speed_that_was_measured_here_has_no_communication_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a plan for several machines adds it."""
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_: (0.31, "measured"))
+    assert recipe_commands._mfu(None, load_recipe("quickstart").recipe, load_cluster("8xh100"), True) == (0.31, "measured", False)

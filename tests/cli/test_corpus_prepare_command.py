@@ -187,3 +187,8 @@ def test_a_folder_of_text_is_read_by_ending_and_the_rest_is_counted_and_named(lm
     recipe.write_text(yaml.safe_dump(tree))
     error = lmworks("corpus", "prepare", recipe).error
     assert "no files at" in error and "1 file with other endings not read (1 .md" in error
+
+
+def test_a_dry_run_needs_no_model_either(lmworks: Lmworks, write: Write) -> None:
+    told = lmworks("corpus", "prepare", write([PROSE]), "--dry-run")
+    assert told.code == 0 and "read" in told.out, told.err

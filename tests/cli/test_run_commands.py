@@ -166,6 +166,9 @@ def test_json_of_a_recipe(lmworks: Lmworks, tiny: Tiny, command: str) -> None:
 def test_a_tokenizer_is_compared(lmworks: Lmworks, finished: Tiny) -> None:
     done = lmworks("tokenizer", "eval", finished.run_dir, "--against", finished.run_dir / "tokenizer" / "tokenizer.json")
     assert done.code == 0 and "docs" in done.out
+    other = str(finished.run_dir / "tokenizer" / "tokenizer.json")
+    rows = json.loads(lmworks("tokenizer", "eval", finished.run_dir, "--against", other, "--json").out)
+    assert {row["tokenizer"] for row in rows} == {"this", other}
     assert read_ledger(finished.run_dir / "ledger.jsonl")[-1]["event"] == "stage_ended"
 
 

@@ -15,9 +15,11 @@ import pytest
 import torch
 from command import Lmworks
 
+from lmworks.doctor import quantization_page
 from lmworks.export.export import write_huggingface
 from lmworks.quantize import child
 from lmworks.quantize import gguf as quantize_gguf
+from lmworks.quantize import quantize as quantize_module
 from lmworks.quantize.source import open_source
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
@@ -306,3 +308,14 @@ def test_what_can_be_made_is_made_and_the_other_scheme_is_named_at_the_end(lmwor
     assert done.error.startswith("gguf-q4_k_m needs llama.cpp's library") and "lmworks[llama]" in done.error
     assert [one["scheme"] for one in json.loads(done.out)["results"]] == ["gguf-q8_0"]
     assert (tmp_path / "out" / "gguf-q8_0" / "certificate.json").is_file() and (tmp_path / "out" / "quantization.html").is_file()
+
+
+def test_one_form_that_fails_is_exit_code_1(lmworks: Lmworks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = {"gguf-q8_0": "passed", "gguf-q6_k": "failed"}
+    document = {"results": [{"scheme": name, "verdict": verdict} for name, verdict in verdicts.items()]}
+    monkeypatch.setattr(quantize_module, "available", lambda schemes, _: (schemes, []))
+    monkeypatch.setattr(quantize_module, "quantize", lambda *_: document)
+    monkeypatch.setattr(quantization_page, "write_quantization_page", lambda *_: None)
+    for names, code in (("gguf-q8_0,gguf-q6_k", 1), ("gguf-q8_0", 0)):
+        done = lmworks("quantize", tmp_path, "--to", names, "--out", tmp_path, "--json")
+        assert done.code == code, done.err

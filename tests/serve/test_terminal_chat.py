@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from lmworks.cli import serve_commands
 from lmworks.errors import UserError
+from lmworks.serve import chat
 from lmworks.serve.chat import Conversation, command
 from lmworks.serve.engine import Engine
 from lmworks.serve.loading import load_engine
@@ -198,3 +200,14 @@ def test_a_terminal(terminal: Terminal) -> None:
     terminal.until(r"The conversation was cleared(?s:.*)you › ")
     terminal.type("\x04")
     assert terminal.process.wait(timeout=PATIENCE) == 0
+
+
+def test_the_system_prompt_of_the_command_line_is_that_of_the_conversation(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    begun: list[Conversation] = []
+    monkeypatch.setattr(serve_commands, "_open", lambda *_: engine)
+    monkeypatch.setattr(engine, "close", lambda: None)
+    monkeypatch.setattr(chat, "chat", begun.append)
+    serve_commands.chat(str(tmp_path), system="Be brief.", temperature=0.5, seed=3)
+    assert [(one.system, one.temperature, one.seed) for one in begun] == [("Be brief.", 0.5, 3)]

@@ -105,7 +105,7 @@ def test_the_phase_that_a_rollback_leaves_is_in_force_no_more() -> None:
     nothing = lambda *_: None  # noqa: E731
     trainer: Any = SimpleNamespace(
         step=9, _boundary=SimpleNamespace(phase=SimpleNamespace(first_step=5)), _saver=SimpleNamespace(wait=nothing, saved=2),
-        _faults=SimpleNamespace(roll_back=lambda *_: True), _load=lambda: {"step": 2}, _advance=nothing, _log=SimpleNamespace(rewind=nothing),
+        _faults=SimpleNamespace(roll_back=lambda *_: True), _load=dict, _advance=nothing, _log=SimpleNamespace(rewind=nothing),
         files=SimpleNamespace(sampler=SimpleNamespace(truncate=nothing)), _metrics=SimpleNamespace(restart_clock=nothing),
     )  # fmt: skip
     request: Any = None
