@@ -19,7 +19,10 @@ import openai
 import pytest
 import torch
 
+from lmworks.cli import serve_commands
 from lmworks.errors import UserError
+from lmworks.recipe.loading import weights
+from lmworks.serve import server
 from lmworks.serve.chat import Conversation
 from lmworks.serve.engine import Engine
 from lmworks.serve.loading import load_engine, load_models
@@ -264,3 +267,12 @@ def test_a_model_that_cannot_be_opened_is_told_and_stops_nothing(
     with pytest.raises(openai.BadRequestError, match="has no good checkpoint"):
         client.completions.create(model="talker-base", prompt="a", max_tokens=1)
     assert client.completions.create(model="talker", prompt="a", max_tokens=1).model == "talker"
+
+
+def test_the_key_of_the_command_line_is_that_of_the_server(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[ServerOptions] = []
+    monkeypatch.setattr(weights, "holds_model", lambda _: True)
+    monkeypatch.setattr(serve_commands, "_open", lambda *_: engine)
+    monkeypatch.setattr(server, "serve", lambda models, listener, options: (listener.close(), served.append(options)))
+    serve_commands.serve(str(tmp_path), port=0, api_key="sesame")
+    assert [one.api_key for one in served] == ["sesame"]

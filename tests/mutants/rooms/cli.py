@@ -107,7 +107,7 @@ MUTANTS = [
     ("cli.advice_commands:advise", 'update={"dollars_per_hour": price}', "update={}", "The price that is given is the one that counts.",
      "cli/test_advise.py"),
     ("cli.serve_commands:serve", "options = ServerOptions(host, port, api_key)", "options = ServerOptions(host, port, None)",
-     "The key that is given is required of clients.", "serve/test_serve_command.py"),
+     "The key that is given is required of clients.", "serve/test_serve_command.py::test_the_key_of_the_command_line_is_that_of_the_server"),
     ("cli.serve_commands:serve", "models = load_models(folder, base, dtype)", "models = load_models(folder, False)",
      "The base model is served where it is asked for.", "serve/test_serve_command.py serve"),
     ("cli.serve_commands:chat", "Conversation(engine, system, temperature", 'Conversation(engine, "", temperature',
