@@ -10,7 +10,8 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -86,13 +87,33 @@ def answer(name: str, ask: Callable[[], T]) -> T:
 
 
 def cores() -> int:
-    """CPU cores that this process may use: its CPU affinity, or the CPU quota of its container if that is less."""
+    """CPU cores that this process may use: its CPU affinity (that of before `pin`), or the CPU quota of its container if that is less."""
 
     def ask() -> int:
-        own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min([own, *_cpu_quotas()])
+        return min([_unpinned or len(processors()) or os.cpu_count() or 1, *_cpu_quotas()])
 
     return answer("cores", ask)
+
+
+def processors(process: int = 0) -> frozenset[int]:
+    """The processors that a process (0: this one) is bound to; empty where the system does not say."""
+    try:
+        return frozenset(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else frozenset()
+    except OSError:
+        return frozenset()
+
+
+_unpinned = 0  # processors that this process might use before `pin`
+
+
+def pin(cpus: Iterable[int]) -> None:
+    """Bind all threads of this process to these processors. `cores` goes on counting those that its launch has, of which each rank takes a
+    part."""
+    global _unpinned
+    _unpinned = _unpinned or len(processors())
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cpus)
 
 
 def threads() -> int:

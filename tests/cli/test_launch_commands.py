@@ -93,3 +93,29 @@ def test_a_rank_gets_the_allowed_keys_and_the_command_of_its_launcher(
     monkeypatch.delenv(COMMAND)
     assert lmworks(*command).error == "enough"
     assert given["resume_command"] == shlex.join(["lmworks", *map(str, command)])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("RANK", "is set by"), ("MASTER_ADDR", "is set by"), ("LMWORKS_LAUNCH", "is set by"), ("SLURM_PROCID", "is set by"),
+     ("LOCAL_WORLD_SIZE", "is set by"), ("PYTHONSAFEPATH", "is set by"), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "is set by"),
+     ("WANDB_API_KEY", "looks like a secret"), ("HF_TOKEN", "looks like a secret"), ("A B", "is not the name"),
+     ("X=$(touch y)", "is not the name")],
+)  # fmt: skip
+def test_a_variable_that_is_not_the_recipes_to_set_is_refused(lmworks: Lmworks, tmp_path: Path, name: str, told: str) -> None:
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "x", "launch": {"environment": {name: "pass5word"}}}))
+    done = lmworks("show", tmp_path / "own.yaml")
+    assert told in done.error and "pass5word" not in done.out + done.err
+
+
+@pytest.mark.parametrize("way", ["local", "slurm"])
+def test_variables_of_the_recipe_reach_every_rank(lmworks: Lmworks, tmp_path: Path, way: str) -> None:
+    (tmp_path / "ours.yaml").write_text(CLUSTER.format(device="H100"))
+    variables = {"NCCL_IB_PKEY": "0x1", "TOKENIZERS_PARALLELISM": "a b; touch x", "HTTPS_PROXY": "http://me:pass5word@host:1"}
+    given = [word for name, value in variables.items() for word in ("--set", f"launch.environment.{name}={value}")]
+    run = ("quickstart", "--cluster", tmp_path / "ours.yaml", "--set", f"run_dir={tmp_path}", "--dry-run")
+    done = lmworks("launch", way, *run, *given)
+    assert done.code == 0, done.err
+    words = ("NCCL_IB_PKEY=0x1", "TOKENIZERS_PARALLELISM='a b; touch x'", "HTTPS_PROXY=http://***@host:1")
+    assert [word for word in words if word not in done.out.replace("'http://***@host:1'", "http://***@host:1")] == []
+    assert "pass5word" not in done.out + done.err

@@ -42,6 +42,7 @@ LISTED = {
     "make chaos": "an hour of runs that are killed",
     "make fuzz": "an hour of hostile input",
     ".venv/bin/python -m": "the test suite, or a generator of a page that its own test compares",
+    "python -m torch.distributed.flight_recorder.fr_trace": "run by tests/launch/test_supervision.py on what ranks have left",
     "pip install": "changes the environment",
     "lmworks evaluate --follow": "reads the sets of the recipe; tests/cli/test_follow_command.py runs it",
     "lmworks evaluate runs/quickstart --tasks arc-easy": "downloads the sets; tests/evaluate reads them, and tests/cli runs the command",

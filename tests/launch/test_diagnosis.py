@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,11 +23,10 @@ import torch.distributed as dist
 
 from lmworks import files
 from lmworks.watch.diagnosis import classify_error, diagnose_failure
+from lmworks.watch.flight_recorder import Entered, entered_collectives, read_record, set_defaults, write_record
 from lmworks.watch.heartbeat import (
     Beat,
-    Entered,
     Heartbeat,
-    entered_collectives,
     read_beats,
     read_local_beats,
     recover_beats,
@@ -162,11 +166,11 @@ def test_ranks_share_at_a_rate_that_does_not_grow_with_their_number() -> None:
     assert {ranks / shared_interval(ranks) for ranks in (256, 1024, 8192, 100_000)} == {500}
 
 
-def _killed_after(folder: Path, steps: int) -> None:
-    heart = Heartbeat(folder, 2)
-    heart.share()
-    for step in range(steps):
-        heart.beat(step, "forward")
+def _killed_after(folder: Path, steps: int, ranks: Sequence[int] = (2,)) -> None:
+    for heart in [Heartbeat(folder, rank) for rank in ranks]:
+        heart.share()
+        for step in range(steps):
+            heart.beat(step, "forward")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -178,7 +182,7 @@ def test_the_last_beat_of_a_killed_rank_is_recovered_by_its_machine(tmp_path: Pa
     killed.start()
     killed.join()
     assert {one.rank: one.step for one in read_beats(tmp_path)} == {1: 0, 2: 0}
-    recover_beats(tmp_path)
+    recover_beats(tmp_path, tmp_path / "records")
     assert {one.rank: (one.step, one.state) for one in read_beats(tmp_path)} == {1: (0, "running"), 2: (7, "running")}
     assert [one.rank for one in read_local_beats(tmp_path)] == [1], "a process that lives speaks for itself"
     alive.end("left")
@@ -194,7 +198,7 @@ def test_what_an_older_start_has_left_on_a_machine_does_not_cover_the_beat_of_an
     (tmp_path / "0.json").write_text(shared)
     (local,) = files.private_folder().iterdir()
     os.utime(local, (0, 0))  # before this process began: it was another one that had its number
-    recover_beats(tmp_path)
+    recover_beats(tmp_path, tmp_path / "records")
     assert (tmp_path / "0.json").read_text() == shared and not local.exists()
     old.end("left")
 
@@ -260,3 +264,69 @@ def test_the_recorder_of_nccl_is_read_beside_that_of_gloo(monkeypatch: pytest.Mo
     monkeypatch.setattr(c10d, "_dump_fr_trace_json", lambda: record(("0", 3, "gloo:all_reduce", 5), ("9", 1, "gloo:broadcast", 9)))
     monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda: record(("0", 7, "nccl:_all_gather_base", 6), ("9", 8, "nccl:x", 8)), False)
     assert entered_collectives() == {"0 [0, 1]": Entered(7, "_all_gather_base", 6.0), "9 [0, 1]": Entered(1, "broadcast", 9.0)}
+
+
+def _write_record(folder: Path) -> None:
+    for _ in range(3):
+        dist.all_reduce(torch.ones(2))
+    write_record(folder, dist.get_rank())
+
+
+def test_torchs_analyzer_reads_what_ranks_write(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(partial(_write_record, tmp_path), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank_0", "rank_1"]
+    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", tmp_path, "--allow-incomplete-ranks"]
+    for options in ([], ["-j"]):
+        done = subprocess.run([*command, *options], capture_output=True, encoding="utf-8")
+        assert done.returncode == 0, done.stderr
+    assert "all_reduce(input_sizes=[[2]]" in done.stdout + done.stderr
+    assert read_record(tmp_path, 0, 0.0)["default_pg [0, 1]"].name == "all_reduce"
+    assert read_record(tmp_path, 0, time.time() + 60) == {}, "of an earlier failure"
+
+
+def _record_of(*numbers: int) -> bytes:
+    """What NCCL's watchdog writes, as far as it is read."""
+    return pickle.dumps({"version": "2.10", "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}, "entries": [
+        {"process_group": ("0", "default_pg"), "collective_seq_id": number, "profiling_name": "nccl:all_reduce", "time_created_ns": number}
+        for number in numbers
+    ]}, protocol=2)  # fmt: skip
+
+
+def test_ranks_that_the_watchdog_of_nccl_has_ended_name_the_one_that_was_missing(tmp_path: Path) -> None:
+    """It ends all processes at once, with a file of each and no last word."""
+    process = multiprocessing.get_context("spawn").Process(target=_killed_after, args=(tmp_path, 1, (0, 1, 2)))
+    process.start()
+    process.join()
+    for rank, numbers in enumerate([(6, 7), (6,), (6, 7)]):
+        (tmp_path / f"rank_{rank}").write_bytes(_record_of(*numbers))
+    recover_beats(tmp_path, tmp_path)
+    found = diagnose_failure(read_beats(tmp_path))
+    assert found and found.ranks == (1,)
+    assert "missing from all_reduce number 7 of group default_pg [0, 1, 2], where ranks 0, 2" in found.reason
+
+
+class _Hostile:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("stolen",)
+
+
+def test_a_record_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for content in (pickle.dumps(_Hostile()), b"", b"junk", pickle.dumps([1]), pickle.dumps({"entries": [1]})):
+        (tmp_path / "rank_0").write_bytes(content)
+        assert read_record(tmp_path, 0, 0.0) == {}
+    assert not (tmp_path / "stolen").exists()
+
+
+def test_what_the_user_has_set_for_nccl_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    for name in names:
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    set_defaults(tmp_path)
+    assert [os.environ.get(name) for name in names] == ["1", f"{tmp_path}/rank_", None]
+    monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE")
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/theirs/rank_")
+    set_defaults(tmp_path)
+    assert [os.environ.get(name) for name in names] == ["0", None, "/theirs/rank_"]

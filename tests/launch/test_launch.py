@@ -20,7 +20,7 @@ from lmworks.launch import launcher, rank, slurm
 from lmworks.launch.hosts import Host, HostTable, read_hosts, read_table
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.rank import run_rank
-from lmworks.launch.torchrun import CountRange
+from lmworks.launch.torchrun import Agent, CountRange
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.ledger import Ledger, read_ledger
 from patience import PATIENCE
@@ -246,3 +246,14 @@ def test_only_a_request_of_the_launcher_ends_the_run_by_a_signal(folder: LaunchD
     folder.request_stop(signal.SIGTERM)
     assert run_rank(folder, 0, ends_with(code)) == 0
     assert folder.outcome() == {"code": code, "rank": 0, "message": ""}
+
+
+def test_what_a_launch_sets_is_refused_in_a_recipe(tmp_path: Path) -> None:
+    """Except the interface of a launch on one machine, which a recipe for several may set for those."""
+    folder = LaunchDir.of(tmp_path)
+    agent = Agent(folder, CountRange(1, 1), 1, "127.0.0.1:1", "x", [], 1.0, "127.0.0.1", variables={"GLOO_SOCKET_IFNAME": "ib0"})
+    given = agent.environment("here")
+    assert given["GLOO_SOCKET_IFNAME"] == "lo"
+    for name in given.keys() - {"GLOO_SOCKET_IFNAME"}:
+        with pytest.raises(ValueError, match="is set by lmworks"):
+            recipe(launch={"environment": {name: "1"}})

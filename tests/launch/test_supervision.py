@@ -112,6 +112,15 @@ def test_a_hang_in_a_collective_is_named_with_the_rank_and_the_collective(tmp_pa
     require_every_step(run_dir)
     (restart,) = events(run_dir, "restart")
     assert restart["ranks"] == [1] and told in restart["reason"] and "missing from all_reduce" in restart["reason"]
+    records = LaunchDir.of(run_dir).last_records
+    analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", records, "--allow-incomplete-ranks"]
+    done = subprocess.run(analyzer, capture_output=True, encoding="utf-8")
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    if kind == "hang":
+        assert "collective: gloo:all_reduce" in said and "missing ranks: {1}" in said and "toy_rank.py" in said
+    else:
+        assert [path.name for path in records.iterdir()] == ["rank_0"], "a frozen process writes nothing"
 
 
 @pytest.mark.slow
@@ -261,7 +270,7 @@ def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_
     recipe = prepare(run_dir, slurm={"gpus_per_node": 2, "memory": "all", "time_limit": "1:00:00", "partition": "all"})
     (run_dir / "resolved.json").write_text(recipe.model_dump_json())
     monkeypatch.setattr(torchrun.Agent, "module", "toy_rank")
-    monkeypatch.setattr(torchrun.Agent.__init__, "__defaults__", (None, None, "toy_rank"))
+    monkeypatch.setattr(torchrun.Agent.__init__, "__defaults__", (None, None, "toy_rank", torchrun.Agent.__init__.__defaults__[-1]))
 
     def done() -> int:
         return len(events(run_dir, "step"))

@@ -34,6 +34,16 @@ class LaunchDir:
         return self.path / "heartbeats"
 
     @property
+    def records(self) -> Path:
+        """What ranks have recorded of their collectives, written when one has failed."""
+        return self.path / "flight_recorder"
+
+    @property
+    def last_records(self) -> Path:
+        """The records of the last failure that was diagnosed."""
+        return self.path / "last_failure"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

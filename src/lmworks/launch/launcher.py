@@ -40,6 +40,7 @@ class Launch:
         return Agent(
             LaunchDir.of(self.run_dir), CountRange(self.min_hosts, len(self.hosts)), host.slots, f"{self.address}:{port}", self.recipe.name,
             self.arguments, float(self.recipe.launch.grace_period), loopback, is_store_host=False, module=self.module,
+            variables=self.recipe.launch.environment,
         )  # fmt: skip
 
     def script(self, host: Host, port: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -14,14 +15,15 @@ import psutil
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
 from lmworks.launch.launch_dir import VARIABLE, LaunchDir
+from lmworks.launch.pinning import pin_rank
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.process_group import init_ranks, is_launched
 from lmworks.progress import console
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.diagnosis import classify_error, diagnose_failure
+from lmworks.watch.flight_recorder import entered_collectives, set_defaults, write_record
 from lmworks.watch.heartbeat import (
     Heartbeat,
-    entered_collectives,
     has_ended,
     read_beats,
     read_local_beats,
@@ -47,7 +49,10 @@ def rank_context(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbe
         yield init_ranks(recipe.layout, float(options.timeout), threads), Heartbeat(None)
         return
     folder, rank = LaunchDir.of(run_dir), int(os.environ["RANK"])
-    recover_beats(folder.heartbeats)
+    recover_beats(folder.heartbeats, folder.records)
+    if options.pin:
+        pin_rank()
+    set_defaults(folder.records)
     ranks = init_ranks(recipe.layout, float(options.timeout), threads)
     if rank == 0:  # the only rank that writes these files
         folder.failed_starts.unlink(missing_ok=True)
@@ -67,12 +72,13 @@ def rank_context(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbe
     except BaseException as error:
         heartbeat.end(classify_error(error), f"{type(error).__name__}: {error}"[:2000], entered_collectives())
         folder.failed.touch()
+        write_record(folder.records, rank)
         _kill_frozen_ranks(folder)
         raise
     else:
         heartbeat.end("left")
     finally:
-        recover_beats(folder.heartbeats)
+        recover_beats(folder.heartbeats, folder.records)
 
 
 def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: int) -> str | None:
@@ -83,6 +89,10 @@ def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: i
     for path in folder.heartbeats.glob("*.json"):
         path.unlink()
     folder.failed.unlink(missing_ok=True)
+    if any(folder.records.glob("*")):
+        shutil.rmtree(folder.last_records, ignore_errors=True)
+        folder.records.rename(folder.last_records)
+    folder.records.mkdir(parents=True, exist_ok=True)  # NCCL makes no folder
     if found is None:
         if beats and len(beats) != size:
             with Ledger(run_dir / LEDGER) as ledger:
@@ -134,8 +144,9 @@ def _monitor(folder: LaunchDir, heartbeat: Heartbeat, interval: float) -> Iterat
             heartbeat.share()
             if folder.failed.exists():
                 heartbeat.record_witness(entered_collectives())
+                write_record(folder.records, heartbeat.rank)
                 if not done.wait(_EXIT_SECONDS):
-                    recover_beats(folder.heartbeats)
+                    recover_beats(folder.heartbeats, folder.records)
                     os._exit(1)
 
     thread = threading.Thread(target=watch, daemon=True, name="monitor")

@@ -45,7 +45,8 @@ class Job:
         """The script for `sbatch`. The job ends when the run is done, requeues itself after a preemption or a crash, and omits excluded
         nodes."""
         folder, options = LaunchDir.of(self.run_dir), self.recipe.launch.slurm
-        agent = Agent(folder, self.nodes, self.ranks, "@ENDPOINT", "@JOB", self.arguments, float(self.recipe.launch.grace_period))
+        grace, variables = float(self.recipe.launch.grace_period), self.recipe.launch.environment
+        agent = Agent(folder, self.nodes, self.ranks, "@ENDPOINT", "@JOB", self.arguments, grace, variables=variables)
         elastic = self.nodes.minimum < self.nodes.maximum
         keep_nodes = "--no-kill --kill-on-bad-exit=0 " if elastic else ""
         return "\n".join([

@@ -6,9 +6,10 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.launch.launch_dir import COMMAND, VARIABLE, LaunchDir
 from lmworks.watch.heartbeat import HOST
@@ -42,7 +43,7 @@ class Agent:
     """One `torchrun` agent with `ranks` processes, for a run on `nodes` nodes.
 
     Each rank runs the Python module `module` with `arguments`. `endpoint` (HOST:PORT) is the rendezvous endpoint; `is_store_host` is None
-    if `torchrun` decides which agent hosts the rendezvous store. `grace` is in seconds.
+    if `torchrun` decides which agent hosts the rendezvous store. `grace` is in seconds. `variables`: environment variables of the recipe.
     """
 
     folder: LaunchDir
@@ -55,6 +56,7 @@ class Agent:
     address: str | None = None
     is_store_host: bool | None = None
     module: str = "lmworks.cli.rank"
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def command(self) -> list[str]:
         rendezvous = {"last_call_timeout": _LAST_CALL, "keep_alive_interval": _KEEP_ALIVE}
@@ -69,7 +71,7 @@ class Agent:
         return [sys.executable, "-m", "torch.distributed.run", *given, "-m", self.module, *self.arguments]
 
     def environment(self, host: str | None = None) -> Mapping[str, str]:
-        variables = {
+        variables = dict(reveal(self.variables)) | {
             VARIABLE: str(self.folder.path),
             "PYTHONSAFEPATH": "1",  # neither the agent nor its ranks import files of the working directory
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.grace)),

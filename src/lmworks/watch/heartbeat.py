@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from lmworks.files import private_folder
+from lmworks.watch.flight_recorder import Entered, read_record
 
 HOST = "LMWORKS_HOST"  # environment variable with the launcher's name of this machine
 _TURNS = 500
@@ -35,15 +36,6 @@ request to stop, is the run over). That makes 3,000 a second, of the tens of tho
 """
 _SHORTEST = 0.5  # seconds between two turns of a rank
 _PADDED = 512  # bytes: every heartbeat is padded, so that a shorter one overwrites a longer one
-
-
-@dataclass(frozen=True)
-class Entered:
-    """The latest collective that a rank has entered in a process group: its sequence number, name and time (seconds since 1970)."""
-
-    number: int
-    name: str
-    time: float
 
 
 @dataclass(frozen=True)
@@ -87,6 +79,10 @@ class Heartbeat:
             with suppress(OSError):
                 self._local = os.open(_local_file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             self._write(self._last)
+
+    @property
+    def rank(self) -> int:
+        return self._last.rank
 
     def beat(self, step: int, doing: str) -> None:
         """Record that the main thread is at `step` (counted from 0) and begins an activity: data, forward, update, save, ..."""
@@ -182,10 +178,11 @@ def read_local_beats(directory: Path) -> list[Beat]:
     return sorted(found, key=lambda beat: beat.rank)
 
 
-def recover_beats(directory: Path) -> None:
+def recover_beats(directory: Path, records: Path) -> None:
     """Share the last heartbeats of ranks of this machine whose processes were killed before they could.
 
-    A file that an earlier start has left is deleted: the shared heartbeat of its rank is that of another process.
+    NCCL's watchdog ends a process whose collective has timed out: what it has left in `records` makes the heartbeat that of a rank that
+    was cut. A file that an earlier start has left is deleted: the shared heartbeat of its rank is that of another process.
     """
     for beat in read_local_beats(directory):
         path, shared = _local_file(directory, beat.rank), Path(directory) / f"{beat.rank}.json"
@@ -193,6 +190,8 @@ def recover_beats(directory: Path) -> None:
             continue
         with suppress(OSError):
             if (before := _read(shared)) is not None and (before.machine, before.pid) == (beat.machine, beat.pid):
+                if beat.state == "running" and (entered := read_record(records, beat.rank, beat.time)):
+                    beat = replace(beat, state="cut", reason="its collective timed out", entered=entered)
                 shared.write_bytes(_text(beat))
                 os.utime(shared, (beat.seen,) * 2)
             path.unlink()
@@ -210,28 +209,3 @@ def has_ended(beat: Beat) -> bool:
 def shared_interval(ranks: int) -> float:
     """Seconds between two turns of a rank: half a second up to 250 ranks, 16 s at 8,192."""
     return max(_SHORTEST, ranks / _TURNS)
-
-
-_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo, and of NCCL in builds that have it
-
-
-def entered_collectives() -> dict[str, Entered]:
-    """The latest collective that this process has entered in each process group, from torch's flight recorder.
-
-    Empty if nothing was recorded: `TORCH_FR_BUFFER_SIZE` must be set before the first process group is created. torch has no public
-    function that reads the recorder from within a process.
-    """
-    import torch
-
-    found: dict[str, Entered] = {}
-    for recorder in _RECORDERS:
-        dump = getattr(getattr(torch._C, "_distributed_c10d", None), recorder, None)
-        tree = json.loads(dump()) if dump else {}
-        for entry in tree.get("entries", ()):  # oldest first
-            group, name = entry["process_group"]
-            members = tree["pg_config"].get(group, {}).get("ranks", "")
-            key = f"{name if name not in ('', 'undefined') else group} {members}".removesuffix(" []").rstrip()
-            entered = Entered(int(entry["collective_seq_id"]), entry["profiling_name"].partition(":")[2], entry["time_created_ns"] / 1e9)
-            if key not in found or found[key].time <= entered.time:
-                found[key] = entered
-    return found

@@ -61,6 +61,12 @@ MUTANTS = [
      "What an older start has left covers no heartbeat of another process.", "launch/test_diagnosis.py"),
     ("watch.heartbeat:recover_beats", "                shared.write_bytes(_text(beat))\n", "",
      "The last heartbeat of a killed rank is recovered.", "launch/test_diagnosis.py"),
-    ("watch.heartbeat:_RECORDERS", ', "_dump_nccl_trace_json"', ",", "What a rank has entered in NCCL is known when it hangs.",
+    ("watch.flight_recorder:write_record", "_groups() | ", "",
+     "torch's analyzer reads the records of gloo.", "launch/test_diagnosis.py"),
+    ("watch.flight_recorder:read_record", "path.stat().st_mtime < since or ", "",
+     "A record of an earlier failure says nothing of this one.", "launch/test_diagnosis.py"),
+    ("watch.flight_recorder:_Plain.find_class", "raise pickle.UnpicklingError(f\"{module}.{name} in a record of collectives\")",
+     "return super().find_class(module, name)", "A record runs no code.", "launch/test_diagnosis.py"),
+    ("watch.flight_recorder:_RECORDERS", ', "_dump_nccl_trace"', ",", "What a rank has entered in NCCL is known when it hangs.",
      "launch/test_diagnosis.py"),
 ]  # fmt: skip

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import NO_EFFECT
@@ -12,6 +13,25 @@ from lmworks.recipe.schema.units import Seconds
 
 OneLine = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f\u0085\u2028\u2029]*$")]
 """Text that stays within a line of a job script."""
+
+
+_OWN = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    r"|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|LMWORKS_(LAUNCH|COMMAND|HOST)|PYTHONSAFEPATH|SLURM_\w+"
+)
+_SECRET = re.compile(r"(.*_)?(KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|PWD|CREDENTIALS?|AUTH)(_.*)?", re.IGNORECASE)
+
+
+def _check_variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(f"{name!r} is not the name of an environment variable; write for example NCCL_SOCKET_IFNAME")
+    if _OWN.fullmatch(name):
+        raise ValueError(f"{name} is set by lmworks, torchrun or Slurm for each rank; leave it out")
+    if _SECRET.fullmatch(name):
+        raise ValueError(
+            f"{name} looks like a secret, and a recipe is stored and printed; export it in the shell that starts the ranks"
+        )
+    return name
 
 
 class Slurm(Node):
@@ -48,4 +68,12 @@ class Launch(Node):
     )
     grace_period: Seconds = Field(Seconds.parse("5 min"), description="time that ranks have to save when a scheduler stops them")
     ssh: str = Field("ssh -o BatchMode=yes", description="the command that runs another command on a host")
+    environment: dict[Annotated[str, AfterValidator(_check_variable)], OneLine] = Field(
+        {}, description="environment variables of every rank, such as NCCL_SOCKET_IFNAME: ib0; no secrets, because a recipe is stored"
+    )
+    pin: bool = Field(
+        True,
+        description="bind each rank to processors of its own, near its GPU where the system says which; processors that a launcher has "
+        "already bound it to are kept",
+    )
     slurm: Slurm = Slurm()
