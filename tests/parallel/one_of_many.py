@@ -10,7 +10,10 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lmworks  # noqa: F401  # isort: skip  (before torch)
 import numpy as np
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lmworks.checkpoint.communicator import new_communicator
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.parallel import collectives, parallelize
 from lmworks.parallel.mesh import Ranks
@@ -35,6 +39,7 @@ LAYOUTS = {
 }  # fmt: skip
 _MODEL: dict[str, Any] = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8,
                           "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 256}  # fmt: skip
+_FAKE = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(minutes=10)))
 _MOE = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 
 
@@ -59,6 +64,8 @@ def main(layout: str, rank: int) -> None:
 
     dist.all_to_all_single = all_to_all_single
     ranks = Ranks(LAYOUTS[layout], "cpu")
+    with mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=_FAKE):  # which has no timeout
+        new_communicator()  # that of saves, as `Checkpoints` makes it
     meshed = time.monotonic()
     model_keys = _MODEL | ({"moe": _MOE} if layout == "ep" else {})
     optimizer_keys = {"kind": "muon", "learning_rate": 0.02, "adam_learning_rate": 0.02}

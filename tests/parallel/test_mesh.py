@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from lmworks.errors import UserError
@@ -54,3 +58,29 @@ def test_more_ranks_than_were_started_are_refused(layout: dict[str, int]) -> Non
 def test_experts_that_do_not_fold_are_refused() -> None:
     with pytest.raises(UserError, match="ep 3 does not fit cp 2"):
         Ranks(Layout(dp_shard=3, cp=2, ep=3))
+
+
+def _wait_for_the_first(late: float) -> tuple[object, str, float]:
+    ranks = Ranks(Layout(dp_shard=2))
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    if ranks.is_first:
+        time.sleep(late)
+        ranks.broadcast("found")
+        dist.barrier()
+        time.sleep(late)  # away from the next collective
+        return "found", "", 1.0
+    found = ranks.receive_broadcast()
+    dist.barrier()
+    began = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return found, str(error), time.monotonic() - began
+    return found, "", 0.0
+
+
+def test_the_others_wait_for_what_the_first_sends_and_for_nothing_else(ranks: RankPool) -> None:
+    """On one group of all: only the wait for a broadcast of `Ranks` has no limit, and afterwards the limit is as before."""
+    _, (found, error, seconds) = ranks.run(_wait_for_the_first, 2, 3.0)
+    assert found == "found" and "timed out" in error.lower() and 0.9 < seconds < 2.9

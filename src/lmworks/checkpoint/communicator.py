@@ -98,6 +98,13 @@ def _attempt(work: Callable[[], _Value]) -> tuple[_Value | None, Exception | Non
         return None, failure.with_traceback(None)
 
 
+def world_communicator() -> Communicator:
+    """All ranks, for the main thread, whose collectives on the default process group are in the same order on all of them anyway."""
+    import torch.distributed as dist
+
+    return Communicator(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else Communicator()
+
+
 def new_communicator(ranks: list[int] | None = None) -> Communicator:
     """A communicator over all ranks, or over `ranks`, with a gloo process group of its own: the threads that save must not interleave
     their messages with those of training.

@@ -57,12 +57,10 @@ class Ranks:
         self._sizes = dict(zip(_DIGITS, sizes, strict=True))
         self.world = prod(sizes)
         self._mesh: DeviceMesh | None = None
-        self._patient: dist.ProcessGroup | None = None  # for waits that may take days
         self._flat: dict[str, DeviceMesh] = {}
         if dist.is_available() and dist.is_initialized():
             if (started := dist.get_world_size()) != self.world:
                 raise UserError(f"the layout has {self.world} ranks, but {started} were started; set layout or start {self.world}")
-            self._patient = dist.new_group(backend="gloo", timeout=timedelta(days=365))
             self._mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_DIGITS)
             self._flat = {name: self._mesh[digits]._flatten(name) for name, digits in _FLAT.items()}
         elif self.world != 1:
@@ -118,14 +116,24 @@ class Ranks:
 
     def broadcast(self, value: Any) -> None:
         """Send an object from rank 0 to all others, which call `receive_broadcast`; they may wait for days."""
-        if self._patient is not None:
-            dist.broadcast_object_list([value], 0, group=self._patient)
+        if self._mesh is not None:
+            self._broadcast([value])
 
     def receive_broadcast(self) -> Any:
         """The object that rank 0 sends with `broadcast`."""
         received: list[Any] = [None]
-        dist.broadcast_object_list(received, 0, group=self._patient)
+        self._broadcast(received)
         return received[0]
+
+    def _broadcast(self, values: list[Any]) -> None:
+        world, cpu = self.world_group, torch.device("cpu")
+        assert world is not None
+        usual = world._get_backend(cpu).options._timeout  # there is no public way to read what `set_timeout` has set
+        world.set_timeout(timedelta(days=365))
+        try:
+            dist.broadcast_object_list(values, 0, group=world, device=cpu)
+        finally:
+            world.set_timeout(usual)
 
     def all_reduce_max(self, value: float) -> float:
         """The largest value of all ranks."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lmworks.checkpoint import listing
-from lmworks.checkpoint.communicator import Communicator, new_communicator
+from lmworks.checkpoint.communicator import Communicator, world_communicator
 from lmworks.errors import UserError
 from lmworks.metrics.system import reset_memory_peak
 from lmworks.model_stages import BASE
@@ -128,7 +128,7 @@ def pretrain(
     built, began_with = build_model(recipe, ranks), {}
     if recipe.start_from is not None:
         assert load_start is not None
-        communicator = new_communicator()
+        communicator = world_communicator()
         if not communicator.broadcast(communicator.is_first and listing.begun(run_dir / "checkpoints")):
             began_with = {START_FROM: load_start(recipe, built, communicator)}
     model, optimizer = with_optimizer(recipe, built)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lmworks.checkpoint.communicator import Communicator, new_communicator
+from lmworks.checkpoint.communicator import Communicator, world_communicator
 from lmworks.checkpoint.listing import content_of
 from lmworks.files import sha256_file
 from lmworks.metrics.system import reset_memory_peak
@@ -79,7 +79,7 @@ def start(
     reset_memory_peak()
     model = build_model(recipe, ranks, lora)
     model.eval()
-    communicator, found = new_communicator(), []
+    communicator, found = world_communicator(), []
     before = stages_of(recipe, before=of_stage(name))[-1].model
     communicator.run_on_all(lambda: found.append(final_checkpoint(run_dir, before)) if communicator.is_first else None)
     path = communicator.broadcast(found[0] if found else Path())

@@ -14,7 +14,7 @@ from typing import Any
 
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
-from lmworks.checkpoint.communicator import Communicator, new_communicator
+from lmworks.checkpoint.communicator import Communicator, world_communicator
 from lmworks.checkpoint.listing import REFERENCE
 from lmworks.checkpoint.run_bundle import run_files_of
 from lmworks.parallel.mesh import Ranks, alone
@@ -33,7 +33,7 @@ def save_start(recipe: Recipe, run_dir: Path, load_start: LoadStart, ranks: Rank
 
     Raises `UserError` if the weights are damaged or do not fit the model, or if the disk is full.
     """
-    ranks, communicator, folder = ranks or alone(), new_communicator(), run_dir / "checkpoints"
+    ranks, communicator, folder = ranks or alone(), world_communicator(), run_dir / "checkpoints"
     if communicator.broadcast(communicator.is_first and listing.newest_good(folder)[0] is not None):
         return
     model = build_model(recipe, ranks)

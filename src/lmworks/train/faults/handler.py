@@ -15,7 +15,7 @@ import torch
 from lmworks import progress
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
-from lmworks.checkpoint.communicator import new_communicator
+from lmworks.checkpoint.communicator import world_communicator
 from lmworks.errors import UserError
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
@@ -44,7 +44,7 @@ class FaultHandler:
         self.saves = FailedSaves(options.max_failed_saves, save_every)
         self.starvation = Starvation(options.starved_share)
         self._slow = {what: SlowRanks(options.slow_threshold) for what in ("arithmetic", "data and host")}
-        self._communicator = new_communicator()
+        self._communicator = world_communicator()
         self.history = self._communicator.broadcast(skips.rollbacks(ledger.read(), stage))
 
     @property
