@@ -19,9 +19,9 @@ _MESHED = 128
 """Ranks up to which gloo connects each pair when a group is made.
 
 A group of all ranks needs ranks - 1 sockets, of the 1,024 files that a process may open by default: two groups, and up to five axes that
-span all, fit 128 ranks. Beyond, pairs connect when they first speak, 2 to log2(ranks) of a rank per group. Below, a rank that dies before the
-first collective of a group is noticed at once; a pair that connects later waits without a limit (pytorch/gloo issue 520, torch 2.13), until
-heartbeats report it.
+span all, fit 128 ranks. Beyond, pairs connect when they first speak, 2 to log2(ranks) of a rank per group. Below, a rank that dies
+before the first collective of a group is noticed at once; a pair that connects later waits without a limit (pytorch/gloo issue 520,
+torch 2.13), until heartbeats report it.
 """
 _FLIGHT_RECORDER_SIZE = "256"  # latest collectives that a rank records, for the diagnosis of a hang
 
