@@ -26,7 +26,7 @@ MUTANTS = [
     ("parallel.data:shard", "module.set_gradient_divide_factor(1.0)", "module.set_gradient_divide_factor(2.0)",
      "Gradients are summed over ranks, not averaged.", "train/test_ranks.py::test_two_ranks_equal_one_process"),
     ("parallel.data:_multiply", "gradient.mul_(by)", "pass", "Gradients of copies are summed over ranks, not averaged.",
-     "train/test_stability_ranks.py"),
+     "parallel/test_data.py"),
     ("parallel.parallel_model:ParallelModel.sum_over_ranks", 'self.ranks.all_reduce(self.ranks.all_reduce(scalars, "loss"), "pp")',
      "scalars", "The loss is that of all ranks.", "train/test_ranks.py::test_two_ranks_equal_one_process"),
     ("parallel.parallel_model:ParallelModel.sum_over_ranks", 'self.ranks.all_reduce(self.ranks.all_reduce(counts_LE, "loss"), "pp")',
