@@ -39,13 +39,15 @@ MUTANTS ?=
 mutants: $(VENV)/mutants.stamp
 	$(BIN)/python tests/mutants/campaign.py $(_PART) $(MUTANTS)
 
-# The first ten minutes on a GPU: ten checks, a line of JSON for each thing found, also in GPU_OUT. It installs nothing: PYTHON has torch, and
-# packages that it lacks come from wheels. TOY=--toy runs every check at a small size on a CPU. CHECKS='--only decode' runs one.
-GPU_OUT ?= runs/gpu/first.jsonl
+# The first ten minutes on a GPU: ten checks, a line of JSON for each thing found, also in GPU_OUT. COMMAND=second and COMMAND=third are the
+# next ten minutes each. It installs nothing: PYTHON has torch, and packages that it lacks come from wheels. TOY=--toy runs every check at a
+# small size on a CPU. CHECKS='--only decode' runs one.
+COMMAND ?= first
+GPU_OUT ?= runs/gpu/$(COMMAND).jsonl
 TOY ?=
 CHECKS ?=
 gpu:
-	$(PYTHON) benchmarks/gpu/first.py --out $(GPU_OUT) --wheels .gpu-wheels $(TOY) $(CHECKS)
+	$(PYTHON) benchmarks/gpu/$(COMMAND).py --out $(GPU_OUT) --wheels .gpu-wheels $(TOY) $(CHECKS)
 
 # Wheels for a GPU machine without a network, in .gpu-wheels: what an image with PyTorch and transformers lacks of our packages.
 GPU_PYTHON ?= 3.12

@@ -5,16 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch._dynamo
+from gpu.runner import Row
 from torch import Tensor, nn
 
 from lmworks.metrics.system import reset_memory_peak
-from lmworks.optim.optimizer import Updates, build_optimizer
+from lmworks.optim.optimizer import Optimizer, Updates, build_optimizer
 from lmworks.parallel import parallelize
-from lmworks.parallel.mesh import alone
+from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.loading.load import load_recipe
 from lmworks.recipe.schema.recipe import Recipe
@@ -30,6 +34,9 @@ DENSE_125M = ["model.preset=dense-125m"]
 WIDTH_8B = ["model={hidden_size: 4096, num_hidden_layers: 8, num_attention_heads: 32, num_key_value_heads: 8, head_dim: 128, "
             "intermediate_size: 14336}", "tokenizer.vocab_size=32768"]  # fmt: skip
 """Eight layers of an 8B model."""
+WIDTH_7B = ["model={hidden_size: 4096, num_hidden_layers: 32, num_attention_heads: 32, num_key_value_heads: 32, head_dim: 128, "
+            "intermediate_size: 11008}", "tokenizer.vocab_size=32768"]  # fmt: skip
+"""A 7B model (Llama 2)."""
 TINY_MOE = [
     "model={hidden_size: 64, num_hidden_layers: 3, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, intermediate_size: 128, "
     "moe: {n_routed_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 32, first_k_dense_replace: 1}}",
@@ -51,17 +58,15 @@ def recipe_of(model: Sequence[str], length: int, rows: int = 1, *more: str) -> R
     return load_recipe("dense-125m", [*model, PHASES.format(length, rows * length), *more]).recipe
 
 
-def build(recipe: Recipe, device: torch.device, random_fill: bool = False) -> tuple[ParallelModel, Updates]:
+def build(recipe: Recipe, device: torch.device, random_fill: bool = False, ranks: Ranks | None = None) -> tuple[ParallelModel, Optimizer]:
     """A model in training and its optimizer. `random_fill`: weights drawn on the device, whatever their distribution should be, since
     only speed is measured."""
-    if random_fill:
-        with patch.object(parallelize, "initialize", _fill):
-            (part,) = parallelize.build(recipe, alone(), device)
-    else:
-        (part,) = parallelize.build(recipe, alone(), device)
-    model = ParallelModel([part], alone())
+    ranks = ranks or alone()
+    with patch.object(parallelize, "initialize", _fill) if random_fill else nullcontext():
+        (part,) = parallelize.build(recipe, ranks, device)
+    model = ParallelModel([part], ranks)
     model.train()
-    return model, build_optimizer(model, recipe.optimizer)
+    return model, build_optimizer(model, recipe.optimizer, process_groups=ranks.process_groups())
 
 
 @torch.no_grad()
@@ -84,10 +89,12 @@ def batch_of(recipe: Recipe, rows: int, length: int, documents: int = 1, seed: i
     return Batch(tokens, labels, cu_seqlens, 0, 0)
 
 
-def step(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch: int, lr_factor: float = 1.0) -> StepResult:
+def step(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch: int, lr_factor: float = 1.0, ranks: int = 1) -> StepResult:
+    """One step, of which so many ranks have as many rows and tokens as this one."""
     return train_step(
-        model, optimizer, batch, micro_batch_size=micro_batch, lr_factor=lr_factor, max_grad_norm=1.0, bias_update_rate=0.001
-    )
+        model, optimizer, batch, micro_batch_size=micro_batch, lr_factor=lr_factor, max_grad_norm=1.0, bias_update_rate=0.001,
+        sequences=ranks * len(batch.tokens), valid_tokens=ranks * batch.valid_tokens,
+    )  # fmt: skip
 
 
 def wait(device: torch.device) -> None:
@@ -114,6 +121,26 @@ def seconds(work: Callable[[], object], device: torch.device, rounds: int = 10, 
             work()
             times.append(time.perf_counter() - began)
     return statistics.median(times)
+
+
+def times_ms(run: Callable[[], Tensor], inputs: Sequence[Tensor], device: torch.device, rounds: int = 5) -> Row:
+    """Milliseconds of a call without gradients, and of one with the gradients of the inputs."""
+    with torch.no_grad():
+        forward = seconds(run, device, rounds)
+        grad = torch.randn_like(run())  # that of a sum has strides of 0, which some kernels refuse and others copy
+
+    def both() -> None:
+        torch.autograd.grad(run(), inputs, grad)
+
+    return {"forward_ms": forward * 1e3, "both_ms": seconds(both, device, rounds) * 1e3}
+
+
+def compiled(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """As training runs it on this device."""
+    if device.type == "cpu":
+        return run
+    torch._dynamo.reset()  # there is a limit on the shapes of one function
+    return torch.compile(run, dynamic=False)
 
 
 def error(found: Tensor, expected: Tensor) -> float:

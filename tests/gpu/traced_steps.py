@@ -11,12 +11,10 @@ import numpy as np
 import parity
 import pytest
 import torch
-import torch.distributed as dist
 from host_waits import HostWaits
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _utils
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.optim.scaler import LossScaler
@@ -28,6 +26,7 @@ from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.read.batch import Batch
 from lmworks.train.step import StepResult, train_step
+from made_up_ranks import made_up_ranks
 
 DEVICE = torch.device("cuda", 0)
 
@@ -108,19 +107,13 @@ def ranks_of(layout: Layout) -> Iterator[Ranks]:
     if world_size(layout) == 1:
         yield Ranks(layout)
         return
-    with pytest.MonkeyPatch.context() as patch:
-        new_group = dist.new_group
-        patch.setattr(dist, "new_group", lambda *given, **options: new_group(*given, **options | {"backend": "fake"}))
+    with pytest.MonkeyPatch.context() as patch, made_up_ranks(0, world_size(layout)):
         # torch computes places in a mesh with tensors, and needs their values
         for place, name in ((_utils, "_compute_local_shape_and_global_offset"), (DeviceMesh, "__init__")):
             patch.setattr(place, name, _with_values(getattr(place, name)))
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size(layout))
-        try:
-            with unset_fake_temporarily():
-                ranks = Ranks(layout, "cuda")
-            yield ranks
-        finally:
-            dist.destroy_process_group()
+        with unset_fake_temporarily():
+            ranks = Ranks(layout, "cuda")
+        yield ranks
 
 
 def _with_values(compute: Callable[..., Any]) -> Callable[..., Any]:

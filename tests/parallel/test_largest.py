@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lmworks.model import Transformer
 from lmworks.optim.groups import group_parameters
@@ -21,6 +20,7 @@ from lmworks.plan.layout import choose
 from lmworks.plan.memory import _stage_memory
 from lmworks.recipe.loading.load import load_cluster, load_recipe
 from lmworks.recipe.schema.layout import Layout, world_size
+from made_up_ranks import made_up_ranks
 
 PIPELINED = Layout(pp=16, tp=8, dp_shard=64, ep=32)
 
@@ -28,16 +28,9 @@ PIPELINED = Layout(pp=16, tp=8, dp_shard=64, ep=32)
 @contextmanager
 def _part(recipe: Any, layout: Layout, rank: int) -> Iterator[Transformer]:
     """What `rank` holds, on the meta device."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallelize, "materialize", lambda *_: None)
-        group = dist.new_group
-        patch.setattr(dist, "new_group", lambda *args, **options: group(*args, **options | {"backend": "fake"}))
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(layout))
-        try:
-            (part,) = parallelize.build(recipe, Ranks(layout), torch.device("cpu"))
-            yield part
-        finally:
-            dist.destroy_process_group()
+    with patch.object(parallelize, "materialize", lambda *_: None), made_up_ranks(rank, world_size(layout)):
+        (part,) = parallelize.build(recipe, Ranks(layout), torch.device("cpu"))
+        yield part
 
 
 def _gathered(parameter: torch.Tensor) -> int:
