@@ -120,6 +120,7 @@ def test_a_dry_run_of_deduplication_says_what_prepare_will_drop_and_writes_nothi
     told = lmworks("corpus", "prepare", recipe, "--dedup-dry-run").out
     assert "mine/0/2  near duplicate of mine/0/0" in told and "passages cut" in told
     assert lmworks("corpus", "prepare", recipe, "--json").error.startswith("--json needs --dedup-dry-run")
+    assert "read" in lmworks("corpus", "prepare", recipe, "--dry-run").out and sorted(tmp_path.rglob("*")) == before
     assert lmworks("corpus", "prepare", recipe).code == 0
     assert kept(tmp_path / "run") == ["mine/0/0", "mine/0/3", "mine/0/4"], "it drops what the dry run has said"
 

@@ -10,7 +10,7 @@ import numpy as np
 from command import Lmworks
 
 from lmworks.tokenizer import load
-from lmworks.watch.ledger import read_ledger
+from lmworks.watch.ledger import Ledger, read_ledger
 from lmworks.watch.lock import RunLock
 from tiny_run import FIRST, Tiny
 
@@ -29,6 +29,14 @@ def test_batch_shows_documents_and_plan_how_often_they_are_read(lmworks: Lmworks
     assert "What each phase reads" in printed and "documents are read in part by two phases" in printed
 
 
+def test_a_batch_that_a_rollback_left_out_is_shown_as_that(lmworks: Lmworks, tiny_copy: Tiny) -> None:
+    with Ledger(tiny_copy.run_dir / "ledger.jsonl") as ledger:
+        ledger.write("rollback", stage="pretrain", step=4, to_step=2, skip=[3, 5])
+        ledger.write("rollback", stage="tune", step=4, to_step=0, skip=[0, 3])
+    shown = [lmworks("data", "batch", tiny_copy.run_dir, step).out for step in (2, 3)]
+    assert ["(left out by a rollback)" in text for text in shown] == [False, True]
+
+
 def asked(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "mixture_asked"]
 
@@ -44,6 +52,8 @@ def test_a_change_of_the_mixture_is_shown_and_asked_for(lmworks: Lmworks, tiny_c
     with RunLock(tiny_copy.run_dir):
         live = lmworks("data", "mixture", tiny_copy.run_dir, "--set", "docs=1")
         assert "requested from step 0 on; the running process applies it before it reads its next batch" in live.out
+    soon = json.loads(lmworks("data", "batch", tiny_copy.run_dir, 8, "--json").out)
+    assert {row["source"] for row in soon} == {"docs"}, "as it will be read"
     refused = lmworks("data", "mixture", tiny_copy.run_dir, "--set", "docs=0.5", "--set", "poems=0.5")
     assert "the mixture names source poems, which has no tokens" in refused.error
     assert "sum to 0.5" in lmworks("data", "mixture", tiny_copy.run_dir, "--set", "docs=0.5").error

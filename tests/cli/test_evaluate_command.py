@@ -55,9 +55,9 @@ def test_a_model_is_scored_in_every_form(lmworks: Lmworks, tiny: Tiny, tmp_path:
     # the training text was searched for none of it
     assert set(results["not_clean"]) == {"piqa"} and model["scores"]["piqa/cloze/0-shot"]["verdict"].endswith(", not clean")
 
-    done = lmworks("evaluate", f"{tmp_path}/run@tuned", "--tasks", sums, "--out", tmp_path / "out")
+    done = lmworks("evaluate", f"{tmp_path}/run@tuned", "--tasks", sums, "--shots", 2, "--items", 6, "--out", tmp_path / "out")
     assert done.code == 0, done.err
-    assert "sums/free/0-shot" in done.out
+    assert "sums/free/2-shot" in done.out
     saved = read_json(tmp_path / "out" / "results.json")["models"]
     assert set(saved) == {"run@base", "run@tuned"} and saved["run@base"] == model
     outcomes = [json.loads(line) for line in (tmp_path / "out" / "outcomes-run@base.jsonl").read_text().splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,10 @@ def test_variables_of_the_recipe_reach_every_rank(lmworks: Lmworks, tmp_path: Pa
     words = ("NCCL_IB_PKEY=0x1", "TOKENIZERS_PARALLELISM='a b; touch x'", "HTTPS_PROXY=http://***@host:1")
     assert [word for word in words if word not in done.out.replace("'http://***@host:1'", "http://***@host:1")] == []
     assert "pass5word" not in done.out + done.err
+
+
+def test_a_launcher_ends_with_the_exit_code_of_its_ranks(lmworks: Lmworks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for the ranks records how the run ended, as a rank does, and ends without an error itself."""
+    ended = f"from pathlib import Path; from lmworks.launch.launch_dir import LaunchDir; LaunchDir.of(Path({str(tmp_path)!r})).conclude(75, 0)"
+    monkeypatch.setattr("lmworks.launch.torchrun.Agent.command", lambda self: [sys.executable, "-c", ended])
+    assert lmworks("launch", "local", "quickstart", "--ranks", "2", "--set", f"run_dir={tmp_path}").code == 75

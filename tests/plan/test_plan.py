@@ -354,6 +354,7 @@ def test_plan_calibrates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value["mfu"] == pytest.approx(operations / median(timed) / 2e12, rel=0.01)
     how = f"measured here: median of {len(timed)} steps of 512 tokens, {median(timed):.2f} s each, peak 2.00 TFLOP/s"
     assert value["mfu_source"] == how
+    assert not any(phase["layout_in_mfu"] for phase in value["phases"]), "one process neither talks to another nor waits for it"
 
 
 def test_shipped_recipes_are_all_planned_here() -> None:
