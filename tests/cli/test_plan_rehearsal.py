@@ -9,9 +9,10 @@ import pytest
 from command import Lmworks
 from test_plan_data import _lines, _recipe, base  # noqa: F401
 
+from lmworks.files import write_json
 from lmworks.plan.stage_data import StageData
 from lmworks.recipe.loading.load import load_recipe
-from lmworks.run.rehearsal import START, _training
+from lmworks.run.rehearsal import ITEMS, START, _evaluation, _little, _training
 from lmworks.run.stages import stages_for
 from lmworks.watch.ledger import read_ledger
 
@@ -87,3 +88,26 @@ def test_a_rehearsal_multiplies_what_is_repeated(base: Path, tmp_path: Path) -> 
     assert parts["reference scores"] == pytest.approx(2.0 * 10 + 1.0 * 10)
     assert parts["saves"] == pytest.approx(0.5 * 9), "the last one is among the rest"
     assert parts["loading and the rest"] == pytest.approx(30 - 3 - (9 + 3 * 2) - 4 * 0.5 - 4 * 0.25)
+
+
+def test_a_rehearsal_of_tuning_multiplies_a_step_that_is_not_the_first(base: Path, tmp_path: Path) -> None:  # noqa: F811
+    recipe = load_recipe(_recipe(tmp_path, base)).recipe
+    (tmp_path / "little" / "tune").mkdir(parents=True)
+    seconds = [9.0, 2.0, 3.0, 2.0]
+    lines = [{"step": step, "time": 100.0 * step, "perf/step_seconds": took} for step, took in enumerate(seconds, 1)]
+    _lines(tmp_path / "little" / "tune" / "metrics.jsonl", lines)
+    parts = _training(recipe, "tune", StageData("tune", 40, 0, 900, 25, 25 * 384, 3.0), tmp_path / "little", took=30.0)
+    assert parts["steps"] == pytest.approx(2.0 * 25)
+
+
+def test_a_rehearsal_validates_at_each_step_and_multiplies_the_items_of_benchmarks(base: Path, tmp_path: Path) -> None:  # noqa: F811
+    rows = [{"goal": f"how to do {n}", "sol1": f"do it {n} times", "sol2": "never", "label": 0} for n in range(100, 200)]
+    own = {"name": "piqa", "path": _lines(tmp_path / "piqa.jsonl", rows)}
+    resolved = load_recipe(_recipe(tmp_path, base, evaluate={"benchmarks": [own]}))
+    little = resolved.settled(_little(resolved.recipe, {}, tmp_path / "little")).recipe
+    assert [every.times(4, 1000) for every in (little.train.validate_every, little.train.sample_every, little.train.log_every)] == [4, 4, 4]
+    spent = {"models": {name: {"speed": {"seconds": {"tasks": 1.0, "benchmarks": 2.0}}} for name in ("start", "tuned")}}
+    (tmp_path / "little" / "evaluate").mkdir(parents=True)
+    write_json(tmp_path / "little" / "evaluate" / "results.json", spent)
+    parts = _evaluation(resolved.recipe, little, tmp_path / "little", 10.0, None)
+    assert parts["benchmarks"] == pytest.approx(2 * 2.0 * 100 / ITEMS) and parts["loading and the rest"] == pytest.approx(4.0)

@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from lmworks.checkpoint import Checkpoints, listing
 from lmworks.checkpoint.copy_to import copy_checkpoint
@@ -26,6 +27,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from lmworks.run import copy as copying
 from lmworks.run.copy import copy_run, restore_run
+from lmworks.run.stages import STAGES
 from lmworks.watch.ledger import Ledger, read_ledger
 from patience import PATIENCE
 from tiny_run import RECIPE, Tiny, checkpoint, curve, same_bits
@@ -148,7 +150,12 @@ def test_corpus_and_shards_are_copied_and_restored(bucket: str, trained: Tiny, t
     assert objects(bucket) == names
 
     back = Tiny(trained.recipe, tmp_path / "back")
+    synced: set[int] = set()
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino) or sync(file))  # type: ignore[func-returns-value]
     restore_run(f"s3://{bucket}/all", back.run_dir, told.append)
+    restored = [path for path in back.run_dir.rglob("*") if path.is_file()]
+    assert [path for path in restored if path.stat().st_ino not in synced] == [], "after a power cut they are still whole"
     for stage in ("corpus", "tokenizer", "shards"):
         outputs = json.loads((trained.run_dir / stage / "stage.json").read_text())["outputs"]
         assert outputs
@@ -157,6 +164,19 @@ def test_corpus_and_shards_are_copied_and_restored(bucket: str, trained: Tiny, t
     assert back.walk(*SHORT, last="shards") == [(stage, "skip") for stage in ("corpus", "tokenizer", "shards")]
     with pytest.raises(UserError, match=r"is not empty; restore into a new directory"):
         restore_run(f"s3://{bucket}/all", back.run_dir, told.append)
+
+
+def test_a_copy_that_came_out_different_is_no_copy(tiny_copy: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that loses a byte while shards that were made again replace those of an earlier copy."""
+    stage = next(one for one in STAGES if one.name == "shards")
+    remote, seal = copying._Remote(str(tmp_path / "copy"), "copy"), tmp_path / "copy" / "shards" / copying.SEAL
+    assert copying._copy_stage(tiny_copy.run_dir, remote, stage) == "copied" and seal.is_file()
+    changed = tiny_copy.run_dir / "shards" / "manifest.json"
+    changed.write_bytes(changed.read_bytes() + b"\n")
+    monkeypatch.setattr(LocalFileSystem, "put_file", lambda self, path, to: Path(to).write_bytes(Path(path).read_bytes()[:-1]))
+    with pytest.raises(OSError, match=r"the copy of .*manifest\.json in .* differs from it"):
+        copying._copy_stage(tiny_copy.run_dir, remote, stage)
+    assert not seal.exists(), "half of it is the earlier one"
 
 
 def test_tokens_are_read_from_the_copy(bucket: str, trained: Tiny, tmp_path: Path) -> None:

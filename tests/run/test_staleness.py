@@ -30,6 +30,7 @@ from lmworks.run import stages, staleness
 from lmworks.run.own_files import list_files
 from lmworks.run.runner import StageEvent, run_stages
 from lmworks.run.stages import STAGES, Stage, StageContext, stages_for
+from lmworks.shards.build import build_shards
 from lmworks.train import load
 from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
@@ -247,6 +248,22 @@ def test_a_lost_file_is_made_again(run: Tiny, name: str, again: list[str]) -> No
     path.write_bytes(content[: len(content) // 2])
     if again != ["tokenizer"]:  # a tokenizer that is cut short is not the one that the weights know
         assert done(told_by(run))[:1] == again
+
+
+def test_a_file_that_changes_while_a_stage_reads_it_makes_the_stage_again(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage may have read what was there before, so it is recorded as made from that."""
+    corpus, honest = tiny_copy.run_dir / "corpus" / "manifest.json", build_shards.build_shards
+
+    def edited(*arguments: Any) -> Any:
+        built = honest(*arguments)
+        corpus.write_bytes(corpus.read_bytes().replace(b"{\n  ", b"{\n\t ", 1))
+        return built
+
+    (tiny_copy.run_dir / "shards" / "manifest.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(build_shards, "build_shards", edited)
+        assert done(told_by(tiny_copy, last="shards")) == ["shards"]
+    assert done(told_by(tiny_copy, last="shards")) == ["tokenizer", "shards"]
 
 
 def test_a_lost_checkpoint_is_trained_again(run: Tiny) -> None:

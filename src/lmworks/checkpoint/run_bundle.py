@@ -70,7 +70,7 @@ def pack(files: Mapping[str, Path]) -> Iterator[Path]:
 
 
 def unpack(packed: Path, to: Path) -> None:
-    """Write the files below `to`. Raises `UserError` if the bundle is damaged, or has what no run puts into it."""
+    """Write the files below `to`, and sync them. Raises `UserError` if the bundle is damaged, or has what no run puts into it."""
     left = max(_LEAST, _RATIO * packed.stat().st_size)
     try:
         with gzip.open(packed, "rb") as stream:
@@ -86,6 +86,8 @@ def unpack(packed: Path, to: Path) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with open(path, "xb") as file:
                     _copy(stream, file, size)
+                    file.flush()
+                    os.fsync(file.fileno())
     except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
         raise UserError(f"{BUNDLE} of the copy is damaged ({error})") from None
 

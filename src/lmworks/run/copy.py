@@ -194,7 +194,7 @@ def _restore_checkpoint(remote: _Remote, to: Path, trained: ModelStage, report: 
     unpack(packed, files)
     packed.unlink()
     # files saved with the checkpoints of a later stage are newer
-    shutil.copytree(files, to, dirs_exist_ok=True)
+    shutil.copytree(files, to, copy_function=os.replace, dirs_exist_ok=True)
     shutil.rmtree(files)
     history = skips.rollbacks(read_ledger(to / LEDGER), stage)
     for step in steps:
