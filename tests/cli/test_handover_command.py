@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from deployable import GLM, QWEN3, export
 from lmworks.files import read_json, write_json
+from lmworks.weights.verified import PASSED, REPORT, file_records
 from tiny_run import Tiny
 
 ROWS = [
@@ -75,6 +76,20 @@ def test_the_run_script_reaches_slime_with_its_arguments(lmworks: Lmworks, expor
     assert convert[2] == "tools/convert_hf_to_torch_dist.py" and convert[-1] == str(out / "torch_dist")
     assert train[0] == "train.py" and train[-2:] == ["--extra", "1"]
     assert train[train.index("--prompt-data") + 1] == str(out / "prompts.jsonl") and "--mtp-num-layers" in train
+
+
+def test_a_copy_that_came_out_different_is_not_handed_over(
+    lmworks: Lmworks, exported: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copytree(exported, tmp_path / "model"))
+    write_json(model / REPORT, {"verdict": PASSED, "files": file_records(model)})
+
+    def lossy(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[: -1 if source.name == "tokenizer.json" else None])
+
+    monkeypatch.setattr(shutil, "copyfile", lossy)
+    error = lmworks("handover", "slime", model, "--prompts", prompts, "--out", tmp_path / "slime").error
+    assert "huggingface/tokenizer.json is not the file that passed" in error and not (tmp_path / "slime").exists()
 
 
 BAD = {

@@ -103,7 +103,8 @@ def test_a_rehearsal_of_tuning_multiplies_a_step_that_is_not_the_first(base: Pat
 def test_a_rehearsal_validates_at_each_step_and_multiplies_the_items_of_benchmarks(base: Path, tmp_path: Path) -> None:  # noqa: F811
     rows = [{"goal": f"how to do {n}", "sol1": f"do it {n} times", "sol2": "never", "label": 0} for n in range(100, 200)]
     own = {"name": "piqa", "path": _lines(tmp_path / "piqa.jsonl", rows)}
-    resolved = load_recipe(_recipe(tmp_path, base, evaluate={"benchmarks": [own]}))
+    seldom = {"validate_every": "100%", "sample_every": "100%", "log_every": "100%"}
+    resolved = load_recipe(_recipe(tmp_path, base, train=seldom, evaluate={"benchmarks": [own]}))
     little = resolved.settled(_little(resolved.recipe, {}, tmp_path / "little")).recipe
     assert [every.times(4, 1000) for every in (little.train.validate_every, little.train.sample_every, little.train.log_every)] == [4, 4, 4]
     spent = {"models": {name: {"speed": {"seconds": {"tasks": 1.0, "benchmarks": 2.0}}} for name in ("start", "tuned")}}

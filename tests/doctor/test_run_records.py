@@ -13,6 +13,7 @@ import pytest
 from doctor_runs import STEPS
 
 from lmworks.doctor.charts import Axis, Chart, Line, path
+from lmworks.doctor.curves import Curves
 from lmworks.doctor.overview import tiles
 from lmworks.doctor.page import write_page
 from lmworks.doctor.read_run import read_run
@@ -138,3 +139,15 @@ def test_larger_values_are_drawn_higher_and_loads_from_zero() -> None:
         view = Chart("c", "Load", "", [line], (0, 1000), marks=marks, zero=zero).view()
         assert ("0" in [text for _, text in view["y_ticks"]]) == zero
     assert [mark["texts"] for mark in view["marks"]] == [["step 100: saved", "step 101: saved"], ["step 900: saved"]]
+
+
+def test_a_learning_rate_that_is_for_everything_is_drawn_once(run_dir: Path) -> None:
+    (run_dir / "tune").mkdir(exist_ok=True)
+    rates = [{"optim/learning_rate": 0.01, "optim/adam_learning_rate": adam} for adam in (0.01, 0.02)]
+    drawn = []
+    for one in rates:
+        lines = [json.dumps({"step": step, "time": 4e9 + step} | one) + "\n" for step in (1, 2)]
+        (run_dir / "tune" / "metrics.jsonl").write_text("".join(lines))
+        (chart,) = Curves(read_run(run_dir).training["tune"], "tune").optimizer()
+        drawn.append([line.name for line in chart.lines])
+    assert drawn == [["learning rate"], ["matrices", "embeddings, norms"]]

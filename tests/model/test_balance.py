@@ -7,7 +7,7 @@ import torch
 from tests.model.test_transformer import _SMALL, CONFIGS, build, sample
 
 from lmworks.model import Transformer
-from lmworks.model.balance import load_error, load_statistics, set_temperature, update_biases
+from lmworks.model.balance import load_error, load_statistics, set_loads, set_temperature, update_biases
 from lmworks.model.init import initialize
 from lmworks.model.router import Router, sinkhorn
 from lmworks.parallel.activation_checkpointing import checkpoint_activations
@@ -76,6 +76,12 @@ def test_each_way_of_choosing_moves_as_published() -> None:
     update_biases(model.moe_layers(), counts, 0.1, balance, apply=torch.tensor(False))
     update_biases(model.moe_layers(), counts, 0.0, balance)
     assert torch.equal(model.moe_layers()[0].router.bias, before), "a bad step, and rate 0, move nothing"
+
+
+def test_loads_are_the_shares_of_tokens_that_chose_an_expert() -> None:
+    model = skewed(Balance(method="aux"))
+    set_loads(model.moe_layers(), torch.tensor([[4, 3, 1, 0, 0, 0, 0, 0], [1] * 8]), 2)  # two of each of 4 tokens
+    assert [ffn.router.load.tolist() for ffn in model.moe_layers()] == [[1.0, 0.75, 0.25, *[0.0] * 5], [0.25] * 8]
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "50%"])

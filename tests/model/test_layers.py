@@ -75,21 +75,24 @@ def test_rows_go_to_their_experts_and_back(choices: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(("softcap", "z_weight"), [(0.0, 0.0), (5.0, 0.0), (0.0, 1e-2), (30.0, 1e-3)])
 @pytest.mark.parametrize("spread", [1.0, 60.0])
-def test_loss_in_chunks_equals_plain(spread: float, softcap: float, z_weight: float) -> None:
-    """Also where the probability of the target is too small for fp32, and its logarithm is not."""
+@pytest.mark.parametrize("weighted", [False, True])
+def test_loss_in_chunks_equals_plain(weighted: bool, spread: float, softcap: float, z_weight: float) -> None:
+    """Also where the probability of the target is too small for fp32, and its logarithm is not. With weights there is no z-loss."""
     hidden, weight = random(21, 8), spread * random(50, 8, seed=1)
     labels = torch.randint(50, (21,), generator=torch.Generator().manual_seed(2))
     labels[::5] = IGNORE
     if spread > 1 and not softcap:
         assert (F.linear(hidden, weight).softmax(-1).gather(1, labels.clamp_min(0)[:, None]) == 0).any()
+    weights = random(21, seed=3) if weighted else None
     results = []
     for plain in (False, True):
         inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         args = (*inputs, labels)
         if plain:
-            total, parts = head_loss_plain(*args, softcap=softcap, z_weight=z_weight)
+            total, parts = head_loss_plain(*args, softcap=softcap, z_weight=0.0 if weighted else z_weight, weights_N=weights)
         else:
-            total, parts = head_loss(*args, softcap=softcap, z_weight=z_weight, chunk=8, chunk_loss=loss_of_chunk)
+            options = {"chunk": 8, "chunk_loss": loss_of_chunk, "weights_N": weights}
+            total, parts = head_loss(*args, softcap=softcap, z_weight=z_weight, **options)
         total.backward()
         results.append([total.detach(), *parts, *(one.grad for one in inputs)])
     for ours, expected in zip(*results, strict=True):

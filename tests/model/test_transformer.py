@@ -20,12 +20,13 @@ from lmworks.model.documents import visible
 from lmworks.model.init import initialize, normal
 from lmworks.model.loss import IGNORE
 from lmworks.recipe.derivation.parameters import count_parameters, parameters
-from lmworks.recipe.schema.model import Balance, Model, Moe, Rope
+from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Rope
 from lmworks.shards.format.labels import IGNORE as SHARDS_IGNORE
 from small_config import small_config
 
 _SMALL: dict[str, Any] = small_config(vocab_size=128, num_hidden_layers=3)
 _MOE = Moe(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, routed_scaling_factor=2.5)
+_MLA = Mla(q_lora_rank=20, kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6)
 CONFIGS = {
     "dense": Model(**_SMALL),
     "mha": Model(**(_SMALL | {"num_key_value_heads": 4})),
@@ -150,6 +151,16 @@ def test_initialisation_is_a_function_of_name_and_position() -> None:
     # a layer more changes no weight of the layers before it, the residual scale aside
     deeper = initialize(Transformer(config.model_copy(update={"layers": 4})), 7)
     assert torch.equal(first.layers[1].ffn.experts.gate, deeper.layers[1].ffn.experts.gate)
+
+
+@pytest.mark.parametrize("kind", ["attention_dropout", "residual_dropout"])
+@pytest.mark.parametrize("other", [{}, {"num_key_value_heads": 4, "head_dim": 12, "mla": _MLA}], ids=["gqa", "mla"])
+def test_dropout_is_of_training_alone(other: dict[str, Any], kind: str) -> None:
+    tokens, _, cu_seqlens = sample()
+    without, with_it = (build(Model(**_SMALL | other | {kind: rate})) for rate in (0.0, 0.5))
+    with torch.no_grad():
+        assert not torch.equal(with_it.train()(tokens, cu_seqlens), without.train()(tokens, cu_seqlens))
+        assert torch.equal(with_it.eval()(tokens, cu_seqlens), without.eval()(tokens, cu_seqlens))
 
 
 def test_labels_that_do_not_count_are_one_number() -> None:

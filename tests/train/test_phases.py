@@ -21,6 +21,7 @@ from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
 from lmworks.train import trainer
 from lmworks.train.load import load_model
+from lmworks.train.step import micro_batch_of
 from lmworks.watch.ledger import read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -44,6 +45,8 @@ def test_length_batch_and_phase_change_at_the_first_step(run: Tiny) -> None:
     assert [line["train/batch_tokens"] for line in lines] == [32 * rows for rows in (4, 4, 5, 6, 6, 7)] + [256] * (STEPS - 6)
     assert lines[FIRST - 1]["train/tokens"] == 4864  # as many whole steps as 5,056 tokens pay for
     assert lines[-1]["train/tokens"] == 4864 + 3072
+    recipe = run.resolve().recipe
+    assert [micro_batch_of(recipe, length) for length in (32, 64)] == [2 * recipe.train.micro_batch_size, recipe.train.micro_batch_size]
 
 
 def test_the_mixture_changes_at_the_first_step(run: Tiny) -> None:
@@ -116,9 +119,9 @@ def test_positions_change_at_the_first_step(tiny_copy: Tiny, run: Tiny, monkeypa
 
 def test_the_distance_between_checkpoints_may_change(tiny_copy: Tiny) -> None:
     """Counted from the phase's first step, in steps or as a share of the phase; what is saved is what is saved anyway."""
-    tiny_copy.pretrain("train.save_every=8 steps", "train.phases.long.save_every=25%", "checkpoints.keep_last=99")
+    tiny_copy.pretrain("train.save_every=8 steps", "train.phases.long.save_every=33%", "checkpoints.keep_last=99")
     saved = [event["step"] for event in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if event["event"] == "checkpoint"]
-    assert saved == [8, 16, FIRST + 3, FIRST + 6, FIRST + 9, STEPS]
+    assert saved == [8, 16, FIRST + 4, FIRST + 8, STEPS]
 
 
 def test_routers_warm_up(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
