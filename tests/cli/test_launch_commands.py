@@ -124,6 +124,7 @@ def test_variables_of_the_recipe_reach_every_rank(lmworks: Lmworks, tmp_path: Pa
 
 def test_a_launcher_ends_with_the_exit_code_of_its_ranks(lmworks: Lmworks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in for the ranks records how the run ended, as a rank does, and ends without an error itself."""
-    ended = f"from pathlib import Path; from lmworks.launch.launch_dir import LaunchDir; LaunchDir.of(Path({str(tmp_path)!r})).conclude(75, 0)"
+    launch_dir = f"LaunchDir.of(Path({str(tmp_path)!r}))"
+    ended = f"from pathlib import Path; from lmworks.launch.launch_dir import LaunchDir; {launch_dir}.conclude(75, 0)"
     monkeypatch.setattr("lmworks.launch.torchrun.Agent.command", lambda self: [sys.executable, "-c", ended])
     assert lmworks("launch", "local", "quickstart", "--ranks", "2", "--set", f"run_dir={tmp_path}").code == 75

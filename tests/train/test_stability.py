@@ -318,6 +318,22 @@ def test_a_full_disk_is_waited_out(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPa
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(undisturbed.run_dir)) == []
 
 
+def test_a_save_that_failed_in_the_background_is_made_again_before_the_run_stops(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, failed = CheckpointWriter._write_data, [8]
+
+    def full_once(self: CheckpointWriter, aside: Any, *rest: Any) -> Any:
+        if f"step-{failed[-1]:08d}" in aside.name:
+            failed.append(-1)
+            raise OSError(28, "No space left on device")
+        return honest(self, aside, *rest)
+
+    monkeypatch.setattr(CheckpointWriter, "_write_data", full_once)
+    before_each_step(monkeypatch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 7 else None)
+    with pytest.raises(Interrupted, match="saved at step 8"):
+        tiny_copy.pretrain("checkpoints.asynchronous=true")
+    assert len(events(tiny_copy, "save_failed")) == 1 and checkpoint(tiny_copy.run_dir, 8)
+
+
 def test_a_disk_that_stays_full_ends_the_run_and_leaves_what_was_saved(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_saves(monkeypatch, range(8, 99))
     with pytest.raises(UserError, match=r"is full .* \(it failed 3 times in a row: stability.max_failed_saves\)"):

@@ -26,5 +26,6 @@ MUTANTS = [
     ("handover.slime:run_arguments", '" ".join(map(str, stops))', "str(stops[0])",
      "Every token that ends an answer ends it in slime.", "handover/test_arguments.py cli/test_handover_command.py"),
     ("handover.slime:_write", "    verify_export(target)  # the copy\n", "",
-     "The copy that is handed over is verified.", "cli/test_handover_command.py handover"),
+     "The copy that is handed over is verified.",
+     "cli/test_handover_command.py::test_a_copy_that_came_out_different_is_not_handed_over"),
 ]  # fmt: skip

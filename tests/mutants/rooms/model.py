@@ -62,7 +62,7 @@ MUTANTS = [
     ("model.attention:Attention._attend", "self.dropout if self.training else 0.0", "self.dropout",
      "Attention has no dropout in evaluation.", "model/test_transformer.py"),
     ("model.loss:head_loss", "z_weight if weights_N is None else 0.0", "z_weight", "Weighted labels have no z-loss.",
-     "model/test_layers.py train/test_dpo.py"),
+     "model/test_layers.py::test_loss_in_chunks_equals_plain"),
     ("model.loss:_ChunkedHead", "of_tokens_N[start : start + chunk] = ce",
      "of_tokens_N[start : start + chunk] = ce if weights_M is None else ce * weights_M", "The cross-entropy of tokens is not weighted.",
      "model/test_layers.py train/test_grpo.py"),
