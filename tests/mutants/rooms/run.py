@@ -32,6 +32,8 @@ MUTANTS = [
      "run/test_copy.py::test_a_copy_that_came_out_different_is_no_copy"),
     ("run.copy:_Remote.fetch", "            os.fsync(handle.fileno())\n", "            pass\n", "Restored files are synced.",
      "run/test_copy.py::test_corpus_and_shards_are_copied_and_restored"),
+    ("run.copy:_restore_checkpoint", "copy_function=os.replace, ", "", "The small files of a restored run are synced.",
+     "run/test_copy.py::test_corpus_and_shards_are_copied_and_restored"),
     ("run.copy:restore_run", "if not any(found):", "if False:", "A copy without a good checkpoint is not restored.", "run/test_copy.py"),
     ("run.checkpoint_commands:reset_optimizer", "        require_own_weights(path)\n", "",
      "A checkpoint that refers to the base model has no optimizer to reset.", "cli/test_start_reference.py"),
