@@ -94,7 +94,7 @@ def test_attention_that_stays_compiled_is_one_operator(monkeypatch: pytest.Monke
         calls.append(len(query))
         return compiled(query, key, value)
 
-    monkeypatch.setattr(documents, "_KEPT", 0)
+    monkeypatch.setattr(documents, "_BLOCKED", 1)
     monkeypatch.setattr(documents, "has_flex", lambda device: True)
     monkeypatch.setattr(documents, "attend_flex", attend)
     found = first(model())

@@ -36,10 +36,12 @@ def normal_part(seed: int, name: str, shape: Sequence[int], begins: Sequence[int
 
     width = max(1, min(_BLOCK, sizes[-1]))
     height = max(1, _BLOCK // width)
-    across, threads = -(-sizes[-1] // width), torch.get_num_threads()
+    across = -(-sizes[-1] // width)
+    blocks = across * -(-len(first) // height)
+    threads = min(torch.get_num_threads(), blocks)
 
     def draw(thread: int) -> None:
-        for block in range(thread, across * -(-len(first) // height), threads):
+        for block in range(thread, blocks, threads):
             row, column = block // across * height, block % across * width
             z = first[row : row + height, None] + np.arange(column + 1, min(column + width, sizes[-1]) + 1, dtype=np.uint64)
             z = z * np.uint64(0x9E3779B97F4A7C15) + key
@@ -49,8 +51,11 @@ def normal_part(seed: int, name: str, shape: Sequence[int], begins: Sequence[int
             uniform = torch.from_numpy(((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-52 - 1.0)
             out[row : row + height, column : column + width] = torch.special.erfinv(uniform) * math.sqrt(2)
 
-    with ThreadPoolExecutor(threads) as pool:  # NumPy and torch release the lock of the interpreter
-        deque(pool.map(draw, range(threads)), 0)
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool:  # NumPy and torch release the lock of the interpreter
+            deque(pool.map(draw, range(threads)), 0)
+    elif blocks:
+        draw(0)
     return out.view(tuple(sizes))
 
 

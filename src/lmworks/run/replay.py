@@ -26,7 +26,7 @@ from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.read.batch import Batch
 from lmworks.train.faults.anomaly import FirstNonFinite
 from lmworks.train.pretrain import build_model, identity
-from lmworks.train.step import dropout_seed, micro_batch_of
+from lmworks.train.step import micro_batch_of, seed_dropout
 from lmworks.watch.bad_steps import load_bad_batch
 
 _SHOWN = 5
@@ -115,7 +115,7 @@ def _as_in_step(model: ParallelModel, recipe: Recipe, model_name: str, step: int
         model.configure(model_of(recipe, meta))
     set_temperature(model.moe_layers(), model.config.moe, step)
     model.train()
-    torch.manual_seed(dropout_seed(recipe.training_seed, step, 0))
+    seed_dropout(recipe.training_seed, step, 0, model.device)
 
 
 def _run(model: ParallelModel, recipe: Recipe, batch: Batch) -> tuple[float, float, str | None, list[dict[str, Any]]]:

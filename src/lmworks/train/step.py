@@ -39,8 +39,17 @@ class StepResult:
     valid_tokens: int
 
 
+def seed_dropout(seed: int, step: int, rank: int, device: torch.device) -> None:
+    """Seed what draws the dropout masks of a step on this device, and no more: `torch.manual_seed` seeds every kind of device, and keeps
+    the stack of the caller for each that is absent, 3 ms."""
+    drawn = dropout_seed(seed, step, rank)
+    torch.default_generator.manual_seed(drawn)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(drawn)
+
+
 def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """63 bits for `torch.manual_seed` before a step: dropout is a function of the seed, the step and the rank, so that the state of no
+    """63 bits for the generators before a step: dropout is a function of the seed, the step and the rank, so that the state of no
     generator has to be saved."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest(), "little") >> 1
 

@@ -46,7 +46,7 @@ from lmworks.train.phase_boundary import PhaseBoundary
 from lmworks.train.saving import Saver, refuse_if_all_damaged
 from lmworks.train.stage_files import StageFiles
 from lmworks.train.state import TrainingState
-from lmworks.train.step import StepResult, dropout_seed, micro_batch_of, train_step
+from lmworks.train.step import StepResult, micro_batch_of, seed_dropout, train_step
 from lmworks.train.step_flags import StepFlags, all_reduce_flags
 from lmworks.train.step_values import StepValues
 from lmworks.train.validator import Validator
@@ -161,7 +161,7 @@ class Trainer:
         layers where they are due."""
         phase = self._boundary.phase
         assert phase is not None
-        torch.manual_seed(dropout_seed(self.recipe.training_seed, self.step, self.model.ranks.global_rank))
+        seed_dropout(self.recipe.training_seed, self.step, self.model.ranks.global_rank, self.model.device)
         if self.stage == BASE.stage:  # the stages after it have its last temperature, 1
             set_temperature(self.model.moe_layers(), self.model.config.moe, self.step)
         limits = Limits() if self.objective else self._faults.policy.limits(self.step, self.curriculum.steady_since(self.step))

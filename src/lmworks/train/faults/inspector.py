@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
@@ -18,7 +17,7 @@ from lmworks.train.faults.anomaly import first_non_finite
 from lmworks.train.faults.handler import FaultHandler
 from lmworks.train.intervals import is_due
 from lmworks.train.state import TrainingState
-from lmworks.train.step import dropout_seed, micro_batch_of
+from lmworks.train.step import micro_batch_of, seed_dropout
 from lmworks.train.step_values import StepValues
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.policy import RollbackRequest
@@ -60,7 +59,7 @@ class StepInspector:
     def _find_first_non_finite(self, step: int, batch: Batch, valid_tokens: int) -> str | None:
         """Run forward and backward of the step again, to find this rank's first operator with a result that is not finite."""
         self._heartbeat.beat(step, "rehearse")
-        torch.manual_seed(dropout_seed(self._recipe.training_seed, step, self._model.ranks.global_rank))
+        seed_dropout(self._recipe.training_seed, step, self._model.ranks.global_rank, self._model.device)
         scaler = self._state.scaler
         scale = (1.0 if scaler is None else scaler.scale) / max(valid_tokens, 1)
         return first_non_finite(self._model, batch, self._curriculum.sequences(step), self._micro_batch_size(batch), scale)
