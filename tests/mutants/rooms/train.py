@@ -38,7 +38,7 @@ MUTANTS = [
     ("train.step:dropout_seed", "{seed}/{step}/{rank}", "{step}/{rank}", "Another seed has other dropout masks.",
      "train/test_step.py::test_dropout_is_a_function_of_seed_step_and_rank"),
     ("train.trainer:Trainer._train_step",
-     "        torch.manual_seed(dropout_seed(self.recipe.training_seed, self.step, self.model.ranks.global_rank))\n", "",
+     "        seed_dropout(self.recipe.training_seed, self.step, self.model.ranks.global_rank, self.model.device)\n", "",
      "Dropout is a function of seed, step and rank, so that a resume is bit-exact.",
      "train/test_ranks.py::test_the_clock_of_the_first_rank_decides_for_all_and_each_has_its_dropout"),
     ("train.step:micro_batch_of", "recipe.train.micro_batch_size * longest // sequence_length", "recipe.train.micro_batch_size",
