@@ -200,7 +200,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchDi
     made = LaunchDir.of(tmp_path)
     made.begin()
     monkeypatch.setattr(rank, "_conclude_unless_rank_0_does", lambda folder, code, number: folder.conclude(code, number))
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     monkeypatch.setattr(rank, "_output", lambda folder, number: nullcontext())
     yield made
     for number, handler in before.items():
@@ -257,3 +257,21 @@ def test_what_a_launch_sets_is_refused_in_a_recipe(tmp_path: Path) -> None:
     for name in given.keys() - {"GLOO_SOCKET_IFNAME"}:
         with pytest.raises(ValueError, match="is set by lmworks"):
             recipe(launch={"environment": {name: "1"}})
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT], ids=str)
+def test_a_request_to_stop_that_comes_at_the_end_does_not_keep_the_end_from_being_recorded(
+    folder: LaunchDir, monkeypatch: pytest.MonkeyPatch, by: signal.Signals
+) -> None:  # fmt: skip
+    """The first rank hears of it from the others, and of the request itself a moment later."""
+    honest = LaunchDir.conclude
+
+    def conclude(self: LaunchDir, code: int, rank: int, message: str = "") -> None:
+        os.kill(os.getpid(), by)
+        time.sleep(0.01)
+        honest(self, code, rank, message)
+
+    monkeypatch.setattr(LaunchDir, "conclude", conclude)
+    folder.request_stop(by)
+    assert run_rank(folder, 0, ends_with(75)) == 0
+    assert folder.outcome() == {"code": 75, "rank": 0, "message": ""}

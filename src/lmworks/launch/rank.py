@@ -20,6 +20,7 @@ from lmworks.launch.launch_dir import LaunchDir
 from lmworks.watch.heartbeat import shared_interval
 
 _POLL_INTERVAL = 0.5  # seconds
+_ASKED_TO_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _STOPPED = (Preempted.EXIT_CODE, 130)
 _USER_ERROR = 2
 _MAX_FAILED_STARTS = 20  # starts of rank 0 without a successful rendezvous, after which the run ends
@@ -37,6 +38,8 @@ def run_rank(folder: LaunchDir, rank: int, work: Callable[[], None]) -> int:
         return 0
     with _output(folder, rank), _messages(folder):
         code = _exit_code(work)
+        for number in _ASKED_TO_STOP:  # one that comes now asks for what is under way, and would end it before it is recorded
+            signal.signal(number, signal.SIG_IGN)
         if code == _USER_ERROR:
             _conclude_unless_rank_0_does(folder, code, rank)
         elif code and (code not in _STOPPED or folder.stop_signal() is None):
@@ -111,7 +114,7 @@ def _messages(folder: LaunchDir) -> Iterator[None]:
         while not done.wait(_POLL_INTERVAL):
             if os.getppid() != parent:
                 os._exit(1)  # the agent has died, and nothing else would end this process
-            if time.monotonic() < asked + interval:
+            if time.monotonic() < asked + interval - _POLL_INTERVAL / 2:
                 continue
             asked = time.monotonic()
             if not stopping and (by := folder.stop_signal()) is not None:

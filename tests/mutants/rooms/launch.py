@@ -1,6 +1,8 @@
 """Mistakes in the supervision of ranks."""
 
 MUTANTS = [
+    ("launch.rank:run_rank", "signal.signal(number, signal.SIG_IGN)", "pass",
+     "A late request to stop does not keep the end from being recorded.", "launch/test_launch.py"),
     ("launch.supervise:Supervisor._exclude_failing", "times >= self.exclude_after and len(self._agents) > self.min_hosts",
      "times >= self.exclude_after", "A host is excluded only if enough are left.", "launch/test_supervisor.py"),
     ("launch.supervise:Supervisor._exclude_failing", "times >= self.exclude_after and", "times > self.exclude_after and",
