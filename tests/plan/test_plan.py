@@ -21,7 +21,7 @@ from lmworks.plan.counts import count_by_component
 from lmworks.plan.flops import flops_per_token, keys_seen
 from lmworks.plan.layout import automatic, devices, legal, place, problems
 from lmworks.plan.machine import this_machine
-from lmworks.plan.memory import GIB, _stage_memory, kv_cache_bytes, kv_cache_shrink, layer_activations, memory
+from lmworks.plan.memory import GIB, _stage_memory, activation_bytes, kv_cache_bytes, kv_cache_shrink, layer_activations, memory
 from lmworks.plan.plan import make_plan
 from lmworks.plan.render import render
 from lmworks.recipe.derivation.timeline import Timeline
@@ -417,6 +417,19 @@ def test_activations_of_latent_attention_by_hand() -> None:
     gathered = layer_activations(model, 0, Layout(cp=4), 2, gathered=True)
     assert gathered["none"] - kinds[1]["none"] == 2 * 3 * 128 * (192 + 128)  # keys and values of the three other context ranks
     assert gathered["full"] == kinds[1]["full"]
+
+
+def test_a_plan_counts_what_context_ranks_gather_on_gpus_only() -> None:
+    """Without recomputation: for every layer, and for the one that is computed. CPUs gather again in the backward pass."""
+    recipe, gpu = load_recipe("dense-125m", ["train.activation_checkpointing=none", "train.precision=bf16"]).recipe, load_cluster("8xh100")
+    found = [
+        memory(recipe, cluster, Layout(cp=4), 8192, 1, 1).components["activations"]
+        for cluster in (gpu, gpu.model_copy(update={"device": "CPU"}))
+    ]
+    model = recipe.model
+    assert model.num_key_value_heads and model.head_dim and model.num_hidden_layers
+    per_token = activation_bytes(recipe, gpu) * 3 * 2 * model.num_key_value_heads * model.head_dim
+    assert found[0] - found[1] == pytest.approx(8192 / 4 * (model.num_hidden_layers + 1) * per_token)
 
 
 def test_a_pipeline_rank_keeps_as_many_micro_batches_as_are_in_flight() -> None:

@@ -18,7 +18,7 @@ from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
 from lmworks.train.pretrain import build_model
-from lmworks.train.step import Limits, StepResult, dropout_seed, train_step
+from lmworks.train.step import Limits, StepResult, dropout_seed, seed_dropout, train_step
 from tiny_run import Tiny, same_bits
 
 
@@ -263,3 +263,15 @@ def test_a_bad_step_selects_the_old_values(tiny: Tiny, batch: Batch, device: str
     assert torch.isfinite(result.loss) and not torch.isfinite(result.grad_norm) and not result.applied
     assert same_bits(weights(model), before) == []
     assert same_bits(optimizer.state_dict(), state) == []
+
+
+def test_dropout_is_seeded_where_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU as by `torch.manual_seed`, and on a GPU too."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeded.append)
+    seed_dropout(1, 2, 3, torch.device("cpu"))
+    drawn = torch.rand(4)
+    torch.default_generator.manual_seed(dropout_seed(1, 2, 3))
+    assert torch.equal(torch.rand(4), drawn) and not seeded
+    seed_dropout(1, 2, 3, torch.device("cuda"))
+    assert seeded == [dropout_seed(1, 2, 3)]
