@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 VARIABLE = "LMWORKS_MACHINE"
+RANKS_HERE = "LMWORKS_RANKS_HERE"  # ranks of this machine in agents before this one, and in all: "2/4"
 T = TypeVar("T")
 
 
@@ -114,6 +115,16 @@ def pin(cpus: Iterable[int]) -> None:
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(int(thread), cpus)
+
+
+def ranks_here() -> tuple[int, int]:
+    """The place of this process among the ranks of its machine, from 0, and how many they are. torchrun counts those of one agent; where
+    several agents run on one machine, our launcher sets `RANKS_HERE`."""
+    place, count = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if RANKS_HERE not in os.environ:
+        return place, count
+    before, together = os.environ[RANKS_HERE].split("/")
+    return int(before) + place, int(together)
 
 
 def threads() -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -44,7 +44,8 @@ class Copy:
 class HostWaits:
     """Within the block, records each wait of the host, each copy to the device, and the operators on the device.
 
-    Questions about values are answered: False, `integer` and 1.0; a mask chooses all elements. `waits` are the numbers of waits by
+    Tensors that the host makes in the block have values; what it asks of the device is answered: False, `integer` and 1.0, and a mask
+    chooses all elements. `waits` are the numbers of waits by
     "FILE:LINE KIND", with the file below src/lmworks and the line of the innermost frame there; in a backward pass without such a frame,
     the name of the autograd node.
     `operators` counts the calls of operators that compute something on the device, and `bytes` what they read and write.
@@ -133,6 +134,9 @@ class _Operators(TorchDispatchMode):
         if not hasattr(func, "_schema") or func.namespace == "prim":
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
+        if name not in ("is_pinned", "_pin_memory") and _is_of_the_host(args, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor) and args[0].constant is None:
             if _on_device(args[0]):
                 self._found.wait("item")
@@ -152,8 +156,8 @@ class _Operators(TorchDispatchMode):
         if name in _INDEXED and any(map(_is_mask, args[1])):
             self._found.wait("boolean index")
             args = (args[0], [part for index in args[1] for part in _as_places(index)], *args[2:])
-        if name in ("_to_copy", "copy_", "copy"):
-            self._copied(name, args, kwargs)
+        if name in ("_to_copy", "copy_", "copy") and self._copied(name, args, kwargs):
+            return self._on_host(name, args, kwargs)
         result = func(*args, **kwargs)
         if not getattr(func, "is_view", False) and name not in ("detach", "alias"):
             on_device = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor) and _on_device(leaf)]
@@ -170,7 +174,8 @@ class _Operators(TorchDispatchMode):
             return tensor.new_empty(tensor.numel())
         raise NotImplementedError(f"{where()}: the shape of the result of {name} is known on the device only")
 
-    def _copied(self, name: str, args: Any, kwargs: Any) -> None:
+    def _copied(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Record a copy between host and device; whether it was one to the host."""
         source, non_blocking = args[0], kwargs.get("non_blocking", False)
         if name == "_to_copy":
             target = torch.device(kwargs.get("device") or source.device)
@@ -180,11 +185,20 @@ class _Operators(TorchDispatchMode):
             # A copy that does not block is waited for later, by an event.
             if not non_blocking:
                 self._found.wait("copy to the host")
-        elif source.device.type == "cpu" and target.type == "cuda" and source.numel():
+            return True
+        if source.device.type == "cpu" and target.type == "cuda" and source.numel():
             copy = Copy(where(), self._is_pinned(source), non_blocking, source.numel() * source.itemsize)
             self._found.copies.append(copy)
             if not non_blocking:
                 self._found.wait("copy to the device")
+        return False
+
+    def _on_host(self, name: str, args: Any, kwargs: Any) -> Tensor:
+        """What a copy to the host gives."""
+        source, dtype = args[0 if name == "_to_copy" else 1], kwargs.get("dtype") or args[0].dtype
+        with unset_fake_temporarily():
+            answers = torch.full(source.shape, self._found.answer(dtype), dtype=dtype)
+            return answers if name == "_to_copy" else args[0].copy_(answers)
 
     def _is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._pinned
@@ -216,6 +230,12 @@ class _Indices(TorchFunctionMode):
 def _on_device(tensor: Tensor) -> bool:
     device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
     return device.type == "cuda"
+
+
+def _is_of_the_host(args: Any, kwargs: Any) -> bool:
+    """Whether nothing is computed on a device, out of nothing that is."""
+    leaves = tree_leaves((args, kwargs))
+    return not any(isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf.type != "cpu") for leaf in leaves)
 
 
 def _is_mask(index: Tensor | None) -> bool:

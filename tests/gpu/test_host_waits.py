@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,11 @@ def test_a_training_step_costs_no_more_than_recorded(found: dict[str, Any], case
 
 
 def test_an_evaluation_waits_when_it_is_read(fake_cuda: FakeCuda) -> None:
-    """The passes of validation and of evaluation in the loop have no wait, whatever the model."""
-    assert fake_cuda.run("traced_steps:evaluations", kinds=["dense", "moe", "mla"]) == {"dense": {}, "moe": {}, "mla": {}}
+    """The passes of validation and of evaluation in the loop have no wait, whatever the model. All losses by position are read at once, and
+    so is whether all weights are numbers, before a save."""
+    found = fake_cuda.run("traced_steps:evaluations", kinds=["dense", "moe", "mla"])
+    assert [_by_file(found[name]) for name in ("positions", "weights")] == [{"model/transfers.py": 1}, {"train/saving.py": 1}]
+    assert [found[kind] for kind in ("dense", "moe", "mla")] == [{}, {}, {}]
 
 
 def test_a_step_of_the_trainer_waits_once(fake_cuda: FakeCuda) -> None:
@@ -72,6 +76,26 @@ def test_a_step_of_the_trainer_waits_once(fake_cuda: FakeCuda) -> None:
     steps = fake_cuda.run("traced_trainer:steps", kind="moe", train=every, metrics={"detail_every": "5 steps"})
     assert [sum(waits.values()) for waits in steps] == [1, 1, 2, 1, 2, 2]
     assert {place.partition(":")[0] for waits in steps for place in waits} == {"model/transfers.py"}
+
+
+def test_a_step_of_dpo_and_grpo_waits_for_scores_and_for_what_it_has_found(fake_cuda: FakeCuda) -> None:
+    """An update is weighted by the scores of its rows, which are read once: dpo's pairs, and all rollouts of grpo, whatever the number of
+    updates and with those of the reference. Each further update of the same rollouts has its own."""
+    found = fake_cuda.run("traced_alignment:steps", kind="dense")
+    scores, result = {"parallel/parallel_model.py": 1}, {"model/transfers.py": 1}
+    by_file = {case: [_by_file(waits) for waits in steps] for case, steps in found.items()}
+    assert by_file == {
+        "sigmoid": [scores | result] * 2, "kto": [scores | result] * 2,
+        "grpo": [{"model/transfers.py": 2}] * 2, "divergence": [{"model/transfers.py": 3}] * 2,
+        "reference": [{"parallel/parallel_model.py": 3}],
+    }  # fmt: skip
+
+
+def _by_file(waits: dict[str, int]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for place, count in waits.items():
+        found[place.partition(":")[0]] += count
+    return dict(found)
 
 
 def test_a_wait_that_is_planted_is_named(fake_cuda: FakeCuda) -> None:

@@ -25,6 +25,8 @@ from lmworks.recipe.schema.layout import Layout, world_size
 from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.read.batch import Batch
+from lmworks.train.observe.long_context import loss_by_position
+from lmworks.train.saving import all_finite
 from lmworks.train.step import StepResult, train_step
 from made_up_ranks import made_up_ranks
 
@@ -54,7 +56,8 @@ def step(
 
 
 def evaluations(kinds: list[str]) -> dict[str, Any]:
-    """The host waits of the passes of validation and of evaluation in the loop, by kind of model."""
+    """The host waits of the passes of validation and of evaluation in the loop, by kind of model; and with the last of them those of the
+    losses by position, and of the look at the weights before they are saved."""
     found = {}
     for kind in kinds:
         model = model_of(recipe_of(kind), Ranks(Layout()))
@@ -63,7 +66,11 @@ def evaluations(kinds: list[str]) -> dict[str, Any]:
             model.summed_cross_entropy_on_device(batch_of(2))
             model.token_cross_entropy_on_device(batch_of(2), 1)
         found[kind] = dict(seen.waits)
-    return found
+    with HostWaits() as seen:
+        loss_by_position(model, [batch_of(1, 300)] * 2)
+    with HostWaits() as looked:
+        all_finite(model.parameters())
+    return found | {"positions": dict(seen.waits), "weights": dict(looked.waits)}
 
 
 def recipe_of(kind: str, precision: str = "bf16", optimizer: str = "adamw") -> Recipe:

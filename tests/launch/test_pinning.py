@@ -14,8 +14,12 @@ import pytest
 
 from lmworks import machine
 from lmworks.launch import pinning
+from lmworks.launch.hosts import Host
 from lmworks.launch.launch_dir import LaunchDir
+from lmworks.launch.launcher import launch_local, launch_on_hosts
 from lmworks.launch.pinning import parse_cpus, share_of
+from lmworks.launch.torchrun import CountRange
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.heartbeat import read_local_beats
 from patience import PATIENCE
 from tiny_run import Tiny
@@ -63,20 +67,55 @@ def test_processors_that_a_launcher_has_bound_a_rank_to_are_kept(monkeypatch: py
     assert len(bound) == 1
 
 
+HOSTS = [Host("localhost", 2), Host("other", 1), Host("127.0.0.1", 3)]
+
+
+@pytest.mark.parametrize(("ranks", "hosts", "expected"), [
+    ("2:4", None, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+    ("3", None, [(0, 3)]),
+    ("", HOSTS, [(0, 5), (0, 1), (2, 5)]),
+])  # fmt: skip
+def test_agents_of_one_machine_share_it(
+    ranks: str, hosts: list[Host] | None, expected: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each agent's first rank knows its place among all of the machine, by which it takes processors, threads and a GPU."""
+    recipe = Recipe.model_validate({"name": "shared"})
+    if hosts is None:
+        launch = launch_local(recipe, tmp_path, CountRange.parse(ranks), [])
+    else:
+        launch = launch_on_hosts(recipe, tmp_path, hosts, None, [], None)
+    pinned: list[frozenset[int]] = []
+    monkeypatch.setattr(machine, "pin", pinned.append)
+    monkeypatch.setattr(machine, "processors", lambda process=0: frozenset(range(12)))
+    monkeypatch.setattr(pinning, "_core", node)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for host, (place, together) in zip(launch.hosts, expected, strict=True):
+        monkeypatch.delenv(machine.RANKS_HERE, raising=False)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(host.slots))
+        for name, value in launch.agent(host, 1).environment(host.name).items():
+            monkeypatch.setenv(name, value)
+        assert machine.ranks_here() == (place, together)
+        pinned.clear()
+        pinning.pin_rank()
+        everything = frozenset(range(12))
+        assert pinned == ([share_of(place, [everything] * together, everything, node)] if together > 1 else [])
+
+
 @pytest.mark.slow
-def test_a_launch_gives_its_ranks_processors_and_the_variables_of_the_recipe(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["2", "1:2"])  # of one agent, and of two
+def test_a_launch_gives_its_ranks_processors_and_the_variables_of_the_recipe(ranks: str, tiny: Tiny, tmp_path: Path) -> None:
     run = tiny.copy(tmp_path / "run")
     options = (f"run_dir={run.run_dir}", "stability.spike=null", "launch.environment.NCCL_SOCKET_IFNAME=ib7", "time=null")
     words = [word for option in options for word in ("--set", option)]
-    command = [sys.executable, "-m", "lmworks.cli.main", "launch", "local", str(run.recipe), "--ranks", "2", "--to", "pretrain", *words]
+    command = [sys.executable, "-m", "lmworks.cli.main", "launch", "local", str(run.recipe), "--ranks", ranks, "--to", "pretrain", *words]
     launched = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     folder, deadline = LaunchDir.of(run.run_dir), time.monotonic() + PATIENCE
     while len(beats := read_local_beats(folder.heartbeats)) < 2:
         assert launched.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    ranks = [psutil.Process(beat.pid) for beat in beats]
-    variables = [one.environ().get("NCCL_SOCKET_IFNAME") for one in ranks]
-    cpus = [set(one.cpu_affinity()) for one in ranks]
+    processes = [psutil.Process(beat.pid) for beat in beats]
+    variables = [one.environ().get("NCCL_SOCKET_IFNAME") for one in processes]
+    cpus = [set(one.cpu_affinity()) for one in processes]
     folder.request_stop(signal.SIGTERM)
     launched.wait(PATIENCE)
     assert variables == ["ib7", "ib7"]

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
-from lmworks.metrics import MetricLog
+from lmworks.metrics import MetricLog, sinks
 from lmworks.metrics.log import read
 from lmworks.recipe.schema.metrics import Metrics
+from lmworks.watch.heartbeat import Heartbeat, read_beats
 from ports import free_port
 from tiny_run import STEPS, before_each_step
 
@@ -117,3 +119,19 @@ def test_weights_and_biases_goes_on_in_the_same_run(tiny_copy, monkeypatch):
     kept = [(line["step"], {name: value for name, value in line.items() if "/" in name}) for line in lines]
     assert [step for step, _ in both] == [step for step, _ in kept] == list(range(1, STEPS + 1))
     assert both == kept
+
+
+def test_heartbeats_are_read_no_more_often_than_ranks_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often Prometheus asks: 8,192 ranks have as many files on a shared file system. The silence of a rank grows meanwhile."""
+    heartbeat, clock, read = Heartbeat(tmp_path, 3), [1000.0], []
+    heartbeat.share()
+    monkeypatch.setattr(sinks, "read_beats", lambda folder: [*read_beats(folder)] * 8192 if not read.append(folder) else [])
+    now = SimpleNamespace(monotonic=lambda: clock[0], time=lambda: heartbeat._last.seen + clock[0] - 1000)
+    monkeypatch.setattr(sinks, "time", now)
+    live = sinks._Live(pytest.importorskip("prometheus_client.core").GaugeMetricFamily, tmp_path, tmp_path)
+    silent = []
+    for clock[0] in (1000, 1005, 1015, 1017):
+        (_, ranks) = live.collect()
+        silent.append(next(iter(ranks.samples)).value)
+    heartbeat.end("left")
+    assert len(read) == 2 and silent == pytest.approx([0, 5, 15, 17], abs=0.01)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lmworks import machine
 from lmworks.errors import UserError
 from lmworks.parallel import process_group
 from lmworks.parallel.process_group import init_ranks, layout_for
@@ -146,8 +147,10 @@ def test_a_rank_takes_a_gpu_that_it_sees(visible: int, index: int, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert process_group._device() == torch.device("cuda", index) and taken == [torch.device("cuda", index)]
+    for place in ({"LOCAL_RANK": "3"}, {"LOCAL_RANK": "1", machine.RANKS_HERE: "2/4"}):  # of one agent, and of the second of two
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        assert process_group._device() == torch.device("cuda", index) and taken.pop() == torch.device("cuda", index)
 
 
 def test_memory_of_gpus_is_in_segments_that_grow_unless_the_user_says_how() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmworks import machine
 from lmworks.terminal import plain
 
 if TYPE_CHECKING:
@@ -36,5 +37,4 @@ def settled(
 
 def settled_here(name: str, overrides: Sequence[str], size: str | None) -> Resolved:
     """The recipe for this process: one of the ranks that were started, or alone."""
-    ranks, per_host = (int(os.environ.get(count, "1")) for count in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    return settled(name, overrides, size, None, ranks, per_host)[0]
+    return settled(name, overrides, size, None, int(os.environ.get("WORLD_SIZE", "1")), machine.ranks_here()[1])[0]

@@ -40,8 +40,18 @@ class Launch:
         return Agent(
             LaunchDir.of(self.run_dir), CountRange(self.min_hosts, len(self.hosts)), host.slots, f"{self.address}:{port}", self.recipe.name,
             self.arguments, float(self.recipe.launch.grace_period), loopback, is_store_host=False, module=self.module,
-            variables=self.recipe.launch.environment,
+            variables=self.recipe.launch.environment, ranks_here=self._ranks_here(host),
         )  # fmt: skip
+
+    def _ranks_here(self, host: Host) -> tuple[int, int] | None:
+        """Of a host that is one of several on its machine, the ranks of those before it, and of all."""
+
+        def on_machine(name: str) -> str:
+            return _LOOPBACK if self.ssh is None or name in _THIS_MACHINE else name
+
+        names = [other.name for other in self.hosts if on_machine(other.name) == on_machine(host.name)]
+        slots = [other.slots for other in self.hosts if other.name in names]
+        return (sum(slots[: names.index(host.name)]), sum(slots)) if len(names) > 1 else None
 
     def script(self, host: Host, port: int) -> str:
         return self.agent(host, port).script(host.name, Path.cwd())

@@ -20,7 +20,7 @@ def pin_rank() -> None:
     Threads and processes that it starts later inherit them. Nothing is changed where the system has no such call, where a launcher such as
     Slurm has already given this rank other processors than the process that started it, or where there are fewer processors than ranks.
     """
-    here, place = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    place, here = machine.ranks_here()
     allowed = machine.processors()
     if here == 1 or not allowed or allowed != machine.processors(os.getppid()):
         return

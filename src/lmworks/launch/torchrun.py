@@ -12,6 +12,7 @@ from pathlib import Path
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.launch.launch_dir import COMMAND, VARIABLE, LaunchDir
+from lmworks.machine import RANKS_HERE
 from lmworks.watch.heartbeat import HOST
 
 _UNLIMITED = 1_000_000  # restarts: the ranks themselves end a run that makes no progress
@@ -44,6 +45,7 @@ class Agent:
 
     Each rank runs the Python module `module` with `arguments`. `endpoint` (HOST:PORT) is the rendezvous endpoint; `is_store_host` is None
     if `torchrun` decides which agent hosts the rendezvous store. `grace` is in seconds. `variables`: environment variables of the recipe.
+    `ranks_here`: of several agents on one machine, the ranks of those before this one, and of all.
     """
 
     folder: LaunchDir
@@ -57,6 +59,7 @@ class Agent:
     is_store_host: bool | None = None
     module: str = "lmworks.cli.rank"
     variables: Mapping[str, str] = field(default_factory=dict)
+    ranks_here: tuple[int, int] | None = None
 
     def command(self) -> list[str]:
         rendezvous = {"last_call_timeout": _LAST_CALL, "keep_alive_interval": _KEEP_ALIVE}
@@ -79,6 +82,8 @@ class Agent:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         variables |= {COMMAND: os.environ[COMMAND]} if COMMAND in os.environ else {}
+        if self.ranks_here is not None:
+            variables |= {RANKS_HERE: "{}/{}".format(*self.ranks_here)}
         return variables | ({HOST: host} if host else {}) | ({"GLOO_SOCKET_IFNAME": "lo"} if self.address == "127.0.0.1" else {})
 
     def script(self, host: str, directory: Path) -> str:

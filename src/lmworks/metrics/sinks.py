@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -16,7 +17,7 @@ from lmworks.errors import UserError, all_refusals
 from lmworks.files import write_text
 from lmworks.metrics.names import describe
 from lmworks.recipe.schema.metrics import Metrics
-from lmworks.watch.heartbeat import read_beats
+from lmworks.watch.heartbeat import Beat, read_beats, shared_interval
 
 
 class Sink(Protocol):
@@ -173,19 +174,29 @@ class Prometheus:
 
 
 class _Live:
-    """Values that are measured at every scrape: a collector of prometheus_client."""
+    """Values that are measured at every scrape: a collector of prometheus_client. The heartbeats, a file of each rank on a shared file
+    system, are read no more often than ranks write them, however many ask."""
 
     def __init__(self, family: Any, run_dir: Path, heartbeats: Path | None) -> None:
         self._family, self._run_dir, self._heartbeats = family, run_dir, heartbeats
+        self._lock, self._beats, self._read_again = threading.Lock(), list[Beat](), 0.0
 
     def collect(self) -> Iterator[Any]:
         gauge = self._family
         yield gauge("lmworks_disk_free_bytes", "free space of the run directory's file system", machine.free_disk(self._run_dir))
         silent = gauge("lmworks_rank_silent_seconds", "time since a rank last showed that its process is alive", labels=["rank", "host"])
-        beats = read_beats(self._heartbeats) if self._heartbeats is not None else []
+        beats = self._known() if self._heartbeats is not None else []
         for beat in beats:
             if beat.state != "left":
                 silent.add_metric([str(beat.rank), beat.host], max(0.0, time.time() - beat.seen))
         if not beats:  # the only rank is this process, which answers
             silent.add_metric(["0", socket.gethostname()], 0.0)
         yield silent
+
+    def _known(self) -> list[Beat]:
+        with self._lock:
+            if time.monotonic() >= self._read_again:
+                assert self._heartbeats is not None
+                self._beats = read_beats(self._heartbeats)
+                self._read_again = time.monotonic() + shared_interval(len(self._beats))
+            return self._beats

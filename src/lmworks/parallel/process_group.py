@@ -65,8 +65,7 @@ def init_ranks(layout: Layout, timeout: float, threads: int | None = None) -> Ra
     layouts.
     """
     assert not layout.auto, "the layout is chosen before the ranks start"
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, (threads or machine.cores()) // here))
+    torch.set_num_threads(max(1, (threads or machine.cores()) // machine.ranks_here()[1]))
     if not is_launched():
         return Ranks(layout)
     layout = layout_for(layout, int(os.environ["WORLD_SIZE"]))
@@ -92,7 +91,7 @@ def _device() -> torch.device:
     the machine, or, as Slurm may, only its own."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    device = torch.device("cuda", machine.ranks_here()[0] % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lmworks.files import write_json
 from lmworks.model.sampling import GenerateOptions
+from lmworks.model.transfers import to_host
 from lmworks.optim.ema import Ema
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
@@ -20,7 +21,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.order.permute import derive_key, permute
 from lmworks.shards.read.batch import Batch
 from lmworks.tokenizer import load as load_tokenizer
-from lmworks.train.align.answers import pack, weigh
+from lmworks.train.align.answers import PackedAnswers, pack, weigh
 from lmworks.train.align.curriculum import AnswerCurriculum
 from lmworks.train.align.policy_losses import Evaluated, Sampled, advantages, policy_loss
 from lmworks.train.align.prompts import Prompts, read_prompts
@@ -72,12 +73,12 @@ class PolicyGradient:
         self._metrics = {"perf/rollout_seconds": time.monotonic() - began, **self._checks.check(step, drawn)}
         self._metrics |= _rollout_metrics(drawn, len(groups))
         parts = np.array_split(np.arange(len(groups)), min(self._options.updates_per_rollout, len(groups)))
-        scored = [self._score([groups[number] for number in part.tolist()], step) for part in parts]
+        scored = self._score([[groups[number] for number in part.tolist()] for part in parts], step)
         self._metrics |= _mismatch([(packed.mask_BT, sampled) for packed, sampled, _ in scored])
         evaluated: list[Evaluated] = []
         for number, (packed, sampled, advantages_n) in enumerate(scored):
             # nothing has changed since the first part was scored
-            logp_BT = sampled.old_BT if number == 0 else self._logprobs(packed.batch)
+            logp_BT = sampled.old_BT if number == 0 else -to_host(*self._nats([packed]))[0]
 
             def loss(logp_BT: Tensor, packed=packed, sampled=sampled, advantages_n=advantages_n) -> Tensor:  # type: ignore[no-untyped-def]
                 evaluated.append(policy_loss(self._options, packed, logp_BT, sampled, advantages_n))
@@ -118,20 +119,27 @@ class PolicyGradient:
                 break
         return kept or drawn[:wanted], drawn
 
-    def _score(self, groups: Sequence[Group], step: int) -> tuple:  # type: ignore[type-arg]
-        """The rows of some groups, the log-probabilities of their tokens before the update, and the advantages of the answers."""
-        answers = [one for group in groups for one in group]
-        packed = pack([one.answer for one in answers], self._length, step)
-        reference_BT = None
+    def _score(self, parts: Sequence[list[Group]], step: int) -> list[tuple[PackedAnswers, Sampled, Tensor]]:
+        """For each part of the groups its rows, the log-probabilities of their tokens before the update, and the advantages of the answers.
+        The host waits once, for the scores of all."""
+        answers = [[one for group in part for one in group] for part in parts]
+        packed = [pack([one.answer for one in part], self._length, step) for part in answers]
+        nats = self._nats(packed)
         if self._reference is not None:
             with self._model.ema_weights(self._reference):
-                reference_BT = self._logprobs(packed.batch)
-        sampled = Sampled(self._logprobs(packed.batch), packed.place([one.logprobs for one in answers]), reference_BT)
-        return packed, sampled, advantages(self._options, torch.tensor([one.reward.value for one in answers]))
+                nats += self._nats(packed)
+        logps = [-nats_BT for nats_BT in to_host(*nats)]
+        references: Sequence[Tensor | None] = logps[len(packed) :] or [None] * len(packed)
+        found = []
+        for part, rows, old_BT, reference_BT in zip(answers, packed, logps, references, strict=False):
+            sampled = Sampled(old_BT, rows.place([one.logprobs for one in part]), reference_BT)
+            found.append((rows, sampled, advantages(self._options, torch.tensor([one.reward.value for one in part]))))
+        return found
 
-    def _logprobs(self, batch: Batch) -> Tensor:
+    def _nats(self, packed: Sequence[PackedAnswers]) -> list[Tensor]:
+        """The cross-entropy of each label, on the device."""
         with self._model.exact_logprobs():
-            return -self._model.token_cross_entropy(batch, self._micro_batch_size).double()
+            return [self._model.token_cross_entropy_on_device(rows.batch, self._micro_batch_size) for rows in packed]
 
 
 def _rollout_metrics(drawn: Sequence[Group], kept: int) -> dict[str, float]:

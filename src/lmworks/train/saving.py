@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
+from lmworks.optim.placement import local
 from lmworks.recipe.derivation.save_interval import save_interval
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.curriculum import PhaseSettings
@@ -99,3 +103,12 @@ def refuse_if_all_damaged(checkpoints: Checkpoints) -> None:
             f"no checkpoint in {directory} is good, and {len(bad)} were set aside as damaged{reason}: {', '.join(bad[:3])}; "
             "restore one from a copy, or delete that folder to train from the start"
         )
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all elements that this rank holds are numbers. The host waits once for each device that they are on."""
+    flags: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        flags.setdefault(tensor.device, []).append(local(tensor).isfinite().all())
+    return all(bool(torch.stack(of_device).all()) for of_device in flags.values())

@@ -25,7 +25,6 @@ from lmworks.metrics.names import describe
 from lmworks.model.balance import set_temperature
 from lmworks.model_stages import BASE, USED
 from lmworks.optim.optimizer import Updates
-from lmworks.optim.placement import local
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import is_compiled
 from lmworks.recipe.loading.weights import ARCHITECTURE, recorded
@@ -43,7 +42,7 @@ from lmworks.train.objective import Objective
 from lmworks.train.observe.layer_statistics import LayerStatistics
 from lmworks.train.observe.step_metrics import StepMetrics
 from lmworks.train.phase_boundary import PhaseBoundary
-from lmworks.train.saving import Saver, refuse_if_all_damaged
+from lmworks.train.saving import Saver, all_finite, refuse_if_all_damaged
 from lmworks.train.stage_files import StageFiles
 from lmworks.train.state import TrainingState
 from lmworks.train.step import StepResult, micro_batch_of, seed_dropout, train_step
@@ -314,8 +313,7 @@ class Trainer:
         """Whether all weights are numbers, on all ranks. Those that are not are never saved: everything would go on from them. The policy
         rolls back a run with bad steps; at its end this raises `UserError`."""
         tensors = [tensor for kind in ("model", "average") for tensor in state.get(kind, {}).values() if tensor.is_floating_point()]
-        own = [local(tensor).isfinite().all() for tensor in tensors]
-        if not self.model.ranks.all_reduce_max(float(bool(own) and not bool(torch.stack([one.cpu() for one in own]).all()))):
+        if not self.model.ranks.all_reduce_max(float(not all_finite(tensors))):
             return True
         self.files.ledger.write("weights_not_finite", stage=self.stage, step=self.step)
         found = f"the weights after step {self.step:,} are not finite, and were not saved; the newest checkpoint is of step"

@@ -16,4 +16,8 @@ MUTANTS = [
      "self._stop_time = None\n            self.folder", "A second Ctrl-C ends the ranks at once.", "launch/test_supervisor.py"),
     ("launch.supervise:Supervisor._collect", "if code and self._stop_time is None", "if code and self._stop_time is not None",
      "An agent that dies excludes its host.", "launch/test_supervisor.py"),
+    ("launch.launcher:Launch._ranks_here", "sum(slots[: names.index(host.name)])", "0",
+     "Agents of one machine take different processors of it.", "launch/test_pinning.py"),
+    ("launch.pinning:pin_rank", "machine.ranks_here()", 'int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])',
+     "A rank is pinned among all ranks of its machine, not those of its agent.", "launch/test_pinning.py"),
 ]  # fmt: skip

@@ -62,4 +62,6 @@ MUTANTS = [
      "Each rank gets its own part of a sum.", "parallel/test_tensor.py"),
     ("parallel.parallel_model:ParallelModel.update_biases", "counts_LE.index_select(0, self._moe_indices)",
      "counts_LE[self._moe_indices.tolist()]", "The biases of experts are updated without a host wait.", "gpu/test_host_waits.py"),
+    ("parallel.process_group:_device", "machine.ranks_here()[0]", 'int(os.environ["LOCAL_RANK"])',
+     "Ranks of several agents on one machine take different GPUs.", "parallel/test_process_group.py"),
 ]  # fmt: skip

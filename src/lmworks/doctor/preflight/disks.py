@@ -59,7 +59,7 @@ def places(context: CheckContext) -> Iterator[Place]:
 
 def ranks_here(context: CheckContext) -> int:
     """Ranks per machine: those started on this one, or the number of devices per machine of the cluster."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", context.machine.devices_per_node))
+    return machine.ranks_here()[1] if "LOCAL_WORLD_SIZE" in os.environ else context.machine.devices_per_node
 
 
 def written(context: CheckContext) -> CheckResult:

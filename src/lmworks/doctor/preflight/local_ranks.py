@@ -14,6 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from lmworks import machine
+
 _TIMEOUT = 180  # seconds
 
 
@@ -83,7 +85,7 @@ def _rank(function: Callable[..., Any], rank: int, ranks: int, store: str, answe
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # remarks of libraries; what goes wrong is answered
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what the run itself uses stays free
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # of the launch around us
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", machine.RANKS_HERE):  # of the launch around us
         os.environ.pop(name, None)
     import torch
     import torch.distributed as dist
