@@ -82,11 +82,9 @@ def test_a_step_of_dpo_and_grpo_waits_for_scores_and_for_what_it_has_found(fake_
     """An update is weighted by the scores of its rows, which are read once: dpo's pairs, and all rollouts of grpo, whatever the number of
     updates and with those of the reference. Each further update of the same rollouts has its own."""
     found = fake_cuda.run("traced_alignment:steps", kind="dense")
-    scores, result = {"parallel/parallel_model.py": 1}, {"model/transfers.py": 1}
-    by_file = {case: [_by_file(waits) for waits in steps] for case, steps in found.items()}
-    assert by_file == {
-        "sigmoid": [scores | result] * 2, "kto": [scores | result] * 2,
-        "grpo": [{"model/transfers.py": 2}] * 2, "divergence": [{"model/transfers.py": 3}] * 2,
+    assert {case: [_by_file(waits) for waits in steps] for case, steps in found.items()} == {
+        "dpo": [{"parallel/parallel_model.py": 1, "model/transfers.py": 1}] * 2,
+        "grpo": [{"model/transfers.py": 3}] * 2,
         "reference": [{"parallel/parallel_model.py": 3}],
     }  # fmt: skip
 

@@ -28,16 +28,14 @@ from lmworks.train.grpo import PolicyGradient
 
 LENGTH = 24
 _COMMON: dict[str, Any] = {"learning_rate": 0.01, "sequence_length": f"{LENGTH} tokens"}
-_TRAIN = {"log_every": "2 steps", **dict.fromkeys(("validate_every", "sample_every", "save_every"), "50 steps"), "micro_batch_size": 1}
+_TRAIN = {"log_every": "2 steps", **dict.fromkeys(("validate_every", "sample_every", "save_every"), "50 steps"), "micro_batch_size": 8}
 _STEPS = 2
 
 
 def steps(kind: str) -> dict[str, Any]:
-    """The host waits of each of the first steps of dpo and of grpo, and those of reference scores in three parts, by place."""
-    return {
-        "sigmoid": dpo(kind), "kto": dpo(kind, loss="kto"), "grpo": grpo(kind), "divergence": grpo(kind, beta=0.1, updates_per_rollout=2),
-        "reference": [reference_pass(kind, 3)],
-    }  # fmt: skip
+    """The host waits of each of the first steps of dpo, and of grpo with two updates and a reference, and those of reference scores in
+    three parts; by place."""
+    return {"dpo": dpo(kind), "grpo": grpo(kind, beta=0.1, updates_per_rollout=2), "reference": [reference_pass(kind, 3)]}
 
 
 def dpo(kind: str, **options: Any) -> list[dict[str, int]]:
@@ -49,7 +47,7 @@ def dpo(kind: str, **options: Any) -> list[dict[str, int]]:
     labels_P = np.arange(40) % 2 == 0 if recipe.dpo.loss == "kto" else None
     with unset_fake_temporarily():  # what the host has, has values
         train = Pairs(list(zip(answers[::2], answers[1::2], strict=True)), torch.ones(40, 2).double(), labels_P, 4, 1.0, 0)
-    objective = Preference(recipe.dpo, model, train, None, LENGTH, 1)
+    objective = Preference(recipe.dpo, model, train, None, LENGTH, 8)
     rows = rows_by_step(train, LENGTH)
     assert min(rows) > 1
     curriculum = AnswerCurriculum("dpo", recipe, recipe.dpo, rows, lambda step: objective.packed(step).batch)
@@ -78,7 +76,7 @@ def reference_pass(kind: str, parts: int) -> dict[str, int]:
     model = model_of(changed(kind), alone())
     with tempfile.TemporaryDirectory() as folder, HostWaits() as seen:
         reference.reference_scores(
-            model, _answers(4 * parts), Path(folder) / "scores", "key", SINGLE_PROCESS, length=LENGTH, micro_batch_size=1
+            model, _answers(4 * parts), Path(folder) / "scores", "key", SINGLE_PROCESS, length=LENGTH, micro_batch_size=8
         )
     return dict(seen.waits)
 

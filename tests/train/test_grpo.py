@@ -27,13 +27,15 @@ from lmworks.parallel.parallelize import with_adapters
 from lmworks.recipe.schema.grpo import Grpo, RewardTask
 from lmworks.recipe.schema.lora import Lora
 from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.format.labels import IGNORE
 from lmworks.train.align.answers import Answer, pack
 from lmworks.train.align.policy_losses import Sampled, advantages, policy_loss
+from lmworks.train.align.prompts import Prompts
 from lmworks.train.align.rewards import Drawn, Reward, make_judge, score, score_all
 from lmworks.train.align.rollout_checks import RolloutChecks
 from lmworks.train.align.rollouts import Rollout
-from lmworks.train.grpo import grpo
+from lmworks.train.grpo import PolicyGradient, grpo
 from lmworks.train.objective import Update
 from lmworks.train.step import StepResult
 from lmworks.train.trainer import Trainer
@@ -515,3 +517,28 @@ def test_a_step_of_several_updates_has_the_mean_loss_and_the_largest_norm() -> N
     found, batch = Trainer._optimize(trainer, objective)
     assert (found.loss.item(), found.grad_norm.item(), found.applied.item()) == (2.0, 3.0, False)
     assert (batch, trainer._objective_tokens) == ("second", 20)
+
+
+def test_rollouts_are_scored_by_the_weights_before_the_update_and_by_those_of_the_start() -> None:
+    """In parts, whose scores come back together: each has those of its own rows."""
+    config = Model.model_validate(small_config(initializer_range=0.1))
+    model = ParallelModel([initialize(Transformer(config), seed=2).eval()])
+    stage = {"beta": 0.1, "group_size": 2, "sequence_length": "24 tokens", "learning_rate": 0.01}
+    recipe: Any = Recipe.model_validate({"name": "scored", "train": {"micro_batch_size": 4}, "grpo": stage})
+    objective: Any = PolicyGradient(recipe, model, Prompts([], [], [], {}), None, 0, None)  # type: ignore[arg-type]
+    draw = np.random.default_rng(5)
+    parts = [[[_drawn(draw, 5 + number) for _ in range(2)] for number in range(count)] for count in (3, 2)]
+    scored = objective._score(parts, 0)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+    again = objective._score(parts, 0)
+    for (packed, before, _), (_, after, _) in zip(scored, again, strict=True):
+        assert torch.equal(before.reference_BT, before.old_BT) and torch.equal(after.reference_BT, before.old_BT)
+        with model.exact_logprobs():
+            assert torch.equal(after.old_BT, -model.token_cross_entropy(packed.batch))
+        assert not torch.allclose(after.old_BT[packed.mask_BT], before.old_BT[packed.mask_BT], atol=1e-3)
+
+
+def _drawn(draw: np.random.Generator, length: int) -> Rollout:
+    answer = Answer(draw.integers(0, 64, length).astype(np.int32), np.arange(length) >= 2)
+    return Rollout(answer, np.full(length - 2, -1.0), Reward(float(draw.random())), 0)
