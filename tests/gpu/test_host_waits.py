@@ -89,6 +89,14 @@ def test_a_step_of_dpo_and_grpo_waits_for_scores_and_for_what_it_has_found(fake_
     }  # fmt: skip
 
 
+def test_a_save_page_locks_one_piece_of_the_size_of_the_state(fake_cuda: FakeCuda) -> None:
+    """Each tensor at a multiple of 64 bytes: 140, 1, 66 and 24 bytes are 192 + 64 + 128 + 64. Not if that were more than half of the
+    machine's memory, and without it where the system refuses. What is copied from the device is waited for once."""
+    found = fake_cuda.run("traced_steps:saves", machines=[(1e9, False), (896, False), (895, False), (1e9, True)])
+    assert [one["locked"] for one in found] == [[448, 0], [448, 0], [], [448]]
+    assert [_by_file(one["waits"]) for one in found[:2]] == [{"checkpoint/state.py": 1}] * 2
+
+
 def _by_file(waits: dict[str, int]) -> dict[str, int]:
     found: Counter[str] = Counter()
     for place, count in waits.items():

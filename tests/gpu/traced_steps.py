@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _utils
 
+from lmworks import machine
+from lmworks.checkpoint.save_plan import local_slice
+from lmworks.checkpoint.state import Staging
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.optim.scaler import LossScaler
 from lmworks.parallel import parallelize
@@ -71,6 +76,36 @@ def evaluations(kinds: list[str]) -> dict[str, Any]:
     with HostWaits() as looked:
         all_finite(model.parameters())
     return found | {"positions": dict(seen.waits), "weights": dict(looked.waits)}
+
+
+def saves(machines: list[tuple[float, bool]]) -> list[dict[str, Any]]:
+    """What is `staged` on each machine."""
+    return [staged(memory, refused) for memory, refused in machines]
+
+
+def staged(memory: float, refused: bool) -> dict[str, Any]:
+    """The bytes that two saves of a state page-lock on a machine with so many bytes of memory, and closing unlocks; and the waits of the
+    second one. The system refuses if `refused`."""
+    calls: list[list[int]] = []
+    found = SimpleNamespace(
+        cudaHostRegister=lambda at, size, flags: calls.append([at, size]) or int(refused),
+        cudaHostUnregister=lambda at: calls.append([at, 0]),
+    )  # fmt: skip
+    torch.cuda.cudart = lambda: found  # type: ignore[assignment, return-value]
+    os.environ[machine.VARIABLE] = f"memory={memory}"
+    kinds: list[tuple[tuple[int, ...], torch.dtype]] = [((5, 7), torch.float32), ((), torch.bool)]
+    kinds += [((33,), torch.bfloat16), ((3,), torch.int64)]
+    state = [torch.zeros(shape, dtype=dtype, device=DEVICE) for shape, dtype in kinds]
+    slices = [one for number, tensor in enumerate(state) if (one := local_slice(str(number), tensor))]
+    staging = Staging()
+    with HostWaits():
+        staging.copy(slices)
+    with HostWaits() as seen:
+        copied = staging.copy(slices)
+    kept = [one.values() for one in copied]
+    staging.close()
+    assert [(one.shape, one.dtype) for one in kept] == kinds and len({at for at, _ in calls}) <= 1
+    return {"locked": [size for _, size in calls], "waits": dict(seen.waits)}
 
 
 def recipe_of(kind: str, precision: str = "bf16", optimizer: str = "adamw") -> Recipe:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmworks import machine
 from lmworks.checkpoint.communicator import Communicator
 from lmworks.checkpoint.save_plan import TensorSlice
 from lmworks.checkpoint.tensor_files import Table
 from lmworks.errors import UserError
 
 State = dict[Any, Any]
+_ALIGNED = 64  # bytes: a line of the processor's cache, and more than any type of number needs
 
 
 def leaves(state: State, prefix: str = "") -> Iterator[tuple[str, State, Any]]:
@@ -83,24 +87,53 @@ def _kind(shape: Any, dtype: str) -> str:
 
 
 class Staging:
-    """A copy of the state in CPU memory, which later saves reuse (pinned if it comes from a GPU)."""
+    """A copy of the state in CPU memory, which later saves reuse: one piece of memory of the size of the state.
+
+    If the state comes from a GPU, the piece is page-locked as a whole, so that it is filled at the speed of the bus; torch's own allocator
+    would round each tensor up to a power of two. Where the ranks of this machine would together lock more than half of its memory, or the
+    system refuses, nothing is locked: saves copy more slowly, and everything else on the machine keeps room.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._locked = 0  # bytes
 
     @torch.no_grad()
     def copy(self, slices: Sequence[TensorSlice]) -> list[TensorSlice]:
         """The slices, copied to CPU memory. The slices that the previous call returned are overwritten."""
-        before, self._kept = self._kept, {}
-        for one in slices:
-            values, kept = one.values(), before.get(one.name)
-            if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
-                kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            self._kept[one.name] = kept.copy_(values, non_blocking=values.is_cuda)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        return [replace(one, values=partial(self._kept.__getitem__, one.name)) for one in slices]
+        begins = [0, *accumulate(one.bytes + -one.bytes % _ALIGNED for one in slices)]
+        if self._memory.numel() != begins[-1]:
+            self.close()
+            self._memory = torch.empty(begins[-1], dtype=torch.uint8)
+            if any(one.values().is_cuda for one in slices):
+                self._lock()
+        copied, devices = [], set()
+        for one, begin in zip(slices, begins, strict=False):
+            values = one.values()
+            kept = self._memory[begin : begin + one.bytes].view(one.dtype).view(values.shape)
+            kept.copy_(values, non_blocking=values.is_cuda)
+            copied.append(replace(one, values=partial(_given, kept)))
+            devices |= {values.device} if values.is_cuda else set()
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
+        return copied
+
+    def _lock(self) -> None:
+        size = self._memory.numel()
+        if size * machine.ranks_here()[1] > machine.memory() / 2:
+            return
+        if int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)) == 0:
+            self._locked = size
+        else:
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # takes the error, which the next kernel would report otherwise
 
     def close(self) -> None:
         """Free the memory."""
-        self._kept = {}
+        if self._locked:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        self._memory, self._locked = torch.empty(0, dtype=torch.uint8), 0
+
+
+def _given(values: Tensor) -> Tensor:
+    return values

@@ -53,4 +53,8 @@ MUTANTS = [
      "A copy of a stranger does not expand without limit.", "checkpoint/test_run_bundle.py"),
     ("checkpoint.state:Staging.copy", "kept.copy_(values, non_blocking=values.is_cuda)", "values",
      "What is saved is the state of its step, though training goes on.", "checkpoint/test_checkpoints.py"),
+    ("checkpoint.state:Staging._lock", "size * machine.ranks_here()[1] > machine.memory() / 2", "False",
+     "Saves leave half of the machine's memory unlocked.", "gpu/test_host_waits.py"),
+    ("checkpoint.state:Staging.copy", "if self._memory.numel() != begins[-1]:", "if True:",
+     "The memory of a save is locked once.", "gpu/test_host_waits.py"),
 ]  # fmt: skip
