@@ -7,12 +7,14 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -228,3 +230,25 @@ def test_adapters_that_cannot_be_trained_are_refused_before_anything_is(
     done = lmworks("grpo", tiny_copy.recipe, *sections(tmp_path), "--set", f"run_dir={tiny_copy.run_dir}", "--set", change)
     assert message in done.error
     assert not (tiny_copy.run_dir / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_align_as_one_process_does(tiny: Tiny, tmp_path: Path, lmworks: Lmworks) -> None:
+    """dpo, and grpo with a reference and two updates, whose rollouts the ranks share."""
+    changes = {"dpo": {"loss": "ipo"}, "grpo": {"beta": 0.1, "updates_per_rollout": 2, "prompts_per_step": 4, "learning_rate": 1e-3}}
+    arguments = sections(tmp_path, **changes)
+    alone, launched = tiny.copy(tmp_path / "alone"), tiny.copy(tmp_path / "launched")
+    done = lmworks("grpo", alone.recipe, *arguments, "--set", f"run_dir={alone.run_dir}")
+    assert done.code == 0, done.err
+    command = [sys.executable, "-m", "lmworks.cli.main", "launch", "local", str(launched.recipe), "--ranks", "2", "--to", "grpo"]
+    subprocess.run([*command, *arguments, "--set", f"run_dir={launched.run_dir}"], check=True, timeout=PATIENCE)
+    for stage, names in (
+        ("dpo", ("train/loss", "optim/grad_norm", "dpo/margin", "dpo/accuracy")),
+        ("grpo", ("grpo/reward", "grpo/answer_tokens", "grpo/surprise", "grpo/divergence", "optim/grad_norm")),
+    ):
+        lines, others = curve(launched.run_dir / stage), curve(alone.run_dir / stage)
+        for name in names:
+            found, expected = ([line[name] for line in some if name in line] for some in (lines, others))
+            assert found, name
+            np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-5, err_msg=name)
+    assert max(line["grpo/mismatch_max"] for line in curve(launched.run_dir / "grpo")) < 1e-9
