@@ -44,15 +44,15 @@ class Copy:
 class HostWaits:
     """Within the block, records each wait of the host, each copy to the device, and the operators on the device.
 
-    Tensors that the host makes in the block have values; what it asks of the device is answered: False, `integer` and 1.0, and a mask
-    chooses all elements. `waits` are the numbers of waits by
+    Tensors that the host makes in the block have values; what it asks of the device is answered: `boolean`, `integer` and 1.0, and a
+    mask chooses all elements. `waits` are the numbers of waits by
     "FILE:LINE KIND", with the file below src/lmworks and the line of the innermost frame there; in a backward pass without such a frame,
     the name of the autograd node.
     `operators` counts the calls of operators that compute something on the device, and `bytes` what they read and write.
     """
 
-    def __init__(self, integer: int = 1) -> None:
-        self.integer = integer
+    def __init__(self, integer: int = 1, boolean: bool = False) -> None:
+        self.integer, self.boolean = integer, boolean
         self.waits: Counter[str] = Counter()
         self.copies: list[Copy] = []
         self.shared = 0  # tensors whose memory a second stream uses
@@ -92,7 +92,7 @@ class HostWaits:
     def answer(self, dtype: torch.dtype) -> bool | int | float:
         """The value of an element that is asked for."""
         if dtype == torch.bool:
-            return False
+            return self.boolean
         return 1.0 if dtype.is_floating_point else self.integer
 
     def report(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.flight_recorder.components import types as analyzer
 
 from lmworks import files
 from lmworks.watch.diagnosis import classify_error, diagnose_failure
@@ -273,8 +275,15 @@ def _write_record(folder: Path) -> None:
 
 
 def test_torchs_analyzer_reads_what_ranks_write(ranks: RankPool, tmp_path: Path) -> None:
+    """That of torch 2.11 refuses gloo: it gets the same records as NCCL's, which differ by the name."""
     ranks.run(partial(_write_record, tmp_path), 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank_0", "rank_1"]
+    if '["nccl", "xccl"]' in inspect.getsource(analyzer.Op):
+        for path in tmp_path.iterdir():
+            tree = pickle.loads(path.read_bytes())
+            for entry in tree["entries"]:
+                entry["profiling_name"] = entry["profiling_name"].replace("gloo:", "nccl:")
+            path.write_bytes(pickle.dumps(tree, protocol=2))
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", tmp_path, "--allow-incomplete-ranks"]
     for options in ([], ["-j"]):
         done = subprocess.run([*command, *options], capture_output=True, encoding="utf-8")
