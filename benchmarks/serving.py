@@ -40,6 +40,7 @@ from lmworks.export.gguf import write_gguf
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.serve.spin import SPINNING
 from lmworks.tokenizer.train import train
 
 CONTEXT, NEW_TOKENS = 512, 96
@@ -65,17 +66,22 @@ def make_tokenizer(folder: Path) -> Path:
 
 def serve(shape: str, tokenizer: Path, port: int, threads: int, dtype: str) -> None:
     """Our server, in a process of its own."""
+    from lmworks.serve.engine import Engine
     from lmworks.serve.loading import make_engine
     from lmworks.serve.middleware import ServerOptions
     from lmworks.serve.models import Models
     from lmworks.serve.server import listen
     from lmworks.serve.server import serve as run
+    from lmworks.serve.spin import apart
 
-    torch.set_num_threads(threads)
-    model = make_model(shape)
-    model.compute_dtype = DTYPES[dtype]
+    def load() -> Engine:
+        torch.set_num_threads(threads)
+        model = make_model(shape)
+        model.compute_dtype = DTYPES[dtype]
+        return make_engine(model, tokenizer, "model")
+
     options = ServerOptions(port=port)
-    run(Models(make_engine(model, tokenizer, "model")), listen(options), options)
+    run(Models(apart(load)), listen(options), options)
 
 
 @contextmanager
@@ -104,8 +110,8 @@ def running(command: list[str], port: int, **environment: str) -> Iterator[tuple
 async def ask_all(url: str, prompts: list[str]) -> int:
     """Ask all prompts at once; the number of generated tokens."""
     async with httpx.AsyncClient(timeout=600) as client:
-        body = {"model": "model", "max_tokens": NEW_TOKENS, "temperature": 0.8, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
-        extra = {"ignore_eos": True, "cache_prompt": False} if url in LLAMA else {}
+        body = {"model": "model", "max_tokens": NEW_TOKENS, "temperature": 0.8, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "ignore_eos": True}
+        extra = {"cache_prompt": False} if url in LLAMA else {}
         replies = await asyncio.gather(*(
             client.post(f"{url}/v1/completions", json={**body, **extra, "prompt": prompt, "seed": n}) for n, prompt in enumerate(prompts)
         ))  # fmt: skip
@@ -149,7 +155,10 @@ def compare(shape: str, folder: Path, tokenizer: Path, arguments: argparse.Names
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     with ExitStack() as stack:
         extra = {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": "1"}
-        servers = {name: stack.enter_context(running(command, at, **extra)) for name, (command, at) in commands.items()}
+        own = {"lmworks": SPINNING}  # as `lmworks serve` sets it
+        servers = {
+            name: stack.enter_context(running(command, at, **extra, **own.get(name, {}))) for name, (command, at) in commands.items()
+        }
         for turn in range(arguments.rounds + 1):
             starts = [997 * (turn * arguments.concurrent + n) % (len(text) - 500) for n in range(arguments.concurrent)]
             prompts = [text[start : start + 60 + 50 * (n % 8)] for n, start in enumerate(starts)]

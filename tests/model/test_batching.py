@@ -16,6 +16,7 @@ from tests.model.test_transformer import _SMALL, CONFIGS, build
 from lmworks.errors import UserError
 from lmworks.model import Transformer, batching
 from lmworks.model.batching import ContinuousBatch
+from lmworks.model.cache import Cache
 from lmworks.model.generate import generate
 from lmworks.model.prefixes import PrefixCache
 from lmworks.model.sampling import GenerateOptions, Token, filter_logits
@@ -172,6 +173,30 @@ def test_memory_is_given_back_when_rows_leave() -> None:
         batch.step()
     (group,) = batch._running.values()
     assert len(group.rows) == 1 and group.cache._entries.shape[1] <= 4
+
+
+def test_the_rows_of_a_cache_are_copied_once_when_they_outgrow_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmworks.model.batching._SMALLEST", 4)
+    reserved: list[tuple[int, int]] = []
+    reserve = Cache.reserve
+    monkeypatch.setattr(Cache, "reserve", lambda self, rows: (reserved.append((self.capacity, rows)), reserve(self, rows))[1])
+    batch = ContinuousBatch(build(CONFIGS["dense"]).eval())
+    for number in range(8):
+        batch.add([number + 1] * (1 + number % 3), GenerateOptions(max_new_tokens=12 if number else 2))
+    run(batch)
+    assert reserved == [(4, 8), (8, 7), (16, 7)], "a cache has room for all rows that can come to it, and for no others"
+
+
+def test_the_next_step_is_known() -> None:
+    batch = ContinuousBatch(build(CONFIGS["dense"]).eval(), prefill_tokens=6)
+    assert batch.upcoming() == 0
+    for prompt in ([1, 2, 3, 4, 5], [2, 3]):
+        batch.add(prompt, GenerateOptions(max_new_tokens=4))
+    counts = []
+    while batch.busy:
+        counts.append(batch.upcoming())
+        batch.step()
+    assert counts == [6, 1 + 2, 2, 2, 1] and batch.upcoming() == 0  # 3 of both, the rest of the longer one beside a row, and rows
 
 
 @pytest.mark.parametrize("state", ["waiting", "reading", "running"])

@@ -6,6 +6,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,25 @@ def test_greedy_answers_equal_generate(engine: Engine, model: Transformer, vocab
         expected.append("".join(map(decoder.push, new)) + decoder.finish())
     assert texts(engine, Request(prompts, options)) == expected
     assert len(set(expected)) == 3  # the prompts matter
+
+
+def test_a_whole_answer_is_one_event_with_all_that_its_parts_had(engine: Engine, vocabulary: Vocabulary) -> None:
+    prompts = ids(vocabulary, "def main(", "import os")
+    for stop in ((), ("e",)):
+        request = Request(prompts, GenerateOptions(max_new_tokens=16, temperature=1.0, logprobs=2), seed=3, stop=stop)
+        parts: list[list[Delta]] = [[], []]
+        for event in engine.stream(request):
+            assert isinstance(event, Delta)
+            parts[event.index].append(event)
+        whole = sorted(engine.stream(replace(request, whole=True)), key=lambda event: event.index)
+        assert len(whole) == 2 and sum(map(len, parts)) > 2
+        for one, several in zip(whole, parts, strict=True):
+            assert isinstance(one, Delta)
+            assert one.text == "".join(part.text for part in several)
+            assert [(placed.token.id, placed.offset) for placed in one.tokens] == [
+                (placed.token.id, placed.offset) for part in several for placed in part.tokens
+            ]
+            assert (one.finish, one.generated) == (several[-1].finish, several[-1].generated)
 
 
 def test_many_clients_at_once_get_what_each_would_get_alone(engine: Engine, vocabulary: Vocabulary) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ import httpx
 import openai
 import pytest
 import torch
+from starlette.testclient import TestClient
 
 from lmworks.cli import serve_commands
 from lmworks.errors import UserError
@@ -30,6 +32,7 @@ from lmworks.serve.middleware import ServerOptions
 from lmworks.serve.models import LazyModel, Models
 from lmworks.serve.openai.protocol import CompletionRequest
 from lmworks.serve.requests import Delta
+from lmworks.serve.spin import SPINNING
 from lmworks.train.load import load_model
 from patience import PATIENCE
 from started_server import wait_until_served
@@ -62,6 +65,40 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(tmp_path: Path) -> None
         done = subprocess.run(command, capture_output=True, encoding="utf-8", env=ENVIRONMENT, check=False)
     assert done.returncode == 2
     assert re.fullmatch(r"error: cannot listen on 127.0.0.1:\d+ \(Address already in use\); choose another --host or --port\n", done.stderr)
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_threads_spin_and_the_model_is_loaded_apart(command: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def load(*_: object, **__: object) -> None:
+        names.append(threading.current_thread().name)
+        raise UserError("seen")
+
+    for name in SPINNING:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for place in ("load_models", "load_engine"):
+        monkeypatch.setattr(f"lmworks.serve.loading.{place}", load)
+    with pytest.raises(UserError, match="seen"):
+        serve_commands.serve(str(run_dir), port=0) if command == "serve" else serve_commands.chat(str(run_dir))
+    assert names == ["lmworks-load"], "the threads of OpenMP that it leaves keep those of the engine from spinning"
+    assert {name: os.environ.get(name) for name in SPINNING} == SPINNING
+
+
+def test_an_answer_that_is_not_streamed_is_one_event(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bool] = []
+    submit = Engine.submit
+    monkeypatch.setattr(Engine, "submit", lambda self, request, emit: (sent.append(request.whole), submit(self, request, emit))[1])
+    models = load_models(run_dir)
+    try:
+        with TestClient(server.build_app(models), base_url="http://localhost") as client:
+            for stream in (False, True):
+                reply = client.post("/v1/completions", json={"prompt": "import", "max_tokens": 3, "stream": stream})
+                assert reply.status_code == 200 and (stream or "usage" in reply.text)
+    finally:
+        models.close()
+    assert sent == [True, False]
 
 
 def test_the_tuned_model_is_taken_where_there_is_one(run_dir: Path, tmp_path: Path) -> None:

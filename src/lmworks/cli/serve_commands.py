@@ -61,11 +61,15 @@ def chat(
 ) -> None:
     """Chat with a run's model in the terminal. If input is a pipe, each line is the next message of one conversation, as if it were typed;
     a line /reset begins a new one. Sampling options are those of the model's generation_config.json, as on the page of lmworks serve."""
+    from lmworks.serve.spin import apart, spin
+
+    spin()  # before torch is imported
     from lmworks.recipe.loading.named import locate
     from lmworks.serve.chat import Conversation
     from lmworks.serve.chat import chat as talk
 
-    engine = _open(Path(locate(run)), base, dtype, 1)
+    folder = Path(locate(run))
+    engine = apart(lambda: _open(folder, base, dtype, 1))
     try:
         talk(Conversation(engine, system, temperature, min_p, max_tokens, seed))
     finally:
@@ -86,6 +90,9 @@ def serve(
     """Serve a run's tuned and base model: a chat page and an OpenAI-compatible API."""
     from rich.text import Text
 
+    from lmworks.serve.spin import apart, spin
+
+    spin()  # before torch is imported
     from lmworks.recipe.loading.named import locate
     from lmworks.recipe.loading.weights import holds_model
     from lmworks.serve.engine import Engine
@@ -103,9 +110,9 @@ def serve(
     if not holds_model(folder):
         if name is not None:
             raise UserError(f"--name is for a model in Hugging Face format or a GGUF file; {run} is served by the name of its recipe")
-        models = load_models(folder, base, dtype)
+        models = apart(lambda: load_models(folder, base, dtype))
     else:
-        models = Models(_open(folder, base, dtype, Engine.max_rows, name))
+        models = Models(apart(lambda: _open(folder, base, dtype, Engine.max_rows, name)))
     local = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0', '::', '::1') else local}:{listener.getsockname()[1]}"
     console = Terminal()

@@ -34,6 +34,7 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(normed[0] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
         self.key_norm = RMSNorm(normed[1] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
         self.joined: Linear | None = None  # query, key and value as one matrix (`lmworks.model.inference`)
+        self.joined_norm: RMSNorm | None = None  # and the norms of the heads of queries and keys as one
         self.plain = False
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Visible | None, cache: LayerCache | None = None) -> Tensor:
@@ -67,14 +68,16 @@ class Attention(nn.Module):
         """Queries, and keys and values as entries of a cache: views of one tensor, in which they are normed and rotated."""
         B, T, _ = x_BTD.shape
         joined_BTX = joined(x_BTD)
-        if self.query_norm is not None and self.key_norm is not None:
-            widths = self.heads * self.head_dim, self.kv_heads * self.head_dim
-            for norm, part in zip((self.query_norm, self.key_norm), joined_BTX[..., : sum(widths)].split(widths, dim=-1), strict=True):
-                heads = part.view(B, T, -1, norm.size)
-                heads.copy_(norm(heads))
-        all_BXTC = joined_BTX.view(B, T, -1, self.head_dim).transpose(1, 2)
+        all_BTXC = joined_BTX.view(B, T, -1, self.head_dim)
+        normed = self.heads + self.kv_heads
+        if self.joined_norm is not None:
+            self.joined_norm.apply_(all_BTXC[:, :, :normed])
+        elif self.query_norm is not None and self.key_norm is not None:
+            self.query_norm.apply_(joined_BTX[..., : self.query_norm.size])
+            self.key_norm.apply_(joined_BTX[..., self.query_norm.size :][..., : self.key_norm.size])
+        all_BXTC = all_BTXC.transpose(1, 2)
         if self.uses_rope:
-            rotate_(all_BXTC[:, : self.heads + self.kv_heads], *rope)
+            rotate_(all_BXTC[:, :normed], *rope)
         return all_BXTC[:, : self.heads], all_BXTC[:, self.heads :]
 
 

@@ -167,10 +167,11 @@ class ContinuousBatch:
         """Whether there are rows that have not ended."""
         return bool(self._waiting or self._reading or self._running)
 
-    @property
-    def reads(self) -> bool:
-        """Whether the next step may read a piece of a prompt, beside decoding."""
-        return bool(self._waiting or self._reading)
+    def upcoming(self) -> int:
+        """How many tokens the next `step` will process: one of each running row, and those of a piece of prompts with their padding."""
+        self._admit()
+        read = self._reading[0] if self._reading else None
+        return sum(len(group.rows) for group in self._running.values()) + (self._width(read) * len(read.twins) if read else 0)
 
     def stats(self) -> BatchStats:
         """Counts of rows now, and of tokens since the start."""
@@ -248,9 +249,7 @@ class ContinuousBatch:
         self._reading.rotate(-1)
         group = self._reading[-1]  # the groups take turns
         cache, prompts, device = group.cache, [rows[0].prompt for rows in group.twins], group.cache.device
-        begun = cache.lengths
-        longest = max(len(prompt) - start for prompt, start in zip(prompts, begun, strict=True))
-        width = min(longest, max(1, self.prefill_tokens // len(prompts)))
+        begun, width = cache.lengths, self._width(group)
         pieces = [prompt[start : start + width] for prompt, start in zip(prompts, begun, strict=True)]
         padded = to_device([[*piece, *[0] * (width - len(piece))] for piece in pieces], torch.long, device)
         hidden_BTD, _ = self.model.hidden(padded, cache=cache)
@@ -268,6 +267,11 @@ class ContinuousBatch:
             group.twins[row] = []
         self._drop_unread(group)
         return rows, [hidden_BTD.flatten(0, 1)[to_device(places, torch.long, device)]] if rows else []
+
+    def _width(self, group: _Reading) -> int:
+        """The tokens of each prompt in the next piece of a group."""
+        longest = max(len(rows[0].prompt) - start for rows, start in zip(group.twins, group.cache.lengths, strict=True))
+        return min(longest, max(1, self.prefill_tokens // len(group.twins)))
 
     def _drop_unread(self, group: _Reading) -> None:
         """Remove prompts that no row waits for any more."""
@@ -298,8 +302,10 @@ class ContinuousBatch:
     def _place(self, row: _Row, source: Cache, number: int, needed: int) -> None:
         """Copy a row to the cache in which so many tokens fit."""
         capacity = _capacity(needed)
-        group = self._running.get(capacity) or _Running(self.model.cache(0, capacity))
-        self._running[capacity] = group
+        if capacity not in self._running:
+            self._running[capacity] = _Running(self.model.cache(0, capacity))
+            self._running[capacity].cache.reserve(sum(one.reserved >= capacity for one in self._active()))  # those that can come to it
+        group = self._running[capacity]
         group.cache.add(source, number)
         row.group, row.number = group, len(group.rows)
         group.rows.append(row)

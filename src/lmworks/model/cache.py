@@ -103,12 +103,18 @@ class Cache:
         self._entries = self._entries[:, to_device(rows, torch.long, self.device)]
         self.lengths = [self.lengths[row] for row in rows]
 
+    def reserve(self, rows: int) -> None:
+        """Make room for so many rows."""
+        layers, _, *rest = self._entries.shape
+        larger = self._entries.new_zeros(layers, rows, *rest)
+        larger[:, : self.rows] = self._entries[:, : self.rows]
+        self._entries = larger
+
     def add(self, source: Cache, row: int) -> None:
         """Append a copy of a row of another cache, which has at most `capacity` tokens. The memory is doubled if all of it is in use."""
         place, length = self.rows, source.lengths[row]
         if place == self._entries.shape[1]:
-            layers, _, *rest = self._entries.shape
-            self._entries = torch.cat((self._entries, self._entries.new_zeros(layers, max(1, place), *rest)), dim=1)
+            self.reserve(max(1, 2 * place))
         self._entries[:, place, :, :length] = source._entries[:, row, :, :length]
         self.lengths.append(length)
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from lmworks.model.adapter import Adapter
 from lmworks.model.attention import Attention
-from lmworks.model.layers import Linear, SwiGLU
+from lmworks.model.layers import Linear, RMSNorm, SwiGLU
 from lmworks.model.lora import adapters
 from lmworks.model.moe import Experts, has_grouped_mm
-from lmworks.model.packed import PackedLinear, pays
+from lmworks.model.packed import FewNorm, PackedLinear, pays
 from lmworks.model.router import Router
 from lmworks.model.transformer import Transformer
 
@@ -46,6 +46,8 @@ def for_inference(
         new.head.weight = new.embedding.weight  # type: ignore[assignment]
     if joined and pays(dtype, device, rows):
         _pack(new)
+    if joined and dtype == torch.float32 and device.type == "cpu":
+        _few(new)
     new.configure(model.config)
     return new.eval()
 
@@ -56,6 +58,14 @@ def _pack(module: nn.Module) -> None:
             setattr(module, name, PackedLinear(child))
         else:
             _pack(child)
+
+
+def _few(module: nn.Module) -> None:
+    for name, child in module.named_children():
+        if type(child) is RMSNorm:
+            setattr(module, name, FewNorm(child))
+        else:
+            _few(child)
 
 
 def is_whole(model: nn.Module) -> bool:
@@ -116,3 +126,11 @@ def _join(module: nn.Module) -> None:
         if parts[0].bias is not None:
             joined.bias = nn.Parameter(torch.cat([part.bias for part in parts if part.bias is not None]), requires_grad=False)
         module.joined = joined
+    if isinstance(module, Attention) and module.query_norm is not None and module.query_norm.size == module.head_dim:
+        assert module.key_norm is not None
+        heads = ((module.query_norm, module.heads), (module.key_norm, module.kv_heads))
+        with torch.device("meta"):
+            module.joined_norm = RMSNorm(module.head_dim, module.query_norm.eps)
+        weights = torch.cat([norm.weight.expand(count, -1) for norm, count in heads])
+        module.joined_norm.weight = nn.Parameter(weights, requires_grad=False)
+        module.query_norm = module.key_norm = None

@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         few = x.numel() <= _FEW and not torch.is_grad_enabled()  # as in decoding: less to compute than to call
-        few = few or x.dtype == torch.float64  # for which the cached norm is too narrow
+        few = few or x.dtype == torch.float64 or self.weight.ndim > 1  # for which the cached norm is too narrow, or has one weight only
         if x.device.type == "cpu" and not self.plain and not few and not torch.compiler.is_compiling():
             out: Tensor = _CachedNorm.apply(x, self.weight, self.eps)
             return out
@@ -54,6 +54,10 @@ class RMSNorm(nn.Module):
         wide = at_least_fp32(x)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * self.weight.to(x.dtype)
+
+    def apply_(self, x: Tensor) -> None:
+        """The norm in place."""
+        x.copy_(self(x))
 
 
 _FEW = 1 << 16  # elements

@@ -102,11 +102,12 @@ def experts_fast(
 
 def experts_joined(x_ND: Tensor, routing: Routing, joined_EXD: Tensor, down_EDF: Tensor) -> Tensor:
     """`experts_fast` with gate and up in one stack; without gradients."""
-    rows_MD, weights_M, places = dispatch(x_ND, routing)
-    ends_E = routing.counts.cumsum(0).to(torch.int32)
-    gate_MF, up_MF = grouped_mm(rows_MD, joined_EXD, ends_E).chunk(2, dim=-1)
-    hidden_MF = F.silu(gate_MF).mul_(up_MF).mul_(weights_M[:, None])
-    return combine(grouped_mm(hidden_MF, down_EDF, ends_E), places)
+    K = routing.experts.shape[1]
+    order_M = routing.experts.reshape(-1).argsort(stable=True)
+    ends_E = routing.counts.cumsum(0, dtype=torch.int32)
+    gate_MF, up_MF = grouped_mm(x_ND.index_select(0, order_M // K), joined_EXD, ends_E).chunk(2, dim=-1)
+    out_MD = grouped_mm(F.silu(gate_MF).mul_(up_MF), down_EDF, ends_E)
+    return _sum_rows(out_MD, order_M.argsort(), K, routing.weights.to(x_ND.dtype))
 
 
 class Places(NamedTuple):
@@ -234,8 +235,9 @@ class _Combine(torch.autograd.Function):
         return grad_ND.index_select(0, order_M // ctx.K), None, None, None
 
 
-def _sum_rows(rows_MD: Tensor, place_M: Tensor, K: int) -> Tensor:
-    """The sum of each group of K rows in `place`: (M / K, D)."""
+def _sum_rows(rows_MD: Tensor, place_M: Tensor, K: int, weights_NK: Tensor | None = None) -> Tensor:
+    """The sum of each group of K rows in `place`, weighted by `weights`: (M / K, D)."""
     if rows_MD.device.type == "cpu" and not torch.compiler.is_compiling():  # one operator, without a copy of the rows
-        return F.embedding_bag(place_M.view(-1, K), rows_MD, mode="sum")
-    return rows_MD.index_select(0, place_M).view(-1, K, rows_MD.shape[-1]).sum(1)
+        return F.embedding_bag(place_M.view(-1, K), rows_MD, mode="sum", per_sample_weights=weights_NK)
+    rows_NKD = rows_MD.index_select(0, place_M).view(-1, K, rows_MD.shape[-1])
+    return (rows_NKD if weights_NK is None else rows_NKD * weights_NK[..., None]).sum(1)

@@ -1,6 +1,8 @@
-"""Linear layers whose weights oneDNN has arranged for its products on x86 CPUs, as `torch.compile` does when it freezes weights.
+"""Layers for a few rows at a time on CPUs, without gradients.
 
-A product of a few rows with a plain weight arranges it anew each time, which takes longer than to multiply by it.
+Linear layers whose weights oneDNN has arranged for its products on x86 CPUs, as `torch.compile` does when it freezes weights: a product of
+a few rows with a plain weight arranges it anew each time, which takes longer than to multiply by it. And norms of few operators: between
+two products, each of which replaces what the core has cached, to call an operator takes longer than it computes.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import platform
 import torch
 from torch import Tensor, nn
 
-from lmworks.model.layers import Linear
+from lmworks.model.layers import Linear, RMSNorm
 
 _FEW = 4
 _ROWS = 16  # of a decode step, for which weights are arranged; other numbers of rows give the same results
@@ -27,6 +29,26 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return out
+
+
+class FewNorm(nn.Module):
+    """`RMSNorm` in four operators, where torch has six to nine: x / sqrt(|x|^2 + D eps) times the weight times sqrt(D)."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.size = norm.size
+        self._weight = norm.weight.detach() * norm.size**0.5
+        self._floor = norm.weight.new_full((), (norm.size * norm.eps) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x / self._length(x)).mul_(self._weight)
+
+    def apply_(self, x: Tensor) -> None:
+        """The norm in place."""
+        x.div_(self._length(x)).mul_(self._weight)
+
+    def _length(self, x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._floor)
 
 
 def pays(dtype: torch.dtype, device: torch.device, rows: int) -> bool:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -81,7 +82,7 @@ class Api:
         max_waiting = self._options.max_waiting
         self._models.require_capacity(max_waiting, body.n)  # early, to save the work of rendering and encoding
         engine = await self._models.engine(body.model)
-        generation = await self._prepare(body, engine)
+        generation = replace(await self._prepare(body, engine), whole=not body.stream)
         self._models.require_capacity(max_waiting, len(generation.prompts))
         job, events = engine.open(generation)
         reply = kind(engine, body, generation)

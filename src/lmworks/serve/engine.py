@@ -18,10 +18,10 @@ from lmworks.errors import UserError
 from lmworks.model.batching import ContinuousBatch, Sampled
 from lmworks.model.prefixes import PrefixCache
 from lmworks.model.sampling import SAMPLING, GenerateOptions
-from lmworks.serve.decode_threads import DecodeThreads
 from lmworks.serve.grammar import GrammarError, GrammarState
 from lmworks.serve.requests import Delta, EngineStats, Event, Job, PromptTooLong, Request, Scores
 from lmworks.serve.scoring import score
+from lmworks.serve.step_threads import StepThreads
 from lmworks.serve.text import Assembler, Piece
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class _Answer:
     generated: int = 0
     hit_tokens: int = 0
     done: bool = False
+    kept: list[Piece] = field(default_factory=list)  # of an answer that is sent whole
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -55,6 +56,11 @@ class _Answer:
         return secrets.randbits(_SEED_BITS) if given is None else given * 1_000_003 + self.index
 
     def send(self, piece: Piece, finish: str | None) -> None:
+        if self.job.request.whole:
+            self.kept.append(piece)
+            if not finish:
+                return
+            piece = Piece("".join(one.text for one in self.kept), tuple(token for one in self.kept for token in one.tokens))
         if piece.text or piece.tokens or finish:
             self.job.send(Delta(self.index, piece.text, piece.tokens, self.generated, finish, self.hit_tokens))
 
@@ -100,7 +106,7 @@ class Engine:
         prefixes = PrefixCache(_KEPT_CONTEXTS * self.context if self.prefix_tokens is None else self.prefix_tokens)
         self._batch = ContinuousBatch(self.model, self.max_rows, prefixes=prefixes)
         on_cpu = self.model.embedding.weight.device.type == "cpu"
-        self._decode_threads = DecodeThreads(self.threads) if on_cpu else None
+        self._step_threads = StepThreads(self.threads) if on_cpu else None
         self._wake = threading.Condition()
         self._closed = False
         self._worker = threading.Thread(target=self._run, name="lmworks-generate", daemon=True)
@@ -251,9 +257,9 @@ class Engine:
 
     def _step(self) -> list[Sampled]:
         self._batch.max_rows = self.max_rows  # `Models` divides the rows among the models that are loaded
-        if self._decode_threads is None or self._batch.reads:
+        if self._step_threads is None:
             return self._batch.step()
-        return self._decode_threads.run(len(self._running), self._batch.step)
+        return self._step_threads.run(self._batch.upcoming(), self._batch.step)
 
     def _receive(self, answer: _Answer, sampled: Sampled) -> None:
         if answer.grammar is not None and answer.grammar.error:

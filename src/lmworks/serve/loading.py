@@ -14,6 +14,7 @@ from lmworks.model.sampling import SAMPLING
 from lmworks.model_stages import BASE
 from lmworks.serve.engine import Engine
 from lmworks.serve.models import LazyModel, Models
+from lmworks.serve.spin import apart
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
@@ -67,7 +68,7 @@ def load_models(run_dir: Path, base: bool = False, dtype: Dtype = "auto") -> Mod
     if final_model(run_dir) == BASE.model:
         return Models(first)
     name = first.name.removesuffix("-base") if base else f"{first.name}-base"
-    load = lambda: load_engine(run_dir, not base, first.threads, dtype)  # noqa: E731
+    load = lambda: apart(lambda: load_engine(run_dir, not base, first.threads, dtype))  # noqa: E731
     return Models(first, {name: LazyModel(first.context, base, load, first.sampling)})
 
 

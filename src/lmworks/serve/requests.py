@@ -26,7 +26,8 @@ class Request:
     `options.max_new_tokens` is limited to the rest of the context; 0 only scores the prompts. `stop` strings end an answer and are not
     part of it; the first `options.min_tokens` tokens are not searched for them. With `score_prompts`, a `Scores` event precedes each
     answer. `grammar` restricts each answer. `marks` are control tokens whose text is a part of the answer. Requests with the same `salt`
-    share what has been read of prompts that begin alike.
+    share what has been read of prompts that begin alike. With `whole` each answer is one `Delta` at its end, and
+    nobody is woken up before.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -37,6 +38,7 @@ class Request:
     grammar: Grammar | None = None
     salt: str = ""
     marks: tuple[str, ...] = ()
+    whole: bool = False
 
 
 @dataclass(frozen=True)

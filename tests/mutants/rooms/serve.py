@@ -3,6 +3,10 @@
 MUTANTS = [
     ("serve.engine:_Answer.seed", "given * 1_000_003 + self.index", "given", "The answers of one request with a seed differ.",
      "serve/test_engine.py serve/test_server.py"),
+    ("serve.api:Api._answer", "whole=not body.stream", "whole=False", "An answer that is not streamed is one event.",
+     "serve/test_serve_command.py::test_an_answer_that_is_not_streamed_is_one_event"),
+    ("serve.step_threads:StepThreads.run", "_SHARE * max(0.0, lost)", "0.0", "Trying the slower number of threads costs little.",
+     "serve/test_step_threads.py"),
     ("serve.loading:load_engine", "prepare(load_model(run_dir, which, device=torch.device(\"cpu\")), dtype, rows)",
      "load_model(run_dir, which)", "--dtype is the type that a run is served in.", "serve/test_serve_command.py"),
     ("serve.loading:prepare", 'else dtype == "bfloat16"', "else False", "--dtype bfloat16 is obeyed.", "serve/test_serve_command.py"),
