@@ -134,10 +134,13 @@ torch.ones(1 << 22).mul_(2)
 print(dict(os.environ).get("GOMP_SPINCOUNT"), after_loading - before, threads() - before)
 """
     environment = {name: value for name, value in os.environ.items() if name not in SPINNING}
-    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, encoding="utf-8", check=True).stdout.split()
-    assert found == [SPINNING["GOMP_SPINCOUNT"], "0", "1"]
-    kept = subprocess.run([sys.executable, "-c", program], env=environment | {"GOMP_SPINCOUNT": "7"}, capture_output=True, encoding="utf-8")
-    assert kept.stdout.split()[0] == "7", "what the user says counts"
+
+    def said(**given: str) -> list[str]:
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, env=environment | given, capture_output=True, encoding="utf-8", check=True).stdout.split()
+
+    assert said() == [SPINNING["GOMP_SPINCOUNT"], "0", "1"]
+    assert said(GOMP_SPINCOUNT="7")[0] == "7", "what the user says counts"
 
 
 def test_errors_of_loading_are_raised() -> None:
