@@ -72,7 +72,7 @@ class Campaign:
                 done = run.dir / "chaos" / "done"
                 if not done.exists() or done.read_text() != self.source:
                     run.prepare(self.out / "base" / "run")
-                    self._guarded(run, lambda: (run.start(), run.finish()))
+                    self._guarded(run, lambda: strike(run) if plan.window else (run.start(), run.finish()))
                     done.write_text(self.source)
                 self._twins[key] = Twin.of(run)
             return self._twins[key]
@@ -173,13 +173,16 @@ def possible(out: Path) -> dict[str, int]:
 
 def undisturbed(plan: Plan) -> Plan:
     """The plan of the twin: the same layout, started the same way; where the world changes, one process."""
-    still = replace(plan, seed=-1, moment=0, delay=0.0, rank=0, how="", save_every=4, asynchronous=True)
-    still = still if plan.resized else replace(still, kind="none")
+    still = replace(plan, seed=-1, moment=0, delay=0.0, rank=0, how="", save_every=4, asynchronous=True, point=None)
+    if plan.window is not None:
+        still = replace(still, how="end", save_every=1)
+    still = still if plan.resized or plan.window else replace(still, kind="none")
     return replace(still, ranks=1, layout={}, supervised=False) if plan.resized else replace(still, supervised=plan.ranks > 1)
 
 
 def name_of(plan: Plan) -> str:
-    return "-".join([f"{plan.steps}", *(f"{axis}{size}" for axis, size in plan.layout.items())])
+    window = [] if plan.window is None else [f"without{plan.window[0]}to{plan.window[1]}"]
+    return "-".join([f"{plan.steps}", *window, *(f"{axis}{size}" for axis, size in plan.layout.items())])
 
 
 def table(outcomes: Sequence[dict[str, Any]]) -> str:
@@ -199,6 +202,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the others follow")
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--kinds", nargs="*", default=list(DECK), metavar="KIND", help="only the runs of these kinds among them")
     parser.add_argument("--only", type=int, metavar="SEED", help="this run alone, again")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is ended
@@ -206,8 +210,9 @@ def main() -> int:
     if given.only is not None:
         print(json.dumps(outcome := campaign.play(given.only), indent=2))
         return int(outcome["verdict"] != "passed")
-    campaign.run(range(given.seed, given.seed + given.runs), given.jobs)
-    outcomes = [line for line in jsonl.read(campaign.out / "outcomes.jsonl") if given.seed <= line["seed"] < given.seed + given.runs]
+    seeds = [seed for seed in range(given.seed, given.seed + given.runs) if draw(seed, campaign.kinds).kind in given.kinds]
+    campaign.run(seeds, given.jobs)
+    outcomes = [line for line in jsonl.read(campaign.out / "outcomes.jsonl") if line["seed"] in set(seeds)]
     print(table(outcomes))
     return int(any(one["verdict"] != "passed" for one in outcomes))
 

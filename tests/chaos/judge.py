@@ -49,14 +49,23 @@ def problems(run: Run, twin: Twin) -> Iterator[str]:
     """What is wrong with a run that has ended; nothing if all is well."""
     plan, records = run.plan, {rank: run.records(rank) for rank in range(run.plan.ranks)}
     yield from order(records, twin.rows, plan.steps, left_out(run))
-    yield from repeated(records)
-    yield from bits(records, twin.weights, plan)
+    now = since(records, max((event["time"] for event in run.events("rollback")), default=0.0)) if plan.window else records
+    yield from repeated(now)
+    yield from bits(now, twin.weights, plan)
+    if plan.window:
+        first = {rank: [line for line in lines if line["step"] < plan.window[0]] for rank, lines in records.items()}
+        yield from bits(first, twin.weights, plan)
     yield from _curve(run, twin)
-    yield from _work_lost(run, records)
+    yield from _work_lost(run, now)
     yield from _checkpoints(run)
     yield from _ledger(run)
     if plan.same_bits and (differing := same_bits(checkpoint(run.dir), checkpoint(twin.dir))):
         yield f"the last checkpoint differs from the undisturbed one in {len(differing)} tensors, such as {differing[0]}"
+
+
+def since(records: Records, when: float) -> Records:
+    """What was trained after a time; before it, a window that is left out now was trained, and what follows it on other weights."""
+    return {rank: [line for line in lines if line["time"] > when] for rank, lines in records.items()}
 
 
 def left_out(run: Run) -> set[int]:
@@ -103,7 +112,7 @@ def bits(records: Records, weights: Mapping[tuple[int, int], str], plan: Plan) -
             if line["step"] < until and weights.get((line["step"], rank)) != line["weights"]:
                 yield f"the weights of rank {rank} after step {line['step']} are not those of the undisturbed run"
                 return
-            if plan.kind in PLANTED and line["step"] == until and weights.get((until - 1, rank)) != line["weights"]:
+            if plan.kind in PLANTED and line["step"] == until > 0 and weights.get((until - 1, rank)) != line["weights"]:
                 yield f"the bad step {until} has changed the weights of rank {rank}"
                 return
 
@@ -140,13 +149,15 @@ def _work_lost(run: Run, records: Records) -> Iterator[str]:
     plan, damaged = run.plan, damaged_step(run)
     if plan.kind == "full disk":  # there is nowhere to save to, which is the fault
         return
+    without = left_out(run)
     for done, again, when in lost_steps(records):
         reported = [event["step"] for event in run.events("checkpoint") if event["time"] < when and event["step"] != damaged]
         if again < max(reported, default=0):
             yield f"the run went on from step {again}, though the checkpoint of step {max(reported)} had been reported"
-        allowed = plan.save_every * (1 + plan.asynchronous + (damaged is not None))
-        if done - again > allowed:
-            yield f"{done - again} steps were lost (from {done} back to {again}), with a checkpoint every {plan.save_every}"
+        # A save that is due in a window is not made.
+        allowed = plan.save_every * (1 + plan.asynchronous + (damaged is not None) + bool(without))
+        if (lost := sum(step not in without for step in range(again, done))) > allowed:
+            yield f"{lost} steps were lost (from {done} back to {again}), with a checkpoint every {plan.save_every}"
     if plan.kind == "SIGTERM" and not run.events("restart") and any(done != again for done, again, _ in lost_steps(records)):
         yield f"a run that was asked to stop went on elsewhere: {lost_steps(records)}"
 
@@ -177,9 +188,9 @@ def _ledger(run: Run) -> Iterator[str]:
     bad = {event["step"] for event in events if event["event"] == "bad_step"}
     if bad != ({plan.moment} if plan.kind in PLANTED else set()):
         yield f"the ledger tells of bad steps {sorted(bad)}"
-    went_back = [event["step"] for event in events if event["event"] == "rollback"]
-    if went_back != ([plan.moment] if plan.how == "roll back" else []):
-        yield f"the ledger tells of rollbacks at steps {went_back}"
+    went_back = [event["skip"] if plan.window else event["step"] for event in events if event["event"] == "rollback"]
+    if went_back != ([list(plan.window)] if plan.window else [plan.moment] if plan.how == "roll back" else []):
+        yield f"the ledger tells of rollbacks {went_back}"
     refused = [event for event in events if event["event"] == "checkpoint_refused"]
     damaged = damaged_step(run)
     if others := [event for event in refused if listing.step_of(Path(event["path"])) != damaged]:

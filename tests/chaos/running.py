@@ -52,6 +52,8 @@ class Run:
         plant: dict[str, Any] = {"pace": 0.7} if plan.resized else {}
         if plan.kind in PLANTED:
             plant = {"what": PLANTED[plan.kind], "step": plan.moment, "rank": plan.rank}
+        if plan.point is not None:
+            plant |= {"point": plan.point, "since": "rollback" if plan.kind in PLANTED else ""}
         (folder / "chaos" / "plant.json").write_text(json.dumps(plant))
 
     def _mount(self, place: Path) -> None:
@@ -68,6 +70,11 @@ class Run:
         shutil.rmtree(self.dir, ignore_errors=True)
         self._output.unlink(missing_ok=True)
         self.mounted = None
+
+    @property
+    def died(self) -> Path:
+        """Is there once the first rank has killed itself."""
+        return self.dir / "chaos" / "died"
 
     # Processes.
 

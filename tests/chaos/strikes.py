@@ -26,9 +26,11 @@ def strike(run: Run) -> None:
     kind = run.plan.kind
     if kind in PLANTED:
         _planted(run)
-    else:
+    elif run.plan.point is None:
         _HOW[kind](run)
     run.finish(_mend_disk(run))
+    if run.plan.point is not None and not run.died.exists():
+        raise Missed(f"it never came to {run.plan.point}")
 
 
 def _at_the_moment(run: Run) -> None:
@@ -77,6 +79,44 @@ def _terminate(run: Run) -> None:
         raise Missed("it was over before the signal")
     run.codes.append(code)
     run.start()
+
+
+def _skip(run: Run) -> None:
+    """A user has a window left out, of a run that was killed, was stopped, or is over; and then it is killed once more.
+
+    The twin (a plan of no seed) is over, and is not killed."""
+    plan = run.plan
+    assert plan.window is not None
+    start, stop = plan.window
+    if plan.how == "end":
+        run.finish()
+    else:
+        _at_the_moment(run)
+        run.until(lambda: _saved(run, start) or not run.running)
+        if plan.how == "kill":
+            _end(run)
+        else:
+            run.signal([run.process], signal.SIGTERM)
+            run.codes.append(run.wait_for_end())
+    if not (saved := _saved(run, start)):
+        raise Missed(f"there was no checkpoint of step {start} or earlier")
+    chance = random.Random(plan.seed)
+    words = ["ckpt", "rollback", str(run.dir), str(chance.choice(saved)), "--skip-steps", f"{start}:{stop}"]
+    command = run.lmworks(*words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert command.wait() == 0, f"{' '.join(words)} ended with {command.returncode}: {command.stderr.read().decode()[-300:]}"
+    run.start()
+    if plan.seed < 0:
+        return
+    lines = len(run.records(0)) + chance.randrange(4)
+    run.until(lambda: len(run.records(0)) >= lines or not run.running)
+    time.sleep(plan.delay)
+    if run.running:
+        _end(run)
+
+
+def _saved(run: Run, at_most: int) -> list[int]:
+    """The steps, up to this one, of which there is a checkpoint."""
+    return [step for path in run.checkpoints() if (step := int(path.name.removeprefix("step-"))) <= at_most]
 
 
 def _kill_in_save(run: Run) -> None:
@@ -220,4 +260,5 @@ def _size(run: Run) -> int:
 _HOW: dict[str, Callable[[Run], None]] = {
     "kill a rank": _kill_rank, "kill all": _kill_all, "SIGTERM": _terminate, "kill inside a save": _kill_in_save,
     "damaged checkpoint": _damage, "full disk": _fill, "slow rank": _slow, "hang": _hang, "shrink": _shrink, "grow": _shrink,
+    "skip window": _skip,
 }  # fmt: skip

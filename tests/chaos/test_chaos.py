@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from campaign import Campaign, name_of, table, undisturbed
-from judge import Records, bits, lost_at_most, lost_steps, order, repeated
-from plans import DECK, LAYOUTS, STEPS, draw, harmless, overrides
+from judge import Records, bits, lost_at_most, lost_steps, order, repeated, since
+from plans import BORDERS, DECK, FIRST, IN_A_ROLL_BACK, LAYOUTS, PLANTED, POINTS, RAMP, STEPS, draw, harmless, overrides
 from strikes import spoil
 
 from lmworks.parallel.pipeline_stages import pipeline_stage_problems
@@ -19,10 +19,12 @@ from lmworks.parallel.process_group import layout_for
 from lmworks.recipe.schema.layout import world_size
 from tiny_run import Tiny
 
+SEEDS = 8 * sum(DECK.values())
+
 
 def test_a_seed_is_a_plan() -> None:
-    plans = [draw(seed) for seed in range(400)]
-    assert plans == [draw(seed) for seed in range(400)]
+    plans = [draw(seed) for seed in range(SEEDS)]
+    assert plans == [draw(seed) for seed in range(SEEDS)]
     assert Counter(plan.kind for plan in plans) == {kind: 8 * cards for kind, cards in DECK.items()}
     assert {plan.ranks for plan in plans} == {1, 2, 3, 4}
     assert all(0 <= plan.rank < plan.ranks and plan.moment < STEPS for plan in plans)
@@ -33,7 +35,7 @@ def test_a_seed_is_a_plan() -> None:
 
 def test_every_plan_is_a_legal_recipe(tiny: Tiny) -> None:
     """Each layout once, with its model, and the smaller world of those that shrink."""
-    plans = {name_of(plan): plan for plan in map(draw, range(400))}
+    plans = {name_of(plan): plan for plan in map(draw, range(SEEDS))}
     assert len(plans) >= sum(map(len, LAYOUTS.values()))
     for plan in plans.values():
         recipe = tiny.resolve(*overrides(plan), *harmless(plan)).recipe
@@ -44,13 +46,28 @@ def test_every_plan_is_a_legal_recipe(tiny: Tiny) -> None:
 
 
 def test_one_twin_for_all_runs_of_a_layout() -> None:
-    plans = [draw(seed) for seed in range(400)]
+    plans = [draw(seed) for seed in range(SEEDS)]
     for plan in plans:
         still = undisturbed(plan)
         assert undisturbed(still) == still or plan.resized
         if not plan.resized:
             assert overrides(still) == overrides(plan)
-    assert len({name_of(undisturbed(plan)) for plan in plans}) == sum(map(len, LAYOUTS.values())) + 1
+    assert len({name_of(undisturbed(plan)) for plan in plans if not plan.window}) == sum(map(len, LAYOUTS.values())) + 1
+
+
+def test_faults_meet_every_border() -> None:
+    """Bad steps at the first and the last step and on both sides of ramp and phase border; windows that begin, end and stand there."""
+    plans = [draw(seed) for seed in range(SEEDS)]
+    borders = {step for border in BORDERS for step in (border - 1, border) if step < STEPS}
+    assert borders <= {plan.moment for plan in plans if plan.kind in PLANTED}
+    assert {FIRST, STEPS - 1} <= {plan.moment for plan in plans if plan.how == "roll back"}
+    windows = [plan.window for plan in plans if plan.window]
+    assert {RAMP, FIRST, STEPS - 1} <= {start for start, _ in windows}
+    assert {RAMP, FIRST, STEPS, STEPS + 5} <= {stop for _, stop in windows}
+    assert any(start < FIRST < stop for start, stop in windows)
+    assert all(plan.save_every <= plan.window[0] < plan.window[1] and plan.window[0] < STEPS for plan in plans if plan.window)
+    points = {plan.point[0] for plan in map(draw, range(2 * SEEDS)) if plan.point}
+    assert points == {f"{when} {what}" for when in ("before", "after") for what in {*POINTS, *IN_A_ROLL_BACK}}
 
 
 def line(step: int, life: str = "a", weights: str = "", rows: tuple[str, ...] = ("x", "y"), start: int = 0) -> dict[str, Any]:
@@ -90,6 +107,13 @@ def test_weights_are_judged() -> None:
     poisoned = replace(plan, kind="poisoned batch", moment=2)
     assert "bad step 2 has changed" in next(bits(records, weights, poisoned))
     assert list(bits(changed(records, 0, 3, weights="w1"), weights, poisoned)) == []
+    assert list(bits({0: [line(0)]}, weights, replace(poisoned, moment=0))) == [], "nothing is before the first step"
+
+
+def test_what_follows_a_window_is_judged_by_what_was_trained_without_it() -> None:
+    records: Records = {0: [line(step) | {"time": 1.0} for step in range(4)] + [line(3, "b", weights="without step 2")]}
+    assert "repeated step 3" in next(repeated(records))
+    assert list(repeated(since(records, 1.0))) == [] and [one["step"] for one in since(records, 1.0)[0]] == [3]
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate"])
@@ -115,7 +139,8 @@ def test_the_table_has_a_line_per_fault() -> None:
 def test_a_few_runs(tmp_path: Path) -> None:
     """One rank and two, killed, stopped, damaged, with a bad step; a second call has nothing left to do."""
     campaign = Campaign(tmp_path / "chaos")
-    seeds, wanted = [], {"kill a rank", "SIGTERM", "damaged checkpoint", "poisoned batch", "full disk"} & set(campaign.kinds)
+    kinds = {"kill a rank", "SIGTERM", "damaged checkpoint", "poisoned batch", "full disk", "skip window", "kill between"}
+    seeds, wanted = [], kinds & set(campaign.kinds)
     for seed in range(100):
         plan = draw(seed, campaign.kinds)
         if plan.kind in wanted and plan.ranks <= 2:

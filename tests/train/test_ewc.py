@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lmworks.checkpoint import listing
+from lmworks.checkpoint.save import CheckpointWriter
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
 from lmworks.optim.optimizer import build_optimizer
@@ -166,6 +167,30 @@ def test_the_estimate_travels_with_the_copies_of_the_checkpoints(
     elsewhere.walk(*options, last="pretrain")
     assert same_bits(checkpoint(elsewhere.run_dir), checkpoint(undisturbed.run_dir)) == []
     assert curve(elsewhere.run_dir) == curve(undisturbed.run_dir)
+
+
+def test_an_estimate_that_finds_no_room_is_a_failed_save(undisturbed: Tiny, tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on, and no checkpoint of the phase is saved before it."""
+    honest, room, when = CheckpointWriter._write_data, FIRST + 4, {"step": -1}
+
+    def full(self: CheckpointWriter, aside: Path, *rest: Any) -> Any:
+        if self.directory.name == "ewc-long" and when["step"] < room:
+            raise OSError(28, "No space left on device")
+        return honest(self, aside, *rest)
+
+    monkeypatch.setattr(CheckpointWriter, "_write_data", full)
+    with monkeypatch.context() as patch:
+        before_each_step(patch, lambda step: when.update(step=step) or (step == FIRST + 6 and os.kill(os.getpid(), signal.SIGINT)))
+        with pytest.raises(Interrupted):
+            tiny_copy.pretrain(*held(WEIGHT))
+    lines = read_ledger(tiny_copy.run_dir / "ledger.jsonl")
+    failed = [line["step"] for line in lines if line["event"] == "save_failed"]
+    assert failed[0] == FIRST and len(failed) < 5 and all("ewc-long is full" in line["reason"] for line in lines if "reason" in line)
+    saved = [line["step"] for line in lines if line["event"] == "checkpoint"]
+    assert not [step for step in saved if FIRST < step <= room] and max(saved) > room
+    monkeypatch.setattr(EwcPenalty, "estimate", lambda *given: pytest.fail("made again"))
+    tiny_copy.pretrain(*held(WEIGHT))
+    assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(undisturbed.run_dir)) == []
 
 
 def test_a_lost_estimate_is_refused_in_one_line(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

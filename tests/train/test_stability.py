@@ -32,6 +32,7 @@ from lmworks.shards.order.order import MixtureOverride
 from lmworks.train import trainer
 from lmworks.train.curriculum import PretrainingCurriculum
 from lmworks.train.data.mixture import read_changes, request_change
+from lmworks.train.faults import handler
 from lmworks.watch import bad_steps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, read_ledger
@@ -340,6 +341,45 @@ def test_a_disk_that_stays_full_ends_the_run_and_leaves_what_was_saved(tiny_copy
         tiny_copy.pretrain("stability.max_failed_saves=3", "checkpoints.asynchronous=false")
     assert [line["step"] for line in events(tiny_copy, "save_failed")] == [8, 10, 11]
     assert checkpoint(tiny_copy.run_dir, 4)
+
+
+# Nine steps, of which the last is in a phase of its own.
+SHORT = ("train.phases.general.tokens=1600 tokens", "train.phases.general.lr_schedule={warmup: 2 steps, decay: 2 steps}",
+         "train.phases.long.tokens=256 tokens", "train.phases.long.lr_schedule={kind: constant, warmup: 0 steps}")  # fmt: skip
+
+
+def fail_last_save(patch: pytest.MonkeyPatch, times: int, act: Callable[[], None] = lambda: None) -> None:
+    """So many saves of the last step of `SHORT` find no room; `act` is called in each."""
+    honest, left = CheckpointWriter._write_data, [times]
+
+    def full(self: CheckpointWriter, aside: Any, *rest: Any) -> Any:
+        if "step-00000009" in aside.name and left[0]:
+            left[0] -= 1
+            act()
+            raise OSError(28, "No space left on device")
+        return honest(self, aside, *rest)
+
+    patch.setattr(CheckpointWriter, "_write_data", full)
+    patch.setattr(handler, "SHORTEST_PAUSE", 0.01)
+
+
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_the_last_save_waits_for_room_too(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, background: str) -> None:
+    fail_last_save(monkeypatch, 2)
+    tiny_copy.pretrain(*SHORT, f"checkpoints.asynchronous={background}")
+    assert [(line["step"], line["in_a_row"]) for line in events(tiny_copy, "save_failed")] == [(9, 1), (9, 2)]
+    assert [line["step"] for line in events(tiny_copy, "checkpoint")][-1] == 9 and events(tiny_copy, "finish")
+    assert checkpoint(tiny_copy.run_dir, 9)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_last_save_does_not_wait_for_ever(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
+    """It ends after as many failures as any other, and at once where the run is asked to stop."""
+    fail_last_save(monkeypatch, 99, lambda: os.kill(os.getpid(), signal.SIGINT) if stopped else None)
+    times = "" if stopped else r".*it failed 3 times in a row: stability.max_failed_saves"
+    with pytest.raises(UserError, match=rf"step 9 was not saved: .* is full.*step-00000008, is intact{times}"):
+        tiny_copy.pretrain(*SHORT, "stability.max_failed_saves=3", "checkpoints.asynchronous=false")
+    assert len(events(tiny_copy, "save_failed")) == (1 if stopped else 3)
 
 
 def fill_disk(patch: pytest.MonkeyPatch, steps: Collection[int], name: str) -> None:

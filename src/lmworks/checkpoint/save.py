@@ -38,8 +38,10 @@ A process that is killed before step 8 leaves `.step-00000100.part`, which no re
    A save that succeeds resets it. After `stability.max_failed_saves` failures in a row it raises the error, which ends the run.
 6. Metrics and events that find no room wait in memory (`jsonl.Waiting`). Each save writes them first, on rank 0; where that fails, the save
    has failed on all ranks, as above.
-7. The save at the end of a run, or on a signal, is not retried: its error ends the command with exit code 2. The same command resumes from
-   the newest good checkpoint.
+7. The save at the end of a run is retried in the same way, after the time that the steps until then would have taken. The save on a
+   signal is not retried: its error ends the command with exit code 2. The same command resumes from the newest good checkpoint.
+8. What `ewc` estimates when a phase begins is saved once, beside the checkpoints. Where that fails, training goes on with the estimate in
+   memory, and each save of the phase writes it first: a checkpoint inside the phase cannot be resumed from without it.
 """
 
 from __future__ import annotations

@@ -29,11 +29,17 @@ class Saver:
         self._checkpoints, self._faults, self._interval = checkpoints, faults, interval
         self._asynchronous, self._every_seconds = recipe.checkpoints.asynchronous, recipe.train.save_every_seconds
         self._in_progress = False  # an asynchronous save whose outcome is not known yet
-        self._saved_at = time.monotonic()
+        self._saved_at = self._began_at = time.monotonic()
+        self._began = 0
 
-    def start_timer(self) -> None:
-        """Begin to count the time since the last save."""
-        self._saved_at = time.monotonic()
+    def start_timer(self, step: int) -> None:
+        """Begin to count the time since the last save, and the time of the steps from `step` on."""
+        self._saved_at = self._began_at = time.monotonic()
+        self._began = step
+
+    def step_seconds(self, step: int) -> float:
+        """Seconds per step so far, with everything that is done between steps."""
+        return (time.monotonic() - self._began_at) / max(1, step - self._began)
 
     def paused(self, seconds: float) -> None:
         """Note how long training stood still for a save."""
@@ -63,22 +69,24 @@ class Saver:
 
     def save(
         self, step: int, state: Mapping[str, Any], meta: dict[str, Any], metric: float | None, wait: bool, before: Callable[[], None]
-    ) -> None:
-        """Save after `step` steps. With `wait` the save has ended when this returns, and a failure is raised; otherwise `FaultHandler`
-        decides about a failure. `metric` was measured on these weights, for the choice of the best checkpoint. `before` is run first, on
-        all ranks; if it fails on any, the save has failed on all."""
+    ) -> UserError | None:
+        """Save after `step` steps; returns why it failed, on all ranks alike. With `wait` the save has ended when this returns, and the
+        caller decides about a failure; otherwise `FaultHandler` does. `metric` was measured on these weights, for the choice of the best
+        checkpoint. `before` is run first, by all ranks; where it fails, the save has failed."""
+        failure = None
         try:
-            self._faults.run_on_all(before)
+            before()
             self._checkpoints.save(step, dict(state), meta, metric=metric, wait=wait)
         except UserError as error:
-            if wait:
-                raise
-            self._faults.save_failed(step, error)
+            failure = error
+            if not wait:
+                self._faults.save_failed(step, error)
         else:
             self.saved, self._in_progress = step, True
             if wait or not self._asynchronous:
                 self.wait(step)
         self._saved_at = time.monotonic()
+        return failure
 
     def wait(self, step: int) -> None:
         """Wait for the asynchronous save, if there is one, and report its outcome."""

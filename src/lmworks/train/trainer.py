@@ -54,6 +54,7 @@ from lmworks.watch.policy import RollbackRequest
 from lmworks.watch.spike import Limits
 from lmworks.watch.stop_signals import Stop, graceful_stop
 
+_LOOK_EVERY = 0.5  # seconds, for a request to stop while a save waits for room
 _NEXT_TOKEN = ("train/perplexity", "train/z_loss", "train/mtp_loss")  # metrics that mean nothing with another objective
 
 
@@ -98,7 +99,7 @@ class Trainer:
             cached=recipe.shards.cache is not None,
         )  # fmt: skip
         self._inspector = StepInspector(recipe, model, curriculum, self._state, self._faults, self.heartbeat, self._intervals.recheck)
-        self._boundary = PhaseBoundary(self.stage, model, curriculum, files.checkpoints, files.ledger, self.heartbeat)
+        self._boundary = PhaseBoundary(self.stage, model, curriculum, files.checkpoints, files.ledger, self.heartbeat, self._faults)
         self._saver = Saver(recipe, files.checkpoints, self._faults, self._intervals.save, self.model.ranks.world)
         self._validator = Validator(
             self.validate, model, curriculum, files.ledger,
@@ -129,7 +130,7 @@ class Trainer:
             if self.step != self._saver.saved:  # the last steps were skipped
                 if self._boundary.phase is None:  # all that were left: the model has the RoPE of the recipe's beginning, not its weights'
                     self._enter_phase(max(self._saver.saved, 1) - 1)
-                self._save(wait=True)
+                self._save_last(stop)
             self._stop_if_requested(self._reduce_flags(0, stop), stop)
         self.files.ledger.write("finish", stage=self.stage, step=self.step, tokens=total)
 
@@ -152,8 +153,10 @@ class Trainer:
             self._metrics.clock.add(seconds=seconds, own=own, data_wait=batches.waited, tokens=tokens)
             self._faults.observe_data_wait(self.step, batches.waited, seconds)
             self._observe(found, batch, statistics, bar)
-            if self._done or self._validator.is_best(self.step) or self._saver.is_due(self.step, self._boundary.phase):
-                self._save(wait=self._done)
+            if self._done:
+                self._save_last(stop)
+            elif self._validator.is_best(self.step) or self._saver.is_due(self.step, self._boundary.phase):
+                self._save(wait=False)
 
     def _train_step(self, batch: Batch, valid_tokens: int) -> tuple[StepValues, Batch, RollbackRequest | None, dict[str, float]]:
         """Train one step: what it has found, the rows that this rank trained on, the rollback that it calls for, and the statistics of its
@@ -273,8 +276,8 @@ class Trainer:
         if not flags.stop:
             return
         self._saver.wait(self.step)
-        if self.step != self._saver.saved:
-            self._save(wait=True)
+        if self.step != self._saver.saved and (failure := self._save(wait=True)) is not None:
+            raise failure
         raise (Preempted if flags.preempted else Interrupted)(stop.message(self.step, self.resume_command))
 
     def _advance(self, step: int, bar: progress.Bar) -> int:
@@ -284,7 +287,25 @@ class Trainer:
         bar.advance(tokens)
         return tokens
 
-    def _save(self, wait: bool) -> None:
+    def _save_last(self, stop: Stop) -> None:
+        """Save where nothing is left to train. If that fails, as on a full disk, it is tried again like any other save
+        (`stability.max_failed_saves`); what was trained is lost otherwise."""
+        while (failure := self._save(wait=True)) is not None:
+            seconds = self._faults.last_save_failed(self.step, failure, self._saver.step_seconds(self.step))
+            began = time.monotonic()
+            while True:
+                due = time.monotonic() - began >= seconds
+                flags = StepFlags(0, stop.requested, stop.preempted, due, save_failed=False, mixture_changed=False)
+                flags = all_reduce_flags(flags, self.model.ranks)
+                if flags.stop:
+                    raise failure
+                if flags.save_due:
+                    break
+                self.heartbeat.beat(self.step, "waiting to save")
+                time.sleep(min(seconds, _LOOK_EVERY))
+
+    def _save(self, wait: bool) -> UserError | None:
+        """Save; returns why a save for which this waits has failed."""
         began = time.monotonic()
         self._saver.wait(self.step)
         phase = self._boundary.phase
@@ -295,11 +316,17 @@ class Trainer:
         }  # fmt: skip
         state = self.model.without_duplicates(self._state.tensors())
         if not self._are_finite(state):
-            return
+            return None
         # A checkpoint is only compared by a metric that was measured on its own weights.
-        self._saver.save(self.step, state, meta, self._validator.measured.get(self.step), wait, self._flush)
+        failure = self._saver.save(self.step, state, meta, self._validator.measured.get(self.step), wait, self._prepare_save)
         self._saver.paused(time.monotonic() - began)
         self._metrics.clock.save += time.monotonic() - began
+        return failure
+
+    def _prepare_save(self) -> None:
+        """What no checkpoint may be newer than; all ranks call it together, and raise `UserError` alike."""
+        self._boundary.keep_penalty()
+        self._faults.run_on_all(self._flush)
 
     def _flush(self) -> None:
         """Write and sync metrics and events. No checkpoint is newer than they are: a full disk that keeps them out fails the save."""
@@ -385,7 +412,7 @@ class Trainer:
             progress.console.print("no samples are written during the run: its layers are on several pipeline stages", style="dim")
         if self.mixture is not None:
             self.mixture.apply_pending(self.step)
-        self._saver.start_timer()
+        self._saver.start_timer(self.step)
 
     def _report_start(self) -> None:
         steps, tokens, environment = self.curriculum.steps, self.curriculum.tokens, self._environment()

@@ -13,13 +13,15 @@ class FailedSaves:
         self.in_a_row = 0
         self.retry_at: int | None = None
 
-    def failed(self, step: int, error: UserError) -> None:
-        """Record a failed save that was noticed after `step` steps. The interval to the next retry is halved each time, since every step
-        adds to what a crash would lose. Raises the error after the last retry."""
+    def failed(self, step: int, error: UserError) -> int:
+        """Record a failed save that was noticed after `step` steps; returns the steps until the next retry. They are halved each time,
+        since every step adds to what a crash would lose. Raises the error after the last retry."""
         self.in_a_row += 1
         if self.in_a_row >= self.max_failures:
             raise UserError(f"{error} (it failed {self.in_a_row} times in a row: stability.max_failed_saves)")
-        self.retry_at = step + max(1, self.every >> self.in_a_row)
+        interval = max(1, self.every >> self.in_a_row)
+        self.retry_at = step + interval
+        return interval
 
     def succeeded(self) -> None:
         self.in_a_row, self.retry_at = 0, None

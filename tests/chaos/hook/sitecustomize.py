@@ -1,14 +1,17 @@
 """Runs inside each rank of the campaign, by way of PYTHONPATH: writes down every step, and plants what cannot be done from outside.
 
 `LMWORKS_CHAOS` names a folder. `rank-N.jsonl` in it gets a line per step trained: its rows, hashed, and a checksum of this rank's weights
-after it. `plant.json`, where it is there, is {"what": "poison" | "nan", "step", "rank", "pace"}: a batch whose loss is not finite, a
-gradient with a NaN on one rank, seconds that every step takes longer.
+after it. `plant.json`, where it is there, is {"what": "poison" | "nan", "step", "rank", "pace", "point", "since"}: a batch whose loss is
+not finite, a gradient with a NaN on one rank, seconds that every step takes longer, and where the first rank is killed, once: ["before
+EVENT" or "after EVENT", N], the Nth time that it writes this event into the ledger, or does what a save does besides; with `since`, of
+those that follow that event. The file `died` is there afterwards.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 
 def _install(folder: str) -> None:
@@ -16,7 +19,6 @@ def _install(folder: str) -> None:
     import json
     import time
     from dataclasses import replace
-    from pathlib import Path
     from typing import Any
 
     import torch
@@ -61,6 +63,45 @@ def _install(folder: str) -> None:
         return replace(sums, cross_entropy=sums.cross_entropy * float("nan"))
 
     trainer.train_step, ParallelModel.forward_backward = train_step, planted  # type: ignore[assignment, method-assign]
+    if "point" in plant and os.environ.get("RANK", "0") == "0":
+        _die_at(path / "died", *plant["point"], plant["since"])
+
+
+def _die_at(died: Path, point: str, times: int, since: str) -> None:
+    """Kill this process at a point, unless it has been done before."""
+    import signal
+    from typing import Any
+
+    from lmworks.checkpoint import checkpoints, publish, save
+    from lmworks.train.trainer import Trainer
+    from lmworks.watch.ledger import Ledger
+
+    left, begun = times, not since or since in point or "bad_step" in point
+
+    def come(to: str) -> None:
+        nonlocal left, begun
+        if to == point and begun and not died.exists():
+            left -= 1
+            if not left:
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        begun = begun or to == f"after {since}"
+
+    def watched(call: Any, name: Any) -> Any:
+        def acting(*given: Any, **options: Any) -> Any:
+            what = name(*given)
+            come(f"before {what}")
+            result = call(*given, **options)
+            come(f"after {what}")
+            return result
+
+        return acting
+
+    Ledger.write = watched(Ledger.write, lambda ledger, event: event)  # type: ignore[method-assign]
+    Trainer._flush = watched(Trainer._flush, lambda trainer: "flush")  # type: ignore[method-assign]
+    save.publish = watched(save.publish, lambda aside, final: "publish")
+    checkpoints.prune = watched(checkpoints.prune, lambda *given: "prune")
+    publish.shutil.rmtree = watched(publish.shutil.rmtree, lambda path, *rest: "remove" if str(path).endswith(".gone") else "other")
 
 
 # A rank, or a command that trains alone: not the launcher, nor torchrun's agent.

@@ -31,6 +31,9 @@ from lmworks.watch.skips import Rollback, Skips
 from lmworks.watch.slow_ranks import SlowRanks, time_matmul
 from lmworks.watch.starvation import Starvation, advice
 
+SHORTEST_PAUSE = 1.0
+"""Seconds between two attempts of the last save: where steps take less, all attempts would be over before room can be made."""
+
 
 class FaultHandler:
     """The fault policies of one stage of a run. `history` has the rollbacks of the stage, from its ledger."""
@@ -150,9 +153,20 @@ class FaultHandler:
 
     def save_failed(self, step: int, error: UserError) -> None:
         """Warn and schedule a retry; raises the error after `stability.max_failed_saves` failures in a row."""
-        self._report("save_failed", step=step, reason=str(error), in_a_row=self.saves.in_a_row + 1)
-        self.saves.failed(step, error)
+        self._count_failed_save(step, error)
         self._warn(f"step {step:,}: {error}. Training continues; the next attempt is after step {self.saves.retry_at:,}")
+
+    def last_save_failed(self, step: int, error: UserError, step_seconds: float) -> float:
+        """`save_failed` where no step is left to train: returns the seconds until the next attempt, those that the steps until then would
+        have taken."""
+        seconds = max(SHORTEST_PAUSE, self._count_failed_save(step, error) * step_seconds)
+        self._warn(f"step {step:,}: {error}. This is the last step; the next attempt is in {seconds:,.0f} s")
+        return seconds
+
+    def _count_failed_save(self, step: int, error: UserError) -> int:
+        """Report a failed save; returns the steps until the next attempt."""
+        self._report("save_failed", step=step, reason=str(error), in_a_row=self.saves.in_a_row + 1)
+        return self.saves.failed(step, error)
 
     def observe_data_wait(self, step: int, waited: float, seconds: float) -> None:
         """Record the seconds that a step waited for its batch, and the seconds of the whole step; warns about starvation."""
