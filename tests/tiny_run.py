@@ -121,7 +121,7 @@ class Tiny:
     def pretrain(self, *overrides: str) -> None:
         """The stage alone, without lock, stamp and comparison of recipes."""
         recipe = self.resolve(*overrides).recipe
-        pretrain(recipe, self.run_dir, lambda length: 1e6, "lmworks run tiny.yaml", make_evaluation=make_evaluation)
+        pretrain(recipe, self.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", make_evaluation=make_evaluation)
 
 
 def write_texts(folder: Path) -> Path:

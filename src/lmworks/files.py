@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import errno
+import fcntl
+import glob
 import gzip
 import hashlib
 import json
@@ -13,6 +15,7 @@ import shutil
 import stat
 import struct
 import tempfile
+import time
 import tokenize
 import zlib
 from collections.abc import Iterator
@@ -24,6 +27,8 @@ from lmworks import machine
 from lmworks.errors import UserError
 
 _PRIVATE = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # where `private_folder` looks, best first
+_HELD = ".held"  # in a temporary folder; its process holds the lock of it
+_FRESH = 60.0  # seconds in which a temporary folder gets its lock, on the slowest file system
 _MOST_JSON = 1 << 29  # bytes; a tokenizer.json has 35 MB
 # Raised by file parsers for unexpected contents.
 _CONFUSED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
@@ -265,6 +270,35 @@ def private_folder() -> Path:
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
                 return path
     raise PermissionError(errno.EACCES, "no folder of this user alone", f"lmworks-{os.geteuid()}")
+
+
+def try_lock(fd: int) -> bool:
+    """Lock an open file until it is closed, unless a process holds it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new folder PREFIX... in `parent`, which is removed at the end of the block, with those that killed processes have left there."""
+    for left in parent.glob(f"{glob.escape(prefix)}*"):
+        with suppress(OSError):
+            if _is_abandoned(left):
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name, open(Path(name) / _HELD, "wb") as held:
+        try_lock(held.fileno())
+        yield Path(name)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether no process holds a temporary folder. One that was made just now is not locked yet."""
+    if not (folder / _HELD).exists():
+        return time.time() - folder.stat().st_mtime > _FRESH
+    with open(folder / _HELD, "rb") as held:
+        return try_lock(held.fileno())
 
 
 def sha256_file(path: Path) -> str:

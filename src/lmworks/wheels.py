@@ -10,14 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 from lmworks import files
 from lmworks.errors import Unavailable, UserError
-from lmworks.files import atomic_path, explain_damage, explain_os_errors, sha256_file
+from lmworks.files import atomic_path, explain_damage, explain_os_errors, sha256_file, temporary_folder
 
 
 def cache_directory() -> Path:
@@ -55,7 +54,7 @@ def _hash_of(path: Path, size: int, changed: int) -> str:
 def _download(package: str, sha256: str, cache: Path) -> Path:
     with explain_os_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as folder:
+    with temporary_folder(cache, ".fetch-") as folder:
         command = [
             sys.executable,
             "-P",
@@ -72,14 +71,14 @@ def _download(package: str, sha256: str, cache: Path) -> Path:
             "--timeout",
             "20",
             "--dest",
-            folder,
+            str(folder),
             package,
         ]
         try:
             result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=1800)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Unavailable(f"cannot download {package}: {error}") from None
-        fetched = list(Path(folder).glob("*.whl"))
+        fetched = list(folder.glob("*.whl"))
         if result.returncode or not fetched:
             printed = result.stderr.splitlines()
             lines = [line for line in printed if line.startswith("ERROR")] or printed or ["no wheel was downloaded"]

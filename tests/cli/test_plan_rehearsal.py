@@ -34,6 +34,9 @@ def test_every_stage_is_rehearsed_and_predicted(
     )  # fmt: skip
     rough = json.loads(lmworks("plan", recipe, "--json").out)
     assert "--calibrate measures all of it" in rough["not_counted"] and not rough["stages"]
+    killed = tmp_path / ".lmworks-rehearsal-killed" / "run"  # what a rehearsal leaves whose process was killed
+    killed.mkdir(parents=True)
+    (killed.parent / ".held").touch()
     done = lmworks("plan", recipe, "--calibrate", "--json")
     assert done.code == 0, done.err
     plan = json.loads(done.out)

@@ -50,6 +50,20 @@ def test_what_was_not_executed_says_so() -> None:
     assert named == NOT_EXECUTED.keys()
 
 
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_a_cpu_gets_the_build_of_torch_without_cuda(exported: Path, tmp_path: Path, device: str) -> None:
+    out = tmp_path / "out"
+    write_deployment(plan_deployment(open_source(exported), "lmworks", "balanced", Hardware(device, 1, 80e9)), out)
+    lines = (out / "requirements.txt").read_text().splitlines()
+    (torch,) = (line for line in lines if line.startswith("torch=="))
+    indexes = [line for line in lines if line.startswith("-")]
+    if device == "cpu":
+        assert torch.endswith("+cpu") and indexes == ["--extra-index-url https://download.pytorch.org/whl/cpu"]
+    else:
+        assert "+" not in torch and not indexes
+    assert all(line.count("==") == 1 for line in lines if line not in indexes) and len(lines) > 10
+
+
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A fresh Debian, and the same with Python."""

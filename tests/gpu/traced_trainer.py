@@ -87,7 +87,7 @@ def trained(
             sampler: Any = SimpleNamespace(truncate=lambda step: None)
             trainer = Trainer(
                 recipe, model, build_optimizer(model, recipe.optimizer), curriculum,
-                StageFiles(Path(folder), checkpoints, ledger, bad_steps, sampler), validate, lambda length: 1.0, heartbeat,
+                StageFiles(Path(folder), checkpoints, ledger, bad_steps, sampler), validate, lambda model, length: 1.0, heartbeat,
                 objective=objective, stage=stage,
             )  # fmt: skip
             with pytest.raises(UserError, match=END), seen:

@@ -43,7 +43,7 @@ def written_by_alignment(tiny: Tiny, folder: Path) -> set[str]:
     recipe = tiny.resolve(f"run_dir={folder / 'aligned'}", *(f"{stage}={json.dumps(node)}" for stage, node in options.items())).recipe
     found: set[str] = set()
     for name, train in (("dpo", dpo), ("grpo", grpo)):
-        train(recipe, folder / "aligned", lambda length: 1e6, "lmworks run tiny.yaml")
+        train(recipe, folder / "aligned", lambda model, length: 1e6, "lmworks run tiny.yaml")
         found |= {describe(key).name for line in read(folder / "aligned" / name) for key in line if key not in ("step", "time")}
     return found
 

@@ -293,7 +293,7 @@ def culprit_of(tiny: Tiny) -> str:
             overflow(patch, 2)
         recipe = tiny.resolve("layout.dp_shard=2", "layout.zero=3", "stability.max_bad_steps=2", "stability.max_rollbacks=0").recipe
         with pytest.raises(UserError, match="not finite") as stopped:
-            pretrain(recipe, tiny.run_dir, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(recipe.layout))
+            pretrain(recipe, tiny.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(recipe.layout))
         return str(stopped.value)
 
 

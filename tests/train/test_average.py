@@ -107,7 +107,7 @@ def trained(tiny: Tiny, to: Path, zero: int, seldom: bool) -> None:
         *EMA, f"run_dir={to}", "layout.dp_shard=2", f"layout.zero={zero}", f"train.validate_every={every}", f"train.sample_every={every}",
         "train.phases.general.tokens=2048 tokens", "train.phases.long.tokens=1024 tokens",
     ).recipe  # fmt: skip
-    pretrain(recipe, to, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+    pretrain(recipe, to, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def options_of(path: Path, **changes: Any) -> str:
 
 def stage(tiny: Tiny, run_dir: Path, path: Path, **changes: Any) -> None:
     recipe = tiny.resolve(f"run_dir={run_dir}", options_of(path, **changes)).recipe
-    dpo(recipe, run_dir, lambda length: 1e6, "lmworks run tiny.yaml")
+    dpo(recipe, run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml")
 
 
 # losses ---------------------------------------------------------------------------------------------------------------------------------

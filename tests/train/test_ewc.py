@@ -266,7 +266,7 @@ def train_on(tiny: Tiny, to: Path, layout: Layout, stop: int | None) -> None:
         if stop is not None:
             before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == stop else None)
         try:
-            pretrain(recipe, to, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+            pretrain(recipe, to, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
         except Interrupted:
             assert stop is not None
 

@@ -61,7 +61,7 @@ def options_of(folder: Path, reward: str = OWN, **changes: Any) -> dict[str, Any
 
 def stage(tiny: Tiny, run_dir: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
     recipe = tiny.resolve(f"run_dir={run_dir}", f"grpo={json.dumps(options)}").recipe
-    grpo(recipe, run_dir, lambda length: 1e6, "lmworks run tiny.yaml")
+    grpo(recipe, run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml")
     return [line for line in read(run_dir / "grpo") if "grpo/reward" in line]
 
 

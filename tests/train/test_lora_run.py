@@ -51,7 +51,7 @@ def tune(tiny: Tiny, *overrides: str) -> None:
     from lmworks.recipe.tree.fingerprint import as_tree
 
     write_json(tiny.run_dir / "resolved.json", as_tree(recipe))
-    tune(recipe, tiny.run_dir, lambda length: 1e6, "lmworks run tiny.yaml", load_adapter=read_peft)
+    tune(recipe, tiny.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", load_adapter=read_peft)
 
 
 def test_checkpoints_hold_the_adapters_and_the_loaded_model_is_merged(based: Tiny) -> None:

@@ -104,7 +104,7 @@ def read_by_a_rank(tiny: Tiny, change: MixtureOverride, when: int, slow: int) ->
         patch.setattr(Batches, "batch", make)
         layout = Layout(dp_shard=2)
         recipe = tiny.resolve("layout.dp_shard=2").recipe
-        pretrain(recipe, tiny.run_dir, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+        pretrain(recipe, tiny.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
     return read
 
 

@@ -14,8 +14,11 @@ import torch
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
+from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.plan.flops import flops_per_token
+from lmworks.recipe.derivation.phases import in_force
 from lmworks.recipe.loading.weights import find_weights
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
@@ -248,3 +251,28 @@ def test_changes_that_do_not_fit_the_model_are_refused_with_their_key(tiny: Tiny
             tiny.resolve(change)
     with pytest.raises(UserError, match="balance: there are no experts to balance"):
         tiny.resolve("model.moe=null", "train.phases.long.balance={method: aux}")
+
+
+def test_mfu_counts_the_operations_of_the_phase_of_each_step(tiny_copy: Tiny) -> None:
+    """A window of 8 tokens in the first phase and none in the second, and a line over the last step of one and the first of the other."""
+    changed = (
+        "model.sliding_window=8 tokens", "train.phases.long.sliding_window=full", "train.log_every=2 steps",
+        "train.phases.general.tokens=832 tokens", "train.phases.general.lr_schedule={warmup: 1 steps, decay: 1 steps}",
+        "train.phases.general.batch_ramp=null", "train.phases.general.global_batch_size=64 tokens",
+        "train.phases.long.tokens=768 tokens", "train.phases.long.sequence_length=32 tokens", "train.save_every=100%",
+        "train.validate_every=100%",
+    )  # fmt: skip
+    tiny_copy.walk(*changed, last="pretrain")
+    recipe = tiny_copy.resolve(*changed).recipe
+    first, second = (
+        flops_per_token(model, 32).total * tokens for model, tokens in zip(in_force(recipe), (64, 256), strict=True)
+    )
+    done, seen = 0, set()
+    for line in read(tiny_copy.run_dir):
+        steps = range(done, line["step"])
+        wanted = sum(first if step < 13 else second for step in steps)
+        found = line["perf/mfu"] * 1e11 * line["perf/step_seconds"] * len(steps)
+        assert found == pytest.approx(wanted, rel=1e-9), line["step"]
+        seen.add((steps[0] < 13) + (steps[-1] < 13))
+        done = line["step"]
+    assert seen == {0, 1, 2}

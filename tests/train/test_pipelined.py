@@ -15,7 +15,7 @@ from tiny_run import Tiny, curve
 def trained(tiny: Tiny, overrides: list[str]) -> None:
     recipe = tiny.resolve(*overrides).recipe
     layout = Layout.model_validate(recipe.layout.model_dump())
-    pretrain(recipe, tiny.run_dir, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+    pretrain(recipe, tiny.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
 
 
 def test_losses_and_validation_are_those_of_one_process(ranks: RankPool, tiny: Tiny, tmp_path) -> None:

@@ -34,7 +34,7 @@ def trained(tiny: Tiny, to: Path, layout: Layout, *overrides: str) -> list[int]:
     recipe = tiny.resolve(f"run_dir={to}", *OPTIONS, *layout.overrides(), *overrides).recipe
     with pytest.MonkeyPatch.context() as patch:
         before_each_step(patch, lambda step: seeds.append(torch.initial_seed()))
-        pretrain(recipe, to, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+        pretrain(recipe, to, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
     return seeds
 
 

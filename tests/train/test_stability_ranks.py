@@ -51,7 +51,7 @@ def trained(tiny: Tiny, overrides: list[str], plant: str, rank: int) -> str:
         jsonl.append = full  # type: ignore[assignment]
     try:
         recipe = tiny.resolve(f"layout.dp_replicate={layout.dp_replicate}", *overrides).recipe
-        pretrain(recipe, tiny.run_dir, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+        pretrain(recipe, tiny.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
         return "finished"
     except UserError as error:
         return str(error)

@@ -46,7 +46,7 @@ def segments(tiny: Tiny) -> list[str]:
         trainer.train_step = step
         recipe = tiny.resolve(*ADAMW, "layout.dp_shard=2", *overrides).recipe
         try:
-            pretrain(recipe, tiny.run_dir, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(recipe.layout))
+            pretrain(recipe, tiny.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(recipe.layout))
             said.append("finished")
         except Preempted as stopped:
             said.append(str(stopped))

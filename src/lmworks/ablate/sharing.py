@@ -18,13 +18,12 @@ from pathlib import Path
 from lmworks.ablate.run_set import DATA_STAGES, Arm, Run, RunSet
 from lmworks.checkpoint import listing
 from lmworks.corpus.readers.snapshot import list_files as source_files
-from lmworks.files import explain_os_errors, link_tree
+from lmworks.files import explain_os_errors, link_tree, try_lock
 from lmworks.recipe.loading.load import load_recipe
 from lmworks.run.runner import StageEvent, run_stages
 from lmworks.run.stages import STAGES
 from lmworks.run.staleness import stage_inputs, stale_reason
 from lmworks.run.stamps import read_stamp
-from lmworks.watch.lock import try_lock
 
 _STAGES = [stage for stage in STAGES if stage.name in DATA_STAGES]
 _POLL = 1.0

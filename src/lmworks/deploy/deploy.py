@@ -34,6 +34,7 @@ from lmworks.weights.file_hashes import hash_files
 from lmworks.weights.huggingface import PICKLED, only_pickled
 from lmworks.weights.verified import verify_export
 
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # of PyTorch's builds without CUDA
 _UNREAD = (".md", ".gguf", *(pattern.removeprefix("*") for pattern in PICKLED))  # beside safetensors, no engine reads these
 
 
@@ -117,7 +118,7 @@ def _write(plan: Deployment, out: Path, key: str, answers: dict[str, Any], train
     if trainer is not None:
         write_json(dashboards / "training.json", grafana.dashboard("lmworks-training", "Training", training_panels(request.source.model)))
     if engine == "lmworks":
-        _copy_package(out)
+        _copy_package(out, request.hardware.on_cpu)
     write_json(out / "decisions.json", plan.as_json())
     write_text(out / "README.md", readme(plan.engine, request, launch, trainer))
 
@@ -135,11 +136,15 @@ def _sum_line(digest: str, name: str) -> str:
     return f"{'' if escaped == name else chr(92)}{digest}  {escaped}\n"
 
 
-def _copy_package(out: Path) -> None:
-    """The package of lmworks, and the versions of what it needs, for its container."""
+def _copy_package(out: Path, on_cpu: bool) -> None:
+    """The package of lmworks, and the versions of what it needs, for its container. On a CPU torch is the build without CUDA, which is in
+    PyTorch's own index: the package index has the one with CUDA, of some gigabytes more."""
     package = Path(lmworks.__file__).parent
     shutil.copytree(package, out / "package" / "lmworks", ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
-    write_text(out / "requirements.txt", "\n".join(_requirements()) + "\n")
+    lines = list(_requirements())
+    if on_cpu:
+        lines = [f"--extra-index-url {CPU_INDEX}", *(f"{line}+cpu" if line.startswith("torch==") else line for line in lines)]
+    write_text(out / "requirements.txt", "\n".join(lines) + "\n")
 
 
 def _requirements() -> Iterator[str]:

@@ -24,7 +24,7 @@ from lmworks.errors import UserError
 from lmworks.evaluate.forms.measuring import ALL_SETS, measure
 from lmworks.evaluate.opening import OpenModel, open_model
 from lmworks.evaluate.sets.registry import CHOICE, check_names
-from lmworks.files import explain_os_errors
+from lmworks.files import explain_os_errors, try_lock
 from lmworks.interrupt import Interrupted
 from lmworks.metrics.names import describe
 from lmworks.model_stages import MODEL_STAGES
@@ -34,7 +34,6 @@ from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.load import stages_of
 from lmworks.watch.ledger import LEDGER, read_ledger
-from lmworks.watch.lock import try_lock
 
 FILE = "follow.jsonl"
 POLL_SECONDS = 5.0

@@ -20,6 +20,7 @@ from lmworks.plan.flops import flops_per_token
 from lmworks.plan.layout import devices
 from lmworks.plan.loss_law import CHINCHILLA, LossLaw, Tradeoff
 from lmworks.plan.plan import Plan, expected_mfu, make_plan
+from lmworks.recipe.derivation.phases import in_force
 from lmworks.recipe.derivation.scaling_laws import TOKENS_PER_PARAMETER
 from lmworks.recipe.loading.load import Resolved, load_recipe
 from lmworks.recipe.schema.cluster import Cluster
@@ -145,7 +146,8 @@ class _Fitter:
 
     def _training_seconds(self, recipe: Recipe) -> float:
         """Seconds of the operations of all phases; what comes besides depends on the layout, and the plan knows it."""
-        flops = sum(int(phase.tokens) * flops_per_token(recipe.model, int(phase.sequence_length)).total for phase in recipe.train.phases)
+        phases = zip(recipe.train.phases, in_force(recipe), strict=True)
+        flops = sum(int(phase.tokens) * flops_per_token(model, int(phase.sequence_length)).total for phase, model in phases)
         return seconds_of(flops, devices(self._cluster), self._cluster, self._mfu)
 
     def _resized(self, size: int) -> Resolved:

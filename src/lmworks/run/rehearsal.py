@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from lmworks import files, machine, progress
 from lmworks.evaluate.replies import MOST_ROWS
-from lmworks.files import read_json, write_json
+from lmworks.files import read_json, temporary_folder, write_json
 from lmworks.metrics.log import read
 from lmworks.plan.stage_data import StageData
 from lmworks.recipe.loading.document import Keys
@@ -68,8 +67,8 @@ def rehearse(resolved: Resolved, data: Mapping[str, StageData], tokenizer: Token
     while not beside.is_dir():
         beside = beside.parent
     began = time.monotonic()
-    with TemporaryDirectory(prefix=".lmworks-rehearsal-", dir=beside) as folder, _said():
-        run_dir = Path(folder) / "run"
+    with temporary_folder(beside, ".lmworks-rehearsal-") as folder, _said():
+        run_dir = folder / "run"
         little = resolved.settled(_little(recipe, data, run_dir))
         run_stages(little, on_event=lambda event: None, resume_command="")
         whole = time.monotonic() - began

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lmworks.corpus.contamination import Decontaminator
     from lmworks.evaluate.protection import Protection
     from lmworks.parallel.mesh import Ranks
+    from lmworks.train.observe.step_metrics import FlopsPerToken
     from lmworks.watch.heartbeat import Heartbeat
 
 STAMP = "stage.json"  # in each stage's folder
@@ -134,11 +135,11 @@ def _shards(context: StageContext) -> RenderableType | None:
     return f"{sum(manifest.train_tokens().values()):,} training tokens from {len(manifest.sources)} sources"
 
 
-def _flops_per_token(recipe: Recipe, lora: Lora | None = None) -> Callable[[int], float]:
-    """Training FLOPs per token as a function of the sequence length, for the MFU of a step; with `lora` the weights are frozen."""
+def _flops_per_token(lora: Lora | None = None) -> FlopsPerToken:
+    """Training FLOPs per token of a model in sequences of a length, for the MFU of a step; with `lora` the weights are frozen."""
     from lmworks.plan.flops import flops_per_token
 
-    return lambda length: flops_per_token(recipe.model, length, frozen=lora is not None).total
+    return lambda model, length: flops_per_token(model, length, frozen=lora is not None).total
 
 
 def _pretrain(context: StageContext) -> RenderableType | None:
@@ -156,7 +157,7 @@ def _pretrain(context: StageContext) -> RenderableType | None:
         save_start(context.recipe, context.run_dir, load_start_weights, context.ranks)
         return None
     pretrain(
-        context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.allow_other_data,
+        context.recipe, context.run_dir, _flops_per_token(), context.resume_command, context.allow_other_data,
         context.ranks, context.heartbeat, load_start_weights, make_evaluation,
     )  # fmt: skip
     return None
@@ -185,7 +186,7 @@ def _train_from_before(context: StageContext, name: str, train: Callable[..., No
     from lmworks.export.peft import read_peft
 
     recipe, run_dir = context.recipe, context.run_dir
-    protect, flops_per_token = _protection_of(recipe, run_dir / name), _flops_per_token(recipe, getattr(recipe, name).lora)
+    protect, flops_per_token = _protection_of(recipe, run_dir / name), _flops_per_token(getattr(recipe, name).lora)
     train(recipe, run_dir, flops_per_token, context.resume_command, protect, context.ranks, context.heartbeat, read_peft)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from lmworks.train.check import require_held_out
 from lmworks.train.data.decontamination import Protect
 from lmworks.train.data.preferences import build_preferences, read_preferences
 from lmworks.train.objective import Update
+from lmworks.train.observe.step_metrics import FlopsPerToken
 from lmworks.train.stage import LoadAdapter, Plan, Start, run_stage, start
 from lmworks.train.step import micro_batch_of
 from lmworks.watch.heartbeat import Heartbeat
@@ -124,7 +125,7 @@ def _metrics(scored: Scored) -> dict[str, float]:
 
 
 def dpo(
-    recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str,
+    recipe: Recipe, run_dir: Path, flops_per_token: FlopsPerToken, resume_command: str,
     protect: Protect = lambda: ((), None), ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
     load_adapter: LoadAdapter | None = None,
 ) -> None:  # fmt: skip

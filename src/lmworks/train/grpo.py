@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ from lmworks.train.align.rollout_checks import RolloutChecks, differs
 from lmworks.train.align.rollouts import Prompt, Rollout, Rollouts
 from lmworks.train.data.decontamination import Protect
 from lmworks.train.objective import Update
+from lmworks.train.observe.step_metrics import FlopsPerToken
 from lmworks.train.stage import LoadAdapter, Plan, run_stage, start
 from lmworks.train.step import micro_batch_of
 from lmworks.watch.heartbeat import Heartbeat
@@ -169,7 +170,7 @@ def sampling_of(options: Grpo) -> GenerateOptions:
 
 
 def grpo(
-    recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str,
+    recipe: Recipe, run_dir: Path, flops_per_token: FlopsPerToken, resume_command: str,
     protect: Protect = lambda: ((), None), ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
     load_adapter: LoadAdapter | None = None,
 ) -> None:  # fmt: skip

@@ -37,6 +37,7 @@ from lmworks.train.data.mixture import MixtureUpdates, read_changes
 from lmworks.train.observe.long_context import LongContextEvaluator
 from lmworks.train.observe.prompts import prompts
 from lmworks.train.observe.sampling import Sampler
+from lmworks.train.observe.step_metrics import FlopsPerToken
 from lmworks.train.observe.validation import validate
 from lmworks.train.stage_files import open_stage
 from lmworks.train.trainer import Trainer
@@ -98,7 +99,7 @@ def held_out(batches: Batches, recipe: Recipe, sequence_length: int, rows: int) 
 
 
 def pretrain(
-    recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str, other_data: bool = False,
+    recipe: Recipe, run_dir: Path, flops_per_token: FlopsPerToken, resume_command: str, other_data: bool = False,
     ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
     load_start: Callable[[Recipe, ParallelModel, Communicator], dict[str, Any]] | None = None,
     make_evaluation: Callable[[Recipe, Tokenizer, int, int, Ranks], Callable[[ParallelModel], dict[str, float]] | None] | None = None,

@@ -30,6 +30,7 @@ from lmworks.train.load import final_checkpoint, stages_of
 from lmworks.train.objective import Objective
 from lmworks.train.observe.forgetting import ForgettingMonitor
 from lmworks.train.observe.sampling import ChatSampler
+from lmworks.train.observe.step_metrics import FlopsPerToken
 from lmworks.train.pretrain import build_model, identity, with_optimizer
 from lmworks.train.stage_files import open_stage
 from lmworks.train.trainer import Trainer
@@ -94,7 +95,7 @@ def start(
 
 def run_stage(
     recipe: Recipe, run_dir: Path, name: str, begun: Start, make_plan: Callable[[ParallelModel], Plan], tokenizer: Tokenizer, *,
-    flops_per_token: Callable[[int], float], resume_command: str, heartbeat: Heartbeat | None,
+    flops_per_token: FlopsPerToken, resume_command: str, heartbeat: Heartbeat | None,
 ) -> None:  # fmt: skip
     """Train the stage `name` from its newest good checkpoint, or from its start, to its end. `make_plan` gets the model as it is trained,
     still with the weights of the start. Raises `Interrupted` when asked to stop, and `UserError`."""

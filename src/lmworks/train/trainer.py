@@ -40,7 +40,7 @@ from lmworks.train.faults.inspector import StepInspector
 from lmworks.train.intervals import Intervals, is_due
 from lmworks.train.objective import Objective
 from lmworks.train.observe.layer_statistics import LayerStatistics
-from lmworks.train.observe.step_metrics import StepMetrics
+from lmworks.train.observe.step_metrics import FlopsPerToken, StepMetrics
 from lmworks.train.phase_boundary import PhaseBoundary
 from lmworks.train.saving import Saver, all_finite, refuse_if_all_damaged
 from lmworks.train.stage_files import StageFiles
@@ -74,7 +74,7 @@ class Trainer:
     curriculum: Curriculum
     files: StageFiles
     validate: Callable[[], dict[str, float]]
-    flops_per_token: Callable[[int], float]
+    flops_per_token: FlopsPerToken
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     mixture: MixtureUpdates | None = None
     early_stopping: EarlyStoppingOptions | None = None
@@ -150,7 +150,9 @@ class Trainer:
             planned = self._advance(self.step + 1, bar)
             tokens = planned if self.objective is None else self._objective_tokens
             seconds = time.monotonic() - began
-            self._metrics.clock.add(seconds=seconds, own=own, data_wait=batches.waited, tokens=tokens)
+            self._metrics.add_step(
+                seconds=seconds, own=own, data_wait=batches.waited, tokens=tokens, sequence_length=batch.tokens.shape[1]
+            )  # fmt: skip
             self._faults.observe_data_wait(self.step, batches.waited, seconds)
             self._observe(found, batch, statistics, bar)
             if self._done:

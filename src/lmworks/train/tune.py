@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.curriculum import TuningCurriculum
 from lmworks.train.data.chat import build_chat_data, chat_shards
 from lmworks.train.data.decontamination import Protect
+from lmworks.train.observe.step_metrics import FlopsPerToken
 from lmworks.train.observe.validation import validate_conversations
 from lmworks.train.stage import LoadAdapter, Plan, run_stage, start
 from lmworks.watch.heartbeat import Heartbeat
@@ -23,7 +23,7 @@ REPLAY = "replay"  # under this key a checkpoint's meta has the hashes of the to
 
 
 def tune(
-    recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str,
+    recipe: Recipe, run_dir: Path, flops_per_token: FlopsPerToken, resume_command: str,
     protect: Protect = lambda: ((), None), ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
     load_adapter: LoadAdapter | None = None,
 ) -> None:  # fmt: skip

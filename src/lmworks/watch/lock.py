@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.files import explain_os_errors
+from lmworks.files import explain_os_errors, try_lock
 
 
 class RunLock:
@@ -70,15 +70,6 @@ def in_use(run_dir: Path) -> bool:
             return not try_lock(handle.fileno())
     except FileNotFoundError:
         return False
-
-
-def try_lock(fd: int) -> bool:
-    """Lock an open file until it is closed, unless a process holds it."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def is_lock(path: Path) -> bool:

@@ -13,4 +13,6 @@ MUTANTS = [
      "deploy/test_sizing.py"),
     ("deploy.engines.vllm:launch", '"--host", request.host', '"--host", "0.0.0.0"', "A server is not reachable from outside unless asked.",
      "cli/test_deploy_command.py"),
+    ("deploy.deploy:_copy_package", "    if on_cpu:\n", "    if False:\n", "A container for a CPU gets torch without CUDA.",
+     "deploy/test_containers.py"),
 ]  # fmt: skip

@@ -24,4 +24,6 @@ MUTANTS = [
      "plan/test_plan.py"),
     ("plan.stage_data:warnings", "found.examples < section.prompts_per_step", "False",
      "The plan warns where a step asks a prompt twice.", "cli/test_plan_data.py"),
+    ("plan.budget:_Fitter._training_seconds", "in_force(recipe)", "[recipe.model] * len(recipe.train.phases)",
+     "A time is turned into tokens with the windows of each phase.", "plan/test_budget.py"),
 ]  # fmt: skip

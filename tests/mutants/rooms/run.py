@@ -56,4 +56,10 @@ MUTANTS = [
      "cli/test_plan_rehearsal.py::test_a_rehearsal_validates_at_each_step_and_multiplies_the_items_of_benchmarks"),
     ("run.rehearsal:rehearse", "    write_json(kept, asdict(found))\n", "",
      "A run predicts by the rehearsal that was made of it.", "cli/test_plan_rehearsal.py cli/test_plan_time.py"),
+    ("files:temporary_folder", "            if _is_abandoned(left):\n", "            if False:\n",
+     "What a killed rehearsal leaves is removed by the next.", "test_temporary_folder.py"),
+    ("files:_is_abandoned", "return try_lock(held.fileno())", "return True", "A rehearsal of a living process is left alone.",
+     "test_temporary_folder.py"),
+    ("files:_is_abandoned", "return time.time() - folder.stat().st_mtime > _FRESH", "return True",
+     "A temporary folder that is being made is left alone.", "test_temporary_folder.py"),
 ]  # fmt: skip

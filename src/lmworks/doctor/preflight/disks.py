@@ -12,13 +12,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from lmworks import machine
 from lmworks.doctor.preflight.check_result import CheckContext, CheckResult, Status
 from lmworks.errors import UserError
+from lmworks.files import temporary_folder
 from lmworks.plan.amounts import size
 from lmworks.recipe.schema.layout import world_size
 from lmworks.shards.format.indexed import token_dtype
@@ -133,12 +134,12 @@ def stalled(times: Sequence[float]) -> bool:
 @contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
     """A temporary directory inside `folder`. Raises `UserError` if it cannot be created."""
-    try:
-        made = tempfile.TemporaryDirectory(dir=folder, prefix=".preflight-")
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror or error})") from None
-    with made as name:
-        yield Path(name)
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(temporary_folder(folder, ".preflight-"))
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written ({error.strerror or error})") from None
+        yield made
 
 
 def write_times(folder: Path) -> list[float]:

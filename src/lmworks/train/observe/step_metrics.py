@@ -10,7 +10,7 @@ from lmworks.metrics import system
 from lmworks.model.balance import load_statistics, temperature
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.schema.model import Moe
+from lmworks.recipe.schema.model import Model, Moe
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.curriculum import Curriculum
 from lmworks.train.faults.handler import FaultHandler
@@ -20,11 +20,12 @@ from lmworks.train.step import StepResult
 from lmworks.train.step_values import StepValues, read_values
 
 _COMPARE_RANKS_EVERY = 20  # steps
+FlopsPerToken = Callable[[Model, int], float]  # of a model, in sequences of so many tokens
 
 
 @dataclass
 class Clock:
-    """Wall time since the last metrics line, in seconds, and the steps and tokens that were trained in it."""
+    """Wall time since the last metrics line, in seconds, and the steps, the tokens and their FLOPs that were trained in it."""
 
     step: float = 0.0
     own: float = 0.0  # of this rank alone, before the first collective of a step
@@ -32,23 +33,25 @@ class Clock:
     save: float = 0.0
     steps: int = 0
     tokens: int = 0
+    flops: float = 0.0
 
-    def add(self, *, seconds: float, own: float, data_wait: float, tokens: int) -> None:
+    def add(self, *, seconds: float, own: float, data_wait: float, tokens: int, flops: float) -> None:
         """Add one step."""
         self.step += seconds
         self.own += own
         self.data_wait += data_wait
         self.steps += 1
         self.tokens += tokens
+        self.flops += flops
 
-    def metrics(self, flops_per_token: float, peak: float) -> dict[str, float]:
+    def metrics(self, peak: float) -> dict[str, float]:
         """`perf/...`; `peak` is in FLOP/s, of all ranks."""
         return {
             "perf/tokens_per_second": self.tokens / max(self.step, 1e-9),
             "perf/step_seconds": self.step / max(1, self.steps),
             "perf/data_wait": self.data_wait,
             "perf/save_seconds": self.save,
-            "perf/mfu": system.mfu(flops_per_token * self.tokens, self.step, peak),
+            "perf/mfu": system.mfu(self.flops, self.step, peak),
             "perf/memory": system.memory_bytes(),
         }
 
@@ -58,12 +61,21 @@ class StepMetrics:
 
     def __init__(
         self, recipe: Recipe, model: ParallelModel, optimizer: Updates, curriculum: Curriculum, state: TrainingState,
-        boundary: PhaseBoundary, faults: FaultHandler, flops_per_token: Callable[[int], float],
+        boundary: PhaseBoundary, faults: FaultHandler, flops_per_token: FlopsPerToken,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self._max_grad_norm, self._model, self._optimizer, self._curriculum = recipe.optimizer.max_grad_norm, model, optimizer, curriculum
         self._state, self._boundary, self._faults, self._flops_per_token = state, boundary, faults, flops_per_token
+        self._flops: dict[tuple[int, int], float] = {}  # per token, by phase and sequence length
         self._peak = system.measure_peak() * model.ranks.world
+
+    def add_step(self, *, seconds: float, own: float, data_wait: float, tokens: int, sequence_length: int) -> None:
+        """Count a step, with the FLOPs of the model in force: a phase may change its windows."""
+        phase = self._boundary.phase
+        key = (phase.index if phase else 0, sequence_length)
+        if key not in self._flops:
+            self._flops[key] = self._flops_per_token(self._model.config, sequence_length)
+        self.clock.add(seconds=seconds, own=own, data_wait=data_wait, tokens=tokens, flops=tokens * self._flops[key])
 
     def restart_clock(self) -> None:
         self.clock = Clock()
@@ -96,7 +108,7 @@ class StepMetrics:
             values["train/ewc"] = found.penalty
         if self._state.scaler is not None:
             values["optim/loss_scale"] = found.loss_scale
-        clock = self.clock.metrics(self._flops_per_token(sequence_length), self._peak)
+        clock = self.clock.metrics(self._peak)
         values |= loss_metrics(found) | clock | expert_metrics(moe, found)
         values |= system.machine_metrics() | system.gpu_metrics() | self._slowest_rank(step)
         self.restart_clock()
