@@ -110,7 +110,7 @@ MUTANTS = [
      "train/test_bad_steps.py::test_fp16_finds_its_scale_without_being_stopped"),
     ("train.trainer:Trainer._load", "        self._validator.load(meta)\n", "", "The best validation loss is restored when a run resumes.",
      "train/test_early_stopping.py"),
-    ("train.trainer:Trainer._stop_if_requested", "self.step != self._saver.saved and (failure := self._save(wait=True)) is not None", "False",
+    ("train.trainer:Trainer._stop_if_requested", "self.step != self._saver.saved and (failure :=", "False and (failure :=",
      "A run that is asked to stop saves first.", "train/test_resume.py::test_ctrl_c_saves_and_the_rest_is_the_same"),
     ("train.trainer:Trainer._train_step", "self.curriculum.lr_factor(self.step) * self._faults.policy.lr_factor(self.step)",
      "self.curriculum.lr_factor(self.step)", "The learning rate is reduced after a spike.",
