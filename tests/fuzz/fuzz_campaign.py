@@ -71,6 +71,10 @@ def kind_of(name: str) -> Kind:
         from fuzz_recipes import Recipes
 
         return Recipes()
+    if name == "steps":
+        from fuzz_steps import Steps
+
+        return Steps()
     if name == "requests":
         from fuzz_requests import Requests
 

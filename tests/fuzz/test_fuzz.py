@@ -299,13 +299,13 @@ def slice_of(kind: str, count: int, seed: int, out: Path) -> None:
     assert report.ended["refused"] < count  # some are still what they were
 
 
-@pytest.mark.parametrize(("kind", "count"), [("recipes", 30), ("requests", 40), ("artifacts", 30)])
+@pytest.mark.parametrize(("kind", "count"), [("recipes", 30), ("requests", 40), ("artifacts", 30), ("steps", 12)])
 def test_a_slice(tmp_path: Path, kind: str, count: int) -> None:
     slice_of(kind, count, 0, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), [("recipes", 1000), ("requests", 2000), ("artifacts", 200)])
+@pytest.mark.parametrize(("kind", "count"), [("recipes", 1000), ("requests", 2000), ("artifacts", 200), ("steps", 300)])
 def test_more_of_them(tmp_path: Path, kind: str, count: int) -> None:
     """For minutes; `make fuzz` takes as many as you like."""
     slice_of(kind, count, 1, tmp_path)

@@ -49,7 +49,7 @@ MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 LENGTHS = ["1 tokens", "2 tokens", "8 tokens", "32 tokens", "64 tokens", "128 tokens", "1Ki", "1e12 tokens"]
 SPANS = ["0%", "1%", "10%", "50%", "100%", "200%", "0 steps", "1 steps", "3 steps", "16 steps", "1e9 steps", "1 tokens", "700 tokens"]
-NUMBERS = [-1.0, 0.0, 1e-30, 1e-8, 0.01, 0.5, 0.9, 0.999, 1.0, 1.001, 1.5, 2.0, 32.0, 1e4, 1e8, 1e30, 1e300]
+NUMBERS = [-1.0, 0.0, 5e-324, 1e-38, 1e-30, 1e-8, 0.01, 0.5, 0.9, 0.999, 1.0, 1.001, 1.5, 2.0, 32.0, 1e4, 1e8, 1e30, 3e38, 1e39, 1e300]
 COUNTS = [-1, 0, 1, 2, 3, 4, 5, 6, 8, 16, 31, 64]
 ROPE = {
     "theta": [0.5, 1.0, 1.01, 2.0, 1e4, 1e6, 1e20, 1e38, 1e300], "scaling": ["none", "linear", "ntk", "yarn", "llama3"],
@@ -65,7 +65,7 @@ KEYS: dict[str, list[Any]] = {
     "model.norm_position": ["pre", "post"], "model.no_rope_layer_interval": COUNTS, "model.sliding_window": LENGTHS,
     "model.layer_types": [["sliding_attention"], ["full_attention", "sliding_attention"]], "model.tie_word_embeddings": [True],
     "model.rms_norm_eps": NUMBERS, "model.initializer_range": [1e-30, 0.02, 0.5, 1e30], "model.final_logit_softcapping": NUMBERS,
-    "model.z_loss_weight": NUMBERS[:10], "model.residual_dropout": NUMBERS[:10], "model.attention_dropout": NUMBERS[:10],
+    "model.z_loss_weight": NUMBERS[:12], "model.residual_dropout": NUMBERS[:12], "model.attention_dropout": NUMBERS[:12],
     "model.moe": [MOE], "model.mla": [MLA], "model.mtp": [{"num_nextn_predict_layers": 1}, {"num_nextn_predict_layers": 3}],
     **{f"model.moe.{key}": COUNTS for key in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
                                               "n_group", "topk_group", "first_k_dense_replace", "temperature_steps")},

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from pydantic import ValidationError
 
 from lmworks.recipe.derivation.alignment import alignment_problems
 from lmworks.recipe.loading import deepspeed_checks
+from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import LrSchedule
 from lmworks.recipe.tree.paths import Keys, nearest
 
+_COMPUTED = ("model", "optimizer", "train", "stability", "tune", "dpo", "grpo")  # sections whose numbers meet tensors
+_SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of the normal numbers of fp32
 _NO_EARLIER_TEXT = (
     "what the weights of start_from were trained on is not known; name sources of general text with ewc.mixture, such as {web: 1}"
 )
@@ -93,6 +97,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     element = 2 if recipe.train.precision in ("bf16", "fp16") else 4  # `auto` may be either; the plan knows of which cluster
     for text in alignment_problems(model, max(1, recipe.layout.tp), element):
         yield ("model", "moe", "moe_intermediate_size") if "moe_intermediate" in text else ("model", "hidden_size"), text
+    for name in _COMPUTED:
+        yield from _numbers(getattr(recipe, name), (name,))
     yield from _changes(recipe)
     yield from _schedules(recipe)
     if model.vocab_size < recipe.tokenizer.vocab_size and not recipe.tokenizer.path:
@@ -110,6 +116,19 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             ("model", "moe", "first_k_dense_replace"),
             f"all {model.num_hidden_layers} layers would be dense; lower first_k_dense_replace or set model.moe to null",
         )
+
+
+def _numbers(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
+    """Numbers that are infinite or 0 in fp32, the widest type in which training computes with them."""
+    if isinstance(value, Node):
+        for name in type(value).model_fields:
+            yield from _numbers(getattr(value, name), (*keys, name))
+    elif isinstance(value, (list, tuple)):
+        for index, one in enumerate(value):
+            yield from _numbers(one, (*keys, index))
+    elif isinstance(value, float) and value and not _SMALLEST <= abs(value) <= _LARGEST:
+        end = f"more than {_LARGEST:.4g}; lower it" if abs(value) > 1 else f"nearer to 0 than {_SMALLEST:.4g}; raise it, or set it to 0"
+        yield keys, f"{value:g} cannot be computed with in fp32: it is {end}"
 
 
 def _changes(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
