@@ -65,9 +65,9 @@ OUT ?= runs/chaos
 chaos: $(VENV)/dev.stamp
 	PYTHONPATH=tests $(BIN)/python tests/chaos/campaign.py --runs $(RUNS) --seed $(SEED) --out $(OUT)
 
-# Hostile recipes, requests and files, of which none may end in a traceback, hang, or write outside its folder; goes on where it was.
+# Hostile recipes, requests, files and numbers, of which none may end in a traceback, hang, or write outside its folder; goes on where it was.
 # FUZZ=recipes COUNT=100000 JOBS=4; one failure again: FUZZ='--replay runs/fuzz/failures/PLACE/CASE.json'
-FUZZ ?= recipes requests artifacts
+FUZZ ?= recipes requests artifacts steps
 COUNT ?= 20000
 JOBS ?= 1
 fuzz: $(VENV)/dev.stamp

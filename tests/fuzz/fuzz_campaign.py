@@ -332,7 +332,7 @@ def replay(path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", nargs="*", default=["recipes", "requests", "artifacts"])
+    parser.add_argument("kinds", nargs="*", default=["recipes", "requests", "artifacts", "steps"])
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)

@@ -175,3 +175,20 @@ def test_what_is_accepted_trains_a_step_of_each_phase(tmp_path: Path) -> None:
 def test_what_is_accepted_trains_a_step_of_each_phase_a_thousand_times(tmp_path: Path) -> None:
     found = run(tmp_path, range(1000, 4000))
     assert found["trained"] > 800, found
+
+
+@pytest.mark.parametrize(("path", "value", "said"), [
+    ("model.moe.routed_scaling_factor", 1e39, r"model\.moe\.routed_scaling_factor: 1e\+39 cannot be .* more than 3\.403e\+38"),
+    ("model.moe.balance.bias_clamp", 1e300, r"model\.moe\.balance\.bias_clamp: 1e\+300 cannot be computed with in fp32"),
+    ("optimizer.eps", 5e-324, r"optimizer\.eps: 4\.94066e-324 cannot be .* nearer to 0 than 1\.175e-38; raise it, or set it to 0"),
+    ("train.phases.1.balance", {"bias_clamp": 1e39}, r"train\.phases\.(1|two)\.balance\.bias_clamp: 1e\+39 cannot"),
+])  # fmt: skip
+def test_a_number_that_fp32_does_not_have_is_refused_with_its_key(tmp_path: Path, path: str, value: Any, said: str) -> None:
+    """It would be infinite or 0 where it meets a tensor, and the first step not a number."""
+    tree = copy.deepcopy(TREE)
+    plant(tree, "model.moe", MOE)
+    plant(tree, path, value)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    with pytest.raises(UserError, match=said) as caught:
+        accepted(tmp_path / "recipe.yaml")
+    assert "\n" not in str(caught.value)

@@ -28,4 +28,8 @@ MUTANTS = [
      "Stages after pretrained weights have rates of their own.", "recipe/test_rates.py"),
     ("recipe.loading.named:locate", "    if wheels.is_named(text):\n        return str(wheels.named(text))\n", "",
      "Commands take a file inside a wheel.", "cli/test_start_hub.py"),
+    ("recipe.loading.checks:problems", "        yield from _numbers(getattr(recipe, name), (name,))\n", "        pass\n",
+     "A number that is infinite or 0 in fp32 is refused.", "recipe/test_accepted_recipes.py"),
+    ("recipe.loading.checks:_numbers", "    elif isinstance(value, (list, tuple)):\n", "    elif isinstance(value, set):\n",
+     "Numbers of phases are looked at too.", "recipe/test_accepted_recipes.py"),
 ]  # fmt: skip
