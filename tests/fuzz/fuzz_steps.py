@@ -48,7 +48,11 @@ class Steps:
         code = f"import sys, pathlib, tiny_run; tiny_run.prepare(pathlib.Path({str(self._folder)!r}))"
         path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
         subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": path}, capture_output=True)
-        self._tiny = Tiny(self._folder / "tiny.yaml", self._folder / "run")
+        self.take(Tiny(self._folder / "tiny.yaml", self._folder / "run"))
+
+    def take(self, tiny: Tiny) -> None:
+        """Draw cases for this run, which has its shards."""
+        self._tiny = tiny
         floats = [keys for keys, annotation in typed_paths(Recipe) if "float" in str(annotation) and keys.split(".")[0] in SECTIONS]
         self._floats = [_named(keys) for keys in floats if "mixture" not in keys]
         self._keys = {_named(keys): values for keys, values in KEYS.items()}

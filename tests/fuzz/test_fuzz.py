@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_campaign
+import fuzz_steps
 import pytest
+import torch
 from fuzz_artifacts import Artifacts
-from fuzz_campaign import campaign, outcome
+from fuzz_campaign import Fault, campaign, outcome
 from fuzz_recipes import Recipes
+from fuzz_steps import Steps
 from fuzz_traps import TRAPS, Traps
 
 from lmworks import machine
 from lmworks.errors import UserError
+from tiny_run import Tiny
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doctor"))  # the records of a run
 GIVEN = "peak=1e11,cores=2,memory=64e9,available=32e9,disk=1e12,filesystem=ext4,bf16=yes"
@@ -299,9 +303,23 @@ def slice_of(kind: str, count: int, seed: int, out: Path) -> None:
     assert report.ended["refused"] < count  # some are still what they were
 
 
-@pytest.mark.parametrize(("kind", "count"), [("recipes", 30), ("requests", 40), ("artifacts", 30), ("steps", 12)])
+@pytest.mark.parametrize(("kind", "count"), [("recipes", 30), ("requests", 40), ("artifacts", 30)])
 def test_a_slice(tmp_path: Path, kind: str, count: int) -> None:
     slice_of(kind, count, 0, tmp_path)
+
+
+def test_a_step_with_extreme_numbers_ends_with_finite_weights_or_one_line(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And weights that are not finite would be found."""
+    kind = Steps()
+    kind.take(tiny)
+    assert kind.run({"set": ["optimizer.max_grad_norm=3.4e38", "model.z_loss_weight=1e-30"]}, tmp_path) == "trained"
+    with pytest.raises(UserError, match="nearer to 0 than"):
+        kind.run({"set": ["optimizer.eps=1e-45"]}, tmp_path / "refused")
+    monkeypatch.setattr(fuzz_steps, "checkpoint", lambda run_dir: {"model/embedding": torch.tensor([1.0, float("inf")])})
+    with pytest.raises(Fault, match=r"not finite: ..model/embedding"):
+        kind.run({"set": []}, tmp_path / "planted")
 
 
 @pytest.mark.slow
