@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from adapted import adapted
@@ -15,7 +16,7 @@ from random_configs import random_config
 from small_models import SOFTMAX
 
 from lmworks.errors import UserError
-from lmworks.export.gguf import architecture_for, check_gguf, load_gguf, write_gguf, write_gguf_adapter
+from lmworks.export.gguf import architecture_for, check_gguf, gguf_writer, load_gguf, write_gguf, write_gguf_adapter
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
@@ -346,3 +347,19 @@ def test_shipped_recipes_have_an_architecture() -> None:
         found[name] = architecture_for(recipe.model)
     assert found["quickstart"] == found["glm46-355b-a32b"] == "glm4moe"
     assert found["smollm3-3b"] == "smollm3"
+
+
+def test_a_file_whose_writing_fails_is_closed(tmp_path: Path) -> None:
+    """While the error, which holds the frames, is still there: a disk with an open file cannot be unmounted."""
+    path = tmp_path / "model.gguf"
+
+    def write() -> None:
+        with gguf_writer(path, "llama") as writer:
+            writer.write_header_to_file()
+            assert str(path) in {one.path for one in psutil.Process().open_files()}
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full") as kept:
+        write()
+    assert kept.value.__traceback__ is not None
+    assert str(path) not in {one.path for one in psutil.Process().open_files()}

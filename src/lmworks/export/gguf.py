@@ -8,6 +8,7 @@ converter (`tests/export/test_llama_cpp.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +45,19 @@ class NoAdapter(UserError):
     """llama.cpp cannot apply the adapters of a model."""
 
 
+@contextmanager
+def gguf_writer(path: Path, architecture: str) -> Iterator[gguf.GGUFWriter]:
+    """A writer of a GGUF file, which is closed in the end, also after an error: a full disk cannot be unmounted while a file is open."""
+    writer: gguf.GGUFWriter = gguf_package().GGUFWriter(path, architecture)
+    try:
+        yield writer
+    except BaseException:
+        with suppress(OSError):  # what is left to write has no room either
+            writer.close()
+        raise
+    writer.close()
+
+
 def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torch.dtype, name: str) -> None:
     """Write weights, tokenizer and chat template to one file: matrices in `dtype`; norms, biases and the router in fp32, as llama.cpp
     requires.
@@ -52,8 +66,8 @@ def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torc
     """
     gguf = gguf_package()
     items = list(_items(model, dtype))
-    with atomic_path(path) as aside, bar("gguf", sum(item.nbytes for item in items)) as progress:
-        writer = gguf.GGUFWriter(aside, architecture_for(model.config))
+    progressing = bar("gguf", sum(item.nbytes for item in items))
+    with atomic_path(path) as aside, gguf_writer(aside, architecture_for(model.config)) as writer, progressing as progress:
         for item in items:
             kind = gguf.GGMLQuantizationType.BF16 if item.dtype == torch.bfloat16 else gguf.GGMLQuantizationType.F32
             writer.add_tensor_info(item.name, item.tensor.shape, np.dtype(np.float32), item.nbytes, kind)
@@ -66,7 +80,6 @@ def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torc
         for item in items:
             writer.write_tensor_data(item.bits())
             progress.advance(item.nbytes)
-        writer.close()
 
 
 def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Transformer, path: Path, name: str) -> None:
@@ -83,8 +96,7 @@ def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Transf
         if ours.endswith("A"):  # whose rows are ranks
             item = replace(item, heads=0, rotated="")
         items.append(replace(item, name=f"{item.name}.lora_{ours[-1].lower()}"))
-    with atomic_path(path) as aside:
-        writer = gguf.GGUFWriter(aside, architecture_for(places.config))
+    with atomic_path(path) as aside, gguf_writer(aside, architecture_for(places.config)) as writer:
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_name(name)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -94,7 +106,6 @@ def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Transf
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-        writer.close()
 
 
 def check_gguf(model: Transformer, path: Path, dtype: torch.dtype) -> int:

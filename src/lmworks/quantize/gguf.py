@@ -13,7 +13,7 @@ import numpy as np
 
 from lmworks import machine
 from lmworks.errors import UserError
-from lmworks.export.gguf import check_gguf, load_gguf, write_gguf
+from lmworks.export.gguf import check_gguf, gguf_writer, load_gguf, write_gguf
 from lmworks.files import full_disk, is_full_disk
 from lmworks.model import Transformer
 from lmworks.progress import bar
@@ -76,28 +76,27 @@ def _quantize_q8_0(original: Path, target: Path) -> None:
     import gguf
 
     reader = gguf.GGUFReader(original)
-    writer = gguf.GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        value = int(gguf.LlamaFileType.MOSTLY_Q8_0) if name == "general.file_type" else field.contents()
-        writer.add_key_value(name, value, field.types[0], field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None)
-    kind = gguf.GGMLQuantizationType.Q8_0
-    plan = [(tensor, tensor.name.endswith(".weight") and len(tensor.shape) > 1 and _role(tensor.name) != "router"
-             and int(tensor.shape[0]) % 32 == 0) for tensor in reader.tensors]  # fmt: skip
-    for tensor, wide in plan:
-        shape = [int(size) for size in reversed(tensor.shape.tolist())]
-        bytes_ = math.prod(shape) // 32 * 34 if wide else tensor.data.nbytes
-        writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), bytes_, kind if wide else tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    with bar("gguf-q8_0: quantize", len(plan)) as progress:
+    with gguf_writer(target, str(reader.fields["general.architecture"].contents())) as writer:
+        for name, field in reader.fields.items():
+            if name.startswith("GGUF.") or name == "general.architecture":
+                continue
+            value = int(gguf.LlamaFileType.MOSTLY_Q8_0) if name == "general.file_type" else field.contents()
+            writer.add_key_value(name, value, field.types[0], field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None)
+        kind = gguf.GGMLQuantizationType.Q8_0
+        plan = [(tensor, tensor.name.endswith(".weight") and len(tensor.shape) > 1 and _role(tensor.name) != "router"
+                 and int(tensor.shape[0]) % 32 == 0) for tensor in reader.tensors]  # fmt: skip
         for tensor, wide in plan:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type) if wide else None
-            writer.write_tensor_data(tensor.data if values is None else gguf.quants.quantize(values, kind))
-            progress.advance()
-    writer.close()
+            shape = [int(size) for size in reversed(tensor.shape.tolist())]
+            bytes_ = math.prod(shape) // 32 * 34 if wide else tensor.data.nbytes
+            writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), bytes_, kind if wide else tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        with bar("gguf-q8_0: quantize", len(plan)) as progress:
+            for tensor, wide in plan:
+                values = gguf.quants.dequantize(tensor.data, tensor.tensor_type) if wide else None
+                writer.write_tensor_data(tensor.data if values is None else gguf.quants.quantize(values, kind))
+                progress.advance()
 
 
 def _role(name: str) -> str:
