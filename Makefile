@@ -71,14 +71,14 @@ FUZZ ?= recipes requests artifacts steps
 COUNT ?= 20000
 JOBS ?= 1
 fuzz: $(VENV)/dev.stamp
-	PYTHONPATH=tests:tests/doctor $(BIN)/python tests/fuzz/fuzz_campaign.py $(FUZZ) --count $(COUNT) --seed $(SEED) --jobs $(JOBS) --out runs/fuzz
+	PYTHONPATH=tests:tests/pages $(BIN)/python tests/fuzz/fuzz_campaign.py $(FUZZ) --count $(COUNT) --seed $(SEED) --jobs $(JOBS) --out runs/fuzz
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 
 docs: $(VENV)/dev.stamp
-	$(BIN)/python -m lmworks.recipe.loading.reference > docs/recipe.md
+	$(BIN)/python -m lmworks.recipe.reference > docs/recipe.md
 
 clean:
 	rm -rf $(VENV) $(VENV)-* runs

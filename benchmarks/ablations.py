@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import lmworks  # noqa: F401  # isort: skip  (before torch: it sets how OpenMP waits)
 from lmworks.ablate.ablate import Options, run_ablation
-from lmworks.files import read_json, write_json, write_text
-from lmworks.progress import console
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.io.files import read_json, write_json, write_text
+from lmworks.recipe.load import load_recipe
 from lmworks.run.runner import run_stages
+from lmworks.ui.terminal import console
 from tiny_run import RECIPE, write_texts
 
 SEEDS = 3

@@ -29,7 +29,7 @@ from torch import nn
 
 from lmworks.checkpoint import Checkpoints
 from lmworks.checkpoint import checkpoints as saving
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
 
 WIDTH, DEPTH = 1024, 8
 

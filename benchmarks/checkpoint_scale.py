@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from lmworks.checkpoint.manifest import Entry
 from lmworks.checkpoint.save_plan import TensorSlice
 from lmworks.checkpoint.tensor_files import Written, compressed, line_of
-from lmworks.recipe.derivation.parameters import Parameter, parameters
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.load import load_recipe
+from lmworks.recipe.parameters import Parameter, parameters
 
 PP, SHARDS, TP, EP = 16, 64, 8, 32
 RANKS = PP * SHARDS * TP

@@ -30,9 +30,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import yaml
 
-from lmworks.corpus.readers import parts as parts_of
-from lmworks.corpus.readers import read
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.corpus.read import parts as parts_of
+from lmworks.corpus.read import read
+from lmworks.recipe.load import load_recipe
 from lmworks.tokenizer import load
 
 FILES = 8

@@ -28,15 +28,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lmworks.documents import part_path
+from lmworks.io.run_layout import part_path
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.build.build_shards import build_shards
-from lmworks.shards.format.checksums import fingerprints
-from lmworks.shards.format.indexed import IndexedWriter
-from lmworks.shards.format.manifest import Manifest, Shard, SourceShards, Split
-from lmworks.shards.read.batches import Batches
-from lmworks.shards.read.prefetch import Prefetch
-from lmworks.shards.storage.remote import Folder
+from lmworks.shards.batches import Batches, Prefetch
+from lmworks.shards.build import build_shards
+from lmworks.shards.indexed import IndexedWriter, fingerprints
+from lmworks.shards.manifest import Manifest, Shard, SourceShards, Split
+from lmworks.shards.remote import Folder
 from lmworks.tokenizer import load
 from lmworks.tokenizer.train import train
 

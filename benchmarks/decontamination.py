@@ -21,8 +21,8 @@ from minhash import real_texts
 
 from lmworks.corpus.contamination import Decontaminator, Findings, Match, Question
 from lmworks.corpus.units import ngrams, units
-from lmworks.evaluate.items import ChoiceItem as Item
-from lmworks.evaluate.sets import loading
+from lmworks.evaluate.sets import benchmarks
+from lmworks.evaluate.sets.items import ChoiceItem as Item
 from lmworks.recipe.schema.evaluate import Benchmark
 
 SETS = ("mmlu", "arc-challenge", "commonsenseqa", "openbookqa", "hellaswag", "piqa", "social-iqa", "sciq", "winogrande", "boolq")
@@ -119,7 +119,7 @@ def main() -> None:
     rng = random.Random(1)
     clean = real_texts(given.recipe, given.documents)
     decontaminator = Decontaminator(13)
-    asked = [one for name in SETS for one in loading.questions(Benchmark(name=name))]
+    asked = [one for name in SETS for one in benchmarks.questions(Benchmark(name=name))]
     begin = time.process_time()
     decontaminator.protect([one.name for one in asked], [one.text for one in asked], [one.answer for one in asked], evaluation=True)
     runs = decontaminator.entries
@@ -144,7 +144,7 @@ def main() -> None:
     for name in SETS:
         by_name = {one.name: one for one in asked if one.name.startswith(f"{name}/")}
         known = set(decontaminator.names)
-        items = [item for item in loading.load(Benchmark(name=name), given.items, 0).items if f"{name}/{item.id}" in known]
+        items = [item for item in benchmarks.load(Benchmark(name=name), given.items, 0).items if f"{name}/{item.id}" in known]
         rates = []
         for layout in LAYOUTS:
             documents = [_planted(rng.choice(hosts), layout(item, by_name[f"{name}/{item.id}"], rng), rng) for item in items]

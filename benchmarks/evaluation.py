@@ -2,7 +2,7 @@
 
 The same model answers the same items in cloze form (one likelihood per choice) by three paths:
 
-1. ours: `lmworks.evaluate.forms.likelihood` on `BatchedLogProbs`
+1. ours: `lmworks.evaluate.sets.forms` on `BatchedLogProbs`
 2. lm-evaluation-harness with our model interface
 3. lm-evaluation-harness with its own class for transformers, on the same weights in Hugging Face format, at each batch size of
    `--batch-sizes`; its fastest counts
@@ -27,14 +27,13 @@ from typing import Any
 import torch
 from data import library_texts, write_corpus
 
-from lmworks.evaluate.forms import likelihood, prompts
 from lmworks.evaluate.harness.exporting import METRICS, export, task_name
 from lmworks.evaluate.harness.lm import HarnessLM
 from lmworks.evaluate.harness.task_data import Source
 from lmworks.evaluate.harness.task_index import manager
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.opening import OpenModel, open_model
-from lmworks.evaluate.sets import loading
+from lmworks.evaluate.sets import benchmarks, forms
 from lmworks.export.export import write_huggingface
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
@@ -64,9 +63,9 @@ def ours(opened: OpenModel, sets: list[str], items: int) -> Accuracies:
     logprobs = BatchedLogProbs(opened.model, opened.context)
     found = {}
     for name in sets:
-        loaded = loading.load(Benchmark(name=name), items, 0)
-        asked = [prompts.cloze(item, ()) for item in loaded.items]  # type: ignore[arg-type]
-        found[name] = likelihood.score(likelihood.answer(asked, opened.tokenizer, logprobs)).accuracy
+        loaded = benchmarks.load(Benchmark(name=name), items, 0)
+        asked = [forms.cloze(item, ()) for item in loaded.items]  # type: ignore[arg-type]
+        found[name] = forms.score(forms.answer(asked, opened.tokenizer, logprobs)).accuracy
     return found
 
 

@@ -31,17 +31,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lmworks.corpus import prepare
-from lmworks.corpus.document import Batch, Document, Drop
-from lmworks.corpus.pii.masking import mask
-from lmworks.corpus.readers.extraction import Extractor
-from lmworks.corpus.steps.base import Context
-from lmworks.corpus.steps.clean import Clean
-from lmworks.corpus.steps.pii import Pii
-from lmworks.corpus.steps.rewrite import cache_directory
-from lmworks.corpus.steps.rules import Rules
-from lmworks.letters import words
+from lmworks.corpus.document import Batch, Context, Document, Drop
+from lmworks.corpus.read.markup import Extractor
+from lmworks.corpus.transform.pii import mask
+from lmworks.corpus.transform.rewrite import cache_directory
 from lmworks.recipe.schema.corpus import Source
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.steps import Clean, Pii, Rules
+from lmworks.text.letters import words
 
 PAGES = 250
 SHORTEST = 400  # characters of a help page that a reader would keep: shorter ones are menus and pointers

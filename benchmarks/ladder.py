@@ -21,10 +21,10 @@ from pathlib import Path
 
 import yaml
 
-from lmworks.files import link_tree
-from lmworks.ladder.file import resolve
+from lmworks.io.files import link_tree
 from lmworks.ladder.points import size_and_tokens
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.ladder.run import resolve
+from lmworks.recipe.load import load_recipe
 
 MIXTURE = load_recipe("quickstart").recipe.train.phases[0].mixture
 BATCH = 1024

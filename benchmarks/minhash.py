@@ -21,15 +21,25 @@ from pathlib import Path
 
 import numpy as np
 
-from lmworks.corpus.cleaning import clean
-from lmworks.corpus.dedup.clusters import Clusters
-from lmworks.corpus.dedup.keys import find_copies
-from lmworks.corpus.dedup.near import StackedArrays, candidates, classify_pairs, distinct_shingles, jaccard, unique_pairs
-from lmworks.corpus.dedup.sketch import Sketching, band_keys, shingles, sketches
-from lmworks.corpus.readers import Part, parts, read
-from lmworks.corpus.readers.items import Unavailable
+from lmworks.corpus.dedup.near import (
+    Clusters,
+    Sketching,
+    StackedArrays,
+    band_keys,
+    candidates,
+    classify_pairs,
+    distinct_shingles,
+    jaccard,
+    shingles,
+    sketches,
+    unique_pairs,
+)
+from lmworks.corpus.dedup.signatures import find_copies
+from lmworks.corpus.read import Part, parts, read
+from lmworks.corpus.transform.cleaning import clean
 from lmworks.corpus.units import units
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.errors import Unavailable
+from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.corpus import Source
 
 THRESHOLD, NGRAM, VALUES = 0.8, 5, 256

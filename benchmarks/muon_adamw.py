@@ -24,15 +24,15 @@ import lmworks  # noqa: F401  # isort: skip  (before torch: it sets how OpenMP w
 import torch
 
 from lmworks.optim import build_optimizer
-from lmworks.progress import bar
-from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batches import Batches
 from lmworks.train.curriculum import PretrainingCurriculum
-from lmworks.train.observe.validation import validate
 from lmworks.train.pretrain import build_model
 from lmworks.train.step import micro_batch_of, train_step
+from lmworks.train.validation import validate
+from lmworks.ui.terminal import bar
 
 START = {"muon": 0.008, "adamw": 0.002}
 

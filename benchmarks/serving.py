@@ -67,10 +67,8 @@ def make_tokenizer(folder: Path) -> Path:
 def serve(shape: str, tokenizer: Path, port: int, threads: int, dtype: str) -> None:
     """Our server, in a process of its own."""
     from lmworks.serve.engine import Engine
-    from lmworks.serve.loading import make_engine
-    from lmworks.serve.middleware import ServerOptions
-    from lmworks.serve.models import Models
-    from lmworks.serve.server import listen
+    from lmworks.serve.models import Models, make_engine
+    from lmworks.serve.server import ServerOptions, listen
     from lmworks.serve.server import serve as run
     from lmworks.serve.spin import apart
 

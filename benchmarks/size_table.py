@@ -8,11 +8,11 @@ The tokens are compute-optimal. A cluster is large enough if the plan fits into 
 from __future__ import annotations
 
 from lmworks.errors import UserError
-from lmworks.plan.amounts import amount, days
 from lmworks.plan.layout import describe
 from lmworks.plan.plan import Plan, make_plan
-from lmworks.recipe.loading.load import load_cluster, load_recipe
+from lmworks.recipe.load import load_cluster, load_recipe
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.ui.amounts import amount, days
 
 SIZES = ("125M", "350M", "1B", "3B", "7B", "13B", "30B", "70B", "200B")
 CLUSTERS = ("8xh100", "64xh100", "8192xh800")

@@ -21,17 +21,17 @@ import lmworks  # noqa: F401  # isort: skip  (before torch: it sets how OpenMP w
 import numpy as np
 import torch
 
+from lmworks.host.devices import dtype_for, has_bf16
 from lmworks.metrics.system import measure_peak
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.optim import build_optimizer
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.plan.flops import flops_per_token
-from lmworks.precision import dtype_for, has_bf16
-from lmworks.recipe.loading.huggingface import class_for, to_config
+from lmworks.plan.counts import flops_per_token
+from lmworks.recipe.families.registry import class_for, to_config
 from lmworks.recipe.schema.model import Model, Moe, Rope
-from lmworks.recipe.schema.optimizer import Optimizer
-from lmworks.shards.read.batch import Batch
+from lmworks.recipe.schema.train import Optimizer
+from lmworks.shards.batch import Batch
 from lmworks.train.step import train_step
 
 LENGTH, ROWS = 512, 16

@@ -44,7 +44,7 @@ from lmworks.parallel.parallel_model import ParallelModel, micro_batches
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.read.batch import Batch
+from lmworks.shards.batch import Batch
 from lmworks.train.step import train_step
 
 LENGTH, RATE, CLIP = 512, 1e-3, 1.0

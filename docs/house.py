@@ -30,9 +30,9 @@ def rooms(page: str) -> dict[str, set[str]]:
     return allowed
 
 
-def shared_files(page: str) -> list[str]:
-    """The small files that any room may import, as the page lists them."""
-    return re.findall(r"`(\w+)\.py`", page.split("The floor")[1].split("\n\n")[0])
+def shared(page: str) -> list[str]:
+    """The file and the rooms that any room may import, as the page lists them."""
+    return re.findall(r"`(\w+)(?:\.py|/)`", page.split("The floor is")[1].split("Any room")[0])
 
 
 def floors(allowed: dict[str, set[str]]) -> list[list[str]]:
@@ -69,14 +69,14 @@ def draw(page: str) -> str:
     lines.append(_text(_MARGIN, 176, "Rooms", 18, weight=700, anchor="start"))
     lines.append(_text(_MARGIN + 76, 176, "a room imports only from the floors below its own", 13, _GRAY, anchor="start"))
     y = 194
-    for names in reversed(floors(rooms(page))):
+    floor = shared(page)
+    upper = {name: below - set(floor) for name, below in rooms(page).items() if name not in floor}
+    for names in reversed(floors(upper)):
         lines += _row(y, 32, names, "#f6e3cf")
         y += 40
-    files = shared_files(page)
-    for part in (files[: len(files) // 2], files[len(files) // 2 :]):
-        lines += _row(y, 24, part, _PALE, size=12, weight=400)
-        y += 32
-    lines.append(_text(_MARGIN, y + 12, "small files that every room may import", 13, _GRAY, anchor="start"))
+    lines += _row(y, 24, floor, _PALE, size=12, weight=400)
+    lines.append(_text(_MARGIN, y + 44, "what every room may import", 13, _GRAY, anchor="start"))
+    y += 32
     height = y + 36
     view = f'viewBox="0 0 {_WIDTH} {height}" role="img" aria-labelledby="title"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {view} font-family="{_FONT}">'

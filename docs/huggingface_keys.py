@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from lmworks.errors import UserError
-from lmworks.recipe.loading.huggingface import to_config
+from lmworks.recipe.families.registry import to_config
 from lmworks.recipe.schema.model import Model
 
 _SHAPE: dict[str, Any] = {

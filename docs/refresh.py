@@ -14,10 +14,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lmworks.doctor.page import write_page
 from lmworks.errors import UserError
-from lmworks.files import read_json, write_text
-from lmworks.run.summary import summary
+from lmworks.io.files import read_json, write_text
+from lmworks.pages.run_page import write_page
+from lmworks.run.prediction import summary
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = {"quickstart": "run-page.png", "assistant": "assistant-page.png"}  # by the name of the recipe

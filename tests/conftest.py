@@ -19,7 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import fake_cuda as fake_cuda_device
 import tiny_run
-from lmworks import machine
+from lmworks.host import machine
 from rank_pool import RankPool
 from unsynced import do_not_wait_for_the_disk
 

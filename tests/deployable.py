@@ -17,9 +17,8 @@ from lmworks.export.gguf import write_gguf
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
-from lmworks.serve.loading import make_engine
-from lmworks.serve.middleware import ServerOptions
-from lmworks.serve.models import Models
+from lmworks.serve.models import Models, make_engine
+from lmworks.serve.server import ServerOptions
 from lmworks.tokenizer import load
 from lmworks.weights.huggingface import read_model
 from tiny_run import Tiny

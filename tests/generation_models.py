@@ -32,6 +32,9 @@ class ScriptCache:
         self.tokens = [self.tokens[row] for row in rows]
         self.lengths = [self.lengths[row] for row in rows]
 
+    def reserve(self, rows: int) -> None:
+        assert rows >= len(self.lengths)
+
     def add(self, source: ScriptCache, row: int) -> None:
         self.tokens.append(list(source.tokens[row]))
         self.lengths.append(source.lengths[row])

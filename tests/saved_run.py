@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 from lmworks.checkpoint import Checkpoints
-from lmworks.files import sha256_file, write_json
+from lmworks.io.files import sha256_file, write_json
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
-from lmworks.recipe.tree.fingerprint import as_tree
+from lmworks.recipe.changes import as_tree
 from lmworks.train.data.frozen_tokenizer import META
 from lmworks.train.pretrain import identity
 from tiny_run import Tiny

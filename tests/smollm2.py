@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lmworks import wheels
 from lmworks.errors import Unavailable
+from lmworks.io import wheels
 
 ASSISTANT = Path(__file__).parents[1] / "recipes" / "assistant.yaml"
 

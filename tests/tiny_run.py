@@ -20,9 +20,9 @@ from lmworks.evaluate.in_loop import make_evaluation
 from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.optim.optimizer import Optimizer
-from lmworks.recipe.loading.load import Resolved, load_recipe
+from lmworks.recipe.load import Resolved, load_recipe
 from lmworks.run.runner import run_stages
-from lmworks.shards.read.batch import Batch
+from lmworks.shards.batch import Batch
 from lmworks.train import trainer
 from lmworks.train.pretrain import pretrain
 from lmworks.train.step import StepResult

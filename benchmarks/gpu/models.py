@@ -20,10 +20,9 @@ from lmworks.optim.optimizer import Optimizer, Updates, build_optimizer
 from lmworks.parallel import parallelize
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.read.batch import Batch
+from lmworks.shards.batch import IGNORE, Batch
 from lmworks.train.step import StepResult, train_step
 
 PHASES = "train.phases=[{{name: a, tokens: 1B, sequence_length: {0}, global_batch_size: {1}, mixture: {{web: 1.0}}}}]"

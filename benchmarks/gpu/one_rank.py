@@ -9,10 +9,10 @@ from gpu.models import TINY_MOE, batch_of, build, fresh_memory, recipe_of, the_d
 from gpu.runner import Row
 from gpu.training import GIB, kernels, layers_that_fit, timed_steps, with_memory
 
-from lmworks.optim.placement import local
+from lmworks.optim.groups import local
 from lmworks.parallel.mesh import Ranks
 from lmworks.plan.layout import choose, describe, place
-from lmworks.recipe.loading.load import load_cluster, load_recipe
+from lmworks.recipe.load import load_cluster, load_recipe
 from lmworks.recipe.schema.layout import Layout, world_size
 from lmworks.recipe.schema.recipe import Recipe
 from made_up_ranks import made_up_answers, made_up_ranks

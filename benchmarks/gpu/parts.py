@@ -16,7 +16,7 @@ from lmworks.metrics.system import memory_bytes
 from lmworks.model.loss import chunk_loss, head_loss
 from lmworks.model.moe import MoE, combine, dispatch, run_sorted
 from lmworks.optim.muon import orthogonalize
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.model import Moe
 
 GIB = 2**30

@@ -19,19 +19,19 @@ from gpu.models import DENSE_30M, MOE, TINY, TINY_MOE, batch_of, build, error, f
 from gpu.resumed import resumed
 from gpu.runner import Row
 
-from lmworks import machine
+from lmworks.host import machine
+from lmworks.host.devices import has_bf16
 from lmworks.metrics.system import memory_bytes
 from lmworks.model import moe
 from lmworks.model.router import Routing
-from lmworks.optim.placement import local
-from lmworks.precision import has_bf16
+from lmworks.optim.groups import local
 
 _PACKAGES = ("torch", "triton", "numpy", "pydantic", "pydantic_core", "blake3", "ftfy", "tokenizers", "safetensors", "pyarrow", "regex",
              "transformers", "nvidia-ml-py")  # fmt: skip
 _APIS = ("torch.nn.functional:grouped_mm", "torch:_scaled_mm", "torch:_scaled_grouped_mm", "torch.nn.attention.flex_attention:BlockMask",
          "torch.nn.attention.varlen:varlen_attn", "torch.cuda:set_sync_debug_mode", "torch.distributed.fsdp:fully_shard",
          "torch.distributed.pipelining:PipelineStage", "torch.distributed:ProcessGroupNCCL")  # fmt: skip
-_ROOMS = ("cli.main", "train.pretrain", "train.grpo", "train.dpo", "serve.engine", "evaluate.report", "weights.huggingface",
+_ROOMS = ("cli.main", "train.pretrain", "train.grpo", "train.dpo", "serve.engine", "evaluate.evaluate", "weights.huggingface",
           "export.export", "corpus.pipeline")  # fmt: skip
 
 

@@ -17,11 +17,11 @@ from gpu.soundness import Waits
 from gpu.training import kernels
 from torch import Tensor
 
+from lmworks.inference.batching import ContinuousBatch
+from lmworks.inference.sampling import GenerateOptions
 from lmworks.metrics.system import measure_peak
 from lmworks.model.attention import attend_fast, attend_plain
-from lmworks.model.batching import ContinuousBatch
 from lmworks.model.documents import from_cu_seqlens
-from lmworks.model.sampling import GenerateOptions
 
 _SIZES = {"attention": (4096, 4096), "key and value": (4096, 1024), "gate, up": (4096, 14336), "down": (14336, 4096),
           "head": (4096, 131072)}  # fmt: skip

@@ -15,21 +15,19 @@ from gpu.models import TINY, WIDTH_7B, WIDTH_8B, batch_of, build, fresh_memory, 
 from gpu.runner import Row
 from torch import Tensor
 
-from lmworks import machine
+from lmworks.host import machine
 from lmworks.metrics.system import measure_peak, memory_bytes
 from lmworks.model import documents
 from lmworks.optim.muon import orthogonalize
 from lmworks.optim.optimizer import Optimizer
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.plan.flops import flops_per_token
+from lmworks.plan.counts import flops_per_token
 from lmworks.plan.layout import MARGIN
 from lmworks.plan.memory import memory
-from lmworks.recipe.loading.load import load_cluster
-from lmworks.recipe.schema.activation_checkpointing import POLICIES
-from lmworks.recipe.schema.cluster import Cluster
-from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.load import load_cluster
+from lmworks.recipe.schema.layout import CHECKPOINTING_POLICIES, Cluster, Layout
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.read.batch import Batch
+from lmworks.shards.batch import Batch
 
 GIB = 2**30
 _CLUSTER = "1xh100"  # by whose precision the plan counts; the memory is that of the device
@@ -38,7 +36,7 @@ _CLUSTER = "1xh100"  # by whose precision the plan counts; the memory is that of
 def eight_layers_of_8b(toy: bool) -> Iterator[Row]:
     """Training at the width of an 8B model by what is recomputed: tokens/s, MFU by our count, memory beside the plan's, kernels by kind."""
     length, micro, rows = (64, 1, 2) if toy else (4096, 2, 4)
-    for policy in POLICIES:
+    for policy in CHECKPOINTING_POLICIES:
         recipe = recipe_of(TINY if toy else WIDTH_8B, length, rows, f"train.activation_checkpointing={policy}")
         try:
             yield from ({"recomputed": policy} | row for row in _training(recipe, length, micro, rows, random_fill=True))

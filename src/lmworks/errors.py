@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from lmworks.masking import mask
+from lmworks.io.masking import mask
 
 _MOST = 4000  # characters of a message, which may quote user input
 

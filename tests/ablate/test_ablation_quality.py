@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from lmworks.ablate.noise_scale import from_norms
-from lmworks.ablate.statistics.chance import is_above
-from lmworks.ablate.statistics.noise import Noise
-from lmworks.ablate.statistics.parabola import fit
-from lmworks.ablate.statistics.quality import kendall, quality, spearman
+from lmworks.ablate.conclusions import fit_parabola, from_norms
+from lmworks.ablate.contrast import Noise
+from lmworks.ablate.quality import kendall, quality, spearman
+from lmworks.ablate.verdict import is_above
 
 
 def curves(spread: float, over_seeds: float, wavering: float, slope: float = 5.0, arms: int = 4, points: int = 12) -> np.ndarray:
@@ -94,20 +93,20 @@ def test_the_interval_of_the_optimum_covers_it() -> None:
     best, inside = 0.005, 0
     for _ in range(400):
         values = 0.05 * np.log2(rates / best) ** 2 + random.normal(size=5) * 0.02 / np.sqrt(3)
-        found = fit(rates, values, Noise(0.02, 8), 3)
+        found = fit_parabola(rates, values, Noise(0.02, 8), 3)
         inside += found.low is None or found.low <= best <= found.high  # type: ignore[operator]
     assert inside / 400 >= 0.93
-    exact = fit(rates, 0.05 * np.log2(rates / best) ** 2 + 1, Noise(0.02, 8), 3)
+    exact = fit_parabola(rates, 0.05 * np.log2(rates / best) ** 2 + 1, Noise(0.02, 8), 3)
     assert exact.best == pytest.approx(best) and exact.value == pytest.approx(1) and not exact.at_edge
     assert exact.low < best < exact.high  # type: ignore[operator]
 
 
 def test_an_optimum_at_the_edge_and_one_in_the_noise() -> None:
     rates = np.array([0.001, 0.002, 0.004])
-    assert fit(rates, np.array([3.0, 2.0, 1.0]), Noise(0.01, 8), 3).at_edge
-    flat = fit(rates, np.array([1.0, 0.999, 1.0005]), Noise(0.1, 8), 3)
+    assert fit_parabola(rates, np.array([3.0, 2.0, 1.0]), Noise(0.01, 8), 3).at_edge
+    flat = fit_parabola(rates, np.array([1.0, 0.999, 1.0005]), Noise(0.1, 8), 3)
     assert (flat.low, flat.high) == (None, None)
-    assert fit(rates, np.array([1.0, 2.0, 1.0]), Noise(0.01, 8), 3).best is None
+    assert fit_parabola(rates, np.array([1.0, 2.0, 1.0]), Noise(0.01, 8), 3).best is None
 
 
 def test_the_gradient_noise_scale_of_known_gradients() -> None:

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from lmworks.ablate.statistics.contrast import Contrast, contrast, pairing_pays
-from lmworks.ablate.statistics.noise import UNKNOWN, Noise, paired, pooled, unpaired
-from lmworks.ablate.statistics.student import t_two_sided
-from lmworks.ablate.statistics.verdict import detectable_in_noise, judge, seeds_needed
-from lmworks.ablate.statistics.welch import nominal, size
+from lmworks.ablate.contrast import UNKNOWN, Contrast, Noise, contrast, paired, pairing_pays, pooled, unpaired
+from lmworks.ablate.verdict import detectable_in_noise, judge, seeds_needed
+from lmworks.ablate.welch import nominal, size, t_two_sided
 
 
 def made(difference: float, se: float, df: float = 8, **more: float) -> Contrast:

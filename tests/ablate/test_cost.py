@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lmworks import machine
 from lmworks.ablate import cost
 from lmworks.ablate.ablate import Options, open_experiment
 from lmworks.ablate.report import cost_text
 from lmworks.ablate.sharing import prepare_data
+from lmworks.host import machine
 from tiny_run import Tiny
 
 SPEED = 1e9

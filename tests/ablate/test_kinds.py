@@ -12,7 +12,7 @@ import yaml
 
 from lmworks.ablate.ablate import Options, run_ablation
 from lmworks.ablate.cost import FILE as SPEED
-from lmworks.ablate.kinds.registry import kinds, table
+from lmworks.ablate.kinds import kinds, table
 from lmworks.ablate.resolve import Experiment, resolve
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
@@ -114,7 +114,7 @@ def test_budgets_keep_the_proportions_of_the_phases(make: Make) -> None:
 
 def test_every_kind_has_its_keys_on_the_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "ablations.md").read_text(encoding="utf-8")
-    assert table() in page, "put what python -m lmworks.ablate.kinds.registry prints into docs/ablations.md"
+    assert table() in page, "put what python -m lmworks.ablate.kinds prints into docs/ablations.md"
     names = "arms anneal architecture batch critical-batch learning-rate mixture noise optimizer tokenizer"
     assert set(kinds()) == set(names.split())
 

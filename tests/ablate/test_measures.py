@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmworks.ablate.measures import Measure, needs_evaluation
-from lmworks.ablate.readings import read_run
+from lmworks.ablate.measures import Measure, needs_evaluation, read_run
 from lmworks.metrics.log import read
 from tiny_run import Tiny
 

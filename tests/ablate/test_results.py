@@ -12,13 +12,13 @@ import pytest
 import yaml
 
 from lmworks.ablate.document import document, save
-from lmworks.ablate.readings import Curve, Reading
+from lmworks.ablate.measures import Curve, Reading
 from lmworks.ablate.report import markdown
 from lmworks.ablate.resolve import resolve
 from lmworks.ablate.results import Results
-from lmworks.ablate.statistics.verdict import judge
-from lmworks.doctor.ablation_page import FILE, write_ablation_page
+from lmworks.ablate.verdict import judge
 from lmworks.errors import UserError
+from lmworks.pages.ablation_page import FILE, write_ablation_page
 from tiny_run import Tiny
 
 BITS = "validation/bits_per_byte"

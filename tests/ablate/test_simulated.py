@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmworks.ablate.statistics.contrast import contrast
-from lmworks.ablate.statistics.student import shift_for_power
-from lmworks.ablate.statistics.verdict import FAMILY_WISE, POWER, Verdict, detectable_in_noise, judge
+from lmworks.ablate.contrast import contrast
+from lmworks.ablate.verdict import FAMILY_WISE, POWER, Verdict, detectable_in_noise, judge
+from lmworks.ablate.welch import shift_for_power
 
 ARMS, ABLATIONS = 4, 1000
 

@@ -30,10 +30,10 @@ from strikes import Missed, strike
 
 import lmworks
 import tiny_run
-from lmworks import jsonl
-from lmworks.files import sha256_file
-from lmworks.progress import bar
-from lmworks.recipe.tree.fingerprint import fingerprint
+from lmworks.io import jsonl
+from lmworks.io.files import sha256_file
+from lmworks.recipe.changes import fingerprint
+from lmworks.ui.terminal import bar
 
 _PATIENCE = 900.0  # seconds until a run counts as hung: one takes twenty on an idle machine, and many times that on a busy one
 _TRIES = 3  # of a run that was over before its fault

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from plans import PLANTED, Plan, harmless, overrides
 
-from lmworks import jsonl
+from lmworks.io import jsonl
 
 HOOK = Path(__file__).parent / "hook"
 DISK = {"checkpoints": "4m", "run": "8m"}  # some checkpoints of 0.65 MB; with the rest of the run

@@ -16,7 +16,7 @@ from lmworks.checkpoint import save as save_module
 from lmworks.checkpoint import tensor_files as tensor_files_module
 from lmworks.checkpoint.save import CheckpointWriter
 from lmworks.errors import UserError
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.recipe.schema.units import Duration
 from patience import PATIENCE
 

@@ -14,7 +14,7 @@ from lmworks.checkpoint import Checkpoints, load, newest_good
 from lmworks.checkpoint import copy_to as copy_to_module
 from lmworks.checkpoint.copy_to import copy_checkpoint
 from lmworks.errors import UserError
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from patience import PATIENCE
 
 

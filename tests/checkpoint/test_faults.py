@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from lmworks import machine
 from lmworks.checkpoint import Checkpoints, load, newest_good, tensor_files, verify
 from lmworks.errors import UserError
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.host import machine
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from rank_pool import FORKS
 
 OLD, NEW = "step-00000001", "step-00000002"

@@ -16,7 +16,7 @@ from lmworks.checkpoint import Checkpoints, list_checkpoints, listing, load, man
 from lmworks.checkpoint.copy_to import copy_checkpoint
 from lmworks.checkpoint.tensor_files import TABLE, Reader
 from lmworks.errors import UserError
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
 
 DATA = "data-00000-00000.bin"
 

@@ -16,7 +16,7 @@ from lmworks.checkpoint import Checkpoints, copy_to, list_checkpoints, listing, 
 from lmworks.checkpoint import checkpoints as checkpoints_module
 from lmworks.checkpoint import save as save_module
 from lmworks.errors import UserError
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from rank_pool import RankPool
 
 WHOLE = torch.arange(42.0).reshape(7, 6)
@@ -101,13 +101,13 @@ def test_a_copy_that_was_cut_off_is_finished_at_the_next_start(ranks: RankPool, 
     ranks.run(save, 4, str(tmp_path), [1])
     ranks.run(save, 4, str(tmp_path), [2], True)
     assert [row["step"] for row in list_checkpoints(shared)] == [1]
-    assert listing.announced(shared) == [shared / listing.name_of(2)]
+    assert listing.pending(shared) == [shared / listing.name_of(2)]
     assert ranks.run(resume, 4, str(tmp_path), 2)[0][1] == ["checkpoint_copied"]
     assert [(row["step"], row["good"]) for row in verify(shared)] == [(1, True), (2, True)]
     ranks.run(save, 4, str(tmp_path), [3], True)
     shutil.rmtree(next((tmp_path / "machine-1").rglob(listing.name_of(3))))
     assert ranks.run(resume, 4, str(tmp_path), 2)[0][1] == ["checkpoint_given_up"]
-    assert not listing.announced(shared)
+    assert not listing.pending(shared)
 
 
 def save_and_copy_on(folder: str, spoil: bool) -> tuple[list[str], list[str]]:

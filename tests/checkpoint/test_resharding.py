@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lmworks.checkpoint import Checkpoints, load, tensor_files, verify
 from lmworks.checkpoint.tensor_files import Reader, incomplete_tensors, read_table
 from lmworks.errors import UserError
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from rank_pool import RankPool
 
 # Mesh shapes by world size: one axis, two, three; no powers of two among them.

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmworks.checkpoint.retention import Saved, keep
+from lmworks.checkpoint.listing import Saved, keep
 from lmworks.errors import UserError
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.recipe.schema.units import Duration
 
 

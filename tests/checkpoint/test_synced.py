@@ -17,7 +17,7 @@ import torch
 
 from lmworks.checkpoint import Checkpoints, list_checkpoints, load, newest_good
 from lmworks.checkpoint.copy_to import copy_checkpoint
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
 
 
 def state(step: int) -> dict[str, Any]:

@@ -17,10 +17,10 @@ import pytest
 import yaml
 from command import Lmworks
 
-from lmworks import machine
 from lmworks.ablate.resolve import resolve
 from lmworks.ablate.run_set import save_arms
 from lmworks.checkpoint import listing
+from lmworks.host import machine
 from lmworks.metrics.log import read
 from lmworks.watch.ledger import read_ledger
 from patience import PATIENCE

@@ -11,12 +11,12 @@ import pytest
 import yaml
 from command import Lmworks
 
-from lmworks import machine
 from lmworks.ablate.resolve import Experiment, resolve
 from lmworks.ablate.run_set import Run
 from lmworks.ablate.runs import recipe_of
+from lmworks.host import machine
 from lmworks.metrics.log import read
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batches import Batches
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny, checkpoint
 

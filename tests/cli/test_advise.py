@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmworks.plan.advice import NEEDS, Option, Situation, Trained, advise
-from lmworks.plan.amounts import amount
-from lmworks.recipe.loading.load import load_cluster
+from lmworks.recipe.load import load_cluster
+from lmworks.ui.amounts import amount
 
 RANK = {"prompt": 0, "tune": 1, "continue": 2, "train": 3}
 

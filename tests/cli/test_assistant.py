@@ -11,7 +11,7 @@ import pytest
 import yaml
 from command import Lmworks
 
-from lmworks.files import read_json
+from lmworks.io.files import read_json
 from lmworks.metrics.log import read
 from lmworks.train.load import load_model
 from smollm2 import ASSISTANT, gguf_file

@@ -205,8 +205,8 @@ def test_ctrl_c_outside_training(lmworks: Lmworks, tiny: Tiny, monkeypatch: pyte
 
 
 def test_a_preemption_asks_the_scheduler_for_another_start(lmworks: Lmworks, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.interrupt import Preempted
     from lmworks.run import runner
+    from lmworks.ui.terminal import Preempted
 
     def preempt(*_: object) -> None:
         raise Preempted("saved at step 5")

@@ -9,12 +9,12 @@ import pytest
 import yaml
 from command import Lmworks
 
-from lmworks import machine
 from lmworks.cli import recipe_commands
+from lmworks.host import machine
 from lmworks.plan.layout import MARGIN, automatic, place
 from lmworks.plan.memory import GIB
-from lmworks.recipe.loading.load import load_cluster, load_recipe
-from lmworks.run import disk_space
+from lmworks.recipe.load import load_cluster, load_recipe
+from lmworks.run import prediction
 from lmworks.train import calibrate
 
 RECIPE = """
@@ -138,7 +138,7 @@ def test_a_plan_says_what_this_machine_lacks_only_where_it_is_for_this_machine(
 ) -> None:  # fmt: skip
     (tmp_path / "here.jsonl").write_text('{"text": "here"}\n' * 9999)
     recipe.write_text(RECIPE.format(path=tmp_path / "here.jsonl", rules="none"), encoding="utf-8")
-    monkeypatch.setattr(disk_space, "shortage", lambda *_, most=False: "little room is left" if most else None)
+    monkeypatch.setattr(prediction, "shortage", lambda *_, most=False: "little room is left" if most else None)
     assert "little room is left" in lmworks("plan", recipe).out
     assert "little room is left" not in lmworks("plan", recipe, "--cluster", "8xh100").out
 

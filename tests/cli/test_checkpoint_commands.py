@@ -59,7 +59,7 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 
 def test_diff_says_how_far_each_tensor_moved(lmworks: Lmworks, run: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmworks.checkpoint.diff.split_rows", lambda record: tensor_files.split_rows(record, 1000))
+    monkeypatch.setattr("lmworks.checkpoint.rewrite.split_rows", lambda record: tensor_files.split_rows(record, 1000))
     found = json.loads(lmworks("ckpt", "diff", run.run_dir, 4, 32, "--json").out)
     before, after = checkpoint(run.run_dir, 4), checkpoint(run.run_dir, 32)
     assert found["steps"] == [4, 32]

@@ -13,8 +13,8 @@ import pytest
 import torch
 from command import Lmworks
 
-from lmworks import jsonl
-from lmworks.evaluate.compare import sources
+from lmworks.evaluate import compared_models
+from lmworks.io import jsonl
 from saved_run import save_run
 from tiny_run import Tiny
 
@@ -58,8 +58,8 @@ def test_models_of_a_run_are_evaluated_once(
     lmworks: Lmworks, run: Path, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    real = sources.open_model
-    monkeypatch.setattr(sources, "open_model", lambda where, device: opened.append(str(where)) or real(where, device))
+    real = compared_models.open_model
+    monkeypatch.setattr(compared_models, "open_model", lambda where, device: opened.append(str(where)) or real(where, device))
     names = [f"{run}@base", f"{run}@4", run / "tune" / "checkpoints" / "step-00000008"]
     found = compared(lmworks, *names, "--cache", tmp_path / "cache", "--form", "cloze", "--tasks", "arc-easy")
     assert [one["name"] for one in found["models"]] == ["run@base", "run@4", "run@tuned-8"]

@@ -12,7 +12,7 @@ import yaml
 from command import Lmworks
 
 from base_models import write_model, write_tokenizer
-from lmworks.files import read_json
+from lmworks.io.files import read_json
 from lmworks.metrics.log import read
 
 PAGE = Path(__file__).parents[2] / "docs" / "continue-pretraining.md"

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from command import Lmworks
 
-from lmworks.documents import corpus_files
+from lmworks.io.run_layout import corpus_files
 
 QUESTION = "Which of the four winds carries the salt of the seventh sea over the glass hills before the first bell of autumn rings?"
 PROSE = (

@@ -35,7 +35,7 @@ def exported(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def answers(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Recorded answers, so that not every test records them."""
-    from lmworks.deploy.record import record
+    from lmworks.deploy.request import record
     from lmworks.deploy.source import open_source
 
     path = tmp_path_factory.mktemp("answers") / "expected.json"
@@ -350,7 +350,7 @@ def test_a_quantized_model_needs_a_certificate(lmworks: Lmworks, exported: Path,
 
 def test_answers_of_a_quantized_gguf_file_are_judged_by_its_bits(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
     from lmworks.quantize import gguf
-    from lmworks.quantize.schemes import SCHEMES
+    from lmworks.quantize.source import SCHEMES
 
     original, quantized = exported.parent / "gguf" / "model.gguf", tmp_path / "quantized.gguf"
     gguf.quantize(SCHEMES["gguf-q8_0"], original, quantized, None)

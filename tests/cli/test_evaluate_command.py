@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from command import Lmworks
 
-from lmworks.evaluate.forms import likelihood
 from lmworks.evaluate.logprobs import PlainLogProbs
-from lmworks.evaluate.sets import loading
-from lmworks.files import read_json
+from lmworks.evaluate.sets import benchmarks, forms
+from lmworks.io.files import read_json
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.tokenizer import load
 from saved_run import save_run
@@ -48,10 +47,10 @@ def test_a_model_is_scored_in_every_form(lmworks: Lmworks, tiny: Tiny, tmp_path:
     assert model["scores"]["piqa/letters/5-shot"]["examples"]["from"] == "items that are not asked"
     assert sum(model["scores"]["piqa/free/0-shot"]["failures"].values()) == 12 - model["scores"]["piqa/free/0-shot"]["correct"]
     # the plain reference, one continuation at a time
-    items = loading.load(Benchmark(name="piqa", path=str(tmp_path / "data" / "piqa.jsonl")), 12, 0).items
+    items = benchmarks.load(Benchmark(name="piqa", path=str(tmp_path / "data" / "piqa.jsonl")), 12, 0).items
     tokenizer, plain = load(tiny.run_dir / "tokenizer"), PlainLogProbs(models["base"], model["context"])
-    answered = likelihood.answer(items, tokenizer, plain)  # type: ignore[arg-type]
-    assert model["scores"]["piqa/cloze/0-shot"]["correct"] == likelihood.score(answered).correct
+    answered = forms.answer(items, tokenizer, plain)  # type: ignore[arg-type]
+    assert model["scores"]["piqa/cloze/0-shot"]["correct"] == forms.score(answered).correct
     # the training text was searched for none of it
     assert set(results["not_clean"]) == {"piqa"} and model["scores"]["piqa/cloze/0-shot"]["verdict"].endswith(", not clean")
 

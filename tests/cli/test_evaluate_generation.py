@@ -11,7 +11,7 @@ from command import Lmworks
 
 from generation_models import GSM8K, HUMANEVAL, write_rows
 from lmworks.errors import Unavailable
-from lmworks.evaluate.generation.ruler import texts
+from lmworks.evaluate.generation import ruler_texts
 from lmworks.untrusted.sandbox import run_python
 from saved_run import save_run
 from tiny_run import Tiny
@@ -65,7 +65,7 @@ def test_numbers_programs_and_their_failures(lmworks: Lmworks, tiny: Tiny, data:
 
 def test_ruler_at_two_lengths_for_both_models_of_a_run(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
     try:
-        texts.words()
+        ruler_texts.words()
     except Unavailable as reason:
         pytest.skip(str(reason))
     save_run(tiny, tmp_path / "run", "model.max_position_embeddings=1200 tokens")

@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from command import Lmworks
 
-from lmworks.documents import corpus_files
-from lmworks.shards.format.manifest import Manifest
-from lmworks.shards.read.find_document import document_at, find_document
-from lmworks.shards.storage.shard_files import ShardFiles
+from lmworks.io.run_layout import corpus_files
+from lmworks.shards.lineage import document_at, find_document
+from lmworks.shards.manifest import Manifest
+from lmworks.shards.remote import ShardFiles
 from lmworks.tokenizer import load
 from tiny_run import Tiny
 

@@ -10,8 +10,8 @@ import pytest
 from command import Lmworks
 from test_compare_command import rows
 
-from lmworks import jsonl
-from lmworks.doctor.page import write_page
+from lmworks.io import jsonl
+from lmworks.pages.run_page import write_page
 from lmworks.watch.ledger import Ledger
 from saved_run import save_run
 from tiny_run import Tiny

@@ -14,10 +14,10 @@ from base_models import write_model, write_tokenizer
 from cli.test_start_tuning import ROWS, write_recipe
 from lmworks.metrics.log import read
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.batch import IGNORE
 from lmworks.tokenizer import load
 from lmworks.train.observe.forgetting import GENERAL, RISE, shipped_text
-from lmworks.train.observe.validation import validate
+from lmworks.train.validation import validate
 from lmworks.watch.ledger import read_ledger
 from lmworks.weights.huggingface import read_model
 

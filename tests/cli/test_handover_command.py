@@ -13,7 +13,7 @@ from command import Lmworks
 from safetensors.torch import load_file, save_file
 
 from deployable import GLM, QWEN3, export
-from lmworks.files import read_json, write_json
+from lmworks.io.files import read_json, write_json
 from lmworks.weights.verified import PASSED, REPORT, file_records
 from tiny_run import Tiny
 

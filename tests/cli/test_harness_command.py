@@ -12,7 +12,7 @@ import pytest
 from command import Lmworks
 
 from lmworks.evaluate import harness
-from lmworks.files import read_json
+from lmworks.io.files import read_json
 from saved_run import save_run
 from tiny_run import Tiny
 

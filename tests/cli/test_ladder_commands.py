@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 from command import Lmworks
 
-from lmworks import jsonl
 from lmworks.errors import UserError
+from lmworks.io import jsonl
 from lmworks.ladder import comparable
 from lmworks.ladder.comparable import Course
-from lmworks.ladder.file import resolve
 from lmworks.ladder.points import size_and_tokens
-from lmworks.plan.downstream_law import sigmoid_score
-from lmworks.plan.loss_law import FittedTo, LossLaw, load_law
+from lmworks.ladder.run import resolve
+from lmworks.plan.laws import FittedTo, LossLaw, load_law, sigmoid_score
 from lmworks.recipe.schema.units import Duration
 from lmworks.watch.ledger import Ledger, read_ledger
 from tiny_run import Tiny

@@ -7,7 +7,7 @@ import json
 import pytest
 from command import Lmworks
 
-from lmworks import jsonl
+from lmworks.io import jsonl
 from tiny_run import Tiny
 
 PHASE = (

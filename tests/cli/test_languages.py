@@ -9,7 +9,7 @@ from unicodedata import normalize
 import pyarrow.parquet as pq
 from command import Lmworks
 
-from lmworks.documents import corpus_files
+from lmworks.io.run_layout import corpus_files
 from paragraphs import PARAGRAPHS
 from tiny_run import Tiny
 

@@ -13,7 +13,7 @@ from command import Done, Lmworks
 
 from lmworks.launch.launcher import launch_local
 from lmworks.launch.torchrun import CountRange
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.load import load_recipe
 
 CLUSTER = """
 nodes: 2

@@ -12,10 +12,10 @@ import pytest
 import torch
 from command import Lmworks
 
-from lmworks import machine
 from lmworks.cli.options import device_of
 from lmworks.errors import UserError
-from lmworks.recipe.loading.load import shipped_folder
+from lmworks.host import machine
+from lmworks.recipe.load import shipped_folder
 
 
 def test_a_recipe_is_resolved_and_planned_for_the_machine_that_is_said(monkeypatch: pytest.MonkeyPatch, lmworks: Lmworks) -> None:

@@ -12,9 +12,9 @@ from command import Lmworks
 from test_start_tuning import ROWS
 
 from base_models import write_model, write_tokenizer
-from lmworks.files import read_json
+from lmworks.io.files import read_json
 from lmworks.metrics.log import read
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.load import load_recipe
 from lmworks.run import stage_data
 from lmworks.tokenizer import load
 

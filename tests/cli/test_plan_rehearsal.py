@@ -9,9 +9,9 @@ import pytest
 from command import Lmworks
 from test_plan_data import _lines, _recipe, base  # noqa: F401
 
-from lmworks.files import write_json
-from lmworks.plan.stage_data import StageData
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.io.files import write_json
+from lmworks.plan.stages import StageData
+from lmworks.recipe.load import load_recipe
 from lmworks.run.rehearsal import ITEMS, START, _evaluation, _little, _training
 from lmworks.run.stages import stages_for
 from lmworks.watch.ledger import read_ledger

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command import Lmworks
 
-from lmworks.recipe.loading.load import shipped_folder
+from lmworks.recipe.load import shipped_folder
 
 
 @pytest.mark.parametrize(

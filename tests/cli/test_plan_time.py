@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from command import Lmworks
 
-from lmworks.plan.flops import flops_per_token
-from lmworks.plan.loss_law import LAW_FILE, FittedTo, LossLaw, load_law, save_law
-from lmworks.recipe.loading.load import shipped_folder
+from lmworks.plan.counts import flops_per_token
+from lmworks.plan.laws import LAW_FILE, FittedTo, LossLaw, load_law, save_law
+from lmworks.recipe.load import shipped_folder
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny
 

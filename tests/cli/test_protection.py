@@ -15,22 +15,23 @@ from command import Lmworks
 
 from generation_models import GSM8K, HUMANEVAL, write_rows
 from lmworks.corpus.contamination import Decontaminator, record
-from lmworks.documents import corpus_files
 from lmworks.errors import Unavailable
-from lmworks.evaluate.generation import reasoning
-from lmworks.evaluate.items import ChoiceItem
-from lmworks.evaluate.sets import loading as sets
-from lmworks.files import read_json
+from lmworks.evaluate.generation import scoring
+from lmworks.evaluate.sets import benchmarks as sets
+from lmworks.evaluate.sets.items import ChoiceItem
+from lmworks.io.files import read_json
+from lmworks.io.run_layout import corpus_files
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
-from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark, Generator
-from lmworks.shards.build.decontaminate import decontaminate
-from lmworks.shards.format.indexed import IndexedFile, IndexedWriter
-from lmworks.shards.format.manifest import Manifest, Shard, Split
+from lmworks.shards.decontaminate import decontaminate
+from lmworks.shards.indexed import IndexedFile, IndexedWriter
+from lmworks.shards.manifest import Manifest, Shard, Split
 from lmworks.tokenizer import load
-from lmworks.train import dpo, grpo, pretrain, tune
+from lmworks.train import dpo, grpo, pretrain
 from lmworks.train import load as loading
+from lmworks.train import stage as tune
 from tiny_run import Tiny
 
 ITEM = "Which of the four winds carries the salt of the seventh sea over the glass hills before the first bell of autumn rings?"
@@ -79,7 +80,7 @@ def test_a_file_of_ones_own_is_kept_out_of_the_corpus_and_watched(lmworks: Lmwor
 
 def test_other_tasks_clean_the_corpus_again(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
-    asked = reasoning.generate_tasks(Generator(name="family_relationships"), 50)[3].question
+    asked = scoring.generate_tasks(Generator(name="family_relationships"), 50)[3].question
     arguments = with_leak(tiny, tmp_path, asked)
     lmworks("corpus", "prepare", *arguments, "--set", "evaluate.tasks=[spell_backward]")
     assert asked in trained_on(tmp_path / "run")
@@ -229,8 +230,8 @@ def aligned(lmworks: Lmworks, tiny: Tiny, folder: Path, stage: str, rows: list[A
     options = itertools.chain.from_iterable(("--set", change) for change in every)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain, "pretrain", lambda *given: None)
-        patch.setattr(dpo, "start", enough)
-        patch.setattr(grpo, "start", lambda *given: SimpleNamespace(communicator=SimpleNamespace(is_first=True)))
+        patch.setattr(dpo, "load_base", enough)
+        patch.setattr(grpo, "load_base", lambda *given: SimpleNamespace(communicator=SimpleNamespace(is_first=True)))
         patch.setattr(grpo, "run_stage", enough)
         done = lmworks(stage, *with_leak(tiny, folder), *options)
     path = folder / "run" / stage / {"grpo": "prompts.json", "dpo": "data/manifest.json"}[stage]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmworks.checkpoint import listing
-from lmworks.files import read_json
+from lmworks.io.files import read_json
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 # Its ten minutes made short. Everything else is the recipe's own: sources, tokenizer, batches, schedules, rope, tasks, formats.

@@ -21,8 +21,8 @@ from command import Lmworks
 from test_start_tuning import ROWS
 
 from base_models import write_model, write_tokenizer
-from lmworks import machine
 from lmworks.errors import UserError
+from lmworks.host import machine
 from lmworks.run.stages import STAGES
 from refusal_sites import FIRST, listed
 
@@ -225,30 +225,34 @@ CASES: dict[str, tuple[str, str, Make]] = {
         "set it to",
         lambda p: p.training(tokenizer={"path": str(p.folder / "base"), "vocab_size": 320}),
     ),
-    "an own task without its column": ("evaluate.sets.own items", "has no column", lambda p: _task(p, [{"q": "One?", "gold": 0}])),
+    "an own task without its column": (
+        "evaluate.sets.benchmarks task_items",
+        "has no column",
+        lambda p: _task(p, [{"q": "One?", "gold": 0}]),
+    ),
     "a damaged set": (
-        "evaluate.sources.local rows",
+        "evaluate.sets.sources local_rows",
         "cannot be read",
         lambda p: p.tuning(evaluate={"benchmarks": [{"name": "arc-easy", "path": p.rows("arc.parquet", "PAR1")}]}),
     ),
     # name: (the place in the source, what is said, the recipe)
     "no conversations": (
-        "train.data.conversation_files _list_files",
+        "train.data.row_files _list_files",
         "nowhere.jsonl is no file",
         lambda p: p.tune(data=[{"name": "own", "kind": "files", "path": "nowhere.jsonl"}]),
     ),
     "another suffix": (
-        "train.data.conversation_files _list_files",
+        "train.data.row_files _list_files",
         "is no such file; its name must end in",
         lambda p: p.tune(data=[{"name": "own", "kind": "files", "path": p.rows("chats.txt", CHAT)}]),
     ),
     "no path": (
-        "train.data.conversation_files read_files",
+        "train.data.row_files read_files",
         "kind files needs path",
         lambda p: p.tune(data=[{"name": "own", "kind": "files"}]),
     ),
     "no dataset": (
-        "train.data.conversation_files read_dataset",
+        "train.data.row_files read_dataset",
         "kind huggingface needs path",
         lambda p: p.tune(data=[{"name": "own", "kind": "huggingface"}]),
     ),
@@ -261,12 +265,12 @@ CASES: dict[str, tuple[str, str, Make]] = {
         lambda p: _protect(p, {"q": "What is 1 + 2?"}) | {"corpus": {"decontaminate": {"action": "fail"}}},
     ),
     "a budget below a step": (
-        "shards.read.tuning_batches check_batch",
+        "shards.validation check_batch",
         "leave no whole step",
         lambda p: p.tune(epochs=None, tokens="32 tokens"),
     ),
     "all replayed": (
-        "train.data.replay replayed_rows",
+        "train.data.mixture replayed_rows",
         "of 4 sequences in a step is none of them",
         lambda p: p.training(
             tune={
@@ -283,63 +287,63 @@ CASES: dict[str, tuple[str, str, Make]] = {
         lambda p: p.tune(lora={"rank": 4, "targets": ["q_proj"]}),
     ),
     "a rank too large": ("run.refusals _adapters.look", "tune.lora.rank 99 is larger", lambda p: p.tune(lora={"rank": 99})),
-    "no adapter": ("export.peft read_peft", "is no PEFT adapter", lambda p: p.adapter(None)),
-    "a damaged adapter": ("export.peft read_peft", "is damaged", lambda p: p.adapter(PEFT)),
-    "no config of an adapter": ("export.peft _read_config", "is not the config of an adapter", lambda p: p.adapter("{")),
+    "no adapter": ("export.huggingface read_peft", "is no PEFT adapter", lambda p: p.adapter(None)),
+    "a damaged adapter": ("export.huggingface read_peft", "is damaged", lambda p: p.adapter(PEFT)),
+    "no config of an adapter": ("export.huggingface _read_config", "is not the config of an adapter", lambda p: p.adapter("{")),
     "an adapter of another rank": (
-        "export.peft _require_options",
+        "export.huggingface _require_options",
         "has r 8, and the recipe has lora.rank 4",
         lambda p: p.adapter(PEFT | {"r": 8}),
     ),
     "an unmeasured metric": (
-        "train.early_stopping EarlyStopping.observe",
+        "train.validation EarlyStopper.observe",
         "validation/accuracy is not measured",
         lambda p: p.tune(early_stopping={"metric": "validation/accuracy"}),
     ),
     "nothing held out": (
-        "train.early_stopping EarlyStopping.observe",
+        "train.validation EarlyStopper.observe",
         "a validation loss is not measured by this run",
         lambda p: p.tune(early_stopping={}, validation_fraction=0.0),
     ),
     "a long warm-up": (
-        "recipe.derivation.schedules _Curve._tokens",
+        "recipe.timeline _Curve._tokens",
         "warmup of 9 steps is longer",
         lambda p: p.tune(lr_schedule={"warmup": "9 steps"}),
     ),
     "warm-up and decay": (
-        "recipe.derivation.schedules _Curve.__init__",
+        "recipe.timeline _Curve.__init__",
         "are together longer",
         lambda p: p.phase(lr_schedule={"kind": "wsd", "warmup": "60%", "decay": "60%"}),
     ),
     "a share of nothing": ("run.refusals _mixtures", "train.phases.only.mixture", _tiny_share),
     "no pairs": ("train.data.preferences build_preferences", "yields no pair", lambda p: p.dpo({"foo": "bar"})),
-    "no held-out pairs": ("train.check require_held_out", "needs held-out pairs", lambda p: p.dpo(PAIR, early_stopping={})),
-    "no prompts": ("train.align.prompts read_prompts", "yields no prompt", lambda p: p.grpo({"foo": "bar"})),
-    "a pipeline": ("train.align.prompts refusals", "layout.pp 2 cannot", lambda p: p.grpo(PROMPT) | {"layout": {"pp": 2}}),
-    "no reward file": ("train.align.rewards check_file", "cannot be read", _reward(None)),
-    "a reward without its function": ("train.align.rewards check_file", "does not define reward", _reward("x = 1\n")),
-    "no sandbox": ("train.align.rewards make_judge", "only in a sandbox", _no_sandbox),
+    "no held-out pairs": ("train.stage require_held_out", "needs held-out pairs", lambda p: p.dpo(PAIR, early_stopping={})),
+    "no prompts": ("train.prompts read_prompts", "yields no prompt", lambda p: p.grpo({"foo": "bar"})),
+    "a pipeline": ("train.prompts refusals", "layout.pp 2 cannot", lambda p: p.grpo(PROMPT) | {"layout": {"pp": 2}}),
+    "no reward file": ("train.rewards check_file", "cannot be read", _reward(None)),
+    "a reward without its function": ("train.rewards check_file", "does not define reward", _reward("x = 1\n")),
+    "no sandbox": ("train.rewards make_judge", "only in a sandbox", _no_sandbox),
     "no generators": (
-        "corpus.generated_questions generators_of",
+        "corpus.read.conversations generators_of",
         "kind tasks needs tasks",
         lambda p: p.tune(data=[{"name": "own", "kind": "tasks"}]),
     ),
     "an unknown generator": (
-        "corpus.generated_questions create",
+        "corpus.read.conversations create",
         "has no task 'chain_sun'",
         lambda p: p.tune(data=[{"name": "own", "kind": "tasks", "tasks": ["chain_sun"]}]),
     ),
     "too many tasks": (
-        "train.data.conversation_sets task_share",
+        "train.data.sets task_share",
         "is too many",
         lambda p: p.tune(data=[{"name": "own", "kind": "tasks", "tasks": ["chain_sum"], "count": 9_000_000}]),
     ),
     "no tokenizer": (
-        "tokenizer.keeping _source",
+        "tokenizer.opening _source",
         "has no tokenizer.json",
         lambda p: ((p.folder / "base" / "tokenizer.json").unlink(), p.tuning())[1],
     ),
-    "no chat template": ("tokenizer.keeping require_chat", "has no chat template", lambda p: p.template(None)),
+    "no chat template": ("tokenizer.opening require_chat", "has no chat template", lambda p: p.template(None)),
     "a template without a stop": (
         "tokenizer.turns Turns.__init__",
         "ends no answer with a special token",
@@ -348,17 +352,17 @@ CASES: dict[str, tuple[str, str, Make]] = {
     "an unsafe template": ("tokenizer.chat Template.render", "is unsafe", lambda p: p.template("{{ messages.__class__.__mro__ }}")),
     "no template": ("tokenizer.chat Template.__init__", "is not a chat template", lambda p: p.template("{% if %}")),
     "a known token": (
-        "tokenizer.keeping kept_json",
+        "tokenizer.opening kept_json",
         "is a token of",
         lambda p: p.tuning(tokenizer={"add_tokens": ["<|im_start|>"], "keep": True}),
     ),
     "another shape": (
-        "weights.weight_map map_weights",
+        "weights.huggingface map_weights",
         "but the config says",
         lambda p: p.base("config.json", lambda c: c | {"intermediate_size": 64}),
     ),
     "a missing layer": (
-        "weights.weight_map map_weights",
+        "weights.huggingface map_weights",
         "has no tensor",
         lambda p: p.base("config.json", lambda c: c | {"num_hidden_layers": 3}),
     ),
@@ -368,12 +372,12 @@ CASES: dict[str, tuple[str, str, Make]] = {
         lambda p: ((p.folder / "base" / "model.safetensors").rename(p.folder / "base" / "pytorch_model.bin"), p.tuning())[1],
     ),
     "an unknown set": (
-        "evaluate.sets.registry check_names",
+        "evaluate.sets.benchmarks check_names",
         "did you mean arc-easy",
         lambda p: p.tuning(evaluate={"benchmarks": ["arc-esay"]}),
     ),
     "no rows of a set": (
-        "evaluate.sources.local files",
+        "evaluate.sets.sources files",
         "nowhere",
         lambda p: p.tuning(evaluate={"benchmarks": [{"name": "arc-easy", "path": "nowhere"}]}),
     ),
@@ -383,24 +387,24 @@ CASES: dict[str, tuple[str, str, Make]] = {
         "no Hugging Face class expresses this model",
         lambda p: p.training(export={"huggingface": True, "gguf": False}) | {"model": p.training()["model"] | WINDOW_AND_EXPERTS},
     ),
-    "a taken port": ("metrics.sinks _taken", "cannot listen on port", _taken_port),
-    "a full disk": ("run.disk_space require_disk", "of disk space at least", _full_disk),
+    "a taken port": ("metrics.log _taken", "cannot listen on port", _taken_port),
+    "a full disk": ("run.prediction require_disk", "of disk space at least", _full_disk),
     "a layout that does not divide": ("run.refusals _layout", "layout: ", lambda p: p.tuning(layout={"tp": 3})),
-    "missing text": ("corpus.readers.listing find_files", "nowhere", lambda p: p.corpus({"path": "nowhere"})),
-    "unknown rules": ("corpus.rules.table rules_for", "unknown rules", lambda p: p.corpus({"rules": "best"})),
-    "no step file": ("corpus.steps.python _function", "is not a Python file", _python_step(None)),
+    "missing text": ("corpus.read.listing find_files", "nowhere", lambda p: p.corpus({"path": "nowhere"})),
+    "unknown rules": ("corpus.transform.rule_table rules_for", "unknown rules", lambda p: p.corpus({"rules": "best"})),
+    "no step file": ("corpus.transform.steps _function", "is not a Python file", _python_step(None)),
     "options of a step": (
-        "corpus.steps.python Python.make",
+        "corpus.transform.steps _python",
         "see its arguments",
         _python_step("def keep(document): return document\n", options={"depth": 1}),
     ),
     "a missing fact": (
-        "corpus.engine.passes.reading _check_facts",
+        "corpus.engine.reading_pass _check_facts",
         "needs the fact",
         _python_step("def keep(document): return document\nkeep.declared = {'needs': ('score',)}\n"),
     ),
     "no classifier": (
-        "corpus.quality.classifier Classifier.load",
+        "corpus.transform.quality Classifier.load",
         "there is no classifier",
         lambda p: p.corpus(steps=[{"step": "quality", "model": "nowhere"}]),
     ),
@@ -409,10 +413,10 @@ CASES: dict[str, tuple[str, str, Make]] = {
         "has no config.json",
         lambda p: p.corpus(dedup={"semantic": {"model": "nowhere"}}),
     ),
-    "no sbatch": ("corpus.source_checks refusals", "needs sbatch", lambda p: p.corpus(executor={"kind": "slurm"})),
-    "no imported tokens": ("shards.format.manifest Manifest.load", "does not exist", _imported),
-    "too little text": ("shards.order.order Order._check; run.refusals _enough_text", "too little text for the budget", _many_texts),
-    "no phases": ("recipe.derivation.timeline Timeline.__init__", "train.phases is empty", lambda p: p.training(train={"phases": []})),
+    "no sbatch": ("corpus.pipeline refusals", "needs sbatch", lambda p: p.corpus(executor={"kind": "slurm"})),
+    "no imported tokens": ("shards.manifest Manifest.load", "does not exist", _imported),
+    "too little text": ("shards.order Order._check; run.refusals _enough_text", "too little text for the budget", _many_texts),
+    "no phases": ("recipe.timeline Timeline.__init__", "train.phases is empty", lambda p: p.training(train={"phases": []})),
     "a small vocabulary": (
         "tokenizer.train check",
         "leaves no room for the bytes",
@@ -428,34 +432,34 @@ INSTALLED, TOKENIZERS, FAMILIES = (
     "tests/cli/test_start_bad_input.py",
 )
 ELSEWHERE = {
-    "plan.stage_phases stages_as_phases": "a budget below a step, in `plan`; the run refuses it by its own rule before",
-    "corpus.steps.language identifier": INSTALLED,
-    "corpus.steps.code Code.make": INSTALLED,
-    "corpus.steps.rewrite Rewrite.make": INSTALLED,
-    "corpus.readers.extraction require": INSTALLED,
-    "corpus.readers.warc parts": INSTALLED,
-    "corpus.readers.repository parts": INSTALLED,
-    "metrics.sinks _import": INSTALLED,
+    "plan.stages stages_as_phases": "a budget below a step, in `plan`; the run refuses it by its own rule before",
+    "corpus.transform.filter_steps identifier": INSTALLED,
+    "corpus.transform.steps _code": INSTALLED,
+    "corpus.transform.rewrite rewrite_step": INSTALLED,
+    "corpus.read.markup require": INSTALLED,
+    "corpus.read.warc parts": INSTALLED,
+    "corpus.read.repository parts": INSTALLED,
+    "metrics.log _import": INSTALLED,
     "parallel.zero_offload require_library": INSTALLED,
-    "weights.gguf_names gguf_package": INSTALLED,
-    "corpus.steps.rewrite _Rewriter.__init__": "tests/corpus/test_steps_rewrite.py; made by the same call as a step of your own",
-    "corpus.readers.__init__ parts": "a folder without the right to read it, which root has",
-    "shards.order.order Order._mixture": "tests/run/test_staleness.py; the same call as too little text",
-    "shards.order.order Order._plan": "tests/shards/test_order.py; the same call as too little text",
-    "shards.order.mixture Mixture.__init__": "tests/shards/test_mixture.py; the same call as too little text",
-    "shards.order.mixture _largest_remainder": "tests/shards/test_mixture.py; the same call as too little text",
-    "shards.build.build_shards check_imported": "tests/shards/test_import.py; the same call as no imported tokens",
-    "tokenizer.bpe check_same_ids": TOKENIZERS,
-    "tokenizer.bpe read.refuse": TOKENIZERS,
+    "weights.gguf gguf_package": INSTALLED,
+    "corpus.transform.rewrite _Rewriter.__init__": "tests/corpus/test_steps_rewrite.py; made by the same call as a step of your own",
+    "corpus.read.__init__ parts": "a folder without the right to read it, which root has",
+    "shards.order Order._mixture": "tests/run/test_staleness.py; the same call as too little text",
+    "shards.order Order._plan": "tests/shards/test_order.py; the same call as too little text",
+    "shards.mixture Mixture.__init__": "tests/shards/test_mixture.py; the same call as too little text",
+    "shards.mixture _largest_remainder": "tests/shards/test_mixture.py; the same call as too little text",
+    "shards.build check_imported": "tests/shards/test_import.py; the same call as no imported tokens",
+    "tokenizer.tokenizer_json check_same_ids": TOKENIZERS,
+    "tokenizer.tokenizer_json read_bpe.refuse": TOKENIZERS,
     "tokenizer.train _check_round_trip": TOKENIZERS,
     "tokenizer.foreign ForeignTokenizer.__init__": TOKENIZERS,
     "tokenizer.foreign ForeignTokenizer._template": TOKENIZERS,
     "tokenizer.turns Turns._check": TOKENIZERS,
-    "tokenizer.keeping require_fit": FAMILIES,
+    "tokenizer.opening require_fit": FAMILIES,
     "weights.names huggingface_name": FAMILIES,
     "weights.names refuse_foreign": FAMILIES,
     "weights.huggingface refuse_unequal_copies": FAMILIES,
-    "verify.symbolic check_installed": INSTALLED,
+    "verify.answers check_installed": INSTALLED,
     "weights.gguf _read": WEIGHTS,
     "weights.gguf GgufWeights._found": WEIGHTS,
     "weights.gguf GgufWeights._info": WEIGHTS,
@@ -463,14 +467,14 @@ ELSEWHERE = {
     "weights.quantized _pair": WEIGHTS,
     "weights.quantized _block": WEIGHTS,
     "weights.reference find": WEIGHTS,
-    "recipe.loading.phase_checks phase_refusals.end_of_warm_up": "tests/train/test_phases.py; the same list as a phase without a step",
-    "train.align.right_answers AnswerCheck.finish": "tests/train/test_grpo.py; the same call as no prompts",
+    "recipe.checks phase_refusals.end_of_warm_up": "tests/train/test_phases.py; the same list as a phase without a step",
+    "train.rewards AnswerCheck.finish": "tests/train/test_grpo.py; the same call as no prompts",
     "export.export check": "tests/export; the same call as no class",
     "export.gguf_tokenizer find_rule": "tests/export; the same call as no class",
-    "weights.gguf_names gguf_of": "tests/export; the same call as no class",
+    "weights.gguf gguf_of": "tests/export; the same call as no class",
     "plan.layout choose": "tests/plan/test_plan.py; `plan` alone chooses layouts, and shows what the run would refuse first",
-    "evaluate.sets.loading _own_items": "tests/evaluate/test_own_tasks.py; the same call as an own task without its column",
-    "evaluate.generation.declared Declared.open": "tests/evaluate/test_declared.py; the same call as an unknown set",
+    "evaluate.sets.benchmarks _own_items": "tests/evaluate/test_own_tasks.py; the same call as an own task without its column",
+    "evaluate.generation.interface Declared.open": "tests/evaluate/test_declared.py; the same call as an unknown set",
     "evaluate.generation.humaneval HumanEval.__init__": "tests/evaluate/test_humaneval.py; the same call as an unknown set",
 }
 """FIRST places without a case, with where they are tested: they need another machine, or are met by a call that a case proves."""
@@ -503,8 +507,8 @@ def raised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         while frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), UserError) and frame.f_back:
             frame = frame.f_back
         module = str(frame.f_globals["__name__"]).removeprefix("lmworks.")
-        if module.startswith("corpus.readers") and "." not in module.removeprefix("corpus.readers"):
-            module = "corpus.readers.__init__"
+        if module.startswith("corpus.read") and "." not in module.removeprefix("corpus.read"):
+            module = "corpus.read.__init__"
         found.append(f"{module} {frame.f_code.co_qualname.replace('.<locals>', '')}")
         honest(self, *what)
 

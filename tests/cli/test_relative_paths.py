@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import Lmworks
 
-from lmworks.files import read_json
+from lmworks.io.files import read_json
 from tiny_run import Tiny
 
 RECIPE = """

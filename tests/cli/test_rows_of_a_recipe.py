@@ -16,7 +16,7 @@ from command import Done, Lmworks
 
 from base_models import write_model, write_tokenizer
 from lmworks.cli.main import main
-from lmworks.files import read_json
+from lmworks.io.files import read_json
 from lmworks.tokenizer import load
 from lmworks.train.data.preferences import read_preferences
 

@@ -17,7 +17,7 @@ import pytest
 from command import Lmworks
 
 from lmworks.checkpoint import listing
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batches import Batches
 from lmworks.train import trainer
 from lmworks.watch.ledger import read_ledger
 from lmworks.watch.lock import RunLock

@@ -13,12 +13,12 @@ import yaml
 from command import Done, Lmworks
 
 from lmworks.checkpoint import listing
-from lmworks.evaluate.references import OVERALL
-from lmworks.files import read_json, sha256_file
+from lmworks.evaluate.heldout import OVERALL
+from lmworks.io.files import read_json, sha256_file
 from lmworks.metrics.log import read
-from lmworks.recipe.loading.load import load_resolved
-from lmworks.shards.read.batch import Batch
-from lmworks.shards.read.batches import Batches
+from lmworks.recipe.load import load_resolved
+from lmworks.shards.batch import Batch
+from lmworks.shards.batches import Batches
 from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny

@@ -19,8 +19,8 @@ from huggingface_hub import constants
 from base_models import write_model, write_tokenizer
 from hub import Hub
 from lmworks.checkpoint import listing
-from lmworks.files import read_json
-from lmworks.recipe.loading.hub import parse
+from lmworks.io.files import read_json
+from lmworks.recipe.hub import parse
 from lmworks.watch.ledger import read_ledger
 
 NAME = "someone/tiny-base"

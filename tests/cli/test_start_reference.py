@@ -13,9 +13,9 @@ from test_start_tuning import _base, write_recipe
 
 from lmworks.checkpoint import listing, manifest
 from lmworks.export.gguf import write_gguf
-from lmworks.files import read_json
+from lmworks.io.files import read_json
 from lmworks.tokenizer import load
-from lmworks.train import start
+from lmworks.train import stage
 from lmworks.train.load import load_model
 from lmworks.weights.huggingface import read_model
 
@@ -82,7 +82,7 @@ def test_a_run_with_a_copied_base_model_goes_on(
     base, run_dir = _base(tmp_path / "base", "qwen"), tmp_path / "run"
     recipe = write_recipe(tmp_path, base, chats)
     with monkeypatch.context() as before:
-        before.setattr(start, "_named", lambda recipe, about: False)
+        before.setattr(stage, "_named", lambda recipe, about: False)
         assert lmworks("pretrain", recipe).code == 0
     step = run_dir / "checkpoints" / "step-00000000"
     assert list(step.glob("data-*")) and listing.reference_of(step) is None

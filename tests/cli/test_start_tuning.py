@@ -17,15 +17,15 @@ from command import Lmworks
 
 from base_models import KINDS, write_model, write_tokenizer
 from docs.pages import DOCS, blocks
-from lmworks import jsonl
 from lmworks.checkpoint import listing
-from lmworks.doctor import overview
-from lmworks.doctor.read_run import read_run
+from lmworks.evaluate.answers import QUESTIONS
 from lmworks.evaluate.opening import open_model
-from lmworks.evaluate.own_answers import QUESTIONS
-from lmworks.files import read_json
+from lmworks.io import jsonl
+from lmworks.io.files import read_json
 from lmworks.metrics.log import read
-from lmworks.shards.format.indexed import IndexedFile
+from lmworks.pages import overview
+from lmworks.pages.read_run import read_run
+from lmworks.shards.indexed import IndexedFile
 from lmworks.tokenizer import load
 from lmworks.train.data.chat import chat_shards
 from lmworks.train.load import load_model
@@ -74,7 +74,7 @@ def _base(folder: Path, kind: str) -> Path:
 def test_a_base_model_is_tuned_evaluated_exported_and_served(lmworks: Lmworks, kind: str, chats: Path, tmp_path: Path) -> None:
     import transformers
 
-    from lmworks.serve.loading import load_engine
+    from lmworks.serve.models import load_engine
 
     base = _base(tmp_path / "base", kind)
     recipe = write_recipe(tmp_path, base, chats)
@@ -309,7 +309,7 @@ def test_a_first_loss_that_cannot_be_compared_is_said(
 
 
 def test_general_text_is_replayed_and_what_was_forgotten_is_said(lmworks: Lmworks, chats: Path, tmp_path: Path) -> None:
-    from lmworks.recipe.loading.load import load_resolved
+    from lmworks.recipe.load import load_resolved
     from lmworks.train.curriculum import TuningCurriculum
 
     base = _base(tmp_path / "base", "qwen")

@@ -14,14 +14,14 @@ import torch
 from command import Done, Lmworks
 
 from lmworks.errors import UserError
-from lmworks.files import read_json
-from lmworks.plan.amounts import amount
-from lmworks.recipe.derivation import scaling_laws
-from lmworks.recipe.derivation.parameters import count_active_parameters, count_parameters
-from lmworks.recipe.loading.load import load_recipe, load_resolved
+from lmworks.io.files import read_json
+from lmworks.recipe import scaling_laws
+from lmworks.recipe.load import load_recipe, load_resolved
+from lmworks.recipe.parameters import count_active_parameters, count_parameters
 from lmworks.run import time_budget
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batches import Batches
 from lmworks.train import calibrate
+from lmworks.ui.amounts import amount
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 

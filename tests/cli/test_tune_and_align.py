@@ -22,11 +22,11 @@ from command import Done, Lmworks
 
 from docs.pages import blocks
 from lmworks.cli.main import main
-from lmworks.doctor.read_run import read_run
-from lmworks.doctor.timeline import timeline
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.metrics.log import read
-from lmworks.recipe.schema.lora import is_adapter
+from lmworks.pages.read_run import read_run
+from lmworks.pages.timeline import timeline
+from lmworks.recipe.schema.model import is_adapter
 from lmworks.train.load import final_model, load_model
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import events_of

@@ -13,12 +13,10 @@ import pyarrow.parquet as pq
 from lmworks.corpus import prepare
 from lmworks.corpus.analysis.prepared import PreparedCorpus
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.steps.clean import Clean
-from lmworks.corpus.steps.lines import Lines
-from lmworks.corpus.steps.rules import Rules
-from lmworks.documents import corpus_files
+from lmworks.io.run_layout import corpus_files
 from lmworks.recipe.schema.corpus import Corpus, Source
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.steps import Clean, Lines, Rules
 
 COPIED = 7  # its text stands three more times in the source
 QUESTION = "Which of the four winds carries the salt of the seventh sea over the glass hills before the first bell of autumn rings?"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lmworks.corpus.readers import Part, parts, read
-from lmworks.corpus.readers.items import Item
+from lmworks.corpus.read import Part, parts, read
+from lmworks.corpus.read.part import Item
 from lmworks.recipe.schema.corpus import Source
 
 LIMIT = 10_000

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.document import Batch, Document, Outcome, Step
-from lmworks.corpus.steps.base import Context, StepOptions
+from lmworks.corpus.document import Batch, Context, Document, Outcome, Step
+from lmworks.corpus.transform.steps import make_step
 from lmworks.recipe.schema.corpus import Source
+from lmworks.recipe.schema.steps import StepOptions
 
 
 def step_of(node: StepOptions, folder: Path = Path(), **source: Any) -> Step:
     """The step of a node for a source of English web pages; `source` overrides fields."""
     given = {"name": "web", "kind": "text", "path": "texts", "license": "none", "domain": "web", **source}
-    return node.make(Context(Source(**given), 0, folder))
+    return make_step(node, Context(Source(**given), 0, folder))
 
 
 def documents(texts: Sequence[str], part: int = 0, **fields: Any) -> list[Document]:

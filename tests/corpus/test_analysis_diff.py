@@ -9,9 +9,8 @@ from pathlib import Path
 import analysis_corpus as made
 import pytest
 
-from lmworks.corpus.analysis.diff import SourceDifference, diff, differs
+from lmworks.corpus.analysis.diff import SourceDifference, diff, differs, number_repeats
 from lmworks.corpus.analysis.prepared import PreparedCorpus
-from lmworks.corpus.analysis.records import number_repeats
 
 
 @pytest.fixture(scope="module")

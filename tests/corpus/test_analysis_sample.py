@@ -11,7 +11,7 @@ import pytest
 
 from lmworks.corpus.analysis.prepared import PreparedCorpus
 from lmworks.corpus.analysis.sample import SampleFilter, sample
-from lmworks.corpus.cleaning import clean
+from lmworks.corpus.transform.cleaning import clean
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Bucket
 

@@ -11,8 +11,7 @@ import pytest
 
 from lmworks.corpus.analysis import trace as tracing
 from lmworks.corpus.analysis.prepared import PreparedCorpus
-from lmworks.corpus.analysis.text_diff import MAX_LINES, changed_lines
-from lmworks.corpus.analysis.trace import Trace, trace
+from lmworks.corpus.analysis.trace import MAX_LINES, Trace, changed_lines, trace
 from lmworks.errors import UserError
 
 STEP = '''

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from source_items import LIMIT, items, reasons, source, texts
 
-from lmworks.corpus.readers import archives, parts, read
-from lmworks.corpus.readers.repository import ordered
+from lmworks.corpus.read import archives, parts, read
+from lmworks.corpus.read.repository import ordered
 from lmworks.errors import Unavailable
 
 

@@ -12,16 +12,14 @@ import pytest
 
 from lmworks.corpus import prepare
 from lmworks.corpus.document import Document
-from lmworks.corpus.quality.buckets import bucket_of
-from lmworks.corpus.quality.train import train
-from lmworks.corpus.steps.clean import Clean
-from lmworks.corpus.steps.python import Python
-from lmworks.corpus.steps.quality import Quality
-from lmworks.documents import corpus_files
+from lmworks.corpus.transform.quality import bucket_of
+from lmworks.corpus.transform.quality_training import train
 from lmworks.errors import UserError
+from lmworks.io.run_layout import corpus_files
 from lmworks.recipe.schema.corpus import Bucket, Corpus, Source
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.tokenizer.sample import source_weights
+from lmworks.recipe.schema.steps import Clean, Python, Quality
+from lmworks.tokenizer.evaluate import source_weights
 
 BUCKETS = [Bucket(name="low", minimum=0, weight=0), Bucket(name="high", minimum=0.7, weight=3), Bucket(name="middle", minimum=0.3)]
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from step_documents import outcomes_of, step_of
 from test_corpus_rules import ARTICLE
 
-from lmworks.corpus.cleaning import clean, comparison_form, encodable, fix_mojibake
 from lmworks.corpus.document import Document
-from lmworks.corpus.steps.clean import Clean
+from lmworks.corpus.transform.cleaning import clean, comparison_form, encodable, fix_mojibake
+from lmworks.recipe.schema.steps import Clean
 
 
 def test_line_ends_controls_and_spaces() -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lmworks.corpus.readers.conversations import Conversation, chitchat, parse_story, story_language, story_messages, virtual_stories
-from lmworks.corpus.readers.document_formats import FORMATS, Member, render_story
-from lmworks.corpus.readers.items import Item
+from lmworks.corpus.read.conversations import Conversation, chitchat, parse_story, story_language, story_messages, virtual_stories
+from lmworks.corpus.read.formats import FORMATS, Member, render_story
+from lmworks.corpus.read.part import Item
 from lmworks.errors import Unavailable
-from lmworks.wheels import wheel
+from lmworks.io.wheels import wheel
 
 STORY = '''"""
 Guest asks for pillows.

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from lmworks.corpus import prepare
-from lmworks.corpus.engine.passes.resolving import _held
+from lmworks.corpus.engine.duplicates_pass import _held
 from lmworks.corpus.report import Report
-from lmworks.documents import corpus_files
+from lmworks.io.run_layout import corpus_files
 from lmworks.recipe.schema.recipe import Recipe
 
 

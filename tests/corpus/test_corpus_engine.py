@@ -21,10 +21,10 @@ import pytest
 
 from lmworks.corpus import prepare
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.engine.executors import local
+from lmworks.corpus.engine import local_executor
 from lmworks.corpus.report import Report
-from lmworks.documents import corpus_files
 from lmworks.errors import UserError
+from lmworks.io.run_layout import corpus_files
 from lmworks.recipe.schema.corpus import Corpus, Source
 from lmworks.recipe.schema.recipe import Recipe
 from patience import PATIENCE
@@ -102,7 +102,7 @@ def read_times(out: Path) -> dict[Path, int]:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start processes even for little work."""
-    monkeypatch.setattr(local, "_MIN_BYTES_PER_PROCESS", 50_000)
+    monkeypatch.setattr(local_executor, "_MIN_BYTES_PER_PROCESS", 50_000)
 
 
 @pytest.fixture(scope="module")
@@ -259,8 +259,8 @@ from pathlib import Path
 from lmworks.corpus import prepare
 from lmworks.corpus.contamination import Question
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.corpus.engine.executors import local
-local._MIN_BYTES_PER_PROCESS = 50_000
+from lmworks.corpus.engine import local_executor
+local_executor._MIN_BYTES_PER_PROCESS = 50_000
 print("begun", flush=True)
 out, texts = map(Path, sys.argv[2:])
 prepare(Recipe.model_validate_json(Path(sys.argv[1]).read_text()), out, [Question("riddles/1", "Where is the ninth zebra of them?")], texts)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from lmworks.corpus import prepare
-from lmworks.corpus.engine.executors import batch_task, slurm
+from lmworks.corpus.engine import slurm_executor
 from lmworks.corpus.engine.job import Job, hash_referenced_files
-from lmworks.corpus.engine.passes.sequence import PASSES
+from lmworks.corpus.engine.passes import PASSES
 from lmworks.corpus.engine.task import pass_named
 from lmworks.corpus.pipeline import preview
-from lmworks.corpus.readers import parts
+from lmworks.corpus.read import parts
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Corpus, Source
 from lmworks.recipe.schema.recipe import Recipe
@@ -76,7 +76,7 @@ def test_under_ray_a_step_that_fails_is_named(texts: Path, tmp_path: Path) -> No
 @pytest.mark.needs("slurm")
 def test_slurm_leaves_the_same(texts: Path, local: str, slurm_here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", str(slurm_here))
-    monkeypatch.setattr(slurm, "_POLL_SECONDS", 0.5)
+    monkeypatch.setattr(slurm_executor, "_POLL_SECONDS", 0.5)
     prepare(recipe(texts, kind="slurm", max_jobs=2, memory="500M"), tmp_path / "out")
     assert hash_of_outputs(tmp_path / "out") == local
     assert len(list((tmp_path / "out" / "staging" / "slurm").glob("read-*.log"))) == 2, "the parts were dealt out among two jobs"
@@ -88,7 +88,7 @@ def test_under_slurm_a_step_that_fails_is_named_and_nothing_is_left_waiting(
     texts: Path, slurm_here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", str(slurm_here))
-    monkeypatch.setattr(slurm, "_POLL_SECONDS", 0.5)
+    monkeypatch.setattr(slurm_executor, "_POLL_SECONDS", 0.5)
     with pytest.raises(UserError, match=r"step fails .*lib/\d+/0 .*ZeroDivisionError"):
         prepare(recipe(texts, ("fails",), kind="slurm"), tmp_path / "out", folder=texts)
     subprocess.run(["sleep", "2"], check=True)
@@ -104,7 +104,7 @@ def test_the_script_says_what_the_recipe_asks_for(texts: Path, tmp_path: Path) -
     asked = recipe(texts, kind="slurm", max_jobs=3, max_running=2, partition="cpu", memory="4G", reduce_memory="64G", time_limit="2:00:00",
                    options=("--constraint=nvme",), setup=("module load python",))  # fmt: skip
     job = job_of(asked, tmp_path / "out", texts)
-    read, decide = (slurm.batch_script(job, pass_named(PASSES, name)).splitlines() for name in ("read", "resolve_duplicates"))
+    read, decide = (slurm_executor.batch_script(job, pass_named(PASSES, name)).splitlines() for name in ("read", "resolve_duplicates"))
     wanted = ["--array=0-2%2", "--partition=cpu", "--mem=4G", "--time=2:00:00", "--constraint=nvme", "--requeue"]
     assert [f"#SBATCH {option}" in read for option in wanted] == [True] * len(wanted)
     assert read.index("module load python") < len(read) - 1
@@ -122,20 +122,20 @@ def test_the_tasks_of_a_pass_are_dealt_out_whole(texts: Path, tmp_path: Path) ->
     job.save()
     jobs = 3
     for first in range(jobs):
-        batch_task.run_tasks(job.out, "read", first, jobs)
+        slurm_executor.run_tasks(job.out, "read", first, jobs)
     assert all(pass_named(PASSES, "read").is_done(job, piece) for piece in job.pieces)
     with pytest.raises(UserError, match=rf"the pass read has {len(job.pieces)} tasks, numbered from 0"):
-        batch_task.run_tasks(job.out, "read", 99, 100)
+        slurm_executor.run_tasks(job.out, "read", 99, 100)
     with pytest.raises(UserError, match="a corpus job has no pass 'reed'; it has: size, draw, read"):
-        batch_task.run_tasks(job.out, "reed", 0, 1)
+        slurm_executor.run_tasks(job.out, "reed", 0, 1)
 
 
 def test_a_batch_job_leaves_its_reason_where_the_executor_looks(texts: Path, tmp_path: Path) -> None:
     job = job_of(recipe(texts, ("fails",)), tmp_path / "out", texts)
     job.save()
     with pytest.raises(UserError, match="step fails"):
-        batch_task.run_tasks(job.out, "read", 0, 10)
-    (told,) = slurm.failures_folder(job).glob("*.txt")
+        slurm_executor.run_tasks(job.out, "read", 0, 10)
+    (told,) = slurm_executor.failures_folder(job).glob("*.txt")
     assert "step fails" in told.read_text()
 
 

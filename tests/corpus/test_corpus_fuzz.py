@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 import pytest
 from source_items import source
 
-from lmworks.corpus.readers import parts, read
-from lmworks.corpus.readers.items import Item
+from lmworks.corpus.read import parts, read
+from lmworks.corpus.read.part import Item
 from lmworks.errors import UserError
 
 LIMIT = 20_000
@@ -238,7 +238,7 @@ def test_a_hundred_thousand_rows_and_files(tmp_path: Path) -> None:
 
 _PEAK = """
 import collections, json, resource, sys
-from lmworks.corpus.readers import parts, read
+from lmworks.corpus.read import parts, read
 from lmworks.recipe.schema.corpus import Source
 import pyarrow.parquet, zstandard
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmworks.corpus.dedup.keys import find_copies, in_slice, keys_of, normal_url, text_keys, url_keys
+from lmworks.corpus.dedup.signatures import find_copies, in_slice, keys_of, normal_url, text_keys, url_keys
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,20 @@ from hypothesis import strategies as st
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document, Drop
-from lmworks.corpus.rules.tokens import Vocabulary, split
-from lmworks.corpus.steps.rules import Rules
+from lmworks.corpus.transform.published_words import Vocabulary, split
 from lmworks.corpus.units import Symbols, units
-from lmworks.letters import FOLDED, LINE_ENDS, SENTENCE_ENDS, SPACELESS_LANGUAGES, characters, fold, fold_character, main_language, words
+from lmworks.recipe.schema.steps import Rules
+from lmworks.text.letters import (
+    FOLDED,
+    LINE_ENDS,
+    SENTENCE_ENDS,
+    SPACELESS_LANGUAGES,
+    characters,
+    fold,
+    fold_character,
+    main_language,
+    words,
+)
 from paragraphs import PARAGRAPHS
 
 LANGUAGES = sorted(PARAGRAPHS)

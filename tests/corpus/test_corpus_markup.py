@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from source_items import items, reasons, texts
 
-from lmworks.corpus.markup.html import decoded, unescaped
-from lmworks.corpus.markup.latex import _BLANK, to_text
-from lmworks.corpus.readers import extraction
+from lmworks.corpus.read import markup
+from lmworks.corpus.read.markup import _BLANK, decoded, to_text, unescaped
 
 PAGE = """<html><head><title>T</title><script>alert(1)</script></head><body><nav><a href="/">Home</a> <a href="/b">Shop</a></nav>
 <article><h1>The heading</h1><p>Some prose with snake_case and a*b and 1 &lt; 2, long enough to be taken for content by anyone.</p>
@@ -77,7 +76,7 @@ def test_long_runs_of_spaces_are_looked_through_once() -> None:
 
 def test_a_page_that_hangs_its_parser_costs_itself_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trafilatura")
-    monkeypatch.setattr(extraction, "_SECONDS", 1)
+    monkeypatch.setattr(markup, "_SECONDS", 1)
     (tmp_path / "a.html").write_text(PAGE)
     (tmp_path / "b.html").write_bytes(HANGS)
     (tmp_path / "c.html").write_bytes(b"<html><body>" + b"<div>" * 100_000)
@@ -91,7 +90,7 @@ def test_a_page_that_hangs_its_parser_costs_itself_only(tmp_path: Path, monkeypa
 
 def test_a_parser_that_dies_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trafilatura")
-    with extraction.Extractor("html") as extractor:
+    with markup.Extractor("html") as extractor:
         assert extractor.text(PAGE.encode(), "a", 1).text == TEXT_OF_PAGE
         process = extractor._convert._process
         assert process is not None

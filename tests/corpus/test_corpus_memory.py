@@ -14,10 +14,9 @@ from step_documents import documents
 from lmworks.corpus import prepare
 from lmworks.corpus.dedup.signatures import SignatureWriter, sketching_of
 from lmworks.corpus.document import Batch
+from lmworks.corpus.engine import reading_pass
 from lmworks.corpus.engine.decisions import DecisionRows
-from lmworks.corpus.engine.passes import reading
-from lmworks.recipe.schema.corpus import Corpus, Source
-from lmworks.recipe.schema.dedup import Dedup
+from lmworks.recipe.schema.corpus import Corpus, Dedup, Source
 from lmworks.recipe.schema.recipe import Recipe
 
 
@@ -38,8 +37,8 @@ def test_traces_are_collected_in_files(tmp_path: Path) -> None:
 
 
 def test_decisions_are_written_as_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_DECIDED", 50)
-    monkeypatch.setattr(reading, "BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr(reading_pass, "_DECIDED", 50)
+    monkeypatch.setattr(reading_pass, "BATCH_CHARACTERS", 1000)
     waiting, write = [], DecisionRows.write
 
     def counted(self: DecisionRows, out: pq.ParquetWriter) -> None:

@@ -13,9 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmworks.corpus.dedup.clusters import Clusters
-from lmworks.corpus.dedup.near import StackedArrays, candidates, classify_pairs, distinct_shingles, jaccard
-from lmworks.corpus.dedup.sketch import Sketching, band_keys, candidate_probability, shingles, similarity, sketches
+from lmworks.corpus.dedup.near import (
+    Clusters,
+    Sketching,
+    StackedArrays,
+    band_keys,
+    candidate_probability,
+    candidates,
+    classify_pairs,
+    distinct_shingles,
+    jaccard,
+    shingles,
+    similarity,
+    sketches,
+)
 from lmworks.corpus.units import ngrams, units
 
 SKETCHING = Sketching.of(5, 256, None, 0.8)

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 from source_items import items, reasons, rows, source, texts
 
-from lmworks.corpus.readers import Part, parts, provides, read
-from lmworks.corpus.readers.json_rows import can_be_cut
+from lmworks.corpus.read import Part, parts, provides, read
+from lmworks.corpus.read.json_rows import can_be_cut
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 

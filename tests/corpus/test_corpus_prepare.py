@@ -20,13 +20,12 @@ from rich.console import Console
 
 from lmworks.corpus import prepare, table
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.engine.counts import SAMPLES
+from lmworks.corpus.engine.step_runner import SAMPLES
 from lmworks.corpus.report import Report
 from lmworks.corpus.units import ngrams, units
-from lmworks.documents import COLUMNS, corpus_files
 from lmworks.errors import UserError
-from lmworks.recipe.schema.corpus import Corpus, Source
-from lmworks.recipe.schema.dedup import Dedup, Minhash
+from lmworks.io.run_layout import COLUMNS, corpus_files
+from lmworks.recipe.schema.corpus import Corpus, Dedup, Minhash, Source
 from lmworks.recipe.schema.recipe import Recipe
 
 DOCS = Source(name="docs", kind="stdlib", document_format="docs", include="email/*.py", domain="docs", language="en", license="PSF-2.0")

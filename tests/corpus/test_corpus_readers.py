@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from source_items import LIMIT, items, reasons, rows, source, texts
 
-from lmworks.corpus.readers import File, Part, huggingface, parts, read
-from lmworks.corpus.readers.opening import bounded_lines
+from lmworks.corpus.read import File, Part, huggingface, parts, read
+from lmworks.corpus.read.opening import bounded_lines
 from lmworks.errors import Unavailable, UserError
 
 GOOD = ["first document", "second: naïve 文書", "third"]
@@ -65,7 +65,7 @@ def test_bounded_lines() -> None:
 
 _PEAK = """
 import resource, sys
-from lmworks.corpus.readers import parts, read
+from lmworks.corpus.read import parts, read
 from lmworks.recipe.schema.corpus import Source
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 source = Source(name="big", kind=sys.argv[1], path=sys.argv[2], license="test")
@@ -90,7 +90,7 @@ def test_200_megabytes_in_one_line_do_not_blow_memory(tmp_path: Path, kind: str)
 
 _PEAK_OF_LINES = """
 import resource, sys
-from lmworks.corpus.readers import parts, read
+from lmworks.corpus.read import parts, read
 from lmworks.recipe.schema.corpus import Source
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 source = Source(name="many", kind="jsonl", path=sys.argv[1], license="test")

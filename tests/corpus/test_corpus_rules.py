@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from lmworks.corpus.rules import RULES, Rule, Text, first_broken, rules_for
-from lmworks.corpus.rules import measures as m
-from lmworks.corpus.rules.reference import page
-from lmworks.corpus.steps.rules import Rules
+from lmworks.corpus.transform import rule_measures as m
+from lmworks.corpus.transform.filter_steps import rules_warnings
+from lmworks.corpus.transform.rule_measures import Text
+from lmworks.corpus.transform.rule_table import RULES, Rule, first_broken, page, rules_for
 from lmworks.corpus.units import units
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
+from lmworks.recipe.schema.steps import Rules
 
 PROSE = (
     "The recent accession of the important state to the union, the general and increasing good will toward the government, "
@@ -208,7 +209,7 @@ def test_stop_words_are_those_of_the_language() -> None:
 
 def test_the_page_of_the_rules_is_made_from_them() -> None:
     path = Path(__file__).parents[2] / "docs" / "rules.md"
-    assert path.read_text() == page(), "make it again: python -m lmworks.corpus.rules.reference > docs/rules.md"
+    assert path.read_text() == page(), "make it again: python -m lmworks.corpus.transform.rule_table > docs/rules.md"
 
 
 def test_a_drop_says_the_value_and_the_limit() -> None:
@@ -238,8 +239,8 @@ def test_a_domain_counts_in_chinese_too() -> None:
 def test_published_rules_warn_of_languages_without_spaces() -> None:
     common = {"kind": "text", "path": "texts", "license": "test"}
     sources = [Source.model_validate({"name": name, "language": name, **common}) for name in ("en", "zh", "ja")]
-    found = list(Rules(sets=("gopher", "c4", "fineweb")).warnings(sources))
+    found = list(rules_warnings(Rules(sets=("gopher", "c4", "fineweb")), sources))
     assert [line.split(":")[0] for line in found] == ["source zh", "source ja"]
     assert "gopher and c4 count words between spaces and drop nearly all text in zh" in found[0]
-    assert [line.split(":")[0] for line in Rules(sets=("c4",), sources=("en", "ja")).warnings(sources)] == ["source ja"]
-    assert not list(Rules(sets=("fineweb",)).warnings(sources)) and not list(Rules().warnings(sources))
+    assert [line.split(":")[0] for line in rules_warnings(Rules(sets=("c4",), sources=("en", "ja")), sources)] == ["source ja"]
+    assert not list(rules_warnings(Rules(sets=("fineweb",)), sources)) and not list(rules_warnings(Rules(), sources))

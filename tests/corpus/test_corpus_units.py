@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmworks.corpus.units import Symbols, ngrams, ngrams_of, run_hash, symbolic, symbolic_stretches, units
-from lmworks.letters import fold
+from lmworks.text.letters import fold
 
 HAN = "日本語の文章です"
 

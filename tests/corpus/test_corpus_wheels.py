@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from lmworks.corpus.readers import parts, read
+from lmworks.corpus.read import parts, read
 from lmworks.errors import Unavailable, UserError
-from lmworks.recipe.loading.start_from import find
+from lmworks.io.wheels import named, wheel
 from lmworks.recipe.schema.corpus import Source
-from lmworks.wheels import named, wheel
+from lmworks.recipe.weights import find_start_weights
 
 NAME = "some_text-1.2-py3-none-any.whl"
 
@@ -101,10 +101,10 @@ def test_a_name_of_another_form_is_refused(text: str, index: str) -> None:
     with pytest.raises(UserError, match="is not of the form wheel:NAME==VERSION/FILE#sha256=HASH"):
         named(text)
     with pytest.raises(UserError, match=r"^start_from: 'wheel:.* is not of the form"):
-        find(text)
+        find_start_weights(text)
 
 
 def test_weights_inside_a_wheel_are_found(index: str) -> None:
     """The file reaches the reader of weights, which says what it is not."""
     with pytest.raises(UserError, match=r"^start_from: .*a\.txt is no Hugging Face folder"):
-        find(f"wheel:some-text==1.2/some_text/a.txt#sha256={index}")
+        find_start_weights(f"wheel:some-text==1.2/some_text/a.txt#sha256={index}")

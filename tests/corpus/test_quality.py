@@ -14,17 +14,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lmworks.corpus.document import Batch, Document, Drop
-from lmworks.corpus.quality.classifier import Classifier, grams
-from lmworks.corpus.quality.examples import labeled, sample
-from lmworks.corpus.quality.measure import measure
-from lmworks.corpus.quality.train import score_texts, train
-from lmworks.corpus.steps.base import Context
-from lmworks.corpus.steps.quality import Quality
+from lmworks.corpus.document import Batch, Context, Document, Drop
+from lmworks.corpus.transform.quality import Classifier, grams, measure
+from lmworks.corpus.transform.quality_training import labeled, sample, score_texts, train
+from lmworks.corpus.transform.steps import make_step
 from lmworks.corpus.units import units
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Corpus, Source
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.steps import Quality
 
 
 def source(**more: object) -> Source:
@@ -180,7 +178,7 @@ def test_the_step_scores_drops_and_takes_the_threshold_of_the_source(classifier:
     node = Quality(model="q.safetensors", threshold=0.5)
     texts = [*prose[:40], *shuffled(prose[40:80], seed=5), ""]
     scores = score_texts(classifier, texts)
-    step = node.make(Context(source(), 0, tmp_path))
+    step = make_step(node, Context(source(), 0, tmp_path))
     assert step.makes == step.statistics == ("quality",) and step.name == "quality"
     outcomes = step(Batch(documents(texts)))
     assert [isinstance(outcome, Drop) for outcome in outcomes] == (scores < 0.5).tolist()
@@ -190,9 +188,9 @@ def test_the_step_scores_drops_and_takes_the_threshold_of_the_source(classifier:
     drop = next(outcome for outcome in outcomes if isinstance(outcome, Drop))
     assert drop.reason == "quality" and drop.detail.endswith("< 0.5")
 
-    lenient = node.make(Context(source(quality_threshold=0), 0, tmp_path))
+    lenient = make_step(node, Context(source(quality_threshold=0), 0, tmp_path))
     assert not any(isinstance(outcome, Drop) for outcome in lenient(Batch(documents(texts))))
-    other = Quality(model="missing", sources=("books",)).make(Context(source(), 0, tmp_path))
+    other = make_step(Quality(model="missing", sources=("books",)), Context(source(), 0, tmp_path))
     assert list(other(Batch(documents(texts)))) == documents(texts)
 
 

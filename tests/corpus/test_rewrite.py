@@ -17,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from lmworks.corpus.document import Batch, Document, Drop, Outcome, Variants
-from lmworks.corpus.steps.base import Context
-from lmworks.corpus.steps.rewrite import Rewrite
+from lmworks.corpus.document import Batch, Context, Document, Drop, Outcome, Variants
+from lmworks.corpus.transform.steps import make_step
 from lmworks.errors import UserError
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.corpus import Source
+from lmworks.recipe.schema.steps import Rewrite
 
 PROMPT = "Say it shorter:\n\n{text}\n\nNo {braces} lost."
 
@@ -90,7 +90,7 @@ def node(endpoint: str, **more: Any) -> Rewrite:
 
 def run(tmp_path: Path, node: Rewrite, texts: list[str], source: str = "web") -> list[Outcome]:
     made = Source(name=source, kind="text", path="x", license="test")
-    step = node.make(Context(made, 0, tmp_path))
+    step = make_step(node, Context(made, 0, tmp_path))
     documents = [
         Document(f"{source}/0/{number}", text, f"x:{number}", source, "web", "en", {"url": "u"}) for number, text in enumerate(texts)
     ]

@@ -17,10 +17,9 @@ from lmworks.corpus.dedup.near import StackedArrays
 from lmworks.corpus.dedup.semantic import embedding, random_projection, semantic_duplicates
 from lmworks.corpus.document import Document
 from lmworks.corpus.units import units
-from lmworks.documents import corpus_files
 from lmworks.errors import UserError
-from lmworks.recipe.schema.corpus import Corpus, Source
-from lmworks.recipe.schema.dedup import Dedup, Semantic
+from lmworks.io.run_layout import corpus_files
+from lmworks.recipe.schema.corpus import Corpus, Dedup, Semantic, Source
 from lmworks.recipe.schema.recipe import Recipe
 
 

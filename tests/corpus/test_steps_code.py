@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from step_documents import outcomes_of, step_of
 
-from lmworks import machine
-from lmworks.corpus.checks import parsing
-from lmworks.corpus.checks.parsing import KNOWN, parse_code, suffix
 from lmworks.corpus.document import Document, Drop, Outcome
-from lmworks.corpus.steps.code import Code
+from lmworks.corpus.transform import parsing
+from lmworks.corpus.transform.parsing import KNOWN, parse_code, suffix
 from lmworks.errors import UserError
+from lmworks.host import machine
+from lmworks.recipe.schema.steps import Code
 from lmworks.recipe.schema.units import Seconds
 from lmworks.untrusted.limited_process import LimitedProcess
 from lmworks.untrusted.sandbox import Limits, run_python
@@ -102,7 +102,7 @@ def test_code_that_fills_the_memory_is_only_dropped(kind: str, monkeypatch: pyte
     """Both take many times their length to parse; the limit is set low, so that little is enough."""
     if kind == "cpp":
         pytest.importorskip("tree_sitter", reason="no tree-sitter: pip install 'lmworks[code]'")
-    with closing(LimitedProcess("lmworks.corpus.checks.parsing:parser", PATIENCE, 64 << 20)) as parser:
+    with closing(LimitedProcess("lmworks.corpus.transform.parsing:parser", PATIENCE, 64 << 20)) as parser:
         monkeypatch.setattr(parsing, "_parser", parser)
         hostile = "a<" * 30_000 if kind == "cpp" else "a\n" * 200_000
         assert outcome_of_code(hostile, f"a.{kind}") == "unparsable"
@@ -110,7 +110,7 @@ def test_code_that_fills_the_memory_is_only_dropped(kind: str, monkeypatch: pyte
 
 
 def test_code_that_takes_for_ever_to_parse_is_only_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(LimitedProcess("lmworks.corpus.checks.parsing:parser", 0.3, 2 << 30)) as parser:
+    with closing(LimitedProcess("lmworks.corpus.transform.parsing:parser", 0.3, 2 << 30)) as parser:
         monkeypatch.setattr(parsing, "_parser", parser)
         assert parse_code("a\n" * 3_000_000, "py") == (1.0, "parsing it takes too much time")
 
@@ -143,9 +143,9 @@ def test_the_step_runs_python() -> None:
 
 def test_without_a_sandbox_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(machine.VARIABLE, "sandbox=no")
-    from lmworks.corpus.steps import code
+    from lmworks.corpus.transform import steps
 
-    code._trial.cache_clear()
+    steps._trial.cache_clear()
     with pytest.raises(UserError, match=r"run: true: the sandbox does not work here .this machine has none.; leave run out"):
         step_of(Code(run=True))
-    code._trial.cache_clear()
+    steps._trial.cache_clear()

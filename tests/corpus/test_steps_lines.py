@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from step_documents import documents, outcomes_of, step_of
 
 from lmworks.corpus.document import Batch, Document, Drop
-from lmworks.corpus.steps.lines import Counters, Lines
+from lmworks.corpus.transform.filter_steps import Counters
+from lmworks.recipe.schema.steps import Lines
 
 LONG = "This line is long enough to be compared."
 FOOTER = "Copyright 2024, all rights are reserved."

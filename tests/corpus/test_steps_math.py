@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from step_documents import outcomes_of, step_of
 
-from lmworks.corpus.checks.arithmetic import NotArithmetic, checks, evaluate, final_answer, same_answer
 from lmworks.corpus.document import Document, Drop
-from lmworks.corpus.steps.math import Math
+from lmworks.corpus.transform.arithmetic import NotArithmetic, checks, evaluate, final_answer, same_answer
+from lmworks.recipe.schema.steps import Math
 
 
 def found(text: str, answer: str | None = None) -> list[tuple[str, bool]]:

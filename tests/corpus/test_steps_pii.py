@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document
-from lmworks.corpus.pii.finders import luhn
-from lmworks.corpus.pii.masking import FINDERS, mask
-from lmworks.corpus.pii.secrets import entropy
-from lmworks.corpus.steps.pii import Pii
+from lmworks.corpus.transform.pii import FINDERS, entropy, mask
+from lmworks.corpus.transform.pii_finders import luhn
+from lmworks.recipe.schema.steps import Pii
 
 ALL = tuple(FINDERS)
 # put together here, so that no scanner of this repository takes them for real

@@ -15,10 +15,10 @@ import pytest
 from step_documents import documents, outcomes_of, step_of
 
 from lmworks.corpus.document import Batch, Document, Drop
-from lmworks.corpus.rules.published import FINEWEB, GOPHER, c4, fineweb, gopher
-from lmworks.corpus.rules.stop_words import STOP_WORDS
-from lmworks.corpus.rules.tokens import Vocabulary, Words, split
-from lmworks.corpus.steps.rules import Rules
+from lmworks.corpus.transform.published_rules import FINEWEB, GOPHER, c4, fineweb, gopher
+from lmworks.corpus.transform.published_words import Vocabulary, Words, split
+from lmworks.corpus.transform.stop_words import STOP_WORDS
+from lmworks.recipe.schema.steps import Rules
 
 VOCABULARY = Vocabulary(STOP_WORDS["en"])
 SENTENCES = [
@@ -72,11 +72,11 @@ def test_a_long_run_without_blanks_is_taken_apart_without_loss(unit: str) -> Non
 
 
 def test_numbers_of_words_survive_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.corpus.rules import tokens
+    from lmworks.corpus.transform import published_words
 
     small = Vocabulary(STOP_WORDS["en"])
     before = [reason_of(gopher(one)) for one in small.words([PROSE, SENTENCES[0]])]
-    monkeypatch.setattr(tokens, "_MOST_CHARACTERS", 10)
+    monkeypatch.setattr(published_words, "_MOST_CHARACTERS", 10)
     again = small.words([PROSE, SENTENCES[0]])
     assert [reason_of(gopher(one)) for one in again] == before == [None, "gopher_word_count"]
     assert len(again[0].numbers) == len(spoken(PROSE))
@@ -163,15 +163,15 @@ def test_a_set_sees_what_the_one_before_it_left() -> None:
 
 def plain_gopher_repetition(text: str) -> dict[str, float]:
     """Table A1, implemented with lists, sets and counters."""
-    shares, tokens = {}, spoken(text)
+    shares, published_words = {}, spoken(text)
     for n in (2, 3, 4):
-        grams = Counter(" ".join(tokens[place : place + n]) for place in range(len(tokens) - n + 1))
+        grams = Counter(" ".join(published_words[place : place + n]) for place in range(len(published_words) - n + 1))
         gram, times = grams.most_common(1)[0]
         shares[f"gopher_top_{n}gram"] = len(gram) * times / len(text)
     for n in range(5, 11):
         seen, place, total = set(), 0, 0
-        while place + n <= len(tokens):
-            gram = tuple(tokens[place : place + n])
+        while place + n <= len(published_words):
+            gram = tuple(published_words[place : place + n])
             again = gram in seen
             seen.add(gram)
             total += sum(map(len, gram)) if again else 0

@@ -9,11 +9,11 @@ import pytest
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document, Drop
-from lmworks.corpus.steps import python
-from lmworks.corpus.steps.python import Python
+from lmworks.corpus.transform import steps
 from lmworks.errors import UserError
+from lmworks.recipe.schema.steps import Python
 
-EXAMPLE = "\n".join(line[4:] for line in (python.__doc__ or "").split("\n") if line.startswith("    ") or not line)
+EXAMPLE = "\n".join(line[4:] for line in (steps.__doc__ or "").split("\n") if line.startswith("    ") or not line)
 
 
 def step_in(folder: Path, code: str, function: str = "mine", **options: Any) -> Any:

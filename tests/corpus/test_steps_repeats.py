@@ -8,7 +8,7 @@ from pathlib import Path
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document, Drop
-from lmworks.corpus.steps.repeats import Repeats
+from lmworks.recipe.schema.steps import Repeats
 
 SOURCE = Path(sysconfig.get_path("stdlib"), "textwrap.py").read_text("utf-8")
 

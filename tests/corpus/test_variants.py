@@ -17,7 +17,7 @@ from lmworks.corpus.analysis.prepared import PreparedCorpus
 from lmworks.corpus.analysis.sample import SampleFilter, sample
 from lmworks.corpus.analysis.trace import trace
 from lmworks.corpus.contamination import Question
-from lmworks.documents import corpus_files
+from lmworks.io.run_layout import corpus_files
 from lmworks.recipe.schema.recipe import Recipe
 
 QUESTION = "Which of the four winds carries the salt of the seventh sea over the glass hills before the first bell of autumn rings?"

@@ -15,7 +15,7 @@ import torch
 
 from deployable import QWEN3, export, serving
 from lmworks.deploy import check
-from lmworks.deploy.record import record
+from lmworks.deploy.request import record
 from lmworks.deploy.source import open_source
 from lmworks.errors import UserError
 from tiny_run import Tiny

@@ -24,9 +24,9 @@ import slow_needs
 import smollm2
 from lmworks.deploy import check
 from lmworks.deploy.deploy import plan_deployment, write_deployment
-from lmworks.deploy.engines.common import UNTRIED
-from lmworks.deploy.engines.registry import ENGINES
-from lmworks.deploy.hardware import Hardware
+from lmworks.deploy.engines import ENGINES
+from lmworks.deploy.request import UNTRIED
+from lmworks.deploy.sizing import Hardware
 from lmworks.deploy.source import Source, open_source
 from patience import PATIENCE
 from ports import free_port

@@ -16,8 +16,8 @@ import pytest
 
 from lmworks.deploy import check
 from lmworks.deploy.deploy import plan_deployment, write_deployment
-from lmworks.deploy.hardware import Hardware
-from lmworks.deploy.monitoring.panels import ENGINE_METRICS
+from lmworks.deploy.panels import ENGINE_METRICS
+from lmworks.deploy.sizing import Hardware
 from lmworks.deploy.source import open_source
 from patience import PATIENCE
 

@@ -17,17 +17,16 @@ import pytest
 import yaml
 
 from deployable import serving
-from lmworks.deploy import check
+from lmworks.deploy import check, monitoring
 from lmworks.deploy.deploy import plan_deployment, write_deployment
-from lmworks.deploy.engines.registry import ENGINES
-from lmworks.deploy.hardware import parse_gpus
-from lmworks.deploy.monitoring import alerts, grafana
-from lmworks.deploy.monitoring.panels import ENGINE_METRICS, serving_panels, training_panels
+from lmworks.deploy.engines import ENGINES
+from lmworks.deploy.panels import ENGINE_METRICS, serving_panels, training_panels
+from lmworks.deploy.sizing import parse_gpus
 from lmworks.deploy.source import open_source
 from lmworks.metrics import METRICS, MetricLog
-from lmworks.recipe.schema.metrics import Metrics
-from lmworks.serve.prometheus import RequestStats, render_metrics
+from lmworks.recipe.schema.artifacts import Metrics
 from lmworks.serve.requests import EngineStats
+from lmworks.serve.server import RequestStats, render_metrics
 from patience import PATIENCE
 from ports import free_port
 from tiny_run import STEPS, Tiny, before_each_step
@@ -59,8 +58,8 @@ def test_every_metric_that_every_run_writes_is_on_the_dashboard_of_training() ->
 @pytest.mark.parametrize("engine", ENGINES)
 def test_dashboards_have_what_provisioning_needs(engine: str) -> None:
     """Grafana does not run here: unique ids, a grid without overlaps, and targets that name the provisioned data source."""
-    uid = grafana.datasources("http://x")["datasources"][0]["uid"]
-    for found in (grafana.dashboard("a", "b", serving_panels(engine)), grafana.dashboard("a", "b", training_panels(None))):
+    uid = monitoring.datasources("http://x")["datasources"][0]["uid"]
+    for found in (monitoring.dashboard("a", "b", serving_panels(engine)), monitoring.dashboard("a", "b", training_panels(None))):
         assert found == json.loads(json.dumps(found)) and {"uid", "title", "schemaVersion", "panels", "time"} <= set(found)
         assert len({panel["id"] for panel in found["panels"]}) == len(found["panels"])
         cells: set[tuple[int, int]] = set()
@@ -71,7 +70,7 @@ def test_dashboards_have_what_provisioning_needs(engine: str) -> None:
             cells |= own
             for target in panel.get("targets", ()):
                 assert target["expr"] and target["datasource"]["uid"] == panel["datasource"]["uid"] == uid
-    (provider,) = grafana.providers("/dashboards")["providers"]
+    (provider,) = monitoring.providers("/dashboards")["providers"]
     assert provider["options"]["path"] == "/dashboards"
 
 
@@ -123,7 +122,7 @@ def labels_of(expression: str) -> dict[str, str]:
     return dict(re.findall(r'(\w+)="([^"]*)"', expression))
 
 
-def case(engine: str, alert: alerts.Alert, fires: bool) -> dict[str, Any]:
+def case(engine: str, alert: monitoring.Alert, fires: bool) -> dict[str, Any]:
     """One group of promtool's unit tests."""
     bad, good, minute = SERIES[alert.name]
     series = []
@@ -148,15 +147,17 @@ def promtool(*arguments: object) -> str:
 
 
 def test_every_alert_has_series_that_fire_it_and_series_that_do_not() -> None:
-    assert {one.name for engine in ENGINES for one in alerts.serving(engine)} | {one.name for one in alerts.TRAINING} == set(SERIES)
+    assert {one.name for engine in ENGINES for one in monitoring.serving_alerts(engine)} | {
+        one.name for one in monitoring.TRAINING_ALERTS
+    } == set(SERIES)
 
 
 @pytest.mark.slow
 @needs_prometheus
 @pytest.mark.parametrize("engine", ENGINES)
 def test_alerts_fire_when_they_should_and_only_then(engine: str, tmp_path: Path) -> None:
-    (tmp_path / "rules.yml").write_text(yaml.safe_dump(alerts.rules(engine, training=True)))
-    every = [*alerts.serving(engine), *alerts.TRAINING]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(monitoring.alert_rules(engine, training=True)))
+    every = [*monitoring.serving_alerts(engine), *monitoring.TRAINING_ALERTS]
     tests = [case(engine, one, fires) for one in every for fires in (True, False)]
     (tmp_path / "tests.yml").write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": tests}))
     assert f"{len(every)} rules found" in promtool("check", "rules", tmp_path / "rules.yml")

@@ -14,20 +14,21 @@ from pathlib import Path
 import pytest
 from test_sizing import GLM_355B, LLAMA_70B, source
 
+from lmworks.deploy import engines, monitoring
 from lmworks.deploy.deploy import plan_deployment
-from lmworks.deploy.engines import llama_cpp, sglang, vllm
-from lmworks.deploy.engines.registry import ENGINES
-from lmworks.deploy.flags import Launch
-from lmworks.deploy.hardware import GB, Hardware, parse_gpus
-from lmworks.deploy.monitoring import alerts
-from lmworks.deploy.monitoring.panels import ENGINE_METRICS
-from lmworks.deploy.parsers import _REASONING, _TOOLS
-from lmworks.deploy.sizing import SCENARIOS
+from lmworks.deploy.engines import ENGINES
+from lmworks.deploy.panels import ENGINE_METRICS
+from lmworks.deploy.request import _REASONING_FORMS, _TOOL_PARSERS, Launch
+from lmworks.deploy.sizing import GB, SCENARIOS, Hardware, parse_gpus
 from lmworks.deploy.source import Source
 from lmworks.errors import UserError
 from recorded.facts import facts
 
-VERSIONS = {"vllm": f"vllm-{vllm.VERSION}", "sglang": f"sglang-{sglang.VERSION}", "llama.cpp": f"llama.cpp-{llama_cpp._VERSION}"}
+VERSIONS = {
+    "vllm": f"vllm-{engines.VLLM_VERSION}",
+    "sglang": f"sglang-{engines.SGLANG_VERSION}",
+    "llama.cpp": f"llama.cpp-{engines._LLAMA_CPP_VERSION}",
+}
 DENSE = LLAMA_70B.model_copy(update={"num_hidden_layers": 4})
 assert GLM_355B.moe is not None
 EXPERTS = GLM_355B.model_copy(update={"num_hidden_layers": 4, "moe": GLM_355B.moe.model_copy(update={"n_routed_experts": 8})})
@@ -64,15 +65,15 @@ def test_the_engine_has_every_option(engine: str) -> None:
 
 
 def test_the_pinned_image_for_amd_is_of_the_recorded_version() -> None:
-    assert sglang.AMD_VERSION == "0.5.14"
+    assert engines.SGLANG_AMD_VERSION == "0.5.14"
 
 
 @pytest.mark.parametrize("version", [VERSIONS["vllm"], VERSIONS["sglang"], "sglang-0.5.14"])
 def test_the_engine_has_every_parser(version: str) -> None:
     known, at = facts(version), 0 if version.startswith("vllm") else 1
-    for names in _TOOLS.values():
+    for names in _TOOL_PARSERS.values():
         assert known.wrong("--tool-call-parser", names[at]) is None
-    for form in _REASONING:
+    for form in _REASONING_FORMS:
         assert known.wrong("--reasoning-parser", (form.vllm, form.sglang)[at]) is None
 
 
@@ -82,7 +83,7 @@ def test_the_engine_reports_every_metric(version: str) -> None:
     engine = version.rpartition("-")[0]
     known, metrics = facts(version).metrics, ENGINE_METRICS[engine]
     expressions = [query.expression for panel in metrics.panels for query in panel.queries]
-    expressions += [alert.expression for alert in alerts.serving(engine)]
+    expressions += [alert.expression for alert in monitoring.serving_alerts(engine)]
     ours = re.compile(r"lmworks_\w+|up")
     for expression in expressions:
         bare = re.sub(r'"[^"]*"|\[[^\]]*\]|by \([^)]*\)', "", expression)  # without labels' values, ranges and groups

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lmworks.deploy.deploy import plan_deployment
-from lmworks.deploy.hardware import GB, Hardware, parse_gpus
+from lmworks.deploy.sizing import GB, Hardware, parse_gpus
 from lmworks.deploy.source import Source
 from lmworks.errors import UserError
 from lmworks.plan.counts import count_by_component

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from unsynced import do_not_wait_for_the_disk
 
 _NEEDED = (
-    "transformers", "lmworks.run.runner", "lmworks.run.summary", "lmworks.corpus", "lmworks.corpus.source_checks",
-    "lmworks.tokenizer.train", "lmworks.shards.build.build_shards",
-    "lmworks.train.pretrain", "lmworks.train.tune", "lmworks.evaluate.report", "lmworks.export.export", "lmworks.plan.plan",
-    "lmworks.doctor.preflight.checks",
+    "transformers", "lmworks.run.runner", "lmworks.run.prediction", "lmworks.corpus", "lmworks.corpus.pipeline",
+    "lmworks.tokenizer.train", "lmworks.shards.build",
+    "lmworks.train.pretrain", "lmworks.train.stage", "lmworks.evaluate.evaluate", "lmworks.export.export", "lmworks.plan.plan",
+    "lmworks.preflight.checks",
 )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pages import ROOT
 from pydantic import BaseModel
 
+from lmworks.recipe.keys import nodes_of
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.tree.keys import nodes_of
 
 
 def nodes(node: type[BaseModel]) -> Iterator[type[BaseModel]]:

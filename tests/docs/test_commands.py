@@ -308,7 +308,7 @@ def test_yaml_of_the_pages_is_yaml() -> None:
 
 
 def test_the_recipe_of_the_readme_is_whole(tmp_path: Path) -> None:
-    from lmworks.recipe.loading.load import load_recipe
+    from lmworks.recipe.load import load_recipe
 
     (recipe,) = [block for block in blocks(ROOT / "README.md") if block.language == "yaml"]
     (tmp_path / "mine.yaml").write_text("\n".join(recipe.lines))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lmworks.plan.amounts import amount
-from lmworks.recipe.derivation.scaling_laws import batch_tokens, parse_size, peak_learning_rate
+from lmworks.recipe.scaling_laws import batch_tokens, parse_size, peak_learning_rate
+from lmworks.ui.amounts import amount
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sizing.md"
 

@@ -32,8 +32,8 @@ NAMED = [name for row in rows() for name in re.findall(r"`([^`]+)`", row[3])]
 @cache
 def keys() -> frozenset[str]:
     """Dotted paths of all recipe keys, without the names of list items."""
+    from lmworks.recipe.keys import known_paths
     from lmworks.recipe.schema.recipe import Recipe
-    from lmworks.recipe.tree.keys import known_paths
 
     return frozenset(path.replace(".NAME", "") for path in known_paths(Recipe))
 

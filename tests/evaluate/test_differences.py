@@ -8,31 +8,21 @@ import math
 import numpy as np
 import pytest
 
-from lmworks.evaluate.compare import differences
-from lmworks.evaluate.compare.differences import (
-    Pairs,
-    compare_bits,
-    compare_counts,
-    compare_pairs,
-    corrected,
-    fisher_p,
-    holm,
-    sign_flip_p,
-    student,
-)
+from lmworks.evaluate import statistics
+from lmworks.evaluate.statistics import Pairs, compare_bits, compare_counts, compare_pairs, corrected, fisher_p, holm, sign_flip_p, student
 
 
 @pytest.fixture
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(differences, "RESAMPLES", 1000)
-    monkeypatch.setattr(differences, "FLIPS", 999)
+    monkeypatch.setattr(statistics, "RESAMPLES", 1000)
+    monkeypatch.setattr(statistics, "FLIPS", 999)
 
 
 def ids(n: int) -> list[str]:
     return [str(i) for i in range(n)]
 
 
-def one(a: np.ndarray, b: np.ndarray) -> differences.Difference:
+def one(a: np.ndarray, b: np.ndarray) -> statistics.Difference:
     return compare_pairs([Pairs("s", ids(len(a)), list(a), list(b))])[0][0]
 
 
@@ -79,7 +69,7 @@ def test_bits_per_byte_cover_with_long_and_short_documents() -> None:
 
 @pytest.mark.usefixtures("few_resamples")
 def test_equal_models_differ_somewhere_in_at_most_5_of_100_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(differences, "RESAMPLES", 50)  # verdicts follow the tests
+    monkeypatch.setattr(statistics, "RESAMPLES", 50)  # verdicts follow the tests
     rng = np.random.default_rng(4)
     false = uncorrected = 0
     for _ in range(200):
@@ -168,5 +158,5 @@ def test_an_item_in_two_formulations_is_one_unit() -> None:
 def test_few_units_have_the_wider_interval_of_student() -> None:
     """Expanded percentiles: with 4 degrees of freedom the tails of -sqrt(5/4) t = -3.10, 0.1%, and not 2.5%."""
     means = np.linspace(0, 1, 100_001)
-    assert differences._percentiles(means, 100_000) == pytest.approx((0.025, 0.975), abs=1e-4)
-    assert differences._percentiles(means, 4) == pytest.approx((0.00096, 0.99904), abs=2e-4)
+    assert statistics._percentiles(means, 100_000) == pytest.approx((0.025, 0.975), abs=1e-4)
+    assert statistics._percentiles(means, 4) == pytest.approx((0.00096, 0.99904), abs=2e-4)

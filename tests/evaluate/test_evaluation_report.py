@@ -12,13 +12,13 @@ from rich.console import Console
 
 from lmworks.corpus.contamination import record
 from lmworks.errors import Unavailable, UserError, raise_first
+from lmworks.evaluate.evaluate import evaluate, refusals
 from lmworks.evaluate.heldout import held_out
-from lmworks.evaluate.items import ChoiceItem
 from lmworks.evaluate.protection import protection
-from lmworks.evaluate.report import evaluate, refusals
-from lmworks.evaluate.sets import loading
+from lmworks.evaluate.sets import benchmarks as loading
+from lmworks.evaluate.sets.items import ChoiceItem
 from lmworks.evaluate.tables import printable
-from lmworks.precision import dtype_for
+from lmworks.host.devices import dtype_for
 from lmworks.recipe.schema.evaluate import Benchmark, Evaluate
 from lmworks.recipe.schema.recipe import Recipe
 

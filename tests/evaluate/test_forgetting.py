@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmworks.evaluate.forgetting import forgetting, sentence
+from lmworks.evaluate.records import forgetting, sentence
 
 
 def _row(difference: float, verdict: str, **more: Any) -> dict[str, Any]:

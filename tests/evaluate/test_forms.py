@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lmworks.evaluate.forms import free, likelihood, prompts
-from lmworks.evaluate.forms.choosing import LETTERS_FLOPS, Probes, choose
-from lmworks.evaluate.items import ChoiceItem, OpenItem, constant_level
+from lmworks.evaluate.generation.replies import Reply
 from lmworks.evaluate.logprobs import BatchedLogProbs, PlainLogProbs
-from lmworks.evaluate.replies import Reply
+from lmworks.evaluate.sets import forms, free
+from lmworks.evaluate.sets.items import ChoiceItem, OpenItem, constant_level
+from lmworks.evaluate.sets.scoring import LETTERS_FLOPS, Probes, choose
 from lmworks.evaluate.statistics import Score
 
 
@@ -27,30 +27,30 @@ def opened(metric: str, *answers: str) -> OpenItem:
 
 def test_prompts_in_each_form() -> None:
     asked, shown = item(2, preamble="Colors."), [item(0), item(1)]
-    cloze = prompts.cloze(asked, shown)
+    cloze = forms.cloze(asked, shown)
     assert cloze.contexts[0] == (
         "Question: color 0?\nAnswer: red\n\nQuestion: color 1?\nAnswer: dark blue\n\nQuestion: color 2?\nAnswer:"
     )  # fmt: skip
     assert cloze.continuations == (" red", " dark blue", " green")
-    letters = prompts.letters(asked, shown[:1])
+    letters = forms.letters(asked, shown[:1])
     assert letters.contexts[0] == (
         "Colors.\n\nQuestion: color 0?\n A. red\n B. dark blue\n C. green\nAnswer: A\n\n"
         "Question: color 2?\n A. red\n B. dark blue\n C. green\nAnswer:"
     )  # fmt: skip
     assert letters.continuations == (" A", " B", " C")
-    assert prompts.free_text(asked, shown[:1]) == letters.contexts[0]
+    assert forms.free_text(asked, shown[:1]) == letters.contexts[0]
     listed = "\n A. red\n B. dark blue\n C. green\nAnswer with the letter of the right choice."
-    assert prompts.free_messages(asked, shown[:1]) == [
+    assert forms.free_messages(asked, shown[:1]) == [
         {"role": "user", "content": f"Colors.\n\nQuestion: color 0?{listed}"}, {"role": "assistant", "content": "A"},
         {"role": "user", "content": f"Question: color 2?{listed}"},
     ]  # fmt: skip
-    assert prompts.free_messages(opened("exact", "three"), []) == [{"role": "user", "content": "how many?"}]
-    assert prompts.cloze(asked, []) is asked
+    assert forms.free_messages(opened("exact", "three"), []) == [{"role": "user", "content": "how many?"}]
+    assert forms.cloze(asked, []) is asked
 
 
 def test_norms_by_hand(bigram: Any, byte_tokenizer: Any) -> None:
     """Token and unconditional, beside those of test_cloze_scoring: with one token per byte, token and byte differ by the space."""
-    (answered,) = likelihood.answer([item(1)], byte_tokenizer, BatchedLogProbs(bigram), unconditional=True)
+    (answered,) = forms.answer([item(1)], byte_tokenizer, BatchedLogProbs(bigram), unconditional=True)
     table = bigram.embedding.weight
     for index, rest in enumerate(answered.item.continuations):
         ids = byte_tokenizer.encode("Answer:" + rest)
@@ -59,17 +59,17 @@ def test_norms_by_hand(bigram: Any, byte_tokenizer: Any) -> None:
         assert answered.scores("unconditional")[index] == pytest.approx(answered.logprobs[index] - alone)
     assert answered.scores("unconditional") == pytest.approx([0, 0, 0])  # a bigram model sees the same token before both
     sentence = ChoiceItem("toy", "1", "", "q", ("a", "b"), 0, ("She sang", "He sang"), (" well", " well"), "")
-    request = likelihood.without_question(byte_tokenizer, sentence.contexts[0], " well")
+    request = forms.without_question(byte_tokenizer, sentence.contexts[0], " well")
     assert request == ([byte_tokenizer.eos_id], byte_tokenizer.encode(" well"))
 
 
 def test_letters_have_the_baseline_of_the_best_constant_letter(bigram: Any, byte_tokenizer: Any) -> None:
     three, two = [item(number) for number in (0, 3, 6, 1)], [item(0, ("yes", "no"))]
-    formulated = [prompts.letters(one, []) for one in (*three, *two)]
+    formulated = [forms.letters(one, []) for one in (*three, *two)]
     assert constant_level(formulated) == 4 / 5  # A, also where some items have fewer letters
     assert constant_level([*three, *two]) == pytest.approx((4 / 3 + 1 / 2) / 5)  # choices differ: chance
-    answered = likelihood.answer(formulated, byte_tokenizer, BatchedLogProbs(bigram))
-    assert likelihood.score(answered).baseline == 4 / 5
+    answered = forms.answer(formulated, byte_tokenizer, BatchedLogProbs(bigram))
+    assert forms.score(answered).baseline == 4 / 5
     assert bigram.rows_run == 5  # all letters of an item are one row
 
 
@@ -153,8 +153,8 @@ def test_a_chat_model_is_asked_freely_if_its_replies_can_be_read() -> None:
 
 
 def test_letter_form_is_the_same_one_at_a_time(small_transformer: Any, byte_tokenizer: Any) -> None:
-    items = [prompts.letters(item(number), []) for number in range(6)]
-    fast = likelihood.answer(items, byte_tokenizer, BatchedLogProbs(small_transformer))
-    plain = likelihood.answer(items, byte_tokenizer, PlainLogProbs(small_transformer))
+    items = [forms.letters(item(number), []) for number in range(6)]
+    fast = forms.answer(items, byte_tokenizer, BatchedLogProbs(small_transformer))
+    plain = forms.answer(items, byte_tokenizer, PlainLogProbs(small_transformer))
     for one, other in zip(fast, plain, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, rel=1e-5)  # fp32, batched in another shape

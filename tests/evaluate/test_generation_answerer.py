@@ -9,8 +9,8 @@ from tests.evaluate.conftest import ByteTokenizer
 
 from generation_models import Scripted
 from lmworks.evaluate.generation.interface import Prompt, ask
-from lmworks.evaluate.replies import Answerer
-from lmworks.model import generate
+from lmworks.evaluate.generation.replies import Answerer
+from lmworks.inference import generate
 
 
 def prompt(text: str, most: int = 40, stop: tuple[str, ...] = (), **more: object) -> Prompt:

@@ -8,11 +8,11 @@ from tests.evaluate.conftest import ByteTokenizer
 
 from generation_models import GSM8K, Scripted, write_rows
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.found import Found
 from lmworks.evaluate.generation.gsm8k import Gsm8k, judge
 from lmworks.evaluate.generation.interface import Reply
-from lmworks.evaluate.generation.measuring import measure
-from lmworks.evaluate.replies import Answerer
+from lmworks.evaluate.generation.replies import Answerer
+from lmworks.evaluate.generation.scoring import measure
+from lmworks.evaluate.records import EvaluationResults
 from lmworks.verify.numbers import Stated, number
 
 
@@ -52,7 +52,7 @@ def test_scores_of_a_model(tmp_path: Path, byte_tokenizer: ByteTokenizer) -> Non
     """Half of the questions right; the model goes on to ask itself another, which is not read."""
     end = "more. How many has he?\nAnswer:"
     right = {f"buys {n} {end}": f" {n} + {n} = {2 * n}. The answer is {2 * n}.\n\nQuestion: 7" for n in range(2, 6)}
-    found = Found()
+    found = EvaluationResults()
     chosen = Gsm8k(write_rows(tmp_path / "test.jsonl", GSM8K))
     measure(chosen, Answerer(Scripted(right), byte_tokenizer, chat=False), None, None, "base", found)
     score = found.scores["gsm8k/generate/8-shot"]

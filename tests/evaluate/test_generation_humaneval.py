@@ -12,13 +12,12 @@ from tests.evaluate.conftest import ByteTokenizer
 
 from generation_models import HUMANEVAL, Scripted, write_rows
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.found import Found
 from lmworks.evaluate.generation import humaneval
 from lmworks.evaluate.generation.humaneval import HumanEval, judge, pass_at_k, program
 from lmworks.evaluate.generation.interface import Judged, Reply
-from lmworks.evaluate.generation.measuring import measure
-from lmworks.evaluate.generation.scoring import score_of
-from lmworks.evaluate.replies import Answerer
+from lmworks.evaluate.generation.replies import Answerer
+from lmworks.evaluate.generation.scoring import measure, score_of
+from lmworks.evaluate.records import EvaluationResults
 from lmworks.untrusted.sandbox import run_python
 from patience import PATIENCE
 
@@ -119,7 +118,7 @@ def test_scores_of_several_samples(sandbox: None, tmp_path: Path, byte_tokenizer
     chosen = HumanEval(path, samples=10)
     assert (chosen.temperature, chosen.top_p) == (0.8, 0.95)
     model = Scripted({f'{n + 1}\n    """\n': f"    return x + {n}\n\ndef more(): pass" if n < 1 else "    return 0\n" for n in range(4)})
-    found = Found()
+    found = EvaluationResults()
     measure(chosen, Answerer(model, byte_tokenizer, chat=False), None, None, "base", found)
     assert set(found.scores) == {"humaneval/generate/0-shot/pass@1", "humaneval/generate/0-shot/pass@10"}
     score = found.scores["humaneval/generate/0-shot/pass@1"]
@@ -134,7 +133,7 @@ def test_scores_of_several_samples(sandbox: None, tmp_path: Path, byte_tokenizer
 
 def test_without_a_sandbox_the_score_is_refused(tmp_path: Path, byte_tokenizer: ByteTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMWORKS_MACHINE", "sandbox=no")
-    found, model = Found(), Scripted({})
+    found, model = EvaluationResults(), Scripted({})
     measure(HumanEval(write_rows(tmp_path / "t.jsonl", HUMANEVAL)), Answerer(model, byte_tokenizer, chat=False), None, None, "base", found)
     assert not found.scores and not model.rows  # nothing was generated either
     why = "humaneval runs the programs that a model writes, and only in a sandbox: this machine has none"

@@ -5,8 +5,7 @@ import pytest
 from lmworks.corpus.contamination import Question
 from lmworks.errors import UserError
 from lmworks.evaluate.generation.interface import Judged, Prompt, Reply
-from lmworks.evaluate.generation.reasoning import Reasoning, generate_tasks, judge, questions
-from lmworks.evaluate.generation.scoring import score_of
+from lmworks.evaluate.generation.scoring import Reasoning, generate_tasks, judge, questions, score_of
 from lmworks.recipe.schema.evaluate import Generator
 from lmworks.verify.marks import stated
 

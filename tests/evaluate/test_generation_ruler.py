@@ -14,14 +14,13 @@ from tests.evaluate.conftest import ByteTokenizer
 
 from generation_models import Scripted
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.found import Found
+from lmworks.evaluate.generation import ruler_texts
 from lmworks.evaluate.generation.interface import Prompt, Reply
-from lmworks.evaluate.generation.measuring import measure
-from lmworks.evaluate.generation.ruler import documents, texts
-from lmworks.evaluate.generation.ruler.drafts import largest
-from lmworks.evaluate.generation.ruler.needles import spread
-from lmworks.evaluate.generation.ruler_sets import TASKS, Ruler, match
-from lmworks.evaluate.replies import Answerer
+from lmworks.evaluate.generation.replies import Answerer
+from lmworks.evaluate.generation.ruler import TASKS, Ruler, match
+from lmworks.evaluate.generation.ruler_tasks import largest, spread
+from lmworks.evaluate.generation.scoring import measure
+from lmworks.evaluate.records import EvaluationResults
 
 UNITS = {  # bytes that one more unit of haystack may add
     "niah-single-1": 24, "niah-single-2": 40, "niah-single-3": 40, "niah-multikey-1": 40, "niah-multikey-2": 100, "niah-multikey-3": 150,
@@ -42,8 +41,8 @@ class Lengths:
 @pytest.fixture(scope="module", autouse=True)
 def material() -> None:
     try:
-        texts.words()
-        documents.squad(None)
+        ruler_texts.words()
+        ruler_texts.squad(None)
     except Unavailable as reason:
         pytest.skip(str(reason))
 
@@ -172,12 +171,12 @@ def test_a_long_list_that_does_not_fit_has_fewer_repetitions() -> None:
 
 def test_words_do_not_run_out() -> None:
     """A list of 200,000 words has more entries than the dictionary."""
-    from lmworks.evaluate.generation.ruler.counting import common_words
+    from lmworks.evaluate.generation.ruler_tasks import common_words
 
     draft = common_words(Random(1), 1 << 20, None)[0]
     listed = re.findall(r"\d+\. (.+?)(?= \d+\. |\nQuestion)", draft.render(60_000).split("\nBelow")[1])
     counts = Counter(listed)
-    assert len(counts) == 20_010 > len(texts.words().all) and set(counts.values()) == {30, 3}
+    assert len(counts) == 20_010 > len(ruler_texts.words().all) and set(counts.values()) == {30, 3}
 
 
 def test_frequent_words_are_ranked_below_the_dots() -> None:
@@ -194,7 +193,7 @@ def test_documents_hold_the_answer_among_others() -> None:
     shown = [int(number) for number in re.findall(r"^Document (\d+):$", prompt.text, re.MULTILINE)]
     assert shown == list(range(1, len(shown) + 1)) and len(shown) > 5
     assert lines[-1].startswith("Question: ") and lines[-1].endswith("Answer:")
-    library, places = documents.squad(None), []
+    library, places = ruler_texts.squad(None), []
     by_question = {(asked.question, asked.answers): library.documents[asked.gold[0]] for asked in library.questions}
     for one in Ruler("qa-1", [8000]).prompts(30, 0, Lengths()):
         question = one.text.rpartition("\nQuestion: ")[2].removesuffix(" Answer:")
@@ -203,7 +202,7 @@ def test_documents_hold_the_answer_among_others() -> None:
 
 
 def test_two_hops_need_both_documents() -> None:
-    library = documents.two_hops(None)
+    library = ruler_texts.two_hops(None)
     assert len(library.questions) > 100
     for one in library.questions:
         first, second = (library.documents[number] for number in one.gold)
@@ -238,7 +237,7 @@ def test_the_original_texts_of_a_folder_are_used(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*squad.json: No such file"):
         Ruler("qa-1", [900], str(tmp_path)).prompts(1, 0, Lengths())
     (tmp_path / "json" / "squad.json").write_text('{"data": [{"paragraphs": 3}]}')
-    documents.squad.cache_clear()
+    ruler_texts.squad.cache_clear()
     with pytest.raises(UserError, match=r"squad.json is not RULER's file of this name"):
         Ruler("qa-1", [900], folder).prompts(1, 0, Lengths())
     (tmp_path / "json" / "squad.json").write_text("[" * 100_000)
@@ -264,7 +263,7 @@ def test_each_length_is_a_score(byte_tokenizer: ByteTokenizer) -> None:
     chosen = Ruler("niah-multivalue", [2000, 3000])
     prompts = chosen.prompts(2, 0, Answerer(Scripted({}), byte_tokenizer, chat=False))
     replies = {prompts[0].text[-120:]: " " + prompts[0].answer, prompts[2].text[-120:]: f" {prompts[2].reference.answers[0]} only"}
-    model, found = Scripted(replies, context=4000), Found()
+    model, found = Scripted(replies, context=4000), EvaluationResults()
     measure(chosen, Answerer(model, byte_tokenizer, chat=False), 2, None, "base", found)
     assert {name: score["score"] for name, score in found.scores.items()} == {
         "ruler-niah-multivalue/generate/0-shot/2000": 0.5, "ruler-niah-multivalue/generate/0-shot/3000": 0.125,
@@ -280,7 +279,7 @@ def test_each_length_is_a_score(byte_tokenizer: ByteTokenizer) -> None:
 
 
 def test_all_tasks_are_one_set(byte_tokenizer: ByteTokenizer) -> None:
-    model, found = Scripted({"brown": ""}, context=6000), Found()
+    model, found = Scripted({"brown": ""}, context=6000), EvaluationResults()
     measure(Ruler(lengths=[5000]), Answerer(model, byte_tokenizer, chat=False), 1, None, "base", found)
     score = found.scores["ruler/generate/0-shot/5000"]
     assert score["n"] == 13 and set(score["by_subject"]) == set(TASKS) == {one["subject"] for one in found.outcomes}

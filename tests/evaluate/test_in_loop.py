@@ -12,15 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmworks.doctor.page import write_page
-from lmworks.evaluate.forms import likelihood
 from lmworks.evaluate.in_loop import LoopEvaluation, pack
-from lmworks.evaluate.items import ChoiceItem
 from lmworks.evaluate.logprobs import PlainLogProbs
+from lmworks.evaluate.sets import forms
+from lmworks.evaluate.sets.items import ChoiceItem
 from lmworks.metrics.log import read
+from lmworks.pages.run_page import write_page
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.evaluate import Evaluate
-from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.batch import IGNORE
 from tiny_run import Tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -37,16 +37,16 @@ def items(count: int, name: str = "toy") -> list[ChoiceItem]:
 
 def test_equals_the_plain_scores(small_transformer: Any, byte_tokenizer: Any) -> None:
     every = [*items(7), *items(5, "other")]
-    requests = likelihood.requests_of(every, byte_tokenizer)
+    requests = forms.requests_of(every, byte_tokenizer)
     model = ParallelModel([small_transformer])
     small_transformer.train()
     values = LoopEvaluation(every, requests, length=96, rows=3)(model)
     assert small_transformer.training  # left as it was found
     small_transformer.eval()
-    answered = likelihood.answer(every, byte_tokenizer, PlainLogProbs(small_transformer))
+    answered = forms.answer(every, byte_tokenizer, PlainLogProbs(small_transformer))
     for name in ("toy", "other"):
         part = [one for one in answered if one.item.set == name]
-        assert values[f"eval/{name}/cloze-0-shot"] == likelihood.score(part).accuracy
+        assert values[f"eval/{name}/cloze-0-shot"] == forms.score(part).accuracy
         bits = sum(one.bits_per_byte for one in part) / len(part)
         assert values[f"eval/{name}/bits_per_byte"] == pytest.approx(bits, rel=1e-5)  # fp32, batched in another shape
         assert (values[f"eval/{name}/items"], values[f"eval/{name}/chance"]) == (len(part), 0.25)
@@ -102,7 +102,7 @@ def test_a_run_is_evaluated_on_the_way_and_its_page_shows_it(tiny_copy: Tiny, tm
 
 
 def test_the_last_scores_are_those_of_the_finished_model(tiny_copy: Tiny, tmp_path: Path) -> None:
-    from lmworks.evaluate.sets import loading
+    from lmworks.evaluate.sets import benchmarks
     from lmworks.tokenizer import load
     from lmworks.train.load import load_model
 
@@ -112,8 +112,8 @@ def test_the_last_scores_are_those_of_the_finished_model(tiny_copy: Tiny, tmp_pa
     benchmark = tiny_copy.resolve(*asked).recipe.evaluate.benchmarks[0]
     tokenizer, model = load(tiny_copy.run_dir / "tokenizer"), load_model(tiny_copy.run_dir, "base")
     # in the loop, contexts are cut to the sequences of the first phase
-    answered = likelihood.answer(loading.load(benchmark, None, 0).items, tokenizer, PlainLogProbs(model, 32))
-    assert line["eval/colors/cloze-0-shot"] == likelihood.score(answered).accuracy
+    answered = forms.answer(benchmarks.load(benchmark, None, 0).items, tokenizer, PlainLogProbs(model, 32))
+    assert line["eval/colors/cloze-0-shot"] == forms.score(answered).accuracy
     assert line["eval/colors/bits_per_byte"] == pytest.approx(sum(one.bits_per_byte for one in answered) / 12, rel=1e-4)
 
 
@@ -140,7 +140,7 @@ def test_never_is_never(tiny: Tiny) -> None:
 
 
 def test_token_losses_add_up(small_transformer: Any) -> None:
-    from lmworks.shards.read.batch import Batch
+    from lmworks.shards.batch import Batch
 
     tokens = torch.randint(0, 250, (3, 16), generator=torch.Generator().manual_seed(1)).numpy().astype(np.int32)
     labels = np.roll(tokens, -1, 1)

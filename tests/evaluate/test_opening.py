@@ -16,7 +16,7 @@ from lmworks.evaluate.opening import open_model
 from lmworks.export.card import write_card
 from lmworks.export.export import write_huggingface
 from lmworks.model import Transformer
-from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.load import load_resolved
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.pretrain import identity
 from saved_run import save_run

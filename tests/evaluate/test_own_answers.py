@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks import jsonl
-from lmworks.evaluate import own_answers
+from lmworks.evaluate import answers
+from lmworks.evaluate.answers import own_answer_bits
 from lmworks.evaluate.bits_per_byte import DocumentBits
-from lmworks.evaluate.forgetting import START
-from lmworks.evaluate.forms.measuring import Subject
 from lmworks.evaluate.logprobs import BatchedLogProbs
-from lmworks.evaluate.own_answers import own_answer_bits
+from lmworks.evaluate.records import START
+from lmworks.evaluate.sets.scoring import Subject
+from lmworks.io import jsonl
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
@@ -25,7 +25,7 @@ from tiny_run import Tiny
 
 def test_answers_of_the_present_base_model_are_measured_in_bits(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For it and later models, but not for the model that it began as, which is measured after it, and not where it cannot chat."""
-    monkeypatch.setattr(own_answers, "TOKENS", 4)
+    monkeypatch.setattr(answers, "TOKENS", 4)
     tokenizer = load(tiny.run_dir / "tokenizer")
     model = initialize(Transformer(Model(**small_config(vocab_size=tokenizer.vocab_size))), seed=0).eval()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.evaluate.compare.published import read_table
+from lmworks.evaluate.results import read_table
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -62,8 +62,8 @@ def test_broken_ones_are_one_line(tmp_path: Path, name: str, text: str, expected
 
 
 def test_an_enormous_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.evaluate.compare import published
+    from lmworks.evaluate import results
 
-    monkeypatch.setattr(published, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(results, "_MOST_BYTES", 1000)
     with pytest.raises(UserError, match="no table"):
         read_table(write(tmp_path, "t.json", " " * 2000))

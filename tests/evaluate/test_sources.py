@@ -14,10 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.items import ChoiceItem, OpenItem
-from lmworks.evaluate.sets import loading
-from lmworks.evaluate.sources import package
-from lmworks.evaluate.sources.data import Data, rows
+from lmworks.evaluate.sets import benchmarks, package
+from lmworks.evaluate.sets.items import ChoiceItem, OpenItem
+from lmworks.evaluate.sets.sources import Data, rows
 from lmworks.recipe.schema.evaluate import Benchmark
 
 PIQA = [{"goal": f"goal {n}", "sol1": f"do {n}", "sol2": f"never do {n}", "label": n % 2} for n in range(12)]
@@ -46,7 +45,7 @@ def write(path: Path, table: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "stream.arrow", "file.arrow"])
 def test_rows_of_local_files(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, PIQA)
-    items = loading.load_all(Benchmark(name="piqa", path=str(path)))
+    items = benchmarks.load_all(Benchmark(name="piqa", path=str(path)))
     assert len(items) == 12 and items[3].choices == ("do 3", "never do 3") and items[3].answer == 1  # type: ignore[union-attr]
     assert items[3].contexts[0] == "Goal: goal 3\nAnswer:" and items[3].id == "3"  # type: ignore[union-attr]
 
@@ -55,10 +54,10 @@ def test_a_folder_has_splits_and_its_training_split_gives_the_examples(tmp_path:
     write(tmp_path / "data" / "validation-00000-of-00001.parquet", PIQA)
     write(tmp_path / "data" / "train-00000-of-00001.parquet", [row | {"goal": f"train {row['goal']}"} for row in PIQA])
     benchmark = Benchmark(name="piqa", path=str(tmp_path))
-    loaded = loading.load(benchmark, None, 2)
+    loaded = benchmarks.load(benchmark, None, 2)
     assert len(loaded.items) == 12 and all(one.question.startswith("Goal: goal") for one in loaded.items)
     assert loaded.origin == "train split" and all(one.question.startswith("Goal: train") for one in loaded.shown_before(loaded.items[0], 2))
-    assert loading.load(benchmark, None, 2).examples == loaded.examples
+    assert benchmarks.load(benchmark, None, 2).examples == loaded.examples
 
 
 def test_errors_of_local_files_name_file_row_and_remedy(tmp_path: Path) -> None:
@@ -66,7 +65,7 @@ def test_errors_of_local_files_name_file_row_and_remedy(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_text(content)
         with pytest.raises(UserError) as caught:
-            loading.load_all(Benchmark(name="piqa", path=str(path)))
+            benchmarks.load_all(Benchmark(name="piqa", path=str(path)))
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -80,7 +79,7 @@ def test_errors_of_local_files_name_file_row_and_remedy(tmp_path: Path) -> None:
     assert error("e.parquet", "no parquet").startswith(f"{tmp_path}/e.parquet cannot be read: ")
     assert error("f.jsonl", "") == f"evaluate.benchmarks.piqa: {tmp_path}/f.jsonl has no rows; give a file with the rows of the set"
     with pytest.raises(UserError, match=r"has no data files; give a file, directory or glob of \.jsonl") as caught:
-        loading.load_all(Benchmark(name="piqa", path=str(tmp_path / "none")))
+        benchmarks.load_all(Benchmark(name="piqa", path=str(tmp_path / "none")))
     assert not isinstance(caught.value, Unavailable)  # local data is not optional
 
 
@@ -104,16 +103,16 @@ def test_the_hub_is_asked_for_the_split(monkeypatch: pytest.MonkeyPatch) -> None
         return PIQA
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    loading._set_items.cache_clear()
-    loaded = loading.load(Benchmark(name="piqa", hub=True), 5, 0)
+    benchmarks._set_items.cache_clear()
+    loaded = benchmarks.load(Benchmark(name="piqa", hub=True), 5, 0)
     assert len(loaded.items) == 5 and asked == [("ybisk/piqa", "plain_text", "validation")]
     with pytest.raises(Unavailable, match=r"cannot load google/boolq, split validation, from the hub: cannot reach the hub$"):
-        loading.load(Benchmark(name="boolq", hub=True), 5, 0)
+        benchmarks.load(Benchmark(name="boolq", hub=True), 5, 0)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"needs the datasets package: pip install 'lmworks\[data\]'"):
-        loading.load(Benchmark(name="copa", hub=True), 5, 0)
-    loading._set_items.cache_clear()
-    loading._set_examples.cache_clear()
+        benchmarks.load(Benchmark(name="copa", hub=True), 5, 0)
+    benchmarks._set_items.cache_clear()
+    benchmarks._set_examples.cache_clear()
 
 
 def task(folder: Path, text: str, table: list[dict[str, Any]]) -> Benchmark:
@@ -127,28 +126,28 @@ def test_ten_lines_of_yaml_are_a_task(tmp_path: Path) -> None:
     text = 'question: "{title}: {body}"\nchoices: [a, b]\nanswer: right\nsubject: kind\nprompt: "Q {question}\\nA"\n'
     benchmark = task(tmp_path, text, table)
     assert benchmark.name == "mine"
-    items = loading.load_all(benchmark)
+    items = benchmarks.load_all(benchmark)
     first = items[1]
     assert isinstance(first, ChoiceItem)
     assert (first.choices, first.answer, first.subject) == (("yes", "no"), 1, "k1")
     assert first.contexts == ("Q T1: b1?\nA",) * 2 and first.text == "T1: b1? no"
-    assert [one.name for one in loading.questions(benchmark)] == [f"mine/{n}" for n in range(9)]
-    loaded = loading.load(benchmark, None, 3)
+    assert [one.name for one in benchmarks.questions(benchmark)] == [f"mine/{n}" for n in range(9)]
+    loaded = benchmarks.load(benchmark, None, 3)
     assert len(loaded.items) == 6 and len(loaded.examples) == 3
-    assert loading.most_shots(benchmark) == 4  # half of the items
+    assert benchmarks.most_shots(benchmark) == 4  # half of the items
 
 
 @pytest.mark.parametrize("answer", [2, "2", "C", "c", "blue"])
 def test_the_right_choice_is_a_text_a_letter_or_an_index(tmp_path: Path, answer: object) -> None:
     table = [{"question": "q", "choices": ["red", "green", "blue"], "answer": answer}]
-    (found,) = loading.load_all(task(tmp_path, "choices: choices\n", table))
+    (found,) = benchmarks.load_all(task(tmp_path, "choices: choices\n", table))
     assert isinstance(found, ChoiceItem) and found.answer == 2
 
 
 def test_open_questions_and_examples_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "shown.jsonl").write_text(lines([{"question": "1+1?", "answer": 2}]))
     benchmark = task(tmp_path, "metric: number\nexamples: shown.jsonl\nshots: 1\n", [{"question": "2+2?", "answer": [4, "four"]}])
-    loaded = loading.load(benchmark, None, 1)
+    loaded = benchmarks.load(benchmark, None, 1)
     (found,), (shown,) = loaded.items, loaded.examples
     assert isinstance(found, OpenItem) and found.answers == ("4", "four") and found.metric == "number"
     assert isinstance(shown, OpenItem) and shown.answers == ("2",)
@@ -172,17 +171,17 @@ def test_open_questions_and_examples_of_their_own(tmp_path: Path) -> None:
 def test_errors_of_a_task_name_the_file_and_the_key(tmp_path: Path, text: str, row: dict[str, Any], said: str) -> None:
     benchmark = task(tmp_path, text, [row or {"question": "q", "answer": "a"}])
     with pytest.raises(UserError, match=rf"the task {tmp_path}/mine.yaml.*{said}") as caught:
-        loading.load_all(benchmark)
+        benchmarks.load_all(benchmark)
     assert "\n" not in str(caught.value)
 
 
 def test_a_hostile_task_file_is_only_read(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("file: !!python/object/apply:os.system ['touch /tmp/never']\n")
     with pytest.raises(UserError, match="cannot be read"):
-        loading.load_all(Benchmark(name="mine", file=str(tmp_path / "mine.yaml")))
+        benchmarks.load_all(Benchmark(name="mine", file=str(tmp_path / "mine.yaml")))
     (tmp_path / "mine.yaml").write_text("a" * 100_000)
     with pytest.raises(UserError, match="is larger than 65,536 bytes"):
-        loading.load_all(Benchmark(name="mine", file=str(tmp_path / "mine.yaml")))
+        benchmarks.load_all(Benchmark(name="mine", file=str(tmp_path / "mine.yaml")))
 
 
 def test_one_source_of_the_rows() -> None:

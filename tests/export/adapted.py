@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmworks.model import Transformer
 from lmworks.model.lora import attach, merge
-from lmworks.recipe.schema.lora import Lora, is_adapter
+from lmworks.recipe.schema.model import Lora, is_adapter
 
 
 @dataclass(frozen=True)

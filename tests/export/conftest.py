@@ -13,9 +13,9 @@ import pytest
 from small_models import MODELS, Run, recipe_for, trained
 
 from lmworks.checkpoint.checkpoints import Checkpoints
-from lmworks.files import write_json
-from lmworks.recipe.tree.fingerprint import as_tree
-from lmworks.shards.build.build_shards import build_shards
+from lmworks.io.files import write_json
+from lmworks.recipe.changes import as_tree
+from lmworks.shards.build import build_shards
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.train import train as train_tokenizer
 

@@ -17,7 +17,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batches import Batches
 from lmworks.tokenizer.tokenizer import Tokenizer
 
 VOCABULARY = 640

@@ -20,10 +20,9 @@ from random_configs import random_config
 from test_huggingface import _randomize, relative
 
 from lmworks.errors import UserError
-from lmworks.recipe.families import keys
+from lmworks.recipe.families import family as keys
 from lmworks.recipe.families.family import Family
-from lmworks.recipe.families.registry import FAMILIES
-from lmworks.recipe.loading.huggingface import from_config, to_config
+from lmworks.recipe.families.registry import FAMILIES, from_config, to_config
 from lmworks.weights.huggingface import read_model
 
 _ALL = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)

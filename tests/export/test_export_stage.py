@@ -20,16 +20,15 @@ from small_models import MODELS, recipe_for
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
 from lmworks.export.card import write_card
-from lmworks.export.compared_tokens import held_out_tokens
 from lmworks.export.export import check, export, write_huggingface
-from lmworks.export.parity import compare, require_parity
-from lmworks.files import read_json, write_json
+from lmworks.export.parity import compare, held_out_tokens, require_parity
+from lmworks.io.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.router import Router
+from lmworks.recipe.changes import as_tree
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import RopeChange
 from lmworks.recipe.schema.units import Tokens
-from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.weights.huggingface import read_model
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")

@@ -17,12 +17,11 @@ from small_models import SOFTMAX
 
 from lmworks.errors import UserError
 from lmworks.export.gguf import architecture_for, check_gguf, gguf_writer, load_gguf, write_gguf, write_gguf_adapter
-from lmworks.files import read_json, write_json
+from lmworks.io.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.families.family import Family
-from lmworks.recipe.families.registry import FAMILIES
-from lmworks.recipe.loading.huggingface import from_config
+from lmworks.recipe.families.registry import FAMILIES, from_config
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load as load_tokenizer
@@ -339,7 +338,7 @@ def test_qwen3_moe_and_olmo2_as_llama_cpp_names_them(make_run: Callable[..., Any
 
 
 def test_shipped_recipes_have_an_architecture() -> None:
-    from lmworks.recipe.loading.load import load_recipe, shipped
+    from lmworks.recipe.load import load_recipe, shipped
 
     found = {}
     for name in shipped():

@@ -17,11 +17,10 @@ from lmworks.evaluate.opening import open_model
 from lmworks.export.gguf import architecture_for, write_gguf
 from lmworks.model import Transformer
 from lmworks.recipe.families.family import Family
-from lmworks.recipe.families.registry import FAMILIES
-from lmworks.recipe.gguf.header import TYPES, read_header
-from lmworks.recipe.loading.huggingface import from_config
-from lmworks.recipe.loading.weights import find_weights
+from lmworks.recipe.families.registry import FAMILIES, from_config
+from lmworks.recipe.gguf_header import TYPES, read_header
 from lmworks.recipe.schema.model import Model
+from lmworks.recipe.weights import find_weights
 from lmworks.weights.huggingface import load_weights, read_model
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")

@@ -15,12 +15,11 @@ from base_models import KINDS, write_model, write_tokenizer
 from lmworks.errors import UserError
 from lmworks.evaluate.opening import open_model
 from lmworks.export.gguf import write_gguf
-from lmworks.files import read_json, write_json
-from lmworks.recipe.gguf.folder import tokenizer_file
-from lmworks.recipe.gguf.header import read_header
-from lmworks.recipe.gguf.splits import SPLITS
-from lmworks.recipe.gguf.tokenizer import files_of_tokenizer
-from lmworks.recipe.loading.weights import find_weights
+from lmworks.io.files import read_json, write_json
+from lmworks.recipe.gguf_header import read_header
+from lmworks.recipe.gguf_model import tokenizer_file
+from lmworks.recipe.gguf_tokenizer import SPLITS, files_of_tokenizer
+from lmworks.recipe.weights import find_weights
 from lmworks.tokenizer import load
 from lmworks.weights.huggingface import read_model
 from lmworks.weights.names import to_huggingface
@@ -72,7 +71,7 @@ def test_ids_are_those_of_the_tokenizer_that_was_written(tmp_path: Path, kind: s
 
 def _metadata(**changes: Any) -> dict[str, Any]:
     """A byte-level vocabulary of three digits, their pairs, and a control token."""
-    from lmworks.tokenizer.bpe import BYTE_OF
+    from lmworks.tokenizer.tokenizer_json import BYTE_OF
 
     bytes_ = sorted(BYTE_OF, key=lambda char: BYTE_OF[char])
     return {

@@ -17,8 +17,7 @@ from lmworks.errors import UserError
 from lmworks.export.huggingface import write_model
 from lmworks.model import Transformer
 from lmworks.recipe.families.family import Family
-from lmworks.recipe.families.registry import FAMILIES, family_of, table
-from lmworks.recipe.loading.huggingface import class_for, from_config, to_config
+from lmworks.recipe.families.registry import FAMILIES, class_for, family_of, from_config, table, to_config
 from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Rope
 from lmworks.weights.huggingface import read_model
 from lmworks.weights.names import is_exported, to_huggingface

@@ -26,8 +26,8 @@ from small_models import CHATS, MODELS, STEPS, TEXTS
 
 from lmworks.export.export import write_huggingface
 from lmworks.export.gguf import write_gguf, write_gguf_adapter
+from lmworks.inference.generate import GenerateOptions, generate
 from lmworks.model import Transformer
-from lmworks.model.generate import GenerateOptions, generate
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("llama")]
 

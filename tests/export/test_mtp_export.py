@@ -16,7 +16,7 @@ from test_huggingface import relative
 
 from lmworks.errors import UserError
 from lmworks.export.huggingface import write_model
-from lmworks.files import read_json, write_json
+from lmworks.io.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.recipe.schema.model import Mla, Model, Moe, Mtp, Rope
 from lmworks.weights.huggingface import read_model

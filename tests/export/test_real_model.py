@@ -13,12 +13,11 @@ from planted import DENSE
 from tokenizer_kinds import texts
 
 from lmworks.export import parity as gate
-from lmworks.export.compared_tokens import TEXT
 from lmworks.export.export import write_huggingface
 from lmworks.export.gguf import write_gguf
-from lmworks.export.parity import compare, require_parity
+from lmworks.export.parity import TEXT, compare, require_parity
+from lmworks.inference.generate import GenerateOptions, generate
 from lmworks.model import Transformer
-from lmworks.model.generate import GenerateOptions, generate
 from lmworks.tokenizer import load
 from lmworks.weights.huggingface import read_model
 from smollm2 import write_huggingface_folder

@@ -12,7 +12,7 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.export.export import export
-from lmworks.files import read_json, write_json
+from lmworks.io.files import read_json, write_json
 from lmworks.weights.huggingface import read_model
 from lmworks.weights.verified import REPORT, verify_export
 

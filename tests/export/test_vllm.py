@@ -16,8 +16,8 @@ from engines import ask, engine
 from small_models import CHATS, STEPS, TEXTS
 
 from lmworks.export.export import write_huggingface
-from lmworks.model.generate import SAMPLING, GenerateOptions, generate
-from lmworks.recipe.loading.huggingface import class_for
+from lmworks.inference.generate import SAMPLING, GenerateOptions, generate
+from lmworks.recipe.families.registry import class_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
 

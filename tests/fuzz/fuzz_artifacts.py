@@ -26,7 +26,7 @@ import numpy as np
 from fuzz_campaign import Case
 
 from lmworks.errors import UserError
-from lmworks.files import write_json
+from lmworks.io.files import write_json
 
 PROSE = "The quick brown fox, naïve and 狐, jumps over the lazy dog. "
 CHAT = [
@@ -56,9 +56,9 @@ def write_tokenizer(directory: Path) -> None:
     """A tokenizer of bytes, with the special tokens: what `lmworks tokenizer train` writes, without its training."""
     from lmworks.tokenizer import special
     from lmworks.tokenizer.chat import shipped_template
-    from lmworks.tokenizer.spec import add_specials, byte_level
+    from lmworks.tokenizer.tokenizer_json import add_specials, byte_level_spec
 
-    spec = byte_level([(84, 104), (32, 97)])
+    spec = byte_level_spec([(84, 104), (32, 97)])
     add_specials(spec, special.names(40), 298)
     write_json(directory / "tokenizer.json", spec)
     (directory / "chat_template.jinja").write_text(shipped_template(), encoding="utf-8")
@@ -144,7 +144,7 @@ def use_checkpoint(folder: Path) -> None:
 
 
 def make_tokens(folder: Path) -> None:
-    from lmworks.shards.format.indexed import IndexedWriter
+    from lmworks.shards.indexed import IndexedWriter
 
     with IndexedWriter(folder / "part", np.dtype("<u2"), mask=True) as writer:
         for size in (5, 1, 9, 30):
@@ -152,7 +152,7 @@ def make_tokens(folder: Path) -> None:
 
 
 def use_tokens(folder: Path) -> None:
-    from lmworks.shards.format.indexed import IndexedFile
+    from lmworks.shards.indexed import IndexedFile
 
     file = IndexedFile(folder / "part")
     file.tokens.sum()
@@ -178,7 +178,7 @@ def make_foreign(folder: Path) -> None:
 
 
 def use_foreign(folder: Path) -> None:
-    from lmworks.shards.importing.import_tokens import import_tokens
+    from lmworks.shards.import_tokens import import_tokens
 
     said = None
     for kind, path in (("megatron", folder / "part.idx"), ("datatrove", folder / "a.ds"), ("olmo", folder / "b.npy")):
@@ -245,7 +245,7 @@ def make_sources(folder: Path) -> None:
 
 def use_source(kind: str, name: str) -> Callable[[Path], None]:
     def use(folder: Path) -> None:
-        from lmworks.corpus.readers import parts, read
+        from lmworks.corpus.read import parts, read
         from lmworks.recipe.schema.corpus import Source
 
         source = Source.model_validate({"name": "mine", "kind": kind, "path": str(folder / name), "license": "test"})
@@ -257,7 +257,7 @@ def use_source(kind: str, name: str) -> Callable[[Path], None]:
 
 
 def make_records(folder: Path) -> None:
-    from doctor_runs import write_run
+    from page_runs import write_run
 
     write_run(folder / "run")
     write_json(folder / "run" / "lock", {"pid": 1, "host": "other", "since": 1.0})
@@ -265,8 +265,8 @@ def make_records(folder: Path) -> None:
 
 
 def use_records(folder: Path) -> None:
-    from lmworks.doctor.page import write_page
-    from lmworks.recipe.loading.load import load_cluster
+    from lmworks.pages.run_page import write_page
+    from lmworks.recipe.load import load_cluster
     from lmworks.train.data.mixture import read_changes
     from lmworks.watch.ledger import read_ledger
 
@@ -324,7 +324,7 @@ def make_manifest(folder: Path) -> None:
 
 
 def use_manifest(folder: Path) -> None:
-    from lmworks.shards.format.manifest import Manifest, check_vocabulary, verify
+    from lmworks.shards.manifest import Manifest, check_vocabulary, verify
 
     found = Manifest.load(folder)
     found.digests()
@@ -338,8 +338,8 @@ def make_run(folder: Path) -> None:
     import torch
 
     from lmworks.checkpoint import Checkpoints
+    from lmworks.recipe.changes import as_tree
     from lmworks.recipe.schema.recipe import Recipe
-    from lmworks.recipe.tree.fingerprint import as_tree
 
     model = small_model()
     recipe = Recipe(name="talker", model=model.config)
@@ -351,7 +351,7 @@ def make_run(folder: Path) -> None:
 
 
 def use_run(folder: Path) -> None:
-    from lmworks.serve.loading import load_engine
+    from lmworks.serve.models import load_engine
 
     resign(folder / "checkpoints")
     load_engine(folder).close()
@@ -405,7 +405,7 @@ class Artifacts:
         import torch
 
         torch.set_num_threads(1)
-        import lmworks.shards.importing.import_tokens  # noqa: F401
+        from lmworks.shards import import_tokens  # noqa: F401
 
         self._good: dict[str, dict[str, bytes]] = {}
         made: dict[Callable[[Path], None], dict[str, bytes]] = {}

@@ -31,8 +31,8 @@ from typing import Any, Protocol
 
 import psutil
 
-from lmworks import jsonl
 from lmworks.errors import UserError
+from lmworks.io import jsonl
 
 Case = dict[str, Any]  # what JSON can say; bytes as base64
 BLOCK = 100

@@ -20,10 +20,10 @@ from fuzz_campaign import Case
 from pydantic import BaseModel
 
 from lmworks.errors import UserError
-from lmworks.recipe.loading.load import shipped_folder
+from lmworks.recipe.keys import nodes_of
+from lmworks.recipe.load import shipped_folder
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Bytes, Duration, Seconds, Tokens
-from lmworks.recipe.tree.keys import nodes_of
 from tiny_run import RECIPE
 
 PLAUSIBLE: dict[Any, list[Any]] = {

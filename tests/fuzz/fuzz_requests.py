@@ -212,8 +212,8 @@ class Requests:
         from lmworks import tokenizer
         from lmworks.serve.api import Api
         from lmworks.serve.engine import Engine
-        from lmworks.serve.middleware import ServerOptions
         from lmworks.serve.models import Models
+        from lmworks.serve.server import ServerOptions
         from lmworks.serve.vocabulary import Vocabulary
 
         write_tokenizer(Path("tokenizer"))

@@ -18,7 +18,7 @@ from random import Random
 from fuzz_campaign import Case, Fault
 from fuzz_recipes import typed_paths
 
-from lmworks import jsonl
+from lmworks.io import jsonl
 from lmworks.recipe.schema.recipe import Recipe
 from tiny_run import Tiny, checkpoint
 

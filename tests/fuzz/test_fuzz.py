@@ -21,11 +21,11 @@ from fuzz_recipes import Recipes
 from fuzz_steps import Steps
 from fuzz_traps import TRAPS, Traps
 
-from lmworks import machine
 from lmworks.errors import UserError
+from lmworks.host import machine
 from tiny_run import Tiny
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "doctor"))  # the records of a run
+sys.path.insert(0, str(Path(__file__).parents[1] / "pages"))  # the records of a run
 GIVEN = "peak=1e11,cores=2,memory=64e9,available=32e9,disk=1e12,filesystem=ext4,bf16=yes"
 SHAPE = "{hidden_size: 64, num_hidden_layers: 2}"
 PHASE = "{name: p, tokens: 1M tokens, mixture: {a: 1.0}, sequence_length: 64 tokens, global_batch_size: 512 tokens}"

@@ -114,7 +114,7 @@ def _compile_layers(case: str) -> None:
     from lmworks.parallel import parallelize
     from lmworks.parallel.mesh import Ranks
     from lmworks.recipe.schema.layout import Layout
-    from lmworks.recipe.schema.lora import Lora
+    from lmworks.recipe.schema.model import Lora
     from lmworks.recipe.schema.recipe import Recipe
 
     torch._dynamo.reset()

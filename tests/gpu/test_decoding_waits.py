@@ -10,7 +10,7 @@ from fake_cuda import FakeCuda
 
 # Operators on the device of a step of four rows with two layers, and MiB that they read and write. Both may only fall.
 MOST = {"dense": (160, 0.28), "moe": (189, 0.307), "mla": (252, 0.313), "tied": (168, 0.279)}
-RESULTS = "model/sampling.py"
+RESULTS = "inference/sampling.py"
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,9 @@ def test_operators_of_a_step_of_decoding(found: dict[str, Any], kind: str) -> No
 
 def test_a_wait_that_is_planted_is_named(fake_cuda: FakeCuda) -> None:
     planted = [
-        ("lmworks.model.sampling", "rivals = [", "chosen_B1.max().item(); rivals = ["),
-        ("lmworks.model.batching", "counts = [len(piece)", "hidden_BTD.sum().tolist(); counts = [len(piece)"),
+        ("lmworks.inference.sampling", "rivals = [", "chosen_B1.max().item(); rivals = ["),
+        ("lmworks.inference.batching", "counts = [len(piece)", "hidden_BTD.sum().tolist(); counts = [len(piece)"),
     ]
     reports = fake_cuda.run("traced_decoding:steps", planted, kinds=["dense"])["dense"]["steps"]
     places = {place.partition(":")[0] + place[place.index(" ") :] for report in reports for place in report["waits"]}
-    assert places == {"model/batching.py tolist", "model/sampling.py item", "model/sampling.py tolist"}
+    assert places == {"inference/batching.py tolist", "inference/sampling.py item", "inference/sampling.py tolist"}

@@ -171,7 +171,7 @@ def test_as_many_layers_as_fit() -> None:
     import sys
     sys.path[:0] = {[str(ROOT / "benchmarks"), str(ROOT / "src")]!r}
     from gpu.training import GIB, layers_that_fit
-    from lmworks.recipe.loading.load import load_cluster
+    from lmworks.recipe.load import load_cluster
     cluster = load_cluster("1xh100").model_copy(update={{"memory_gib": 100}})
     print([layers_that_fit(10, cluster, lambda layers: layers * each * GIB) for each in (96, 95, 10, 9.5, 9.4, 0)])
     """

@@ -14,17 +14,15 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from traced_steps import model_of
 from traced_trainer import FILES, changed, trained
 
-from lmworks.checkpoint.loading import SINGLE_PROCESS
+from lmworks.checkpoint.state import SINGLE_PROCESS
 from lmworks.parallel.mesh import alone
-from lmworks.train.align import reference
-from lmworks.train.align.answers import Answer, pack
-from lmworks.train.align.curriculum import AnswerCurriculum
-from lmworks.train.align.prompts import Prompts
-from lmworks.train.align.rewards import Reward
-from lmworks.train.align.rollout_checks import RolloutChecks
-from lmworks.train.align.rollouts import Prompt, Rollout
+from lmworks.train import answers as reference
+from lmworks.train.answers import Answer, AnswerCurriculum, pack
 from lmworks.train.dpo import Pairs, Preference, rows_by_step
 from lmworks.train.grpo import PolicyGradient
+from lmworks.train.prompts import Prompts
+from lmworks.train.rewards import Reward
+from lmworks.train.rollouts import Prompt, Rollout, RolloutChecks
 
 LENGTH = 24
 _COMMON: dict[str, Any] = {"learning_rate": 0.01, "sequence_length": f"{LENGTH} tokens"}

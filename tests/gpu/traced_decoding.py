@@ -8,9 +8,9 @@ import torch
 from host_waits import HostWaits
 from traced_steps import model_of, ranks_of, recipe_of
 
-from lmworks.model.batching import ContinuousBatch
-from lmworks.model.inference import for_inference
-from lmworks.model.sampling import GenerateOptions
+from lmworks.inference.batching import ContinuousBatch
+from lmworks.inference.model import for_inference
+from lmworks.inference.sampling import GenerateOptions
 from lmworks.recipe.schema.layout import Layout
 
 ROWS: list[dict[str, Any]] = [

@@ -18,18 +18,18 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _utils
 
-from lmworks import machine
 from lmworks.checkpoint.save_plan import local_slice
 from lmworks.checkpoint.state import Staging
+from lmworks.host import machine
+from lmworks.optim.clip import LossScaler
 from lmworks.optim.optimizer import build_optimizer
-from lmworks.optim.scaler import LossScaler
 from lmworks.parallel import parallelize
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.layout import Layout, world_size
-from lmworks.recipe.schema.lora import Lora
+from lmworks.recipe.schema.model import Lora
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.read.batch import Batch
+from lmworks.shards.batch import Batch
 from lmworks.train.observe.long_context import loss_by_position
 from lmworks.train.saving import all_finite
 from lmworks.train.step import StepResult, train_step

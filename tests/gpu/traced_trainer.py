@@ -21,15 +21,15 @@ from lmworks.optim.optimizer import build_optimizer
 from lmworks.parallel.mesh import alone
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.read.batch import Batch
-from lmworks.train.align.curriculum import AnswerCurriculum
-from lmworks.train.objective import Objective
-from lmworks.train.observe.validation import validate
-from lmworks.train.stage_files import StageFiles
+from lmworks.shards.batch import Batch
+from lmworks.train.answers import AnswerCurriculum
+from lmworks.train.saving import StageFiles
+from lmworks.train.step import Objective
 from lmworks.train.trainer import Trainer
-from lmworks.watch.bad_steps import BadSteps
+from lmworks.train.validation import validate
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger
+from lmworks.watch.policy import BadSteps
 
 STEPS = 6
 END = "the trace ends here"

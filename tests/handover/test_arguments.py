@@ -13,11 +13,10 @@ import pytest
 from lmworks.deploy.source import Source
 from lmworks.errors import UserError
 from lmworks.handover import slime
-from lmworks.handover.arguments import CLASSES, model_arguments
+from lmworks.handover.megatron import CLASSES, model_arguments
 from lmworks.handover.prompts import RM_TYPES, Prompts
 from lmworks.recipe.families.family import TRAITS
-from lmworks.recipe.families.registry import FAMILIES
-from lmworks.recipe.loading.huggingface import from_config
+from lmworks.recipe.families.registry import FAMILIES, from_config
 from lmworks.recipe.schema.model import Model, Rope
 from recorded.facts import facts
 

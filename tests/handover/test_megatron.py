@@ -18,8 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deployable import GLM, QWEN3, export
-from lmworks.handover.arguments import model_arguments
-from lmworks.handover.names import mapping, to_megatron
+from lmworks.handover.megatron import mapping, model_arguments, to_megatron
 from lmworks.model import Transformer
 from lmworks.recipe.families.registry import family_of
 from lmworks.weights.huggingface import read_model

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from deployable import GLM, QWEN3, export
 from lmworks.errors import UserError
-from lmworks.handover.names import copies, from_megatron, mapping, require_bijection, to_megatron
+from lmworks.handover.megatron import copies, from_megatron, mapping, require_bijection, to_megatron
 from lmworks.weights.huggingface import read_model
 from tiny_run import Tiny
 

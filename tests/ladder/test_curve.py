@@ -15,10 +15,10 @@ from lmworks.ladder import comparable, curve
 from lmworks.ladder.annealing import Areas, Parameters, fit_annealing, grid_of_decays
 from lmworks.ladder.comparable import Course
 from lmworks.ladder.curve import Curve, predict_curve
-from lmworks.recipe.derivation.schedules import Schedules
-from lmworks.recipe.loading.load import Resolved, load_recipe
+from lmworks.recipe.changes import as_tree
+from lmworks.recipe.load import Resolved, load_recipe
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.tree.fingerprint import as_tree
+from lmworks.recipe.timeline import Schedules
 
 LAW, DECAY = Parameters(1.0, 4.0, 0.4, 0.004, 0), float(grid_of_decays(500)[28])  # 0.981
 STEP = 256  # tokens
@@ -244,8 +244,7 @@ def test_runs_that_do_not_determine_the_law_are_refused(runs: list[Path], tmp_pa
 
 def test_the_recipe_that_is_compared_is_whole(tmp_path: Path) -> None:
     """Every key that pretraining reads, but those of the schedule and the seeds, makes another curve."""
-    from lmworks.recipe.tree.effects import readers
-    from lmworks.recipe.tree.fingerprint import changed_keys
+    from lmworks.recipe.changes import changed_keys, readers
 
     one: Recipe = recipe(tmp_path, phase(500, COSINE)).recipe
     for key, value in {"weight_decay": 0.2, "ema_decay": 0.5, "max_grad_norm": 2.0, "betas": [0.8, 0.9]}.items():

@@ -8,7 +8,7 @@ import pytest
 from lmworks.errors import UserError
 from lmworks.ladder.design import Point
 from lmworks.ladder.fit import design_of, fit_law
-from lmworks.plan.loss_law import LossLaw
+from lmworks.plan.laws import LossLaw
 
 LAW = LossLaw(1.0, 40.0, 150.0, 0.33, 0.35)
 SIZES = np.geomspace(3e5, 4.8e6, 6)

@@ -14,8 +14,7 @@ from lmworks.errors import UserError
 from lmworks.ladder.design import BenchmarkScore, Point
 from lmworks.ladder.downstream import fit_downstream, split_benchmarks
 from lmworks.ladder.predictions import read, score, summary
-from lmworks.plan.downstream_law import DownstreamLaw, sigmoid_score
-from lmworks.plan.loss_law import LossLaw, load_law, save_law
+from lmworks.plan.laws import DownstreamLaw, LossLaw, load_law, save_law, sigmoid_score
 
 LOSSES = np.linspace(1.2, 0.8, 9)
 TARGET = 0.72

@@ -8,7 +8,7 @@ import pytest
 from lmworks.errors import UserError
 from lmworks.ladder.design import Point
 from lmworks.ladder.fit import doubts, fit_law, noise_of, residual
-from lmworks.plan.loss_law import LossLaw
+from lmworks.plan.laws import LossLaw
 
 LAW = LossLaw(1.0, 40.0, 150.0, 0.33, 0.35)
 KAPLAN = LossLaw(0.0, 1e6, 4e6, 0.9, 0.87, gamma=0.2)

@@ -17,10 +17,9 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.launch import launcher, rank, slurm
-from lmworks.launch.hosts import Host, HostTable, read_hosts, read_table
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.rank import run_rank
-from lmworks.launch.torchrun import Agent, CountRange
+from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_hosts, read_table
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.ledger import Ledger, read_ledger
 from patience import PATIENCE

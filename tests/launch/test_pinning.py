@@ -12,13 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmworks import machine
-from lmworks.launch import pinning
-from lmworks.launch.hosts import Host
+from lmworks.host import machine
+from lmworks.launch import rank_context
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.launcher import launch_local, launch_on_hosts
-from lmworks.launch.pinning import parse_cpus, share_of
-from lmworks.launch.torchrun import CountRange
+from lmworks.launch.rank_context import parse_cpus, share_of
+from lmworks.launch.torchrun import CountRange, Host
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.heartbeat import read_local_beats
 from patience import PATIENCE
@@ -60,10 +59,10 @@ def test_processors_that_a_launcher_has_bound_a_rank_to_are_kept(monkeypatch: py
     monkeypatch.setattr(machine, "pin", bound.append)
     own = {0: frozenset(range(4)), os.getppid(): frozenset(range(8))}
     monkeypatch.setattr(machine, "processors", lambda process=0: own[process])
-    pinning.pin_rank()
+    rank_context.pin_rank()
     assert bound == []
     own[os.getppid()] = own[0]
-    pinning.pin_rank()
+    rank_context.pin_rank()
     assert len(bound) == 1
 
 
@@ -87,7 +86,7 @@ def test_agents_of_one_machine_share_it(
     pinned: list[frozenset[int]] = []
     monkeypatch.setattr(machine, "pin", pinned.append)
     monkeypatch.setattr(machine, "processors", lambda process=0: frozenset(range(12)))
-    monkeypatch.setattr(pinning, "_core", node)
+    monkeypatch.setattr(rank_context, "_core", node)
     monkeypatch.setenv("LOCAL_RANK", "0")
     for host, (place, together) in zip(launch.hosts, expected, strict=True):
         monkeypatch.delenv(machine.RANKS_HERE, raising=False)
@@ -96,7 +95,7 @@ def test_agents_of_one_machine_share_it(
             monkeypatch.setenv(name, value)
         assert machine.ranks_here() == (place, together)
         pinned.clear()
-        pinning.pin_rank()
+        rank_context.pin_rank()
         everything = frozenset(range(12))
         assert pinned == ([share_of(place, [everything] * together, everything, node)] if together > 1 else [])
 

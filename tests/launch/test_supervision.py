@@ -21,9 +21,8 @@ import psutil
 import pytest
 
 from lmworks.launch import launcher, slurm, torchrun
-from lmworks.launch.hosts import Host, read_table
 from lmworks.launch.launch_dir import LaunchDir
-from lmworks.launch.torchrun import CountRange
+from lmworks.launch.torchrun import CountRange, Host, read_table
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.heartbeat import read_local_beats
 from lmworks.watch.ledger import read_ledger

@@ -13,9 +13,9 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.launch import supervise
-from lmworks.launch.hosts import Host, HostTable
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.supervise import Supervisor
+from lmworks.launch.torchrun import Host, HostTable
 from lmworks.watch.ledger import Ledger
 from patience import PATIENCE
 

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from lmworks.errors import UserError
-from lmworks.interrupt import Interrupted, Preempted
 from lmworks.launch.launch_dir import VARIABLE, LaunchDir
 from lmworks.launch.rank import run_rank
 from lmworks.launch.rank_context import rank_context
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.ui.terminal import Interrupted, Preempted
 from lmworks.watch.ledger import Ledger
 from lmworks.watch.stop_signals import graceful_stop
 

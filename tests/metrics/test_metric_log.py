@@ -11,7 +11,7 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.metrics import METRICS, MetricLog, describe, read
-from lmworks.recipe.schema.metrics import Metrics
+from lmworks.recipe.schema.artifacts import Metrics
 
 
 def curve(run_dir):
@@ -84,7 +84,7 @@ def test_a_killed_run_has_every_line_that_was_written(tmp_path):
 import os, signal
 from pathlib import Path
 from lmworks.metrics import MetricLog
-from lmworks.recipe.schema.metrics import Metrics
+from lmworks.recipe.schema.artifacts import Metrics
 log = MetricLog(Path({str(tmp_path)!r}), Metrics())
 for step in range(100):
     log.write(step, {{"train/loss": float(step)}})

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.interrupt import Interrupted
-from lmworks.metrics import MetricLog, sinks
+from lmworks.metrics import MetricLog
+from lmworks.metrics import log as sinks
 from lmworks.metrics.log import read
-from lmworks.recipe.schema.metrics import Metrics
+from lmworks.recipe.schema.artifacts import Metrics
+from lmworks.ui.terminal import Interrupted
 from lmworks.watch.heartbeat import Heartbeat, read_beats
 from ports import free_port
 from tiny_run import STEPS, before_each_step
@@ -34,7 +35,7 @@ from pathlib import Path
 sys.modules[{module!r}] = None
 from lmworks.errors import UserError
 from lmworks.metrics import MetricLog
-from lmworks.recipe.schema.metrics import Metrics
+from lmworks.recipe.schema.artifacts import Metrics
 try:
     MetricLog(Path({str(tmp_path)!r}), Metrics(**{options!r}))
 except UserError as error:

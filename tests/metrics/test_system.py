@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from lmworks import machine
+from lmworks.host import machine
 from lmworks.metrics import system
 from lmworks.metrics.names import describe
 

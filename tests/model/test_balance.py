@@ -10,8 +10,8 @@ from lmworks.model import Transformer
 from lmworks.model.balance import load_error, load_statistics, set_loads, set_temperature, update_biases
 from lmworks.model.init import initialize
 from lmworks.model.router import Router, sinkhorn
-from lmworks.parallel.activation_checkpointing import checkpoint_activations
-from lmworks.recipe.schema.activation_checkpointing import ActivationCheckpointing
+from lmworks.parallel.parallelize import checkpoint_activations
+from lmworks.recipe.schema.layout import ActivationCheckpointing
 from lmworks.recipe.schema.model import Balance, Model, Moe
 
 

@@ -14,12 +14,13 @@ from tests.model.test_mla import CONFIGS as MLA
 from tests.model.test_transformer import _SMALL, CONFIGS, build
 
 from lmworks.errors import UserError
-from lmworks.model import Transformer, batching
-from lmworks.model.batching import ContinuousBatch
+from lmworks.inference import batching
+from lmworks.inference.batching import ContinuousBatch
+from lmworks.inference.generate import generate
+from lmworks.inference.prefixes import PrefixCache
+from lmworks.inference.sampling import GenerateOptions, Token, filter_logits
+from lmworks.model import Transformer
 from lmworks.model.cache import Cache
-from lmworks.model.generate import generate
-from lmworks.model.prefixes import PrefixCache
-from lmworks.model.sampling import GenerateOptions, Token, filter_logits
 from lmworks.recipe.schema.model import Model
 
 ALL = CONFIGS | {f"mla {name}": config for name, config in MLA.items()}
@@ -176,7 +177,7 @@ def test_memory_is_given_back_when_rows_leave() -> None:
 
 
 def test_the_rows_of_a_cache_are_copied_once_when_they_outgrow_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmworks.model.batching._SMALLEST", 4)
+    monkeypatch.setattr("lmworks.inference.batching._SMALLEST", 4)
     reserved: list[tuple[int, int]] = []
     reserve = Cache.reserve
     monkeypatch.setattr(Cache, "reserve", lambda self, rows: (reserved.append((self.capacity, rows)), reserve(self, rows))[1])

@@ -7,7 +7,7 @@ import torch
 from tests.model.test_transformer import _SMALL, CONFIGS, build
 
 from lmworks.errors import UserError
-from lmworks.model.generate import GenerateOptions, filter_logits, generate, stream
+from lmworks.inference.generate import GenerateOptions, filter_logits, generate, stream
 from lmworks.recipe.schema.model import Model
 
 PROMPTS = [[3, 5, 7], [11] * 9, [1, 2]]

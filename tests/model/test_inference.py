@@ -18,16 +18,15 @@ from tests.model.test_mtp import CONFIGS as MTP
 from tests.model.test_transformer import CONFIGS, build
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lmworks.inference.batching import ContinuousBatch
+from lmworks.inference.generate import generate
+from lmworks.inference.model import PackedLinear, for_inference, is_whole, packing_pays
+from lmworks.inference.sampling import GenerateOptions
 from lmworks.model import Transformer
-from lmworks.model.batching import ContinuousBatch
-from lmworks.model.generate import generate
-from lmworks.model.inference import for_inference, is_whole
 from lmworks.model.layers import Linear
 from lmworks.model.lora import attach
-from lmworks.model.packed import PackedLinear, pays
 from lmworks.model.router import Router
-from lmworks.model.sampling import GenerateOptions
-from lmworks.recipe.schema.lora import Lora
+from lmworks.recipe.schema.model import Lora
 
 ALL = CONFIGS | {f"mla {name}": config for name, config in MLA.items()}
 CPU = torch.device("cpu")
@@ -130,7 +129,7 @@ def test_layers_of_multi_token_prediction_are_left_out() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @torch.no_grad()
 def test_packed_weights(dtype: torch.dtype, bias: bool) -> None:
-    if not pays(dtype, CPU, 16):
+    if not packing_pays(dtype, CPU, 16):
         pytest.skip("this processor does not arrange weights of this type")
     linear = Linear(48, 80, bias)
     for number, parameter in enumerate(linear.parameters()):
@@ -140,7 +139,11 @@ def test_packed_weights(dtype: torch.dtype, bias: bool) -> None:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
         assert packed(x).shape == linear(x).shape and packed(x).dtype == dtype
         assert away(packed(x).float(), linear(x).float()) < (1e-5 if dtype == torch.float32 else 1e-2)
-    assert not pays(torch.float64, CPU, 16) and not pays(torch.float32, CPU, 1) and not pays(dtype, torch.device("cuda"), 16)
+    assert (
+        not packing_pays(torch.float64, CPU, 16)
+        and not packing_pays(torch.float32, CPU, 1)
+        and not packing_pays(dtype, torch.device("cuda"), 16)
+    )
 
 
 def test_generation_takes_a_prepared_model(monkeypatch: pytest.MonkeyPatch) -> None:

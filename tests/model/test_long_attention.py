@@ -18,11 +18,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from lmworks.model import chunked, documents, flex
+from lmworks.model import chunked, documents
 from lmworks.model.attention import attend_fast, attend_plain
 from lmworks.model.cache import Cache
+from lmworks.model.chunked import block_mask
 from lmworks.model.documents import Visible, from_cu_seqlens, visible
-from lmworks.model.flex import block_mask
 
 CU_SEQLENS = torch.tensor([0, 5, 17, 24, 33, 48], dtype=torch.int32)
 
@@ -229,7 +229,7 @@ def test_prefill_compiles_attention_for_few_shapes_and_not_for_each(name: str, m
     monkeypatch.setattr(documents, "has_flex", lambda device: True)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(flex_attention, backend=counter)
-    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
+    monkeypatch.setattr(chunked, "_compiled", lambda: compiled)
     model, generator = build(CONFIGS.get(name) or LATENT["experts"]), torch.Generator().manual_seed(1)
     counts = []
     with torch.no_grad():

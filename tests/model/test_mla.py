@@ -14,9 +14,9 @@ import torch
 from tests.model.test_transformer import build, relative, sample
 from torch import Tensor
 
+from lmworks.inference.generate import GenerateOptions, generate
 from lmworks.model.cache import Cache
 from lmworks.model.documents import from_cu_seqlens
-from lmworks.model.generate import GenerateOptions, generate
 from lmworks.model.mla import LatentAttention
 from lmworks.model.rope import cos_sin, frequencies
 from lmworks.plan.memory import kv_cache_bytes

@@ -19,7 +19,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize, standard_deviation
 from lmworks.model.loss import IGNORE
 from lmworks.model.mtp import look_ahead
-from lmworks.recipe.derivation.parameters import count_active_parameters, count_parameters, parameters
+from lmworks.recipe.parameters import count_active_parameters, count_parameters, parameters
 from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Mtp
 from small_config import small_config
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lmworks.inference.batching import ContinuousBatch
+from lmworks.inference.penalties import adjust
+from lmworks.inference.sampling import Draw, GenerateOptions, choose
 from lmworks.model import Transformer
-from lmworks.model.batching import ContinuousBatch
 from lmworks.model.init import initialize
-from lmworks.model.penalties import adjust
-from lmworks.model.sampling import Draw, GenerateOptions, choose
 from lmworks.recipe.schema.model import Model
 
 V = 50

@@ -15,13 +15,12 @@ import torch
 
 from lmworks.model import Transformer
 from lmworks.model.attention import attend_fast, attend_plain
-from lmworks.model.blocked import attend_blocks
-from lmworks.model.documents import visible
+from lmworks.model.documents import attend_blocks, visible
 from lmworks.model.init import initialize, normal
 from lmworks.model.loss import IGNORE
-from lmworks.recipe.derivation.parameters import count_parameters, parameters
+from lmworks.recipe.parameters import count_parameters, parameters
 from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Rope
-from lmworks.shards.format.labels import IGNORE as SHARDS_IGNORE
+from lmworks.shards.batch import IGNORE as SHARDS_IGNORE
 from small_config import small_config
 
 _SMALL: dict[str, Any] = small_config(vocab_size=128, num_hidden_layers=3)

@@ -20,7 +20,7 @@ ROOMS = Path(__file__).with_name("rooms")
 class Mutant:
     """A mistake in one place of the sources.
 
-    where: `module:name` below lmworks, such as `optim.ema:Ema.step`: a function, a class or a constant. The name survives moves of lines.
+    where: `module:name` below lmworks, such as `optim.optimizer:Ema.step`: a function, class or constant. The name survives moves.
     old, new: what is replaced there, and by what; `old` occurs there exactly once.
     promise: what the mutant breaks, in one sentence; it names the mutant.
     tests: files, tests (FILE::NAME) or folders below tests/, the most probable first; the folder of the room comes last by itself.

@@ -26,7 +26,7 @@ def _tests(names: str) -> tuple[str, ...]:
 
 
 TARGETS = {
-    "shards/order": Target("shards/order/*.py", _tests(
+    "shards/order": Target("shards/order.py shards/epochs.py shards/mixture.py", _tests(
         "shards/test_permute.py shards/test_order.py shards/test_mixture.py shards/test_timeline.py shards/test_mixture_changes.py shards"
     )),
     "optim": Target("optim/*.py", _tests(
@@ -37,13 +37,14 @@ TARGETS = {
         "train/test_step.py train/test_ranks.py train/test_average.py train/test_bad_steps.py train/test_ewc.py train/test_resume.py"
     )),
     "losses": Target(
-        "model/loss.py model/drawn_loss.py model/penalties.py model/mtp.py train/align/policy_losses.py train/align/preference_losses.py",
+        "model/loss.py inference/sampling.py inference/penalties.py model/mtp.py train/grpo.py train/dpo.py",
         _tests(
             "model/test_penalties.py model/test_mtp.py model/test_layers.py model/test_transformer.py train/test_dpo.py "
             "train/test_grpo.py parallel/test_weighted_loss.py model"
         ),
     ),
-    "statistics": Target("ablate/statistics/*.py evaluate/compare/*.py evaluate/statistics.py ladder/fit.py", _tests(
+    "statistics": Target("ablate/welch.py ablate/contrast.py ablate/verdict.py ablate/conclusions.py ablate/quality.py "
+        "evaluate/comparison.py evaluate/results.py evaluate/compared_models.py evaluate/statistics.py ladder/fit.py", _tests(
         "ablate evaluate/test_differences.py evaluate/test_score_statistics.py ladder/test_fit.py evaluate/test_comparison.py"
     )),
 }  # fmt: skip

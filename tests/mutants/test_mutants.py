@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from mutants.mutant import ROOT, declared
+from mutants.sampled import TARGETS
 
 
 def test_every_mutant_can_be_planted() -> None:
@@ -17,3 +18,9 @@ def test_every_mutant_can_be_planted() -> None:
             assert (ROOT / path).exists(), mutant
             assert not test or f"\ndef {test.partition('[')[0]}(" in (ROOT / path).read_text(encoding="utf-8"), mutant
         ast.parse(mutant.mutated())
+
+
+def test_what_mutants_are_drawn_from_is_there() -> None:
+    for target in TARGETS.values():
+        assert all(list((ROOT / "src" / "lmworks").glob(pattern)) for pattern in target.modules.split()), target.modules
+        assert all((ROOT / test).exists() for test in target.tests), target.tests

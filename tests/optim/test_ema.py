@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lmworks.optim.ema import Ema
+from lmworks.optim.optimizer import Ema
 
 
 def test_equal_to_the_sum_written_out() -> None:

@@ -9,7 +9,7 @@ from lmworks.errors import UserError
 from lmworks.model.transformer import Transformer
 from lmworks.optim.groups import Group, group_parameters
 from lmworks.recipe.schema.model import Mla, Model, Moe, Mtp
-from lmworks.recipe.schema.optimizer import Optimizer as Options
+from lmworks.recipe.schema.train import Optimizer as Options
 from small_config import small_config
 
 MODEL = Model(

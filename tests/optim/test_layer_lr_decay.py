@@ -10,7 +10,7 @@ import torch
 from lmworks.model import Transformer
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.recipe.schema.model import Model
-from lmworks.recipe.schema.optimizer import Optimizer as Options
+from lmworks.recipe.schema.train import Optimizer as Options
 from small_config import small_config
 
 LAYERS, DECAY, RATE, ADAM_RATE = 3, 0.5, 0.02, 0.003

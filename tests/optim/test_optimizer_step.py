@@ -14,7 +14,7 @@ from lmworks.model.init import initialize
 from lmworks.model.transformer import Transformer
 from lmworks.optim import Optimizer, build_optimizer, clip_gradients
 from lmworks.recipe.schema.model import Model, Moe
-from lmworks.recipe.schema.optimizer import Optimizer as Options
+from lmworks.recipe.schema.train import Optimizer as Options
 from small_config import small_config
 
 MODEL = Model(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lmworks.optim.scaler import LossScaler
+from lmworks.optim.clip import LossScaler
 
 
 def test_starts_at_two_to_the_sixteen_with_a_window_of_a_thousand() -> None:

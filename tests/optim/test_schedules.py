@@ -11,9 +11,9 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from lmworks.errors import UserError
-from lmworks.recipe.derivation.schedules import Schedules
 from lmworks.recipe.schema.train import BatchRamp, LrSchedule, Phase
 from lmworks.recipe.schema.units import Duration, Tokens
+from lmworks.recipe.timeline import Schedules
 
 LENGTH = 16
 

@@ -17,7 +17,7 @@ from placing import CASES, SHAPES, Case, Placer, here, stage_mesh
 from torch import Tensor, nn
 
 from lmworks.optim import Optimizer, clip_gradients, group_parameters, muon
-from lmworks.recipe.schema.optimizer import Optimizer as Options
+from lmworks.recipe.schema.train import Optimizer as Options
 from rank_pool import RankPool
 
 # The arithmetic is one process' but for the order in which the squares of the gradient norm are added up: its last bit, 6e-8, goes

@@ -72,11 +72,11 @@ def _gradients_of_norms_are_not_summed(patch: pytest.MonkeyPatch) -> None:
 
 
 def _gradients_of_the_router_are_summed_though_alike(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(collectives, "alike", lambda x, group: x)
+    patch.setattr(collectives, "scale_grad_by_group", lambda x, group: x)
 
 
 def _gradients_of_routing_weights_are_not_summed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(collectives, "copy", lambda x, group: x)
+    patch.setattr(collectives, "identity_allreduce_grad", lambda x, group: x)
 
 
 def _vocabulary_begins_a_word_late(patch: pytest.MonkeyPatch) -> None:

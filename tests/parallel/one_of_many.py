@@ -28,7 +28,7 @@ from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.read.batch import Batch
+from lmworks.shards.batch import Batch
 from lmworks.train.step import train_step
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

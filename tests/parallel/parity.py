@@ -11,19 +11,18 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from lmworks.doctor.preflight.rounding import OF_LOSS, OF_NORM, SLACK, worst
-from lmworks.doctor.preflight.small_model import LONGER
 from lmworks.model.init import normal_part
+from lmworks.optim.clip import LossScaler
 from lmworks.optim.optimizer import Updates, build_optimizer
-from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build, local_shard
+from lmworks.preflight.layouts import BF16_OF_LOSS, BF16_OF_NORM, BF16_SLACK, worst_error
+from lmworks.preflight.small_model import LONGER
 from lmworks.recipe.schema.layout import Layout
-from lmworks.recipe.schema.lora import Lora
+from lmworks.recipe.schema.model import Lora
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.read.batch import Batch
+from lmworks.shards.batch import IGNORE, Batch
 from lmworks.train.step import StepResult, train_step
 from small_config import small_config
 
@@ -194,15 +193,15 @@ def compare_16bit(exact: Trained, one: Trained, found: list[Trained], roundoff: 
     """
     _all_there(exact, found)
     for trained in found:
-        np.testing.assert_allclose(trained.losses, exact.losses, rtol=roundoff * OF_LOSS)
-        np.testing.assert_allclose(trained.norms[:1], exact.norms[:1], rtol=roundoff * OF_NORM)
-        np.testing.assert_allclose(trained.extras, exact.extras, rtol=roundoff * OF_NORM)
+        np.testing.assert_allclose(trained.losses, exact.losses, rtol=roundoff * BF16_OF_LOSS)
+        np.testing.assert_allclose(trained.norms[:1], exact.norms[:1], rtol=roundoff * BF16_OF_NORM)
+        np.testing.assert_allclose(trained.extras, exact.extras, rtol=roundoff * BF16_OF_NORM)
         if exact.counts is not None and one.counts is not None and trained.counts is not None:
             moved = np.abs(one.counts - exact.counts).sum()
-            assert np.abs(trained.counts - exact.counts).sum() <= SLACK * moved, "tokens per expert"
+            assert np.abs(trained.counts - exact.counts).sum() <= BF16_SLACK * moved, "tokens per expert"
         for kind in ("grads", "weights"):
-            times, name = worst(getattr(exact, kind), getattr(one, kind), getattr(trained, kind))
-            assert times <= SLACK, f"{kind} of {name}: {times:.1f} times the error of one process"
+            times, name = worst_error(getattr(exact, kind), getattr(one, kind), getattr(trained, kind))
+            assert times <= BF16_SLACK, f"{kind} of {name}: {times:.1f} times the error of one process"
 
 
 def _all_there(expected: Trained, found: list[Trained]) -> None:

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lmworks import precision
 from lmworks.errors import UserError
-from lmworks.parallel import consistency
+from lmworks.host import devices
+from lmworks.parallel import process_group
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallelize import build
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -23,15 +23,15 @@ CPU = torch.device("cpu")
 
 def meet(other: dict[str, Any], odd: tuple[int, ...]) -> str | tuple[bool, str]:
     """As one of the ranks, of which those in `odd` are different; what was refused, or what they agreed on."""
-    environment = consistency.rank_environment(Layout(dp_shard=dist.get_world_size()), CPU)
+    environment = process_group.rank_environment(Layout(dp_shard=dist.get_world_size()), CPU)
     mine = replace(environment, host=f"node-{dist.get_rank() // 2}", bf16=True)
     try:
-        consistency.check_consistency(replace(mine, **other) if dist.get_rank() in odd else mine)
-        return precision._all_ranks_have_bf16, str(precision.dtype_for("auto", CPU))
+        process_group.check_consistency(replace(mine, **other) if dist.get_rank() in odd else mine)
+        return devices._all_ranks_have_bf16, str(devices.dtype_for("auto", CPU))
     except UserError as error:
         return str(error)
     finally:
-        precision.set_bf16_on_all_ranks(True)
+        devices.set_bf16_on_all_ranks(True)
 
 
 @pytest.mark.parametrize(

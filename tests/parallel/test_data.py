@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lmworks.optim.ema import Ema
-from lmworks.optim.placement import local
+from lmworks.optim.groups import local
+from lmworks.optim.optimizer import Ema
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout
 from parallel.parity import Trained, alone, batch_of, compare, model_of, train

@@ -12,13 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lmworks.model import Transformer
-from lmworks.optim.groups import group_parameters
-from lmworks.optim.placement import local
+from lmworks.optim.groups import group_parameters, local
 from lmworks.parallel import parallelize
 from lmworks.parallel.mesh import Ranks
 from lmworks.plan.layout import choose
 from lmworks.plan.memory import _stage_memory
-from lmworks.recipe.loading.load import load_cluster, load_recipe
+from lmworks.recipe.load import load_cluster, load_recipe
 from lmworks.recipe.schema.layout import Layout, world_size
 from made_up_ranks import made_up_ranks
 

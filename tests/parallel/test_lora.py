@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lmworks.recipe.schema.layout import Layout, world_size
-from lmworks.recipe.schema.lora import Lora
+from lmworks.recipe.schema.model import Lora
 from parallel.parity import Trained, compare, train
 from rank_pool import RankPool
 

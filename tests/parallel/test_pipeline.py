@@ -20,10 +20,10 @@ from lmworks.errors import UserError
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
-from lmworks.plan.pipeline import bubble, micro_batches_in_flight
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.parallel.pipeline_stages import bubble, micro_batches_in_flight
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.recipe.schema.layout import Layout, world_size
-from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.batch import IGNORE
 from parallel.parity import Trained, alone, batch_of, compare, recipe_of, train, whole
 from rank_pool import RankPool
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmworks.parallel.pipeline_stages import _balanced, pipeline_stage_layers, rank_layers, runnable
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model
 from small_config import small_config

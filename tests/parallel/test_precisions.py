@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from lmworks.optim.clip import LossScaler
+from lmworks.optim.groups import local
 from lmworks.optim.optimizer import build_optimizer
-from lmworks.optim.placement import local
-from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build

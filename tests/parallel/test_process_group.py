@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lmworks import machine
 from lmworks.errors import UserError
+from lmworks.host import machine
 from lmworks.parallel import process_group
 from lmworks.parallel.process_group import init_ranks, layout_for
 from lmworks.recipe.schema.layout import Layout, world_size

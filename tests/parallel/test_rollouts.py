@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from lmworks.checkpoint.communicator import new_communicator
-from lmworks.model.sampling import GenerateOptions
+from lmworks.inference.sampling import GenerateOptions
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout, world_size
-from lmworks.train.align.answers import pack
-from lmworks.train.align.rewards import Judge, Reward
-from lmworks.train.align.rollouts import Prompt, Rollouts, whole_model
+from lmworks.train.answers import pack
+from lmworks.train.rewards import Judge, Reward
+from lmworks.train.rollouts import Prompt, Rollouts, whole_model
 from parallel.parity import batch_of, model_of
 from rank_pool import RankPool
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lmworks.errors import UserError
-from lmworks.model.generate import GenerateOptions, stream
+from lmworks.inference.generate import GenerateOptions, stream
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallelize import build
 from lmworks.parallel.tensor import problems

@@ -21,7 +21,7 @@ from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.schema.layout import Layout, world_size
-from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.batch import IGNORE
 from lmworks.train.step import train_step
 from parallel.parity import ROWS, batch_of, model_of, recipe_of, whole
 from rank_pool import RankPool

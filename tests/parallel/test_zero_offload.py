@@ -22,12 +22,12 @@ from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.parallel.zero_offload import _shape
 from lmworks.plan.memory import memory
-from lmworks.recipe.loading.load import load_cluster
-from lmworks.recipe.schema.checkpoints import Checkpoints as Saving
+from lmworks.recipe.load import load_cluster
+from lmworks.recipe.schema.artifacts import Checkpoints as Saving
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.pretrain import with_optimizer
 from lmworks.train.step import train_step
-from lmworks.watch.spike import Limits
+from lmworks.watch.policy import Limits
 from parallel.parity import LENGTH, MODELS, ROWS, STEPS, batch_of, recipe_of, whole
 from rank_pool import RankPool
 

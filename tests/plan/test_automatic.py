@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from lmworks.errors import UserError
+from lmworks.parallel.pipeline_stages import bubble
 from lmworks.parallel.process_group import layout_for
 from lmworks.plan.automatic import choose_layout, devices_of, layout_of_run
 from lmworks.plan.layout import MARGIN, Placement, automatic, fits, legal, place, problems
-from lmworks.plan.pipeline import bubble
 from lmworks.plan.plan import make_plan
-from lmworks.recipe.loading.load import load_cluster, load_recipe
+from lmworks.recipe.load import load_cluster, load_recipe
 from lmworks.recipe.schema.layout import Layout, world_size
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmworks.plan.budget import fit_time
-from lmworks.recipe.loading.load import load_cluster, load_recipe
+from lmworks.recipe.load import load_cluster, load_recipe
 
 
 @pytest.mark.parametrize("window", ["full", "512 tokens"])

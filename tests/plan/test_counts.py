@@ -8,11 +8,10 @@ import torch
 from lmworks.model.lora import attach
 from lmworks.model.transformer import Transformer
 from lmworks.plan.counts import count_adapters, count_by_component
-from lmworks.recipe.derivation.parameters import count_parameters as total
-from lmworks.recipe.derivation.parameters import parameters
-from lmworks.recipe.loading.load import load_recipe, shipped
-from lmworks.recipe.schema.lora import Lora, is_adapter
-from lmworks.recipe.schema.model import Model, Moe
+from lmworks.recipe.load import load_recipe, shipped
+from lmworks.recipe.parameters import count_parameters as total
+from lmworks.recipe.parameters import parameters
+from lmworks.recipe.schema.model import Lora, Model, Moe, is_adapter
 from small_config import small_config
 
 SMALL = small_config(vocab_size=96, num_hidden_layers=3)

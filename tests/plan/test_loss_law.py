@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmworks.plan.loss_law import CHINCHILLA, LossLaw, Tradeoff
+from lmworks.plan.laws import CHINCHILLA, LossLaw, Tradeoff
 
 
 @settings(max_examples=30)

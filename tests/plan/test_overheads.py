@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from lmworks.checkpoint import retention
-from lmworks.checkpoint.retention import Saved
+from lmworks.checkpoint import listing
+from lmworks.checkpoint.listing import Saved
 from lmworks.plan.costs import Course, courses, disk
 from lmworks.plan.layout import place
 from lmworks.plan.overheads import overheads
 from lmworks.plan.plan import Plan, make_plan
-from lmworks.recipe.derivation.timeline import Timeline
-from lmworks.recipe.loading.load import load_cluster, load_recipe
-from lmworks.recipe.schema.cluster import Cluster
-from lmworks.recipe.schema.layout import Layout
-from lmworks.train.intervals import Intervals, is_due
+from lmworks.recipe.load import load_cluster, load_recipe
+from lmworks.recipe.schema.layout import Cluster, Layout
+from lmworks.recipe.timeline import Timeline
+from lmworks.train.saving import Intervals, is_due
 
 TEN = Course(0, 10, 10, 10)
 
@@ -82,7 +81,7 @@ def test_percentages_are_of_the_stage_as_in_training() -> None:
     assert len(found) == 5 and sum(found) == len(due) == 15
     assert found[0] == sum(step <= courses(recipe.train.phases)[0].end for step in due)
     saved = [Saved(Path(str(step)), step, tokens * step // steps, None, False) for step in range(0, steps + 1, steps // 200)]
-    kept = retention.keep(saved, recipe.checkpoints, saved[-1].step, tokens)
+    kept = listing.keep(saved, recipe.checkpoints, saved[-1].step, tokens)
     others = recipe.checkpoints.keep_last + recipe.checkpoints.keep_best
     assert sum("every" in reason for reason in kept.values()) == 9
     assert 9 <= disk(recipe).checkpoints_kept - others <= 10, "the last step may be a tenth multiple"

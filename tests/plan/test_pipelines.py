@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from lmworks.parallel.pipeline_stages import bubble, micro_batches_for, micro_batches_in_flight
 from lmworks.plan.layout import describe, problems
-from lmworks.plan.pipeline import bubble, micro_batches_for, micro_batches_in_flight
-from lmworks.recipe.loading.load import load_cluster, load_recipe
+from lmworks.recipe.load import load_cluster, load_recipe
 from lmworks.recipe.schema.layout import Layout
 
 

@@ -14,20 +14,19 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lmworks import machine
 from lmworks.cli import recipe_commands
 from lmworks.errors import UserError
-from lmworks.plan.counts import count_by_component
-from lmworks.plan.flops import flops_per_token, keys_seen
+from lmworks.host import machine
+from lmworks.plan.automatic import this_machine
+from lmworks.plan.counts import count_by_component, flops_per_token, keys_seen
 from lmworks.plan.layout import automatic, devices, legal, place, problems
-from lmworks.plan.machine import this_machine
 from lmworks.plan.memory import GIB, _stage_memory, activation_bytes, kv_cache_bytes, kv_cache_shrink, layer_activations, memory
 from lmworks.plan.plan import make_plan
 from lmworks.plan.render import render
-from lmworks.recipe.derivation.timeline import Timeline
-from lmworks.recipe.loading.load import load_cluster, load_recipe, shipped
+from lmworks.recipe.load import load_cluster, load_recipe, shipped
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model
+from lmworks.recipe.timeline import Timeline
 from lmworks.train import calibrate
 from small_config import small_config
 

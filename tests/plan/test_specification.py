@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.plan import costs, flops, pipeline
-from lmworks.plan.amounts import days
+from lmworks.parallel import pipeline_stages
+from lmworks.plan import costs, counts
 from lmworks.plan.layout import choose, problems
 from lmworks.plan.memory import kv_cache_bytes, state_bytes
 from lmworks.plan.plan import Plan, make_plan, plain
-from lmworks.recipe.loading.load import load_cluster, load_recipe
-from lmworks.recipe.schema.cluster import Cluster
-from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.load import load_cluster, load_recipe
+from lmworks.recipe.schema.layout import Cluster, Layout
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.ui.amounts import days
 
 DAY = 86_400
 DOCUMENTED = Layout(pp=16, tp=8, dp_shard=64, ep=32)
@@ -45,8 +45,8 @@ def test_parameters(plan: Plan) -> None:
 
 def test_operations(plan: Plan) -> None:
     """Forward 2N and both 6N: 6 x 32e9 x 23e12 = 4.4e24; attention comes on top."""
-    assert f"{flops.training_flops(32e9, 23e12):.1e}" == "4.4e+24"
-    exact = flops.training_flops(plan.counts.active_computed, plan.tokens)
+    assert f"{counts.training_flops(32e9, 23e12):.1e}" == "4.4e+24"
+    exact = counts.training_flops(plan.counts.active_computed, plan.tokens)
     assert plan.flops_parameters == pytest.approx(exact, rel=1e-12)
     assert plan.flops_parameters == pytest.approx(4.4e24, rel=0.035)  # 32.9B where the rule of thumb says 32B
     assert plan.tokens == pytest.approx(23e12, rel=1e-5)
@@ -71,7 +71,7 @@ def test_peak_and_time(plan: Plan, cluster: Cluster) -> None:
     """989 dense TFLOPS; 2.8M tokens/s on 8,192 of them is 6.6% MFU; at the 35% of models with experts the run takes 19 days, 24 with
     attention and with multi-token prediction."""
     assert cluster.tflops == 989
-    assert round(100 * flops.mfu(2.8e6, 6 * 32e9, 8192, cluster.tflops), 1) == 6.6
+    assert round(100 * counts.mfu(2.8e6, 6 * 32e9, 8192, cluster.tflops), 1) == 6.6
     assert plan.mfu == 0.35 and "arXiv:2412.19437" in plan.mfu_source and cluster.mfu == 0.4
     assert round(costs.seconds(4.4e24, 8192, cluster, 0.4) / DAY) == 16
     assert round(plan.seconds_parameters / DAY) == 19
@@ -122,10 +122,10 @@ def test_adam_states(recipe: Recipe, cluster: Cluster) -> None:
 
 def test_bubble() -> None:
     """(p-1)/(m+p-1): 65% for p=16, m=8; 12% needs m=110."""
-    assert round(pipeline.bubble(16, 8), 2) == 0.65
-    assert pipeline.micro_batches_for(16, 0.12) == 110
-    assert pipeline.bubble(16, 110) <= 0.12 < pipeline.bubble(16, 109)
-    assert pipeline.bubble(1, 1) == 0
+    assert round(pipeline_stages.bubble(16, 8), 2) == 0.65
+    assert pipeline_stages.micro_batches_for(16, 0.12) == 110
+    assert pipeline_stages.bubble(16, 110) <= 0.12 < pipeline_stages.bubble(16, 109)
+    assert pipeline_stages.bubble(1, 1) == 0
 
 
 def test_gqa_divides_the_cache_by_twelve(recipe: Recipe, plan: Plan) -> None:

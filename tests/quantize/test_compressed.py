@@ -15,11 +15,10 @@ from engines import engine
 from safetensors.torch import load_file, save_file
 
 from lmworks.quantize import compressed
-from lmworks.quantize.accounting import problems
-from lmworks.quantize.coverage import expert_tokens
-from lmworks.quantize.schemes import SCHEMES
-from lmworks.quantize.source import Source, open_source
-from lmworks.quantize.texts import Window
+from lmworks.quantize.agreement import Window
+from lmworks.quantize.certificate import problems
+from lmworks.quantize.evidence import expert_tokens
+from lmworks.quantize.source import SCHEMES, Source, open_source
 
 
 def quantized_int8(original: Path, target: Path) -> None:

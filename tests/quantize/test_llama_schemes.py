@@ -13,8 +13,7 @@ from engines import engine
 from small_models import STEPS
 
 from lmworks.quantize import gguf
-from lmworks.quantize.schemes import SCHEMES
-from lmworks.quantize.source import open_source
+from lmworks.quantize.source import SCHEMES, open_source
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("llama")]
 GGUF = [name for name, scheme in SCHEMES.items() if scheme.format == "gguf"]

@@ -15,8 +15,8 @@ import pytest
 import torch
 from command import Lmworks
 
-from lmworks.doctor import quantization_page
 from lmworks.export.export import write_huggingface
+from lmworks.pages import model_pages
 from lmworks.quantize import child
 from lmworks.quantize import gguf as quantize_gguf
 from lmworks.quantize import quantize as quantize_module
@@ -315,7 +315,7 @@ def test_one_form_that_fails_is_exit_code_1(lmworks: Lmworks, tmp_path: Path, mo
     document = {"results": [{"scheme": name, "verdict": verdict} for name, verdict in verdicts.items()]}
     monkeypatch.setattr(quantize_module, "available", lambda schemes, _: (schemes, []))
     monkeypatch.setattr(quantize_module, "quantize", lambda *_: document)
-    monkeypatch.setattr(quantization_page, "write_quantization_page", lambda *_: None)
+    monkeypatch.setattr(model_pages, "write_quantization_page", lambda *_: None)
     for names, code in (("gguf-q8_0,gguf-q6_k", 1), ("gguf-q8_0", 0)):
         done = lmworks("quantize", tmp_path, "--to", names, "--out", tmp_path, "--json")
         assert done.code == code, done.err

@@ -20,14 +20,13 @@ import torch
 import yaml
 
 from lmworks.errors import UserError
-from lmworks.recipe.derivation.parameters import count_parameters
-from lmworks.recipe.derivation.phases import in_force
-from lmworks.recipe.derivation.schedules import Schedules
-from lmworks.recipe.derivation.timeline import Timeline
-from lmworks.recipe.loading.load import load_recipe
-from lmworks.recipe.loading.phase_checks import phase_refusals
+from lmworks.recipe.checks import phase_refusals
+from lmworks.recipe.load import load_recipe
+from lmworks.recipe.parameters import count_parameters
+from lmworks.recipe.phases import in_force
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.read.batch import Batch
+from lmworks.recipe.timeline import Schedules, Timeline
+from lmworks.shards.batch import Batch
 from lmworks.train.pretrain import build_model, with_optimizer
 from lmworks.train.step import micro_batch_of, train_step
 

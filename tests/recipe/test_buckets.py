@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.recipe.derivation.buckets import expand
-from lmworks.recipe.loading.load import load_recipe
-from lmworks.recipe.schema.corpus import Bucket, Source
+from lmworks.recipe.load import load_recipe
+from lmworks.recipe.schema.corpus import Bucket, Source, expand_buckets
 
 Write = Callable[..., Path]
 STEPS = "corpus:\n  steps: [{step: clean}, {step: quality, model: q.safetensors}]\n"
@@ -37,21 +36,21 @@ def bucketed(write: Write, more: str = BUCKETS, mixture: str = "{prose: 0.75, co
 def test_a_token_of_a_heavier_bucket_is_read_as_many_times_as_often() -> None:
     web = source("web", low=0, middle=1, high=3)
     amounts = {"web.low": 900, "web.middle": 600, "web.high": 200, "books": 50}
-    found = expand({"web": 0.8, "books": 0.2}, [web, source("books")], amounts)
+    found = expand_buckets({"web": 0.8, "books": 0.2}, [web, source("books")], amounts)
     assert found == pytest.approx({"web.middle": 0.4, "web.high": 0.4, "books": 0.2})
     assert found["web.high"] / amounts["web.high"] == pytest.approx(3 * found["web.middle"] / amounts["web.middle"])
 
 
 def test_a_bucket_may_be_named_beside_its_source_and_even_at_weight_0() -> None:
     web = source("web", low=0, middle=1, high=1)
-    found = expand({"web": 0.5, "web.high": 0.3, "web.low": 0.2}, [web], {"web.low": 1, "web.middle": 10, "web.high": 30})
+    found = expand_buckets({"web": 0.5, "web.high": 0.3, "web.low": 0.2}, [web], {"web.low": 1, "web.middle": 10, "web.high": 30})
     assert found == pytest.approx({"web.middle": 0.125, "web.high": 0.675, "web.low": 0.2})
 
 
 def test_buckets_without_text_give_way_and_a_source_without_any_is_left_for_the_caller() -> None:
     web = source("web", low=1, high=1)
-    assert expand({"web": 1.0}, [web], {"web.low": 7}) == {"web.low": 1.0}
-    assert expand({"web": 1.0}, [web], {}) == {"web": 1.0}
+    assert expand_buckets({"web": 1.0}, [web], {"web.low": 7}) == {"web.low": 1.0}
+    assert expand_buckets({"web": 1.0}, [web], {}) == {"web": 1.0}
 
 
 def test_mixtures_may_name_sources_and_their_buckets(write: Write) -> None:

@@ -12,7 +12,7 @@ from lmworks.errors import UserError
 from lmworks.parallel.mesh import alone
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.pretrain import with_optimizer
 from parallel.parity import recipe_of

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmworks.errors import UserError
-from lmworks.recipe.derivation import scaling_laws
-from lmworks.recipe.derivation.parameters import count_active_parameters, count_parameters
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe import scaling_laws
+from lmworks.recipe.load import load_recipe
+from lmworks.recipe.parameters import count_active_parameters, count_parameters
 from lmworks.recipe.schema.model import Model, Moe
 
 Write = Callable[..., Path]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lmworks.recipe.schema.effect import Effect
+from lmworks.recipe.changes import declarations, effect_of, not_architecture, readers, rule
+from lmworks.recipe.keys import known_paths
+from lmworks.recipe.schema.base import Effect
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.tree.effects import declarations, effect_of, not_architecture, readers, rule
-from lmworks.recipe.tree.keys import known_paths
 
 
 def test_every_key_has_an_effect() -> None:

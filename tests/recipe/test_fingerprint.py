@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmworks.errors import UserError
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.changes import changed_keys, fingerprint, harmless, require_allowed
+from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.tree.fingerprint import changed_keys, fingerprint, harmless, require_allowed
 
 Write = Callable[..., Path]
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.recipe.gguf.folder import find_gguf
-from lmworks.recipe.gguf.header import read_header
-from lmworks.recipe.loading.weights import find_weights
+from lmworks.recipe.gguf_header import read_header
+from lmworks.recipe.gguf_model import find_gguf
+from lmworks.recipe.weights import find_weights
 
 
 def text(value: str | bytes) -> bytes:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.recipe.derivation.parameters import count_parameters
-from lmworks.recipe.loading.document import parse
-from lmworks.recipe.loading.load import load_cluster, load_recipe, load_resolved, shipped
-from lmworks.recipe.tree.fingerprint import fingerprint
+from lmworks.recipe.changes import fingerprint
+from lmworks.recipe.document import parse
+from lmworks.recipe.load import load_cluster, load_recipe, load_resolved, shipped
+from lmworks.recipe.parameters import count_parameters
 from smollm2 import gguf_file
 
 Write = Callable[..., Path]
@@ -237,10 +237,10 @@ def test_cluster_files() -> None:
         assert cluster.name == name and cluster.mfu_source
 
 
-@pytest.mark.parametrize("modules", ["recipe.loading.load", "evaluate.protection, lmworks.corpus.pipeline, lmworks.corpus.rules"])
+@pytest.mark.parametrize("modules", ["recipe.load", "evaluate.protection, lmworks.corpus.pipeline, lmworks.corpus.transform.rule_table"])
 def test_recipes_and_corpora_need_no_torch(modules: str) -> None:
     """`lmworks show` does not pay for it, nor does each process of a corpus: a second of the ten that 20 MB take."""
-    code = f"import sys, lmworks.{modules}; from lmworks.recipe.loading.load import load_recipe; load_recipe('quickstart')"
+    code = f"import sys, lmworks.{modules}; from lmworks.recipe.load import load_recipe; load_recipe('quickstart')"
     assert subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], check=False).returncode == 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmworks.recipe.derivation.phases import final, in_force
+from lmworks.recipe.phases import final, in_force
 from lmworks.recipe.schema.recipe import Recipe
 from small_config import small_config
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from lmworks.cli.tables import phase_positions, recipe_as_json
 from lmworks.errors import UserError
-from lmworks.plan.machine import this_machine
+from lmworks.plan.automatic import this_machine
 from lmworks.plan.plan import make_plan
-from lmworks.recipe.derivation.positions import positions, warnings
-from lmworks.recipe.loading.load import load_recipe
-from lmworks.recipe.loading.show import as_json, phases
+from lmworks.recipe.load import load_recipe
+from lmworks.recipe.phases import positions, warnings
 
 Write = Callable[..., Path]
 LONG = "sequence_length: 1Ki\n      global_batch_size: 8Ki\n"
@@ -28,10 +28,10 @@ def test_a_change_is_said_and_extends_the_context(write: Write) -> None:
     assert first.text == "theta 10,000"
     assert second.text == "theta 10,000 -> theta 10,000, yarn x8 from 512 tokens, scores x1.46"
     assert list(warnings(resolved.recipe)) == []
-    assert f"positions of anneal (4,096 tokens): {second.text}" in phases(resolved).plain
+    assert f"positions of anneal (4,096 tokens): {second.text}" in phase_positions(resolved).plain
     plan = make_plan(resolved.recipe, resolved.fingerprint, this_machine(1))
     assert [phase.positions for phase in plan.phases] == [first.text, second.text]
-    assert as_json(resolved)["positions"] == {"general": first.text, "anneal": second.text}
+    assert recipe_as_json(resolved)["positions"] == {"general": first.text, "anneal": second.text}
 
 
 def test_windows_and_masks_are_said_too(write: Write) -> None:
@@ -55,7 +55,7 @@ def test_positions_that_are_outgrown_are_warned_of(write: Write, rope: str, told
     resolved = load_recipe(write(long(rope)))
     (line,) = warnings(resolved.recipe)
     assert line.startswith(told)
-    assert f"warning: {told}" in phases(resolved).plain
+    assert f"warning: {told}" in phase_positions(resolved).plain
     assert line in make_plan(resolved.recipe, resolved.fingerprint, this_machine(1)).warnings()
     assert list(warnings(load_recipe(write(long("", "1Ki"))).recipe)) == []  # twice as long is no matter
 

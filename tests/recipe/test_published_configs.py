@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from lmworks.cli import recipe_commands
 from lmworks.errors import UserError
-from lmworks.recipe.derivation.parameters import count_parameters
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.load import load_recipe
+from lmworks.recipe.parameters import count_parameters
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,

@@ -10,8 +10,8 @@ import yaml
 
 from base_models import write_model, write_tokenizer
 from lmworks.errors import UserError
-from lmworks.recipe.derivation import rates
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe import scaling_laws
+from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.recipe import Recipe
 
 
@@ -48,16 +48,18 @@ def test_the_rate_of_pretrained_weights_does_not_rise_with_the_budget(base: Path
     [(106_203_456, (1e-4, 1.5e-4), (8e-4, 1.5e-3)), (7_000_000_000, (1.5e-5, 3e-5), (1.5e-4, 3e-4))],
 )
 def test_rates_of_tuning_are_what_was_measured_and_published(hidden: int, full: Any, adapters: Any) -> None:
-    peak, _ = rates.pretrained_weights(hidden)
-    assert full[0] <= rates.of_stage("tune", peak, lora=False, pretrained=True, muon=False)[0] <= full[1]
-    assert adapters[0] <= rates.of_stage("tune", peak, lora=True, pretrained=True, muon=True)[0] <= adapters[1]
+    peak, _ = scaling_laws.rate_from_pretrained(hidden)
+    assert full[0] <= scaling_laws.rate_of_stage("tune", peak, lora=False, pretrained=True, muon=False)[0] <= full[1]
+    assert adapters[0] <= scaling_laws.rate_of_stage("tune", peak, lora=True, pretrained=True, muon=True)[0] <= adapters[1]
 
 
 def test_a_rate_that_is_written_wins_and_the_others_follow_from_that_of_the_optimizer(base: Path, tmp_path: Path) -> None:
     dpo = {"data": [{"name": "pairs", "kind": "files", "path": "pairs.jsonl"}]}
     recipe = load(tmp_path, base, "tune.learning_rate=1e-5", "optimizer.learning_rate=0.001", "optimizer.adam_learning_rate=0.002", dpo=dpo)
     assert recipe.tune is not None and recipe.tune.learning_rate == 1e-5
-    assert recipe.dpo is not None and recipe.dpo.learning_rate == pytest.approx(0.001 * 0.025 * rates.MUON, rel=0.05)
+    assert recipe.dpo is not None and recipe.dpo.learning_rate == pytest.approx(
+        0.001 * 0.025 * scaling_laws.MUON_AFTER_PRETRAINED, rel=0.05
+    )
     adapters = load(tmp_path, base, "optimizer.adam_learning_rate=0.002", dpo=dpo | {"lora": {"rank": 2}})
     assert adapters.dpo is not None and adapters.dpo.learning_rate == pytest.approx(0.002 * 0.5, rel=0.05)
 

@@ -10,11 +10,11 @@ from pydantic import BaseModel
 
 from lmworks.cli.main import main
 from lmworks.errors import UserError
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.keys import nodes_of
+from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.base import Node
-from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.schema.layout import Cluster
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.tree.keys import nodes_of
 
 
 def all_nodes(root: type[BaseModel]) -> Iterator[type[Node]]:

@@ -12,11 +12,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lmworks.cli import recipe_commands
-from lmworks.recipe.loading.load import load_recipe
-from lmworks.recipe.loading.reference import reference
-from lmworks.recipe.loading.show import tree
-from lmworks.recipe.tree.fingerprint import as_tree
-from lmworks.recipe.tree.paths import flatten
+from lmworks.cli.tables import recipe_tree
+from lmworks.recipe.changes import as_tree
+from lmworks.recipe.keys import flatten
+from lmworks.recipe.load import load_recipe
+from lmworks.recipe.reference import reference
 
 Write = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def printed(*arguments: str) -> str:
 def test_every_value_is_shown_with_its_origin(write: Write) -> None:
     resolved = load_recipe(write(), ["seed=7"])
     out = io.StringIO()
-    Console(file=out, width=1000).print(tree(resolved))
+    Console(file=out, width=1000).print(recipe_tree(resolved))
     text = out.getvalue()
     assert text.count("default") + text.count("recipe ") + text.count("preset ") + text.count("derived: ") + text.count("override ") >= len(
         resolved.origins
@@ -65,7 +65,7 @@ def test_show_without_defaults(write: Write) -> None:
 
 def test_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8") == reference(), (
-        "run: python -m lmworks.recipe.loading.reference > docs/recipe.md"
+        "run: python -m lmworks.recipe.reference > docs/recipe.md"
     )
 
 

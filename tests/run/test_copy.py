@@ -24,7 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lmworks.checkpoint import Checkpoints, listing
 from lmworks.checkpoint.copy_to import copy_checkpoint
 from lmworks.errors import UserError
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.run import copy as copying
 from lmworks.run.copy import copy_run, restore_run
 from lmworks.run.stages import STAGES
@@ -269,7 +269,7 @@ def test_an_upload_that_is_killed_is_no_checkpoint(server: Server, bucket: str, 
 
 
 def test_a_server_that_is_busy_for_a_while_costs_time_only(server: Server, bucket: str, far: Tiny, tmp_path: Path) -> None:
-    from lmworks.corpus.readers import parts, read
+    from lmworks.corpus.read import parts, read
 
     left = [2]
 

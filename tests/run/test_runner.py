@@ -13,7 +13,7 @@ from pydoc_data.topics import topics
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.files import sha256_file
+from lmworks.io.files import sha256_file
 from lmworks.run import runner, stages
 from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger

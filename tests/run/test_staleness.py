@@ -17,20 +17,20 @@ import pytest
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.files import sha256_file
-from lmworks.plan.text_shortage import text_shortage
-from lmworks.recipe.derivation import scaling_laws
-from lmworks.recipe.loading.load import load_resolved
-from lmworks.recipe.schema.base import Node
-from lmworks.recipe.schema.effect import StageName
+from lmworks.io.files import sha256_file
+from lmworks.recipe import scaling_laws
+from lmworks.recipe.changes import readers, table
+from lmworks.recipe.keys import known_paths
+from lmworks.recipe.load import load_resolved
+from lmworks.recipe.schema.base import Node, StageName
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.tree.effects import readers, table
-from lmworks.recipe.tree.keys import known_paths
-from lmworks.run import stages, staleness
-from lmworks.run.own_files import list_files
+from lmworks.run import run_dir as staleness
+from lmworks.run import stages
+from lmworks.run.prediction import text_shortage
+from lmworks.run.run_dir import list_files
 from lmworks.run.runner import StageEvent, run_stages
 from lmworks.run.stages import STAGES, Stage, StageContext, stages_for
-from lmworks.shards.build import build_shards
+from lmworks.shards import build
 from lmworks.train import load
 from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
@@ -70,7 +70,7 @@ def covers(key: str, path: str) -> bool:
 
 
 def test_the_page_has_the_table_of_the_declaration() -> None:
-    begin, end = "<!-- table: python -m lmworks.recipe.tree.effects -->\n", "\n<!-- end of table -->"
+    begin, end = "<!-- table: python -m lmworks.recipe.changes -->\n", "\n<!-- end of table -->"
     assert PAGE.split(begin)[1].split(end)[0] == table()
 
 
@@ -252,7 +252,7 @@ def test_a_lost_file_is_made_again(run: Tiny, name: str, again: list[str]) -> No
 
 def test_a_file_that_changes_while_a_stage_reads_it_makes_the_stage_again(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stage may have read what was there before, so it is recorded as made from that."""
-    corpus, honest = tiny_copy.run_dir / "corpus" / "manifest.json", build_shards.build_shards
+    corpus, honest = tiny_copy.run_dir / "corpus" / "manifest.json", build.build_shards
 
     def edited(*arguments: Any) -> Any:
         built = honest(*arguments)
@@ -261,7 +261,7 @@ def test_a_file_that_changes_while_a_stage_reads_it_makes_the_stage_again(tiny_c
 
     (tiny_copy.run_dir / "shards" / "manifest.json").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(build_shards, "build_shards", edited)
+        patch.setattr(build, "build_shards", edited)
         assert done(told_by(tiny_copy, last="shards")) == ["shards"]
     assert done(told_by(tiny_copy, last="shards")) == ["tokenizer", "shards"]
 
@@ -367,12 +367,12 @@ def test_too_little_text_is_said_before_training_and_of_every_source(tiny_copy: 
 
 
 def test_a_full_disk_in_any_stage_is_one_line(run: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.evaluate import report
+    from lmworks.evaluate import evaluate
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report, "held_out", full)
+    monkeypatch.setattr(evaluate, "held_out", full)
     with pytest.raises(UserError, match=r"the disk of .*evaluate is full \(.*\): free some space and run the same command again"):
         run.walk("evaluate.prompts=[Once]")
 

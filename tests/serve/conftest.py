@@ -19,16 +19,16 @@ import torch
 
 from lmworks import tokenizer as tokenizers
 from lmworks.checkpoint import Checkpoints
-from lmworks.files import write_json
+from lmworks.io.files import write_json
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
+from lmworks.recipe.changes import as_tree
 from lmworks.recipe.schema.model import Model, Moe
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import Tune
-from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.serve.engine import Engine
-from lmworks.serve.middleware import ServerOptions
 from lmworks.serve.models import Models
+from lmworks.serve.server import ServerOptions
 from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer.train import train
 from patience import PATIENCE

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lmworks.model.batching import ContinuousBatch
-from lmworks.serve.loading import load_models
-from lmworks.serve.middleware import ServerOptions
+from lmworks.inference.batching import ContinuousBatch
+from lmworks.serve.models import load_models
+from lmworks.serve.server import ServerOptions
 from patience import PATIENCE
 
 if TYPE_CHECKING:

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from lmworks.inference.batching import Sampled
+from lmworks.inference.generate import GenerateOptions, Token, generate
 from lmworks.model import Transformer
-from lmworks.model.batching import Sampled
-from lmworks.model.generate import GenerateOptions, Token, generate
-from lmworks.serve.engine import Engine, _Answer
+from lmworks.serve.engine import Engine, _Answer, score
 from lmworks.serve.requests import Delta, Job, PromptTooLong, Request, Scores
-from lmworks.serve.scoring import score
 from lmworks.serve.text import Assembler
 from lmworks.serve.vocabulary import Vocabulary
 from patience import PATIENCE
@@ -216,7 +215,7 @@ def test_scores_equal_a_direct_forward(engine: Engine, model: Transformer, vocab
 
 
 def test_long_prompts_are_scored_in_slices(model: Transformer, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.serve import scoring
+    from lmworks.serve import engine as scoring
 
     prompt = vocabulary.encode("import os, sys\n" * 10)
     whole = score(model, prompt, 2)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lmworks.serve.openai.errors import BadRequest
-from lmworks.serve.openai.protocol import ChatRequest
-from lmworks.train.data.conversation_forms import convert
+from lmworks.serve.parameters import BadRequest
+from lmworks.serve.protocol import ChatRequest
+from lmworks.train.data.forms import convert_conversation
 
 CALL = {"name": "add", "arguments": '{"a": 2}'}
 
@@ -28,7 +28,9 @@ CALL = {"name": "add", "arguments": '{"a": 2}'}
 )  # fmt: skip
 def test_a_request_is_read_as_tuning_data(messages: list[dict[str, Any]]) -> None:
     request = ChatRequest.model_validate({"messages": messages})
-    assert [message.plain(number) for number, message in enumerate(request.messages, 1)] == convert({"messages": messages}).messages
+    assert [message.plain(number) for number, message in enumerate(request.messages, 1)] == convert_conversation(
+        {"messages": messages}
+    ).messages
 
 
 @pytest.mark.parametrize(

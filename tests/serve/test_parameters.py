@@ -8,10 +8,10 @@ import httpx
 import openai
 import pytest
 
+from lmworks.inference.generate import GenerateOptions, generate
 from lmworks.model import Transformer
-from lmworks.model.generate import GenerateOptions, generate
-from lmworks.serve.openai.parameters import NEUTRAL, NO_EFFECT
-from lmworks.serve.openai.protocol import ChatRequest, CompletionRequest
+from lmworks.serve.parameters import NEUTRAL, NO_EFFECT
+from lmworks.serve.protocol import ChatRequest, CompletionRequest
 from lmworks.serve.vocabulary import Vocabulary
 from patience import PATIENCE
 
@@ -165,7 +165,7 @@ def test_reasoning_effort_switches_thoughts(client: openai.OpenAI, vocabulary: V
 
 
 def test_cached_tokens_are_counted(client: openai.OpenAI, server) -> None:  # type: ignore[no-untyped-def]
-    from lmworks.model.prefixes import PrefixCache
+    from lmworks.inference.prefixes import PrefixCache
 
     block = PrefixCache(1).block
     text = "def counted(name, value): return name, value " * 4

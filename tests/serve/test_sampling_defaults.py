@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.model.generate import SAMPLING
+from lmworks.inference.generate import SAMPLING
 from lmworks.serve.chat import Conversation
 from lmworks.serve.engine import Engine
-from lmworks.serve.loading import read_sampling
-from lmworks.serve.models import Models
-from lmworks.serve.page import page
+from lmworks.serve.models import Models, read_sampling
+from lmworks.serve.server import page
 
 
 @pytest.mark.parametrize(("given", "expected"), [

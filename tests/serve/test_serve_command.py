@@ -23,15 +23,14 @@ from starlette.testclient import TestClient
 
 from lmworks.cli import serve_commands
 from lmworks.errors import UserError
-from lmworks.recipe.loading import weights
+from lmworks.recipe import weights
 from lmworks.serve import server
 from lmworks.serve.chat import Conversation
 from lmworks.serve.engine import Engine
-from lmworks.serve.loading import load_engine, load_models
-from lmworks.serve.middleware import ServerOptions
-from lmworks.serve.models import LazyModel, Models
-from lmworks.serve.openai.protocol import CompletionRequest
+from lmworks.serve.models import LazyModel, Models, load_engine, load_models
+from lmworks.serve.protocol import CompletionRequest
 from lmworks.serve.requests import Delta
+from lmworks.serve.server import ServerOptions
 from lmworks.serve.spin import SPINNING
 from lmworks.train.load import load_model
 from patience import PATIENCE
@@ -79,7 +78,7 @@ def test_threads_spin_and_the_model_is_loaded_apart(command: str, run_dir: Path,
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for place in ("load_models", "load_engine"):
-        monkeypatch.setattr(f"lmworks.serve.loading.{place}", load)
+        monkeypatch.setattr(f"lmworks.serve.models.{place}", load)
     with pytest.raises(UserError, match="seen"):
         serve_commands.serve(str(run_dir), port=0) if command == "serve" else serve_commands.chat(str(run_dir))
     assert names == ["lmworks-load"], "the threads of OpenMP that it leaves keep those of the engine from spinning"

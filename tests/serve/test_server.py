@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from lmworks.model import Transformer
 from lmworks.serve.models import Models
-from lmworks.serve.openai.errors import BadRequest
-from lmworks.serve.openai.parsing import parse
-from lmworks.serve.openai.protocol import ChatRequest, CompletionRequest
+from lmworks.serve.parameters import BadRequest
+from lmworks.serve.parsing import parse
+from lmworks.serve.protocol import ChatRequest, CompletionRequest
 from lmworks.serve.vocabulary import Vocabulary
 from patience import PATIENCE
 
@@ -483,8 +483,7 @@ def test_missing_extra_names_it(model: Transformer, vocabulary: Vocabulary, engi
 
 def test_a_taken_port_is_named(server) -> None:  # type: ignore[no-untyped-def]
     from lmworks.errors import UserError
-    from lmworks.serve.middleware import ServerOptions
-    from lmworks.serve.server import listen
+    from lmworks.serve.server import ServerOptions, listen
 
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port} .*in use.*--port"):

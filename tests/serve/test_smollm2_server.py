@@ -9,9 +9,8 @@ import openai
 import pytest
 import torch
 
-from lmworks.serve.loading import make_engine
-from lmworks.serve.middleware import ServerOptions
-from lmworks.serve.models import Models
+from lmworks.serve.models import Models, make_engine
+from lmworks.serve.server import ServerOptions
 from smollm2 import write_huggingface_folder
 
 pytestmark = pytest.mark.slow

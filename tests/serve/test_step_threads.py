@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lmworks.inference.generate import GenerateOptions
 from lmworks.model import Transformer
-from lmworks.model.generate import GenerateOptions
 from lmworks.serve.engine import Engine
 from lmworks.serve.requests import Request
 from lmworks.serve.spin import SPINNING, apart

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmworks.model.generate import Token
+from lmworks.inference.generate import Token
 from lmworks.serve.text import Assembler, Piece
 
 

@@ -25,8 +25,7 @@ from lmworks.serve import grammar as grammar_module
 from lmworks.serve import grammar_trial
 from lmworks.serve.grammar import GrammarError
 from lmworks.serve.grammar_trial import Trial
-from lmworks.serve.openai.structure import require_distinct
-from lmworks.serve.structured import choice_grammar, json_grammar, regex_grammar, tools_grammar
+from lmworks.serve.structured import choice_grammar, json_grammar, regex_grammar, require_distinct, tools_grammar
 from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer import load
 from lmworks.tokenizer.reply import read

@@ -20,9 +20,9 @@ from lmworks.errors import UserError
 from lmworks.serve import chat
 from lmworks.serve.chat import Conversation, command
 from lmworks.serve.engine import Engine
-from lmworks.serve.loading import load_engine
+from lmworks.serve.models import load_engine
 from lmworks.serve.requests import PromptTooLong
-from lmworks.terminal import plain
+from lmworks.ui.terminal import plain
 from patience import PATIENCE
 
 LMWORKS = [sys.executable, "-m", "lmworks.cli.main"]

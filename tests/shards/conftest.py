@@ -12,9 +12,9 @@ import pytest
 from shards_corpus import write_corpus
 
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.build.build_shards import build_shards
-from lmworks.shards.format.manifest import Manifest
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batches import Batches
+from lmworks.shards.build import build_shards
+from lmworks.shards.manifest import Manifest
 from lmworks.tokenizer.train import train
 
 MODULES = ("argparse", "ast", "calendar", "copy", "datetime", "difflib", "enum", "inspect", "json.decoder", "textwrap", "typing", "zipfile")

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.format.indexed import IndexedFile
-from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.format.lineage import Lineage
-from lmworks.shards.format.manifest import Manifest
-from lmworks.shards.read.batch import Batch
-from lmworks.shards.read.batches import Batches
-from lmworks.shards.storage.shard_files import ShardFiles
+from lmworks.shards.batch import IGNORE, Batch
+from lmworks.shards.batches import Batches
+from lmworks.shards.indexed import IndexedFile
+from lmworks.shards.lineage import Lineage
+from lmworks.shards.manifest import Manifest
+from lmworks.shards.remote import ShardFiles
 from lmworks.tokenizer import load
 
 
@@ -119,7 +118,7 @@ PROBE = """
 import hashlib, sys
 from pathlib import Path
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batches import Batches
 batches = Batches(Recipe.model_validate_json(sys.argv[1]), Path(sys.argv[2]))
 for step in map(int, sys.argv[3:]):
     batch = batches.batch(step)

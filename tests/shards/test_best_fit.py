@@ -16,9 +16,9 @@ from token_shards import write_token_shards
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.order.order import MixtureOverride
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batch import IGNORE
+from lmworks.shards.batches import Batches
+from lmworks.shards.order import MixtureOverride
 
 BEST_FIT = {"packing": "best_fit", "max_epochs": 1e6}
 

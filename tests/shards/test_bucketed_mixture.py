@@ -7,7 +7,7 @@ import pytest
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Bucket, Corpus, Source
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.order.order import Order
+from lmworks.shards.order import Order
 
 TOKENS = {"web.high": 40_000, "web.middle": 160_000, "web.low": 500_000, "books": 100_000}
 

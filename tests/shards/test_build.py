@@ -18,11 +18,11 @@ import pytest
 from shards_corpus import write_corpus
 
 from lmworks.errors import UserError
-from lmworks.files import sha256_file
+from lmworks.io.files import sha256_file
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.build.build_shards import build_shards
-from lmworks.shards.format.indexed import IndexedFile
-from lmworks.shards.format.manifest import Manifest, check_vocabulary, verify
+from lmworks.shards.build import build_shards
+from lmworks.shards.indexed import IndexedFile
+from lmworks.shards.manifest import Manifest, check_vocabulary, verify
 from lmworks.tokenizer import load
 
 
@@ -85,7 +85,7 @@ def test_building_again_elsewhere_gives_equal_files(
 def test_several_processes_write_the_same_files(
     recipe: Recipe, corpus: Path, tokenizer_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmworks.shards.build.build_shards._WORTH_A_PROCESS", 1)
+    monkeypatch.setattr("lmworks.shards.build._WORTH_A_PROCESS", 1)
     build_shards(recipe.model_copy(update={"threads": 3}), corpus, tokenizer_dir, tmp_path)
     assert contents(tmp_path) == contents(shards_dir)
 
@@ -93,8 +93,8 @@ def test_several_processes_write_the_same_files(
 def test_sources_of_several_parts_and_shards_made_in_blocks_are_whole(
     recipe: Recipe, corpus: Path, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmworks.shards.build.encode._ABOUT_ROWS", 7)
-    monkeypatch.setattr("lmworks.shards.build.shuffle._AT_ONCE", 11)
+    monkeypatch.setattr("lmworks.shards.encode._ABOUT_ROWS", 7)
+    monkeypatch.setattr("lmworks.shards.shuffle._AT_ONCE", 11)
     whole = pq.read_table(corpus / "train" / "words" / "00000.parquet")
     for part in range(3):
         (tmp_path / "corpus" / "train" / "words").mkdir(parents=True, exist_ok=True)

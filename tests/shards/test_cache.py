@@ -19,10 +19,10 @@ from token_shards import write_token_shards
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.format.checksums import BLOCK
-from lmworks.shards.read.batches import Batches
-from lmworks.shards.storage.block_cache import BlockCache, block_key
-from lmworks.shards.storage.remote import Folder, Url
+from lmworks.shards.batches import Batches
+from lmworks.shards.block_cache import BlockCache, block_key
+from lmworks.shards.indexed import BLOCK
+from lmworks.shards.remote import Folder, Url
 
 PHASES = [("one", 6, 256, {"a": 0.6, "b": 0.4}), ("two", 4, 1024, {"b": 1.0})]
 BIG, TINY = 64 << 20, 8 * BLOCK
@@ -129,7 +129,7 @@ def test_files_are_read_through_fsspec(folder: Path, tmp_path: Path) -> None:
 def test_storage_that_fails_is_asked_again_and_then_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    monkeypatch.setattr("lmworks.shards.storage.remote._PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("lmworks.shards.remote._PAUSES", (0.0, 0.0))
     left = iter(range(failing))
 
     class Failing(Counted):
@@ -186,7 +186,7 @@ WORKER = """
 import sys, hashlib, json
 from pathlib import Path
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batches import Batches
 batches = Batches(Recipe.model_validate_json(sys.argv[1]), Path(sys.argv[2]))
 order = [step for _ in range(8) for step in range(batches.steps)][:: int(sys.argv[3])]
 print(json.dumps([[step, hashlib.sha256(batches.batch(step).tokens.tobytes()).hexdigest()] for step in order]))
@@ -211,7 +211,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 from lmworks.errors import UserError
-from lmworks.shards.storage.block_cache import BlockCache
+from lmworks.shards.block_cache import BlockCache
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
     BlockCache(Path(sys.argv[1]), 1 << 24)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Corpus, Fim, Source
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.build.build_shards import build_shards
-from lmworks.shards.build.fim import MIDDLE, PREFIX, SUFFIX, encode_documents, split_document
-from lmworks.shards.format.manifest import Manifest
+from lmworks.shards.build import build_shards
+from lmworks.shards.encode import MIDDLE, PREFIX, SUFFIX, encode_documents, split_document
+from lmworks.shards.manifest import Manifest
 from lmworks.tokenizer import Tokenizer, load
 
 BOTH = Fim(rate=0.5, spm_rate=0.5)

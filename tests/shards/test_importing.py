@@ -14,11 +14,11 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.build.build_shards import build_shards
-from lmworks.shards.format.indexed import IndexedFile
-from lmworks.shards.format.manifest import verify
-from lmworks.shards.importing.import_tokens import Imported, import_tokens
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batches import Batches
+from lmworks.shards.build import build_shards
+from lmworks.shards.import_tokens import Imported, import_tokens
+from lmworks.shards.indexed import IndexedFile
+from lmworks.shards.manifest import verify
 from lmworks.tokenizer import load
 
 DATATROVE = Path(__file__).parent / "fixtures" / "datatrove"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmworks.errors import UserError
-from lmworks.shards.format.indexed import IndexedFile, IndexedWriter, token_dtype
+from lmworks.shards.indexed import IndexedFile, IndexedWriter, token_dtype
 
 DOCUMENTS = [np.array([1, 2, 3]), np.array([60_000]), np.arange(10, 15)]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmworks.errors import UserError
-from lmworks.shards.order.mixture import PERIOD, Mixture
+from lmworks.shards.mixture import PERIOD, Mixture
 
 weights = st.lists(st.integers(1, 10**6), min_size=1, max_size=24)
 

@@ -12,8 +12,8 @@ from test_order import recipe_of
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.order.epochs import EpochOrder
-from lmworks.shards.order.order import MixtureOverride, Order
+from lmworks.shards.epochs import EpochOrder
+from lmworks.shards.order import MixtureOverride, Order
 
 DATA = {"a": 60_000, "b": 30_000, "c": 20_000}
 PHASES = [("one", 100, 16, {"a": 0.7, "b": 0.3}), ("two", 60, 32, {"a": 0.5, "b": 0.2, "c": 0.3})]

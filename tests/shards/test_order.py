@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.order.order import Order
-from lmworks.shards.order.rank import sequences_of_rank
+from lmworks.shards.order import Order, sequences_of_rank
 
 
 def recipe_of(phases: list[tuple[str, int, int, dict[str, float]]], seed: int = 1, **more: object) -> Recipe:
@@ -155,8 +154,8 @@ PROBE = """
 import json, sys
 import numpy as np
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.order.order import Order
-from lmworks.shards.order.rank import sequences_of_rank
+from lmworks.shards.order import Order
+from lmworks.shards.order import sequences_of_rank
 order = Order(Recipe.model_validate_json(sys.argv[1]), json.loads(sys.argv[2]))
 found = order.locate(0, np.arange(500))
 print(json.dumps([order.fingerprint(), found.source.tolist(), found.epoch.tolist(), found.start.tolist()]))

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmworks.shards.packing.best_fit import best_fit
+from lmworks.shards.row_plans import best_fit
 
 pieces = st.lists(st.integers(1, 64), max_size=120)
 

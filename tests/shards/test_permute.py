@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmworks.shards.order.permute import derive_key, permute
+from lmworks.shards.epochs import derive_key, permute
 
 
 @given(size=st.integers(1, 5000), seed=st.integers(0, 2**63 - 1))

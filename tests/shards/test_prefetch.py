@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.shards.read import prefetch
-from lmworks.shards.read.batch import Batch
-from lmworks.shards.read.batches import Batches
-from lmworks.shards.read.prefetch import Prefetch
+from lmworks.shards import batches as prefetch
+from lmworks.shards.batch import Batch
+from lmworks.shards.batches import Batches, Prefetch
 from patience import PATIENCE
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lmworks.errors import UserError
-from lmworks.recipe.derivation.timeline import PhaseSteps, Timeline
 from lmworks.recipe.schema.train import Phase
+from lmworks.recipe.timeline import PhaseSteps, Timeline
 
 
 def phase(name: str, tokens: int, length: int, batch: int, start: int | None = None, over: str = "") -> Phase:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.shards.format.indexed import IndexedFile, IndexedWriter
-from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.read.tuning_batches import TuningBatches
+from lmworks.shards.batch import IGNORE
+from lmworks.shards.indexed import IndexedFile, IndexedWriter
+from lmworks.shards.validation import TuningBatches
 
 LENGTH = 32
 

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batch import IGNORE
+from lmworks.shards.batches import Batches
 from lmworks.tokenizer import Tokenizer, load
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lmworks.files import sha256_file
-from lmworks.shards.format.checksums import ENDING, fingerprints
-from lmworks.shards.format.indexed import IndexedWriter, with_ending
-from lmworks.shards.format.manifest import MANIFEST, TOKEN_BYTES, Manifest, Shard, SourceShards, Split
+from lmworks.io.files import sha256_file
+from lmworks.shards.indexed import ENDING, IndexedWriter, fingerprints, with_ending
+from lmworks.shards.manifest import MANIFEST, TOKEN_BYTES, Manifest, Shard, SourceShards, Split
 
 VOCABULARY = 100_000
 

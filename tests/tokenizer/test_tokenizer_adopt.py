@@ -10,7 +10,7 @@ import tokenizers
 from tokenizer_texts import ARTICLE, library
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from lmworks.files import read_json
+from lmworks.io.files import read_json
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import Tokenizer, load, special
 from lmworks.tokenizer.train import train

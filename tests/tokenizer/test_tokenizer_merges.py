@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from tokenizer_texts import ARTICLE, library, write_source
 
 from lmworks.tokenizer import special
-from lmworks.tokenizer.bpe import BYTE_OF
-from lmworks.tokenizer.merges import learn
-from lmworks.tokenizer.sample import draw, shares
-from lmworks.tokenizer.words import WordCounts, count_words, to_symbols
+from lmworks.tokenizer.evaluate import draw_sample, shares
+from lmworks.tokenizer.merges import WordCounts, count_words, learn_merges, to_symbols
+from lmworks.tokenizer.tokenizer_json import BYTE_OF
 
 STAND_INS = sorted(BYTE_OF)
 NO_LIMIT = 10**9
@@ -27,7 +26,7 @@ def ours(words: Counter[str], most: int, longest: int = NO_LIMIT) -> list[tuple[
     symbols, owner = to_symbols(texts, table, "utf-8")
     pieces = list(STAND_INS)
     found = []
-    for a, b in learn(symbols, owner, np.array([words[text] for text in texts], dtype=np.int64), [1] * 256, most, longest):
+    for a, b in learn_merges(symbols, owner, np.array([words[text] for text in texts], dtype=np.int64), [1] * 256, most, longest):
         found.append((pieces[a], pieces[b]))
         pieces.append(pieces[a] + pieces[b])
     return found
@@ -88,7 +87,7 @@ def test_a_word_is_cut_where_it_has_what_is_no_symbol() -> None:
     symbols, owner = to_symbols(["ab人a", "", "b"], table, "utf-32-le")
     assert symbols.tolist() == [-1, 7, 8, -1, 7, -1, -1, 8, -1]
     assert owner[[1, 2, 4, 7]].tolist() == [0, 0, 0, 2]
-    assert learn(symbols, owner, np.array([5, 1, 1]), [1] * 9, 10, NO_LIMIT) == [(7, 8)]
+    assert learn_merges(symbols, owner, np.array([5, 1, 1]), [1] * 9, 10, NO_LIMIT) == [(7, 8)]
     assert isinstance(WordCounts(Counter()).occurrences, int)
 
 
@@ -115,12 +114,12 @@ def test_languages_within_a_source_are_told_apart(tmp_path: Path) -> None:
     found = shares(tmp_path, {"web": 1.0}, 0.5, seed=1)
     assert found == pytest.approx({("web", "en"): 0.75, ("web", "de"): 0.25})
     used = Counter[str]()
-    for source, language, text in draw(tmp_path, found, 8000, seed=1):
+    for source, language, text in draw_sample(tmp_path, found, 8000, seed=1):
         assert source == "web"
         assert text.startswith(language) or len(text) < 100
         used[language] += len(text)
     assert used == {"en": 6000, "de": 2000}
     short = Counter[str]()  # there are 4,000 bytes of German: what is missing is given by the other
-    for _, language, text in draw(tmp_path, found, 30_000, seed=1):
+    for _, language, text in draw_sample(tmp_path, found, 30_000, seed=1):
         short[language] += len(text)
     assert short == {"de": 4000, "en": 26_000}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from base_models import KINDS, write_tokenizer
 from lmworks.tokenizer import StreamDecoder, load
 from lmworks.tokenizer.reply import Reply, ReplyReader, ToolCall, read
-from lmworks.tokenizer.tool_forms import tool_form
+from lmworks.tokenizer.special import tool_form
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
     "city": {"type": "string"}}}}}, {"name": "clock"}]

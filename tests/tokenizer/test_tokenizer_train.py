@@ -10,8 +10,8 @@ from tokenizer_texts import write_source
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.tokenizer import Tokenizer, bpe, load, special
-from lmworks.tokenizer.sample import draw, source_weights
+from lmworks.tokenizer import Tokenizer, load, special, tokenizer_json
+from lmworks.tokenizer.evaluate import draw_sample, source_weights
 from lmworks.tokenizer.train import train
 
 
@@ -42,7 +42,7 @@ def test_sample_follows_the_mixture_and_short_sources_are_made_up_for(tmp_path: 
         write_source(tmp_path, name, [f"{name} {n:04d} " + "x" * 90 for n in range(count)])
     size = 20_000
     used = Counter[str]()
-    for source, _, text in draw(tmp_path, {("big", "en"): 0.6, ("other", "en"): 0.2, ("tiny", "en"): 0.2}, size, seed=1):
+    for source, _, text in draw_sample(tmp_path, {("big", "en"): 0.6, ("other", "en"): 0.2, ("tiny", "en"): 0.2}, size, seed=1):
         used[source] += len(text.encode())
     tiny = 3 * 100
     assert used.total() == size
@@ -52,7 +52,7 @@ def test_sample_follows_the_mixture_and_short_sources_are_made_up_for(tmp_path: 
 
 def test_sample_is_keyed_by_the_seed_and_never_repeats_a_document(tmp_path: Path) -> None:
     write_source(tmp_path, "one", [f"document {n} é" for n in range(60)])
-    drawn = [[text for _, _, text in draw(tmp_path, {("one", "en"): 1.0}, 10_000, seed)] for seed in (1, 1, 2)]
+    drawn = [[text for _, _, text in draw_sample(tmp_path, {("one", "en"): 1.0}, 10_000, seed)] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert sorted(drawn[0]) == sorted(drawn[2]) == sorted(f"document {n} é" for n in range(60))
 
@@ -151,9 +151,9 @@ def test_long_merge_lists_as_of_glm_and_llama_3_are_understood(trained: Path) ->
     every = [(number, text[:at], text[at:]) for text, number in vocab.items() for at in range(1, len(text))
              if text[:at] in vocab and text[at:] in vocab]
     spec["model"]["merges"] = [[left, right] for _, left, right in sorted(every)]
-    found = bpe.read(spec, "long.json")
+    found = tokenizer_json.read_bpe(spec, "long.json")
     assert len(found.merges) > 1024 - 256 - 66
-    bpe.check_same_ids(found, "long.json")
+    tokenizer_json.check_same_ids(found, "long.json")
 
 
 def test_config_is_complete(trained: Path, recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmworks import machine
+from lmworks.host import machine
 from patience import PATIENCE
 from rank_pool import FORKS
 from tiny_run import Tiny

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from lmworks.cli.main import main
 from lmworks.errors import UserError
+from lmworks.io.run_layout import of_model
 from lmworks.model import Transformer, documents
 from lmworks.model.init import initialize
 from lmworks.model.layers import Linear
-from lmworks.model_stages import of_model
 from lmworks.recipe.schema.model import Model
 from lmworks.run.replay import replay
-from lmworks.train.faults.anomaly import FirstNonFinite
+from lmworks.train.step_inspector import FirstNonFinite
 from lmworks.watch.ledger import read_ledger
 from saved_run import save_run
 from small_config import small_config
@@ -180,7 +180,7 @@ def test_looking_again_leaves_no_trace(tiny_copy: Tiny, monkeypatch: pytest.Monk
         with monkeypatch.context() as patch:
             poison(patch, [4], nan_loss)
             if not looks:
-                patch.setattr("lmworks.train.faults.inspector.first_non_finite", lambda *given: None)
+                patch.setattr("lmworks.train.step_inspector.first_non_finite", lambda *given: None)
             run.pretrain("model.residual_dropout=0.1", *SHORT)
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(other.run_dir)) == []
     assert curve(tiny_copy.run_dir) == curve(other.run_dir)

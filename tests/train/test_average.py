@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from lmworks import jsonl
 from lmworks.checkpoint import listing
-from lmworks.interrupt import Interrupted
+from lmworks.inference.generate import SAMPLING, GenerateOptions, generate
+from lmworks.io import jsonl
 from lmworks.model import Transformer
-from lmworks.model.generate import SAMPLING, GenerateOptions, generate
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.layout import Layout
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batches import Batches
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.load import load_model
 from lmworks.train.observe.sampling import _TOKENS
-from lmworks.train.observe.validation import validate
 from lmworks.train.pretrain import held_out, pretrain
+from lmworks.train.validation import validate
+from lmworks.ui.terminal import Interrupted
 from tiny_run import SECOND, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

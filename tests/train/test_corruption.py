@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from unsteady import AnotherOrder
 
-from lmworks.train.faults.replicas import compare_replicas
-from lmworks.watch.checksum import Deviation, checksum, checksums, vote
-from lmworks.watch.recheck import Traced, differing, outlying, trace
+from lmworks.train.corruption import compare_replicas
+from lmworks.watch.recheck import Deviation, Traced, checksum, checksums, differing, outlying, trace, vote
 
 
 def flip(tensor: torch.Tensor, element: int, bit: int) -> None:

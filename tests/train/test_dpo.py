@@ -18,17 +18,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.files import read_json, write_json
+from lmworks.io.files import read_json, write_json
 from lmworks.metrics.log import read
-from lmworks.recipe.derivation.passes import steps_of
-from lmworks.recipe.schema.dpo import Dpo
+from lmworks.recipe.schema.align import Dpo
+from lmworks.recipe.timeline import steps_of
 from lmworks.tokenizer import load as load_tokenizer
-from lmworks.train.align import reference
-from lmworks.train.align.answers import Answer, pack
-from lmworks.train.align.preference_losses import preference_loss
-from lmworks.train.data.other_prompts import other_rows, prompt_key
+from lmworks.train import answers as reference
+from lmworks.train.answers import Answer, pack
+from lmworks.train.data.preference_forms import other_rows, prompt_key
 from lmworks.train.data.preferences import build_preferences, encode_answer, read_preferences
-from lmworks.train.dpo import Pairs, dpo
+from lmworks.train.dpo import Pairs, dpo, preference_loss
 from saved_run import save_run
 from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.allocator import keep_freed_memory
+from lmworks.host.machine import keep_freed_memory
 from lmworks.model import Transformer
 from lmworks.parallel.parallelize import is_compiled
 from lmworks.watch.ledger import read_ledger

@@ -11,17 +11,16 @@ import pytest
 import torch
 
 from lmworks.checkpoint import listing
-from lmworks.checkpoint.loading import load
+from lmworks.checkpoint.state import load
 from lmworks.errors import UserError
 from lmworks.export.card import write_card
-from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
-from lmworks.recipe.loading.start_from import find
 from lmworks.recipe.schema.train import EarlyStopping as Options
+from lmworks.recipe.weights import find_start_weights
 from lmworks.run.copy import copy_run, restore_run
-from lmworks.train.early_stopping import EarlyStopping
 from lmworks.train.load import final_checkpoint, load_checkpoint, load_model
-from lmworks.train.validator import Validator
+from lmworks.train.validation import EarlyStopper, Validator
+from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
 from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -31,9 +30,9 @@ EARLY = ("train.early_stopping.patience=3", "train.early_stopping.min_delta=1.5"
 LAST = 16
 
 
-def observed(options: Options, losses: list[float]) -> tuple[int, EarlyStopping]:
+def observed(options: Options, losses: list[float]) -> tuple[int, EarlyStopper]:
     """The number of the validation after which it stops (0 if it does not)."""
-    found = EarlyStopping(options)
+    found = EarlyStopper(options)
     for step, loss in enumerate(losses, 1):
         found.observe(step, {"validation/loss": loss})
         if found.stops:
@@ -54,7 +53,7 @@ def test_two_validations_without_an_improvement(losses: list[float], min_delta: 
 
 
 def test_without_options_nothing_stops() -> None:
-    found = EarlyStopping(None)
+    found = EarlyStopper(None)
     for step in range(99):
         found.observe(step, {"validation/loss": 1.0})
     assert not found.stops
@@ -129,11 +128,11 @@ def test_what_follows_an_early_end_has_the_best_weights(tiny_copy: Tiny, monkeyp
     assert "; the weights are the best ones, of step 3 of 5." in (tiny_copy.run_dir.parent / "card" / "README.md").read_text()
     tiny_copy.walk(*early, last="tune")
     assert listing.read_meta(listing.directories(tiny_copy.run_dir / "tune" / "checkpoints")[-1])["meta"]["base"] == "step-00000003"
-    assert find(str(tiny_copy.run_dir)).path.name == "step-00000003", "start_from: RUN"
+    assert find_start_weights(str(tiny_copy.run_dir)).path.name == "step-00000003", "start_from: RUN"
     # Pretraining ended in its first phase, long before the second changes theta.
     assert [phase.rope and phase.rope.theta for phase in tiny_copy.resolve(*early).recipe.train.phases] == [None, 50_000.0]
     tuned = listing.directories(tiny_copy.run_dir / "tune" / "checkpoints")[-1]
-    for model in (used, load_model(tiny_copy.run_dir, "tuned"), load_checkpoint(find(str(tuned)))):
+    for model in (used, load_model(tiny_copy.run_dir, "tuned"), load_checkpoint(find_start_weights(str(tuned)))):
         assert model.rope.theta == 10_000.0
     told: list[str] = []
     copy_run(tiny_copy.run_dir, str(tmp_path / "copy"), told.append)

@@ -15,21 +15,21 @@ import torch
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.save import CheckpointWriter
 from lmworks.errors import UserError
-from lmworks.interrupt import Interrupted
+from lmworks.optim.groups import local
 from lmworks.optim.optimizer import build_optimizer
-from lmworks.optim.placement import local
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.train import Ewc
 from lmworks.run.copy import copy_run, restore_run
-from lmworks.shards.read.batch import Batch
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batch import Batch
+from lmworks.shards.batches import Batches
 from lmworks.train.curriculum import sample_sequences
 from lmworks.train.ewc import EwcPenalty
 from lmworks.train.pretrain import build_model, pretrain
 from lmworks.train.step import train_step
+from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
-from lmworks.watch.spike import Limits
+from lmworks.watch.policy import Limits
 from tiny_run import SECOND, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

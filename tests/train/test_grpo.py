@@ -16,28 +16,23 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
+from lmworks.inference.batching import ContinuousBatch
+from lmworks.inference.sampling import GenerateOptions, drawn_chunk_loss, filter_logits
 from lmworks.metrics.log import read
 from lmworks.model import Transformer
-from lmworks.model.batching import ContinuousBatch
-from lmworks.model.drawn_loss import drawn_chunk_loss
 from lmworks.model.init import initialize
-from lmworks.model.sampling import GenerateOptions, filter_logits
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import with_adapters
-from lmworks.recipe.schema.grpo import Grpo, RewardTask
-from lmworks.recipe.schema.lora import Lora
-from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.align import Grpo, RewardTask
+from lmworks.recipe.schema.model import Lora, Model
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.format.labels import IGNORE
-from lmworks.train.align.answers import Answer, pack
-from lmworks.train.align.policy_losses import Sampled, advantages, policy_loss
-from lmworks.train.align.prompts import Prompts
-from lmworks.train.align.rewards import Drawn, Reward, make_judge, score, score_all
-from lmworks.train.align.rollout_checks import RolloutChecks
-from lmworks.train.align.rollouts import Rollout
-from lmworks.train.grpo import PolicyGradient, grpo
-from lmworks.train.objective import Update
-from lmworks.train.step import StepResult
+from lmworks.shards.batch import IGNORE
+from lmworks.train.answers import Answer, pack
+from lmworks.train.grpo import PolicyGradient, Sampled, advantages, grpo, policy_loss
+from lmworks.train.prompts import Prompts
+from lmworks.train.rewards import Drawn, Reward, make_judge, score, score_all
+from lmworks.train.rollouts import Rollout, RolloutChecks
+from lmworks.train.step import StepResult, Update
 from lmworks.train.trainer import Trainer
 from lmworks.watch.ledger import events_of
 from saved_run import save_run
@@ -240,7 +235,7 @@ def test_rewards_of_stated_answers(kind: str, text: str, row: dict[str, Any], va
 
 def test_a_verifier_judges_and_its_failures_are_counted_apart() -> None:
     pytest.importorskip("reasoning_gym")
-    from lmworks.corpus.generated_questions import create
+    from lmworks.corpus.read.conversations import create
     from lmworks.recipe.schema.evaluate import Generator
 
     items = create(Generator(name="chain_sum"), 1, 3)
@@ -349,7 +344,7 @@ def test_right_answers_that_cannot_be_read_are_refused_before_the_first_stage(
 
 def test_a_few_unreadable_right_answers_are_left_out_and_counted(tiny: Tiny, tmp_path: Path) -> None:
     from lmworks.tokenizer import load
-    from lmworks.train.align.prompts import read_prompts
+    from lmworks.train.prompts import read_prompts
 
     options = options_of(tmp_path)
     rows = [{"prompt": f"Say {n}", "answer": f"It is {n}.\n#### {n}" if n else WORKED} for n in range(30)]
@@ -379,7 +374,7 @@ def test_a_reward_in_the_form_of_trl_judges_a_batch_in_one_call(tmp_path: Path) 
 
 @pytest.mark.parametrize("layout", ["layout.pp=2", "layout.tp=2"])
 def test_layouts_that_cannot_generate_or_replay_are_refused(tiny: Tiny, tmp_path: Path, layout: str) -> None:
-    from lmworks.train.align.prompts import refusals
+    from lmworks.train.prompts import refusals
 
     recipe = tiny.resolve(layout, f"grpo={json.dumps(options_of(tmp_path))}").recipe
     (error,) = refusals(recipe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmworks.train.data.left_out import LeftOut
+from lmworks.train.data.sets import LeftOut
 
 
 def test_files_without_a_good_row_are_named_and_their_number_is_bounded() -> None:

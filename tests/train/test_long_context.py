@@ -15,12 +15,11 @@ from rich.table import Table
 
 from lmworks.metrics.log import read
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.derivation.phases import in_force
-from lmworks.recipe.derivation.timeline import Timeline
+from lmworks.recipe.phases import in_force
 from lmworks.recipe.schema.model import Rope
-from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.read.batch import Batch
-from lmworks.shards.read.batches import Batches
+from lmworks.recipe.timeline import Timeline
+from lmworks.shards.batch import IGNORE, Batch
+from lmworks.shards.batches import Batches
 from lmworks.tokenizer import load
 from lmworks.train import trainer
 from lmworks.train.curriculum import phase_settings

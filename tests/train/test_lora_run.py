@@ -20,8 +20,7 @@ from lmworks.export.export import find_adapter, write_adapter
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.model.lora import adapters, attach, merge
-from lmworks.recipe.schema.lora import Lora, is_adapter
-from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.model import Lora, Model, is_adapter
 from lmworks.train.load import load_model
 from patience import PATIENCE
 from rank_pool import FORKS
@@ -43,12 +42,12 @@ def based(tiny: Tiny, tmp_path: Path) -> Tiny:
 
 def tune(tiny: Tiny, *overrides: str) -> None:
     """The stage alone."""
-    from lmworks.export.peft import read_peft
-    from lmworks.train.tune import tune
+    from lmworks.export.huggingface import read_peft
+    from lmworks.train.stage import tune
 
     recipe = tiny.resolve(*LORA, *overrides).recipe
-    from lmworks.files import write_json
-    from lmworks.recipe.tree.fingerprint import as_tree
+    from lmworks.io.files import write_json
+    from lmworks.recipe.changes import as_tree
 
     write_json(tiny.run_dir / "resolved.json", as_tree(recipe))
     tune(recipe, tiny.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", load_adapter=read_peft)
@@ -166,7 +165,7 @@ def _config(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
 def test_adapters_that_do_not_fit_are_refused(
     based: Tiny, tmp_path: Path, damage: Callable[[Path], None], options: tuple[str, ...], message: str
 ) -> None:
-    from lmworks.export.peft import read_peft, write_peft
+    from lmworks.export.huggingface import read_peft, write_peft
 
     recipe = based.resolve(*LORA).recipe
     model, lora = recipe.model, recipe.tune.lora  # type: ignore[union-attr]
@@ -189,7 +188,7 @@ def test_adapters_that_do_not_fit_are_refused(
 
 
 def test_an_adapter_of_another_base_is_refused(based: Tiny, tmp_path: Path) -> None:
-    from lmworks.export.peft import read_peft
+    from lmworks.export.huggingface import read_peft
 
     tune(based)
     recipe = based.resolve(*LORA).recipe
@@ -302,11 +301,11 @@ def test_what_contradicts_itself_is_refused(tiny: Tiny, overrides: tuple[str, ..
 def test_a_later_stage_starts_from_the_merged_weights(based: Tiny) -> None:
     """`start` of alignment loads what evaluation loads."""
     from lmworks.parallel.mesh import alone
-    from lmworks.train.stage import start
+    from lmworks.train.stage import load_base
 
     tune(based)
     recipe = based.resolve(*LORA, "dpo.data=[{name: pairs, kind: files, path: pairs.jsonl}]").recipe
-    begun = start(recipe, based.run_dir, "dpo", alone())
+    begun = load_base(recipe, based.run_dir, "dpo", alone())
     expected = load_model(based.run_dir, "tuned").state_dict()
     found = begun.model.state_dict()
     assert found.keys() == expected.keys()

@@ -12,15 +12,15 @@ import pytest
 import torch.distributed as dist
 
 from lmworks.errors import UserError
-from lmworks.interrupt import Interrupted
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout
-from lmworks.shards.order.order import MixtureOverride
-from lmworks.shards.read.batch import Batch
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batch import Batch
+from lmworks.shards.batches import Batches
+from lmworks.shards.order import MixtureOverride
 from lmworks.train import trainer
 from lmworks.train.data.mixture import next_step, read_changes, request_change, validate_change
 from lmworks.train.pretrain import pretrain
+from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.files import write_json
-from lmworks.interrupt import Interrupted
+from lmworks.io.files import write_json
 from lmworks.model import Transformer
-from lmworks.recipe.derivation.phases import final
+from lmworks.recipe.changes import as_tree
+from lmworks.recipe.phases import final
 from lmworks.recipe.schema.model import Mtp
-from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.train.load import load_model
 from lmworks.train.pretrain import identity
+from lmworks.ui.terminal import Interrupted
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

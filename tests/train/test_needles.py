@@ -10,15 +10,22 @@ import numpy as np
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.recipe.tree.fingerprint import harmless
-from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.read.batch import Batch
-from lmworks.shards.read.batches import Batches
+from lmworks.recipe.changes import harmless
+from lmworks.shards.batch import IGNORE, Batch
+from lmworks.shards.batches import Batches
 from lmworks.tokenizer import load
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.curriculum import phase_settings
-from lmworks.train.observe.long_context import LongContextEvaluator, position_ranges, positions
-from lmworks.train.observe.needle import DEPTHS, FACTS, Needle, evaluate_needles, make_needles
+from lmworks.train.observe.long_context import (
+    DEPTHS,
+    FACTS,
+    LongContextEvaluator,
+    Needle,
+    evaluate_needles,
+    make_needles,
+    position_ranges,
+    positions,
+)
 from lmworks.train.pretrain import build_model
 from tiny_run import Tiny, curve
 

@@ -11,15 +11,14 @@ import torch.nn.functional as F
 from test_lora_run import based, tune  # noqa: F401
 from torch import Tensor
 
-from lmworks.export import peft as ours
+from lmworks.export import huggingface as ours
 from lmworks.export.export import find_adapter, write_adapter
 from lmworks.export.huggingface import write_model
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.model.lora import attach
 from lmworks.recipe.families.registry import family_of
-from lmworks.recipe.schema.lora import Lora, is_adapter
-from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.model import Lora, Model, is_adapter
 from lmworks.train.load import load_model
 from small_config import small_config
 from tiny_run import Tiny

@@ -13,18 +13,18 @@ import torch
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.interrupt import Interrupted
 from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.plan.flops import flops_per_token
-from lmworks.recipe.derivation.phases import in_force
-from lmworks.recipe.loading.weights import find_weights
-from lmworks.shards.read.batch import Batch
-from lmworks.shards.read.batches import Batches
+from lmworks.plan.counts import flops_per_token
+from lmworks.recipe.phases import in_force
+from lmworks.recipe.weights import find_weights
+from lmworks.shards.batch import Batch
+from lmworks.shards.batches import Batches
 from lmworks.train import trainer
 from lmworks.train.load import load_model
 from lmworks.train.step import micro_batch_of
+from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 

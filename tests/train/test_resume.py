@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from kills import train_under_fire
 
-from lmworks import jsonl
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.interrupt import Interrupted
+from lmworks.io import jsonl
 from lmworks.model import Transformer
 from lmworks.parallel import parallelize
+from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 

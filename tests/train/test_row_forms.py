@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from base_models import write_tokenizer
-from lmworks.recipe.schema.dpo import PreferenceData
+from lmworks.recipe.schema.align import PreferenceData
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import ChatData
 from lmworks.tokenizer import Tokenizer, load
-from lmworks.train.data import conversation_forms, preference_forms, prompt_forms
+from lmworks.train.data import forms, preference_forms
 from lmworks.train.data.chat import build_chat_data
-from lmworks.train.data.conversation_files import read_files
 from lmworks.train.data.preferences import build_preferences, read_preferences
 from lmworks.train.data.row_columns import NoRow
+from lmworks.train.data.row_files import read_files
 
 _NEAR = [folder / "shared" / "real" for folder in Path(__file__).resolve().parents[2:]]  # beside the checkout
 REAL = next((folder for folder in _NEAR if folder.is_dir()), _NEAR[1])
@@ -80,7 +80,7 @@ def trained(tokenizer: Tokenizer, path: str, out: Path, **data: Any) -> list[lis
     ids=lambda row: ",".join(row),
 )  # fmt: skip
 def test_one_question_and_answer_in_all_forms(row: dict[str, Any]) -> None:
-    found = conversation_forms.convert(row)
+    found = forms.convert_conversation(row)
     assert [(one["role"], one["content"]) for one in found.messages] == [("user", Q), ("assistant", A)]
 
 
@@ -90,13 +90,13 @@ def test_columns_and_roles_may_have_other_names() -> None:
         "roles": {"customer": "user", "agent": "assistant"},
     })  # fmt: skip
     turns = [{"speaker": "customer", "said": Q}, *({"speaker": "agent", "said": text, "learn": text == B} for text in (A, B))]
-    found = conversation_forms.convert({"dialog": turns}, data=data)
+    found = forms.convert_conversation({"dialog": turns}, data=data)
     assert [(one["role"], one["content"], one.learned) for one in found.messages] == [
         ("user", Q, True), ("assistant", A, False), ("assistant", B, True)]  # fmt: skip
     named = ChatData.model_validate({"name": "x", "kind": "files", "columns": {"prompt": "q", "response": "a"}})
-    assert conversation_forms.convert({"q": Q, "a": A, "prompt_id": 3}, data=named).messages == [ASKED, GOOD]
+    assert forms.convert_conversation({"q": Q, "a": A, "prompt_id": 3}, data=named).messages == [ASKED, GOOD]
     with pytest.raises(NoRow, match="columns names response: a, which this row lacks"):
-        conversation_forms.convert({"q": Q}, data=named)
+        forms.convert_conversation({"q": Q}, data=named)
     with pytest.raises(ValueError, match="columns has 'reply', which is none of our names"):
         ChatData.model_validate({"name": "x", "kind": "files", "columns": {"reply": "a"}})
 
@@ -143,7 +143,7 @@ def test_calls_and_tools_in_all_forms() -> None:
     for called in calls:
         for offered in tools:
             turns = [ASKED, called, {"role": "observation", "content": "5"}, GOOD]
-            found = conversation_forms.convert({"messages": turns, "tools": offered}, "messages" if "role" in called else "auto")
+            found = forms.convert_conversation({"messages": turns, "tools": offered}, "messages" if "role" in called else "auto")
             assert found.tools == [TOOL]
             assert found.messages[1]["tool_calls"][0]["function"] == CALLED["tool_calls"][0]["function"]
             assert [one["role"] for one in found.messages] == ["user", "assistant", "tool", "assistant"]
@@ -179,7 +179,7 @@ PAIRS: list[Any] = [
 
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: ",".join(row))
 def test_a_pair_in_all_forms_has_its_prompt_once(row: dict[str, Any]) -> None:
-    found = preference_forms.convert(row, "x", labeled=False)
+    found = preference_forms.convert_preference(row, "x", labeled=False)
     assert [" ".join(str(one["content"]).split()) for one in found.prompt] == [Q]
     assert [[str(one["content"]).strip() for one in answer] for answer in found.answers] == [[A], [B]]
 
@@ -189,7 +189,7 @@ def test_a_pair_in_all_forms_has_its_prompt_once(row: dict[str, Any]) -> None:
 def test_conversations_of_pairs_are_those_of_trl(row: dict[str, Any]) -> None:
     from trl.data_utils import extract_prompt
 
-    found = preference_forms.convert(row, "x", labeled=False)
+    found = preference_forms.convert_preference(row, "x", labeled=False)
     peer = extract_prompt({key: row[key] for key in ("chosen", "rejected")}) if row["chosen"][0]["role"] == "user" else row
     assert list(found.prompt) == peer["prompt"]
     assert [list(answer) for answer in found.answers] == [peer["chosen"], peer["rejected"]]
@@ -200,11 +200,11 @@ def test_longer_pairs() -> None:
     result = {"role": "tool", "content": "5"}
     row = {"system": "Be brief.", "prompt": Q, "chosen": [*EARLIER, ASKED, CALLED, result, GOOD], "rejected": [*EARLIER, ASKED, BAD],
            "tools": json.dumps([TOOL])}  # fmt: skip
-    found = preference_forms.convert(row, "x", labeled=False)
+    found = preference_forms.convert_preference(row, "x", labeled=False)
     assert found.prompt == [SYSTEM, *EARLIER, ASKED]
     assert found.answers == ([CALLED, result, GOOD], [BAD]) and found.tools == [TOOL]
     assert [one.learned for one in found.conversation(found.answers[1]) if one["role"] == "assistant"] == [False, True]
-    odd = preference_forms.convert({"prompt": "p-17", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, "x", labeled=False)
+    odd = preference_forms.convert_preference({"prompt": "p-17", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, "x", labeled=False)
     assert odd.prompt == [ASKED] and sum(odd.noted.values()) == 1
 
 
@@ -219,10 +219,10 @@ def test_longer_pairs() -> None:
     ids=str,
 )  # fmt: skip
 def test_labeled_answers_in_all_forms(row: dict[str, Any], label: bool) -> None:
-    found = preference_forms.convert(row, "x", labeled=True)
+    found = preference_forms.convert_preference(row, "x", labeled=True)
     assert (found.prompt, found.answers, found.label) == ([ASKED], ([GOOD],), label)
     with pytest.raises(NoRow, match=r"a labeled answer: these are for dpo\.loss kto"):
-        preference_forms.convert(row, "x", labeled=False)
+        preference_forms.convert_preference(row, "x", labeled=False)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_labeled_answers_in_all_forms(row: dict[str, Any], label: bool) -> None:
 )
 def test_rows_that_are_no_preferences_say_why(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(NoRow, match=reason):
-        preference_forms.convert(row, "x", labeled=True)
+        preference_forms.convert_preference(row, "x", labeled=True)
 
 
 def test_all_rows_of_a_file_are_used_and_a_limit_draws_evenly(qwen: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +271,7 @@ def test_all_rows_of_a_file_are_used_and_a_limit_draws_evenly(qwen: Tokenizer, t
     ids=lambda row: ",".join(row),
 )  # fmt: skip
 def test_a_prompt_in_all_forms(row: dict[str, Any]) -> None:
-    found = prompt_forms.convert(row, "x")
+    found = forms.convert_prompt(row, "x")
     assert found.messages == [ASKED] and found.row["answer"] == "5"
 
 
@@ -292,7 +292,7 @@ FILES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", list(FILES))
 def test_every_file_has_the_same_rows_for_tuning_and_corpus(tmp_path: Path, name: str) -> None:
-    from lmworks.corpus.readers import parts, read
+    from lmworks.corpus.read import parts, read
     from lmworks.recipe.schema.corpus import Source
 
     (tmp_path / name).write_bytes(FILES[name])
@@ -375,13 +375,13 @@ def test_all_published_pairs_are_read() -> None:
     assert len(given) == 300
     data = PreferenceData.model_validate({"name": "x", "kind": "files", "path": real("dpo_en_demo.json")})
     for row, raw in zip(given, read_files("dpo.data.x", data.path), strict=True):
-        found = preference_forms.convert(raw.value, raw.origin, labeled=False)
+        found = preference_forms.convert_preference(raw.value, raw.origin, labeled=False)
         assert [(one["role"], one["content"]) for one in found.prompt] == [(roles[t["from"]], t["value"]) for t in row["conversations"]]
         assert [[one["content"] for one in answer] for answer in found.answers] == [[row["chosen"]["value"]], [row["rejected"]["value"]]]
     given = json.loads(Path(real("kto_en_demo.json")).read_text(encoding="utf-8"))
     assert len(given) == 300
     for row, raw in zip(given, read_files("dpo.data.x", real("kto_en_demo.json")), strict=True):
-        found = preference_forms.convert(raw.value, raw.origin, labeled=True)
+        found = preference_forms.convert_preference(raw.value, raw.origin, labeled=True)
         assert found.prompt == row["messages"][:-1] and found.answers == ([row["messages"][-1]],) and found.label == row["label"]
 
 
@@ -391,12 +391,12 @@ def test_all_published_conversations_are_read(qwen: Tokenizer, tmp_path: Path) -
     given = json.loads(Path(real("alpaca_en_demo.json")).read_text(encoding="utf-8"))
     for row, raw in zip(given, read_files("tune.data.x", real("alpaca_en_demo.json")), strict=True):
         asked = "\n".join(filter(None, (row["instruction"], row["input"])))
-        assert [one["content"] for one in conversation_forms.convert(raw.value).messages] == [asked, row["output"]]
+        assert [one["content"] for one in forms.convert_conversation(raw.value).messages] == [asked, row["output"]]
     for name, form, count in (("glaive_toolcall_en_demo.json", "sharegpt", 300), ("reason_tool_use_demo_50.jsonl", "messages", 50)):
         body = tuned(qwen, real(name), tmp_path / name, length=8192)
         assert body["forms"] == {form: count - sum(body["left_out"].values())}
         assert set(body["left_out"]) <= {"repeated"}
-    found = [conversation_forms.convert(raw.value) for raw in read_files("tune.data.x", real("reason_tool_use_demo_50.jsonl"))]
+    found = [forms.convert_conversation(raw.value) for raw in read_files("tune.data.x", real("reason_tool_use_demo_50.jsonl"))]
     assert sum(len(one.get("tool_calls", [])) for row in found for one in row.messages) == 41 + 2 * 9 + 3 * 3
     assert sum("reasoning_content" in one for row in found for one in row.messages) == 112
     assert all(isinstance(one["content"], str) for row in found for one in row.messages if one["role"] != "tool")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lmworks.checkpoint import listing
-from lmworks.recipe.derivation import save_interval as derivation
-from lmworks.recipe.derivation.save_interval import lost_share, save_interval, seconds_between_failures
+from lmworks.recipe.schema import artifacts as derivation
+from lmworks.recipe.schema.artifacts import lost_share, save_interval, seconds_between_failures
 from tiny_run import Tiny
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from lmworks.checkpoint import listing
 from lmworks.checkpoint import publish as names
-from lmworks.recipe.derivation.phases import in_force
-from lmworks.recipe.loading.weights import recorded
+from lmworks.recipe.phases import in_force
+from lmworks.recipe.weights import recorded
 from lmworks.run.checkpoint_commands import rollback
 from lmworks.train.trainer import Trainer
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits

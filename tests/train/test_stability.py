@@ -17,27 +17,26 @@ import pytest
 import torch
 from unsteady import AnotherOrder
 
-from lmworks import jsonl
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.save import CheckpointWriter
 from lmworks.cli import data_commands
 from lmworks.errors import UserError
-from lmworks.interrupt import Interrupted, Preempted
+from lmworks.io import jsonl
 from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.model.layers import SwiGLU
 from lmworks.model.transformer import Loss
-from lmworks.shards.order.order import MixtureOverride
-from lmworks.train import trainer
+from lmworks.shards.order import MixtureOverride
+from lmworks.train import fault_handler, trainer
 from lmworks.train.curriculum import PretrainingCurriculum
 from lmworks.train.data.mixture import read_changes, request_change
-from lmworks.train.faults import handler
-from lmworks.watch import bad_steps
+from lmworks.ui.terminal import Interrupted, Preempted
+from lmworks.watch import policy
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, read_ledger
-from lmworks.watch.spike import Limits
-from lmworks.watch.starvation import Starvation
+from lmworks.watch.monitors import Starvation
+from lmworks.watch.policy import Limits
 from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -360,7 +359,7 @@ def fail_last_save(patch: pytest.MonkeyPatch, times: int, act: Callable[[], None
         return honest(self, aside, *rest)
 
     patch.setattr(CheckpointWriter, "_write_data", full)
-    patch.setattr(handler, "SHORTEST_PAUSE", 0.01)
+    patch.setattr(fault_handler, "SHORTEST_PAUSE", 0.01)
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
@@ -384,7 +383,7 @@ def test_the_last_save_does_not_wait_for_ever(tiny_copy: Tiny, monkeypatch: pyte
 
 def fill_disk(patch: pytest.MonkeyPatch, steps: Collection[int], name: str) -> None:
     """During these steps nothing can be appended to files of this name, or written beside batches."""
-    honest, honest_path, now = jsonl.append, bad_steps.atomic_path, {"step": -1}
+    honest, honest_path, now = jsonl.append, policy.atomic_path, {"step": -1}
 
     def append(fd: int, record: dict[str, Any]) -> None:
         if now["step"] in steps and os.readlink(f"/proc/self/fd/{fd}").endswith(name):
@@ -398,7 +397,7 @@ def fill_disk(patch: pytest.MonkeyPatch, steps: Collection[int], name: str) -> N
 
     before_each_step(patch, lambda step: now.update(step=step))
     patch.setattr(jsonl, "append", append)
-    patch.setattr(bad_steps, "atomic_path", atomic_path)
+    patch.setattr(policy, "atomic_path", atomic_path)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="Linux only")
@@ -472,7 +471,7 @@ def test_gradients_that_need_not_repeat_are_no_corruption_on_gpus(tiny_copy: Tin
     honest = SwiGLU.forward
     monkeypatch.setattr(SwiGLU, "forward", lambda self, x: AnotherOrder.apply(honest(self, x), 2**-20))
     if device == "gpu":
-        monkeypatch.setattr("lmworks.train.faults.corruption._repeats", lambda device: False)
+        monkeypatch.setattr("lmworks.train.corruption._repeats", lambda device: False)
         tiny_copy.pretrain("stability.recheck_every=5 steps")
         assert events(tiny_copy, "corruption") == []
     else:
@@ -492,7 +491,7 @@ def test_kernels_that_repeat_are_asked_for_while_training(tiny_copy: Tiny, monke
 
 
 def test_hunger_for_data_is_told_once(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmworks.train.faults.handler.Starvation", lambda share: Starvation(share, 10))
+    monkeypatch.setattr("lmworks.train.fault_handler.Starvation", lambda share: Starvation(share, 10))
     honest, step, taken = PretrainingCurriculum.batch, trainer.train_step, [0.05]
 
     def timed(*given: Any, **options: Any) -> Any:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from test_stability import SPIKE, high_loss
 
 import tiny_run
-from lmworks import jsonl
 from lmworks.errors import UserError
+from lmworks.io import jsonl
 from lmworks.model import Transformer
-from lmworks.optim.placement import local
+from lmworks.optim.groups import local
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout
 from lmworks.train import trainer

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from lmworks.model import Transformer
+from lmworks.optim.clip import LossScaler
 from lmworks.optim.optimizer import Optimizer, build_optimizer
-from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.read.batch import Batch
-from lmworks.shards.read.batches import Batches
+from lmworks.shards.batch import IGNORE, Batch
+from lmworks.shards.batches import Batches
 from lmworks.train.pretrain import build_model
 from lmworks.train.step import Limits, StepResult, dropout_seed, seed_dropout, train_step
 from tiny_run import Tiny, same_bits

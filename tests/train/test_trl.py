@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmworks.recipe.schema.dpo import Dpo
-from lmworks.recipe.schema.grpo import Grpo
-from lmworks.train.align.answers import Answer, pack
-from lmworks.train.align.policy_losses import Sampled, advantages, policy_loss
-from lmworks.train.align.preference_losses import preference_loss
+from lmworks.recipe.schema.align import Dpo, Grpo
+from lmworks.train.answers import Answer, pack
+from lmworks.train.dpo import preference_loss
+from lmworks.train.grpo import Sampled, advantages, policy_loss
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5  # TRL computes in fp32

@@ -17,12 +17,11 @@ from lmworks.export.huggingface import write_model
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.schema.dpo import Dpo
-from lmworks.recipe.schema.grpo import Grpo
+from lmworks.recipe.schema.align import Dpo, Grpo
 from lmworks.recipe.schema.model import Model
-from lmworks.train.align.answers import Answer, PackedAnswers, pack, weigh
-from lmworks.train.align.policy_losses import Sampled, advantages, policy_loss
-from lmworks.train.align.preference_losses import preference_loss
+from lmworks.train.answers import Answer, PackedAnswers, differentiate, pack
+from lmworks.train.dpo import preference_loss
+from lmworks.train.grpo import Sampled, advantages, policy_loss
 from lmworks.weights.names import to_huggingface
 from small_config import small_config
 
@@ -79,7 +78,7 @@ def answers_of(ids: Tensor, attention: Tensor, learned: Tensor) -> list[Answer]:
 def backward(ours: Transformer, packed: PackedAnswers, loss: Any, normalizer: float) -> Tensor:
     """The value of the objective; the gradients are left in the model, as in a step."""
     parallel = ParallelModel([ours])
-    batch, value = weigh(packed, parallel.token_cross_entropy(packed.batch), loss, normalizer)
+    batch, value = differentiate(packed, parallel.token_cross_entropy(packed.batch), loss, normalizer)
     parallel.forward_backward(batch, len(batch.tokens), 4, 1 / normalizer)
     return value
 

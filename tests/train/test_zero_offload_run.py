@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 
 import tiny_run
-from lmworks.interrupt import Preempted
 from lmworks.metrics.log import read
 from lmworks.parallel.mesh import Ranks
 from lmworks.train import trainer
 from lmworks.train.pretrain import pretrain
+from lmworks.ui.terminal import Preempted
 from lmworks.watch.ledger import read_ledger
 from rank_pool import RankPool
 from tiny_run import Tiny, curve

@@ -6,11 +6,10 @@ import time
 
 import pytest
 
-from lmworks.verify import symbolic
+from lmworks.verify import answers
 from lmworks.verify.answers import right_answer
-from lmworks.verify.marks import stated
+from lmworks.verify.marks import opens_thoughts, stated, without_thoughts
 from lmworks.verify.numbers import final_number, number
-from lmworks.verify.thoughts import opens_thoughts, without_thoughts
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,7 @@ def test_hostile_expressions_are_wrong_within_the_limits(hostile: str) -> None:
     began = time.monotonic()
     gold = right_answer("\\sqrt{2}", "math")
     assert gold is not None and gold.judge(f"\\boxed{{{hostile}}}") in ("wrong", "unparsed")
-    assert time.monotonic() - began < 30 * symbolic.SECONDS + 30
+    assert time.monotonic() - began < 30 * answers.SECONDS + 30
     assert gold.judge("\\boxed{2/\\sqrt{2}}") == "right", "the next one is judged"
 
 

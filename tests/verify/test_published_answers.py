@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmworks.errors import Unavailable
-from lmworks.evaluate.sources.package import rows
+from lmworks.evaluate.sets.package import rows
 from lmworks.verify.answers import Kind, right_answer
 
 pytestmark = pytest.mark.slow

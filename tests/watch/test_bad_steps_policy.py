@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lmworks.watch.bad_steps import BadSteps, load_bad_batch
+from lmworks.watch.policy import BadSteps, load_bad_batch
 
 NAN, INF = float("nan"), float("inf")
 BATCH = {"tokens": np.arange(12, dtype=np.int32).reshape(3, 4), "labels": np.full((3, 4), -100, np.int32)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.watch.failed_saves import FailedSaves
+from lmworks.watch.monitors import FailedSaves
 
 
 def test_tries_come_sooner_and_end():

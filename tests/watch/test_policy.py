@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmworks.recipe.schema.stability import Spike, Stability
-from lmworks.watch.bad_steps import BadSteps
-from lmworks.watch.policy import Policy, RollbackRequest
-from lmworks.watch.skips import Rollback
+from lmworks.recipe.schema.launch import Spike, Stability
+from lmworks.watch.ledger import Rollback
+from lmworks.watch.policy import BadSteps, Policy, RollbackRequest
 
 NAN = float("nan")
 BATCH = {"tokens": np.zeros((1, 2), np.int32)}

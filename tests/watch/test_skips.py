@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lmworks.watch.skips import Rollback, Skips, rollbacks, undone
+from lmworks.watch.ledger import Rollback, Skips, rollbacks, undone
 
 
 def test_windows_that_meet_are_one():

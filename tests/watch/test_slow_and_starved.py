@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lmworks.watch.slow_ranks import SlowRanks, time_matmul
-from lmworks.watch.starvation import Starvation, advice
+from lmworks.watch.monitors import SlowRanks, Starvation, advice, time_matmul
 
 
 def test_a_slow_rank_is_named_once_and_again_after_it_recovered():

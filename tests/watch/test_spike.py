@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from curves import Curve, falling
 
-from lmworks.recipe.schema.stability import Spike
-from lmworks.watch.spike import Limits, Spikes, upper_limit
+from lmworks.recipe.schema.launch import Spike
+from lmworks.watch.policy import Limits, Spikes, upper_limit
 
 DEFAULT = Spike()
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from lmworks.weights import file_hashes
-from lmworks.weights.file_hashes import hash_files
+from lmworks.weights import verified
+from lmworks.weights.verified import hash_files
 
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(file_hashes, "_WORTH", 0)
-    monkeypatch.setattr(file_hashes, "_SETTLED", 0.05)
+    monkeypatch.setattr(verified, "_WORTH", 0)
+    monkeypatch.setattr(verified, "_SETTLED", 0.05)
     path = tmp_path / "weights"
     path.write_bytes(b"a" * 1000)
     time.sleep(0.1)
@@ -30,7 +30,7 @@ def digest(file: Path) -> str:
 
 def test_an_unchanged_file_is_not_read_again(file: Path) -> None:
     before = digest(file)
-    (place,) = file_hashes.directory().iterdir()
+    (place,) = verified.directory().iterdir()
     place.write_text(place.read_text().replace(before, "0" * 64))  # shows whether it is read
     assert digest(file) == "0" * 64
     place.write_text("damaged")
@@ -50,9 +50,9 @@ def test_a_changed_file_is_read_again_even_with_its_old_times(file: Path) -> Non
 
 
 def test_a_file_that_has_just_been_written_is_not_remembered(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_hashes, "_SETTLED", 3600)
+    monkeypatch.setattr(verified, "_SETTLED", 3600)
     digest(file)
-    assert not file_hashes.directory().exists()
+    assert not verified.directory().exists()
 
 
 def test_without_a_place_for_hashes_files_are_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

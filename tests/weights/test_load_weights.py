@@ -19,7 +19,7 @@ from lmworks.export import huggingface
 from lmworks.export.huggingface import write_model
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
-from lmworks.optim.placement import local
+from lmworks.optim.groups import local
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from base_models import write_model
 from lmworks.errors import UserError
-from lmworks.files import read_json, write_json
-from lmworks.weights.huggingface import read_model
-from lmworks.weights.weight_map import map_weights
+from lmworks.io.files import read_json, write_json
+from lmworks.weights.huggingface import map_weights, read_model
 
 BLOCK = (16, 24)  # rows and columns of a scale
 

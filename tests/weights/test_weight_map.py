@@ -11,10 +11,9 @@ import torch
 
 from base_models import write_model
 from lmworks.errors import UserError
-from lmworks.recipe.derivation.parameters import count_parameters
-from lmworks.recipe.families.registry import family_of
-from lmworks.recipe.loading.huggingface import from_config
-from lmworks.weights.weight_map import map_weights, wanted_tensors
+from lmworks.recipe.families.registry import family_of, from_config
+from lmworks.recipe.parameters import count_parameters
+from lmworks.weights.huggingface import map_weights, wanted_tensors
 
 LLAMA_70B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,

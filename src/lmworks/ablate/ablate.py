@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks import machine
 from lmworks.ablate import cost as costs
 from lmworks.ablate.document import save
 from lmworks.ablate.report import cost_text
@@ -17,9 +16,10 @@ from lmworks.ablate.results import Results
 from lmworks.ablate.run_set import Run, require_own_directory, save_arms
 from lmworks.ablate.runs import Runner, described
 from lmworks.ablate.sharing import only_one, prepare_data
-from lmworks.doctor.ablation_page import write_ablation_page
 from lmworks.errors import UserError
-from lmworks.files import write_text
+from lmworks.host import machine
+from lmworks.io.files import write_text
+from lmworks.pages.ablation_page import write_ablation_page
 from lmworks.run.runner import StageEvent
 from lmworks.watch.lock import RunLock
 

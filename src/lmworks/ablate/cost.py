@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from lmworks.ablate.run_set import Arm, Run, RunSet
 from lmworks.ablate.sharing import shared_bytes
-from lmworks.doctor.read_run import read_run
-from lmworks.files import read_json, write_json
+from lmworks.io.files import read_json, write_json
+from lmworks.pages.read_run import read_run
 from lmworks.plan.costs import disk
-from lmworks.plan.flops import flops_per_token
+from lmworks.plan.counts import flops_per_token
 from lmworks.recipe.schema.evaluate import Evaluate
-from lmworks.shards.format.indexed import token_dtype
+from lmworks.shards.indexed import token_dtype
 
 if TYPE_CHECKING:
     from lmworks.train.calibrate import Speed

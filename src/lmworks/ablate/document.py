@@ -10,16 +10,14 @@ from typing import Any
 from lmworks import __version__
 from lmworks.ablate.conclusions import Findings
 from lmworks.ablate.cost import cost
-from lmworks.ablate.curves import aligned, spread
-from lmworks.ablate.earlier import CONDITIONS, conditions
 from lmworks.ablate.measures import Measure
-from lmworks.ablate.resolve import RESULTS
-from lmworks.ablate.results import Results
+from lmworks.ablate.quality import quality
+from lmworks.ablate.resolve import CONDITIONS, RESULTS, conditions
+from lmworks.ablate.results import Results, aligned, spread
 from lmworks.ablate.run_set import Arm
-from lmworks.ablate.statistics.quality import quality
-from lmworks.ablate.statistics.verdict import Verdict, detectable_in_noise, judge
-from lmworks.doctor.formatting import compact, significant
-from lmworks.files import write_json
+from lmworks.ablate.verdict import Verdict, detectable_in_noise, judge
+from lmworks.io.files import write_json
+from lmworks.ui.amounts import compact, significant
 
 SEED_VARIES = "the data order, the initial weights and dropout; corpus, tokenizer, shards and held-out text are the same for all seeds"
 _MORE_SEEDS = (3, 5, 10)

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lmworks.doctor.formatting import compact, significant, size, span
+from lmworks.ui.amounts import compact, short_size, significant, span
 
 Json = Mapping[str, Any]
 _QUALITY = ["measure", "trust at this size", "monotonicity", "signal to noise", "to checkpoints", "ranks", "because"]
@@ -116,13 +116,13 @@ def cost_rows(document: Json) -> Iterator[list[str]]:
             "" if predicted is None else span(3600 * predicted),
             span(3600 * cost["measured_hours"]),
         ]
-    yield ["disk", size(cost["disk"]), size(cost["measured_disk"])]
+    yield ["disk", short_size(cost["disk"]), short_size(cost["measured_disk"])]
 
 
 def cost_text(cost: Json) -> str:
     """The cost in one line, before the runs."""
     hours = "" if cost["hours"] is None else f", about {span(3600 * cost['hours'])} (from {cost['basis']})"
-    return f"{cost['runs']} runs, {compact(cost['tokens'])} tokens, {cost['flops']:.3g} FLOPs{hours}, {size(cost['disk'])} of disk"
+    return f"{cost['runs']} runs, {compact(cost['tokens'])} tokens, {cost['flops']:.3g} FLOPs{hours}, {short_size(cost['disk'])} of disk"
 
 
 def _table(title: str, headings: list[str], rows: list[list[str]]) -> Table:

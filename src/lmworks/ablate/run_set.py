@@ -15,14 +15,13 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from lmworks.errors import UserError
-from lmworks.model_stages import MODEL_STAGES
-from lmworks.recipe.derivation.timeline import Timeline
-from lmworks.recipe.loading.load import Resolved, load_recipe, load_resolved
-from lmworks.recipe.schema.effect import BEFORE_TUNING, StageName
+from lmworks.io.run_layout import MODEL_STAGES
+from lmworks.recipe.changes import Change, as_tree, canonical, changed_keys, readers
+from lmworks.recipe.load import Resolved, load_recipe, load_resolved
+from lmworks.recipe.schema.base import BEFORE_TUNING, StageName
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.tree.effects import readers
-from lmworks.recipe.tree.fingerprint import Change, as_tree, canonical, changed_keys
-from lmworks.run.staleness import recipe_values
+from lmworks.recipe.timeline import Timeline
+from lmworks.run.run_dir import recipe_values
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of an arm, which is that of its directory
 DATA_STAGES = ("corpus", "tokenizer", "shards")

@@ -23,19 +23,20 @@ from pathlib import Path
 from runpy import run_module
 from typing import Any, Literal
 
-from lmworks import machine, progress
 from lmworks.ablate.run_set import Run, RunSet
 from lmworks.ablate.sharing import link_data
 from lmworks.checkpoint import listing, manifest
 from lmworks.errors import UserError
-from lmworks.interrupt import Interrupted, Preempted
+from lmworks.host import machine
+from lmworks.io.run_layout import final_checkpoint_of
 from lmworks.metrics.log import FILE
-from lmworks.model_stages import final_checkpoint_of
 from lmworks.recipe.schema.layout import world_size
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.run.run_dir import stage_inputs, stale_reason
 from lmworks.run.runner import recorded_files
 from lmworks.run.stages import STAGES
-from lmworks.run.staleness import stage_inputs, stale_reason
+from lmworks.ui import terminal
+from lmworks.ui.terminal import Interrupted, Preempted
 from lmworks.watch.lock import in_use
 from lmworks.watch.stop_signals import Stop, graceful_stop
 
@@ -117,7 +118,7 @@ class Runner:
         told: set[Path] = set()
         active: list[_Active] = []
         threads, devices = max(1, machine.threads() // self.jobs), _devices() if self.jobs > 1 else []
-        with graceful_stop() as stop, progress.bar(self.set.command.removeprefix("lmworks "), sum(tokens.values()), done) as bar:
+        with graceful_stop() as stop, terminal.bar(self.set.command.removeprefix("lmworks "), sum(tokens.values()), done) as bar:
             try:
                 while waiting or active:
                     self._give_up_on_branches_of_failed_runs(waiting)

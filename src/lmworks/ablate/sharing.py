@@ -1,7 +1,7 @@
 """One corpus, one tokenizer and one set of shards for all arms that would make the same.
 
 The data of a set of runs lie in `OUT/data/KEY/`, one directory for each combination of recipe values that the data stages read. A stage is
-taken from another directory, by hard links, where `lmworks.run.staleness` finds that it was made from equal inputs: from another KEY, from
+taken from another directory, by hard links, where `lmworks.run.run_dir` finds that it was made from equal inputs: from another KEY, from
 the recipe's own run, or from the run of a checkpoint that is continued. Otherwise it is run. Each run of an arm then gets hard links to all
 three. Files of a stage are always replaced by a rename and never written in place, so a link cannot change the original.
 """
@@ -17,13 +17,12 @@ from pathlib import Path
 
 from lmworks.ablate.run_set import DATA_STAGES, Arm, Run, RunSet
 from lmworks.checkpoint import listing
-from lmworks.corpus.readers.snapshot import list_files as source_files
-from lmworks.files import explain_os_errors, link_tree, try_lock
-from lmworks.recipe.loading.load import load_recipe
+from lmworks.corpus.read.snapshot import list_files as source_files
+from lmworks.io.files import explain_os_errors, link_tree, try_lock
+from lmworks.recipe.load import load_recipe
+from lmworks.run.run_dir import read_stamp, stage_inputs, stale_reason
 from lmworks.run.runner import StageEvent, run_stages
 from lmworks.run.stages import STAGES
-from lmworks.run.staleness import stage_inputs, stale_reason
-from lmworks.run.stamps import read_stamp
 
 _STAGES = [stage for stage in STAGES if stage.name in DATA_STAGES]
 _POLL = 1.0
@@ -95,7 +94,7 @@ def link_data(runs: RunSet, run: Run) -> None:
         if read_stamp(run.directory / stage.folder) is None:
             link_tree(source / stage.folder, run.directory / stage.folder)
     branch, folder = run.branch, run.directory / "checkpoints"
-    if branch and not listing.begun(folder):
+    if branch and not listing.has_checkpoints(folder):
         link_tree(branch.checkpoint, folder / branch.checkpoint.name)
 
 

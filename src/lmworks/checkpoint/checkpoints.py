@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.communicator import new_communicator
-from lmworks.checkpoint.copy_to import BackgroundCopier
-from lmworks.checkpoint.loading import as_json, load, local_slices
+from lmworks.checkpoint.copy_to import BackgroundCopier, yield_to_training
 from lmworks.checkpoint.local_disk import LocalDisk
-from lmworks.checkpoint.priority import yield_to_training
 from lmworks.checkpoint.publish import clean, do_nothing, prune, set_aside
 from lmworks.checkpoint.run_bundle import RunFiles, no_run_files
 from lmworks.checkpoint.save import CheckpointWriter
+from lmworks.checkpoint.state import as_json, load, local_slices
 from lmworks.errors import UserError
-from lmworks.progress import console
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
+from lmworks.ui.terminal import console
 
 if TYPE_CHECKING:
     from lmworks.checkpoint.save_plan import TensorSlice

@@ -1,19 +1,82 @@
-"""Read-only access to a directory of checkpoints; safe while a run writes into it."""
+"""Read-only access to a directory of checkpoints, safe while a run writes into it; and the rule by which checkpoints are kept."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lmworks.checkpoint import manifest
-from lmworks.checkpoint.retention import Saved
 from lmworks.errors import UserError
-from lmworks.files import explain_damage
-from lmworks.model_stages import checkpoint_name, step_in
-from lmworks.progress import bar
-from lmworks.recipe.tree.fingerprint import canonical
+from lmworks.io.files import explain_damage
+from lmworks.io.run_layout import checkpoint_name, step_in
+from lmworks.recipe.changes import canonical
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
+from lmworks.recipe.schema.units import Duration
+from lmworks.ui.terminal import bar
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The facts about a checkpoint that retention depends on. metric: lower is better. streak_began: the first of the bad steps or spikes
+    in a row that it was saved after, None if the step before it was good."""
+
+    path: Path
+    step: int
+    tokens: int
+    metric: float | None
+    permanent: bool
+    streak_began: int | None = None
+
+
+def keep(saved: list[Saved], options: Options, newest: int, total_tokens: int | None = None) -> dict[int, str]:
+    """The steps to keep, each with the reason. `newest` is the step just saved, which always stays.
+
+    keep_every keeps the first checkpoint in each interval, so that it also works when saves do not fall on its multiples. During bad steps
+    or spikes in a row the last ones before the first of these stay too: a rollback leads there.
+    """
+    ordered = sorted(saved, key=lambda one: one.step)
+    began = next((one.streak_began for one in ordered if one.step == newest), None)
+    before = [] if began is None else [one for one in ordered if one.step <= began]
+    reasons: dict[int, list[str]] = {}
+
+    def add(one: Saved, reason: str) -> None:
+        reasons.setdefault(one.step, []).append(reason)
+
+    for one in ordered[-options.keep_last:]:
+        add(one, "last")
+    for one in before[-options.keep_last:]:
+        add(one, "before bad steps")
+    for one in ordered:
+        if one.step == newest and one.step not in reasons:
+            add(one, "newest")
+        if one.permanent:
+            add(one, "permanent")
+    scored = [one for one in ordered if one.metric is not None and math.isfinite(one.metric)]
+    if options.keep_best and scored:
+        add(min(scored, key=lambda one: one.metric or 0.0), "best")
+    if options.keep_every is not None:
+        seen = {0}
+        for one in ordered:
+            interval = _interval_of(one, options.keep_every, total_tokens)
+            if interval not in seen:
+                seen.add(interval)
+                add(one, "every")
+    return {step: ", ".join(why) for step, why in reasons.items()}
+
+
+def _interval_of(one: Saved, every: Duration, total_tokens: int | None) -> int:
+    if every.unit == "steps":
+        return one.step // max(1, int(every.value))
+    if every.unit == "tokens":
+        return one.tokens // max(1, int(every.value))
+    if total_tokens is None:
+        raise UserError(f"checkpoints.keep_every: {every.text()} of what? write it in steps or tokens")
+    return one.tokens // max(1, every.tokens(step_tokens=1, phase_tokens=total_tokens))
+
 
 META = "meta.json"
 REFERENCE = "reference"  # key in a meta
@@ -35,15 +98,15 @@ def marker(final: Path) -> Path:
     return final.with_name(f".{final.name}.local")
 
 
-def announced(directory: Path) -> list[Path]:
+def pending(directory: Path) -> list[Path]:
     """The paths of the checkpoints with a marker, by rising step."""
     names = [path.name[1:-len(".local")] for path in Path(directory).glob(".step-*.local")]
     return sorted((Path(directory) / name for name in names if is_name(name)), key=step_of)
 
 
-def begun(directory: Path) -> bool:
+def has_checkpoints(directory: Path) -> bool:
     """Whether a checkpoint was ever saved here: good or not, set aside, or still on the machines' own disks."""
-    return any(Path(directory).glob("step-*")) or bool(announced(directory))
+    return any(Path(directory).glob("step-*")) or bool(pending(directory))
 
 
 def free_name(path: Path, why: str) -> Path:

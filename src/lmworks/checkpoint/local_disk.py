@@ -18,12 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmworks import progress
 from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.communicator import Communicator, new_communicator
-from lmworks.checkpoint.copy_to import copy_checkpoint
-from lmworks.checkpoint.priority import yield_to_training
-from lmworks.files import sync_directory
+from lmworks.checkpoint.copy_to import copy_checkpoint, yield_to_training
+from lmworks.io.files import sync_directory
+from lmworks.ui import terminal
 
 if TYPE_CHECKING:
     from lmworks.checkpoint.save_plan import TensorSlice
@@ -100,7 +99,7 @@ class LocalDisk:
 
     def finish_copies(self) -> None:
         """Finish the copies that a killed process has left. A checkpoint that is not complete on all machines is given up."""
-        names = self._all.broadcast([path.name for path in listing.announced(self.shared)] if self._all.is_first else [])
+        names = self._all.broadcast([path.name for path in listing.pending(self.shared)] if self._all.is_first else [])
         for name in names:
             hashes = self._all.all_gather(_manifest_hash(self.place / name) if self.is_first else None)
             found = {one for one in hashes if one is not None}
@@ -129,7 +128,7 @@ class LocalDisk:
             try:
                 self._copy(name)
             except Exception as error:  # on this machine only, after the copy; other machines must not hang
-                progress.console.print(f"after the copy of {name}: {error}", style="yellow")
+                terminal.console.print(f"after the copy of {name}: {error}", style="yellow")
             self._queue.task_done()
         self._queue.task_done()
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from blake3 import blake3
 
-from lmworks import machine
+from lmworks.host import machine
 
 NAME = "manifest.json"
 DATA = "data-"  # how the names of the files with the elements of tensors begin

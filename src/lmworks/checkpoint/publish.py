@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from lmworks.checkpoint import listing, retention
-from lmworks.files import sync_directory
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.checkpoint import listing
+from lmworks.io.files import sync_directory
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
 
 
 def publish(aside: Path, final: Path) -> None:
@@ -39,7 +39,7 @@ def prune(
     newest: the step that always stays. protected: paths that must not be removed yet.
     """
     found = listing.saved(directory)
-    kept = retention.keep(found, options, newest, total_tokens)
+    kept = listing.keep(found, options, newest, total_tokens)
     leaving = [one for one in found if one.step not in kept and one.path not in protected]
     for one in () if dry else leaving:
         gone = directory / f".{one.path.name}.gone"

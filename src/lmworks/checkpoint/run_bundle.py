@@ -16,15 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from lmworks import credentials
 from lmworks.errors import UserError
-from lmworks.model_stages import MODEL_STAGES
+from lmworks.io import urls
+from lmworks.io.run_layout import MODEL_STAGES
 
 BUNDLE = "run.gz"
 _FOLDERS = ("", "tokenizer", *(name for stage in MODEL_STAGES for name in (stage.folder, stage.checkpoints)))
 _NAME = re.compile(r"[^./\\\0-\x1f][^/\\\0-\x1f]{0,199}\.(?:json|jsonl|yaml|yml|npy|txt|md|jinja|model)")  # data, and nothing that runs
 _NAMED = ("wandb_id",)  # plain text without an ending, by which a resumed run goes on in W&B
-_LEFT_OUT = (credentials.NAME,)
+_LEFT_OUT = (urls.NAME,)
 _LONGEST_LINE = 10_000
 _RATIO, _LEAST = 100, 1 << 26  # the files may have so many times the bytes of the bundle (metrics and ledgers: 5 to 20), or 64 MiB
 

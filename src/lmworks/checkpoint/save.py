@@ -18,7 +18,7 @@
 9. With `checkpoints.local`, `LocalDisk.announce` leaves a marker in the shared directory, and `LocalDisk.add` queues the copy to it, which
    gets its name in the same way (`copy_to.copy_checkpoint`).
 10. `Checkpoints` writes the event `checkpoint` into the ledger, queues the copy to `checkpoints.copy_to` (`BackgroundCopier.add`), and
-    removes the checkpoints that need not be kept (`publish.prune`, by the rules in `retention`). A failure here, such as a full disk under
+    removes the checkpoints that need not be kept (`publish.prune`, by `listing.keep`). A failure here, such as a full disk under
     the ledger, prints a warning; the checkpoint is saved all the same.
 
 A process that is killed before step 8 leaves `.step-00000100.part`, which no reader looks at and the next start removes
@@ -31,9 +31,9 @@ A process that is killed before step 8 leaves `.step-00000100.part`, which no re
    checkpoint (`_explain`). Earlier checkpoints are intact, because step 10 was not reached.
 3. In the background thread, `Checkpoints` keeps the error: `Checkpoints.failed` becomes true. The trainer's ranks exchange this flag at
    each step; all then call `Checkpoints.wait`, which raises the error.
-4. The trainer catches it (`wait` in `lmworks.train.saving`) and calls `save_failed` of its fault handler (`lmworks.train.faults.handler`),
+4. The trainer catches it (`wait` in `lmworks.train.saving`) and calls `save_failed` of its fault handler (`lmworks.train.fault_handler`),
    which writes the event `save_failed` into the ledger and prints a warning. Training goes on.
-5. `lmworks.watch.failed_saves.FailedSaves` schedules the next attempt: after half of the interval between saves, then after a quarter,
+5. `lmworks.watch.monitors.FailedSaves` schedules the next attempt: after half of the interval between saves, then after a quarter,
    and so on.
    A save that succeeds resets it. After `stability.max_failed_saves` failures in a row it raises the error, which ends the run.
 6. Metrics and events that find no room wait in memory (`jsonl.Waiting`). Each save writes them first, on rank 0; where that fails, the save
@@ -53,12 +53,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmworks import machine
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.communicator import Communicator
 from lmworks.checkpoint.local_disk import LocalDisk
 from lmworks.checkpoint.publish import do_nothing, publish
 from lmworks.errors import UserError
+from lmworks.host import machine
 
 if TYPE_CHECKING:
     from lmworks.checkpoint.save_plan import TensorSlice

@@ -25,7 +25,7 @@ from torch import Tensor
 from lmworks.checkpoint import manifest
 from lmworks.checkpoint.save_plan import TensorSlice
 from lmworks.errors import UserError
-from lmworks.files import sync_directory
+from lmworks.io.files import sync_directory
 
 TABLE = "tensors.jsonl.gz"
 _FILE_BYTES = 1 << 30

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lmworks.cli.options import JsonOption
-from lmworks.cli.output import console, note_stage, print_json
+from lmworks.cli.options import JsonOption, console, note_stage, print_json
 from lmworks.errors import UserError
 
 
@@ -38,8 +37,8 @@ def ablate(
     """Run an ablation: every arm with every seed, then a verdict for every difference. The same command resumes it."""
     from lmworks.ablate.ablate import Options, list_runs, open_experiment, parse_index, run_ablation
     from lmworks.ablate.report import markdown, printable
-    from lmworks.doctor.ablation_page import FILE
-    from lmworks.progress import console as notes
+    from lmworks.pages.ablation_page import FILE
+    from lmworks.ui.terminal import console as notes
 
     if as_json and as_markdown:
         raise UserError("--json and --markdown: choose one")

@@ -1,4 +1,7 @@
-"""`lmworks advise`: whether to prompt, tune, continue or train, with costs and reasons."""
+"""`lmworks advise`: whether to prompt, tune, continue or train, with costs and reasons.
+
+`lmworks preflight`: check machines, storage, data and layout before a run.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
-from lmworks.cli.options import JsonOption
-from lmworks.cli.output import console, print_json
+from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption, console, print_json
 from lmworks.errors import UserError
-from lmworks.recipe.derivation.scaling_laws import parse_size
+from lmworks.recipe.scaling_laws import parse_size
 from lmworks.recipe.schema.units import Seconds, Tokens
 
 _NEXT = {
@@ -49,9 +52,9 @@ def advise(
     """Advise whether to prompt an existing model, tune it, continue its pretraining, or train one, with costs and reasons."""
     from lmworks.plan.advice import NEEDS, Situation
     from lmworks.plan.advice import advise as options_for
+    from lmworks.plan.automatic import this_machine
     from lmworks.plan.budget import seconds_for_money
-    from lmworks.plan.machine import this_machine
-    from lmworks.recipe.loading.load import load_cluster
+    from lmworks.recipe.load import load_cluster
 
     if need not in NEEDS:
         raise UserError(f"--need {need!r} is not known; it is one of: {'; '.join(f'{name} ({text})' for name, text in NEEDS.items())}")
@@ -93,7 +96,7 @@ def _print(options: list[Any], where: str, priced: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from lmworks.plan.amounts import amount, days
+    from lmworks.ui.amounts import amount, days
 
     table = Table(title=f"Ways to a model, with the training cost on {where}", title_justify="left", box=None, header_style="dim")
     for heading in ("way", "verdict", "training", "cost", "reason"):
@@ -109,3 +112,75 @@ def _print(options: list[Any], where: str, priced: bool) -> None:
         console().print(f"{where} has no price, so the cost is in device-hours: give --price per device-hour", soft_wrap=True)
     advised = next(one for one in options if one.verdict == "advised")
     console().print(f"next: {_NEXT[advised.route]}", soft_wrap=True)
+
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
+
+
+def register_preflight(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("preflight")(preflight)
+
+
+def preflight(
+    recipe: RecipeArgument,
+    overrides: SetOption,
+    size: SizeOption = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, with its mesh layout; by default this machine.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check machines, disks, data, first batches, layout, checkpoints and export. Changes nothing; exit code 1 if a check fails."""
+    from lmworks.cli.options import load_with_layout, load_with_layout_here
+    from lmworks.parallel.process_group import destroy_ranks, init_ranks, is_launched
+    from lmworks.plan.layout import devices
+    from lmworks.plan.stages import stages_as_phases
+    from lmworks.preflight import checks
+    from lmworks.preflight.check_result import CheckContext
+    from lmworks.recipe.load import load_cluster, load_recipe
+
+    where = load_cluster(cluster, load_recipe(recipe, overrides, size).path.parent) if cluster else None
+    if where and where.layout:
+        overrides = [*overrides, *where.layout.overrides()]
+    if where and not is_launched():
+        resolved, _ = load_with_layout(recipe, overrides, size, where, devices(where), where.devices_per_node)
+    else:
+        resolved = load_with_layout_here(recipe, overrides, size)
+    here = resolved.recipe
+    ranks = init_ranks(here.layout, float(here.launch.timeout), here.threads) if is_launched() else None
+    if ranks is not None:
+        here = here.model_copy(update={"layout": ranks.layout})
+    context = CheckContext(stages_as_phases(here), resolved.fingerprint, where, recipe, ranks)
+    if ranks is not None and not ranks.is_first:
+        checks.follow(context)
+        destroy_ranks()
+        return
+    out = console()
+
+    def begin(number: int, check: checks.Check) -> None:
+        if not as_json and out.is_terminal:
+            out.print(f"{number:2} {check.title} ...", style="dim", end="\r")
+
+    def end(answer: checks.Answer) -> None:
+        if as_json:
+            return
+        found = answer.finding
+        mark, title = (f"{found.result:<4}", _STYLES[found.result]), (answer.check.title, "bold")
+        out.print(Text.assemble(f"{answer.number:2} ", mark, f" {answer.seconds:5.1f} s  ", title, f": {found.text}"))
+        if found.advice:
+            out.print(Text.assemble(f"{'':15}", ("do:", "bold"), f" {found.advice}"))
+
+    answers = checks.preflight(context, begin, end)
+    failed = [answer for answer in answers if answer.finding.result == "fail"]
+    if as_json:
+        print_json([answer.plain() for answer in answers])
+    else:
+        took = sum(answer.seconds for answer in answers)
+        out.print(f"{len(answers)} checks in {took:.0f} s: " + (f"{len(failed)} failed" if failed else "none failed"))
+    if ranks is not None:
+        destroy_ranks()
+        if failed:  # any other code would have the launcher start the ranks again
+            raise UserError(f"{len(failed)} of {len(answers)} checks failed; see what to do above")
+    if failed:
+        raise typer.Exit(1)

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from lmworks.cli.options import JsonOption, RunArgument
-from lmworks.cli.output import console, print_json
-from lmworks.doctor.formatting import size
+from lmworks.cli.options import JsonOption, RunArgument, console, print_json
 from lmworks.errors import UserError
-from lmworks.model_stages import BASE, MODEL_STAGES, MODELS
+from lmworks.io.run_layout import BASE, MODEL_STAGES, MODELS
+from lmworks.ui.amounts import short_size
 
 ModelOption = Annotated[str, typer.Option("--model", help=f"Whose checkpoints to use: {', '.join(MODELS)}.")]
 _SHOWN = 20
@@ -49,7 +48,7 @@ def show(
     import yaml
 
     from lmworks.checkpoint.listing import describe, read_meta
-    from lmworks.recipe.tree.paths import flatten
+    from lmworks.recipe.keys import flatten
     from lmworks.run.checkpoint_commands import find
 
     path = find(Path(run), model, step)
@@ -90,9 +89,9 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Compare two checkpoints: the change of each tensor relative to its norm, largest first."""
-    from lmworks.checkpoint.diff import diff
     from lmworks.checkpoint.listing import directories
-    from lmworks.recipe.tree.paths import flatten
+    from lmworks.checkpoint.rewrite import diff
+    from lmworks.recipe.keys import flatten
     from lmworks.run.checkpoint_commands import find, require_own_weights
 
     newest = find(Path(run), model)
@@ -266,7 +265,7 @@ def _text(name: str, value: Any) -> str:
     if name == "time":
         return datetime.fromtimestamp(value).strftime("%Y-%m-%d %H:%M:%S")
     if name == "bytes":
-        return size(value)
+        return short_size(value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

@@ -1,20 +1,91 @@
-"""`lmworks corpus classifier`: train and evaluate quality classifiers."""
+"""`lmworks corpus prepare | classifier`: prepare a corpus, with its dry runs; train and evaluate quality classifiers.
+
+`task` is the command that runs one task of the preparation on another machine.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from lmworks.cli import evidence_commands
-from lmworks.cli.options import JsonOption, spread
-from lmworks.cli.output import console, print_json
+from lmworks.cli.options import AllowOption, JsonOption, RecipeArgument, SetOption, SizeOption, console, print_json, spread
 from lmworks.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+RunStages = Callable[..., None]
+
+
+def register_prepare(noun: typer.Typer, run_stages: RunStages) -> None:
+    """Add the commands to `lmworks corpus`; `run_stages` brings a run up to date, up to a stage."""
+
+    def prepare(
+        recipe: RecipeArgument,
+        overrides: SetOption,
+        allow: AllowOption,
+        size: SizeOption = None,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the parts, tasks and scripts, and run nothing.")] = False,
+        dedup_dry_run: Annotated[
+            bool, typer.Option("--dedup-dry-run", help="Print what deduplication would drop, with examples; write nothing.")
+        ] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="With --dedup-dry-run: print JSON.")] = False,
+    ) -> None:
+        """Prepare the corpus of a recipe: read, clean, filter, deduplicate and decontaminate its sources."""
+        if as_json and not dedup_dry_run:
+            raise UserError("--json needs --dedup-dry-run; the results of a finished corpus are in its report.json")
+        if dedup_dry_run:
+            _duplicates(recipe, overrides, size, as_json)
+        elif dry_run:
+            _preview(recipe, overrides, size)
+        else:
+            run_stages(recipe, overrides, size, allow, "corpus")
+
+    noun.command()(prepare)
+    noun.command(hidden=True)(task)
+
+
+def _preview(recipe: str, overrides: list[str], size: str | None) -> None:
+    from lmworks.corpus.pipeline import preview
+    from lmworks.recipe.load import load_recipe
+
+    resolved = load_recipe(recipe, overrides, size, corpus_only=True)
+    assert resolved.recipe.run_dir
+    for one in preview(resolved.recipe, Path(resolved.recipe.run_dir) / "corpus", resolved.path.parent):
+        console().print(one, soft_wrap=True)
+
+
+def _duplicates(recipe: str, overrides: list[str], size: str | None, as_json: bool) -> None:
+    from lmworks.cli.tables import duplicate_tables
+    from lmworks.corpus.pipeline import find_duplicates
+    from lmworks.recipe.load import load_recipe
+
+    resolved = load_recipe(recipe, overrides, size, corpus_only=True)
+    found = find_duplicates(resolved.recipe, resolved.path.parent)
+    if as_json:
+        print_json([asdict(one) for one in found])
+        return
+    for one in duplicate_tables(found):
+        console().print(one)
+
+
+def task(
+    corpus: Annotated[Path, typer.Argument(metavar="CORPUS", help="Corpus directory of a run with a running job.")],
+    name: Annotated[str, typer.Argument(metavar="PASS", help="A pass of the job, such as read.")],
+    number: Annotated[int, typer.Argument(metavar="NUMBER", min=0, help="Number of the task.")],
+    of: Annotated[int, typer.Option("--of", min=1, help="Run tasks NUMBER, NUMBER + N, NUMBER + 2N and so on.")] = 1_000_000_000,
+) -> None:
+    """Run some tasks of a corpus job; its executor runs this command on other machines."""
+    from lmworks.corpus.engine.slurm_executor import run_tasks
+
+    run_tasks(corpus, name, number, of)
+
 
 _FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The classifier, such as quality.safetensors.")]
 
@@ -41,8 +112,8 @@ class _Texts:
 
     def read(self) -> tuple[list[str], list[str]]:
         """The positive and the negative examples."""
-        from lmworks.corpus.quality.examples import labeled, sample
-        from lmworks.recipe.loading.load import load_recipe
+        from lmworks.corpus.transform.quality_training import labeled, sample
+        from lmworks.recipe.load import load_recipe
 
         if self.labels and not (self.good or self.bad):
             return labeled(self.labels, self.label_key, self.minimum, 2 * self.most, self.seed, self.text_key)
@@ -73,7 +144,7 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a classifier on labeled texts, or on positive and negative examples; calibrate it, and evaluate it on held-out documents."""
-    from lmworks.corpus.quality.train import train as learn
+    from lmworks.corpus.transform.quality_training import train as learn
 
     made = learn(*texts.read(), method=method, ngram=ngram, bits=bits)
     made.save(file)
@@ -84,7 +155,7 @@ def train(
 
 def show(file: _FileArgument, as_json: JsonOption = False) -> None:
     """Show the results of a classifier on the documents that were held out from its training."""
-    from lmworks.corpus.quality.classifier import Classifier
+    from lmworks.corpus.transform.quality import Classifier
 
     found = Classifier.load(file)
     _print(found.report, found.fingerprint, as_json)
@@ -98,9 +169,8 @@ def evaluate(
     """Evaluate a classifier on other texts."""
     import numpy as np
 
-    from lmworks.corpus.quality.classifier import Classifier
-    from lmworks.corpus.quality.measure import measure
-    from lmworks.corpus.quality.train import score_texts
+    from lmworks.corpus.transform.quality import Classifier, measure
+    from lmworks.corpus.transform.quality_training import score_texts
 
     found = Classifier.load(file)
     yes, no = texts.read()

@@ -1,4 +1,7 @@
-"""`lmworks data`: the batch of any step, epochs per source, mixture changes, verification and import of token files."""
+"""`lmworks data`: the batch of any step, epochs per source, mixture changes, verification and import of token files.
+
+`lmworks tokenizer`: evaluate a tokenizer, measure drift, and choose a vocabulary size.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lmworks.cli.options import JsonOption, RunArgument
-from lmworks.cli.output import console, print_json
+from lmworks.cli.options import JsonOption, RunArgument, console, print_json
 
 if TYPE_CHECKING:
-    from lmworks.shards.order.order import MixtureOverride
-    from lmworks.shards.read.batches import Batches
+    from lmworks.shards.batches import Batches
+    from lmworks.shards.order import MixtureOverride
 
 
 _PIPED = 140  # columns of a table that folds its texts
@@ -67,10 +69,10 @@ def conversations(
     as_json: JsonOption = False,
 ) -> None:
     """Print conversations of the tuning data as the model reads them, with what is trained marked, and the counts of each set."""
-    from lmworks.files import read_json
+    from lmworks.io.files import read_json
     from lmworks.tokenizer import load
+    from lmworks.train.data.chat import conversations as shown_of
     from lmworks.train.data.chat import described
-    from lmworks.train.data.conversation_view import conversations as shown_of
 
     data = Path(run) / "tune" / "data"
     shown = list(shown_of(data, lambda: load(Path(run) / "tokenizer"), name, count))
@@ -91,7 +93,7 @@ def conversations(
 
 def plan(run: RunArgument, as_json: JsonOption = False) -> None:
     """Show the epochs of each source per phase and in total, what phases share, and what packing truncates or pads."""
-    from lmworks.shards.order.epoch_warnings import epoch_warnings
+    from lmworks.shards.order import epoch_warnings
 
     batches = batches_of(run)
     order, limit = batches.order, batches.recipe.shards.warn_epochs
@@ -125,7 +127,7 @@ def mixture(
     ] = None,
 ) -> None:
     """Override the mixture of a started run, until the end of the phase or its next planned change."""
-    from lmworks.shards.order.order import MixtureOverride
+    from lmworks.shards.order import MixtureOverride
     from lmworks.train.data.mixture import next_step, request_change, validate_change
 
     step = next_step(Path(run)) if at is None else at
@@ -140,7 +142,7 @@ def mixture(
 
 def verify(run: RunArgument) -> None:
     """Verify the hash of every token file."""
-    from lmworks.shards.format.manifest import verify
+    from lmworks.shards.manifest import verify
 
     verify(Path(run) / "shards")
     console().print("all files match their hashes")
@@ -163,10 +165,9 @@ def import_(
     from typing import cast, get_args
 
     from lmworks.errors import UserError
-    from lmworks.files import explain_os_errors
-    from lmworks.shards.format.manifest import SOURCE_NAME
-    from lmworks.shards.importing.formats import Format
-    from lmworks.shards.importing.import_tokens import import_tokens
+    from lmworks.io.files import explain_os_errors
+    from lmworks.shards.import_tokens import Format, import_tokens
+    from lmworks.shards.manifest import SOURCE_NAME
 
     if kind not in get_args(Format):
         raise UserError(f"{kind!r} cannot be imported; the formats are: {', '.join(get_args(Format))}")
@@ -186,8 +187,7 @@ def import_(
 
 def left_out(run: str, step: int) -> bool:
     """Whether a rollback of pretraining has skipped the data of this step."""
-    from lmworks.watch.ledger import LEDGER, read_ledger
-    from lmworks.watch.skips import Skips, rollbacks
+    from lmworks.watch.ledger import LEDGER, Skips, read_ledger, rollbacks
 
     return step in Skips(rollbacks(read_ledger(Path(run) / LEDGER), "pretrain"))
 
@@ -195,14 +195,14 @@ def left_out(run: str, step: int) -> bool:
 def batches_of(run: str, *more: MixtureOverride) -> Batches:
     """The batches of a run, with the requested mixture changes and additional ones."""
     from lmworks.run.run_dir import require_run
-    from lmworks.shards.read.batches import Batches
+    from lmworks.shards.batches import Batches
     from lmworks.train.data.mixture import read_changes
 
     return Batches(require_run(Path(run)), Path(run) / "shards", [*read_changes(Path(run)).all, *more])
 
 
 def _print_shares(batches: Batches) -> None:
-    from lmworks.shards.order.epoch_warnings import epoch_warnings
+    from lmworks.shards.order import epoch_warnings
 
     table = Table(title="What each phase reads", title_justify="left", box=None)
     for heading in ("phase", "source", "tokens of the source", "reads", "times"):
@@ -215,3 +215,75 @@ def _print_shares(batches: Batches) -> None:
     console().print(table)
     for line in epoch_warnings(batches.order, batches.recipe.shards.warn_epochs):
         console().print(f"warning: {line}", style="yellow")
+
+
+_SIZES = (4096, 8192, 16_384, 32_768, 49_152, 65_536, 98_304, 131_072, 151_552)
+
+
+def register_tokenizer(noun: typer.Typer) -> None:
+    """Add the commands to `lmworks tokenizer`."""
+    noun.command("eval")(evaluate)
+    noun.command("drift")(drift)
+    noun.command("sizes")(sizes)
+
+
+def evaluate(
+    run: RunArgument,
+    against: Annotated[
+        list[Path],
+        typer.Option("--against", help="A tokenizer.json to compare with; may be repeated.", default_factory=list, show_default=False),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Evaluate the tokenizer per domain and language: fertility, split words, bytes per token, round trip; optionally against others."""
+    from lmworks.tokenizer import load
+    from lmworks.tokenizer.evaluate import evaluate, table
+
+    tokenizers = {"this": load(Path(run) / "tokenizer")} | {str(path): path for path in against}
+    rows = evaluate(tokenizers, Path(run) / "corpus" / "validation")
+    print_json(rows) if as_json else console().print(table(rows))
+
+
+def drift(
+    run: RunArgument,
+    add: Annotated[list[str], typer.Option("--add", help="A source to treat as new; may be repeated.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Measure drift: train tokenizers with and without a source and compare fertility on the others. Changes nothing in the run."""
+    from lmworks.run.run_dir import require_run
+    from lmworks.tokenizer.comparison import drift, table
+
+    rows = drift(require_run(Path(run)), Path(run) / "corpus", add)
+    print_json(rows) if as_json else console().print(table(rows))
+
+
+def sizes(
+    run: RunArgument,
+    size: Annotated[
+        list[int], typer.Option("--size", help="Vocabulary size; repeatable.", default_factory=lambda: list(_SIZES), show_default=False)
+    ],
+    train_to: Annotated[
+        int | None, typer.Option("--train-to", help="First train a tokenizer of this vocabulary size, to compare larger sizes.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare vocabulary sizes for the planned model: embedding parameters and FLOPs against fertility. Changes nothing in the run."""
+    import tempfile
+
+    from lmworks.plan.counts import compare_vocabularies, table
+    from lmworks.run.run_dir import require_run
+    from lmworks.tokenizer.comparison import evaluate_sizes
+    from lmworks.tokenizer.evaluate import source_weights
+    from lmworks.tokenizer.train import train
+
+    recipe, corpus, folder = require_run(Path(run)), Path(run) / "corpus", Path(run) / "tokenizer"
+    length = int(recipe.train.phases[0].sequence_length) if recipe.train.phases else 2048
+    with tempfile.TemporaryDirectory() as temporary:
+        if train_to:
+            options = recipe.tokenizer.model_copy(update={"vocab_size": train_to, "path": None})
+            folder = Path(temporary)
+            train(recipe.model_copy(update={"tokenizer": options}), corpus, folder)
+        rows = compare_vocabularies(
+            recipe.model, length, evaluate_sizes(folder, corpus / "validation", size, source_weights(recipe, corpus))
+        )
+    print_json(rows) if as_json else console().print(table(rows))

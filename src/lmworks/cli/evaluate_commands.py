@@ -1,4 +1,7 @@
-"""`lmworks evaluate`: the evaluation stage of a recipe, or scores of any model on benchmark sets."""
+"""`lmworks evaluate`: the evaluation stage of a recipe, or scores of any model on benchmark sets.
+
+lm-evaluation-harness from the command line: its tasks on one of our models, and our sets as its tasks.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,102 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmworks.cli import harness_commands
-from lmworks.cli.harness_commands import ChatOption, HarnessOption, IncludeOption, TrustOption, harness_options
-from lmworks.cli.options import AllowOption, DeviceOption, JsonOption, SetOption, SizeOption, TimeOption, device_of, within
-from lmworks.cli.output import console, print_json
-from lmworks.errors import UserError
+from lmworks.cli.options import (
+    AllowOption,
+    DeviceOption,
+    JsonOption,
+    SetOption,
+    SizeOption,
+    TimeOption,
+    console,
+    device_of,
+    print_json,
+    within,
+)
+from lmworks.errors import Unavailable, UserError
 
 if TYPE_CHECKING:
     import torch
+
+    from lmworks.evaluate.harness.running import HarnessOptions
+
+
+HarnessOption = Annotated[
+    str | None,
+    typer.Option("--harness", metavar="TASK,...", help="MODEL: tasks of lm-evaluation-harness (`lm-eval ls tasks` lists them)."),
+]
+IncludeOption = Annotated[
+    str | None, typer.Option("--include-path", metavar="DIR", help="--harness: a folder with task files of your own.")
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-task-code", help="--harness: run the Python code that the task files of --include-path name.")
+]
+ChatOption = Annotated[bool, typer.Option("--apply-chat-template", help="--harness: ask in the chat template of the model.")]
+
+
+def evaluate_with_harness(target: str, options: HarnessOptions, out: Path | None, as_json: bool, device: torch.device) -> None:
+    """Run tasks of lm-evaluation-harness on a model, and print or write what it reports."""
+    from lmworks.evaluate.harness.running import record, run, table
+    from lmworks.evaluate.opening import open_model
+
+    opened = open_model(target, device)
+    found = run(opened, options)
+    results = record(opened, found, out)
+    if as_json:
+        print_json(results)
+    else:
+        console().print(table(opened.name, found))
+
+
+def harness_options(
+    tasks: str, include_path: str | None, trusted: bool, chat: bool, shots: int | None, items: int | None, data: str | None, hub: bool
+) -> HarnessOptions:  # fmt: skip
+    """The options of a run. Raises `UserError` for those that say nothing, and without lm-evaluation-harness."""
+    from lmworks.evaluate.harness import require_extra
+
+    require_extra()
+    from lmworks.evaluate.harness.running import HarnessOptions
+    from lmworks.evaluate.harness.task_data import HUB, PACKAGE
+
+    names = [name for name in map(str.strip, tasks.split(",")) if name]
+    if not names:
+        raise UserError("--harness names no task; for example: --harness arc_easy,hellaswag")
+    if data is not None and hub:
+        raise UserError("--data and --hub are two sources of the same rows; keep one of them")
+    if data not in (None, PACKAGE) and not Path(str(data)).is_dir():
+        raise UserError(f"--data {data} is not a directory; with --harness it is a folder with data, or {PACKAGE}")
+    return HarnessOptions(
+        names, Path(include_path) if include_path else None, trusted, shots, items, chat, HUB if hub else data
+    )  # fmt: skip
+
+
+def export_harness(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder for the task files (YAML) and their data (JSON lines).")],
+    tasks: Annotated[str, typer.Option("--tasks", metavar="SET,...", help="Benchmark sets, and task files that end in .yaml.")],
+    form: Annotated[str, typer.Option("--form", metavar="FORM,...", help="cloze, letters, or both.")] = "cloze,letters",
+    shots: Annotated[int | None, typer.Option("--shots", help="Worked examples before each question.")] = None,
+    items: Annotated[int | None, typer.Option("--items", help="Maximum items per set; all by default.")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="DIR", help="A folder with the rows of each set.")] = None,
+    hub: Annotated[bool, typer.Option("--hub", help="Read the rows from the Hugging Face hub.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write benchmark sets as tasks of lm-evaluation-harness, so that our scores can be repeated there."""
+    from lmworks.evaluate.harness.exporting import FORMS, export
+
+    forms = [one for one in map(str.strip, form.split(",")) if one]
+    if wrong := next((one for one in forms if one not in FORMS), None):
+        raise UserError(f"--form {wrong}: lm-evaluation-harness scores choices by log-likelihood; the forms are {' and '.join(FORMS)}")
+    try:
+        written = export(Path(folder), benchmarks(tasks, "auto", shots, data, hub), forms or FORMS, items)
+    except Unavailable as reason:
+        raise UserError(str(reason)) from None
+    if as_json:
+        print_json([vars(one) for one in written])
+        return
+    for one in written:
+        console().print(f"{one.task}: {one.items:,} items")
+    console().print(f"{Path(folder) / 'README.md'} says how to run them", style="dim")
+
 
 RunStages = Callable[[str, Sequence[str], str | None, Sequence[str], str | None], None]
 _DEFAULT_ITEMS = 200
@@ -85,7 +176,7 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
     ) -> None:  # fmt: skip
         """Evaluation: the stage of a recipe (the stages before it run first if they are not done), scores of one model, or of the
         checkpoints of a run while it trains."""
-        from lmworks.recipe.loading.load import load_recipe
+        from lmworks.recipe.load import load_recipe
 
         given = [name for name, value in (("--set", overrides), ("--allow", allow), ("--size", size), ("--time", time)) if value]
         if followed is not None:
@@ -116,7 +207,7 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
                 raise UserError(f"--harness runs tasks of lm-evaluation-harness, in their own form; leave {odd} out")
             _refuse_unused(context, "--harness", ("harness",))
             options = harness_options(harness, include_path, trust_task_code, apply_chat_template, shots, items, data, hub)
-            harness_commands.evaluate(target, options, folder, as_json, device_of(device))
+            evaluate_with_harness(target, options, folder, as_json, device_of(device))
         elif tasks is not None:
             if include_path is not None or trust_task_code or apply_chat_template:
                 raise UserError("--include-path, --trust-task-code and --apply-chat-template belong to --harness; leave them out")
@@ -125,7 +216,7 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
             _evaluate_model(target, wanted, most, folder, show_failures, device_of(device), as_json)
 
     app.command("evaluate")(evaluate)
-    app.command("export-harness")(harness_commands.export_harness)
+    app.command("export-harness")(export_harness)
 
 
 def _refuse_unused(context: typer.Context, mode: str, chosen_by: Sequence[str]) -> None:
@@ -142,7 +233,7 @@ def _refuse_unused(context: typer.Context, mode: str, chosen_by: Sequence[str]) 
 def _require_recipe(target: str) -> None:
     path = Path(target).expanduser()
     if path.is_dir() or (not path.exists() and "@" in target):
-        from lmworks.evaluate.sets.registry import CHOICE, GENERATION
+        from lmworks.evaluate.sets.benchmarks import CHOICE, GENERATION
 
         known = ", ".join([*CHOICE, *GENERATION])
         raise UserError(f"{target} is a model: say on which sets to evaluate it with --tasks SET,...; known sets: {known}")
@@ -162,7 +253,7 @@ def benchmarks(
 ) -> list[Any]:  # fmt: skip
     """The `Benchmark` of each set: of a multiple-choice set in each form, of a generation set with those options of `generated` that it
     has. Raises `UserError`."""
-    from lmworks.evaluate.sets.registry import GENERATION
+    from lmworks.evaluate.sets.benchmarks import GENERATION
 
     wanted: list[dict[str, Any]] = []
     used: set[str] = set()
@@ -243,14 +334,14 @@ def _evaluate_model(
 
 def _failures(folder: Path, names: Sequence[str] | None = None) -> dict[str, Any]:
     """Model -> score -> failures in groups, from the records in the folder of an evaluation."""
-    from lmworks.evaluate.compare.failures import failures
-    from lmworks.evaluate.compare.results import names_in, read_results
+    from lmworks.evaluate.comparison import failures
+    from lmworks.evaluate.results import names_in, read_results
 
     return {name: failures(read_results(folder, name, name)) for name in names or names_in(folder)}
 
 
 def _print_failures(of_models: dict[str, Any]) -> None:
-    from lmworks.evaluate.compare.tables import failure_tables
+    from lmworks.evaluate.tables import failure_tables
 
     for name, scores in of_models.items():
         console().print(failure_tables(name, scores))

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmworks import machine
-from lmworks.cli.options import JsonOption, RunArgument
-from lmworks.cli.output import console, print_json
+from lmworks.cli.options import JsonOption, RunArgument, console, print_json
 from lmworks.errors import UserError
-from lmworks.files import write_json
+from lmworks.host import machine
+from lmworks.io.files import write_json
 
 if TYPE_CHECKING:
     from lmworks.corpus.analysis.prepared import PreparedCorpus
     from lmworks.corpus.analysis.trace import Trace
-    from lmworks.shards.read.find_document import DocumentLocation
+    from lmworks.shards.lineage import DocumentLocation
     from lmworks.tokenizer.tokenizer import Tokenizer
 
 _WhereArgument = Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A run directory with a corpus, or the recipe that made it.")]
@@ -39,7 +38,7 @@ def corpus_of(where: str) -> Path:
             return path
     if given.is_dir():
         raise UserError(f"{where} has no corpus; make it with: lmworks corpus prepare RECIPE")
-    from lmworks.recipe.loading.load import load_recipe
+    from lmworks.recipe.load import load_recipe
 
     run_dir = load_recipe(where, corpus_only=True).recipe.run_dir
     assert run_dir
@@ -83,9 +82,9 @@ def analyze(
     as_json: JsonOption = False,
 ) -> None:
     """Analyze a corpus before and after filtering: tokens, languages, lengths, quality, perplexity, duplicates. Writes an HTML page."""
-    from lmworks.cli.corpus_tables import analysis_tables
+    from lmworks.cli.tables import analysis_tables
     from lmworks.corpus.analysis.analyze import analyze as measure
-    from lmworks.doctor.corpus_page import write_corpus_page
+    from lmworks.pages.corpus_page import write_corpus_page
 
     out = corpus_of(where)
     folder = tokenizer or (out.parent / "tokenizer" if (out.parent / "tokenizer" / "tokenizer.json").is_file() else None)
@@ -123,7 +122,7 @@ def sample(
     if as_json:
         print_json([{**one.decision, "output": one.output, "text": one.text} for one in drawn])
         return
-    from lmworks.cli.corpus_tables import document
+    from lmworks.cli.tables import document
 
     for one in drawn:
         console().print(document(one, characters))
@@ -150,7 +149,7 @@ def trace(
     if as_json:
         print_json([{**asdict(one), "shard": asdict(place) if place else None} for one, place in found])
         return
-    from lmworks.cli.corpus_tables import way
+    from lmworks.cli.tables import way
 
     for one, place in found:
         console().print(way(one, place))
@@ -164,7 +163,7 @@ def _asked(run: str, shards: Path, document: str | None, step: int | None, seque
         source, colon, token = document.rpartition(":")
         if not colon or not token.isdecimal():
             return [document]
-        from lmworks.shards.read.find_document import document_at
+        from lmworks.shards.lineage import document_at
 
         return [document_at(shards, source, int(token)).id]
     assert step is not None
@@ -178,8 +177,8 @@ def _asked(run: str, shards: Path, document: str | None, step: int | None, seque
 
 def _place(shards: Path, found: Trace) -> DocumentLocation | None:
     """Positions of a document's tokens in the shards, if there are shards and the document was kept."""
-    from lmworks.shards.format.manifest import MANIFEST
-    from lmworks.shards.read.find_document import find_document
+    from lmworks.shards.lineage import find_document
+    from lmworks.shards.manifest import MANIFEST
 
     if found.kept is None or not (shards / MANIFEST).is_file():
         return None
@@ -201,7 +200,7 @@ def diff(
     if as_json:
         print_json(plain(found))
     else:
-        from lmworks.cli.corpus_tables import difference_table
+        from lmworks.cli.tables import difference_table
 
         console().print(difference_table(found))
     if differs(found):

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption
-from lmworks.cli.output import console, note_stage, print_json
+from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption, console, note_stage, print_json
 
 if TYPE_CHECKING:
     from lmworks.ladder.curve import Curve
     from lmworks.ladder.design import Point
     from lmworks.ladder.predictions import BenchmarkComparison, Score
-    from lmworks.plan.downstream_law import DownstreamLaw
+    from lmworks.plan.laws import DownstreamLaw
 
 _CURVE_ROWS = 12
 _NO_SIGNAL = "no signal in the ladder"
@@ -45,9 +44,8 @@ def run(
     Each size is one run at a constant learning rate, from which a decay branches off for every token budget. An interrupted ladder
     continues with the same command.
     """
-    from lmworks.ladder.file import resolve
-    from lmworks.ladder.run import list_runs, run_ladder
-    from lmworks.progress import console as notes
+    from lmworks.ladder.run import list_runs, resolve, run_ladder
+    from lmworks.ui.terminal import console as notes
 
     ladder = resolve(file, out)
     if only_list:
@@ -146,8 +144,8 @@ def predict(
     """Predict the held-out loss and the benchmark scores of a run that has not begun, with 90% intervals, and record the prediction."""
     from lmworks.ladder.predictions import more_weight_decay, not_scored, other_tokenizer
     from lmworks.ladder.predictions import predict as record
-    from lmworks.plan.loss_law import load_law
-    from lmworks.recipe.loading.load import load_recipe
+    from lmworks.plan.laws import load_law
+    from lmworks.recipe.load import load_recipe
 
     target = load_recipe(recipe, overrides, size)
     found = record(folder, target)
@@ -239,7 +237,7 @@ def curve(
     held-out bits per byte at the validations of the recipe. It may differ from the runs in its schedule, its token budget and its seed.
     """
     from lmworks.ladder.curve import predict_curve
-    from lmworks.recipe.loading.load import load_recipe
+    from lmworks.recipe.load import load_recipe
 
     found = predict_curve(runs, load_recipe(recipe or runs[0], overrides))
     if as_json:

@@ -11,13 +11,22 @@ from typing import Annotated, Literal
 
 import typer
 
-from lmworks.cli.layouts import settled
-from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, spread, within
-from lmworks.cli.output import console
+from lmworks.cli.options import (
+    AllowOption,
+    RecipeArgument,
+    RunArgument,
+    SetOption,
+    SizeOption,
+    TimeOption,
+    console,
+    load_with_layout,
+    spread,
+    within,
+)
 from lmworks.errors import UserError
+from lmworks.io.masking import mask
 from lmworks.launch.launch_dir import COMMAND
-from lmworks.masking import mask
-from lmworks.terminal import plain
+from lmworks.ui.terminal import plain
 
 
 def register(app: typer.Typer) -> None:
@@ -52,7 +61,7 @@ class _Run:
     """The run to launch, and the command that every rank runs."""
 
     def __init__(self, asked: _Asked) -> None:
-        from lmworks.recipe.loading.load import load_cluster, load_recipe
+        from lmworks.recipe.load import load_cluster, load_recipe
         from lmworks.run.stages import stages_for
 
         overrides, to, size = within(asked.time, asked.overrides), asked.to, asked.size
@@ -75,7 +84,7 @@ class _Run:
 
     def settle(self, ranks: int, per_host: int) -> None:
         """Choose the mesh layout of `layout: auto`, now that the number of ranks is known."""
-        resolved, more = settled(self._asked.recipe, self._overrides, self._asked.size, self.cluster, ranks, per_host)
+        resolved, more = load_with_layout(self._asked.recipe, self._overrides, self._asked.size, self.cluster, ranks, per_host)
         self.recipe, self._overrides = resolved.recipe, [*self._overrides, *more]
 
     @property
@@ -117,7 +126,7 @@ def hosts(
 ) -> None:
     """Run on the hosts of a file through ssh; failing hosts are excluded, and can be readmitted."""
     from lmworks.launch import launcher
-    from lmworks.launch.hosts import read_hosts
+    from lmworks.launch.torchrun import read_hosts
 
     run, found = _Run(asked), read_hosts(file)
     run.settle(sum(host.slots for host in found), min(host.slots for host in found))

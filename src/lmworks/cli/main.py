@@ -12,9 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from lmworks import __version__, machine
+from lmworks import __version__
 from lmworks.errors import UserError
-from lmworks.masking import mask
+from lmworks.host import machine
+from lmworks.io.masking import mask
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train language models, from raw text to serving."
@@ -46,21 +47,19 @@ def command_tree() -> Any:
         comparison_commands,
         data_commands,
         deploy_commands,
-        handover_commands,
         ladder_commands,
         launch_commands,
-        preflight_commands,
-        quantize_commands,
         recipe_commands,
         run_commands,
         serve_commands,
     )
 
-    for commands in (
-        run_commands, comparison_commands, ablate_commands, launch_commands, recipe_commands, advice_commands, ladder_commands,
-        preflight_commands, data_commands, quantize_commands, serve_commands, deploy_commands, handover_commands,
+    for register in (
+        run_commands.register, comparison_commands.register, ablate_commands.register, launch_commands.register, recipe_commands.register,
+        advice_commands.register, ladder_commands.register, advice_commands.register_preflight, data_commands.register,
+        comparison_commands.register_quantize, serve_commands.register, deploy_commands.register, deploy_commands.register_handover,
     ):  # fmt: skip
-        commands.register(app)
+        register(app)
     # Not typer's own entry point: it turns Ctrl-C and exit codes into things that differ between its versions.
     return typer.main.get_command(app)
 
@@ -68,7 +67,7 @@ def command_tree() -> Any:
 def main() -> None:
     """Entry point. Errors are one line. Exit codes: 2 for a user error, 130 for an interruption, 75 for preemption by a scheduler, 1 for a
     bug in lmworks."""
-    from lmworks.interrupt import Interrupted, Preempted
+    from lmworks.ui.terminal import Interrupted, Preempted
 
     debug = "--debug" in sys.argv
     command = command_tree()
@@ -101,7 +100,7 @@ def main() -> None:
 
 
 def _fail(error: BaseException, message: str, code: int, debug: bool) -> None:
-    from lmworks.terminal import plain
+    from lmworks.ui.terminal import plain
 
     if debug:
         print(plain(mask("".join(traceback.format_exception(error)))), end="", file=sys.stderr)

@@ -1,19 +1,34 @@
-"""Arguments and options shared by several commands."""
+"""Shared by the commands: arguments and options, printing, and `layout: auto` at those that start a run.
+
+Such a layout is chosen when the number of ranks is known, printed with its reason, and passed on.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
+import os
+import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from lmworks.errors import UserError
+from lmworks.host import machine
+from lmworks.ui.terminal import Terminal, plain
 
 if TYPE_CHECKING:
     import torch
+
+    from lmworks.recipe.load import Resolved
+    from lmworks.recipe.schema.layout import Cluster
+    from lmworks.run.runner import StageEvent
+
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, such as runs/quickstart.")]
@@ -95,3 +110,53 @@ def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=inspect.Parameter.empty if absent else default
     )
+
+
+_CONTROL = re.compile("[\x7f-\x9f]")  # the others are escaped anyway
+
+
+def console(piped: int = 1000) -> Terminal:
+    """Standard output; in a pipe or a file no line is cut to a width that nothing has, unless a table of long texts asks for one."""
+    found = Terminal()
+    return found if found.is_terminal else Terminal(width=piped)
+
+
+def print_json(value: Any) -> None:
+    """For machines."""
+    plain = (sys.stdout.encoding or "ascii").lower() != "utf-8"
+    text = json.dumps(value, indent=2, ensure_ascii=plain)
+    print(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def note_stage(event: StageEvent) -> None:
+    """Say on stderr that a stage begins, or how long it took."""
+    from lmworks.ui.terminal import console as notes
+
+    if event.kind == "begin":
+        notes.print(f"{event.stage}: begins", style="dim")
+    elif event.kind == "end":
+        notes.print(f"{event.stage} took {event.seconds:.0f} s", style="dim")
+
+
+def load_with_layout(
+    name: str, overrides: Sequence[str], size: str | None, cluster: Cluster | None, ranks: int, per_host: int
+) -> tuple[Resolved, list[str]]:
+    """The recipe with its layout, and the overrides that give it to whoever loads the same recipe; none if it was not left open."""
+    from lmworks.recipe.load import load_recipe
+
+    resolved = load_recipe(name, overrides, size)
+    if not resolved.recipe.layout.auto:
+        return resolved, []
+    from lmworks.plan.automatic import choose_layout, devices_of, layout_of_run
+
+    recipe = resolved.recipe
+    assert recipe.run_dir
+    found = layout_of_run(Path(recipe.run_dir)) or choose_layout(recipe, devices_of(cluster, ranks, per_host, recipe.threads))
+    if os.environ.get("RANK", "0") == "0":
+        print(plain(f"layout: {found.why}"), file=sys.stderr)  # scripts go to standard output
+    return load_recipe(name, [*overrides, *found.overrides()], size), found.overrides()
+
+
+def load_with_layout_here(name: str, overrides: Sequence[str], size: str | None) -> Resolved:
+    """The recipe for this process: one of the ranks that were started, or alone."""
+    return load_with_layout(name, overrides, size, None, int(os.environ.get("WORLD_SIZE", "1")), machine.ranks_here()[1])[0]

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption, TimeOption, within
-from lmworks.cli.output import console, print_json
+from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption, TimeOption, console, print_json, within
 from lmworks.errors import UserError
 from lmworks.recipe.schema.units import Seconds, Tokens
 
 if TYPE_CHECKING:
-    from lmworks.recipe.loading.load import Resolved
-    from lmworks.recipe.schema.cluster import Cluster
+    from lmworks.recipe.load import Resolved
+    from lmworks.recipe.schema.layout import Cluster
     from lmworks.recipe.schema.recipe import Recipe
     from lmworks.run.refusals import Before, Check
 
@@ -33,17 +32,17 @@ def register(app: typer.Typer) -> None:
         as_json: JsonOption = False,
     ) -> None:
         """Print every value of a recipe and its origin. For a started run with a time budget, the resulting token budgets are shown."""
-        from lmworks.recipe.loading import show as showing
-        from lmworks.recipe.loading.phase_checks import phase_refusals
+        from lmworks.cli import tables as showing
+        from lmworks.recipe.checks import phase_refusals
 
         resolved, note = _as_it_runs(recipe, within(time, overrides), size)
         for refusal in phase_refusals(resolved.recipe):
             raise refusal
         if as_json:
-            print_json(showing.as_json(resolved))
+            print_json(showing.recipe_as_json(resolved))
         else:
-            console().print(showing.tree(resolved, changed))
-            console().print(showing.phases(resolved))
+            console().print(showing.recipe_tree(resolved, changed))
+            console().print(showing.phase_positions(resolved))
             _warn(resolved, note)
 
     app.command()(plan)
@@ -91,7 +90,7 @@ def plan(
 ) -> None:
     """Predict parameters, FLOPs, memory, mesh layout, time, cost and disk space of a run. --time and --money set its tokens and size."""
     from lmworks.plan.budget import as_plain, fit_time
-    from lmworks.plan.loss_law import load_law
+    from lmworks.plan.laws import load_law
     from lmworks.plan.plan import make_plan, plain
     from lmworks.plan.render import render
     law = load_law(ladder) if ladder else None
@@ -172,7 +171,7 @@ def _served(text: str) -> float:
 def _mfu(given: str | None, recipe: Recipe, cluster: Cluster, calibrated: bool) -> tuple[float | None, str, bool]:
     """The MFU that replaces the cluster's, its origin, and whether it contains communication between machines and pipeline bubble."""
     if calibrated:
-        from lmworks.plan.flops import flops_per_token
+        from lmworks.plan.counts import flops_per_token
         from lmworks.train.calibrate import calibrate
 
         return *calibrate(recipe, lambda length: flops_per_token(recipe.model, length).total), False
@@ -195,7 +194,7 @@ def _budget_overrides(
 ) -> tuple[list[str], str | None]:
     """`--time` and `--money` as an override of the recipe's time; and the size, which is open where neither it nor a recipe is given."""
     from lmworks.plan.budget import seconds_for_money
-    from lmworks.recipe.loading.load import load_cluster
+    from lmworks.recipe.load import load_cluster
 
     if time is not None and money is not None:
         raise UserError("--time and --money both set the time; give one of them")
@@ -211,15 +210,15 @@ def _budget_overrides(
 
 
 def _cluster_of(resolved: Resolved, cluster: str | None) -> Cluster:
-    from lmworks.plan.machine import this_machine
-    from lmworks.recipe.loading.load import load_cluster
+    from lmworks.plan.automatic import this_machine
+    from lmworks.recipe.load import load_cluster
 
     return load_cluster(cluster, resolved.path.parent) if cluster else this_machine(resolved.recipe.threads)
 
 
 def _warn(resolved: Resolved, *lines: str | None) -> None:
     """Print these lines, and what is wrong with the sources as far as it is known here."""
-    from lmworks.corpus.source_checks import faults
+    from lmworks.corpus.pipeline import faults
 
     for line in (*lines, *faults(resolved.recipe)):
         if line:
@@ -228,9 +227,9 @@ def _warn(resolved: Resolved, *lines: str | None) -> None:
 
 def _as_it_runs(recipe: str, overrides: Sequence[str], size: str | None) -> tuple[Resolved, str]:
     """The recipe, with the numbers that its run was given for its time; and what is to be said where there are none yet."""
-    from lmworks.plan.amounts import days
-    from lmworks.recipe.loading.load import load_recipe
+    from lmworks.recipe.load import load_recipe
     from lmworks.run.time_budget import recorded_budget
+    from lmworks.ui.amounts import days
 
     resolved = load_recipe(recipe, overrides, size)
     assert resolved.recipe.run_dir

@@ -11,12 +11,22 @@ from typing import Annotated
 
 import typer
 
-from lmworks.cli import checkpoint_commands, corpus_commands, corpus_jobs, evaluate_commands, tokenizer_commands
-from lmworks.cli.options import AllowOption, JsonOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, within
-from lmworks.cli.output import console, print_json
+from lmworks.cli import checkpoint_commands, corpus_commands, data_commands, evaluate_commands
+from lmworks.cli.options import (
+    AllowOption,
+    JsonOption,
+    RecipeArgument,
+    RunArgument,
+    SetOption,
+    SizeOption,
+    TimeOption,
+    console,
+    print_json,
+    within,
+)
 from lmworks.errors import UserError
-from lmworks.model_stages import BASE, MODEL_STAGES
-from lmworks.recipe.tree.paths import nearest
+from lmworks.io.run_layout import BASE, MODEL_STAGES
+from lmworks.recipe.keys import nearest
 
 UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Location of the copy: s3://bucket/folder, or a directory.")]
 
@@ -34,7 +44,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     app.command("run")(run)
     corpus = typer.Typer(no_args_is_help=True, help=_HEADINGS["corpus"])
-    corpus_jobs.register(corpus, _run_stages)
+    corpus_commands.register_prepare(corpus, _run_stages)
     corpus_commands.register(corpus)
     app.add_typer(corpus, name="corpus")
     for name, stage, text in (
@@ -44,7 +54,7 @@ def register(app: typer.Typer) -> None:
         noun = typer.Typer(no_args_is_help=True, help=_HEADINGS[stage])
         noun.command(name, help=text)(_stage_command(stage))
         if stage == "tokenizer":
-            tokenizer_commands.register(noun)
+            data_commands.register_tokenizer(noun)
         app.add_typer(noun, name=stage)
     for stage in (*(one.stage for one in MODEL_STAGES), "export"):
         app.command(stage, help=f"{_HEADINGS[stage]}; runs the stages before it first if they are not done.")(_stage_command(stage))
@@ -78,13 +88,15 @@ def _stage_command(stage: str) -> Callable[..., None]:
 
 
 def _run_stages(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequence[str], last: str | None) -> None:
-    from lmworks.cli.layouts import settled_here
-    from lmworks.recipe.loading.load import load_recipe
+    from lmworks.cli.options import load_with_layout_here
+    from lmworks.recipe.load import load_recipe
+    from lmworks.run.prediction import summary
     from lmworks.run.runner import StageEvent, run_stages
-    from lmworks.run.summary import summary
 
     out = console()
-    resolved = load_recipe(recipe, overrides, size, corpus_only=True) if last == "corpus" else settled_here(recipe, overrides, size)
+    resolved = (
+        load_recipe(recipe, overrides, size, corpus_only=True) if last == "corpus" else load_with_layout_here(recipe, overrides, size)
+    )
 
     def on_event(event: StageEvent) -> None:
         if event.kind == "skip":
@@ -148,8 +160,8 @@ def report(
     ] = None,
 ) -> None:
     """Write the run page RUN/report.html, one static HTML file; with several runs, RUN/comparison.html."""
-    from lmworks.doctor.page import write_page
-    from lmworks.recipe.loading.load import load_cluster
+    from lmworks.pages.run_page import write_page
+    from lmworks.recipe.load import load_cluster
 
     page = write_page(Path(runs[0]), load_cluster(cluster) if cluster else None, [Path(run) for run in runs[1:]])
     console().out(str(page))

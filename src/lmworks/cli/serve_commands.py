@@ -31,8 +31,8 @@ def register(app: typer.Typer) -> None:
 
 
 def _open(path: Path, base: bool, dtype: Dtype = "auto", rows: int = 1, name: str | None = None) -> Engine:
-    from lmworks.recipe.loading.weights import find_weights, holds_model
-    from lmworks.serve.loading import load_engine, make_engine, prepare
+    from lmworks.recipe.weights import find_weights, holds_model
+    from lmworks.serve.models import load_engine, make_engine, prepare
 
     if not holds_model(path):
         return load_engine(path, base, dtype=dtype, rows=rows)
@@ -64,7 +64,7 @@ def chat(
     from lmworks.serve.spin import apart, spin
 
     spin()  # before torch is imported
-    from lmworks.recipe.loading.named import locate
+    from lmworks.recipe.hub import locate
     from lmworks.serve.chat import Conversation
     from lmworks.serve.chat import chat as talk
 
@@ -93,15 +93,13 @@ def serve(
     from lmworks.serve.spin import apart, spin
 
     spin()  # before torch is imported
-    from lmworks.recipe.loading.named import locate
-    from lmworks.recipe.loading.weights import holds_model
+    from lmworks.recipe.hub import locate
+    from lmworks.recipe.weights import holds_model
     from lmworks.serve.engine import Engine
-    from lmworks.serve.loading import load_models
-    from lmworks.serve.middleware import LOOPBACK, ServerOptions
-    from lmworks.serve.models import Models
-    from lmworks.serve.server import listen, require_extra
+    from lmworks.serve.models import Models, load_models
+    from lmworks.serve.server import LOOPBACK, ServerOptions, listen, require_extra
     from lmworks.serve.server import serve as answer
-    from lmworks.terminal import Terminal
+    from lmworks.ui.terminal import Terminal
 
     require_extra()
     options = ServerOptions(host, port, api_key)

@@ -1,16 +1,18 @@
-"""Documents, batches of documents that steps process, and the outcomes of a step."""
+"""Documents, batches of documents that steps process, what a step is made for, and the outcomes of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmworks.errors import UserError
 
 if TYPE_CHECKING:
     from lmworks.corpus.units import Units
+    from lmworks.recipe.schema.corpus import Source
 
 Fact = str | int | float | bool
 MOST_VARIANTS = 255  # of one document
@@ -109,6 +111,15 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.documents)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The source that a step is made for, the seed of the recipe, and the folder that relative paths in the recipe start from."""
+
+    source: Source
+    seed: int
+    folder: Path
 
 
 class Step(Protocol):

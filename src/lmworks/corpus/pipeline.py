@@ -1,9 +1,14 @@
-"""The corpus stage: reads sources and writes clean, deduplicated, decontaminated documents, split into train and validation."""
+"""The corpus stage: reads sources and writes clean, deduplicated, decontaminated documents, split into train and validation.
+
+Checks of the sources and the steps of a recipe before anything is read.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -14,7 +19,7 @@ import pyarrow as pa
 from rich.console import RenderableType
 
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.dedup.advice import advice
+from lmworks.corpus.dedup.substring import advice
 from lmworks.corpus.engine.assembling import (
     assemble_report,
     omit_empty_sources,
@@ -23,20 +28,23 @@ from lmworks.corpus.engine.assembling import (
     write_manifest,
     write_samples,
 )
+from lmworks.corpus.engine.decisions import parquet_writer
+from lmworks.corpus.engine.decontamination_pass import EVALUATION, PROTECTED
 from lmworks.corpus.engine.dedup_preview import SourceDuplicates, preview_duplicates
 from lmworks.corpus.engine.job import Job, hash_referenced_files
-from lmworks.corpus.engine.passes.decontamination import EVALUATION, PROTECTED
-from lmworks.corpus.engine.passes.reading import missing_facts
-from lmworks.corpus.engine.passes.sequence import PASSES
-from lmworks.corpus.engine.tables import parquet_writer
-from lmworks.corpus.readers import Part, parts, passed_over
+from lmworks.corpus.engine.passes import PASSES
+from lmworks.corpus.engine.reading_pass import missing_facts
+from lmworks.corpus.read import Part, parts, passed_over
 from lmworks.corpus.report import Report
-from lmworks.errors import Unavailable, UserError, raise_first
-from lmworks.files import explain_os_errors, read_json, sha256_file, write_json
-from lmworks.masking import mask
-from lmworks.progress import bar, console
+from lmworks.corpus.transform.filter_steps import rules_warnings
+from lmworks.corpus.transform.rule_table import rules_for
+from lmworks.errors import Unavailable, UserError, all_refusals, raise_first
+from lmworks.io.files import explain_os_errors, read_json, sha256_file, write_json
+from lmworks.io.masking import mask
 from lmworks.recipe.schema.corpus import Corpus
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.steps import Rules
+from lmworks.ui.terminal import bar, console
 
 
 def prepare(
@@ -58,7 +66,7 @@ def prepare(
         raise_first(missing_facts(job))
         job.save()
         _mark_lost_outputs(job)
-        executor = import_module(f"lmworks.corpus.engine.executors.{recipe.corpus.executor.kind}")
+        executor = import_module(f"lmworks.corpus.engine.{recipe.corpus.executor.kind}_executor")
         executor.execute(job, PASSES)
         report = assemble_report(job, missing)
         report.unread, report.advice = dict(unread), list(advice(recipe.corpus))
@@ -79,7 +87,7 @@ def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[Render
     """What `prepare` would do: the parts of each source, the tasks of each pass, and for Slurm its scripts. Writes nothing."""
     from rich.table import Table
 
-    from lmworks.corpus.engine.executors import slurm
+    from lmworks.corpus.engine import slurm_executor
 
     check_sources(recipe.corpus)
     found, missing = _find_parts(recipe.corpus)
@@ -97,7 +105,7 @@ def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[Render
     if recipe.corpus.executor.kind == "slurm":
         for pass_ in PASSES:
             if pass_.tasks(job):
-                yield f"\n# {job.staging}/slurm/{pass_.name}.sh\n{mask(slurm.batch_script(job, pass_))}"
+                yield f"\n# {job.staging}/slurm/{pass_.name}.sh\n{mask(slurm_executor.batch_script(job, pass_))}"
 
 
 def find_duplicates(recipe: Recipe, folder: Path = Path()) -> list[SourceDuplicates]:
@@ -136,8 +144,8 @@ def check_sources(corpus: Corpus) -> None:
 
 
 def _print_warnings(corpus: Corpus) -> None:
-    for node in corpus.steps:
-        for warning in node.warnings(corpus.sources):
+    for rules in corpus.steps:
+        for warning in rules_warnings(rules, corpus.sources) if isinstance(rules, Rules) else ():
             console.print(warning, style="yellow")
 
 
@@ -175,3 +183,53 @@ def _require_clean(recipe: Recipe, report: Report) -> None:
             f"{len(report.contamination)} training documents contain protected text, the first {first['id']} that of {first['against']}; "
             "see rejected.jsonl, remove them from their sources, or set corpus.decontaminate.action to drop"
         )
+
+
+_ELSEWHERE = ("wheel", "stdlib", "huggingface")  # not checked: pinned, part of Python, or remote
+_WHOLE = 1 << 62
+
+
+def refusals(recipe: Recipe, folder: Path) -> Iterator[UserError]:
+    """Everything for which the corpus stage could not begin: sources that are not here, rules, facts and files that the steps need,
+    packages, and the executor. `folder` is that of the recipe. Wheels and datasets are not downloaded."""
+    from lmworks.corpus.dedup.semantic import embedding
+    from lmworks.corpus.engine.job import Job
+    from lmworks.corpus.engine.reading_pass import missing_facts
+
+    corpus = recipe.corpus
+    if not corpus.sources and not recipe.trains_base:
+        return
+    yield from all_refusals([partial(check_sources, corpus)])
+    yield from map(UserError, faults(recipe))
+    yield from missing_facts(Job(recipe, folder, folder, {source.name: () for source in corpus.sources}, {}, ""))
+    if corpus.dedup.semantic is not None:
+        yield from all_refusals([partial(embedding, corpus.dedup.semantic, folder)])
+    if corpus.executor.kind == "slurm" and shutil.which("sbatch") is None:
+        yield UserError("corpus.executor kind slurm needs sbatch, which is not on this machine; run this on a login node")
+
+
+def left_out(recipe: Recipe) -> Iterator[str]:
+    """One line per source of which a folder has files that are not read. Of sources that are here."""
+    for source in recipe.corpus.sources:
+        if source.kind not in _ELSEWHERE:
+            with suppress(UserError, OSError):
+                if said := passed_over(source):
+                    yield f"source {source.name}: {said}"
+
+
+def faults(recipe: Recipe) -> Iterator[str]:
+    """One line per fault. A recipe for another machine may name files that do not exist on this one."""
+    for source in recipe.corpus.sources:
+        try:
+            rules_for(source.rules, source.domain, source.language)
+        except UserError as error:
+            yield f"source {source.name}: {error}"
+    read = [source for source in recipe.corpus.sources if source.kind not in _ELSEWHERE]
+    for source in (*read, *(own.source for own in recipe.evaluate.protect)):
+        try:
+            parts(source, _WHOLE)
+        except Unavailable as error:
+            if not getattr(source, "optional", False):
+                yield f"{error}; or set optional: true to continue without it"
+        except UserError as error:
+            yield str(error)

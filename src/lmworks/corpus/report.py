@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lmworks.corpus.engine.counts import Count, Counts, StepCounts, merge
+from lmworks.corpus.engine.step_runner import Count, Counts, StepCounts, merge
 from lmworks.recipe.schema.corpus import Source
 
 if TYPE_CHECKING:

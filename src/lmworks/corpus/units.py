@@ -1,8 +1,8 @@
 """Text to word hashes, vectorized over many documents in numpy: the one tokenization for rules, near-duplicates and contamination.
 
-A unit is a word, or a grapheme cluster in scripts written without spaces, as `lmworks.letters` defines them. So an n-gram of units consists
-of words or of characters, depending on the script. Hashes are those of the folded form: case, accents, vowel points, invisible characters,
-and forms of the same letter or digit make no difference.
+A unit is a word, or a grapheme cluster in scripts written without spaces, as `lmworks.text.letters` defines them. So an n-gram of units
+consists of words or of characters, depending on the script. Hashes are those of the folded form: case, accents, vowel points, invisible
+characters, and forms of the same letter or digit make no difference.
 
 Punctuation and markup do not matter in prose, but some text consists of operators, brackets and emoji. With `symbols` each symbol is a
 unit, too: in lines that have at least one symbol per three words or no word at all (`symbols="lines"`), or in the whole text
@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from lmworks import letters
+from lmworks.text import letters
 
 _WORD, _SINGLE, _LETTER, _SYMBOL, _MARK, _ATTACHED, _FOLDS, _COMPOSES = 1, 2, 4, 8, 16, 32, 64, 128  # kinds of characters
 _UNIT = _WORD | _SINGLE | _ATTACHED

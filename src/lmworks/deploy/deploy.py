@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import secrets
 import shutil
@@ -12,27 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import lmworks
-from lmworks.deploy import check
-from lmworks.deploy.compose import HEAD, address, compose
-from lmworks.deploy.engines.common import Request
-from lmworks.deploy.engines.registry import engine_of
-from lmworks.deploy.flags import Launch
-from lmworks.deploy.hardware import Hardware
-from lmworks.deploy.monitoring import alerts, grafana
-from lmworks.deploy.monitoring.panels import serving_panels, training_panels
-from lmworks.deploy.monitoring.scraping import PROMETHEUS_PORT, scraping
-from lmworks.deploy.quoting import compose_yaml, plain_yaml
-from lmworks.deploy.readme import readme
-from lmworks.deploy.record import record, tolerance_for
-from lmworks.deploy.sizing import fit, scenario_of
+from lmworks.deploy import check, monitoring
+from lmworks.deploy.engines import engine_of
+from lmworks.deploy.files import COMPOSE_HEAD, SUMS, address, compose, compose_yaml, plain_yaml, readme, start_script
+from lmworks.deploy.monitoring import PROMETHEUS_PORT, scraping
+from lmworks.deploy.panels import serving_panels, training_panels
+from lmworks.deploy.request import Launch, Request, record, tolerance_for
+from lmworks.deploy.sizing import Hardware, fit, scenario_of
 from lmworks.deploy.source import Source
-from lmworks.deploy.start_script import SUMS, start_script
 from lmworks.errors import UserError
 from lmworks.export.gguf import weight_bits
-from lmworks.files import require_empty, whole_directory, write_json, write_text
-from lmworks.weights.file_hashes import hash_files
+from lmworks.io.files import require_empty, whole_directory, write_json, write_text
 from lmworks.weights.huggingface import PICKLED, only_pickled
-from lmworks.weights.verified import verify_export
+from lmworks.weights.verified import hash_files, verify_export
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # of PyTorch's builds without CUDA
 _UNREAD = (".md", ".gguf", *(pattern.removeprefix("*") for pattern in PICKLED))  # beside safetensors, no engine reads these
@@ -107,16 +100,18 @@ def _write(plan: Deployment, out: Path, key: str, answers: dict[str, Any], train
     (out / "start.sh").chmod(0o755)
     write_text(out / "Containerfile", launch.containerfile)
     write_text(out / ".dockerignore", "secrets\ndata\n")
-    write_text(out / "compose.yaml", compose_yaml(compose(request, launch), HEAD))
+    write_text(out / "compose.yaml", compose_yaml(compose(request, launch), COMPOSE_HEAD))
     write_text(out / "prometheus.yml", plain_yaml(scraping(engine, address(request), trainer)))
-    write_text(out / "rules.yml", plain_yaml(alerts.rules(engine, training=trainer is not None)))
+    write_text(out / "rules.yml", plain_yaml(monitoring.alert_rules(engine, training=trainer is not None)))
     folder = out / "grafana" / "provisioning"
-    write_text(folder / "datasources" / "prometheus.yaml", plain_yaml(grafana.datasources(f"http://127.0.0.1:{PROMETHEUS_PORT}")))
-    write_text(folder / "dashboards" / "lmworks.yaml", plain_yaml(grafana.providers("/dashboards")))
+    write_text(folder / "datasources" / "prometheus.yaml", plain_yaml(monitoring.datasources(f"http://127.0.0.1:{PROMETHEUS_PORT}")))
+    write_text(folder / "dashboards" / "lmworks.yaml", plain_yaml(monitoring.providers("/dashboards")))
     dashboards = out / "grafana" / "dashboards"
-    write_json(dashboards / "serving.json", grafana.dashboard("lmworks-serving", "Serving", serving_panels(engine)))
+    write_json(dashboards / "serving.json", monitoring.dashboard("lmworks-serving", "Serving", serving_panels(engine)))
     if trainer is not None:
-        write_json(dashboards / "training.json", grafana.dashboard("lmworks-training", "Training", training_panels(request.source.model)))
+        write_json(
+            dashboards / "training.json", monitoring.dashboard("lmworks-training", "Training", training_panels(request.source.model))
+        )
     if engine == "lmworks":
         _copy_package(out, request.hardware.on_cpu)
     write_json(out / "decisions.json", plan.as_json())
@@ -154,3 +149,23 @@ def _requirements() -> Iterator[str]:
         if not marker or re.search(r"extra == .serve.", marker):
             name = re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0]
             yield f"{name}=={metadata.version(name).partition('+')[0]}"  # without the label of a local build
+
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\Z")
+
+
+def require_host(text: str) -> None:
+    """Raise `UserError` unless `text` is an IP address or a host name."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        if not _NAME.match(text):
+            raise UserError(f"--host {text!r} is neither an IP address nor a host name") from None
+
+
+def require_target(text: str) -> None:
+    """Raise `UserError` unless `text` is HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"--trainer {text!r} must be HOST:PORT, such as 127.0.0.1:9400")
+    require_host(host.removeprefix("[").removesuffix("]"))

@@ -9,12 +9,10 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.export.gguf import weight_bits
-from lmworks.files import explain_damage, read_json
-from lmworks.recipe.families.registry import family_in
-from lmworks.recipe.gguf.folder import as_folder, find_gguf
-from lmworks.recipe.loading.hub import name_of
-from lmworks.recipe.loading.huggingface import from_config
-from lmworks.recipe.loading.named import locate
+from lmworks.io.files import explain_damage, read_json
+from lmworks.recipe.families.registry import family_in, from_config
+from lmworks.recipe.gguf_model import as_folder, find_gguf
+from lmworks.recipe.hub import locate, name_of
 from lmworks.recipe.schema.model import Model
 from lmworks.weights.huggingface import only_pickled
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmworks.evaluate.forms.likelihood import Encoder
+from lmworks.evaluate.heldout import OVERALL
 from lmworks.evaluate.logprobs import LogProbs, Request
-from lmworks.evaluate.references import OVERALL
-from lmworks.progress import bar
+from lmworks.evaluate.sets.forms import Encoder
+from lmworks.ui.terminal import bar
 
 HOW = (
     "whole documents, each from its own start and without its end token; longer ones in windows of the context length that "

@@ -18,21 +18,20 @@ from typing import Any
 
 import torch
 
-from lmworks import jsonl
 from lmworks.checkpoint import listing, manifest
 from lmworks.errors import UserError
-from lmworks.evaluate.forms.measuring import ALL_SETS, measure
 from lmworks.evaluate.opening import OpenModel, open_model
-from lmworks.evaluate.sets.registry import CHOICE, check_names
-from lmworks.files import explain_os_errors, try_lock
-from lmworks.interrupt import Interrupted
+from lmworks.evaluate.sets.benchmarks import CHOICE, check_names
+from lmworks.evaluate.sets.scoring import ALL_SETS, measure
+from lmworks.io import jsonl
+from lmworks.io.files import explain_os_errors, try_lock
+from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.metrics.names import describe
-from lmworks.model_stages import MODEL_STAGES
-from lmworks.progress import clock, console
-from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.load import stages_of
+from lmworks.ui.terminal import Interrupted, clock, console
 from lmworks.watch.ledger import LEDGER, read_ledger
 
 FILE = "follow.jsonl"

@@ -13,17 +13,16 @@ import numpy as np
 import torch
 
 from lmworks.errors import Unavailable
-from lmworks.evaluate.forms.likelihood import Answered, Encoder, requests_of, score
-from lmworks.evaluate.items import ChoiceItem, score_name
 from lmworks.evaluate.logprobs import Request
-from lmworks.evaluate.sets import loading
-from lmworks.evaluate.sets.registry import GENERATION
+from lmworks.evaluate.sets import benchmarks
+from lmworks.evaluate.sets.benchmarks import GENERATION
+from lmworks.evaluate.sets.forms import Answered, Encoder, requests_of, score
+from lmworks.evaluate.sets.items import ChoiceItem, score_name
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.progress import console
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.read.batch import Batch
+from lmworks.shards.batch import IGNORE, Batch
+from lmworks.ui.terminal import console
 
 Evaluation = Callable[[ParallelModel], dict[str, float]]
 
@@ -47,7 +46,7 @@ def _read(recipe: Recipe, tokenizer: Encoder) -> tuple[list[ChoiceItem], list[Re
         if one.file is None and one.name in GENERATION:
             continue
         try:
-            sample = loading.load(one, recipe.evaluate.items_in_loop(one), 0).items
+            sample = benchmarks.load(one, recipe.evaluate.items_in_loop(one), 0).items
         except Unavailable as reason:
             console.print(f"{one.name} is not evaluated during training: {reason}", style="yellow")
             continue

@@ -1,4 +1,4 @@
-"""Opens a trained model, wherever it lies, with the tokenizer that it was trained with."""
+"""Load a trained model from a run, a checkpoint or a Hugging Face folder, with the tokenizer that it was trained with."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.evaluate.forms.measuring import Subject
-from lmworks.files import read_json
+from lmworks.evaluate.sets.scoring import Subject
+from lmworks.host.devices import dtype_for
+from lmworks.inference.model import for_inference
+from lmworks.io.files import read_json
+from lmworks.io.run_layout import BASE, MODELS, final_checkpoint_of, of_checkpoint, of_model
 from lmworks.model import Transformer
-from lmworks.model.inference import for_inference
-from lmworks.model_stages import BASE, MODELS, final_checkpoint_of, of_checkpoint, of_model
-from lmworks.precision import dtype_for
-from lmworks.recipe.loading.load import load_resolved
-from lmworks.recipe.loading.named import locate
-from lmworks.recipe.loading.weights import Weights, find_weights, holds_model
+from lmworks.recipe.hub import locate
+from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.weights import Weights, find_weights, holds_model
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.load import final_model, folder, load_checkpoint, load_model

@@ -1,4 +1,4 @@
-"""What an evaluation will ask, as far as it can be read here: it is kept out of every text that is trained on."""
+"""Evaluation items to exclude from all training text, as far as their data can be read on this machine."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from lmworks.corpus.cleaning import clean
 from lmworks.corpus.contamination import Decontaminator, Question, record
-from lmworks.corpus.readers import parts, read
-from lmworks.documents import corpus_files
+from lmworks.corpus.read import parts, read
+from lmworks.corpus.transform.cleaning import clean
 from lmworks.errors import Unavailable, UserError, all_refusals
-from lmworks.evaluate.generation import reasoning
+from lmworks.evaluate.generation import scoring
 from lmworks.evaluate.heldout import held_out
-from lmworks.evaluate.sets import loading
-from lmworks.evaluate.sets.registry import GENERATION, is_generated
-from lmworks.files import read_json, sha256_file
+from lmworks.evaluate.sets import benchmarks
+from lmworks.evaluate.sets.benchmarks import GENERATION, is_generated
+from lmworks.io.files import read_json, sha256_file
+from lmworks.io.run_layout import corpus_files
 from lmworks.recipe.schema.evaluate import Protected
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -58,10 +58,10 @@ def protection(recipe: Recipe) -> Protection:
     unread: dict[str, str] = {}
     for one in wanted.benchmarks:
         try:
-            questions += GENERATION[one.name].questions(one) if is_generated(one) else loading.questions(one)
+            questions += GENERATION[one.name].questions(one) if is_generated(one) else benchmarks.questions(one)
         except Unavailable as reason:
             unread[one.name] = str(reason)
-    questions += reasoning.questions(wanted.tasks, wanted.task_items)
+    questions += scoring.questions(wanted.tasks, wanted.task_items)
     for own in wanted.protect:
         questions += _questions(own)
     return Protection(questions, unread)

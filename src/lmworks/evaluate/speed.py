@@ -1,6 +1,6 @@
 """How fast a model generates: prefill, decoding, time to the first token and peak memory, by batch and prompt length.
 
-What is timed is `lmworks.model.generate`, with random prompts of equal length and greedy choice, without a tokenizer or a server.
+What is timed is `lmworks.inference.generate`, with random prompts of equal length and greedy choice, without a tokenizer or a server.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lmworks.errors import UserError
-from lmworks.model.generate import GenerateOptions, stream
-from lmworks.model.inference import for_inference
-from lmworks.progress import bar
+from lmworks.inference.generate import GenerateOptions, stream
+from lmworks.inference.model import for_inference
+from lmworks.ui.terminal import bar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 BATCHES, PROMPT_LENGTHS, NEW_TOKENS, SECONDS = (1, 8), (128, 512), 32, 60.0
 _MOST_REPEATS = 20
 HOW = (
-    "lmworks.model.generate with random prompts of equal length, greedy, without stop tokens; one warm-up per row of the table, then as "
-    "many repeats as the time allows, at most 20; median, and least to greatest of the repeats; time to first token: from the call to the "
-    "first token of the whole batch; prefill: prompt tokens of the batch over that time; decode: all later tokens of the batch over theirs"
+    "lmworks.inference.generate with random prompts of equal length, greedy, without stop tokens; one warm-up per row of the table, "
+    "then as many repeats as the time allows, at most 20; median, and least to greatest of the repeats; time to first token: from the "
+    "call to the first token of the whole batch; prefill: prompt tokens of the batch over that time; decode: all later tokens of the "
+    "batch over theirs"
 )
 
 

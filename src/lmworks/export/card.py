@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from lmworks import __version__
-from lmworks.files import read_json, write_text
+from lmworks.io.files import read_json, write_text
+from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.model import Transformer
-from lmworks.model_stages import MODEL_STAGES
-from lmworks.recipe.derivation.parameters import count_parameters
-from lmworks.recipe.derivation.timeline import PhaseSteps
-from lmworks.recipe.loading.huggingface import class_for
+from lmworks.recipe.families.registry import class_for
+from lmworks.recipe.parameters import count_parameters
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.timeline import PhaseSteps
 from lmworks.watch.ledger import LEDGER, read_ledger
 from lmworks.weights.chat import TAG, base_is_chat
 

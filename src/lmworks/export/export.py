@@ -20,33 +20,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmworks import machine
 from lmworks.errors import UserError
 from lmworks.export import gguf as gguf_
 from lmworks.export.card import write_card
-from lmworks.export.compared_tokens import compared_tokens
 from lmworks.export.gguf_tokenizer import find_rule
-from lmworks.export.huggingface import write_model
-from lmworks.export.parity import NotLoaded, Parity, compare
-from lmworks.export.peft import adapter_tensors, unequal_adapters, write_peft
-from lmworks.files import read_json, replace_directory, whole_directory, write_json
+from lmworks.export.huggingface import adapter_tensors, unequal_adapters, write_model, write_peft
+from lmworks.export.parity import NotLoaded, Parity, compare, compared_tokens
+from lmworks.host import machine
+from lmworks.inference.generate import SAMPLING
+from lmworks.io.files import read_json, replace_directory, whole_directory, write_json
+from lmworks.io.run_layout import BASE, of_checkpoint
 from lmworks.model import Transformer
-from lmworks.model.generate import SAMPLING
-from lmworks.model_stages import BASE, of_checkpoint
-from lmworks.recipe.derivation.parameters import count_parameters
-from lmworks.recipe.derivation.phases import final
-from lmworks.recipe.loading import hub
-from lmworks.recipe.loading.huggingface import class_for
-from lmworks.recipe.schema.lora import Lora
-from lmworks.recipe.schema.model import Model
+from lmworks.recipe import hub
+from lmworks.recipe.families.registry import class_for
+from lmworks.recipe.parameters import count_parameters
+from lmworks.recipe.phases import final
+from lmworks.recipe.schema.model import Lora, Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.foreign import ForeignTokenizer
-from lmworks.tokenizer.keeping import KEPT
+from lmworks.tokenizer.opening import KEPT
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.adapters import adapters_of
 from lmworks.train.load import final_checkpoint, final_model, load_model
-from lmworks.weights.gguf_names import gguf_package
+from lmworks.weights.gguf import gguf_package
 from lmworks.weights.verified import PASSED, REFUSED, REPORT, file_records
 
 if TYPE_CHECKING:

@@ -19,17 +19,15 @@ from torch import Tensor
 
 from lmworks.errors import UserError
 from lmworks.export.gguf_tokenizer import add_tokenizer
-from lmworks.files import atomic_path, final_name
+from lmworks.inference.generate import SAMPLING
+from lmworks.io.files import atomic_path, final_name
 from lmworks.model import Transformer
-from lmworks.model.generate import SAMPLING
-from lmworks.progress import bar
-from lmworks.recipe.gguf.header import TYPES, read_header
-from lmworks.recipe.gguf.metadata import metadata_of
-from lmworks.recipe.schema.lora import Lora, matrix_of
-from lmworks.recipe.schema.model import Model
+from lmworks.recipe.gguf_header import TYPES, read_header
+from lmworks.recipe.gguf_model import metadata_of
+from lmworks.recipe.schema.model import Lora, Model, matrix_of_adapter
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.weights.gguf import ROPE_FACTORS, rope_factors
-from lmworks.weights.gguf_names import GgufTensor, Places, architecture_for, gguf_package, latent_parts
+from lmworks.ui.terminal import bar
+from lmworks.weights.gguf import ROPE_FACTORS, GgufTensor, Places, architecture_for, gguf_package, latent_parts, rope_factors
 from lmworks.weights.names import is_exported
 
 if TYPE_CHECKING:
@@ -90,9 +88,9 @@ def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Transf
     """
     gguf, places, items = gguf_package(), Places(model.config), []
     for ours, tensor in adapters.items():
-        if latent_parts(matrix_of(ours)):
+        if latent_parts(matrix_of_adapter(ours)):
             raise NoAdapter("llama.cpp has the expansion of latents to keys and values as other matrices than those with adapters")
-        item = places.place(matrix_of(ours), tensor, torch.float32)
+        item = places.place(matrix_of_adapter(ours), tensor, torch.float32)
         if ours.endswith("A"):  # whose rows are ranks
             item = replace(item, heads=0, rotated="")
         items.append(replace(item, name=f"{item.name}.lora_{ours[-1].lower()}"))

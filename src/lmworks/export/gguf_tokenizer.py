@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
-from lmworks.files import explain_damage, read_json
-from lmworks.tokenizer import bpe, special
+from lmworks.io.files import explain_damage, read_json
+from lmworks.tokenizer import special, tokenizer_json
 from lmworks.tokenizer.foreign import ForeignTokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.weights.gguf_names import gguf_package
+from lmworks.weights.gguf import gguf_package
 
 if TYPE_CHECKING:
     import gguf
@@ -119,7 +119,9 @@ def _find(tokenizer: Tokenizer, spec: dict[str, Any]) -> Rule:
     elif normalizer:
         raise _NoRule(f"its normalizer {_name(normalizer)} changes text before it is split")
     # without unk_token both leave unknown bytes out
-    if model.get("unk_token") and (missing := sum(char not in model["vocab"] for char, byte in bpe.BYTE_OF.items() if byte in _UTF8)):
+    if model.get("unk_token") and (
+        missing := sum(char not in model["vocab"] for char, byte in tokenizer_json.BYTE_OF.items() if byte in _UTF8)
+    ):
         raise _NoRule(f"{missing} single bytes are not in its vocabulary, and text with them becomes {model['unk_token']!r}")
     splits, whole = _splits(spec), bool(model.get("ignore_merges"))
     for patterns, ignores, name in _RULES:
@@ -215,7 +217,11 @@ def _spaces(spec: dict[str, Any]) -> tuple[str, bool]:
 def _pieces(spec: dict[str, Any]) -> dict[str, int]:
     """Pieces of text with their ids, without added tokens and single bytes."""
     added = {token["content"] for token in spec.get("added_tokens") or []}
-    return {text: number for text, number in spec["model"]["vocab"].items() if text not in added and not bpe.BYTE_PIECE.fullmatch(text)}
+    return {
+        text: number
+        for text, number in spec["model"]["vocab"].items()
+        if text not in added and not tokenizer_json.BYTE_PIECE.fullmatch(text)
+    }
 
 
 def _pairs(spec: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -257,7 +263,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, rows: int) -> N
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [int(kinds.UNUSED)] * rows
     for text, number in spec["model"]["vocab"].items():
-        byte = spec["model"].get("byte_fallback") and bpe.BYTE_PIECE.fullmatch(text)
+        byte = spec["model"].get("byte_fallback") and tokenizer_json.BYTE_PIECE.fullmatch(text)
         tokens[number], types[number] = text, int(kinds.BYTE if byte and rule.model == "llama" else kinds.NORMAL)
     for added in spec["added_tokens"]:
         tokens[added["id"]], types[added["id"]] = added["content"], int(kinds.CONTROL if added["special"] else kinds.USER_DEFINED)

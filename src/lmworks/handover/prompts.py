@@ -3,6 +3,8 @@
 slime drops rows in silence: lines that are not JSON, and prompts longer than --rollout-max-prompt-len. A row without a label earns no
 reward. All are refused here, with the numbers of the rows. Rows that hold an item of the evaluation are left out, as they are where
 lmworks trains itself: the scores of the trained model would otherwise be those on texts that it has seen.
+
+The command names JSONL files, or recipes, whose tune.data names them.
 """
 
 from __future__ import annotations
@@ -14,10 +16,32 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.data.conversation_files import RawRow, read_files
 from lmworks.train.data.decontamination import Contents, Decontamination
-from lmworks.train.data.prompt_forms import convert
+from lmworks.train.data.forms import convert_prompt
 from lmworks.train.data.row_columns import NoRow
+from lmworks.train.data.row_files import RawRow, read_files
+
+
+def prompt_files(given: Sequence[str]) -> list[Path]:
+    """The JSONL files; a recipe stands for the JSONL files in its `tune.data`. Raises `UserError` for a recipe without any."""
+    from lmworks.recipe.load import load_recipe
+
+    found: list[Path] = []
+    for name in given:
+        if not name.endswith((".yaml", ".yml")):
+            found.append(Path(name))
+            continue
+        recipe = load_recipe(name, []).recipe
+        files: list[Path] = []
+        for source in recipe.tune.data if recipe.tune else ():
+            if source.kind == "files" and source.path:
+                path = Path(source.path)
+                files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not files:
+            raise UserError(f"{name} has no tune.data of kind files; give a JSONL file with prompts and labels")
+        found += files
+    return found
+
 
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm")
 _SHOWN = 5
@@ -36,7 +60,7 @@ class Prompts:
 def read_prompts(
     paths: Sequence[Path], tokenizer: Tokenizer, rm_type: str, max_tokens: int, decontamination: Decontamination | None = None
 ) -> Prompts:
-    """Read and check prompts: rows in the files and forms of `grpo.data` (`lmworks.train.data.prompt_forms`). The label is `label`, or the
+    """Read and check prompts: rows in the files and forms of `grpo.data` (`lmworks.train.data.forms`). The label is `label`, or the
     row's answer; `metadata` may name another `rm_type`.
 
     `decontamination` decides about rows that hold an item of the evaluation. Raises `UserError` with the numbers (from 1) of the rows that
@@ -88,7 +112,7 @@ def _listed(bad: list[tuple[str, str]]) -> str:
 def _row(raw: RawRow, rm_type: str) -> dict[str, Any]:
     if raw.fault is not None:
         raise NoRow(raw.fault)
-    asked = convert(raw.value, raw.origin)
+    asked = convert_prompt(raw.value, raw.origin)
     if asked.tools:
         raise NoRow("tools: slime renders the prompt without them")
     messages = [one.saying(content="".join(part["text"] for part in one["content"])) if isinstance(one["content"], list) else one

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.deploy.quoting import shell_word
+from lmworks.deploy.files import shell_word
 from lmworks.deploy.source import Source, open_source
 from lmworks.errors import UserError
-from lmworks.files import link_or_copy, read_json, require_empty, whole_directory, write_json, write_text
-from lmworks.handover.arguments import Argument, model_arguments
-from lmworks.handover.names import copies, mapping, require_bijection
+from lmworks.handover.megatron import Argument, copies, mapping, model_arguments, require_bijection
 from lmworks.handover.prompts import Prompts, read_prompts
+from lmworks.io.files import link_or_copy, read_json, require_empty, whole_directory, write_json, write_text
 from lmworks.tokenizer import load
 from lmworks.train.data.decontamination import Decontamination
 from lmworks.weights.huggingface import files_of

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.recipe.derivation.schedules import Schedules
-from lmworks.recipe.derivation.timeline import Timeline
-from lmworks.recipe.schema.effect import BEFORE_TUNING, StageName
+from lmworks.recipe.changes import Change, as_tree, changed_keys, readers
+from lmworks.recipe.schema.base import BEFORE_TUNING, StageName
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
-from lmworks.recipe.tree.effects import readers
-from lmworks.recipe.tree.fingerprint import Change, as_tree, changed_keys
+from lmworks.recipe.timeline import Schedules, Timeline
 
 _OF_SCHEDULE = ("name", "tokens", "lr_schedule", "learning_rate_scale", "mixture_changes")  # keys of a phase; changes end what is covered
 _MAY_DIFFER = ("seed", "train.seed", "train.init_seed", "train.early_stopping")

@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from lmworks.doctor.record_files import lines
 from lmworks.errors import UserError
 from lmworks.ladder.annealing import PARAMETERS, AnnealingLaw, Areas, fit_annealing, grid_of_decays
 from lmworks.ladder.comparable import Course, corpus_of, require_comparable
 from lmworks.ladder.fit import BOOTSTRAPS
 from lmworks.ladder.points import MEASURE, held_out_text
 from lmworks.metrics.log import FILE
-from lmworks.progress import bar
-from lmworks.recipe.loading.load import Resolved, load_resolved
+from lmworks.pages.record_files import lines
+from lmworks.recipe.load import Resolved, load_resolved
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.data.mixture import read_changes
+from lmworks.ui.terminal import bar
 
 _RATE = "optim/learning_rate"
 _LEAST, _LEAST_IN_DECAY = PARAMETERS + 3, 2  # validations

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.plan.amounts import amount
-from lmworks.plan.loss_law import LossLaw
+from lmworks.plan.laws import LossLaw
+from lmworks.ui.amounts import amount
 
 LEVEL = 0.9  # of the intervals
 FACTOR = 2.0  # each way: the widest interval of an optimal size that is one

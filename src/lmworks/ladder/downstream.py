@@ -15,7 +15,7 @@ import numpy as np
 
 from lmworks.ladder.design import BenchmarkScore, Point
 from lmworks.ladder.fit import BOOTSTRAPS, minimizer
-from lmworks.plan.downstream_law import DownstreamLaw, sigmoid_score
+from lmworks.plan.laws import DownstreamLaw, sigmoid_score
 
 SIGNAL_LEVEL = 0.05  # of the permutation test
 _CURVE = 2  # parameters that are fitted for each ceiling

@@ -29,7 +29,7 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.ladder.design import Design, Point, judge, require_rank
-from lmworks.plan.loss_law import FittedTo, LossLaw
+from lmworks.plan.laws import FittedTo, LossLaw
 
 PARAMETERS = 6  # of the law
 HUBER = 1e-3  # of log loss; larger residuals count linearly

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmworks.doctor.read_run import read_run
-from lmworks.doctor.run_records import Run
 from lmworks.errors import UserError
-from lmworks.files import sha256_file
+from lmworks.io.files import sha256_file
 from lmworks.ladder.comparable import Batch, require_batch_rule, require_one_ladder, same_training
 from lmworks.ladder.design import BenchmarkScore, Point
 from lmworks.metrics.names import is_score
+from lmworks.pages.read_run import read_run
+from lmworks.pages.run_records import Run
 from lmworks.plan.counts import count_by_component
-from lmworks.plan.downstream_law import MOST_ITEMS, NAME
+from lmworks.plan.laws import BENCHMARK_NAME, MOST_ITEMS
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.data.mixture import read_changes
 
@@ -75,7 +75,7 @@ def finished(run: Run) -> Finished | None:
     loss = _last(run, MEASURE)
     if not run.pretrain.done or loss is None:
         return None
-    names = [name for name in run.pretrain.series if is_score(name) and re.fullmatch(NAME, name.removeprefix(_EVAL))]
+    names = [name for name in run.pretrain.series if is_score(name) and re.fullmatch(BENCHMARK_NAME, name.removeprefix(_EVAL))]
     scores = {name.removeprefix(_EVAL): score for name in names if (score := _score(run, name)) is not None}
     return Finished(loss, scores)
 

@@ -18,12 +18,10 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from lmworks import jsonl
 from lmworks.checkpoint import listing
-from lmworks.doctor.read_run import read_run
-from lmworks.doctor.run_records import Run
 from lmworks.errors import UserError
-from lmworks.files import explain_damage, sha256_file, write_json
+from lmworks.io import jsonl
+from lmworks.io.files import explain_damage, sha256_file, write_json
 from lmworks.ladder.comparable import Batch, Course, require_batch_rule, require_comparable, require_one_ladder
 from lmworks.ladder.design import BenchmarkScore
 from lmworks.ladder.points import (
@@ -36,13 +34,14 @@ from lmworks.ladder.points import (
     size_and_tokens,
     tokenizer_of,
 )
-from lmworks.plan.downstream_law import MOST_ITEMS, NAME, DownstreamLaw
-from lmworks.plan.loss_law import LAW_FILE, load_law
-from lmworks.recipe.derivation.timeline import Timeline
-from lmworks.recipe.loading.load import Resolved, load_resolved
+from lmworks.pages.read_run import read_run
+from lmworks.pages.run_records import Run
+from lmworks.plan.laws import BENCHMARK_NAME, LAW_FILE, MOST_ITEMS, DownstreamLaw, load_law
+from lmworks.recipe.changes import as_tree
+from lmworks.recipe.load import Resolved, load_resolved
 from lmworks.recipe.schema.evaluate import Evaluate
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.tree.fingerprint import as_tree
+from lmworks.recipe.timeline import Timeline
 
 FILE = "predictions.jsonl"
 SCORES = "scores.json"
@@ -106,7 +105,7 @@ _Share = Annotated[float, Field(ge=0, le=1)]
 class _BenchmarkLine(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
-    name: str = Field(pattern=NAME)
+    name: str = Field(pattern=BENCHMARK_NAME)
     items: int = Field(gt=0, le=MOST_ITEMS)
     predicted: _Share | None
     low: _Share | None
@@ -145,7 +144,7 @@ def predict(folder: Path, target: Resolved) -> Score:
         raise UserError(f"{target.path}: its token budgets depend on time; add --set time=null to take those that are written")
     run_dir = Path(recipe.run_dir)
     known = read(folder)
-    if listing.begun(run_dir / "checkpoints") or (run_dir / "metrics.jsonl").exists():
+    if listing.has_checkpoints(run_dir / "checkpoints") or (run_dir / "metrics.jsonl").exists():
         raise UserError(f"{run_dir} has begun to train, and a prediction has to be older than its run; choose another run_dir with --set")
     if any(Path(one["run_dir"]).resolve() == run_dir.resolve() for one in known):
         raise UserError(f"{run_dir} has a prediction already; choose another run_dir with --set")

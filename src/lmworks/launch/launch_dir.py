@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.files import explain_os_errors, read_json, sync_directory, write_bytes, write_text
+from lmworks.io.files import explain_os_errors, read_json, sync_directory, write_bytes, write_text
 
 VARIABLE = "LMWORKS_LAUNCH"  # environment variable with the path of the directory
 COMMAND = "LMWORKS_COMMAND"  # environment variable with the command that resumes the run

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmworks.errors import UserError
-from lmworks.files import write_text
-from lmworks.launch.hosts import Host, HostTable, read_table
+from lmworks.io.files import write_text
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.supervise import Supervisor, rendezvous_store
-from lmworks.launch.torchrun import Agent, CountRange
+from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_table
 from lmworks.parallel.process_group import layout_for, min_world_size
 from lmworks.recipe.schema.recipe import Recipe
 

@@ -15,8 +15,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lmworks.interrupt import Preempted
 from lmworks.launch.launch_dir import LaunchDir
+from lmworks.ui.terminal import Preempted
 from lmworks.watch.heartbeat import shared_interval
 
 _POLL_INTERVAL = 0.5  # seconds

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.credentials import reveal
 from lmworks.errors import UserError
-from lmworks.files import write_text
-from lmworks.interrupt import Preempted
-from lmworks.launch.hosts import Host, HostTable, read_table
+from lmworks.io.files import write_text
+from lmworks.io.urls import reveal
 from lmworks.launch.launch_dir import VARIABLE, LaunchDir
-from lmworks.launch.torchrun import Agent, CountRange
+from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_table
 from lmworks.parallel.process_group import layout_for
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.ui.terminal import Preempted
 from lmworks.watch.heartbeat import HOST
 from lmworks.watch.ledger import LEDGER, Ledger
 

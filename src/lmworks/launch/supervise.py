@@ -17,10 +17,9 @@ from types import FrameType
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.launch.hosts import Host, HostTable
 from lmworks.launch.launch_dir import LaunchDir
-from lmworks.launch.torchrun import log_of
-from lmworks.progress import console
+from lmworks.launch.torchrun import Host, HostTable, log_of
+from lmworks.ui.terminal import console
 from lmworks.watch.ledger import LEDGER, read_ledger
 
 _POLL_INTERVAL = 0.3  # seconds

@@ -1,19 +1,209 @@
-"""The log of metrics: JSONL always, other sinks on request."""
+"""The log of metrics: JSONL always, and on request other sinks: TensorBoard, Weights & Biases, Prometheus."""
 
 from __future__ import annotations
 
 import os
+import re
+import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
-from lmworks import jsonl
-from lmworks.files import explain_os_errors
+from lmworks.errors import UserError, all_refusals
+from lmworks.host import machine
+from lmworks.io import jsonl
+from lmworks.io.files import explain_os_errors, write_text
 from lmworks.metrics.names import describe
-from lmworks.metrics.sinks import Sink, open_sinks
-from lmworks.progress import console
-from lmworks.recipe.schema.metrics import Metrics
+from lmworks.recipe.schema.artifacts import Metrics
+from lmworks.ui.terminal import console
+from lmworks.watch.heartbeat import Beat, read_beats, shared_interval
+
+
+class Sink(Protocol):
+    """A destination for metrics."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def rewind(self, step: int) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_sinks(run_dir: Path, options: Metrics, resume_step: int, heartbeats: Path | None = None) -> list[Sink]:
+    """The sinks that the recipe asks for; `UserError` names the extra that one of them needs. `heartbeats`: their folder."""
+    sinks: list[Sink] = []
+    if options.tensorboard:
+        sinks.append(TensorBoard(run_dir, resume_step))
+    if options.wandb_project:
+        sinks.append(WeightsAndBiases(run_dir, options.wandb_project))
+    if options.prometheus_port:
+        sinks.append(Prometheus(options.prometheus_port, run_dir, heartbeats))
+    return sinks
+
+
+def refusals(options: Metrics) -> Iterator[UserError]:
+    """The packages that sinks need and that are not installed, and the port of Prometheus if it is taken."""
+    import socket
+
+    yield from all_refusals(
+        partial(_import, module, f"metrics.{setting}", extra) for setting, (module, extra) in _PACKAGES.items() if getattr(options, setting)
+    )
+    if options.prometheus_port:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", options.prometheus_port))
+            except OSError as error:
+                yield _taken(options.prometheus_port, error)
+
+
+_PACKAGES = {
+    "tensorboard": ("torch.utils.tensorboard", "tensorboard"), "wandb_project": ("wandb", "wandb"),
+    "prometheus_port": ("prometheus_client", "prometheus"),
+}  # fmt: skip
+
+
+def _taken(port: int, error: OSError) -> UserError:
+    return UserError(f"metrics.prometheus_port: cannot listen on port {port} ({error.strerror}); choose another")
+
+
+def _import(module: str, setting: str, extra: str) -> ModuleType:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(f"{setting} needs a package that is not installed: pip install 'lmworks[{extra}]'") from None
+
+
+class TensorBoard:
+    """Event files in `run_dir/tensorboard`; steps that are run again replace the old ones."""
+
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        tensorboard = _import("torch.utils.tensorboard", "metrics.tensorboard", "tensorboard")
+        self._open = lambda step: tensorboard.SummaryWriter(str(run_dir / "tensorboard"), purge_step=step or None, flush_secs=1)
+        self._writer = self._open(resume_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def rewind(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._open(step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One W&B run per run directory; its id is kept in `run_dir/wandb_id`, so that a resumed run continues it."""
+
+    def __init__(self, run_dir: Path, project: str) -> None:
+        wandb = _import("wandb", "metrics.wandb_project", "wandb")
+        path = run_dir / "wandb_id"
+        known = path.read_text(encoding="utf-8").strip() if path.exists() else None
+        self._run: Any = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), id=known, resume="allow")
+        # W&B refuses to write a step twice; with a step of our own the later value is the one that is shown.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        write_text(path, self._run.id + "\n")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def rewind(self, step: int) -> None:
+        """Later values of a step replace the old ones."""
+
+    def flush(self) -> None:
+        """W&B sends on its own."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def prometheus_name(name: str) -> str:
+    """The name of a metric in Prometheus: `train/loss` becomes `lmworks_train_loss`."""
+    return "lmworks_" + re.sub(r"[^a-zA-Z0-9]", "_", name)
+
+
+class Prometheus:
+    """The newest value of each metric at http://127.0.0.1:PORT/metrics, as `lmworks_train_loss` and so on; and what is measured when
+    somebody asks, so that it is right while training stands still: free disk space of the run directory, and for how long each rank has
+    given no sign of life."""
+
+    def __init__(self, port: int, run_dir: Path, heartbeats: Path | None = None) -> None:
+        self._client = _import("prometheus_client", "metrics.prometheus_port", "prometheus")
+        self._registry = self._client.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        self._registry.register(
+            _Live(_import("prometheus_client.core", "metrics.prometheus_port", "prometheus").GaugeMetricFamily, run_dir, heartbeats)
+        )
+        try:
+            self._server, self._thread = self._client.start_http_server(port, addr="127.0.0.1", registry=self._registry)
+        except OSError as error:
+            raise _taken(port, error) from None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._gauge("step", "the step of the other values").set(step)
+        for name, value in values.items():
+            metric = describe(name)
+            self._gauge(name, metric.meaning + (f" [{metric.unit}]" if metric.unit else "")).set(value)
+
+    def _gauge(self, name: str, meaning: str) -> Any:
+        if name not in self._gauges:
+            self._gauges[name] = self._client.Gauge(prometheus_name(name), meaning, registry=self._registry)
+        return self._gauges[name]
+
+    def rewind(self, step: int) -> None:
+        """Only the newest values are shown."""
+
+    def flush(self) -> None:
+        """Does nothing: values are visible as soon as they are set."""
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Live:
+    """Values that are measured at every scrape: a collector of prometheus_client. The heartbeats, a file of each rank on a shared file
+    system, are read no more often than ranks write them, however many ask."""
+
+    def __init__(self, family: Any, run_dir: Path, heartbeats: Path | None) -> None:
+        self._family, self._run_dir, self._heartbeats = family, run_dir, heartbeats
+        self._lock, self._beats, self._read_again = threading.Lock(), list[Beat](), 0.0
+
+    def collect(self) -> Iterator[Any]:
+        gauge = self._family
+        yield gauge("lmworks_disk_free_bytes", "free space of the run directory's file system", machine.free_disk(self._run_dir))
+        silent = gauge("lmworks_rank_silent_seconds", "time since a rank last showed that its process is alive", labels=["rank", "host"])
+        beats = self._known() if self._heartbeats is not None else []
+        for beat in beats:
+            if beat.state != "left":
+                silent.add_metric([str(beat.rank), beat.host], max(0.0, time.time() - beat.seen))
+        if not beats:  # the only rank is this process, which answers
+            silent.add_metric(["0", socket.gethostname()], 0.0)
+        yield silent
+
+    def _known(self) -> list[Beat]:
+        with self._lock:
+            if time.monotonic() >= self._read_again:
+                assert self._heartbeats is not None
+                self._beats = read_beats(self._heartbeats)
+                self._read_again = time.monotonic() + shared_interval(len(self._beats))
+            return self._beats
+
 
 FILE = "metrics.jsonl"
 

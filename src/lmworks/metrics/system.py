@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmworks import machine, progress
-from lmworks.allocator import return_freed_memory
-from lmworks.precision import dtype_for
+from lmworks.host import machine
+from lmworks.host.devices import dtype_for
+from lmworks.host.machine import return_freed_memory
+from lmworks.ui import terminal
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +89,7 @@ def gpu_metrics() -> dict[str, float]:
         except pynvml.NVMLError as error:
             if name not in _unreported:
                 _unreported.add(name)
-                progress.console.print(f"{name} is not recorded: NVML reports no value ({error})", style="yellow")
+                terminal.console.print(f"{name} is not recorded: NVML reports no value ({error})", style="yellow")
     return found
 
 

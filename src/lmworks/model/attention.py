@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmworks.model.blocked import attend_blocks
 from lmworks.model.cache import LayerCache
-from lmworks.model.documents import Visible, visible
+from lmworks.model.documents import Visible, attend_blocks, visible
 from lmworks.model.layers import Linear, RMSNorm
 from lmworks.model.rope import rotate, rotate_
 from lmworks.recipe.schema.model import Model
@@ -33,7 +32,7 @@ class Attention(nn.Module):
         normed = (self.heads, self.kv_heads) if config.qk_norm_over == "all_heads" else (1, 1)  # heads of one norm
         self.query_norm = RMSNorm(normed[0] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
         self.key_norm = RMSNorm(normed[1] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
-        self.joined: Linear | None = None  # query, key and value as one matrix (`lmworks.model.inference`)
+        self.joined: Linear | None = None  # query, key and value as one matrix (`lmworks.inference.model`)
         self.joined_norm: RMSNorm | None = None  # and the norms of the heads of queries and keys as one
         self.plain = False
 

@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from lmworks.errors import UserError
-from lmworks.model.adapter import Adapter
 from lmworks.model.attention import Attention
-from lmworks.model.layers import Linear, SwiGLU
+from lmworks.model.layers import Adapter, Linear, SwiGLU
 from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import Experts
 from lmworks.model.transformer import Transformer
-from lmworks.recipe.schema.lora import GROUPS, Lora, target_matches
+from lmworks.recipe.schema.model import LORA_GROUPS, Lora, target_matches
 
 _STACKS = ("gate", "up", "down")
 
@@ -42,7 +41,7 @@ def attach(model: Transformer, options: Lora) -> list[str]:
     for target in options.targets:
         if not any(target_matches(target, name, kinds) for name, _, _, kinds in places):
             known = sorted({name.split(".", 2)[-1] for name, *_ in places})
-            raise UserError(f"lora.targets: {target!r} matches no matrix of this model; known are {', '.join((*GROUPS, *known))}")
+            raise UserError(f"lora.targets: {target!r} matches no matrix of this model; known are {', '.join((*LORA_GROUPS, *known))}")
     return chosen
 
 

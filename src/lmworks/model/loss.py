@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.precision import at_least_fp32
+from lmworks.host.devices import at_least_fp32
 
 IGNORE = -100
 

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmworks.model.adapter import Adapter
-from lmworks.model.layers import SwiGLU
+from lmworks.model.layers import Adapter, SwiGLU
 from lmworks.model.router import Router, Routing
 from lmworks.recipe.schema.model import Moe
 
@@ -32,7 +31,7 @@ class Experts(nn.Module):
         self.gate_lora: Adapter | None = None
         self.up_lora: Adapter | None = None
         self.down_lora: Adapter | None = None
-        self.joined: nn.Parameter | None = None  # gate and up (E, 2 F, D) as one stack (`lmworks.model.inference`)
+        self.joined: nn.Parameter | None = None  # gate and up (E, 2 F, D) as one stack (`lmworks.inference.model`)
         self.plain = False
 
     def forward(self, x_ND: Tensor, routing: Routing) -> Tensor:

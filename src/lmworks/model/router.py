@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmworks.precision import at_least_fp32
+from lmworks.host.devices import at_least_fp32
 from lmworks.recipe.schema.model import Moe
 
 

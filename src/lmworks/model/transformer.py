@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lmworks.host.devices import at_least_fp32
 from lmworks.model import documents
 from lmworks.model.attention import Attention
 from lmworks.model.cache import Cache, JoinedCache, LayerCache
@@ -22,7 +23,6 @@ from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
 from lmworks.model.mtp import Ahead, MtpLayer, look_ahead
 from lmworks.model.rope import cos_sin, frequencies, signed
-from lmworks.precision import at_least_fp32
 from lmworks.recipe.schema.model import Model, Rope
 
 
@@ -106,7 +106,7 @@ class Transformer(nn.Module):
         assert config.vocab_size and config.hidden_size and config.num_hidden_layers and config.head_dim
         self.config = config
         self.compute_dtype = torch.float32
-        self.prepared = False  # whether `lmworks.model.inference` has made it
+        self.prepared = False  # whether `lmworks.inference.model` has made it
         self.joined = False  # whether it has joined the projections of attention
         self.logit_chunk_size = 1024
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lmworks.optim.conditional import conditional_update
-from lmworks.optim.groups import Group
-from lmworks.optim.placement import local, local_grad
+from lmworks.optim.groups import Group, conditional_update, local, local_grad
 
 _FUSED = ("cpu", "cuda", "xpu", "mps")
 

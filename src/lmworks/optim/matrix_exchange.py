@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lmworks.optim.placement import Holders, holders, local
+from lmworks.optim.groups import Holders, holders, local
 
 Arrival = Callable[[], list[Tensor]]
 

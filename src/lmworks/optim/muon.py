@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lmworks.optim.conditional import conditional_update
-from lmworks.optim.groups import Group
+from lmworks.optim.groups import Group, conditional_update, local, local_grad
 from lmworks.optim.matrix_exchange import Arrival, Bucket, plan_exchange
-from lmworks.optim.placement import local, local_grad
 
 QUINTIC = (3.4445, -4.775, 2.0315)
 _EPS = 1e-7

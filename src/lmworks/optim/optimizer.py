@@ -1,8 +1,12 @@
-"""One optimizer object over Muon, AdamW and the weight average, with state by parameter name."""
+"""One optimizer object over Muon, AdamW and the weight average, with state by parameter name.
+
+The weight average is an exponential moving average (Polyak & Juditsky 1992).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -12,11 +16,46 @@ from torch.distributed.tensor import DTensor
 
 from lmworks.errors import UserError
 from lmworks.optim.adamw import AdamW
-from lmworks.optim.ema import Ema
-from lmworks.optim.groups import Group, group_parameters
+from lmworks.optim.groups import Group, conditional_update, group_parameters, local, part_of
 from lmworks.optim.muon import Muon
-from lmworks.optim.placement import local, part_of
-from lmworks.recipe.schema.optimizer import Optimizer as Options
+from lmworks.recipe.schema.train import Optimizer as Options
+
+
+class Ema:
+    """average <- decay * average + (1 - decay) * weight, in fp32, starting from the initial weights.
+
+    State: `average[name]`, with the placement of the parameter.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+        self.decay, self.parameters = decay, dict(parameters)
+        self.average = {name: p.detach().float().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def step(self, apply: Tensor | None = None) -> None:
+        """Update the average with the weights; `apply` (0-d bool) False leaves it unchanged."""
+        for name, parameter in self.parameters.items():
+            average = local(self.average[name])
+            with conditional_update([average], apply):
+                average.lerp_(local(parameter).float(), 1 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the block the model has the averaged weights. Needs memory for one more parameter."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, parameter in self.parameters.items():
+            weight, average = local(parameter), local(self.average[name])
+            assert weight.dtype == average.dtype, f"{name} would be rounded"
+            before = weight.clone()
+            weight.copy_(average)
+            average.copy_(before)
 
 
 class Trainable(Protocol):

@@ -2,16 +2,22 @@
 
 Each docstring states the forward operation and, after the arrow, the operation on the gradient, which is its transpose over all ranks.
 A group of None means one rank, for which every function is the identity.
+
+`override_members` overrides members of single modules, so that a module that holds distributed tensors computes with its local parts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 Group = dist.ProcessGroup | None
 
@@ -21,7 +27,7 @@ def all_sum(x: Tensor, group: Group) -> Tensor:
     return x if group is None else _AllSum.apply(x, group.group_name)
 
 
-def copy(x: Tensor, group: Group) -> Tensor:
+def identity_allreduce_grad(x: Tensor, group: Group) -> Tensor:
     """Identity -> all-reduce: `x` is equal on all ranks, and each rank computes a different part from it."""
     return x if group is None else _Copy.apply(x, group.group_name)
 
@@ -46,7 +52,7 @@ def split(x: Tensor, dim: int, group: Group) -> Tensor:
     return x if group is None else _Split.apply(x, dim, group.group_name, group.rank(), group.size())
 
 
-def alike(x: Tensor, group: Group) -> Tensor:
+def scale_grad_by_group(x: Tensor, group: Group) -> Tensor:
     """Identity -> divide by the number of ranks: all ranks compute the same from `x`, whose gradients are summed later (`gather`)."""
     return x if group is None else _Alike.apply(x, group.size())
 
@@ -171,3 +177,46 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _wait(functional.all_to_all_single(grad.contiguous(), ctx.sent, ctx.received, ctx.name)), None, None, None
+
+
+# Weak values: members may hold process groups, which should be freed with their models.
+_SUBCLASSES: WeakValueDictionary[tuple[Any, ...], type[nn.Module]] = WeakValueDictionary()
+
+
+def override_members(module: nn.Module, members: Mapping[str, Any]) -> None:
+    """Override members of one module by giving it a subclass; parameter names, hooks and `isinstance` are unaffected.
+
+    Members may be properties, or methods, which call the original through the original class. Modules of one class with the same members
+    get the same subclass, so that the compiler compiles equal layers only once.
+    """
+    cls = type(module)
+    key = (cls, *sorted(members.items()))
+    if (made := _SUBCLASSES.get(key)) is None:
+        made = _SUBCLASSES[key] = type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+    module.__class__ = made
+
+
+def use_local_parameters(module: nn.Module, gradients: Mapping[str, Sequence[Placement]] | None = None) -> None:
+    """Make the module's own forward pass see its distributed parameters as plain tensors: this rank's parts.
+
+    A replicated parameter has a partial gradient on each rank, to be summed; `gradients` states exceptions as placements on the
+    parameter's mesh: Replicate if all ranks compute the same. A parameter that FSDP2 has sharded further is returned unchanged outside the
+    forward pass that gathers it, because FSDP2 itself accesses it there.
+    """
+    seen: dict[str, property] = {}
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, DTensor):
+            usual = [Partial() if isinstance(p, Replicate) else p for p in parameter.placements]
+            seen[name] = _part(name, tuple((gradients or {}).get(name, usual)))
+    override_members(module, seen)
+
+
+@lru_cache(maxsize=1024)
+def _part(name: str, gradient: tuple[Placement, ...]) -> property:
+    def part(module: nn.Module) -> Any:
+        parameter = module._parameters[name]
+        assert isinstance(parameter, DTensor)
+        sharded_further = len(parameter.placements) > len(gradient)
+        return parameter if sharded_further else parameter.to_local(grad_placements=gradient)
+
+    return property(part)

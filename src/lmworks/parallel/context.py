@@ -21,13 +21,12 @@ from torch import Tensor
 
 from lmworks.errors import UserError
 from lmworks.model import Transformer
-from lmworks.model.chunked import attend_chunks, chunks_backward
+from lmworks.model.chunked import attend_chunks, attend_flex, block_mask, chunks_backward, has_flex
 from lmworks.model.documents import Visible, first_seen, starts
-from lmworks.model.flex import attend_flex, block_mask, has_flex
 from lmworks.model.mtp import Ahead, look_ahead
 from lmworks.model.router import Router
+from lmworks.parallel.collectives import override_members
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.module_overrides import override_members
 
 
 def shard_context(model: Transformer, ranks: Ranks) -> None:

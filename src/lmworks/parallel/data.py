@@ -24,9 +24,9 @@ from torch.distributed.tensor import Shard
 from lmworks.model import Transformer
 from lmworks.model.moe import Experts, MoE
 from lmworks.model.transformer import Block
-from lmworks.optim.placement import local
+from lmworks.optim.groups import local
+from lmworks.parallel.collectives import override_members
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.module_overrides import override_members
 
 
 def shard(model: Transformer, ranks: Ranks) -> None:

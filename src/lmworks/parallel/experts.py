@@ -18,12 +18,12 @@ from torch.distributed.tensor import Replicate, Shard
 
 from lmworks.errors import UserError
 from lmworks.model import Transformer
-from lmworks.model.adapter import Adapter
+from lmworks.model.layers import Adapter
 from lmworks.model.moe import Experts, combine, dispatch, has_grouped_mm, run_sorted, run_sorted_plain
 from lmworks.model.router import Routing
 from lmworks.parallel import collectives
+from lmworks.parallel.collectives import override_members, use_local_parameters
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.module_overrides import override_members, use_local_parameters
 from lmworks.parallel.tensor import place
 
 

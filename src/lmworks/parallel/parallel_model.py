@@ -11,25 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lmworks.inference.sampling import GenerateOptions, drawn_chunk_loss
 from lmworks.model import Transformer
 from lmworks.model.balance import set_loads, update_biases
-from lmworks.model.drawn_loss import drawn_chunk_loss
 from lmworks.model.moe import MoE
-from lmworks.model.sampling import GenerateOptions
 from lmworks.model.transfers import HostToDevice, to_host
 from lmworks.model.transformer import Loss
 from lmworks.optim.clip import clip_gradients
-from lmworks.optim.ema import Ema
-from lmworks.optim.placement import shards
+from lmworks.optim.groups import shards
+from lmworks.optim.optimizer import Ema
 from lmworks.parallel import context, data
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.pipeline import Pipeline
 from lmworks.parallel.pipeline_stages import pipelined_micro_batch, runnable
-from lmworks.recipe.schema.lora import is_adapter
-from lmworks.recipe.schema.model import Model
-from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.order.rank import sequences_of_rank
-from lmworks.shards.read.batch import Batch
+from lmworks.recipe.schema.model import Model, is_adapter
+from lmworks.shards.batch import IGNORE, Batch
+from lmworks.shards.order import sequences_of_rank
 
 
 @dataclass(frozen=True)
@@ -170,7 +167,7 @@ class ParallelModel:
             data.release(part)
 
     def rank_sequences(self, count: int) -> tuple[int, int]:
-        """The sequences [start, stop), of the `count` sequences of a step, that this rank reads; see `lmworks.shards.order.rank`."""
+        """The sequences [start, stop), of the `count` sequences of a step, that this rank reads; see `lmworks.shards.order`."""
         return sequences_of_rank(count, self.ranks.rank("dp"), self.ranks.size("dp"))
 
     def forward_backward(

@@ -1,29 +1,64 @@
-"""Applies all parallelism to a model, in one place and in a fixed order; the model code knows nothing of it."""
+"""Applies all parallelism to a model, in one place and in a fixed order; the model code knows nothing of it.
+
+Activation checkpointing (Chen et al. 2016, arXiv:1604.06174), applied to a model from outside.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.utils.deterministic
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lmworks.errors import UserError
+from lmworks.host.devices import dtype_for
 from lmworks.model import Transformer
 from lmworks.model.init import initialize, whole
 from lmworks.model.lora import attach
 from lmworks.parallel import context, data, experts, tensor
-from lmworks.parallel.activation_checkpointing import checkpoint_activations
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.pipeline import cut, stage_numbers
 from lmworks.parallel.pipeline_stages import pipeline_stage_problems
-from lmworks.precision import dtype_for
-from lmworks.recipe.derivation.alignment import alignment_problems
-from lmworks.recipe.schema.lora import Lora
+from lmworks.recipe.parameters import alignment_problems
+from lmworks.recipe.schema.layout import ActivationCheckpointing
+from lmworks.recipe.schema.model import Lora
 from lmworks.recipe.schema.recipe import Recipe
+
+_SAVED = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default}
+
+
+def checkpoint_activations(model: Transformer, policies: ActivationCheckpointing, adapter_dropout: float = 0.0) -> None:
+    """Recompute each layer in the backward pass according to its policy in `policies`.
+
+    The outputs of the forward pass (expert counts, auxiliary loss) are those of the first pass, so nothing is counted twice.
+    """
+    preserve = model.config.residual_dropout + model.config.attention_dropout + adapter_dropout > 0
+    for layer, block in model.numbered_blocks():
+        policy = policies.of(layer)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve}
+        if policy.keeps == "products":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        if policy.keeps != "everything":
+            block.forward = _recomputed(block.forward, options)
+
+
+def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        return checkpoint(forward, *args, **options) if torch.is_grad_enabled() else forward(*args)
+
+    return run
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
 
 _SHAPES = 1024  # no valid recipe has more input shapes of a layer
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from lmworks.model import Transformer
 from lmworks.model.transformer import ExpertStats
-from lmworks.optim.placement import local_grad
+from lmworks.optim.groups import local_grad
+from lmworks.parallel.collectives import override_members
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.module_overrides import override_members
 from lmworks.parallel.pipeline_stages import pipeline_stage_layers
 from lmworks.recipe.schema.layout import Layout
 

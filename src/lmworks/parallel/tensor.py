@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lmworks.errors import UserError
+from lmworks.host.devices import at_least_fp32
 from lmworks.model import Transformer
 from lmworks.model.attention import Attention
 from lmworks.model.cache import Cache
@@ -45,9 +46,8 @@ from lmworks.model.mtp import MtpLayer
 from lmworks.model.router import Router, Routing
 from lmworks.model.transformer import ExpertStats
 from lmworks.parallel import collectives
+from lmworks.parallel.collectives import override_members, use_local_parameters
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.module_overrides import override_members, use_local_parameters
-from lmworks.precision import at_least_fp32
 from lmworks.recipe.schema.model import Model
 
 _TOKENS = 1  # the dimension of T
@@ -71,7 +71,7 @@ class Stream:
 
     def enter(self, x_BTD: Tensor) -> Tensor:
         """All tokens, as the input of a module whose computation is sharded."""
-        return collectives.gather(x_BTD, _TOKENS, self.group) if self.sharded else collectives.copy(x_BTD, self.group)
+        return collectives.gather(x_BTD, _TOKENS, self.group) if self.sharded else collectives.identity_allreduce_grad(x_BTD, self.group)
 
     def leave(self, x_BTD: Tensor) -> Tensor:
         """The sum of the ranks' outputs, as own tokens."""
@@ -212,8 +212,8 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
 
     def router(self: Router, x_BTD: Tensor) -> Routing:
         """All ranks compute the same. The gradient of the input is summed over ranks later; that of the weights is summed here."""
-        routing = Router.forward(self, collectives.alike(x_BTD, stream.group))
-        return replace(routing, weights=collectives.copy(routing.weights, stream.group))
+        routing = Router.forward(self, collectives.scale_grad_by_group(x_BTD, stream.group))
+        return replace(routing, weights=collectives.identity_allreduce_grad(routing.weights, stream.group))
 
     return {
         Attention: attention, LatentAttention: latent_attention, SwiGLU: ffn, MoE: moe, Router: router,
@@ -240,7 +240,9 @@ def _shard_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
         return stream.whole(hidden_BTD), experts
 
     def logits(self: Transformer, hidden_BTD: Tensor) -> Tensor:
-        return collectives.gather_alike(Transformer.logits(self, collectives.copy(hidden_BTD, stream.group)), -1, stream.group)
+        return collectives.gather_alike(
+            Transformer.logits(self, collectives.identity_allreduce_grad(hidden_BTD, stream.group)), -1, stream.group
+        )
 
     def head_loss(self: Transformer, hidden_BTD: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None) -> Any:
         return Transformer.head_loss(self, stream.enter(hidden_BTD), labels_BT, weights_BT)

@@ -18,20 +18,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmworks.errors import UserError
-from lmworks.files import explain_os_errors
+from lmworks.host.devices import dtype_for
+from lmworks.io.files import explain_os_errors
 from lmworks.model import Transformer
 from lmworks.model.loss import HeadLoss
 from lmworks.model.transformer import ExpertStats, Loss
 from lmworks.optim.adamw import fused_update
 from lmworks.optim.groups import Group, group_parameters
+from lmworks.parallel.collectives import override_members
 from lmworks.parallel.mesh import Ranks, backend_for, own_device
-from lmworks.parallel.module_overrides import override_members
 from lmworks.parallel.parallel_model import ParallelModel, micro_batches
-from lmworks.precision import dtype_for
-from lmworks.recipe.schema.deepspeed import BUCKET, LIVE, DeepSpeed
-from lmworks.recipe.schema.optimizer import Optimizer as Options
+from lmworks.recipe.schema.layout import ZERO_BUCKET, ZERO_LIVE, DeepSpeed
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.read.batch import Batch
+from lmworks.recipe.schema.train import Optimizer as Options
+from lmworks.shards.batch import Batch
 
 _MOMENTS = ("first", "second")
 
@@ -254,13 +254,14 @@ def _settings(options: DeepSpeed, zero: int, clip: float, largest: int) -> dict[
         places["offload_param"] = {"device": options.offload_weights, "nvme_path": options.path, "buffer_size": largest}
     # Any access to a parameter on disk reads its whole sub-group, so each parameter is a sub-group of its own.
     pieces = {"sub_group_size": 1} if options.offload == "nvme" else {}
-    live = {"stage3_max_live_parameters": LIVE, "stage3_prefetch_bucket_size": BUCKET} if zero == 3 else {}
+    live = {"stage3_max_live_parameters": ZERO_LIVE, "stage3_prefetch_bucket_size": ZERO_BUCKET} if zero == 3 else {}
     return {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,  # only for its statistics: the trainer sets the boundary
         "gradient_clipping": clip,
         "zero_allow_untested_optimizer": True,  # FlatAdamW is elementwise, as ZeRO requires
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW on CPU instead of a kernel that DeepSpeed would compile
-        "zero_optimization": {"stage": zero, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET} | live | places | pieces,
+        "zero_optimization":
+            {"stage": zero, "reduce_bucket_size": ZERO_BUCKET, "allgather_bucket_size": ZERO_BUCKET} | live | places | pieces,
     }  # fmt: skip
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lmworks.plan.amounts import amount, days, size
 from lmworks.plan.costs import device_hours, seconds
-from lmworks.plan.flops import FROZEN, TRAINED
+from lmworks.plan.counts import FROZEN, TRAINED
 from lmworks.plan.layout import MARGIN, devices
 from lmworks.plan.memory import GIB, state_bytes
-from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.schema.layout import Cluster
+from lmworks.ui.amounts import amount, days, size
 
 Need = Literal["form", "facts", "knowledge", "skill", "language", "own"]
 NEEDS: dict[Need, str] = {

@@ -1,20 +1,67 @@
-"""`layout: auto`: one layout for all phases of a run, chosen by the plan before any rank starts and kept from then on."""
+"""`layout: auto`: one layout for all phases of a run, chosen by the plan before any rank starts and kept from then on.
+
+Without a cluster file, this machine is the cluster: its devices, and their measured matrix-multiply peak.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
+from lmworks.host import machine
+from lmworks.host.devices import has_bf16
+from lmworks.metrics.system import measure_peak
 from lmworks.plan.layout import automatic, describe, devices, explain_shortage, place, suggest_fit, undividable
-from lmworks.plan.machine import this_machine
 from lmworks.plan.memory import GIB
-from lmworks.plan.stage_phases import stages_as_phases
-from lmworks.recipe.loading.load import load_resolved
-from lmworks.recipe.schema.cluster import Cluster
-from lmworks.recipe.schema.layout import Layout
+from lmworks.plan.stages import stages_as_phases
+from lmworks.recipe.load import load_resolved
+from lmworks.recipe.schema.layout import Cluster, Layout, world_size
 from lmworks.recipe.schema.recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+
+def this_machine(threads: int | None = None) -> Cluster:
+    """A cluster of this machine's accelerators, or of its CPU. The peak is measured in about a second, not looked up."""
+    import torch
+
+    if torch.cuda.is_available():
+        name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
+        return _cluster(name, count, torch.cuda.get_device_properties(0).total_memory, torch.device("cuda"))
+    before = torch.get_num_threads()
+    if threads:
+        torch.set_num_threads(min(threads, machine.cores()))  # a recipe for a larger machine may be planned here
+    try:
+        return _cluster(f"{torch.get_num_threads()} CPU threads", 1, machine.memory(), torch.device("cpu"))
+    finally:
+        torch.set_num_threads(before)
+
+
+def machine_for(recipe: Recipe) -> Cluster:
+    """This machine with one device for each rank of the recipe's layout: ranks on CPUs share its cores and memory."""
+    found, ranks = this_machine(recipe.threads), world_size(recipe.layout)
+    if not found.on_cpu or ranks == 1:
+        return found
+    return found.model_copy(update={"devices_per_node": ranks, "memory_gib": found.memory_gib / ranks, "tflops": found.tflops / ranks})
+
+
+def _cluster(name: str, count: int, memory: int, device: torch.device) -> Cluster:
+    return Cluster(
+        name="this machine",
+        devices_per_node=count,
+        device=name,
+        tflops=round(measure_peak() / 1e12, 3),
+        bf16=has_bf16(device),
+        memory_gib=round(memory / 2**30, 1),
+        mfu=0.25 if device.type == "cpu" else 0.4,
+        mfu_source="assumed share of the peak"
+        + ("; small batches and other programs can make it several times less" if device.type == "cpu" else "")
+        + "; --calibrate measures it",
+    )
 
 
 @dataclass(frozen=True)
@@ -54,7 +101,7 @@ def choose_layout(recipe: Recipe, cluster: Cluster) -> LayoutChoice:
 def layout_of_run(run_dir: Path) -> LayoutChoice | None:
     """The layout of a run that has begun; all its axes except the data axis are kept when it resumes on another number of ranks."""
     path = run_dir / "resolved.json"
-    if not path.exists() or not listing.begun(run_dir / "checkpoints"):
+    if not path.exists() or not listing.has_checkpoints(run_dir / "checkpoints"):
         return None
     recipe = load_resolved(path)
     assert recipe.train.micro_batch_size

@@ -13,20 +13,19 @@ from functools import partial
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.plan.amounts import amount, days
 from lmworks.plan.costs import seconds as seconds_of
-from lmworks.plan.counts import count_by_component
-from lmworks.plan.flops import flops_per_token
+from lmworks.plan.counts import count_by_component, flops_per_token
+from lmworks.plan.laws import CHINCHILLA, LossLaw, Tradeoff
 from lmworks.plan.layout import devices
-from lmworks.plan.loss_law import CHINCHILLA, LossLaw, Tradeoff
 from lmworks.plan.plan import Plan, expected_mfu, make_plan
-from lmworks.recipe.derivation.phases import in_force
-from lmworks.recipe.derivation.scaling_laws import TOKENS_PER_PARAMETER
-from lmworks.recipe.loading.load import Resolved, load_recipe
-from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.keys import Keys
+from lmworks.recipe.load import Resolved, load_recipe
+from lmworks.recipe.phases import in_force
+from lmworks.recipe.scaling_laws import TOKENS_PER_PARAMETER
+from lmworks.recipe.schema.layout import Cluster
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Seconds, Tokens
-from lmworks.recipe.tree.paths import Keys
+from lmworks.ui.amounts import amount, days
 
 DEFAULT_RECIPE = "dense-125m"  # a dense model, whose size follows from the time
 FEWEST = 20  # steps of a phase, and of tuning

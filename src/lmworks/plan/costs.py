@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmworks.plan.counts import count_adapters
-from lmworks.plan.stage_phases import StagePhase, lora_of
-from lmworks.recipe.derivation.parameters import parameters
-from lmworks.recipe.derivation.timeline import PhaseSteps
-from lmworks.recipe.schema.cluster import Cluster
+from lmworks.plan.stages import StagePhase, lora_of
+from lmworks.recipe.parameters import parameters
+from lmworks.recipe.schema.layout import Cluster
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.schema.units import Duration
-from lmworks.shards.format.indexed import token_dtype
+from lmworks.recipe.timeline import PhaseSteps
+from lmworks.shards.indexed import token_dtype
 
 
 def batch_tokens(data_ranks: int, micro_batch_size: int, sequence_length: int, accumulation: int) -> int:

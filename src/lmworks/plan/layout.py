@@ -8,16 +8,13 @@ from math import log2
 from typing import Literal
 
 from lmworks.errors import UserError
-from lmworks.gpus import GPUS
-from lmworks.parallel.pipeline_stages import pipeline_stage_problems, pipelined_micro_batch
+from lmworks.host.devices import GPUS
+from lmworks.parallel.pipeline_stages import bubble, pipeline_stage_problems, pipelined_micro_batch
 from lmworks.plan.memory import GIB, Memory, activation_bytes, gathered_weights, memory
-from lmworks.plan.pipeline import bubble
-from lmworks.plan.stage_phases import StagePhase, has_rollouts, lora_of
-from lmworks.recipe.derivation.alignment import alignment_problems
-from lmworks.recipe.loading import deepspeed_checks
-from lmworks.recipe.schema.activation_checkpointing import NONE, ActivationCheckpointing
-from lmworks.recipe.schema.cluster import Cluster
-from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.plan.stages import StagePhase, has_rollouts, lora_of
+from lmworks.recipe import checks
+from lmworks.recipe.parameters import alignment_problems
+from lmworks.recipe.schema.layout import CHECKPOINT_NONE, ActivationCheckpointing, Cluster, Layout, world_size
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
 
@@ -83,7 +80,7 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     if bf16 or cluster.on_cpu:
         yield from alignment_problems(model, layout.tp, 4 if not bf16 and recipe.train.precision != "fp16" else 2)
     yield from pipeline_stage_problems(recipe.model, layout, recipe.train)
-    yield from (text for _, text in deepspeed_checks.problems(recipe.model_copy(update={"layout": layout})))
+    yield from (text for _, text in checks.deepspeed_problems(recipe.model_copy(update={"layout": layout})))
     ranks = layout.dp_shard * layout.cp
     if layout.ep > 1 and not model.moe:
         yield f"ep {layout.ep} needs a mixture of experts; this model is dense"
@@ -289,7 +286,7 @@ def suggest_fit(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, othe
         train = recipe.train.model_copy(update={"activation_checkpointing": ActivationCheckpointing.parse(text)})
         return recipe.model_copy(update={"train": train})
 
-    more = [text for text in ("25%", "50%", "75%") if recipe.train.activation_checkpointing.policy is NONE]
+    more = [text for text in ("25%", "50%", "75%") if recipe.train.activation_checkpointing.policy is CHECKPOINT_NONE]
     full = with_checkpointing("full")
     settings: tuple[tuple[Recipe, Zero, str], ...] = (
         (recipe, zero, ""),

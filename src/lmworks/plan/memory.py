@@ -16,17 +16,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from lmworks.parallel.pipeline_stages import rank_layers
+from lmworks.parallel.pipeline_stages import micro_batches_in_flight, rank_layers
 from lmworks.plan.counts import adapter_size
-from lmworks.plan.pipeline import micro_batches_in_flight
-from lmworks.recipe.derivation.parameters import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
-from lmworks.recipe.schema.activation_checkpointing import POLICIES
-from lmworks.recipe.schema.cluster import Cluster
-from lmworks.recipe.schema.deepspeed import BUCKET, LIVE, DeepSpeed, Place
-from lmworks.recipe.schema.grpo import ROLLOUT_ROWS
-from lmworks.recipe.schema.layout import Layout, world_size
-from lmworks.recipe.schema.lora import Lora
-from lmworks.recipe.schema.model import Model
+from lmworks.recipe.parameters import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
+from lmworks.recipe.schema.align import ROLLOUT_ROWS
+from lmworks.recipe.schema.layout import (
+    CHECKPOINTING_POLICIES,
+    ZERO_BUCKET,
+    ZERO_LIVE,
+    Cluster,
+    DeepSpeed,
+    Layout,
+    OffloadTarget,
+    world_size,
+)
+from lmworks.recipe.schema.model import Lora, Model
 from lmworks.recipe.schema.recipe import Recipe
 
 GIB = 2**30
@@ -149,7 +153,7 @@ def layer_activations(
             + 4 * moe.n_routed_experts
         )
     kept = {"everything": everything, "products": min(products, everything), "input": element * D / tp}
-    return {policy.name: kept[policy.keeps] for policy in POLICIES.values()}
+    return {policy.name: kept[policy.keeps] for policy in CHECKPOINTING_POLICIES.values()}
 
 
 @lru_cache(maxsize=16)
@@ -261,10 +265,10 @@ def _deepspeed_state(
     """
     count = local.shared.count + local.experts.count
     everything, share = 4 * count, 4 * count / layout.dp_shard
-    found = {"weights": 0.0, "fp32 master": 0.0, "gradients": 0.0, "optimizer state": 0.0, "in transit": 4.0 * BUCKET}
+    found = {"weights": 0.0, "fp32 master": 0.0, "gradients": 0.0, "optimizer state": 0.0, "in transit": 4.0 * ZERO_BUCKET}
     elsewhere: dict[str, float] = {}
 
-    def keep(name: str, size: float, place: Place) -> None:
+    def keep(name: str, size: float, place: OffloadTarget) -> None:
         if place == "none" or (place == "cpu" and on_cpu):
             found[name] += size
         else:
@@ -272,7 +276,7 @@ def _deepspeed_state(
 
     if layout.zero == 3:
         keep("weights", share, engine.offload_weights)
-        keep("weights", min(everything, max(4.0 * LIVE, 8 * (largest.shared.count + largest.experts.count))), "none")
+        keep("weights", min(everything, max(4.0 * ZERO_LIVE, 8 * (largest.shared.count + largest.experts.count))), "none")
     else:
         keep("weights", everything, "none")
     if layout.zero < 3 or engine.offload != "none":
@@ -294,7 +298,7 @@ def activation_bytes(recipe: Recipe, cluster: Cluster) -> int:
 
 
 def gathered_weights(model: Model, element: int, lora: Lora | None = None) -> float:
-    """Bytes of the weights that a rank of `grpo` draws answers with (`lmworks.train.align.rollouts.whole_model`), of the size of the
+    """Bytes of the weights that a rank of `grpo` draws answers with (`lmworks.train.rollouts.whole_model`), of the size of the
     activations, where those of training have `element` bytes."""
     whole, _ = _local(model, Layout(), 0, False, lora)
     return _drawing(element) * (whole.shared.count + whole.experts.count)

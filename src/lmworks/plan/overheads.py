@@ -19,13 +19,12 @@ from math import ceil
 from lmworks.plan.costs import Course
 from lmworks.plan.layout import Placement, devices
 from lmworks.plan.memory import rank_parameters
-from lmworks.recipe.derivation.parameters import is_moe
-from lmworks.recipe.derivation.save_interval import lost_share, save_interval, seconds_between_failures
-from lmworks.recipe.schema.cluster import Cluster
-from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.parameters import is_moe
+from lmworks.recipe.schema.artifacts import lost_share, save_interval, seconds_between_failures
+from lmworks.recipe.schema.layout import Cluster, Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
-from lmworks.shards.format.indexed import token_dtype
+from lmworks.shards.indexed import token_dtype
 
 _BYTES_PER_TOKEN = 4.0  # of validation text; most tokenizers reach 3 to 4.5
 _GRADIENT = 4  # bytes of a number: gradients are reduced in fp32

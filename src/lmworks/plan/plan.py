@@ -6,24 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lmworks.plan import stage_data
-from lmworks.plan.amounts import DAY, days
+from lmworks.parallel.pipeline_stages import micro_batches_for
+from lmworks.plan import stages as stage_data
 from lmworks.plan.automatic import choose_layout
 from lmworks.plan.costs import Disk, courses, device_hours, disk, phase_steps, seconds
-from lmworks.plan.counts import Counts, count_by_component
-from lmworks.plan.flops import flops_per_token
+from lmworks.plan.counts import Counts, count_by_component, flops_per_token
 from lmworks.plan.layout import MARGIN, DoesNotFit, Placement, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
 from lmworks.plan.overheads import Overheads, Saves, overheads, saves
-from lmworks.plan.pipeline import micro_batches_for
-from lmworks.plan.stage_data import StageData
-from lmworks.plan.stage_phases import assumptions, lora_of, stages_as_phases
-from lmworks.recipe.derivation.phases import in_force
-from lmworks.recipe.derivation.positions import positions, warnings
-from lmworks.recipe.schema.cluster import Cluster
-from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.plan.stages import StageData, assumptions, lora_of, stages_as_phases
+from lmworks.recipe.phases import in_force, positions, warnings
+from lmworks.recipe.schema.layout import Cluster, Layout, world_size
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.ui.amounts import DAY, days
 
 _LONG = 365 * DAY
 # 6 N D of 37B active parameters and 14.8T tokens in 2.664M hours of H800 with 989 TFLOPS (DeepSeek-V3, arXiv:2412.19437, table 1): 34.6%,
@@ -316,14 +312,19 @@ def make_plan(
         later_stages=later,
         shortages=tuple(str(one) for one in sorted(shortages, key=lambda one: -one.placed.memory.total)),
         unwise=(
-            *warnings(recipe), *_other_engines(recipe), *assumptions(recipe, data, measured is not None), *stage_data.warnings(whole, data),
+            *warnings(recipe),
+            *_other_engines(recipe),
+            *assumptions(recipe, data, measured is not None),
+            *stage_data.data_warnings(whole, data),
         ),
         data=data,
         activation_checkpointing=recipe.train.activation_checkpointing.text(),
         trains_base=whole.trains_base,
         stages=measured or {},
         saves=saves(
-            recipe, cluster, [(phase, course, one.seconds) for phase, course, one in zip(recipe.train.phases, ran, phases, strict=True)],
+            recipe,
+            cluster,
+            [(phase, course, one.seconds) for phase, course, one in zip(recipe.train.phases, ran, phases, strict=True)],
             held.checkpoint,
         ),
     )
@@ -332,7 +333,7 @@ def make_plan(
 def plain(plan: Plan) -> dict[str, Any]:
     """The plan with its totals as JSON values, in bytes, seconds and operations."""
     value = asdict(plan)
-    value["data"] = stage_data.plain(plan.data)
+    value["data"] = stage_data.plain_data(plan.data)
     value["cluster"] = plan.cluster.model_dump(mode="json")
     for phase, source in zip(value["phases"], plan.phases, strict=True):
         placed = source.placed

@@ -6,12 +6,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lmworks.plan.amounts import amount, days, size
 from lmworks.plan.budget import TimeBudget
+from lmworks.plan.laws import LossLaw
 from lmworks.plan.layout import describe
-from lmworks.plan.loss_law import LossLaw
 from lmworks.plan.memory import GIB
 from lmworks.plan.plan import Plan
+from lmworks.ui.amounts import amount, days, size
 
 
 def render(plan: Plan, budget: TimeBudget | None = None, law: LossLaw | None = None) -> RenderableType:

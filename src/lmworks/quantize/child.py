@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.files import is_full_disk
-from lmworks.progress import Bar
+from lmworks.io.files import is_full_disk
+from lmworks.ui.terminal import Bar
 
 PROGRAMS = Path(__file__).parent / "programs"
 _LAST_LINES = 40

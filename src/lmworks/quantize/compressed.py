@@ -16,16 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmworks import machine
 from lmworks.errors import UserError
-from lmworks.files import atomic_path, full_disk, is_full_disk, read_json, write_json
+from lmworks.host import machine
+from lmworks.io.files import atomic_path, full_disk, is_full_disk, read_json, write_json
 from lmworks.model import Transformer
-from lmworks.progress import bar
-from lmworks.quantize.accounting import TensorRecord, relative_error
+from lmworks.quantize.agreement import Window
+from lmworks.quantize.certificate import TensorRecord, relative_error
 from lmworks.quantize.child import ChildScorer, Crashed, find_python, running
-from lmworks.quantize.schemes import Scheme
-from lmworks.quantize.source import Source
-from lmworks.quantize.texts import Window
+from lmworks.quantize.source import Scheme, Source
+from lmworks.ui.terminal import bar
 from lmworks.weights.huggingface import files_of, load_weights
 
 MODULES = ("llmcompressor",)

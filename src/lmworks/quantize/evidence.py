@@ -1,24 +1,100 @@
-"""Makes one quantized form and collects what can be found about it, by the engine that it is for where that runs here."""
+"""Makes one quantized form and collects the evidence about it, by the engine that it is for where that runs here.
+
+Evidence is its agreement with the original, benchmark scores of both over the same items, speed, and the number of calibration tokens that
+each expert was routed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lmworks import machine
+import torch
+from torch import Tensor, nn
+
+from lmworks.evaluate.comparison import NothingInCommon, compare
+from lmworks.evaluate.evaluate import evaluate_model
+from lmworks.evaluate.results import Results, read_results
+from lmworks.host import machine
+from lmworks.model import Transformer
+from lmworks.model.router import Router, Routing
 from lmworks.quantize import compressed, gguf
-from lmworks.quantize.accounting import TensorRecord
-from lmworks.quantize.agreement import Agreement, Scorer, measure_agreement
-from lmworks.quantize.benchmarks import Comparison
-from lmworks.quantize.certificate import Evidence, not_measured
+from lmworks.quantize.agreement import Agreement, OwnScorer, Scorer, Texts, Window, measure_agreement
+from lmworks.quantize.certificate import Evidence, TensorRecord, not_measured
 from lmworks.quantize.child import Crashed
-from lmworks.quantize.coverage import expert_tokens
-from lmworks.quantize.dequantized import OwnScorer
-from lmworks.quantize.schemes import Scheme
-from lmworks.quantize.source import Source
-from lmworks.quantize.texts import Texts
+from lmworks.quantize.source import Scheme, Source
+from lmworks.recipe.schema.evaluate import Benchmark
+from lmworks.ui.terminal import bar
+
+
+@torch.no_grad()
+def expert_tokens(model: Transformer, windows: Sequence[Window], limit: int) -> dict[str, Any] | None:
+    """Tokens per expert over all layers: count of experts, least, median, most, and how many have fewer than `limit`; `fewest` names the
+    layers and experts with the fewest. None for a dense model."""
+    routers = [(name, module) for name, module in model.named_modules() if isinstance(module, Router) and not name.startswith("mtp.")]
+    if not routers:
+        return None
+    counts: dict[str, Tensor] = {}
+
+    def observe(name: str) -> Any:
+        def hook(_: nn.Module, __: Any, routing: Routing) -> None:
+            counts[name] = counts.get(name, torch.zeros_like(routing.counts)) + routing.counts
+
+        return hook
+
+    handles = [module.register_forward_hook(observe(name)) for name, module in routers]
+    try:
+        with bar("calibration: experts", sum(len(window.ids) for window in windows)) as progress:
+            for window in windows:
+                model.hidden(torch.tensor(window.ids)[None])
+                progress.advance(len(window.ids))
+    finally:
+        for handle in handles:
+            handle.remove()
+    each = [(int(count), name.removesuffix(".ffn.router"), expert) for name, found in counts.items() for expert, count in enumerate(found)]
+    values = [count for count, _, _ in each]
+    return {
+        "count": len(values), "least": min(values), "median": int(statistics.median(values)), "most": max(values), "limit": limit,
+        "under_limit": sum(value < limit for value in values),
+        "fewest": [{"layer": name, "expert": expert, "tokens": count} for count, name, expert in sorted(each)[:5]],
+    }  # fmt: skip
+
+
+HOW = "our model with dequantized weights; differences with 95% intervals by paired bootstrap, p corrected by Holm"
+
+
+class Comparison:
+    """Scores models on `benchmarks`; the original is scored once, when it is first needed."""
+
+    def __init__(self, source: Source, benchmarks: Sequence[Benchmark], items: int) -> None:
+        self.source, self.benchmarks, self.items = source, benchmarks, items
+        self._original: Results | None = None
+
+    def against(self, model: Transformer, name: str) -> dict[str, Any]:
+        """The differences of `model` from the original, or why there are none. Raises `UserError` for sets that do not exist."""
+        if not self.benchmarks:
+            return not_measured("no benchmark sets were named (--tasks)")
+        if self._original is None:
+            self._original = self._scored(self.source.model, "original")
+        try:
+            document = compare([self._original, self._scored(model, name)], examples=0)
+        except NothingInCommon as error:
+            return not_measured(str(error))
+        found = document["comparisons"][0]
+        keys = ("score", "a", "b", "difference", "interval", "adjusted_p", "verdict", "n", "lost", "gained")
+        rows = [{key: row[key] for key in keys if key in row} for row in found["scores"]]
+        return {"how": HOW, "scores": rows, "not_comparable": found["not_comparable"]}
+
+    def _scored(self, model: Transformer, name: str) -> Results:
+        opened = replace(self.source.opened, model=model, name=name)
+        with tempfile.TemporaryDirectory() as folder:
+            evaluate_model(opened, self.benchmarks, self.items, out_dir=Path(folder))
+            return read_results(Path(folder), name, name)
+
 
 _PROMPT, _FOLLOWING, _REPEATS = 256, 32, 3  # tokens and repeats of the measurement of speed
 

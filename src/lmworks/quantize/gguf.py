@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from lmworks import machine
 from lmworks.errors import UserError
 from lmworks.export.gguf import check_gguf, gguf_writer, load_gguf, write_gguf
-from lmworks.files import full_disk, is_full_disk
+from lmworks.host import machine
+from lmworks.io.files import full_disk, is_full_disk
 from lmworks.model import Transformer
-from lmworks.progress import bar
-from lmworks.quantize.accounting import TensorRecord, relative_error
+from lmworks.quantize.certificate import TensorRecord, relative_error
 from lmworks.quantize.child import ChildScorer, Crashed, find_python, running
-from lmworks.quantize.schemes import Scheme
-from lmworks.quantize.source import Source
+from lmworks.quantize.source import Scheme, Source
+from lmworks.ui.terminal import bar
 
 MODULES = ("llama_cpp",)
 _PROGRAM, _NAME = "llama_cpp_program", "llama.cpp"

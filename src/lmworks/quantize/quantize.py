@@ -18,18 +18,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks import machine
 from lmworks.errors import UserError
-from lmworks.files import explain_os_errors, read_json, replace_directory, write_json
-from lmworks.progress import console
+from lmworks.host import machine
+from lmworks.io.files import explain_os_errors, read_json, replace_directory, write_json
 from lmworks.quantize import compressed, gguf
-from lmworks.quantize.benchmarks import Comparison
+from lmworks.quantize.agreement import Texts, read_texts
 from lmworks.quantize.certificate import certificate
-from lmworks.quantize.evidence import Job, compressed_evidence, gguf_evidence
-from lmworks.quantize.schemes import Scheme
-from lmworks.quantize.source import Source, open_source
-from lmworks.quantize.texts import Texts, read_texts
+from lmworks.quantize.evidence import Comparison, Job, compressed_evidence, gguf_evidence
+from lmworks.quantize.source import Scheme, Source, open_source
 from lmworks.recipe.schema.evaluate import Benchmark
+from lmworks.ui.terminal import console
 from lmworks.weights.verified import CERTIFICATE, file_records, verify_export
 
 _LONGEST = 512  # tokens of a window

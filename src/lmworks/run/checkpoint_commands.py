@@ -11,27 +11,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lmworks import credentials
 from lmworks.checkpoint import listing
 from lmworks.checkpoint import publish as names
-from lmworks.checkpoint.loading import refuse_damaged
+from lmworks.checkpoint.state import refuse_damaged
 from lmworks.corpus.contamination.record import RECORD
 from lmworks.errors import UserError
-from lmworks.files import explain_os_errors, read_json, write_json
-from lmworks.model_stages import BASE, of_model, up_to
-from lmworks.recipe.derivation.timeline import Timeline
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
-from lmworks.recipe.tree.fingerprint import as_tree
-from lmworks.run.run_dir import require_run
+from lmworks.io import urls
+from lmworks.io.files import explain_os_errors, read_json, write_json
+from lmworks.io.run_layout import BASE, of_model, up_to
+from lmworks.recipe.changes import as_tree
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
+from lmworks.recipe.timeline import Timeline
+from lmworks.run.run_dir import invalidate_stamp, read_stamp, require_run, write_stamp
 from lmworks.run.stages import STAGES, STAMP
-from lmworks.run.stamps import invalidate_stamp, read_stamp, write_stamp
 from lmworks.train.load import folder
-from lmworks.watch.ledger import LEDGER, Ledger
+from lmworks.watch.ledger import LEDGER, ROLLBACK, Ledger
 from lmworks.watch.lock import RunLock
-from lmworks.watch.skips import EVENT
 
 _SHARED = ("corpus", "tokenizer", "shards")  # shared by the run of an averaged model with the original run
-_COPIED = ("recipe.yaml", "sources.json", credentials.NAME)
+_COPIED = ("recipe.yaml", "sources.json", urls.NAME)
 
 
 def find(run_dir: Path, model: str, step: int | None = None) -> Path:
@@ -77,11 +75,11 @@ def rollback(run_dir: Path, model: str, to_step: int, skip: tuple[int, int] | No
             raise UserError(f"--skip-steps: {skip[0]}:{skip[1]} is not a range of steps from step {to_step} on")
         # The ledger first: a checkpoint that it has rolled back is not resumed from, even if this process is killed before the rename.
         fields = {"stage": of_model(model).stage, "step": step, "to_step": to_step, "skip": skip and list(skip)}
-        ledger.write(EVENT, **fields)
+        ledger.write(ROLLBACK, **fields)
         again = _mark_undone(run_dir, of_model(model).stage)
         for one in reversed(later):
             names.set_aside(one, "rolled-back")
-        for one in listing.announced(path.parent):
+        for one in listing.pending(path.parent):
             if listing.step_of(one) > to_step:  # a checkpoint that is still on the nodes' local disks must not come back
                 listing.marker(one).unlink()
     return fields | {"set_aside": [one.name for one in later], "again": again}

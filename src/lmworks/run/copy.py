@@ -21,14 +21,13 @@ from lmworks.checkpoint.copy_to import copy_checkpoint
 from lmworks.checkpoint.manifest import Entry
 from lmworks.checkpoint.run_bundle import BUNDLE, run_files_of, unpack
 from lmworks.errors import UserError
-from lmworks.files import explain_os_errors, sync_directory
-from lmworks.model_stages import MODEL_STAGES, ModelStage, ewc_folder, final_checkpoint_of
-from lmworks.progress import bar
-from lmworks.run.run_dir import require_run
+from lmworks.io.files import explain_os_errors, sync_directory
+from lmworks.io.run_layout import MODEL_STAGES, ModelStage, ewc_folder, final_checkpoint_of
+from lmworks.io.urls import explain_storage_errors, filesystem, make_directory, require_writable
+from lmworks.run.run_dir import read_stamp, require_run
 from lmworks.run.stages import STAGES, STAMP, Stage
-from lmworks.run.stamps import read_stamp
-from lmworks.storage import explain_storage_errors, filesystem, make_directory, require_writable
-from lmworks.watch import skips
+from lmworks.ui.terminal import bar
+from lmworks.watch import ledger
 from lmworks.watch.ledger import LEDGER, read_ledger
 from lmworks.watch.lock import RunLock
 
@@ -196,7 +195,7 @@ def _restore_checkpoint(remote: _Remote, to: Path, trained: ModelStage, report: 
     # files saved with the checkpoints of a later stage are newer
     shutil.copytree(files, to, copy_function=os.replace, dirs_exist_ok=True)
     shutil.rmtree(files)
-    history = skips.rollbacks(read_ledger(to / LEDGER), stage)
+    history = ledger.rollbacks(read_ledger(to / LEDGER), stage)
     for step in steps:
         reason = _fetch_checkpoint(remote, f"{name}/{step}", place / step, history)
         if reason is None:
@@ -210,7 +209,7 @@ def _restore_checkpoint(remote: _Remote, to: Path, trained: ModelStage, report: 
 
 
 def _restore_final(
-    remote: _Remote, newest: Path, steps: list[str], history: list[skips.Rollback], trained: ModelStage, report: Report
+    remote: _Remote, newest: Path, steps: list[str], history: list[ledger.Rollback], trained: ModelStage, report: Report
 ) -> None:
     """Restore the checkpoint with the weights of the stage, if it is not the newest."""
     final = final_checkpoint_of(newest, listing.read_meta(newest)["meta"])
@@ -240,7 +239,7 @@ def _restore_ewc(remote: _Remote, newest: Path, trained: ModelStage, report: Rep
             shutil.rmtree(to, ignore_errors=True)
 
 
-def _fetch_checkpoint(remote: _Remote, name: str, to: Path, history: list[skips.Rollback]) -> str | None:
+def _fetch_checkpoint(remote: _Remote, name: str, to: Path, history: list[ledger.Rollback]) -> str | None:
     """Download a checkpoint into `to`; returns why it cannot be used, or None if it is good."""
     try:
         remote.fetch(f"{name}/{manifest.NAME}", to / manifest.NAME, manifest.MOST_DOCUMENT)
@@ -248,7 +247,7 @@ def _fetch_checkpoint(remote: _Remote, name: str, to: Path, history: list[skips.
         remote.fetch(f"{name}/{listing.META}", to / listing.META, files[listing.META].bytes)
         if (reason := manifest.differing(to, {listing.META: files[listing.META]})) is not None:
             return reason
-        if skips.undone(listing.step_of(to), len(listing.read_meta(to)["meta"].get("rollbacks", [])), history):
+        if ledger.undone(listing.step_of(to), len(listing.read_meta(to)["meta"].get("rollbacks", [])), history):
             return "it was rolled back"
         _fetch_all(remote, name, to, {one: entry for one, entry in files.items() if one != listing.META})
     except FileNotFoundError as error:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from lmworks.evaluate import protection
-from lmworks.evaluate.forms.choosing import training_flops
-from lmworks.evaluate.model_report import evaluate_model
+from lmworks.evaluate.evaluate import evaluate_model
 from lmworks.evaluate.opening import open_model
-from lmworks.model_stages import BASE
-from lmworks.recipe.loading.load import load_resolved
-from lmworks.recipe.loading.named import locate
+from lmworks.evaluate.sets.scoring import training_flops
+from lmworks.io.run_layout import BASE
+from lmworks.recipe.hub import locate
+from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.run.stages import search_records
 from lmworks.train.load import stages_of

@@ -16,11 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from lmworks import machine
 from lmworks.errors import UserError, all_refusals, raise_first
-from lmworks.plan.stage_data import StageData
-from lmworks.recipe.schema.dpo import PreferenceData
-from lmworks.recipe.schema.grpo import RewardTask
+from lmworks.host import machine
+from lmworks.plan.stages import StageData
+from lmworks.recipe.schema.align import PreferenceData, RewardTask
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import ChatData
 
@@ -66,7 +65,7 @@ class Before:
     def protected(self) -> Protection:
         """The evaluation items, which are kept out of all data."""
         from lmworks.evaluate.protection import protection
-        from lmworks.evaluate.sets.registry import check_names
+        from lmworks.evaluate.sets.benchmarks import check_names
 
         check_names(self.recipe.evaluate.benchmarks)
         return protection(self.recipe)
@@ -126,7 +125,7 @@ def require_possible(before: Before, stages: Sequence[str]) -> None:
 
 
 def _sources(before: Before) -> Iterator[UserError]:
-    from lmworks.corpus.source_checks import left_out, refusals
+    from lmworks.corpus.pipeline import left_out, refusals
 
     yield from refusals(before.recipe, before.folder)
     before.notes += left_out(before.recipe)
@@ -146,8 +145,8 @@ def _tokenizer(before: Before) -> None:
 
 
 def _imported(before: Before) -> Iterator[UserError]:
-    from lmworks.files import sha256_file
-    from lmworks.shards.build.build_shards import check_imported
+    from lmworks.io.files import sha256_file
+    from lmworks.shards.build import check_imported
 
     tokenizer = before.tokenizer
     digest = None if tokenizer is None else sha256_file(tokenizer.directory / "tokenizer.json")
@@ -155,21 +154,21 @@ def _imported(before: Before) -> Iterator[UserError]:
 
 
 def _enough_text(before: Before) -> None:
-    from lmworks.plan.text_shortage import text_shortage
+    from lmworks.run.prediction import text_shortage
 
     if not _begun(before) and (missing := text_shortage(before.recipe, before.run_dir)):
         raise UserError(missing)
 
 
 def _phases(before: Before) -> Iterator[UserError]:
-    from lmworks.recipe.loading.phase_checks import phase_refusals
+    from lmworks.recipe.checks import phase_refusals
 
     return phase_refusals(before.recipe)
 
 
 def _mixtures(before: Before) -> Iterator[UserError]:
     """Weights that are too small for any sequence, whatever text there is."""
-    from lmworks.shards.order.mixture import Mixture
+    from lmworks.shards.mixture import Mixture
 
     optional = {name for source in before.recipe.corpus.sources if source.optional for name in source.outputs}
     for phase in before.recipe.train.phases:
@@ -182,9 +181,9 @@ def _mixtures(before: Before) -> Iterator[UserError]:
 
 
 def _layout(before: Before) -> Iterator[UserError]:
+    from lmworks.plan.automatic import machine_for
     from lmworks.plan.layout import problems
-    from lmworks.plan.machine import machine_for
-    from lmworks.plan.stage_phases import stages_as_phases
+    from lmworks.plan.stages import stages_as_phases
 
     recipe = stages_as_phases(before.recipe, before.data)
     if recipe.layout.auto:
@@ -198,7 +197,7 @@ def _layout(before: Before) -> Iterator[UserError]:
 def _begun(before: Before) -> bool:
     from lmworks.checkpoint import listing
 
-    return listing.begun(before.run_dir / "checkpoints")
+    return listing.has_checkpoints(before.run_dir / "checkpoints")
 
 
 def _start(before: Before) -> None:
@@ -212,10 +211,10 @@ def _adapters(stage: str) -> Look:
     def look(before: Before) -> None:
         import torch
 
-        from lmworks.export.peft import read_peft
+        from lmworks.export.huggingface import read_peft
         from lmworks.model import Transformer
         from lmworks.model.lora import attach
-        from lmworks.recipe.schema.lora import is_adapter
+        from lmworks.recipe.schema.model import is_adapter
 
         if (lora := before.recipe.loras.get(stage)) is None:
             return
@@ -233,7 +232,7 @@ def _adapters(stage: str) -> Look:
 
 
 def _rewards(before: Before) -> Iterable[UserError]:
-    from lmworks.train.align.prompts import refusals
+    from lmworks.train.prompts import refusals
 
     return () if before.recipe.grpo is None else refusals(before.recipe)
 
@@ -245,9 +244,9 @@ def _generated(stage: str) -> Look:
         return all_refusals(partial(one, before, data) for data in there)
 
     def one(before: Before, data: DataSet) -> None:
-        from lmworks.corpus.generated_questions import create, generators_of
-        from lmworks.train.data.conversation_files import read_dataset, read_files
-        from lmworks.train.data.conversation_sets import task_share
+        from lmworks.corpus.read.conversations import create, generators_of
+        from lmworks.train.data.row_files import read_dataset, read_files
+        from lmworks.train.data.sets import task_share
 
         key = f"{stage}.data.{data.name}"
         if data.kind == "tasks":
@@ -263,7 +262,7 @@ def _generated(stage: str) -> Look:
 
 def _section(stage: str) -> Look:
     def look(before: Before) -> Iterable[UserError]:
-        from lmworks.train.check import stage_refusals
+        from lmworks.train.stage import stage_refusals
 
         return stage_refusals(before.recipe, stage) if stage in before.recipe.later_stages else ()
 
@@ -272,7 +271,7 @@ def _section(stage: str) -> Look:
 
 def _data(stage: str) -> Look:
     def look(before: Before) -> Iterator[UserError]:
-        from lmworks.train.check import check_steps
+        from lmworks.train.stage import check_steps
 
         if stage in before.recipe.later_stages and stage not in before.resuming:
             try:
@@ -289,7 +288,7 @@ def _data(stage: str) -> Look:
 
 
 def _packages(before: Before) -> Iterator[UserError]:
-    from lmworks.metrics.sinks import refusals
+    from lmworks.metrics.log import refusals
 
     return refusals(before.recipe.metrics)
 
@@ -308,7 +307,7 @@ def _deepspeed(stage: str) -> Look:
 def _evaluation(before: Before) -> Iterable[UserError]:
     if not (before.recipe.evaluate.benchmarks or before.recipe.evaluate.tasks):
         return ()
-    from lmworks.evaluate.report import refusals
+    from lmworks.evaluate.evaluate import refusals
 
     return refusals(before.recipe)
 
@@ -330,7 +329,7 @@ def _export_packages(before: Before) -> Iterator[UserError]:
 
 def _memory(before: Before) -> Iterator[UserError]:
     """Refuses what cannot be had even if nothing else ran: state that persists between steps. The rest of the estimate is a warning."""
-    from lmworks.plan.machine import machine_for
+    from lmworks.plan.automatic import machine_for
     from lmworks.plan.memory import GIB
     from lmworks.plan.plan import make_plan
 
@@ -362,7 +361,7 @@ STATE = ("weights", "fp32 master", "gradients", "optimizer state")
 
 
 def _disk(before: Before) -> None:
-    from lmworks.run.disk_space import require_disk, shortage
+    from lmworks.run.prediction import require_disk, shortage
 
     require_disk(before.recipe, before.run_dir, before.data)
     if said := shortage(before.recipe, before.run_dir, before.data, most=True):

@@ -18,19 +18,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmworks import files, machine, progress
-from lmworks.evaluate.replies import MOST_ROWS
-from lmworks.files import read_json, temporary_folder, write_json
+from lmworks.evaluate.generation.replies import MOST_ROWS
+from lmworks.host import machine
+from lmworks.io import files
+from lmworks.io.files import read_json, temporary_folder, write_json
 from lmworks.metrics.log import read
-from lmworks.plan.stage_data import StageData
-from lmworks.recipe.loading.document import Keys
-from lmworks.recipe.loading.load import Resolved
-from lmworks.recipe.schema.dpo import Dpo
-from lmworks.recipe.schema.grpo import Grpo
+from lmworks.plan.stages import StageData
+from lmworks.recipe.changes import as_tree
+from lmworks.recipe.document import Keys
+from lmworks.recipe.load import Resolved
+from lmworks.recipe.schema.align import Dpo, Grpo
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import Tune
 from lmworks.recipe.schema.units import Tokens
-from lmworks.recipe.tree.fingerprint import as_tree
+from lmworks.ui import terminal
 from lmworks.watch.ledger import events_of
 
 if TYPE_CHECKING:
@@ -96,13 +97,13 @@ def _kept_at(recipe: Recipe, data: Mapping[str, StageData]) -> Path:
 @contextmanager
 def _said() -> Iterator[None]:
     """What the stages say is said when the run is made."""
-    before = progress.console.quiet
-    with progress.bar("rehearse the run"):
-        progress.console.quiet = True
+    before = terminal.console.quiet
+    with terminal.bar("rehearse the run"):
+        terminal.console.quiet = True
         try:
             yield
         finally:
-            progress.console.quiet = before
+            terminal.console.quiet = before
 
 
 def _little(recipe: Recipe, data: Mapping[str, StageData], run_dir: Path) -> dict[Keys, tuple[Any, str]]:
@@ -147,8 +148,8 @@ def _extrapolated(
     recipe: Recipe, little: Recipe, data: Mapping[str, StageData], run_dir: Path, tokenizer: Tokenizer | None, whole: float
 ) -> tuple[dict[str, dict[str, float]], float]:  # fmt: skip
     """Seconds of the whole run by stage and part, and the MFU."""
+    from lmworks.run.run_dir import seconds_by_stage
     from lmworks.run.stages import stages_for
-    from lmworks.run.stamps import seconds_by_stage
 
     took = {stage: float(seconds or 0) for stage, seconds in seconds_by_stage(run_dir).items()}
     stages: dict[str, dict[str, float]] = {START: {"checks and data": max(0.0, whole - sum(took.values()))}}
@@ -167,7 +168,7 @@ def _extrapolated(
 def _training(recipe: Recipe, name: str, found: StageData | None, run_dir: Path, took: float) -> dict[str, float]:
     """Seconds of a stage that trains, of which the rehearsal took `took`."""
     from lmworks.plan.costs import phase_steps
-    from lmworks.plan.stage_phases import stages_as_phases
+    from lmworks.plan.stages import stages_as_phases
 
     section, lines, events = recipe.later_stages[name], list(read(run_dir / name)), events_of(run_dir, "checkpoint")
     (phase,) = (one for one in stages_as_phases(recipe, {name: found} if found else {}).train.phases if one.name == name)

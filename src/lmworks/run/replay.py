@@ -12,22 +12,21 @@ import torch
 
 from lmworks.checkpoint import checkpoints, listing
 from lmworks.errors import UserError
+from lmworks.io.run_layout import BASE, of_model
 from lmworks.model.balance import set_temperature
-from lmworks.model_stages import BASE, of_model
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.derivation.phases import in_force
-from lmworks.recipe.derivation.timeline import Timeline
-from lmworks.recipe.loading.weights import model_of
+from lmworks.recipe.phases import in_force
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.timeline import Timeline
+from lmworks.recipe.weights import model_of
 from lmworks.run.checkpoint_commands import find
 from lmworks.run.run_dir import require_run
-from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.read.batch import Batch
-from lmworks.train.faults.anomaly import FirstNonFinite
+from lmworks.shards.batch import IGNORE, Batch
 from lmworks.train.pretrain import build_model, identity
 from lmworks.train.step import micro_batch_of, seed_dropout
-from lmworks.watch.bad_steps import load_bad_batch
+from lmworks.train.step_inspector import FirstNonFinite
+from lmworks.watch.policy import load_bad_batch
 
 _SHOWN = 5
 

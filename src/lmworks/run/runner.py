@@ -13,28 +13,36 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from lmworks import credentials
 from lmworks.checkpoint import listing as saved
-from lmworks.corpus.readers.snapshot import Listing, changes
-from lmworks.doctor.page import write_page
+from lmworks.corpus.read.snapshot import Listing, changes
 from lmworks.errors import UserError
-from lmworks.files import explain_full_disk, read_json, write_json
-from lmworks.interrupt import Interrupted
-from lmworks.plan.stage_data import StageData
-from lmworks.recipe.loading.load import Resolved, load_resolved
+from lmworks.io import urls
+from lmworks.io.files import explain_full_disk, read_json, write_json
+from lmworks.pages.run_page import write_page
+from lmworks.plan.stages import StageData
+from lmworks.recipe.changes import Change, as_tree, changed_keys, harmless, readers, require_allowed
+from lmworks.recipe.load import Resolved, load_resolved
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.tree.effects import readers
-from lmworks.recipe.tree.fingerprint import Change, as_tree, changed_keys, harmless, require_allowed
 from lmworks.run import time_budget
-from lmworks.run.own_files import list_files
 from lmworks.run.prediction import record_error, record_prediction
 from lmworks.run.refusals import Before, require_possible
-from lmworks.run.run_dir import require_own_folder, require_own_run_dir
+from lmworks.run.run_dir import (
+    StaleReason,
+    list_files,
+    phase_names,
+    read_stamp,
+    recipe_values,
+    require_own_folder,
+    require_own_run_dir,
+    seconds_by_stage,
+    stage_inputs,
+    stale_reason,
+    write_stamp,
+)
 from lmworks.run.stages import STAGES, STAMP, Stage, StageContext, clear, stages_for
-from lmworks.run.staleness import StaleReason, phase_names, recipe_values, stage_inputs, stale_reason
-from lmworks.run.stamps import read_stamp, seconds_by_stage, write_stamp
 from lmworks.train.data.frozen_tokenizer import require_same, weights_of
+from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import LEDGER, Ledger
 from lmworks.watch.lock import RunLock
 
@@ -71,7 +79,7 @@ def run_stages(
     assert recipe.run_dir
     run_dir, began = Path(recipe.run_dir), time.monotonic()
     stages_for(recipe, last)
-    credentials.load(run_dir)
+    urls.load(run_dir)
     allow_other_data = any(_affects_tokens(recipe, name) for name in allow)
     with _join_ranks(StageContext(recipe, run_dir, resume_command, allow_other_data, resolved.path.parent)) as context:
         if context.ranks is not None and not context.ranks.is_first:
@@ -188,10 +196,10 @@ def _look_ahead(
 
 def _require_enough_text(run_dir: Path, recipe: Recipe) -> None:
     """Raise `UserError` before training if there are too few tokens for the budgets. A budget in time is fitted to the data instead."""
-    from lmworks.shards.format.manifest import Manifest
-    from lmworks.shards.order.order import Order
+    from lmworks.shards.manifest import Manifest
+    from lmworks.shards.order import Order
 
-    if recipe.time is None and recipe.train.phases and not saved.begun(run_dir / "checkpoints"):
+    if recipe.time is None and recipe.train.phases and not saved.has_checkpoints(run_dir / "checkpoints"):
         Order(recipe, Manifest.load(run_dir / "shards"))
 
 
@@ -275,7 +283,7 @@ def _describe_redo(run_dir: Path, stage: Stage, recipe: Recipe, reason: StaleRea
             changed.add(other.folder)
             built.append(other.name)
     after = f"; stages built on it follow if its output changes: {', '.join(built)}" if built else ""
-    if stage.name == "tokenizer" and saved.begun(run_dir / "checkpoints"):
+    if stage.name == "tokenizer" and saved.has_checkpoints(run_dir / "checkpoints"):
         text += "; tokenizer.json is kept because weights were trained with it"
     return Text(f"repeated because {text + after}", "yellow")
 
@@ -297,7 +305,7 @@ def _detect_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], on_
         on_event(StageEvent("corpus", "note", printable=f"the files of {change.path.split('.')[2]} have changed: {change.new}"))
     matter, derived = [change for change in accepted if not harmless(change)], _derived_keys(resolved)
     follows = [change for change in matter if set(change.keys) <= derived]
-    if follows and len(follows) < len(matter) and saved.begun(run_dir / "checkpoints"):
+    if follows and len(follows) < len(matter) and saved.has_checkpoints(run_dir / "checkpoints"):
         keep = " ".join(f"--set {change.path}={change.old}" for change in follows)
         note = f"derived values that change with it: {', '.join(map(str, follows))}; to keep them: {keep}"
         on_event(StageEvent("pretrain", "note", printable=note))
@@ -316,7 +324,7 @@ def _accept_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], fil
     changed = [*(change for change in changed_keys(before, recipe) if change.path != "run_dir"), *files]
     if sorted(phase_names(before)) == sorted(phase_names(recipe)) and phase_names(before) != phase_names(recipe):
         changed.append(Change("train.phases", phase_names(before), phase_names(recipe)))
-    if not saved.begun(run_dir / "checkpoints"):
+    if not saved.has_checkpoints(run_dir / "checkpoints"):
         return changed
     accepted = require_allowed(changed, allow, _derived_keys(resolved))
     if changed:

@@ -17,17 +17,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from lmworks import progress
-from lmworks.files import read_json, sha256_file, write_json, write_text
-from lmworks.plan.stage_data import BY_BYTES, EXACT, SAMPLED, StageData
+from lmworks.io.files import read_json, sha256_file, write_json, write_text
+from lmworks.io.wheels import cache_directory
+from lmworks.plan.stages import BY_BYTES, EXACT, SAMPLED, StageData
+from lmworks.recipe.changes import as_tree
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import Tune
 from lmworks.recipe.schema.units import Tokens
-from lmworks.recipe.tree.fingerprint import as_tree
-from lmworks.run.own_files import list_files
-from lmworks.train.data.conversation_files import files_of, read_files
+from lmworks.run.run_dir import list_files
 from lmworks.train.data.decontamination import Protect
-from lmworks.wheels import cache_directory
+from lmworks.train.data.row_files import files_of, read_files
+from lmworks.ui import terminal
 
 if TYPE_CHECKING:
     from lmworks.tokenizer.tokenizer import Tokenizer
@@ -71,11 +71,11 @@ def read_stage(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """What the stages say about their data is said when they run; a plan has it in its table."""
-    before, progress.console.quiet = progress.console.quiet, True
+    before, terminal.console.quiet = terminal.console.quiet, True
     try:
         yield
     finally:
-        progress.console.quiet = before
+        terminal.console.quiet = before
 
 
 def _kept_at(recipe: Recipe, stage: str, tokenizer: Tokenizer, sampled: bool) -> Path:
@@ -162,7 +162,7 @@ def _pairs(recipe: Recipe, tokenizer: Tokenizer, protect: Protect, data: Path) -
 
 def _prompts(recipe: Recipe, tokenizer: Tokenizer, protect: Protect, counted: str) -> StageData:
     """Of prompts all are encoded, also those of large files: no more are read than `count` says."""
-    from lmworks.train.align.prompts import read_prompts
+    from lmworks.train.prompts import read_prompts
 
     options = recipe.grpo
     assert options is not None
@@ -184,7 +184,7 @@ def _extrapolated(recipe: Recipe, stage: str, found: StageData) -> StageData:
     """From the rows that were encoded to all rows of the files, which are counted."""
     section = recipe.later_stages[stage]
     rows = 0
-    with progress.bar("count rows", len(section.data)) as bar:
+    with terminal.bar("count rows", len(section.data)) as bar:
         for data in section.data:
             count = sum(row.fault is None for row in read_files(f"{stage}.data.{data.name}", data.path))
             rows += min(count, data.count or count)
@@ -203,9 +203,9 @@ def _bytes_tokenizer(folder: Path) -> Tokenizer:
     """lmworks's tokenizer with the 256 bytes as its vocabulary, and its chat template."""
     from lmworks.tokenizer import load, special
     from lmworks.tokenizer.chat import shipped_template
-    from lmworks.tokenizer.spec import add_specials, byte_level
+    from lmworks.tokenizer.tokenizer_json import add_specials, byte_level_spec
 
-    spec, names = byte_level([]), special.names(_SPECIAL)
+    spec, names = byte_level_spec([]), special.names(_SPECIAL)
     add_specials(spec, names, 256 + len(names))
     folder.mkdir(parents=True)
     write_json(folder / "tokenizer.json", spec)

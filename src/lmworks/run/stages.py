@@ -1,6 +1,6 @@
 """The stages of a run: what each needs, what it makes, and the function that runs it.
 
-The recipe keys that a stage reads are declared beside the keys (`lmworks.recipe.tree.effects`); `lmworks.run.staleness` decides when a
+The recipe keys that a stage reads are declared beside the keys (`lmworks.recipe.changes`); `lmworks.run.run_dir` decides when a
 stage is repeated. If the folder of a stage is deleted, it is made again with the same contents.
 """
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from lmworks.errors import UserError
-from lmworks.model_stages import BASE, INPUTS, MODEL_STAGES
-from lmworks.recipe.schema.lora import Lora
+from lmworks.io.run_layout import BASE, INPUTS, MODEL_STAGES
+from lmworks.recipe.schema.model import Lora
 from lmworks.recipe.schema.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Stage:
 def _protected_items(recipe: Recipe) -> Protection:
     """The evaluation items of this recipe, which no training text may contain."""
     from lmworks.evaluate.protection import protection
-    from lmworks.progress import console
+    from lmworks.ui.terminal import console
 
     protected = protection(recipe)
     for name, reason in protected.unread.items():
@@ -89,7 +89,7 @@ def _record_search(protected: Protection, recipe: Recipe, folder: Path) -> None:
 
     options = recipe.corpus.decontaminate
     items = record.hashes(protected.questions if options and options.action != "report" else ())
-    has_trained = listing.begun(folder / "checkpoints")
+    has_trained = listing.has_checkpoints(folder / "checkpoints")
     record.save(folder, np.intersect1d(items, record.common_items([folder])) if has_trained else items)
 
 
@@ -122,7 +122,7 @@ def _tokenizer(context: StageContext) -> RenderableType | None:
 
 
 def _shards(context: StageContext) -> RenderableType | None:
-    from lmworks.shards.build.build_shards import build_shards
+    from lmworks.shards.build import build_shards
 
     recipe, run_dir, decontaminator, searched = context.recipe, context.run_dir, None, ""
     if recipe.shards.imported and recipe.corpus.decontaminate:
@@ -137,7 +137,7 @@ def _shards(context: StageContext) -> RenderableType | None:
 
 def _flops_per_token(lora: Lora | None = None) -> FlopsPerToken:
     """Training FLOPs per token of a model in sequences of a length, for the MFU of a step; with `lora` the weights are frozen."""
-    from lmworks.plan.flops import flops_per_token
+    from lmworks.plan.counts import flops_per_token
 
     return lambda model, length: flops_per_token(model, length, frozen=lora is not None).total
 
@@ -147,7 +147,7 @@ def _pretrain(context: StageContext) -> RenderableType | None:
     from lmworks.evaluate.in_loop import make_evaluation
     from lmworks.run.start_weights import load_start_weights
     from lmworks.train.pretrain import pretrain
-    from lmworks.train.start import save_start
+    from lmworks.train.stage import save_start
 
     if context.ranks is None or context.ranks.is_first:
         folder = context.run_dir / "checkpoints"
@@ -164,7 +164,7 @@ def _pretrain(context: StageContext) -> RenderableType | None:
 
 
 def _tune(context: StageContext) -> None:
-    from lmworks.train.tune import tune
+    from lmworks.train.stage import tune
 
     _train_from_before(context, "tune", tune)
 
@@ -183,7 +183,7 @@ def _grpo(context: StageContext) -> None:
 
 def _train_from_before(context: StageContext, name: str, train: Callable[..., None]) -> None:
     """Train a stage that starts from the weights of the one before."""
-    from lmworks.export.peft import read_peft
+    from lmworks.export.huggingface import read_peft
 
     recipe, run_dir = context.recipe, context.run_dir
     protect, flops_per_token = _protection_of(recipe, run_dir / name), _flops_per_token(getattr(recipe, name).lora)
@@ -203,8 +203,8 @@ def _protection_of(recipe: Recipe, folder: Path) -> Callable[[], tuple[set[str],
 
 
 def _evaluate(context: StageContext) -> RenderableType | None:
-    from lmworks.evaluate.forgetting import START
-    from lmworks.evaluate.report import evaluate, start_is_missing
+    from lmworks.evaluate.evaluate import evaluate, start_is_missing
+    from lmworks.evaluate.records import START
     from lmworks.evaluate.tables import printable
     from lmworks.run.start_weights import load_start_model
     from lmworks.tokenizer import load as load_tokenizer

@@ -1,37 +1,155 @@
-"""Loads the weights that a run starts from (`start_from`)."""
+"""Loads the weights that a run starts from (`start_from`), and compares their first loss with that of `transformers` before training.
+
+A wrong name, a transposed matrix or other rotary positions make a model that still trains, from a worse start. The loss of the weights as
+they were loaded into the layout of the run, on the same tokens, shows them.
+"""
 
 from __future__ import annotations
 
+import io
+import math
+from contextlib import redirect_stderr
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lmworks.checkpoint.communicator import Communicator
+from lmworks.errors import UserError
+from lmworks.host import machine
 from lmworks.model import Transformer
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.progress import console
-from lmworks.recipe.derivation.derive import count_entries
-from lmworks.recipe.loading import hub
-from lmworks.recipe.loading.start_from import find
-from lmworks.recipe.loading.weights import Weights
+from lmworks.recipe import hub
+from lmworks.recipe.derive import count_entries
+from lmworks.recipe.parameters import count_parameters
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.run.start_check import compare_first_loss
-from lmworks.tokenizer.keeping import kept_json
+from lmworks.recipe.weights import Weights, find_start_weights
+from lmworks.shards.batch import IGNORE, Batch
+from lmworks.tokenizer import load as load_tokenizer
+from lmworks.tokenizer.opening import kept_json
+from lmworks.ui.terminal import console
 from lmworks.weights import reference
 from lmworks.weights.chat import RECORD, is_chat
 from lmworks.weights.verified import verify_export
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+"""Largest relative difference of the losses, by the precision of our activations; theirs are fp32. Two fp32 libraries sum in different
+orders, which costs 1e-6; rounding to bf16 costs 1e-3. One wrong matrix changes the loss by more than a tenth."""
+TEXT = (
+    "Water moves around the Earth without end. The sun warms the sea, and a part of the water rises as vapor into the air. High "
+    "above the ground it cools, and small drops form clouds. When the drops grow heavy enough, they fall as rain or snow. Some of "
+    "it runs into rivers and back to the sea; some sinks into the soil, where plants take it up with their roots. In 1674, a man "
+    "in Paris measured the rain of three years, and found that it was six times as much as the river Seine carried away. Until "
+    "then, many people had believed that rain alone could not fill the rivers."
+)
+"""What the loss is measured on: plain prose, on which a trained model has a loss of 2 to 4."""
+_RANDOM = 8  # tokens that are drawn at random behind the text, so that rows of the embedding count which the text does not use
+_TOKENS = 128  # of both, at most
+_MOST_ROWS = 8  # of the batch; each is the same work for the other library, on one CPU
+_HEADROOM = 1.3  # of memory, relative to the fp32 weights, for loading and for activations
+
+
+def compare_first_loss(start: Weights, model: ParallelModel, communicator: Communicator, seed: int, added: range) -> dict[str, Any]:
+    """The loss of `model` beside that of `transformers` on the same tokens, or why it was not compared; called on all ranks.
+
+    The tokens are `TEXT` as the tokenizer of the weights encodes it, and a few random ones, so that the loss says how well the model
+    continues prose. `added`: ids of added tokens, whose rows are made in `transformers`, too, as are those of a larger vocabulary. Raises
+    `UserError` on all ranks if the losses differ by more than `TOLERANCES`.
+    """
+    vocabulary, ranks = model.config.vocab_size, model.ranks.size("dp")
+    assert vocabulary
+    text = communicator.broadcast(communicator.run_on_all(lambda: _text_ids(start, vocabulary) if communicator.is_first else []))
+    drawn = np.random.default_rng(seed).integers(0, vocabulary, (min(ranks, _MOST_ROWS), _RANDOM), dtype=np.int32)
+    limit = min(_TOKENS, int(start.model.max_position_embeddings or _TOKENS))
+    row = np.array(text[: max(limit - _RANDOM, 1)], dtype=np.int32)
+    rows = np.stack([np.concatenate([row, one])[:limit] for one in drawn])
+    # every rank needs a row; beyond the first few they are repeated, and the other library computes each once
+    tokens, length = np.resize(rows, (ranks, rows.shape[1])), rows.shape[1]
+    repeats = np.bincount(np.arange(ranks) % len(rows), minlength=len(rows))
+    labels = np.concatenate([tokens[:, 1:], np.full((ranks, 1), IGNORE, np.int32)], axis=1)
+    batch = Batch(tokens, labels, np.arange(0, ranks * length + 1, length, dtype=np.int32), 0, 0)
+    was_training = model.training
+    model.eval()
+    try:
+        ours = model.summed_cross_entropy(batch) / batch.valid_tokens
+    finally:
+        model.train(was_training)
+    ask = lambda: _their_loss(start, rows, repeats, vocabulary, added) if communicator.is_first else ""  # noqa: E731
+    theirs = communicator.broadcast(communicator.run_on_all(ask))
+    if isinstance(theirs, str):
+        if communicator.is_first:
+            console.print(f"first loss {ours:.4f}, not compared with transformers: {theirs}", style="yellow")
+        return {"loss": ours, "not_compared": theirs}
+    difference, tolerance = abs(ours - theirs) / abs(theirs), TOLERANCES[model.compute_dtype]
+    if not difference <= tolerance:
+        raise UserError(
+            f"the first loss of {start.name} is {ours:.4f} here and {theirs:.4f} in transformers on the same {rows.size} tokens; the "
+            "weights are not read as what they are, so nothing was trained; please report this with config.json"
+        )
+    if communicator.is_first:
+        what = f"{min(len(row), length)} tokens of prose and {max(0, length - len(row))} random ones"
+        console.print(f"first loss {ours:.4f} on {what}, in transformers {theirs:.4f}: equal to {difference:.0e}", style="dim")
+    precision = str(model.compute_dtype).removeprefix("torch.")
+    return {"loss": ours, "transformers": theirs, "difference": difference, "tokens": int(rows.size), "precision": precision}
+
+
+def _text_ids(start: Weights, vocabulary: int) -> list[int]:
+    """The first tokens of `TEXT` for a model with this vocabulary."""
+    try:
+        ids = load_tokenizer(start.tokenizer.parent).encode(TEXT)[:_TOKENS]
+    except UserError:  # it is refused where it is taken over; the recipe may replace it
+        ids = []
+    return [one for one in ids if one < vocabulary]
+
+
+def _their_loss(start: Weights, rows: np.ndarray, repeats: np.ndarray, vocabulary: int, added: range) -> float | str:
+    """The mean loss per token in `transformers`, in fp32 on the CPU, or why it cannot be computed."""
+    needed, free = _HEADROOM * 4 * count_parameters(start.model), machine.available_memory()
+    if needed > free:
+        return f"its fp32 weights need {needed / 1e9:,.1f} GB of memory, and {free / 1e9:,.1f} GB are free"
+    try:
+        import transformers
+    except ImportError:
+        return "it is not installed (pip install 'lmworks[export]')"
+    from lmworks.export.huggingface import quiet_transformers
+
+    with quiet_transformers(), redirect_stderr(io.StringIO()):  # a progress bar of the GGUF reader
+        try:
+            file = {"gguf_file": found[0].name} if start.origin is not None and (found := sorted(start.path.glob("*.gguf"))) else {}
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(Path(start.path), dtype=torch.float32, **file).eval()
+        except Exception as error:  # it raises what its dependencies raise
+            return " ".join(f"it cannot load the weights ({type(error).__name__}: {error})".split())[:300]
+    _add_rows(theirs, vocabulary, added)
+    tokens_BT = torch.from_numpy(rows).long()
+    with torch.no_grad():
+        losses = [torch.nn.functional.cross_entropy(theirs(row[None]).logits[0, :-1].float(), row[1:]) for row in tokens_BT]
+    loss = float((torch.stack(losses).double() * torch.from_numpy(repeats)).sum() / repeats.sum())
+    return loss if math.isfinite(loss) else f"its loss is {loss}"
+
+
+@torch.no_grad()
+def _add_rows(theirs: Any, vocabulary: int, added: range) -> None:
+    """Give the rows of new tokens the mean of the others, as `lmworks.export.huggingface.load_weights` does."""
+    before = theirs.get_input_embeddings().weight.shape[0]
+    rows = [*added, *range(before, vocabulary)]
+    if not rows:
+        return
+    if vocabulary > before:
+        theirs.resize_token_embeddings(vocabulary, mean_resizing=False)
+    for table in (theirs.get_input_embeddings(), theirs.get_output_embeddings()):
+        table.weight[rows] = table.weight[: min([before, *added[:1]])].double().mean(0).float()
 
 
 def check_start(recipe: Recipe) -> None:
     """Raise `UserError` if the weights of `start_from` cannot be those of the model, by their headers and by tensors that must be equal, or
     if tokens cannot be added."""
-    from lmworks.weights.huggingface import refuse_unequal_copies
+    from lmworks.weights.huggingface import map_weights, refuse_unequal_copies
     from lmworks.weights.verified import verify_export
-    from lmworks.weights.weight_map import map_weights
 
     assert recipe.start_from is not None
-    start = find(recipe.start_from)
+    start = find_start_weights(recipe.start_from)
     if start.kind == "huggingface":
         verify_export(start.path)
         map_weights(start.path, recipe.model)
@@ -47,7 +165,7 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
     Raises `UserError` on all ranks if the weights are damaged or do not fit the model, or if the losses differ.
     """
     assert recipe.start_from is not None
-    start = communicator.broadcast(communicator.run_on_all(partial(find, recipe.start_from)))
+    start = communicator.broadcast(communicator.run_on_all(partial(find_start_weights, recipe.start_from)))
     added = _added_tokens(recipe, start)
     if start.kind == "huggingface":
         communicator.run_on_all(lambda: verify_export(start.path) if communicator.is_first else None)
@@ -78,7 +196,7 @@ def load_start_model(recipe: Recipe) -> Transformer:
     from lmworks.train.load import load_checkpoint
 
     assert recipe.start_from is not None
-    start = find(recipe.start_from)
+    start = find_start_weights(recipe.start_from)
     if start.kind == "checkpoint":
         return load_checkpoint(start)
     verify_export(start.path)

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from lmworks import machine
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.files import sha256_file
-from lmworks.model_stages import MODEL_STAGES
-from lmworks.plan.amounts import amount, days
+from lmworks.host import machine
+from lmworks.io.files import sha256_file
+from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.plan.budget import FEWEST, SIZES, largest_factor, scale_budgets
-from lmworks.plan.flops import flops_per_token
-from lmworks.recipe.loading.document import Keys
-from lmworks.recipe.loading.load import Numbers, Resolved
+from lmworks.plan.counts import flops_per_token
+from lmworks.recipe.changes import as_tree
+from lmworks.recipe.document import Keys
+from lmworks.recipe.keys import display, get
+from lmworks.recipe.load import Numbers, Resolved
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
-from lmworks.recipe.tree.fingerprint import as_tree
-from lmworks.recipe.tree.paths import display, get
 from lmworks.run.time_estimate import FEW_ITEMS, FixedWork, fixed_work, predict_seconds, total_seconds, training_seconds
+from lmworks.ui.amounts import amount, days
 from lmworks.watch.ledger import LEDGER, Ledger, events_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def recorded_budget(resolved: Resolved, run_dir: Path) -> Resolved | None:
     if recipe.time is None:
         return resolved
     events = events_of(run_dir, EVENT)
-    begun = listing.begun(run_dir / "checkpoints")
+    begun = listing.has_checkpoints(run_dir / "checkpoints")
     if not events:
         return resolved if begun else None
     tree, numbers = as_tree(recipe), {tuple(number["keys"]): number for number in events[-1]["numbers"]}
@@ -85,8 +85,8 @@ def require_kept(recipe: Recipe, stage: str | None) -> None:
 
 def measure_speed(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> Speed:
     """Measure the speed of the recipe's own steps on a batch of each sequence length. Called on all ranks."""
-    from lmworks.shards.format.manifest import check_vocabulary
-    from lmworks.shards.read.batches import Batches
+    from lmworks.shards.batches import Batches
+    from lmworks.shards.manifest import check_vocabulary
     from lmworks.train import calibrate
     from lmworks.train.step import micro_batch_of
 
@@ -251,7 +251,7 @@ def _with(recipe: Recipe, keys: Keys, value: Any) -> Recipe:
 
 def _max_epochs_read(recipe: Recipe, run_dir: Path) -> float:
     """Epochs of the source that is read most often."""
-    from lmworks.shards.read.batches import Batches
+    from lmworks.shards.batches import Batches
 
     endless = recipe.model_copy(update={"shards": recipe.shards.model_copy(update={"max_epochs": float("inf")})})
     return max(share.epochs for share in Batches(endless, run_dir / "shards").order.shares())

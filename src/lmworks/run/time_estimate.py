@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmworks import machine
+from lmworks.host import machine
 from lmworks.plan.budget import scale_budgets
-from lmworks.plan.flops import flops_per_token
-from lmworks.recipe.derivation.timeline import PhaseSteps
+from lmworks.plan.counts import flops_per_token
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Duration
+from lmworks.recipe.timeline import PhaseSteps
 
 if TYPE_CHECKING:
     from lmworks.recipe.schema.evaluate import Benchmark
@@ -43,7 +43,7 @@ class FixedWork:
 
 
 def fixed_work(recipe: Recipe, run_dir: Path) -> FixedWork:
-    from lmworks.shards.read.batches import Batches
+    from lmworks.shards.batches import Batches
     from lmworks.tokenizer import load
     from lmworks.train.pretrain import held_out
 
@@ -71,9 +71,9 @@ def tokens_per_item(benchmarks: Sequence[Benchmark], length: Callable[[str], int
     """Mean tokens per item of each benchmark set, with all choices, over at most `most` items (or as many as it asks for), and how many
     items that are; zeros for a set that is not available. `length` counts the tokens of a text."""
     from lmworks.errors import Unavailable
-    from lmworks.evaluate.items import ChoiceItem
-    from lmworks.evaluate.sets import loading
-    from lmworks.evaluate.sets.registry import is_generated
+    from lmworks.evaluate.sets import benchmarks as loading
+    from lmworks.evaluate.sets.benchmarks import is_generated
+    from lmworks.evaluate.sets.items import ChoiceItem
 
     found = {}
     for one in benchmarks:
@@ -95,7 +95,7 @@ def _prompt_tokens(benchmark: Benchmark, length: Callable[[str], int]) -> float:
     """Mean tokens of a prompt of a generation set; 0 if it cannot be measured here."""
     from lmworks.errors import Unavailable
     from lmworks.evaluate.generation.interface import Prompt
-    from lmworks.evaluate.sets.registry import GENERATION
+    from lmworks.evaluate.sets.benchmarks import GENERATION
 
     class Text:
         context: int | None = None
@@ -122,7 +122,7 @@ def _loop() -> float:
 
 def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, float]:
     """Predicted seconds of each stage after the data."""
-    from lmworks.evaluate.sets.registry import GENERATION, is_generated
+    from lmworks.evaluate.sets.benchmarks import GENERATION, is_generated
     from lmworks.train.calibrate import ROWS
 
     def forward(tokens: float, length: int) -> float:

@@ -22,16 +22,14 @@ from starlette.routing import Route
 
 from lmworks.errors import UserError
 from lmworks.serve.engine import Engine
-from lmworks.serve.middleware import RequestGuard, ServerOptions
 from lmworks.serve.models import Busy, Models
-from lmworks.serve.openai.errors import BadRequest, error_body
-from lmworks.serve.openai.parsing import parse, require_known
-from lmworks.serve.openai.protocol import ChatRequest, CompletionRequest
-from lmworks.serve.openai.responses import Chat, Completion
-from lmworks.serve.page import page
-from lmworks.serve.prometheus import RequestStats, render_metrics
+from lmworks.serve.parameters import BadRequest, error_body
+from lmworks.serve.parsing import parse, require_known
+from lmworks.serve.protocol import ChatRequest, CompletionRequest
 from lmworks.serve.requests import Delta, Job, PromptTooLong, Scores
 from lmworks.serve.requests import Request as Generation
+from lmworks.serve.responses import Chat, Completion
+from lmworks.serve.server import RequestGuard, RequestStats, ServerOptions, page, render_metrics
 
 log = logging.getLogger(__name__)
 _CHAT, _COMPLETIONS, _MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"

@@ -11,10 +11,10 @@ from typing import Any
 from rich.text import Text
 
 from lmworks.errors import UserError
-from lmworks.model.generate import GenerateOptions
+from lmworks.inference.generate import GenerateOptions
 from lmworks.serve.engine import Engine
 from lmworks.serve.requests import Delta, PromptTooLong, Request
-from lmworks.terminal import Terminal, plain
+from lmworks.ui.terminal import Terminal, plain
 
 HELP = """\
 /system TEXT      set the system prompt (without TEXT: show it; /system - clears it)

@@ -1,4 +1,7 @@
-"""The generation engine: one worker thread runs all requests in one continuous batch, and drops those of disconnected clients."""
+"""The generation engine: one worker thread runs all requests in one continuous batch, and drops those of disconnected clients.
+
+Requests for the log-probabilities of a given text are scored token by token by the same worker.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,53 @@ import queue
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from lmworks.errors import UserError
-from lmworks.model.batching import ContinuousBatch, Sampled
-from lmworks.model.prefixes import PrefixCache
-from lmworks.model.sampling import SAMPLING, GenerateOptions
+from lmworks.inference.batching import ContinuousBatch, Sampled
+from lmworks.inference.generate import Token
+from lmworks.inference.prefixes import PrefixCache
+from lmworks.inference.sampling import SAMPLING, GenerateOptions
 from lmworks.serve.grammar import GrammarError, GrammarState
 from lmworks.serve.requests import Delta, EngineStats, Event, Job, PromptTooLong, Request, Scores
-from lmworks.serve.scoring import score
 from lmworks.serve.step_threads import StepThreads
 from lmworks.serve.text import Assembler, Piece
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
     from lmworks.serve.vocabulary import Vocabulary
+
+
+_ROWS = 512  # positions whose (rows, vocabulary) log-softmax is in memory at once
+
+
+def score(model: Transformer, prompt: Sequence[int], top: int = 0) -> tuple[Token, ...]:
+    """Each token of `prompt` with its log-probability given those before it, and the `top` likeliest there.
+
+    The first token has log-probability nan and no alternatives. One forward pass in the model's own precision; the softmax
+    is in fp32.
+    """
+    import torch
+
+    device = next(model.parameters()).device
+    ids_1T = torch.tensor([list(prompt)], dtype=torch.long, device=device)
+    tokens = [Token(int(prompt[0]), float("nan"), ())]
+    with torch.inference_mode():
+        hidden_1TD, _ = model.hidden(ids_1T)
+        for start in range(0, len(prompt) - 1, _ROWS):
+            stop = min(start + _ROWS, len(prompt) - 1)
+            logprobs_RV = model.logits(hidden_1TD[0, start:stop]).log_softmax(dim=-1)
+            chosen_R = logprobs_RV.gather(1, ids_1T[0, start + 1 : stop + 1, None])[:, 0].tolist()
+            best, ids = logprobs_RV.topk(top, dim=-1) if top else (None, None)
+            for row, value in enumerate(chosen_R):
+                likeliest = () if best is None or ids is None else tuple(zip(ids[row].tolist(), best[row].tolist(), strict=True))
+                tokens.append(Token(int(prompt[start + row + 1]), value, likeliest))
+    return tuple(tokens)
+
 
 log = logging.getLogger(__name__)
 _SEED_BITS = 63

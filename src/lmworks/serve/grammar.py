@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lmworks.errors import UserError, one_line
 from lmworks.serve.grammar_trial import GrammarError, Trial
-from lmworks.tokenizer.tool_forms import CALL_END, VALUE_END
+from lmworks.tokenizer.special import CALL_END, VALUE_END
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -1,15 +1,26 @@
-"""The models of one server: the first is loaded at the start, any other at its first request."""
+"""The models of one server: the first is loaded from disk at the start, any other at its first request."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
 
 from lmworks.errors import UserError
-from lmworks.model.sampling import SAMPLING
+from lmworks.host.machine import multiplies_bf16
+from lmworks.inference.sampling import SAMPLING
+from lmworks.io.run_layout import BASE
 from lmworks.serve.engine import Engine
 from lmworks.serve.requests import EngineStats
+from lmworks.serve.spin import apart
+
+if TYPE_CHECKING:
+    from lmworks.model import Transformer
 
 
 class Busy(UserError):
@@ -84,3 +95,96 @@ class Models:
         """Close all engines."""
         for engine in self._loaded.values():
             engine.close()
+
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+_BOUNDS = {"temperature": (0, 2), "top_p": (0, 1), "top_k": (0, 1e9), "min_p": (0, 1), "repetition_penalty": (0.01, 100)}
+
+
+def prepare(model: Transformer, dtype: Dtype = "auto", rows: int = Engine.max_rows) -> Transformer:
+    """The model on the first GPU, else the CPU, with weights in `dtype`, which are cast once; `model` is emptied.
+
+    `rows` is the number of answers that it will usually write at a time. `auto` is bf16 on a GPU that multiplies it, and fp32 elsewhere: a
+    CPU then gives the same answers with and without bf16 products.
+    """
+    from lmworks.inference.model import for_inference
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    narrow = device.type == "cuda" and multiplies_bf16(device) if dtype == "auto" else dtype == "bfloat16"
+    return for_inference(model, torch.bfloat16 if narrow else torch.float32, device, consume=True, rows=rows)
+
+
+def load_engine(
+    run_dir: Path, base: bool = False, threads: int | None = None, dtype: Dtype = "auto", rows: int = Engine.max_rows
+) -> Engine:
+    """Load the engine of a run from the newest good checkpoint: of the model that it ends with, or of its base model if `base` is set.
+    `threads` of the CPU are those of PyTorch by default; `dtype` and `rows` are those of `prepare`.
+
+    Raises `UserError` if there is no such run, if nothing has been trained, or if model and tokenizer do not match.
+    """
+    run_dir = Path(run_dir)
+    if not (run_dir / "resolved.json").is_file():
+        raise UserError(f"{run_dir} is not a run directory (it has no resolved.json); make one with: lmworks run RECIPE")
+    from lmworks.recipe.load import load_resolved
+    from lmworks.train.load import final_model, load_model
+    from lmworks.weights.chat import base_is_chat
+
+    recipe = load_resolved(run_dir / "resolved.json")
+    which = BASE.model if base else final_model(run_dir, recipe)
+    name = f"{recipe.name}-base" if base else recipe.name
+    chat = which != BASE.model or base_is_chat(run_dir, recipe)
+    model = prepare(load_model(run_dir, which, device=torch.device("cpu")), dtype, rows)
+    return make_engine(model, run_dir / "tokenizer", name, chat, threads)
+
+
+def load_models(run_dir: Path, base: bool = False, dtype: Dtype = "auto") -> Models:
+    """The models of a run to serve: that of `load_engine`, and the other one of the base model and the one that the run ends with, if it
+    exists, which is loaded at its first request."""
+    from lmworks.train.load import final_model
+
+    first = load_engine(run_dir, base, dtype=dtype)
+    if final_model(run_dir) == BASE.model:
+        return Models(first)
+    name = first.name.removesuffix("-base") if base else f"{first.name}-base"
+    load = lambda: apart(lambda: load_engine(run_dir, not base, first.threads, dtype))  # noqa: E731
+    return Models(first, {name: LazyModel(first.context, base, load, first.sampling)})
+
+
+def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool = True, threads: int | None = None) -> Engine:
+    """Make an engine from a model, in the precision of its activations, and the tokenizer in `tokenizer_dir`. Raises `UserError` if they do
+    not match."""
+    from lmworks.inference.model import for_inference
+    from lmworks.serve.vocabulary import Vocabulary
+    from lmworks.tokenizer import load
+
+    vocabulary = Vocabulary(load(tokenizer_dir))
+    rows, context = model.config.vocab_size, model.config.max_position_embeddings
+    sampling = read_sampling(tokenizer_dir / "generation_config.json")
+    assert rows and context  # a resolved recipe and an exported config have both
+    if vocabulary.size > rows:
+        what = f"the tokenizer in {tokenizer_dir} has {vocabulary.size} entries, but the model has {rows}"
+        raise UserError(f"{what}: one of them is not from this run; make the tokenizer again with: lmworks run RECIPE")
+    if not model.prepared:
+        model = for_inference(model, rows=Engine.max_rows)
+    return Engine(model, vocabulary, name, int(context), tuned=tuned, sampling=sampling, threads=threads or torch.get_num_threads())
+
+
+def read_sampling(path: Path) -> dict[str, float]:
+    """The sampling options that a model's generation_config.json states, greedy for `do_sample: false`; `SAMPLING` if there is no such file
+    or it states none. Raises `UserError` for values that are none."""
+    if not path.is_file():
+        return dict(SAMPLING)
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        stated = {name: given[name] for name in _BOUNDS if given.get(name) is not None}
+    except (ValueError, AttributeError, RecursionError):
+        raise UserError(f"{path} is not a JSON object; restore it from the model's source") from None
+    for name, value in stated.items():
+        least, most = _BOUNDS[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise UserError(f"{path}: {name} is {str(value)[:50]}, not a number from {least:g} to {most:g}")
+    if given.get("do_sample") is False:
+        return {"temperature": 0.0}
+    if "top_k" in stated:
+        stated["top_k"] = int(stated["top_k"])
+    return {"temperature": 1.0} | stated if stated else dict(SAMPLING)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmworks.errors import UserError
-from lmworks.model.sampling import GenerateOptions, Token
+from lmworks.inference.sampling import GenerateOptions, Token
 from lmworks.serve.grammar import Grammar
 from lmworks.serve.text import Placement
 

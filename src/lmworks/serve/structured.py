@@ -1,6 +1,7 @@
-"""Grammars of structured answers: JSON schemas, expressions, choices, and calls of tools in the form of the chat template.
+"""Structured answers as grammars: JSON schemas, expressions, choices, and calls of tools in the form of the chat template.
 
-They are written in llguidance's form of Lark, in which `<[5]>` is the token 5 and `%json` is followed by a schema.
+`restriction` finds what a request asks for in `response_format`, vLLM's `guided_*` parameters and `tool_choice`. Grammars are written in
+llguidance's form of Lark, in which `<[5]>` is the token 5 and `%json` is followed by a schema.
 """
 
 from __future__ import annotations
@@ -8,13 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmworks.serve.grammar import Grammar, GrammarError, compile_grammar
-from lmworks.tokenizer.tool_forms import ARGS, CALL, CALL_END, KEY, KEY_END, TOOL_CALLS, VALUE, VALUE_END
-
-if TYPE_CHECKING:
-    from lmworks.serve.vocabulary import Vocabulary
+from lmworks.serve.parameters import BadRequest
+from lmworks.serve.vocabulary import Vocabulary
+from lmworks.tokenizer.special import ARGS, CALL, CALL_END, KEY, KEY_END, TOOL_CALLS, VALUE, VALUE_END
 
 _LARGEST = 100_000  # characters of a schema, of an expression or of all choices
 _TOP_KEYS = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions", "$schema", "strict"}
@@ -173,3 +173,82 @@ def _expression(pattern: str) -> str:
     from llguidance import regex_to_lark
 
     return f"/{regex_to_lark(pattern, 'dw')}/"
+
+
+_FORMATS = ("text", "json_object", "json_schema")
+Make = Callable[[Vocabulary, bool], Grammar]
+
+
+def require_distinct(tools: list[dict[str, Any]]) -> None:
+    """Raise `BadRequest` if two tools have the same name."""
+    seen: set[str] = set()
+    for tool in tools:
+        name = tool.get("function", tool)["name"]
+        if name in seen:
+            raise BadRequest(f"tools has two functions with the name {name}; rename one", "tools")
+        seen.add(name)
+
+
+def chosen_tools(choice: Any, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The tools one of which must be called; None if the model decides. Raises `BadRequest`."""
+    if choice in (None, "auto", "none"):
+        return None
+    if not tools:
+        raise BadRequest("tool_choice demands a call, but the request has no tools", "tool_choice")
+    if choice == "required":
+        return tools
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest('tool_choice is none, auto, required or {"type": "function", "function": {"name": NAME}}', "tool_choice")
+    named = [tool for tool in tools if tool.get("function", tool)["name"] == function["name"]]
+    if not named:
+        known = ", ".join(tool.get("function", tool)["name"] for tool in tools)[:300]
+        raise BadRequest(f"tool_choice names {function['name'][:100]!r}, but the tools are {known}", "tool_choice")
+    return named
+
+
+def restriction(
+    vocabulary: Vocabulary, limit: int, thinking: bool, response_format: dict[str, Any] | None, guided: dict[str, Any],
+    tools: list[dict[str, Any]] | None, several_calls: bool,
+) -> Grammar | None:  # fmt: skip
+    """The grammar of answers of at most `limit` tokens, compiled and known to have one; None if nothing restricts them.
+
+    `guided` are the `guided_*` parameters that are set, `tools` those of which one must be called. Raises `BadRequest`.
+    """
+    wanted: dict[str, Make] = {}
+    if response_format is not None and (schema := _schema_of(response_format)) is not None:
+        wanted["response_format"] = lambda words, thinks: json_grammar(words, schema, thinks)
+    makers: dict[str, Callable[..., Grammar]] = {
+        "guided_json": json_grammar, "guided_regex": regex_grammar, "guided_choice": choice_grammar,
+    }  # fmt: skip
+    for name, value in guided.items():
+        wanted[name] = lambda words, thinks, make=makers[name], value=value: make(words, value, thinks)  # type: ignore[misc]
+    if tools is not None:
+        wanted["tool_choice"] = lambda words, thinks: tools_grammar(words, tools, several_calls, thinks)
+    if not wanted:
+        return None
+    if len(wanted) > 1:
+        first, second = list(wanted)[:2]
+        raise BadRequest(f"{first} and {second} both restrict the answer; use one of them", second)
+    ((name, make),) = wanted.items()
+    try:
+        grammar = make(vocabulary, thinking)
+        grammar.answer(limit)
+    except GrammarError as error:
+        raise BadRequest(f"{name}: {error}", name) from None
+    return grammar
+
+
+def _schema_of(given: dict[str, Any]) -> Any:
+    """The schema of a `response_format`; None for text."""
+    kind = given.get("type")
+    if kind not in _FORMATS:
+        raise BadRequest(f"response_format.type is {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}", "response_format")
+    if kind != "json_schema":
+        if "json_schema" in given or "schema" in given:
+            raise BadRequest(f"response_format has the type {kind} and a schema; use one of them", "response_format")
+        return {"type": "object"} if kind == "json_object" else None
+    described = given.get("json_schema")
+    if not isinstance(described, dict) or "schema" not in described:
+        raise BadRequest("response_format of the type json_schema needs json_schema.schema", "response_format")
+    return described["schema"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lmworks.model.generate import Token
+from lmworks.inference.generate import Token
 
 
 class Decoder(Protocol):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmworks.model.sampling import Token
+from lmworks.inference.sampling import Token
 from lmworks.serve.text import Placement
-from lmworks.tokenizer.tool_forms import ToolForm, tool_form
+from lmworks.tokenizer.special import ToolForm, tool_form
 
 if TYPE_CHECKING:
     from lmworks.tokenizer import StreamDecoder, Tokenizer

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lmworks.tokenizer.opening import load
-    from lmworks.tokenizer.stream import StreamDecoder
+    from lmworks.tokenizer.text_tokenizer import StreamDecoder
     from lmworks.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["StreamDecoder", "Tokenizer", "load"]
-_MODULES = {"StreamDecoder": "stream", "Tokenizer": "tokenizer", "load": "opening"}
+_MODULES = {"StreamDecoder": "text_tokenizer", "Tokenizer": "tokenizer", "load": "opening"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.files import explain_damage, read_json
-from lmworks.tokenizer import bpe
+from lmworks.io.files import explain_damage, read_json
+from lmworks.tokenizer import tokenizer_json
 from lmworks.tokenizer.chat import Template, encode
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.tokenizer.turns import Turns
@@ -162,7 +162,7 @@ class ForeignTokenizer(Tokenizer):
         table = [b""] * self.vocab_size
         byte_level = "ByteLevel" in json.dumps(self._spec.get("decoder"))
         for piece, token in self._whole.get_vocab(with_added_tokens=False).items():
-            table[token] = _byte_level(piece) if byte_level else bpe.piece_bytes(piece.replace("\u2581", " "))
+            table[token] = _byte_level(piece) if byte_level else tokenizer_json.piece_bytes(piece.replace("\u2581", " "))
         for token in self._spec.get("added_tokens") or []:
             table[int(token["id"])] = token["content"].encode()
         return table
@@ -230,7 +230,7 @@ def _well_formed(text: str) -> str:
 
 def _byte_level(piece: str) -> bytes:
     try:
-        return bpe.to_bytes(piece)
+        return tokenizer_json.to_bytes(piece)
     except KeyError:
         return piece.encode()
 

@@ -1,11 +1,17 @@
-"""Opens the tokenizer of a directory: one of lmworks, or that of another model."""
+"""Opens the tokenizer of a directory: one of lmworks or another model's; and takes another model's as it is (`tokenizer.keep`).
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.files import explain_damage, read_json
+from lmworks.io.files import atomic_path, explain_damage, read_json, write_bytes, write_json, write_text
+from lmworks.recipe.gguf_model import tokenizer_file
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import special
 from lmworks.tokenizer.chat import shipped_template
 from lmworks.tokenizer.foreign import ForeignTokenizer
@@ -36,3 +42,107 @@ def _has_own_template(directory: Path) -> bool:
         found = read_json(config) if config.is_file() else {}
         source = found.get("chat_template") if isinstance(found, dict) else None
     return source is None or source in (shipped_template("brief"), shipped_template("glm-4.6"))
+
+
+KEPT = ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "special_tokens_map.json", "generation_config.json")
+"""The files of a tokenizer in a Hugging Face directory; the last names the tokens at which generation stops."""
+
+
+def keep(recipe: Recipe, out_dir: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    """Copy the tokenizer at `tokenizer.path` into `out_dir`, byte for byte where no tokens are added; returns it and a report.
+
+    A chat template that is part of tokenizer_config.json is also written as a file of its own, with the same characters. Raises `UserError`
+    if the tokenizer cannot be read, if a token cannot be added, if it has ids that the embedding does not have, or if the recipe tunes on
+    conversations and there is no chat template, or one that does not show which tokens the assistant writes.
+    """
+    source = _source(recipe)
+    tokenizer = load(source)
+    require_fit(tokenizer, recipe)
+    whole = kept_json(recipe)
+    if recipe.tune is not None:
+        require_chat(tokenizer)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for name in KEPT:
+        if (source / name).is_file():
+            with atomic_path(out_dir / name) as aside:
+                shutil.copyfile(source / name, aside)
+    if added := recipe.tokenizer.add_tokens:
+        write_bytes(out_dir / "tokenizer.json", whole)
+        _describe_added(out_dir, added)
+        tokenizer = load(out_dir)
+    if tokenizer.has_chat_template and not (out_dir / TEMPLATE).exists():
+        write_text(out_dir / TEMPLATE, tokenizer.chat_template)
+    if isinstance(tokenizer, ForeignTokenizer):
+        _write_stops(tokenizer, out_dir / "generation_config.json")
+    stops = [tokenizer.decode([token]) for token in tokenizer.stop_ids]
+    report = {"origin": str(recipe.tokenizer.path), "kept": True, "vocab_size": tokenizer.vocab_size, "added_tokens": len(added),
+              "special_tokens": len(tokenizer.special), "stop_tokens": stops}  # fmt: skip
+    return tokenizer, report
+
+
+def _source(recipe: Recipe) -> Path:
+    assert recipe.tokenizer.path
+    source = tokenizer_file(Path(recipe.tokenizer.path).expanduser()).parent
+    if not (source / "tokenizer.json").is_file():
+        raise UserError(f"{source} has no tokenizer.json, which the weights need; put it there")
+    return source
+
+
+def kept_json(recipe: Recipe) -> bytes:
+    """The tokenizer.json that is kept: that at `tokenizer.path`, with `tokenizer.add_tokens` behind its last id.
+
+    Added tokens are text, not control tokens: what a user writes becomes them. Raises `UserError` for a text that is one token already.
+    """
+    source, texts = _source(recipe), recipe.tokenizer.add_tokens
+    data = (source / "tokenizer.json").read_bytes()
+    if not texts:
+        return data
+    tokenizer = load(source)
+    if not isinstance(tokenizer, ForeignTokenizer):
+        raise UserError(f"tokenizer.add_tokens: {source} has a tokenizer of lmworks, which takes no text as an added token; leave them out")
+    require_fit(tokenizer, recipe)
+    for text in texts:
+        if text in tokenizer.special or len(tokenizer.encode_batch([text])[0]) == 1:
+            raise UserError(f"tokenizer.add_tokens: {text!r} is a token of {source / 'tokenizer.json'} already; leave it out")
+    spec = json.loads(data)
+    own = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    spec["added_tokens"] += [{"id": number, "content": text} | own for number, text in enumerate(texts, tokenizer.vocab_size)]
+    return (json.dumps(spec, ensure_ascii=False, indent=2) + "\n").encode()
+
+
+def _describe_added(out_dir: Path, texts: list[str]) -> None:
+    """tokenizer_config.json may list the added tokens once more."""
+    config = read_json(out_dir / "tokenizer_config.json") if (out_dir / "tokenizer_config.json").is_file() else {}
+    if "added_tokens_decoder" in config:
+        added = read_json(out_dir / "tokenizer.json")["added_tokens"][-len(texts) :]
+        config["added_tokens_decoder"] |= {str(one["id"]): {key: one[key] for key in one if key != "id"} for one in added}
+        write_json(out_dir / "tokenizer_config.json", config)
+
+
+def _write_stops(tokenizer: ForeignTokenizer, path: Path) -> None:
+    """config.json, which may name the end-of-text tokens, is not a file of the tokenizer."""
+    known = read_json(path) if path.is_file() else {}
+    if "eos_token_id" not in known:
+        write_json(path, known | {"eos_token_id": list(tokenizer.eos_ids)})
+
+
+def require_fit(tokenizer: Tokenizer, recipe: Recipe) -> None:
+    """Raise `UserError` if the tokenizer has ids that the embedding has no rows for."""
+    rows = recipe.model.vocab_size or recipe.tokenizer.vocab_size
+    entries = tokenizer.vocab_size + len(recipe.tokenizer.add_tokens)
+    added = " with tokenizer.add_tokens" if recipe.tokenizer.add_tokens else ""
+    if entries > rows:
+        raise UserError(
+            f"{tokenizer.directory / 'tokenizer.json'} has ids up to {entries - 1:,}{added}, but the embedding has {rows:,} rows; "
+            f"put the tokenizer of these weights there, or add rows with tokenizer.vocab_size={entries}"
+        )
+
+
+def require_chat(tokenizer: Tokenizer) -> None:
+    """Raise `UserError` if a model with this tokenizer cannot be tuned on conversations."""
+    if not tokenizer.has_chat_template:
+        raise UserError(
+            f"{tokenizer.directory} has no chat template, which tuning needs; set tokenizer.chat_template=brief for that of lmworks, or "
+            f"put a {TEMPLATE} there"
+        )
+    tokenizer.encode_chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])

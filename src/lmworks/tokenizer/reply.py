@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmworks.tokenizer.tool_forms import ARGS, CALL, CALL_END, CALL_ID, KEY, KEY_END, TOOL_CALLS, VALUE, VALUE_END, ToolForm
+from lmworks.tokenizer.special import ARGS, CALL, CALL_END, CALL_ID, KEY, KEY_END, TOOL_CALLS, VALUE, VALUE_END, ToolForm
 
 _THINK, _THOUGHT = "<think>", "</think>"
 _ARGUMENT = re.compile(rf"{KEY}(.*?){KEY_END}\s*{VALUE}(.*?){VALUE_END}", re.DOTALL)

@@ -1,10 +1,11 @@
-"""Text to token ids and back, with a trained tokenizer."""
+"""Text to token ids and back, with a trained tokenizer; and incremental decoding, for text that is shown while it is generated."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.files import explain_damage, read_json
-from lmworks.tokenizer import bpe as bpe_
+from lmworks.io.files import explain_damage, read_json
 from lmworks.tokenizer import special as special_
+from lmworks.tokenizer import tokenizer_json as bpe_
 
 if TYPE_CHECKING:
     import tiktoken
     import tokenizers
+
 
 # tiktoken's regex engine fails on about a million consecutive spaces. Such a text is encoded by `tokenizers`, slower, with the same ids.
 _LONG = 100_000
@@ -42,7 +44,7 @@ class TextTokenizer:
         if not path.is_file():
             raise UserError(f"{path} does not exist; make it with `lmworks tokenizer train RECIPE`")
         with explain_damage(path):
-            bpe = bpe_.read(read_json(path), str(path))
+            bpe = bpe_.read_bpe(read_json(path), str(path))
             missing = [name for name in special_.REQUIRED if name not in bpe.added]
             if missing:
                 raise UserError(f"{path} lacks the special token {missing[0]}; train a tokenizer with lmworks or add it")
@@ -162,3 +164,25 @@ class TextTokenizer:
         lengths = np.array([len(text) for text in self._bytes], dtype=np.int32)
         lengths[list(self.special.values())] = 0
         return lengths
+
+
+class StreamDecoder:
+    """Never emits part of a UTF-8 character: its bytes are kept until it is complete.
+
+    All that `push` returned and then `finish()` is the text of `Tokenizer.decode`; invalid UTF-8 becomes U+FFFD. `keep` are ids that have
+    their text although `skip_special` would leave it out.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, skip_special: bool = False, keep: Collection[int] = ()) -> None:
+        self._tokenizer, self._skip, self._keep = tokenizer, skip_special, keep
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes, possibly empty. Ids beyond the vocabulary, which only pad the embedding, have no text."""
+        if token >= self._tokenizer.vocab_size:
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token, self._skip and token not in self._keep))
+
+    def finish(self) -> str:
+        """What is left: nothing, or U+FFFD for a character that was never completed."""
+        return self._utf8.decode(b"", final=True)

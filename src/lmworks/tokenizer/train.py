@@ -13,21 +13,18 @@ from typing import Any
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.files import read_json, write_json, write_text
-from lmworks.progress import bar
-from lmworks.recipe.gguf.folder import tokenizer_file
+from lmworks.io.files import read_json, write_json, write_text
+from lmworks.recipe.gguf_model import tokenizer_file
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.tokenizer import bpe, special
-from lmworks.tokenizer import spec as spec_
+from lmworks.tokenizer import special, tokenizer_json
+from lmworks.tokenizer import tokenizer_json as spec_
 from lmworks.tokenizer.chat import shipped_template
-from lmworks.tokenizer.evaluate import evaluate
+from lmworks.tokenizer.evaluate import draw_sample, evaluate, shares, source_weights, text_bytes
 from lmworks.tokenizer.foreign import ForeignTokenizer
-from lmworks.tokenizer.keeping import keep, kept_json
-from lmworks.tokenizer.merges import GAP, learn
-from lmworks.tokenizer.opening import TEMPLATE, load
-from lmworks.tokenizer.sample import draw, shares, source_weights, text_bytes
-from lmworks.tokenizer.spec import add_specials, complete_specials
-from lmworks.tokenizer.words import WordCounts, count_words, to_symbols
+from lmworks.tokenizer.merges import GAP, WordCounts, count_words, learn_merges, to_symbols
+from lmworks.tokenizer.opening import TEMPLATE, keep, kept_json, load
+from lmworks.tokenizer.tokenizer_json import add_specials, complete_specials
+from lmworks.ui.terminal import bar
 
 _LONGEST_TOKEN = 48  # bytes; without a limit, rules of dashes and indentation fill the vocabulary
 _RARE = 2000  # SentencePiece's character coverage of 0.9995: the rarest characters, 1 in 2,000 of the text, are encoded as bytes
@@ -54,7 +51,7 @@ def train(
         spec, report = read_json(path), read_json(out_dir / "report.json") if (out_dir / "report.json").exists() else {"origin": "kept"}
     else:
         spec, report = _adopt(recipe) if recipe.tokenizer.path else _learn(recipe, corpus_dir, leave_out)
-        bpe.check_same_ids(bpe.read(spec, report["origin"]), report["origin"])
+        tokenizer_json.check_same_ids(tokenizer_json.read_bpe(spec, report["origin"]), report["origin"])
         text = json.dumps(spec, ensure_ascii=False, indent=1) + "\n"
         if trained and hashlib.sha256(text.encode()).hexdigest() != trained:
             raise UserError(
@@ -109,7 +106,7 @@ def _learn(recipe: Recipe, corpus_dir: Path, leave_out: Collection[str]) -> tupl
     with bar("tokenizer: counting", total=min(options.sample_bytes, text_bytes(corpus_dir, weights))) as progress:
 
         def texts() -> Iterator[str]:
-            for source, language, text in draw(corpus_dir, wanted, options.sample_bytes, recipe.seed):
+            for source, language, text in draw_sample(corpus_dir, wanted, options.sample_bytes, recipe.seed):
                 size = len(text.encode())
                 sources[source] += size
                 languages[language] += size
@@ -131,9 +128,9 @@ def _learn(recipe: Recipe, corpus_dir: Path, leave_out: Collection[str]) -> tupl
 
 def _byte_level(words: WordCounts, ordinary: int) -> dict[str, Any]:
     table = np.zeros(256, dtype=np.int32)
-    for number, stand_in in enumerate(sorted(bpe.BYTE_OF)):
-        table[bpe.BYTE_OF[stand_in]] = number
-    return spec_.byte_level(_merges(words, table, "utf-8", [1] * 256, ordinary - 256))
+    for number, stand_in in enumerate(sorted(tokenizer_json.BYTE_OF)):
+        table[tokenizer_json.BYTE_OF[stand_in]] = number
+    return spec_.byte_level_spec(_merges(words, table, "utf-8", [1] * 256, ordinary - 256))
 
 
 def _sentencepiece(words: WordCounts, ordinary: int) -> dict[str, Any]:
@@ -152,7 +149,7 @@ def _sentencepiece(words: WordCounts, ordinary: int) -> dict[str, Any]:
     table = np.full(0x110000, GAP, dtype=np.int32)
     table[[ord(char) for char in alphabet]] = np.arange(256, 256 + len(alphabet))
     lengths = [1] * 256 + [len(char.encode()) for char in alphabet]
-    return spec_.sentencepiece("".join(alphabet), _merges(words, table, "utf-32-le", lengths, ordinary - len(lengths)))
+    return spec_.sentencepiece_spec("".join(alphabet), _merges(words, table, "utf-32-le", lengths, ordinary - len(lengths)))
 
 
 def _merges(words: WordCounts, table: np.ndarray, encoding: str, lengths: list[int], most: int) -> list[tuple[int, int]]:
@@ -160,7 +157,7 @@ def _merges(words: WordCounts, table: np.ndarray, encoding: str, lengths: list[i
     symbols, owner = to_symbols(texts, table, encoding)
     counts = np.array([words.counts[text] for text in texts], dtype=np.int64)
     with bar("tokenizer: merging", total=most) as progress:
-        return learn(symbols, owner, counts, lengths, most, _LONGEST_TOKEN, progress.advance)
+        return learn_merges(symbols, owner, counts, lengths, most, _LONGEST_TOKEN, progress.advance)
 
 
 def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -170,7 +167,7 @@ def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     composes = spec.get("normalizer") == {"type": "NFC"}
     if composes:
         spec["normalizer"] = None  # composed text has the same ids; decomposed text is decoded exactly
-    given = bpe.read(spec, str(path))
+    given = tokenizer_json.read_bpe(spec, str(path))
     renamed = complete_specials(spec)
     missing = [name for name in special.REQUIRED if name not in given.added and name not in renamed.values()]
     size, needed = recipe.tokenizer.vocab_size, given.vocab_size + len(missing)

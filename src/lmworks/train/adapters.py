@@ -14,9 +14,9 @@ from lmworks.checkpoint.communicator import Communicator
 from lmworks.checkpoint.save_plan import local_slice
 from lmworks.checkpoint.tensor_files import Reader
 from lmworks.errors import UserError
-from lmworks.model_stages import of_checkpoint
+from lmworks.io.run_layout import of_checkpoint
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.schema.lora import Lora, is_adapter, matrix_of
+from lmworks.recipe.schema.model import Lora, is_adapter, matrix_of_adapter
 from lmworks.weights.reference import load_model
 
 KEY = "lora"  # in a checkpoint's meta
@@ -69,7 +69,7 @@ def add_adapters(state: Mapping[str, Tensor], path: Path, options: Lora) -> None
         return reader.read_slice(name, (0,) * len(shape), shape)
 
     for name in sorted(name for name in reader.table if name.startswith(prefix) and name.endswith("lora.A")):
-        matrix = matrix_of(name.removeprefix(prefix))
+        matrix = matrix_of_adapter(name.removeprefix(prefix))
         if (part := local_slice(matrix, state[matrix])) is not None:
             delta = read(f"{name[:-1]}B") @ read(name) * options.scale
             box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))

@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from lmworks import machine, progress
-from lmworks.allocator import keep_freed_memory
+from lmworks.host import machine
+from lmworks.host.machine import keep_freed_memory
+from lmworks.inference.generate import GenerateOptions, generate
 from lmworks.metrics import system
-from lmworks.model.generate import GenerateOptions, generate
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.read.batch import Batch
+from lmworks.shards.batch import Batch
 from lmworks.train.pretrain import build_model, with_optimizer
 from lmworks.train.step import micro_batch_of, train_step
+from lmworks.ui import terminal
 
 _SECONDS = 30.0
 ROWS = 32  # rows that are generated together, as in the evaluation
@@ -49,7 +50,7 @@ def calibrate(recipe: Recipe, flops_per_token: Callable[[int], float]) -> tuple[
     batch = _first_batch(recipe)
     length = batch.tokens.shape[1]
     peak = system.measure_peak()
-    with progress.bar("calibrate", _SECONDS) as bar:
+    with terminal.bar("calibrate", _SECONDS) as bar:
         seconds = _Model(recipe, None).step_seconds(batch, _SECONDS, bar)
     median = statistics.median(seconds)
     steps = f"median of {len(seconds)} steps of {batch.tokens.size:,} tokens, {median:.2f} s each"
@@ -86,7 +87,7 @@ def measure(
     train: dict[int, float] = {}
     tokens: dict[int, float] = {}
     steps = 0
-    with progress.bar("measure this machine", patience * len(batches)) as bar:
+    with terminal.bar("measure this machine", patience * len(batches)) as bar:
         model = _Model(recipe, ranks)
         for batch in batches:
             length = batch.tokens.shape[1]
@@ -106,7 +107,7 @@ def speed_by_threads(recipe: Recipe, patience: float) -> dict[int, float]:
     with half of them, and so on until fewer threads are slower. Takes about `patience` seconds for each number."""
     found: dict[int, float] = {}
     threads, batch = recipe.threads or 1, _first_batch(recipe)
-    with progress.bar("choose the number of threads", patience * threads.bit_length()) as bar:
+    with terminal.bar("choose the number of threads", patience * threads.bit_length()) as bar:
         model = _Model(recipe, None)
         while threads and (not found or min(found.values()) >= _AS_FAST * max(found.values())):
             torch.set_num_threads(threads)
@@ -128,7 +129,7 @@ class _Model:
         self._model: ParallelModel
         self._model, self._optimizer = with_optimizer(recipe, build_model(recipe, ranks))
 
-    def step_seconds(self, batch: Batch, patience: float, bar: progress.Bar) -> list[float]:
+    def step_seconds(self, batch: Batch, patience: float, bar: terminal.Bar) -> list[float]:
         """Seconds of training steps on one batch, without the first two, which compile."""
         model, rows = self._model, len(batch.tokens)
         micro_batch_size = micro_batch_of(self._recipe, batch.tokens.shape[1], model.pipeline is not None)

@@ -1,38 +1,105 @@
-"""Preference optimization: the trainer on pairs of answers, with the reference scores of the weights that it starts from."""
+"""Preference optimization: the trainer on pairs of answers, with the reference scores of the weights that it starts from.
+
+The losses are functions of the summed log-probabilities of the answers.
+Shapes: P pairs; column 0 is the chosen answer and column 1 the rejected one, or for kto the answer and another row's answer.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.files import sha256_file
+from lmworks.io.files import sha256_file
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.derivation.passes import places_of, steps_of
-from lmworks.recipe.schema.dpo import Dpo
+from lmworks.recipe.schema.align import Dpo
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.order.permute import derive_key, permute
+from lmworks.recipe.timeline import places_of, steps_of
+from lmworks.shards.epochs import derive_key, permute
 from lmworks.tokenizer import load as load_tokenizer
-from lmworks.train.align.answers import Answer, PackedAnswers, pack, rows_of, weigh
-from lmworks.train.align.curriculum import AnswerCurriculum
-from lmworks.train.align.preference_losses import Scored, needs_reference, preference_loss
-from lmworks.train.align.reference import reference_scores
-from lmworks.train.check import require_held_out
+from lmworks.train.answers import Answer, AnswerCurriculum, PackedAnswers, differentiate, pack, reference_scores, rows_of
 from lmworks.train.data.decontamination import Protect
 from lmworks.train.data.preferences import build_preferences, read_preferences
-from lmworks.train.objective import Update
 from lmworks.train.observe.step_metrics import FlopsPerToken
-from lmworks.train.stage import LoadAdapter, Plan, Start, run_stage, start
-from lmworks.train.step import micro_batch_of
+from lmworks.train.stage import BaseWeights, LoadAdapter, StageSetup, load_base, require_held_out, run_stage
+from lmworks.train.step import Update, micro_batch_of
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import LEDGER, Ledger
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The mean loss, and the rewards of chosen and rejected answers, which are what the metrics are made of. `accuracy`: share of pairs
+    whose chosen answer has the larger reward, a tie counting as half. `divergence`: kto's estimate, else None."""
+
+    loss: Tensor
+    chosen: Tensor
+    rejected: Tensor
+    accuracy: Tensor
+    divergence: Tensor | None = None
+
+
+def needs_reference(options: Dpo) -> bool:
+    """Whether the loss compares with the model that the stage starts from."""
+    return options.loss != "simpo"
+
+
+def preference_loss(
+    options: Dpo, logp_P2: Tensor, reference_P2: Tensor | None, lengths_P2: Tensor, labels_P: Tensor | None = None
+) -> Scored:
+    """The mean loss over the pairs. `logp_P2` and `reference_P2` are summed over each answer's tokens, of which there are `lengths_P2`;
+    `labels_P` (bool) says for kto which answers are good."""
+    match options.loss:
+        case "kto":
+            assert reference_P2 is not None and labels_P is not None
+            return _kto(options, logp_P2, reference_P2, labels_P)
+        case "simpo":
+            rewards_P2 = options.beta * logp_P2 / lengths_P2
+            losses = _sigmoid(rewards_P2[:, 0] - rewards_P2[:, 1] - options.simpo_gamma, options.label_smoothing)
+        case "ipo":
+            assert reference_P2 is not None
+            ratio_P2 = logp_P2 - reference_P2
+            mean_P2 = ratio_P2 / lengths_P2  # per token, as the authors do it: otherwise the loss grows with the square of the length
+            losses = (mean_P2[:, 0] - mean_P2[:, 1] - 1 / (2 * options.beta)).square()
+            rewards_P2 = options.beta * ratio_P2
+        case _:
+            assert reference_P2 is not None
+            rewards_P2 = options.beta * (logp_P2 - reference_P2)
+            losses = _sigmoid(rewards_P2[:, 0] - rewards_P2[:, 1], options.label_smoothing)
+    chosen, rejected = rewards_P2.detach().unbind(1)
+    return Scored(losses.mean(), chosen, rejected, _above(chosen - rejected))
+
+
+def _sigmoid(margin_P: Tensor, smoothing: float) -> Tensor:
+    """-log sigmoid; with smoothing the expected loss if a pair is the wrong way round with that probability (conservative DPO)."""
+    if not smoothing:
+        return -F.logsigmoid(margin_P)
+    return -F.logsigmoid(margin_P) * (1 - smoothing) - F.logsigmoid(-margin_P) * smoothing
+
+
+def _kto(options: Dpo, logp_P2: Tensor, reference_P2: Tensor, labels_P: Tensor) -> Scored:
+    """Equations 7 and 8 of KTO: the reference point is a divergence estimated from answers to other prompts, without a gradient."""
+    ratio_P2 = logp_P2 - reference_P2
+    divergence = ratio_P2[:, 1].detach().mean().clamp(min=0)
+    margin_P = options.beta * (ratio_P2[:, 0] - divergence)
+    losses = torch.where(
+        labels_P, options.desirable_weight * (1 - margin_P.sigmoid()), options.undesirable_weight * (1 - (-margin_P).sigmoid())
+    )
+    rewards_P, sign_P = (options.beta * ratio_P2[:, 0]).detach(), torch.where(labels_P, 1.0, -1.0)
+    return Scored(losses.mean(), rewards_P[labels_P], rewards_P[~labels_P], _above(sign_P * margin_P.detach()), divergence)
+
+
+def _above(margin_P: Tensor) -> Tensor:
+    return ((margin_P.sign() + 1) / 2).mean()
 
 
 class Pairs:
@@ -88,7 +155,7 @@ class Preference:
             scored.append(self._score(packed, logp_BT, self._train, numbers))
             return scored[-1].loss
 
-        batch, value = weigh(packed, nats_BT, loss, normalizer=len(numbers))
+        batch, value = differentiate(packed, nats_BT, loss, normalizer=len(numbers))
         self._metrics = _metrics(scored[0])
         rows = len(batch.tokens)
         own = batch.sequences(*self._model.rank_sequences(rows))
@@ -142,9 +209,9 @@ def dpo(
     if ranks.is_first and not (folder / "data" / "manifest.json").exists():
         build_preferences(recipe, tokenizer, folder / "data", *protect())
     ranks.barrier()
-    begun = start(recipe, run_dir, "dpo", ranks, options.lora, load_adapter)
+    begun = load_base(recipe, run_dir, "dpo", ranks, options.lora, load_adapter)
 
-    def make_plan(model: ParallelModel) -> Plan:
+    def make_plan(model: ParallelModel) -> StageSetup:
         micro_batch_size = micro_batch_of(recipe, length, model.pipeline is not None)
         train, held_out = (_pairs(recipe, folder, split, model, begun, micro_batch_size) for split in ("train", "validation"))
         assert train is not None
@@ -153,7 +220,7 @@ def dpo(
         rows = rows_by_step(train, length)
         packed = lru_cache(maxsize=2)(lambda step: objective.packed(step).batch)
         curriculum = AnswerCurriculum("dpo", recipe, options, rows, packed)
-        return Plan(curriculum, objective.validate, objective, options.early_stopping)
+        return StageSetup(curriculum, objective.validate, objective, options.early_stopping)
 
     run_stage(
         recipe, run_dir, "dpo", begun, make_plan, tokenizer,
@@ -161,7 +228,7 @@ def dpo(
     )  # fmt: skip
 
 
-def _pairs(recipe: Recipe, folder: Path, split: str, model: ParallelModel, begun: Start, micro_batch_size: int) -> Pairs | None:
+def _pairs(recipe: Recipe, folder: Path, split: str, model: ParallelModel, begun: BaseWeights, micro_batch_size: int) -> Pairs | None:
     """The pairs of a split with their reference scores, which are computed where they are missing; None without pairs."""
     options = recipe.dpo
     assert options is not None

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
-from lmworks.model_stages import ewc_folder
-from lmworks.optim.placement import local, local_grad
+from lmworks.io.run_layout import ewc_folder
+from lmworks.optim.groups import local, local_grad
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.recipe.schema.train import Ewc
-from lmworks.shards.read.batch import Batch
+from lmworks.shards.batch import Batch
 
 
 class EwcPenalty:

@@ -1,40 +1,106 @@
-"""Reinforcement learning with verifiable rewards: the trainer on its own answers, in groups for the same prompt."""
+"""Reinforcement learning with verifiable rewards: the trainer on its own answers, in groups for the same prompt.
+
+The losses are functions of the log-probabilities of sampled tokens.
+Shapes: B rows, T tokens, n answers in groups of G for the same prompt.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lmworks.files import write_json
-from lmworks.model.sampling import GenerateOptions
+from lmworks.inference.sampling import GenerateOptions
+from lmworks.io.files import write_json
 from lmworks.model.transfers import to_host
-from lmworks.optim.ema import Ema
+from lmworks.optim.optimizer import Ema
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.schema.grpo import Grpo
+from lmworks.recipe.schema.align import Grpo
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.order.permute import derive_key, permute
-from lmworks.shards.read.batch import Batch
+from lmworks.shards.batch import Batch
+from lmworks.shards.epochs import derive_key, permute
 from lmworks.tokenizer import load as load_tokenizer
-from lmworks.train.align.answers import PackedAnswers, pack, weigh
-from lmworks.train.align.curriculum import AnswerCurriculum
-from lmworks.train.align.policy_losses import Evaluated, Sampled, advantages, policy_loss
-from lmworks.train.align.prompts import Prompts, read_prompts
-from lmworks.train.align.rewards import OUTCOMES
-from lmworks.train.align.rollout_checks import RolloutChecks, differs
-from lmworks.train.align.rollouts import Prompt, Rollout, Rollouts
+from lmworks.train.answers import AnswerCurriculum, PackedAnswers, differentiate, pack
 from lmworks.train.data.decontamination import Protect
-from lmworks.train.objective import Update
 from lmworks.train.observe.step_metrics import FlopsPerToken
-from lmworks.train.stage import LoadAdapter, Plan, run_stage, start
-from lmworks.train.step import micro_batch_of
+from lmworks.train.prompts import Prompts, read_prompts
+from lmworks.train.rewards import OUTCOMES
+from lmworks.train.rollouts import Prompt, Rollout, RolloutChecks, Rollouts, differs
+from lmworks.train.stage import LoadAdapter, StageSetup, load_base, run_stage
+from lmworks.train.step import Update, micro_batch_of
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import LEDGER, Ledger, NoLedger
+
+_EPSILON = 1e-4  # added to the standard deviation of a group
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Log-probabilities (B, T) of the sampled tokens before the update: by the training pass, by the rollout, and by the reference."""
+
+    old_BT: Tensor
+    rollout_BT: Tensor
+    reference_BT: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The loss, and of all tokens the share whose ratio is clipped and the mean divergence from the reference, None without one."""
+
+    loss: Tensor
+    clipped: Tensor
+    divergence: Tensor | None
+
+
+def advantages(options: Grpo, rewards_n: Tensor) -> Tensor:
+    """Rewards minus the mean of their group, divided by its standard deviation except for dr_grpo; (n,)."""
+    groups = rewards_n.double().view(-1, options.group_size)
+    centered = groups - groups.mean(1, keepdim=True)
+    if options.loss != "dr_grpo":
+        centered = centered / (groups.std(1, keepdim=True) + _EPSILON)
+    return centered.flatten()
+
+
+def policy_loss(options: Grpo, packed: PackedAnswers, logp_BT: Tensor, sampled: Sampled, advantages_n: Tensor) -> Evaluated:
+    """The clipped surrogate loss of PPO (arXiv:1707.06347) on the advantages of whole answers, and the divergence from the reference.
+
+    The ratio is that of tokens, or for gspo the geometric mean over an answer. Truncated importance sampling multiplies the loss of a
+    token by the ratio of its probabilities in training and rollout, at most `importance_cap`.
+    """
+    mask, lengths_n = packed.mask_BT, packed.lengths()
+    log_ratio_BT = (logp_BT - sampled.old_BT) * mask
+    if options.loss == "gspo":
+        log_ratio_BT = packed.spread(packed.sums(log_ratio_BT) / lengths_n)
+    ratio_BT, advantage_BT = log_ratio_BT.exp(), packed.spread(advantages_n)
+    bounded_BT = ratio_BT.clamp(1 - options.clip_low, 1 + options.clip_high)
+    loss_BT = -torch.minimum(ratio_BT * advantage_BT, bounded_BT * advantage_BT)
+    clipped = ((bounded_BT * advantage_BT < ratio_BT * advantage_BT) & mask).sum() / mask.sum()
+    if options.importance_cap is not None:
+        loss_BT = loss_BT * (sampled.old_BT - sampled.rollout_BT).exp().clamp(max=options.importance_cap)
+    divergence = None
+    if sampled.reference_BT is not None:
+        away_BT = (sampled.reference_BT - logp_BT) * mask
+        divergence_BT = away_BT.exp() - away_BT - 1  # k3 of Schulman 2020, never negative
+        loss_BT = loss_BT + options.beta * divergence_BT
+        divergence = divergence_BT.detach().sum() / mask.sum()
+    return Evaluated(_reduced(options, packed, loss_BT, lengths_n), clipped.detach(), divergence)
+
+
+def _reduced(options: Grpo, packed: PackedAnswers, loss_BT: Tensor, lengths_n: Tensor) -> Tensor:
+    """One number: the mean over tokens (dapo), over answers of the sum by a constant length (dr_grpo), or of the mean."""
+    sums_n = packed.sums(loss_BT)
+    if options.loss == "dapo":
+        return sums_n.sum() / lengths_n.sum()
+    if options.loss == "dr_grpo":
+        return sums_n.sum() / (packed.count * options.max_new_tokens)
+    return (sums_n / lengths_n).mean()
+
 
 Group = list[Rollout]
 
@@ -86,7 +152,7 @@ class PolicyGradient:
                 return evaluated[-1].loss
 
             labels = float(packed.lengths().sum())
-            batch, value = weigh(packed, -logp_BT, loss, normalizer=labels)
+            batch, value = differentiate(packed, -logp_BT, loss, normalizer=labels)
             rows = len(batch.tokens)
             own = batch.sequences(*self._model.rank_sequences(rows))
             yield Update(own, rows, labels, value, batch.valid_tokens, batch.tokens.size)
@@ -184,12 +250,12 @@ def grpo(
     folder, length = run_dir / "grpo", int(options.sequence_length)
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     prompts = read_prompts(recipe, tokenizer, *protect())
-    begun = start(recipe, run_dir, "grpo", ranks or alone(), options.lora, load_adapter)
+    begun = load_base(recipe, run_dir, "grpo", ranks or alone(), options.lora, load_adapter)
     if begun.communicator.is_first:
         folder.mkdir(exist_ok=True)
         write_json(folder / "prompts.json", {"train": len(prompts.train), "held_out": len(prompts.held_out), "data": prompts.sets})
 
-    def make_plan(model: ParallelModel) -> Plan:
+    def make_plan(model: ParallelModel) -> StageSetup:
         model.set_sampling(sampling_of(options))
         rollouts = Rollouts(model, tokenizer, prompts.judges, sampling_of(options), begun.communicator)
         objective = PolicyGradient(recipe, model, prompts, rollouts, recipe.training_seed, checks)
@@ -205,7 +271,7 @@ def grpo(
             return Batch(tokens, np.full_like(tokens, -100), starts, 0, step)
 
         curriculum = AnswerCurriculum("grpo", recipe, options, [answers] * options.steps, batch)
-        return Plan(curriculum, objective.validate, objective, options.early_stopping)
+        return StageSetup(curriculum, objective.validate, objective, options.early_stopping)
 
     first = begun.model.ranks.is_first
     with Ledger(run_dir / LEDGER, patient=True) if first else NoLedger() as ledger:

@@ -7,22 +7,22 @@ from typing import Any
 
 import torch
 
-from lmworks import progress
 from lmworks.checkpoint import listing, manifest
 from lmworks.errors import UserError
+from lmworks.io.run_layout import BASE, MODEL_STAGES, ModelStage, final_checkpoint_of, last, of_model
 from lmworks.model import Transformer
-from lmworks.model_stages import BASE, MODEL_STAGES, ModelStage, final_checkpoint_of, last, of_model
-from lmworks.recipe.loading.load import load_resolved
-from lmworks.recipe.loading.weights import Weights, model_of
+from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.weights import Weights, model_of
 from lmworks.train.adapters import adapters_of, add_adapters
 from lmworks.train.data.frozen_tokenizer import META, require_same, require_same_file
+from lmworks.ui import terminal
 from lmworks.weights.reference import load_model as load_weights
 
 
 def folder(run_dir: Path, model: str) -> Path:
-    """The folder with the checkpoints of a model, by its name in `lmworks.model_stages`."""
+    """The folder with the checkpoints of a model, by its name in `lmworks.io.run_layout`."""
     return run_dir / of_model(model).checkpoints
 
 
@@ -63,7 +63,7 @@ def _final(place: Path) -> Path:
         return path
     if (reason := manifest.problem(used) if used.is_dir() else "it is missing") is not None:
         text = f"{used}, the best checkpoint of a stage that ended early, cannot be used ({reason}); using the newest, {path.name}"
-        progress.console.print(text, style="yellow")
+        terminal.console.print(text, style="yellow")
         return path
     return used
 

@@ -11,36 +11,33 @@ import torch
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.communicator import Communicator, world_communicator
 from lmworks.errors import UserError
+from lmworks.io.run_layout import BASE
 from lmworks.metrics.system import reset_memory_peak
-from lmworks.model_stages import BASE
 from lmworks.optim.optimizer import Updates, build_optimizer
 from lmworks.parallel.mesh import Ranks, alone, own_device
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.parallel.process_group import is_launched
-from lmworks.progress import console
-from lmworks.recipe.schema.lora import Lora
-from lmworks.recipe.schema.model import Model
+from lmworks.recipe.changes import as_tree, fingerprint, not_architecture
+from lmworks.recipe.schema.model import Lora, Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Duration
-from lmworks.recipe.tree.effects import not_architecture
-from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
-from lmworks.shards.format.manifest import Manifest, check_vocabulary, verify
-from lmworks.shards.order.epoch_warnings import epoch_warnings
-from lmworks.shards.read.batches import Batches
-from lmworks.shards.read.validation import Validation
+from lmworks.shards.batches import Batches
+from lmworks.shards.manifest import Manifest, check_vocabulary, verify
+from lmworks.shards.order import epoch_warnings
+from lmworks.shards.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.curriculum import PretrainingCurriculum
 from lmworks.train.data.frozen_tokenizer import META, digest, require_same
 from lmworks.train.data.mixture import MixtureUpdates, read_changes
 from lmworks.train.observe.long_context import LongContextEvaluator
-from lmworks.train.observe.prompts import prompts
-from lmworks.train.observe.sampling import Sampler
+from lmworks.train.observe.sampling import Sampler, prompts
 from lmworks.train.observe.step_metrics import FlopsPerToken
-from lmworks.train.observe.validation import validate
-from lmworks.train.stage_files import open_stage
+from lmworks.train.saving import open_stage
 from lmworks.train.trainer import Trainer
+from lmworks.train.validation import validate
+from lmworks.ui.terminal import console
 from lmworks.watch.heartbeat import Heartbeat
 
 START_FROM = "start_from"  # under this key a checkpoint's meta says which weights its run began with
@@ -130,7 +127,7 @@ def pretrain(
     if recipe.start_from is not None:
         assert load_start is not None
         communicator = world_communicator()
-        if not communicator.broadcast(communicator.is_first and listing.begun(run_dir / "checkpoints")):
+        if not communicator.broadcast(communicator.is_first and listing.has_checkpoints(run_dir / "checkpoints")):
             began_with = {START_FROM: load_start(recipe, built, communicator)}
     model, optimizer = with_optimizer(recipe, built)
     lengths = [phase.sequence_length for phase in batches.order.timeline.phases]

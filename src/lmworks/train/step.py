@@ -1,24 +1,56 @@
 """One optimizer step: forward and backward of its micro-batches, clipping, update, balancing of the experts.
 
+`Objective` is what a stage minimizes, where that is not the loss of the next token. `StepFlags` are what the ranks reduce at the beginning
+of a step, so that all of them take the same branches in it. `StepValues` are what a step has found, on the host: one copy for everything
+that the trainer, the policies and the metrics read of it.
+
 Shapes: L MoE layers, E experts.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lmworks.model.transfers import to_host
+from lmworks.optim.clip import LossScaler
+from lmworks.optim.groups import local
 from lmworks.optim.optimizer import Updates
-from lmworks.optim.placement import local
-from lmworks.optim.scaler import LossScaler
+from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.read.batch import Batch
+from lmworks.shards.batch import Batch
 from lmworks.train.ewc import EwcPenalty
-from lmworks.watch.spike import Limits
+from lmworks.watch.policy import Limits
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update of a step. `batch`: the rows that this rank trains on, with weights; `rows`: of all ranks. The weighted loss is
+    divided by `normalizer`; `loss` is the objective's value, `labels` and `tokens` count all ranks' labels and tokens."""
+
+    batch: Batch
+    rows: int
+    normalizer: float
+    loss: Tensor
+    labels: int
+    tokens: int
+
+
+class Objective(Protocol):
+    """Makes the updates of a step. Dropout, router losses, the z-loss and the losses of multi-token prediction are off: a token has the
+    same probability when it is generated, scored and learned. All methods are collective."""
+
+    def updates(self, step: int) -> Iterator[Update]:
+        """The updates of a step, each to be applied before the next is asked for: a function of the weights, the seed and the step."""
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last step."""
 
 
 @dataclass(frozen=True)
@@ -115,4 +147,77 @@ def train_step(
     return StepResult(
         loss, sums.z / tokens, None if sums.counts_LE is None else sums.auxiliary / positions,
         sums.mtp / tokens if model.config.mtp else None, grad_norm, apply, sums.counts_LE, valid_tokens,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    """Values of one step that are equal on all ranks.
+
+    valid_tokens: tokens of the step that carry loss, over all data-parallel ranks.
+    stop: a rank has received a signal to stop. preempted: the signal came from a scheduler.
+    save_due: the time after which a checkpoint is due has passed (`Saver.every_seconds`), by the clock of the first rank.
+    save_failed: the asynchronous save has failed on a rank.
+    mixture_changed: the first rank has found a pending change of the mixture in the ledger.
+    """
+
+    valid_tokens: int
+    stop: bool
+    preempted: bool
+    save_due: bool
+    save_failed: bool
+    mixture_changed: bool
+
+
+def all_reduce_flags(own: StepFlags, ranks: Ranks) -> StepFlags:
+    """The flags of all ranks: tokens are summed over the data-parallel ranks, and a flag is set where any rank has set it."""
+    values = (own.valid_tokens, own.stop, own.preempted, own.save_due and ranks.is_first, own.save_failed, own.mixture_changed)
+    if not ranks.distributed:
+        return StepFlags(*values)
+    sums = torch.tensor(values, dtype=torch.int64)
+    torch.distributed.all_reduce(sums)
+    valid_tokens, *flags = sums.tolist()
+    copies = ranks.world // ranks.size("dp")  # ranks that read the same sequences
+    return StepFlags(valid_tokens // copies, *map(bool, flags))
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """A `StepResult` as numbers, the loss scale after the step (1 without a scaler), and whether no smaller one can mend its overflow.
+
+    `counts_LE` and `biases_L`, the largest absolute bias of each of L sparse layers, are fp64 tensors on the CPU. `biases_L` and `penalty`
+    (of elastic weight consolidation) are None where they were not asked for.
+    """
+
+    loss: float
+    z_loss: float
+    auxiliary_loss: float | None
+    mtp_loss: float | None
+    grad_norm: float
+    counts_LE: Tensor | None
+    valid_tokens: int
+    loss_scale: float
+    scale_exhausted: bool
+    biases_L: Tensor | None
+    penalty: float | None
+
+
+def read_values(
+    result: StepResult, scaler: LossScaler | None, biases_L: Tensor | None = None, penalty: Tensor | None = None
+) -> StepValues:  # fmt: skip
+    """Wait for the step, once, and read what it has found."""
+    optional = {
+        "auxiliary_loss": result.auxiliary_loss, "mtp_loss": result.mtp_loss, "counts_LE": result.counts_LE, "biases_L": biases_L,
+        "penalty": penalty, "scale": None if scaler is None else scaler.scale, "exhausted": None if scaler is None else scaler.exhausted,
+    }  # fmt: skip
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    loss, norm, z, *rest = to_host(result.loss, result.grad_norm, result.z_loss, *given.values())
+    found = dict(zip(given, rest, strict=True))
+
+    def number(name: str) -> float | None:
+        return float(found[name]) if name in found else None
+
+    return StepValues(
+        float(loss), float(z), number("auxiliary_loss"), number("mtp_loss"), float(norm), found.get("counts_LE"), result.valid_tokens,
+        float(found.get("scale", 1.0)), bool(found.get("exhausted", False)), found.get("biases_L"), number("penalty"),
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """The training loop.
 
-Data, phases and learning rates come from the `Curriculum`. Each other subject has a file of its own: what a step computes (`step.py`),
-saving (`saving.py`), validation and early stopping (`validator.py`), phase boundaries (`phase_boundary.py`), metrics
-(`observe/step_metrics.py`), bad steps and rollbacks (`faults/`).
+Data, phases and learning rates come from the `Curriculum`, which also knows what changes between phases. Each other subject has a file of
+its own: what a step computes (`step.py`), saving (`saving.py`), validation and early stopping (`validation.py`), metrics
+(`observe/step_metrics.py`), bad steps and rollbacks (`step_inspector.py`, `fault_handler.py`).
 """
 
 from __future__ import annotations
@@ -16,42 +16,33 @@ from typing import Any
 
 import torch
 
-from lmworks import progress
-from lmworks.allocator import keep_freed_memory
 from lmworks.errors import UserError
-from lmworks.interrupt import Interrupted, Preempted
+from lmworks.host.machine import keep_freed_memory
+from lmworks.io.run_layout import BASE, USED
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.metrics.names import describe
 from lmworks.model.balance import set_temperature
-from lmworks.model_stages import BASE, USED
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import is_compiled
-from lmworks.recipe.loading.weights import ARCHITECTURE, recorded
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import EarlyStopping as EarlyStoppingOptions
-from lmworks.shards.read.batch import Batch
-from lmworks.shards.read.prefetch import Prefetch
-from lmworks.train.curriculum import Curriculum
+from lmworks.recipe.weights import ARCHITECTURE, recorded
+from lmworks.shards.batch import Batch
+from lmworks.shards.batches import Prefetch
+from lmworks.train.curriculum import Curriculum, PhaseBoundary
 from lmworks.train.data.mixture import MixtureUpdates
-from lmworks.train.faults.anomaly import FirstNonFinite
-from lmworks.train.faults.handler import FaultHandler
-from lmworks.train.faults.inspector import StepInspector
-from lmworks.train.intervals import Intervals, is_due
-from lmworks.train.objective import Objective
+from lmworks.train.fault_handler import FaultHandler
 from lmworks.train.observe.layer_statistics import LayerStatistics
 from lmworks.train.observe.step_metrics import FlopsPerToken, StepMetrics
-from lmworks.train.phase_boundary import PhaseBoundary
-from lmworks.train.saving import Saver, all_finite, refuse_if_all_damaged
-from lmworks.train.stage_files import StageFiles
-from lmworks.train.state import TrainingState
-from lmworks.train.step import StepResult, micro_batch_of, seed_dropout, train_step
-from lmworks.train.step_flags import StepFlags, all_reduce_flags
-from lmworks.train.step_values import StepValues
-from lmworks.train.validator import Validator
+from lmworks.train.saving import Intervals, Saver, StageFiles, TrainingState, all_finite, is_due, refuse_if_all_damaged
+from lmworks.train.step import Objective, StepFlags, StepResult, StepValues, all_reduce_flags, micro_batch_of, seed_dropout, train_step
+from lmworks.train.step_inspector import FirstNonFinite, StepInspector
+from lmworks.train.validation import Validator
+from lmworks.ui import terminal
+from lmworks.ui.terminal import Interrupted, Preempted
 from lmworks.watch.heartbeat import Heartbeat
-from lmworks.watch.policy import RollbackRequest
-from lmworks.watch.spike import Limits
+from lmworks.watch.policy import Limits, RollbackRequest
 from lmworks.watch.stop_signals import Stop, graceful_stop
 
 _LOOK_EVERY = 0.5  # seconds, for a request to stop while a save waits for room
@@ -119,7 +110,7 @@ class Trainer:
         self._start()
         total, done = self.curriculum.tokens, self.curriculum.tokens_before(self.step)
         patience = float(self.recipe.stability.data_timeout)
-        with graceful_stop() as stop, progress.bar(self.stage, total, done) as bar:
+        with graceful_stop() as stop, terminal.bar(self.stage, total, done) as bar:
             while not self._done:
                 end = self._faults.skips.until(self.step, self.curriculum.steps)
                 with Prefetch(self._rank_batch, self.step, end, patience=patience) as batches:
@@ -134,7 +125,7 @@ class Trainer:
             self._stop_if_requested(self._reduce_flags(0, stop), stop)
         self.files.ledger.write("finish", stage=self.stage, step=self.step, tokens=total)
 
-    def _train_until(self, end: int, batches: Prefetch, stop: Stop, bar: progress.Bar) -> None:
+    def _train_until(self, end: int, batches: Prefetch, stop: Stop, bar: terminal.Bar) -> None:
         """Train to step `end`, or until the run is rolled back or ends early."""
         while self.step < end and not self._done:
             began = time.monotonic()
@@ -215,7 +206,7 @@ class Trainer:
         )  # fmt: skip
         return replace(results[-1], loss=loss.mean(), grad_norm=norm.amax(), applied=applied.bool().all()), batch
 
-    def _observe(self, found: StepValues, batch: Batch, values: dict[str, float], bar: progress.Bar) -> None:
+    def _observe(self, found: StepValues, batch: Batch, values: dict[str, float], bar: terminal.Bar) -> None:
         """Validate, evaluate, write metrics and samples, as far as they are due. `values` are the metrics that the step has so far."""
         if self._done or is_due(self.step, self._intervals.validate):
             self.heartbeat.beat(self.step, "validation")
@@ -282,7 +273,7 @@ class Trainer:
             raise failure
         raise (Preempted if flags.preempted else Interrupted)(stop.message(self.step, self.resume_command))
 
-    def _advance(self, step: int, bar: progress.Bar) -> int:
+    def _advance(self, step: int, bar: terminal.Bar) -> int:
         """Make `step` the next to train; returns the tokens between."""
         tokens = self.curriculum.tokens_before(step) - self.curriculum.tokens_before(self.step)
         self.step = step
@@ -349,14 +340,14 @@ class Trainer:
         found = f"{found} {self._saver.saved:,}"
         if self._done:
             raise UserError(f"{found}; lower the learning rate, or look at what the ledger says of the steps since then, and run it again")
-        progress.console.print(found, style="yellow")
+        terminal.console.print(found, style="yellow")
         return False
 
     def resume(self) -> int:
         """Load the newest good checkpoint, if there is one; returns its step. Raises `UserError` if all are damaged."""
         meta = self._load()
         for path, reason in self.files.checkpoints.refused:
-            progress.console.print(f"{path} is not used: {reason}", style="yellow")
+            terminal.console.print(f"{path} is not used: {reason}", style="yellow")
         if meta is None:
             refuse_if_all_damaged(self.files.checkpoints)
             self._faults.begin()
@@ -368,7 +359,7 @@ class Trainer:
             "resume", stage=self.stage, step=self.step, tokens=self.curriculum.tokens_before(self.step),
             steps=steps, planned_tokens=tokens, **self._environment(),
         )  # fmt: skip
-        progress.console.print(f"{self.stage} resumes from step {self.step:,} of {steps:,}", style="dim")
+        terminal.console.print(f"{self.stage} resumes from step {self.step:,} of {steps:,}", style="dim")
         return self._saver.saved
 
     def _load(self) -> dict[str, Any] | None:
@@ -385,7 +376,7 @@ class Trainer:
         self._validator.load(meta)
         return meta
 
-    def _roll_back(self, rollback: RollbackRequest, bar: progress.Bar) -> bool:
+    def _roll_back(self, rollback: RollbackRequest, bar: terminal.Bar) -> bool:
         """Load an earlier checkpoint, as a resumed run would; returns whether that was possible."""
         assert self._boundary.phase is not None
         self._saver.wait(self.step)
@@ -411,7 +402,7 @@ class Trainer:
             self._report_start()
         self.files.sampler.truncate(self._saver.saved + 1)
         if self.model.whole is None:
-            progress.console.print("no samples are written during the run: its layers are on several pipeline stages", style="dim")
+            terminal.console.print("no samples are written during the run: its layers are on several pipeline stages", style="dim")
         if self.mixture is not None:
             self.mixture.apply_pending(self.step)
         self._saver.start_timer(self.step)
@@ -420,7 +411,7 @@ class Trainer:
         steps, tokens, environment = self.curriculum.steps, self.curriculum.tokens, self._environment()
         layers = "compiled in the first step" if is_compiled(self.recipe, self.model.device) else "eager"
         devices = f"{environment['ranks']} x {environment['device']} in {environment['precision']}"
-        progress.console.print(f"{steps:,} steps, {tokens:,} tokens, on {devices}; layers {layers}", style="dim")
+        terminal.console.print(f"{steps:,} steps, {tokens:,} tokens, on {devices}; layers {layers}", style="dim")
         self.files.ledger.write("start", stage=self.stage, steps=steps, tokens=tokens, **environment, **self.meta)
 
     def _environment(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from lmworks import machine
+from lmworks.host import machine
 
 _LAUNCHER, _JUDGED = Path(__file__).with_name("sandbox_launcher.py"), Path(__file__).with_name("judged.py")
 _ENVIRONMENT = {

@@ -4,22 +4,113 @@
 |-----------|---------------------------------|--------------------------------------------------------------------------------------------|
 | `exact`   | the stated text                 | it is the same text, except for case, white space, quotes, and punctuation at its end      |
 | `numeric` | the stated, or the last, number | it is the same number (`numbers.py`); units are not compared, `50%` is `50` and also `0.5` |
-| `math`    | the stated expression           | it is the same text or number, or math-verify finds it equal (`symbolic.py`)               |
+| `math`    | the stated expression           | it is the same text or number, or math-verify finds it equal                              |
 
 A right answer is read as a reply is: worked solutions end in `#### 72`, a box or "the answer is". Without such a mark it has to be the
 answer itself.
+
+Expressions are compared by math-verify (LaTeX to sympy) in a process with limits, because a model may write anything: powers of powers,
+brackets a thousand deep, integrals. An expression that takes more than `SECONDS` of processor time, the memory or the length below counts
+as not equal. Only math-verify's reading of a whole expression is used, and not its search for one in a text, which takes a part for the
+whole (9 for `9**9`, 1 for `1 1/2`).
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Literal
 
-from lmworks.verify import symbolic
-from lmworks.verify.marks import stated, statements
+from lmworks.errors import UserError
+from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, ProcessDied
+from lmworks.verify.marks import stated, statements, without_thoughts
 from lmworks.verify.numbers import final_number, number
-from lmworks.verify.thoughts import without_thoughts
+
+SECONDS = 2.0  # of processor time; the first comparison of a process takes 0.5, later ones 0.01 to 0.3
+_MEMORY = 2 << 30
+_LONGEST = 1000  # characters
+_FUNCTIONS = re.compile(r"(?<![\\A-Za-z])(pi|infinity|infty|sin|cos|tan|cot|sec|csc|ln|log|exp|theta|alpha|beta|gamma)(?![A-Za-z])")
+
+
+def check_installed(where: str) -> None:
+    """Raise `UserError`, which names the recipe key `where`, if math-verify is not installed."""
+    if find_spec("math_verify") is None:
+        raise UserError(f"{where} compares expressions by math-verify, which is not installed: pip install 'lmworks[eval]'")
+
+
+def equal_expressions(given: str, right: str) -> bool:
+    """Whether an expression equals the right one. Never raises on what they contain."""
+    if max(len(given), len(right)) > _LONGEST:
+        return False
+    return _ask(given, right) == "equal"
+
+
+def is_readable(expression: str) -> bool:
+    """Whether an expression can be read."""
+    return len(expression) <= _LONGEST and _ask(expression, expression) in ("equal", "different")
+
+
+@lru_cache(maxsize=4096)
+def _ask(given: str, right: str) -> str:
+    try:
+        return _process()(json.dumps([_latex(given), _latex(right)]).encode()).decode()
+    except (ProcessDied, CallFailed):
+        return "unreadable"
+
+
+@lru_cache(maxsize=1)
+def _process() -> LimitedProcess:
+    check_installed("this")
+    return LimitedProcess("lmworks.verify.answers:make_comparison", SECONDS, _MEMORY, wall_seconds=30 * SECONDS)
+
+
+def _latex(text: str) -> str:
+    """The way in which people type mathematics as LaTeX."""
+    text = text.strip().strip("$").strip().removesuffix(".").translate(_SYMBOLS)
+    text = re.sub(r"√ ?\(([^()]*)\)|√ ?([A-Za-z0-9]+)", lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
+    text = re.sub(r"(?<![\\A-Za-z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\*\* ?(\w+|\([^()]*\))", r"^{\1}", text)
+    text = re.sub(r"\^ ?([0-9]{2,})", r"^{\1}", text)
+    text = _FUNCTIONS.sub(lambda found: f"\\{'infty' if found[1] == 'infinity' else found[1]} ", text)
+    text = re.sub(r"\\le(?=[(\[])|\\right(?=[)\]])|\\left(?=[(\[])", "", text)  # sizes of brackets, also as some published rows cut them
+    text = text.replace("\\iny", "\\infty").replace("{}", "")
+    return re.sub(r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup", text)
+
+
+_SYMBOLS = str.maketrans({
+    "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "−": "-", "–": "-", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
+    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "θ": r"\theta ", "²": "^{2}", "³": "^{3}", "°": r"^{\circ}",
+})  # fmt: skip
+
+
+def make_comparison() -> Callable[[bytes], bytes]:
+    """The function of the separate process: a JSON list of both expressions to `equal`, `different` or `unreadable`."""
+    import logging
+    from dataclasses import replace
+
+    from latex2sympy2_extended.latex2sympy2 import normalize_latex
+    from math_verify import LatexExtractionConfig, verify
+    from math_verify.parser import parse_latex_cached
+
+    logging.disable(logging.CRITICAL)
+    config = replace(LatexExtractionConfig().normalization_config, boxed="none")
+
+    def call(data: bytes) -> bytes:
+        given, right = json.loads(data)
+        try:
+            read = [parse_latex_cached(normalize_latex(one, config)) for one in (given, right)]
+        except Exception:  # its grammar raises plain exceptions
+            return b"unreadable"
+        if any(one is None for one in read):
+            return b"unreadable"
+        return b"equal" if verify(read[1], read[0], timeout_seconds=None) else b"different"
+
+    return call
+
 
 Kind = Literal["exact", "numeric", "math"]
 Verdict = Literal["right", "wrong", "unparsed"]
@@ -72,7 +163,7 @@ def right_answer(written: object, kind: Kind) -> RightAnswer | None:
     if kind == "exact":
         return RightAnswer(found, kind) if normal(found) else None
     found = _before_prose(found) if mark and mark.mark == "said" else found
-    readable = number(found) or _is_text(found) or _BASE.fullmatch(_bare(found)) or symbolic.readable(found)
+    readable = number(found) or _is_text(found) or _BASE.fullmatch(_bare(found)) or is_readable(found)
     return RightAnswer(found, kind) if readable else None
 
 
@@ -102,7 +193,7 @@ def same_expression(given: str, right: str) -> bool:
     based = [_BASE.fullmatch(side) for side in (one, other)]
     if all(based):
         return len({(side[1], side[2]) for side in based if side}) == 1
-    return bool(one) and symbolic.equal(given, right)
+    return bool(one) and equal_expressions(given, right)
 
 
 def _verdict(right: bool) -> Verdict:

@@ -3,10 +3,11 @@
 In this order, and the last of its kind:
 
 1. `<answer>...</answer>`,
-2. `\\boxed{...}` with braces nested to any depth, or `#### ...` (a heading of Markdown is none: it is a number, or the reply's last line),
+2. `\boxed{...}` with braces nested to any depth, or `#### ...` (a heading of Markdown is none: it is a number, or the reply's last line),
 3. what follows "answer is", "answer:", "result =" and the like on its line, or in the formula that it introduces.
 
-Thoughts are left out first. A tag may hold a box, and a statement a box. All of it takes time linear in the reply.
+Thoughts are left out first (`without_thoughts`): nothing in them is an answer. A tag may hold a box, and a statement a box. All of it takes
+time linear in the reply.
 """
 
 from __future__ import annotations
@@ -16,7 +17,41 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from lmworks.verify.thoughts import without_thoughts
+_MARK = re.compile(
+    r"<(?P<a>/?)(?:think|thinking|thoughts?|reasoning|seed:think)>|\[(?P<b>/?)THINK\]|◁(?P<c>/?)think▷"
+    r"|<\|(?P<d>begin|end)_of_thought\|>|<\|START_THINKING\|>|(?P<e><\|END_THINKING\|>)",
+    re.IGNORECASE,
+)
+_FINAL = "<|channel|>final<|message|>"  # of OpenAI's harmony form
+_AT_END = 64  # characters of a prompt in which its template may have opened the thoughts
+
+
+def without_thoughts(reply: str, thinking: bool = False) -> str:
+    """A reply without its thoughts, in any of the published forms of markup; thoughts that are not closed hide the rest.
+
+    `thinking`: the prompt has already opened them (`opens_thoughts`). A closing mark alone means the same: all before it is thought.
+    """
+    kept: list[str] = []
+    depth, at = int(thinking), 0
+    for mark in _MARK.finditer(reply):
+        closes = any(mark[name] for name in "abc") or mark["d"] in ("end", "END") or mark["e"] is not None
+        if not depth:
+            kept.append(reply[at : mark.start()])
+        if closes and not depth:
+            kept.clear()
+        depth, at = max(depth - 1, 0) if closes else depth + 1, mark.end()
+    if not depth:
+        kept.append(reply[at:])
+    text = "".join(kept)
+    return text.rpartition(_FINAL)[2].strip()
+
+
+def opens_thoughts(prompt: str) -> bool:
+    """Whether the template has opened the thoughts at the end of a prompt, so that the reply begins in them."""
+    end = prompt[-_AT_END:].rstrip()
+    marks = list(_MARK.finditer(end))
+    return bool(marks) and marks[-1].end() == len(end) and "/" not in marks[-1][0] and "end" not in marks[-1][0].lower()
+
 
 Mark = Literal["tag", "box", "hashes", "said"]
 

@@ -24,8 +24,7 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lmworks.verify.marks import statements
-from lmworks.verify.thoughts import without_thoughts
+from lmworks.verify.marks import statements, without_thoughts
 
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,2}(?:,[0-9]{2}){1,6},[0-9]{3}(?![0-9])|[0-9]+"
 _DECIMAL = rf"(?:(?:{_WHOLE})(?:\.[0-9]+)?|\.[0-9]+)"

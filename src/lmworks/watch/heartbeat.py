@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from lmworks.files import private_folder
+from lmworks.io.files import private_folder
 from lmworks.watch.flight_recorder import Entered, read_record
 
 HOST = "LMWORKS_HOST"  # environment variable with the launcher's name of this machine

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.files import explain_os_errors, try_lock
+from lmworks.io.files import explain_os_errors, try_lock
 
 
 class RunLock:

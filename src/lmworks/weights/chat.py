@@ -13,10 +13,10 @@ import yaml
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.files import read_json
-from lmworks.model_stages import BASE, of_checkpoint
-from lmworks.recipe.loading.weights import Weights
+from lmworks.io.files import read_json
+from lmworks.io.run_layout import BASE, of_checkpoint
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.weights import Weights
 
 TAG = "conversational"
 """The tag of a model card that says that the model was trained on conversations, as the Hugging Face Hub spells it."""

@@ -1,10 +1,14 @@
-"""Reads Hugging Face checkpoints: config.json and safetensors, a tensor or a slice of one at a time."""
+"""Reads Hugging Face checkpoints: config.json and safetensors, a tensor or a slice of one at a time.
+
+`map_weights` tells which file holds each tensor from the headers alone: no weights are read.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +18,12 @@ from torch import Tensor
 
 from lmworks.checkpoint.save_plan import TensorSlice, local_slice
 from lmworks.errors import UserError
-from lmworks.files import explain_damage, read_json
+from lmworks.io.files import explain_damage, read_json
 from lmworks.model import Transformer
-from lmworks.recipe.families.registry import family_in
-from lmworks.recipe.gguf.header import is_gguf
-from lmworks.recipe.loading.huggingface import from_config
+from lmworks.recipe.families.family import Family
+from lmworks.recipe.families.registry import family_in, from_config
+from lmworks.recipe.gguf_header import is_gguf
+from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.model import Model as Config
 from lmworks.weights.gguf import GgufWeights
 from lmworks.weights.names import (
@@ -217,3 +222,56 @@ def _open(file: Path, stack: ExitStack) -> Any:
         return stack.enter_context(safe_open(file, framework="pt"))
     except SafetensorError as error:
         raise UserError(f"{file} is damaged ({error}); put a good copy there, or export it again") from None
+
+
+_EXTENDED = ("embedding.weight", "head.weight")  # may have more rows than the file
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor of a checkpoint: `ours` is our name of it, or of the stack of experts that it is part of."""
+
+    ours: str
+    shape: tuple[int, ...]
+
+
+def wanted_tensors(model: Model, family: Family) -> dict[str, Wanted]:
+    """Every tensor that `model` is made of, by its name in Hugging Face's format. Takes no memory, whatever the size."""
+    with torch.device("meta"):
+        state = Transformer(model).state_dict()
+    found: dict[str, Wanted] = {}
+    for name, tensor in state.items():
+        ours = "embedding.weight" if name == "head.weight" and model.tie_word_embeddings else name
+        part = local_slice(ours, tensor)
+        assert part is not None
+        found |= {theirs: Wanted(ours, box.shape) for theirs, box in sources(part, model, family)}
+    return found
+
+
+def map_weights(directory: Path, model: Model) -> dict[str, Path]:
+    """The file of each tensor of `model` in the checkpoint in `directory`. The vocabulary of `model` may be larger than the checkpoint's,
+    and it may have layers of multi-token prediction that the checkpoint lacks.
+
+    Raises `UserError` for files that are damaged or pickled, and for tensors that are missing, foreign, or of another shape.
+    """
+    directory = Path(directory)
+    family = family_in(read_json(directory / "config.json"))
+    wanted = wanted_tensors(model, family)
+    with torch.device("meta"):
+        ours = Transformer(model).state_dict()
+    found: dict[str, Path] = {}
+    with ExitStack() as stack:
+        for file, handle in open_all(directory, stack).items():
+            names = handle.keys()
+            refuse_foreign(names, ours, model, family)
+            for theirs in (name for name in names if name in wanted):
+                shape, expected = tuple(handle.get_slice(theirs).get_shape()), wanted[theirs].shape
+                fewer_rows = wanted[theirs].ours in _EXTENDED and shape[:1] < expected[:1] and shape[1:] == expected[1:]
+                if shape != expected and not fewer_rows:
+                    raise UserError(f"{file}: tensor {theirs} has shape {shape}, but the config says {expected}")
+                found[theirs] = file
+    missing = [name for name, one in wanted.items() if name not in found and not one.ours.startswith("mtp.")]
+    if missing:
+        more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
+        raise UserError(f"{directory} has no tensor {missing[0]}{more}; {why_missing(wanted[missing[0]].ours)}")
+    return found

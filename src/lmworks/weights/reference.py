@@ -17,13 +17,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lmworks.checkpoint import listing, loading, manifest
+from lmworks.checkpoint import listing, manifest
+from lmworks.checkpoint import state as loading
 from lmworks.checkpoint import state as states
 from lmworks.checkpoint.communicator import Communicator
 from lmworks.errors import UserError
-from lmworks.files import cache_directory, write_json
-from lmworks.recipe.loading.weights import Weights, find_weights
+from lmworks.io.files import cache_directory, write_json
 from lmworks.recipe.schema.model import Model
+from lmworks.recipe.weights import Weights, find_weights
 
 BASE_FOLDER = "base"  # in a run: the weights of its base model, or a link to them, where they lie elsewhere than when the run began
 
@@ -70,7 +71,7 @@ def load_model(
 ) -> dict[str, Any]:  # fmt: skip
     """Fill the weights of `state`, under "model" or "average", from a checkpoint or from the files that it names; returns its meta.
 
-    As `lmworks.checkpoint.loading.load`, and collective as that is. Raises `UserError` if a file is missing, or is not what it was.
+    As `lmworks.checkpoint.state.load`, and collective as that is. Raises `UserError` if a file is missing, or is not what it was.
     """
     about = communicator.broadcast(communicator.run_on_all(lambda: listing.reference_of(path) if communicator.is_first else None))
     if about is None:

@@ -23,11 +23,11 @@ def _install(folder: str) -> None:
 
     import torch
 
-    from lmworks import jsonl
-    from lmworks.optim.placement import local
+    from lmworks.io import jsonl
+    from lmworks.optim.groups import local
     from lmworks.parallel.parallel_model import ParallelModel
     from lmworks.train import trainer
-    from lmworks.watch.checksum import checksums
+    from lmworks.watch.recheck import checksums
 
     path, life = Path(folder), f"{os.getpid()}-{time.time():.3f}"
     plant = json.loads((path / "plant.json").read_text()) if (path / "plant.json").exists() else {}

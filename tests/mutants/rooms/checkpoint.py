@@ -45,7 +45,7 @@ MUTANTS = [
      "A save that does not fit on the disk fails before it writes.", "checkpoint/test_faults.py"),
     ("checkpoint.save:CheckpointWriter.write", "                shutil.rmtree(aside, ignore_errors=True)\n", "                pass\n",
      "A failed save leaves nothing behind.", "checkpoint/test_faults.py"),
-    ("checkpoint.retention:keep", "for one in before[-options.keep_last:]:", "for one in before[:0]:",
+    ("checkpoint.listing:keep", "for one in before[-options.keep_last:]:", "for one in before[:0]:",
      "Bad steps in a row keep the checkpoints that a rollback needs.", "train/test_stability.py"),
     ("checkpoint.run_bundle:_belongs", " and plain not in _LEFT_OUT", "",
      "Credentials are not restored from a copy.", "checkpoint/test_run_bundle.py"),

@@ -1,17 +1,17 @@
 """Mistakes in the flags of engines and in monitoring."""
 
 MUTANTS = [
-    ("deploy.monitoring.panels:ENGINE_METRICS", "max(vllm:kv_cache_usage_perc)", "max(vllm:gpu_cache_usage_perc)",
+    ("deploy.panels:ENGINE_METRICS", "max(vllm:kv_cache_usage_perc)", "max(vllm:gpu_cache_usage_perc)",
      "Panels ask for metrics that the pinned vLLM writes.", "deploy/test_recorded.py deploy/test_monitoring.py"),
-    ("deploy.monitoring.panels:ENGINE_METRICS", 'waiting="sum(vllm:num_requests_waiting)"', 'waiting="sum(vllm:num_requests_queued)"',
+    ("deploy.panels:ENGINE_METRICS", 'waiting="sum(vllm:num_requests_waiting)"', 'waiting="sum(vllm:num_requests_queued)"',
      "Alerts ask for metrics that the pinned vLLM writes.", "deploy/test_recorded.py deploy/test_monitoring.py"),
-    ("deploy.engines.sglang:launch", '"--max-running-requests"', '"--max-running-request"',
+    ("deploy.engines:launch_sglang", '"--max-running-requests"', '"--max-running-request"',
      "Flags of SGLang are those of the pinned version.", "deploy/test_recorded.py"),
-    ("deploy.engines.vllm:launch", '"--max-num-seqs"', '"--max-num-sequences"', "Flags of vLLM are those of the pinned version.",
+    ("deploy.engines:launch_vllm", '"--max-num-seqs"', '"--max-num-sequences"', "Flags of vLLM are those of the pinned version.",
      "deploy/test_recorded.py"),
-    ("deploy.engines.sglang:launch", "fit.sequences * fit.data", "fit.sequences", "SGLang's limit of requests is over all replicas.",
+    ("deploy.engines:launch_sglang", "fit.sequences * fit.data", "fit.sequences", "SGLang's limit of requests is over all replicas.",
      "deploy/test_sizing.py"),
-    ("deploy.engines.vllm:launch", '"--host", request.host', '"--host", "0.0.0.0"', "A server is not reachable from outside unless asked.",
+    ("deploy.engines:launch_vllm", '"--host", request.host', '"--host", "0.0.0.0"', "A server is not reachable from outside unless asked.",
      "cli/test_deploy_command.py"),
     ("deploy.deploy:_copy_package", "    if on_cpu:\n", "    if False:\n", "A container for a CPU gets torch without CUDA.",
      "deploy/test_containers.py"),

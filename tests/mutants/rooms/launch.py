@@ -18,6 +18,6 @@ MUTANTS = [
      "An agent that dies excludes its host.", "launch/test_supervisor.py"),
     ("launch.launcher:Launch._ranks_here", "sum(slots[: names.index(host.name)])", "0",
      "Agents of one machine take different processors of it.", "launch/test_pinning.py"),
-    ("launch.pinning:pin_rank", "machine.ranks_here()", 'int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])',
+    ("launch.rank_context:pin_rank", "machine.ranks_here()", 'int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])',
      "A rank is pinned among all ranks of its machine, not those of its agent.", "launch/test_pinning.py"),
 ]  # fmt: skip

@@ -11,6 +11,6 @@ MUTANTS = [
      "metrics/test_metric_log.py metrics/test_names.py"),
     ("metrics.system:gpu_metrics", "(torch.cuda.utilization, 100)", "(torch.cuda.utilization, 1)",
      "perf/gpu_utilization is a share, not per cent.", "metrics/test_system.py"),
-    ("metrics.sinks:_Live._known", "if time.monotonic() >= self._read_again:", "if True:",
+    ("metrics.log:_Live._known", "if time.monotonic() >= self._read_again:", "if True:",
      "A scrape does not read the heartbeats more often than ranks write them.", "metrics/test_sinks.py"),
 ]  # fmt: skip

@@ -3,9 +3,10 @@
 MUTANTS = [
     ("parallel.tensor:_row_parallel", "_place(projection, mesh, Shard(1))", "_place(projection, mesh, Shard(0))",
      "Row-parallel projections are sharded over their inputs.", "parallel/test_tensor.py"),
-    ("parallel.tensor:_forwards", "collectives.alike(x_BTD, stream.group)", "x_BTD", "The gradient of the router's input is counted once.",
+    ("parallel.tensor:_forwards", "collectives.scale_grad_by_group(x_BTD, stream.group)", "x_BTD",
+     "The gradient of the router's input is counted once.",
      "parallel/test_tensor.py parallel/test_experts.py parallel/test_precisions.py"),
-    ("parallel.tensor:_forwards", "collectives.copy(routing.weights, stream.group)", "routing.weights",
+    ("parallel.tensor:_forwards", "collectives.identity_allreduce_grad(routing.weights, stream.group)", "routing.weights",
      "The gradient of the routing weights is summed over tensor ranks.",
      "parallel/test_tensor.py parallel/test_experts.py parallel/test_precisions.py"),
     ("parallel.tensor:chunk_loss", "collectives.all_max(capped.amax(-1), group)", "capped.amax(-1)",

@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from lmworks import jsonl
-from lmworks.corpus.analysis.measuring import CountTokens, measure_part, reference_model, unpack_id
+from lmworks.corpus.analysis.measuring import CountTokens, Tally, measure_part, reference_model, unpack_id
 from lmworks.corpus.analysis.prepared import PreparedCorpus
-from lmworks.corpus.analysis.tally import Tally
-from lmworks.corpus.engine.counts import Count
 from lmworks.corpus.engine.job import Piece
+from lmworks.corpus.engine.step_runner import Count
 from lmworks.corpus.histogram import Histogram
-from lmworks.pool import map_unordered
-from lmworks.progress import bar
+from lmworks.host.pool import map_unordered
+from lmworks.io import jsonl
+from lmworks.ui.terminal import bar
 
 _MIN_BYTES_PER_PROCESS = 8_000_000  # bytes of input
 _MOST_COPIED = 20

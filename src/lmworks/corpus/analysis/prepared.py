@@ -15,14 +15,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lmworks.corpus.document import split_id
+from lmworks.corpus.engine.decisions import row_groups
 from lmworks.corpus.engine.dedup_decisions import cuts_path, staged_path
 from lmworks.corpus.engine.job import Job, Piece
-from lmworks.corpus.engine.passes.writing import decisions_path, outputs
-from lmworks.corpus.engine.tables import row_groups
-from lmworks.corpus.readers import read
-from lmworks.corpus.readers.items import Item
+from lmworks.corpus.engine.writing_pass import decisions_path, outputs
+from lmworks.corpus.read import read
+from lmworks.corpus.read.part import Item
 from lmworks.errors import Unavailable, UserError
-from lmworks.files import read_json
+from lmworks.io.files import read_json
 from lmworks.recipe.schema.corpus import Source
 
 SPLITS = ("train", "validation")
@@ -31,7 +31,7 @@ DECISION_COLUMNS = ("id", "origin", "bytes", "language", "fate", "reason", "deta
 
 @dataclass(frozen=True)
 class KeptDocument:
-    """A document in the corpus: its file, its row in the file, and the columns of `lmworks.documents.COLUMNS`."""
+    """A document in the corpus: its file, its row in the file, and the columns of `lmworks.io.run_layout.COLUMNS`."""
 
     path: Path
     row: int

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 from lmworks.corpus.analysis.prepared import SPLITS, PreparedCorpus, source_changed_error
 from lmworks.corpus.document import split_id
 from lmworks.corpus.engine.job import Piece
-from lmworks.corpus.sampling import keys
+from lmworks.corpus.engine.sampling import keys
 from lmworks.errors import UserError
-from lmworks.progress import bar
+from lmworks.ui.terminal import bar
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,100 @@
-"""`lmworks corpus trace`: follow one document from its row in the source through every decision, by applying each step again."""
+"""The protected text that a document of the corpus contains.
+
+The lines of a text that a step changed, in a short form.
+
+`lmworks corpus trace`: follow one document from its row in the source through every decision, by applying each step again.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from itertools import takewhile
 from typing import Any
 
 import pyarrow.compute as pc
 
-from lmworks.corpus.analysis.passages import contaminated_passages
 from lmworks.corpus.analysis.prepared import SPLITS, KeptDocument, PreparedCorpus, source_changed_error
 from lmworks.corpus.analysis.sample import read_documents
-from lmworks.corpus.analysis.text_diff import changed_lines
 from lmworks.corpus.document import Batch, Document, Drop, Fact, Step, Variants, split_id
+from lmworks.corpus.engine.decontamination_pass import contaminated_documents
 from lmworks.corpus.engine.dedup_decisions import REPEATED
+from lmworks.corpus.engine.duplicates_pass import REASONS
 from lmworks.corpus.engine.job import Piece
-from lmworks.corpus.engine.passes.duplicates import REASONS
-from lmworks.corpus.engine.passes.reading import BATCH_CHARACTERS, steps_of
+from lmworks.corpus.engine.reading_pass import BATCH_CHARACTERS, steps_of
 from lmworks.corpus.engine.step_runner import drop_with_original, make_variants
-from lmworks.corpus.readers.items import EXCERPT, Item
-from lmworks.progress import bar
+from lmworks.corpus.read.part import EXCERPT, Item
+from lmworks.ui.terminal import bar
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A passage of a document that also occurs in the protected text `against`."""
+
+    against: str
+    passage: str
+
+
+def contaminated_passages(corpus: PreparedCorpus, piece: Piece, identity: str) -> list[Passage]:
+    """The passages for which a document was dropped, or could have been, longest first.
+
+    They are computed again if staged files are kept; otherwise only the passages listed in the report are known.
+    """
+    found = corpus.staged(piece, identity)
+    if found is None:
+        reported = [one for one in corpus.report["contamination"] if one["id"] == identity]
+        return [Passage(one["against"], one["passage"]) for one in reported]
+    row, text = found
+    text = cut[0] if (cut := corpus.cut(piece, identity)) else text  # the text that was scanned
+    matches = contaminated_documents(corpus.job, piece).get(row, [])
+    return [Passage(match.against, text[match.start : match.end][:EXCERPT]) for match in matches]
+
+
+MAX_LINES = 3000  # longer texts take too long to compare line by line
+_AROUND = 60
+
+
+def changed_lines(before: str, after: str, most: int = 12) -> list[str]:
+    """Removed lines (`- `), added lines (`+ `) and changed lines (both); of each, an excerpt around the first difference. At most `most`
+    lines.
+    """
+    old, new = before.split("\n"), after.split("\n")
+    head = _common_prefix(old, new)
+    tail = _common_prefix(old[head:][::-1], new[head:][::-1])
+    old, new = old[head : len(old) - tail], new[head : len(new) - tail]
+    if len(old) + len(new) > MAX_LINES:
+        return [f"{len(old):,} lines were replaced by {len(new):,}, from line {head + 1:,} on"]
+    shown: list[str] = []
+    for kind, first, last, begin, end in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind != "equal":
+            shown += _diff_lines(old[first:last], new[begin:end])
+    more = len(shown) - most
+    return shown if more <= 0 else [*shown[:most], f"... and {more:,} more lines"]
+
+
+def _diff_lines(old: list[str], new: list[str]) -> list[str]:
+    found = []
+    for place in range(max(len(old), len(new))):
+        gone, come = old[place] if place < len(old) else None, new[place] if place < len(new) else None
+        at = 0
+        if gone is not None and come is not None:
+            at = _common_prefix(gone, come)
+        found += [f"{sign} {_excerpt(line, at)}" for sign, line in (("-", gone), ("+", come)) if line is not None]
+    return found
+
+
+def _common_prefix(old: Sequence[str], new: Sequence[str]) -> int:
+    """Length of the common prefix."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
+
+
+def _excerpt(line: str, at: int) -> str:
+    if not line:
+        return "(empty line)"
+    start, stop = max(0, at - _AROUND // 2), at + _AROUND
+    return ("..." if start else "") + line[start:stop] + ("..." if stop < len(line) else "")
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 C).
 
 A training document that shares a run of 13 words with a held-out document or an evaluation item (question and answer) is contaminated.
-Case, accents, invisible characters, forms of letters and digits (`lmworks.letters`), punctuation, spaces, line breaks, and markup between
-the words (`readings`) are ignored. An underscore is punctuation unless it joins two words, as in a name of a program. A document with
-comments is scanned with them as well, and one with many escapes (JSON) unescaped as well. Further rules:
+Case, accents, invisible characters, forms of letters and digits (`lmworks.text.letters`), punctuation, spaces, line breaks, and markup
+between the words (`readings`) are ignored. An underscore is punctuation unless it joins two words, as in a name of a program. A document
+with comments is scanned with them as well, and one with many escapes (JSON) unescaped as well. Further rules:
 
 - An evaluation item of 13 words or more also matches if two fifths of its runs of 5 words, and at least six, occur in a stretch a third
   longer than the item: most of it is there, with some words changed.

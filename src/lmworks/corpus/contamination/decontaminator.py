@@ -17,8 +17,8 @@ import numpy as np
 from lmworks.corpus.contamination.ngram_tables import NEAR, SHORTEST, Item, ProtectedNgrams, extend_ngrams
 from lmworks.corpus.contamination.readings import scan_forms, scan_forms_with_positions
 from lmworks.corpus.units import Symbols, Units, mostly_symbols, ngrams, ngrams_of, symbolic, symbolic_stretches, units
-from lmworks.files import atomic_path
-from lmworks.letters import spaceless_language, units_per_word
+from lmworks.io.files import atomic_path
+from lmworks.text.letters import spaceless_language, units_per_word
 
 BOILERPLATE_DOCUMENTS = 10
 MOST_EXEMPT = 50  # passages of boilerplate that are reported

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from lmworks.corpus.contamination.decontaminator import Question
-from lmworks.files import atomic_path
+from lmworks.io.files import atomic_path
 
 RECORD = "searched.npy"
 

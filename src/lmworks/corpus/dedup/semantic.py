@@ -15,7 +15,7 @@ from lmworks.corpus.dedup.near import StackedArrays
 from lmworks.corpus.document import Document
 from lmworks.corpus.units import Units, mix, symbolic, units
 from lmworks.errors import UserError
-from lmworks.recipe.schema.dedup import Semantic
+from lmworks.recipe.schema.corpus import Semantic
 
 Embed = Callable[[Sequence[Document], Units], np.ndarray]
 """(documents, the units of their texts) -> (D, dimensions) float16, of length 1; all 0 for a document without words."""

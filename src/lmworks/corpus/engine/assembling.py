@@ -9,17 +9,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.engine.counts import ContaminatedItems, Samples
+from lmworks.corpus.engine.decisions import row_groups
+from lmworks.corpus.engine.decontamination_pass import enabled
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.passes.decontamination import enabled
-from lmworks.corpus.engine.passes.writing import MOST_PASSAGES, decisions_path, outputs
-from lmworks.corpus.engine.tables import row_groups
+from lmworks.corpus.engine.step_runner import ContaminatedItems, Samples
 from lmworks.corpus.engine.task import Pass
+from lmworks.corpus.engine.writing_pass import MOST_PASSAGES, decisions_path, outputs
 from lmworks.corpus.histogram import Histogram
 from lmworks.corpus.report import Report, SourceReport
 from lmworks.errors import UserError
-from lmworks.files import read_json, write_json, write_text
-from lmworks.masking import mask
+from lmworks.io.files import read_json, write_json, write_text
+from lmworks.io.masking import mask
 from lmworks.recipe.schema.corpus import Source
 
 _ADVICE = {

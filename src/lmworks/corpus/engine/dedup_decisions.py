@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 
 from lmworks.corpus.dedup.signatures import Signatures
 from lmworks.corpus.document import variant_id
+from lmworks.corpus.engine.decisions import row_groups
 from lmworks.corpus.engine.job import Job, Piece
-from lmworks.corpus.engine.passes.reading import read_inputs
-from lmworks.corpus.engine.tables import row_groups
-from lmworks.files import sha256_file
-from lmworks.recipe.tree.fingerprint import as_tree
+from lmworks.corpus.engine.reading_pass import read_inputs
+from lmworks.io.files import sha256_file
+from lmworks.recipe.changes import as_tree
 
 DEDUP_DECISIONS = pa.schema([("reason", pa.string()), ("copy_of", pa.string()), ("held", pa.bool_())])
 CUTS = pa.schema([("row", pa.int64()), ("text", pa.string()), ("left", pa.float64())])

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow.parquet as pq
 
-from lmworks.corpus.engine.counts import Count, Counts, count
+from lmworks.corpus.engine import local_executor
+from lmworks.corpus.engine.decisions import row_groups
 from lmworks.corpus.engine.dedup_decisions import REPEATED, DedupDecisions, read_texts, staged_path
-from lmworks.corpus.engine.executors import local
 from lmworks.corpus.engine.job import Job, Piece
-from lmworks.corpus.engine.passes.reading import missing_facts
-from lmworks.corpus.engine.passes.sequence import PASSES
-from lmworks.corpus.engine.tables import row_groups
-from lmworks.corpus.readers.items import EXCERPT
+from lmworks.corpus.engine.passes import PASSES
+from lmworks.corpus.engine.reading_pass import missing_facts
+from lmworks.corpus.engine.step_runner import Count, Counts, count
+from lmworks.corpus.read.part import EXCERPT
 from lmworks.errors import raise_first
 
 _EXAMPLES = 3
@@ -50,7 +50,7 @@ def preview_duplicates(job: Job) -> list[SourceDuplicates]:
     """What deduplication would drop, per source. `job.out` is a directory without other use; all work is done on this machine."""
     raise_first(missing_facts(job))
     job.save()
-    local.execute(job, PASSES[: [pass_.name for pass_ in PASSES].index("cut_passages") + 1])
+    local_executor.execute(job, PASSES[: [pass_.name for pass_ in PASSES].index("cut_passages") + 1])
     found = [_of_source(job, job.of(source), source.name) for source in job.sources]
     wanted = {one.copy_of for source in found for some in source.examples.values() for one in some if one.copy_of}
     texts = dict(_texts(job, wanted))

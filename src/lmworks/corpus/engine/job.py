@@ -1,23 +1,61 @@
-"""A job: the corpus of a recipe, cut into parts, with the paths of its files. Any process on any machine can load it from its file."""
+"""A job: the corpus of a recipe, cut into parts, with the paths of its files. Any process on any machine can load it from its file.
+
+Markers: small files that record that a task is finished, with a hash of its inputs.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from lmworks import __version__, credentials
+from lmworks import __version__
+from lmworks.corpus.dedup.near import Sketching
 from lmworks.corpus.dedup.signatures import sketching_of
-from lmworks.corpus.dedup.sketch import Sketching
-from lmworks.corpus.engine.marker import digest
-from lmworks.corpus.readers import Part
-from lmworks.files import read_json, sha256_file, write_json
+from lmworks.corpus.read import Part
+from lmworks.io import urls
+from lmworks.io.files import read_json, sha256_file, write_json, write_text
+from lmworks.recipe.changes import as_tree, canonical
 from lmworks.recipe.schema.corpus import Source
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.tree.fingerprint import as_tree
+
+
+def digest(value: Any) -> str:
+    """Hex SHA-256 of a JSON value."""
+    return hashlib.sha256(canonical(value)).hexdigest()
+
+
+def is_finished(path: Path, inputs: str) -> bool:
+    """Whether the marker records that the task was finished with these inputs."""
+    try:
+        return bool(json.loads(path.read_bytes())["inputs"] == inputs)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def mark_finished(path: Path, inputs: str) -> None:
+    """Write the marker. All files of the task are on disk before this."""
+    write_text(path, json.dumps({"inputs": inputs}) + "\n")
+
+
+def file_digest(path: Path) -> str:
+    """Hash of a file that an earlier pass writes; empty if it does not exist yet."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return ""
+    return _file_digest(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _file_digest(path: Path, size: int, changed: int) -> str:
+    return sha256_file(path)
+
 
 _UNUSED_BY_READING = ("license", "optional", "buckets", "bucket_by", "dedup", "fim")  # keys that do not affect reading and the steps
 
@@ -118,7 +156,7 @@ class Job:
             "code": dict(self.code),
             "evaluation": self.evaluation,
         }
-        credentials.save(self.staging, value)
+        urls.save(self.staging, value)
         write_json(self.staging / "job.json", value)
 
     @classmethod
@@ -127,7 +165,7 @@ class Job:
         that.
         """
         value = read_json(out / "staging" / "job.json")
-        credentials.load(out / "staging")
+        urls.load(out / "staging")
         out = out.resolve()
         os.chdir(value["directory"])
         parts = {name: [Part.from_json(part) for part in found] for name, found in value["parts"].items()}

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.engine.job import Job, Piece
-from lmworks.corpus.engine.marker import digest, is_finished, mark_finished
+from lmworks.corpus.engine.job import Job, Piece, digest, is_finished, mark_finished
 from lmworks.errors import UserError
 
 Advance = Callable[[int, int], None]

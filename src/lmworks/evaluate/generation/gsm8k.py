@@ -11,10 +11,9 @@ import yaml
 
 from lmworks.corpus.contamination import Question
 from lmworks.errors import UserError
-from lmworks.evaluate.generation.declared import Declared, read_rows
-from lmworks.evaluate.generation.interface import GenerationSet, Judged, Lengths, Prompt, Reply, commonest
-from lmworks.evaluate.items import digest
-from lmworks.evaluate.sources.data import Data
+from lmworks.evaluate.generation.interface import Declared, GenerationSet, Judged, Lengths, Prompt, Reply, commonest, read_rows
+from lmworks.evaluate.sets.items import digest
+from lmworks.evaluate.sets.sources import Data
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.verify.numbers import Stated, final_number, number
 

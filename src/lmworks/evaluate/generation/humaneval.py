@@ -11,13 +11,12 @@ from functools import cache
 
 from lmworks.corpus.contamination import Question
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.generation.declared import Declared, read_rows
-from lmworks.evaluate.generation.interface import GenerationSet, Judged, Lengths, Prompt, Reply, ask
-from lmworks.evaluate.items import Row, digest
-from lmworks.evaluate.sources.data import Data
+from lmworks.evaluate.generation.interface import Declared, GenerationSet, Judged, Lengths, Prompt, Reply, ask, read_rows
+from lmworks.evaluate.sets.items import Row, digest
+from lmworks.evaluate.sets.sources import Data
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.untrusted.sandbox import Limits, judge_python
-from lmworks.verify.thoughts import without_thoughts
+from lmworks.verify.marks import without_thoughts
 
 _NAME = "humaneval"
 _DATA = Data("test", "oe_eval_tasks/codex_humaneval/gold_bpb_0shot/requests.jsonl.gz", "openai/openai_humaneval")

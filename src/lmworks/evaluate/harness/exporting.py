@@ -14,15 +14,16 @@ from typing import Any
 
 import yaml
 
-from lmworks import __version__, files
+from lmworks import __version__
 from lmworks.errors import UserError
-from lmworks.evaluate.forms import prompts
 from lmworks.evaluate.generation.interface import Prompt
-from lmworks.evaluate.items import ChoiceItem, score_name
-from lmworks.evaluate.sets import loading
-from lmworks.evaluate.sets.registry import GENERATION, check_names
-from lmworks.progress import bar
+from lmworks.evaluate.sets import benchmarks as loading
+from lmworks.evaluate.sets import forms as prompts
+from lmworks.evaluate.sets.benchmarks import GENERATION, check_names
+from lmworks.evaluate.sets.items import ChoiceItem, score_name
+from lmworks.io import files
 from lmworks.recipe.schema.evaluate import Benchmark
+from lmworks.ui.terminal import bar
 
 FORMS = ("cloze", "letters")
 METRICS = {"byte": "acc_bytes", "char": "acc_norm", "none": "acc"}

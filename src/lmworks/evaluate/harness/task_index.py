@@ -21,9 +21,9 @@ from lm_eval.tasks import TaskManager, _yaml_loader
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
 from lmworks.errors import UserError
-from lmworks.files import read_json, write_json
-from lmworks.progress import console
-from lmworks.wheels import cache_directory
+from lmworks.io.files import read_json, write_json
+from lmworks.io.wheels import cache_directory
+from lmworks.ui.terminal import console
 
 _BUNDLED = Path(lm_eval.tasks.__file__).parent
 _LONGEST = 1 << 24  # bytes of a task file

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.recipe.families import keys
+from lmworks.recipe.families import family as keys
 from lmworks.recipe.families.family import Family, Gguf, Names, NoClass
 from lmworks.recipe.families.rope import read_rope, rope_parameters
 from lmworks.recipe.schema.model import MOST_LAYERS, Model, Moe, Rope

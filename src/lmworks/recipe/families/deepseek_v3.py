@@ -7,8 +7,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.recipe.families import common
-from lmworks.recipe.families.family import Family, Gguf, Names, NoClass
-from lmworks.recipe.families.keys import Extra, Null
+from lmworks.recipe.families.family import Extra, Family, Gguf, Names, NoClass, Null
 from lmworks.recipe.schema.model import Model, Rope
 
 _LATENT_EPS = 1e-6

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lmworks.recipe.families import common
-from lmworks.recipe.families.family import Family, Gguf
-from lmworks.recipe.families.keys import Extra
+from lmworks.recipe.families.family import Extra, Family, Gguf
 from lmworks.recipe.schema.model import Model, Rope
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from lmworks.recipe.families import common
-from lmworks.recipe.families.family import Family
-from lmworks.recipe.families.keys import Null
+from lmworks.recipe.families.family import Family, Null
 
 FAMILY = Family(
     name="LlamaForCausalLM", model_type="llama", about="dense, plain", names=common.LLAMA,

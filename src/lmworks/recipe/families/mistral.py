@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lmworks.recipe.families import common
-from lmworks.recipe.families.family import Family, Gguf, NoClass
-from lmworks.recipe.families.keys import Null
+from lmworks.recipe.families.family import Family, Gguf, NoClass, Null
 from lmworks.recipe.schema.model import Model, Rope
 
 

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from lmworks.recipe.families import common
-from lmworks.recipe.families.family import Family, Names
-from lmworks.recipe.families.keys import Extra, Null
+from lmworks.recipe.families.family import Extra, Family, Names, Null
 from lmworks.recipe.schema.model import Model
 
 _POST_NORMS: Names = (

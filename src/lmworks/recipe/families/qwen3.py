@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 from lmworks.recipe.families import common
-from lmworks.recipe.families.family import Family
-from lmworks.recipe.families.keys import Null
+from lmworks.recipe.families.family import Family, Null
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:

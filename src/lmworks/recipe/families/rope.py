@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.recipe.families.family import Family
-from lmworks.recipe.families.keys import of_kind, said
+from lmworks.recipe.families.family import Family, of_kind, said
 from lmworks.recipe.schema.model import Model, Rope
 
 _OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned")

@@ -6,8 +6,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.recipe.families import common
-from lmworks.recipe.families.family import Family, Gguf, NoClass
-from lmworks.recipe.families.keys import Extra, Null
+from lmworks.recipe.families.family import Extra, Family, Gguf, NoClass, Null
 from lmworks.recipe.schema.model import Model, Rope
 
 

@@ -1,20 +1,122 @@
-"""Sources, and the processing of raw text to clean documents."""
+"""Sources, the processing of raw text to clean documents, and the machines that do it.
+
+Deduplication, decontamination, and where the work runs (processes of this machine, a Ray cluster, or arrays of Slurm jobs) have nodes of
+their own. `expand_buckets` gives a mixture that names a source with quality buckets in terms of the buckets.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from string import Formatter
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lmworks.corpus.steps.clean import Clean
-from lmworks.corpus.steps.registry import AnyStep
-from lmworks.corpus.steps.rules import Rules
-from lmworks.recipe.schema.base import Node
-from lmworks.recipe.schema.dedup import Decontaminate, Dedup, SourceDedup
-from lmworks.recipe.schema.effect import NO_EFFECT, read_by
-from lmworks.recipe.schema.executor import Executor
+from lmworks.recipe.schema.base import NO_EFFECT, Node, read_by
+from lmworks.recipe.schema.steps import AnyStep, Clean, Rules
 from lmworks.recipe.schema.units import Bytes
+
+
+class Minhash(Node):
+    """Near-duplicate detection: MinHash sketches in LSH bands (Broder 1997), uncertain pairs compared exactly."""
+
+    threshold: float = Field(0.8, gt=0, lt=1, description="Jaccard similarity of word n-grams from which two documents are duplicates")
+    ngram: int = Field(5, gt=0, description="words (characters where a language has no spaces) per shingle")
+    permutations: int = Field(256, ge=16, le=4096, description="values per sketch, a byte each")
+    bands: int | None = Field(
+        None,
+        gt=0,
+        description="documents with one equal band are candidates; by default the fewest bands that find 99% of pairs at the threshold",
+    )
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Minhash:
+        if self.bands is not None and self.bands > self.permutations:
+            raise ValueError(f"dedup.minhash: {self.bands} bands need as many permutations, not {self.permutations}")
+        return self
+
+
+class Substring(Node):
+    """Removal of passages that occur earlier in the corpus or in the same document (Lee et al. 2022, arXiv:2107.06499)."""
+
+    renamed: ClassVar = {"length": "min_length", "minimum": "min_remaining"}
+
+    min_length: int = Field(50, ge=16, description="minimum length of a passage in words (characters where a language has no spaces)")
+    min_remaining: float = Field(0.2, ge=0, le=1, description="a document of which less than this fraction remains is dropped")
+
+
+class Semantic(Node):
+    """Semantic deduplication by the cosine similarity of document embeddings (SemDeDup, arXiv:2303.09540). Not for code and mathematics."""
+
+    threshold: float = Field(0.95, gt=0, le=1, description="cosine similarity from which two documents are duplicates")
+    model: str | None = Field(None, description="folder of an embedding model, relative to the recipe; hashed words when omitted")
+    dimensions: int = Field(256, ge=64, le=4096, description="dimensions of an embedding of hashed words, two bytes each")
+    per_cluster: int = Field(2000, gt=0, description="documents per k-means cluster; documents are compared within their cluster")
+
+
+class Dedup(Node):
+    """Deduplication within and across sources. Of several duplicates the one of the highest priority is kept."""
+
+    exact: bool = Field(True, description="drop documents whose normalized text was seen before")
+    url: bool = Field(False, description="drop documents whose URL was seen before, after scheme and tracking parameters are removed")
+    minhash: Minhash | None = Minhash()
+    semantic: Semantic | None = None
+    substring: Substring | None = None
+    variants: bool = Field(
+        False,
+        description="also compare the variants that a step made of a document with it and with each other; equal texts are always dropped",
+    )
+    priority: tuple[str, ...] = Field(
+        (), description="sources whose copy is kept, highest priority first; the others follow in recipe order"
+    )
+
+
+class SourceDedup(Node):
+    """The kinds of deduplication that apply to one source. Other sources are still compared with its documents."""
+
+    exact: bool = Field(True, description="documents whose normalized text was seen before")
+    url: bool = Field(True, description="documents whose URL was seen before")
+    minhash: bool = Field(True, description="near-duplicates")
+    semantic: bool = Field(True, description="semantic duplicates")
+    substring: bool = Field(True, description="repeated passages")
+    threshold: float | None = Field(None, gt=0, lt=1, description="overrides the threshold of dedup.minhash")
+
+
+class Decontaminate(Node):
+    """Decontamination: training documents that overlap with held-out documents or an evaluation set."""
+
+    renamed: ClassVar = {"gate": "action"}
+
+    ngram: int = Field(13, ge=5, description="length of an overlap in words (twice as many characters where a language has no spaces)")
+    action: Literal["drop", "fail", "report"] = Field(
+        "drop",
+        description="drop: remove such documents, also rows of tuning data, preference pairs and prompts; fail: stop with an error; "
+        "report: report and keep them",
+    )
+
+
+class Executor(Node):
+    """What runs the tasks of the corpus stage. Other machines must see the run directory and the sources under the same paths."""
+
+    renamed: ClassVar = {"jobs": "max_jobs", "running": "max_running", "time": "time_limit"}
+
+    kind: Literal["local", "ray", "slurm"] = Field("local", description="processes of this machine, a Ray cluster, or arrays of Slurm jobs")
+    cpus: int = Field(1, gt=0, description="ray, slurm: CPU cores per task")
+    memory: str | None = Field(None, pattern=r"^\d+[MG]$", description="ray, slurm: memory per task, such as 8G")
+    reduce_memory: str | None = Field(
+        None, pattern=r"^\d+[MG]$", description="ray, slurm: memory of the passes that compare all documents; `memory` when omitted"
+    )
+    address: str | None = Field(
+        None, description="ray: address of a running cluster, or auto; a cluster is started on this machine when omitted"
+    )
+    max_jobs: int = Field(1000, gt=0, description="slurm: maximum jobs of an array, which share the tasks (MaxArraySize)")
+    max_running: int | None = Field(None, gt=0, description="slurm: maximum jobs of an array that run at one time")
+    time_limit: str | None = Field(None, description="slurm: time limit of a job, in the format of sbatch")
+    partition: str | None = Field(None, description="slurm: partition of the jobs")
+    account: str | None = Field(None, description="slurm: account of the jobs")
+    options: tuple[str, ...] = Field((), description="slurm: additional options of sbatch, such as --constraint=nvme")
+    setup: tuple[str, ...] = Field((), description="slurm: shell commands that run first, such as module load python")
+
 
 Domain = Literal["prose", "facts", "chat", "dialogue", "code", "docs", "web", "math", "other"]
 
@@ -66,7 +168,7 @@ class Source(Node):
     )
     include: str | None = Field(None, description="pattern of the files or members to read")
     document_format: str | None = Field(None,
-    description="format of the documents within a member; see lmworks.corpus.readers.document_formats")
+    description="format of the documents within a member; see lmworks.corpus.read.formats")
     text_key: str = Field(
         "text",
         description='jsonl, parquet, huggingface: the column with the text, a dotted path, or a template: "{title?}\\n\\n{body}", in '
@@ -163,3 +265,21 @@ class Corpus(Node):
     keep_staged: Annotated[bool, NO_EFFECT] = Field(
         True, description="keep the filtered text in corpus/staging: a file that is added later costs its part only"
     )
+
+
+def expand_buckets(mixture: Mapping[str, float], sources: Sequence[Source], amounts: Mapping[str, int]) -> dict[str, float]:
+    """The mixture with each bucketed source replaced by its buckets, in proportion to weight times `amounts` (tokens or bytes by output).
+
+    So a bucket of weight 3 is read three times as often, per token, as one of weight 1, whatever their sizes. A bucket that a mixture
+    names itself keeps what it was given, and is given its part of the source on top. A source of which no bucket has text stays as it
+    is, for the caller to report. The weights sum to what they summed to.
+    """
+    buckets = {source.name: source.buckets for source in sources}
+    expanded: dict[str, float] = {}
+    for name, weight in mixture.items():
+        drawn = {f"{name}.{bucket.name}": bucket.weight * amounts.get(f"{name}.{bucket.name}", 0) for bucket in buckets.get(name, ())}
+        total = sum(drawn.values())
+        shares = {output: weight * part / total for output, part in drawn.items() if part} if total else {name: weight}
+        for output, share in shares.items():
+            expanded[output] = expanded.get(output, 0.0) + share
+    return expanded

@@ -1,15 +1,19 @@
-"""What finished models are evaluated on."""
+"""What finished models are evaluated on.
+
+A task of the user's own is a YAML file that says what the columns of a data file mean (`OwnTask`); `load_task` reads it.
+"""
 
 from __future__ import annotations
 
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+import yaml
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from lmworks.recipe.schema.base import Node
+from lmworks.errors import UserError
+from lmworks.recipe.schema.base import NO_EFFECT, Effect, Node, read_by
 from lmworks.recipe.schema.corpus import Source
-from lmworks.recipe.schema.effect import NO_EFFECT, read_by
 from lmworks.recipe.schema.units import Duration, Tokens
 
 
@@ -145,3 +149,76 @@ class Evaluate(Node):
         if twice := next((one.name for one in self.protect if names.count(one.name) > 1), None):
             raise ValueError(f"evaluate.protect.{twice}: another evaluation set has this name; give it one of its own")
         return self
+
+
+class OwnTask(Node):
+    """The YAML file of a task. Paths in it are relative to it."""
+
+    effect: ClassVar[Effect] = read_by("corpus", "shards", "tune", "dpo", "grpo", "evaluate")
+
+    file: str = Field(description="data: file, directory or glob of JSON lines, Parquet or Arrow")
+    question: str = Field("question", description='column of the question, or a template of columns: "{title}\\n{body}"')
+    choices: str | list[str] | None = Field(
+        None, description="column with a list of choices, or one column per choice; without it the question is answered freely"
+    )
+    answer: str = Field(
+        "answer",
+        description="column of the right answer; with choices: the text of the choice, its letter, or its index from 0; else a text, a "
+        "number, or a list of accepted ones",
+    )
+    id: str | None = Field(None, description="column that identifies an item; its number by default")
+    subject: str | None = Field(None, description="column of a part of the set; scores are also reported by it")
+    prompt: str = Field("Question: {question}\nAnswer:", description="text before the answer, in which {question} stands for the question")
+    form: Literal["cloze", "letters", "free"] | None = Field(None, description="form of the questions; chosen to suit the model by default")
+    shots: int | None = Field(None, ge=0, description="number of worked examples; that of the form by default")
+    examples: str | None = Field(None, description="data of the worked examples; by default some items, which are then not asked")
+    metric: Literal["exact", "number", "contains"] = Field(
+        "exact",
+        description="how free answers without choices are judged: exact (but for case, articles and punctuation), number or contains",
+    )
+
+    @model_validator(mode="after")
+    def _prompted(self) -> OwnTask:
+        if "{question}" not in self.prompt:
+            raise ValueError("prompt: it has no {question}")
+        if self.choices is None and self.form in ("cloze", "letters"):
+            raise ValueError(f"form: {self.form} needs choices")
+        return self
+
+
+_LARGEST_TASK = 1 << 16  # bytes of the YAML file
+
+
+def load_task(path: str) -> OwnTask:
+    """Read the YAML file. Raises `UserError` that names the file and the key."""
+    place = Path(path).expanduser()
+    try:
+        with open(place, encoding="utf-8") as file:
+            text = file.read(_LARGEST_TASK + 1)
+        if len(text) > _LARGEST_TASK:
+            raise UserError(f"{path} is larger than {_LARGEST_TASK:,} bytes; a task is a few lines of YAML beside its data file")
+        tree = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UserError(f"the task {path} cannot be read: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"the task {path} is no map of keys; it needs at least `file`")
+    try:
+        return OwnTask(**{str(key): value for key, value in tree.items()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "the file"
+        known = f"; its keys are {', '.join(OwnTask.model_fields)}" if first["type"] == "extra_forbidden" else ""
+        raise UserError(f"the task {path}: {key}: {first['msg'].removeprefix('Value error, ')}{known}") from None
+
+
+def data_path(path: str, name: str) -> str:
+    """A path that a task file names, relative to it."""
+    return str(Path(path).expanduser().parent / name)
+
+
+def local_paths(benchmark: Benchmark) -> list[str]:
+    """The files, directories and globs on which a benchmark depends. Raises `UserError` for a task file that cannot be read."""
+    if benchmark.file is None:
+        return [benchmark.path] if benchmark.path is not None else []
+    task = load_task(benchmark.file)
+    return [benchmark.file, *(data_path(benchmark.file, name) for name in (task.file, task.examples) if name is not None)]

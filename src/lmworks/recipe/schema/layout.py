@@ -1,14 +1,21 @@
-"""The layout of a run: how many ranks stand along each axis of the device mesh."""
+"""How a run is laid out over devices: the mesh of ranks, what a layer recomputes, DeepSpeed, and the machines of a cluster file.
+
+Activation checkpointing: what a layer keeps for the backward pass, which recomputes the rest (Chen et al. 2016, arXiv:1604.06174).
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lmworks.recipe.schema.base import Node
-from lmworks.recipe.schema.effect import RESUME_ONLY
+from lmworks.host import devices
+from lmworks.recipe.schema.base import RESUME_ONLY, Node
+from lmworks.recipe.schema.units import Quantity
 
 _MOST_RANKS = 1 << 20  # of an axis of the mesh
 
@@ -63,3 +70,120 @@ class Layout(Node):
 def world_size(layout: Layout) -> int:
     """The number of ranks of a layout; `ep` adds none, since it lies inside dp_shard x cp."""
     return layout.pp * layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp
+
+
+@dataclass(frozen=True)
+class CheckpointingPolicy:
+    """What a layer `keeps` between its forward and its backward pass, and the pipeline schedules that cannot run it, with the reason.
+
+    `lmworks.plan.memory.layer_activations` estimates the bytes per token.
+    """
+
+    name: str
+    keeps: Literal["everything", "products", "input"]
+    refused_by: tuple[tuple[str, str], ...] = ()
+
+
+CHECKPOINT_NONE = CheckpointingPolicy("none", "everything")
+CHECKPOINT_SELECTIVE = CheckpointingPolicy(
+    "selective", "products",
+    (("zero-bubble", "schedule zero-bubble runs two backward passes through a layer, and selective checkpointing of torch allows one"),),
+)  # fmt: skip
+CHECKPOINT_FULL = CheckpointingPolicy("full", "input")
+CHECKPOINTING_POLICIES = {policy.name: policy for policy in (CHECKPOINT_NONE, CHECKPOINT_SELECTIVE, CHECKPOINT_FULL)}
+
+
+@dataclass(frozen=True, repr=False)
+class ActivationCheckpointing(Quantity):
+    """A policy and the share of layers that follow it, spread evenly: `none`, `selective`, `full`, `50%` (of the layers in full), or
+    `selective 50%`."""
+
+    policy: CheckpointingPolicy
+    share: Fraction = Fraction(1)
+    example = "none, selective, full, '50%' or 'selective 50%'"
+
+    @classmethod
+    def parse(cls, text: str) -> ActivationCheckpointing:
+        name, _, percent = text.strip().rpartition(" ") if "%" in text else (text.strip(), "", "")
+        policy = CHECKPOINTING_POLICIES.get(name.strip() or ("full" if percent else ""))
+        try:
+            share = Fraction(percent.removesuffix("%")) / 100 if percent else Fraction(1)
+        except (ValueError, ZeroDivisionError):
+            policy, share = None, Fraction(1)
+        if policy is None or not 0 < share <= 1 or (policy is CHECKPOINT_NONE and percent) or len(text) > 40:
+            raise ValueError(f"{text[:40]!r} is no activation checkpointing policy; write for example {cls.example}")
+        return cls(policy, share)
+
+    def text(self) -> str:
+        if self.share == 1:
+            return self.policy.name
+        percent = f"{float(100 * self.share):g}%"
+        return percent if self.policy is CHECKPOINT_FULL else f"{self.policy.name} {percent}"
+
+    def of(self, layer: int) -> CheckpointingPolicy:
+        """The policy of a layer (counted from 0; layers of multi-token prediction follow the others)."""
+        return self.policy if int((layer + 1) * self.share) > int(layer * self.share) else CHECKPOINT_NONE
+
+    def problems(self, schedule: str) -> Iterator[str]:
+        """The reasons why a pipeline schedule cannot run it; none if it can."""
+        for name, why in self.policy.refused_by:
+            if name == schedule:
+                yield f"{why}; set train.activation_checkpointing to full or none, or schedule=1f1b"
+
+    def __repr__(self) -> str:
+        return f"ActivationCheckpointing({self.text()!r})"
+
+
+OffloadTarget = Literal["none", "cpu", "nvme"]
+ZERO_BUCKET = 1 << 26  # numbers that are reduced or gathered at a time: enough for the full bandwidth, and 256 MB
+ZERO_LIVE = 1 << 28  # numbers of weights that may be whole at a time under ZeRO-3
+
+
+class DeepSpeed(Node):
+    """DeepSpeed ZeRO at stage `layout.zero` over the ranks of `layout.dp_shard`, with offloading of the training state."""
+
+    offload: OffloadTarget = Field("none", description="where optimizer state is kept and updated: on the GPU, in CPU memory, or on a disk")
+    offload_weights: OffloadTarget = Field("none", description="where weights are kept until a layer needs them; with layout.zero 3")
+    path: str | None = Field(None, description="nvme: directory on a fast disk of each machine; not needed after the run")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DeepSpeed:
+        if "nvme" in (self.offload, self.offload_weights) and self.path is None:
+            raise ValueError("nvme needs path: a directory on the disk to use")
+        return self
+
+
+class Cluster(Node):
+    """The machines, for planning."""
+
+    name: str = Field("custom", description="derived from the file's name")
+    nodes: int = Field(1, gt=0, le=1_000_000, description="machines")
+    devices_per_node: int = Field(1, gt=0, le=1024, description="accelerators (or the CPU) in one machine")
+    device: str = Field("CPU", description="name of one device")
+    tflops: float = Field(ge=1e-6, le=1e6, description="dense peak TFLOPS per device in its fastest type, bf16 or fp32, without sparsity")
+    bf16: bool = Field(True, description="whether the device multiplies bf16 in hardware; otherwise `train.precision: auto` is fp32")
+    memory_gib: float = Field(gt=0, le=1e6, description="per device")
+    network_gbps: float = Field(0.0, ge=0, le=1e6, description="per device, between nodes; 0: not known")
+    disk_gb_per_second: float = Field(0.0, ge=0, le=1e6, description="speed of the run directory's file system, for all machines")
+    dollars_per_hour: float = Field(0.0, ge=0, le=1e6, description="per device")
+    watts: float = Field(0.0, ge=0, le=1e6, description="power per device, including its share of the machine and the cooling")
+    mfu: float = Field(0.4, ge=1e-6, le=1, description="expected model FLOPs utilization (MFU); `lmworks plan --calibrate` measures it")
+    mfu_source: str = Field("assumed", description="where that MFU comes from")
+    mfu_of_experts: float | None = Field(
+        None, ge=1e-6, le=1, description="expected MFU of models with experts; when omitted, `mfu` on CPUs, and on GPUs at most 0.35"
+    )
+    layout: Layout | None = None
+
+    @classmethod
+    def of_gpus(cls, count: int, gpu: devices.Gpu) -> Cluster:
+        """GPUs by the data sheet, in machines of at most 8; `count` above 8 must be a multiple of it."""
+        per_node = min(count, devices.LARGEST_NODE)
+        return cls(
+            name=f"{count}x{gpu.name}", nodes=count // per_node, devices_per_node=per_node, device=gpu.name.upper(), tflops=gpu.tflops,
+            memory_gib=round(gpu.memory * devices.GB / 2**30, 1), mfu_source="assumed share of the data sheet's dense bf16 peak",
+        )  # fmt: skip
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its devices are CPUs."""
+        return "CPU" in self.device

@@ -6,24 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lmworks.recipe.schema.base import Node
-from lmworks.recipe.schema.checkpoints import Checkpoints
+from lmworks.recipe.schema.align import Dpo, Grpo
+from lmworks.recipe.schema.artifacts import Checkpoints, Export, Metrics, Shards, Tokenizer
+from lmworks.recipe.schema.base import NO_EFFECT, RESUME_ONLY, Node, read_by
 from lmworks.recipe.schema.corpus import Corpus
-from lmworks.recipe.schema.dpo import Dpo
-from lmworks.recipe.schema.effect import NO_EFFECT, RESUME_ONLY, read_by
 from lmworks.recipe.schema.evaluate import Evaluate
-from lmworks.recipe.schema.export import Export
-from lmworks.recipe.schema.grpo import Grpo
-from lmworks.recipe.schema.launch import Launch
+from lmworks.recipe.schema.launch import Launch, Stability
 from lmworks.recipe.schema.layout import Layout
-from lmworks.recipe.schema.lora import Lora
-from lmworks.recipe.schema.metrics import Metrics
-from lmworks.recipe.schema.model import Model
-from lmworks.recipe.schema.optimizer import Optimizer
-from lmworks.recipe.schema.shards import Shards
-from lmworks.recipe.schema.stability import Stability
-from lmworks.recipe.schema.tokenizer import Tokenizer
-from lmworks.recipe.schema.train import Train
+from lmworks.recipe.schema.model import Lora, Model
+from lmworks.recipe.schema.train import Optimizer, Train
 from lmworks.recipe.schema.tune import Tune
 from lmworks.recipe.schema.units import Seconds
 

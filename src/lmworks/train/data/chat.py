@@ -1,6 +1,7 @@
 """Conversations to token files for fine-tuning: read, cut to length, deduplicated, split, written with a mask of the assistant's tokens.
 
-A body of data that has a bad row loses that row only; the manifest counts what was lost and why, with examples.
+A body of data that has a bad row loses that row only; the manifest counts what was lost and why, with examples. `conversations` shows the
+written ones as text, with what is trained marked.
 """
 
 from __future__ import annotations
@@ -10,30 +11,29 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
-from itertools import islice
+from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lmworks import progress as progress_bars
 from lmworks.corpus.contamination import Decontaminator
-from lmworks.documents import corpus_files
 from lmworks.errors import UserError
-from lmworks.files import read_json, write_json
-from lmworks.progress import Bar
+from lmworks.io.files import read_json, write_json
+from lmworks.io.run_layout import corpus_files
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import ChatData
+from lmworks.shards.indexed import IndexedFile
 from lmworks.tokenizer.messages import Message, normal
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.data.conversation_files import skipped_files
-from lmworks.train.data.conversation_masks import Fitted, check_mask, fit, has_special_text, pieces_of_text
-from lmworks.train.data.conversation_sets import Row, open_set
 from lmworks.train.data.decontamination import Contents, Decontamination
-from lmworks.train.data.left_out import Drawn, LeftOut
+from lmworks.train.data.masks import Fitted, check_mask, examples, fit, has_special_text, pieces_of_text
 from lmworks.train.data.row_columns import NoRow
-from lmworks.train.data.sets import require_sets
-from lmworks.train.data.trained_parts import examples
+from lmworks.train.data.row_files import skipped_files
+from lmworks.train.data.sets import Drawn, LeftOut, Row, open_set, require_sets
+from lmworks.ui import terminal as progress_bars
+from lmworks.ui.terminal import Bar
 
 _MOST_HELD_OUT = 500
 _CUT_TURN, _CUT_ANSWER = "cut at an answer", "with an answer that is cut at sequence_length"
@@ -107,7 +107,7 @@ def described(name: str, body: dict[str, Any]) -> str:
 
 def _write(data: ChatData, rows: Iterator[Row], recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, held_out: Collection[str],
            decontamination: Decontamination, progress: Bar) -> dict[str, Any]:
-    from lmworks.shards.format.indexed import IndexedWriter, token_dtype
+    from lmworks.shards.indexed import IndexedWriter, token_dtype
 
     assert recipe.tune is not None
     left_out, limit, to_validation = LeftOut(), data.limit, _chooser(recipe.tune.validation_fraction)
@@ -220,3 +220,35 @@ def _held_out_origins(corpus_dir: Path | None) -> set[str]:
         for origin in pq.read_table(path, columns=["origin"]).column("origin").to_pylist():
             found |= {origin, origin.rpartition(":")[2]}
     return found
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One conversation: pieces of text, each with whether the loss is on its tokens."""
+
+    name: str
+    number: int
+    tokens: int
+    trained: int
+    pieces: tuple[tuple[str, bool], ...]
+
+
+def conversations(data: Path, open_tokenizer: Callable[[], Tokenizer], name: str | None = None, count: int = 3) -> Iterator[Shown]:
+    """The first `count` training conversations of each set, or of the set `name`. Raises `UserError` if there are none."""
+    if not (data / "manifest.json").is_file():
+        raise UserError(f"{data} has no conversations yet; they are read when tuning begins: lmworks tune RECIPE")
+    prefixes, _ = chat_shards(data)
+    if name is not None and name not in prefixes:
+        raise UserError(f"there is no set {name!r} of conversations; there are: {', '.join(prefixes)}")
+    tokenizer = open_tokenizer()
+    for one in prefixes if name is None else [name]:
+        file = IndexedFile(prefixes[one])
+        starts = file.document_start(np.arange(min(count, file.documents) + 1))
+        for number in range(len(starts) - 1):
+            start, stop = int(starts[number]), int(starts[number + 1])
+            assert file.mask is not None
+            ids, mask = file.read(start, stop).tolist(), file.mask[start:stop].astype(bool).tolist()
+            runs = groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
+            spans = [(trained, [token for token, _ in pairs]) for trained, pairs in runs]
+            pieces = tuple((tokenizer.decode(tokens), trained) for trained, tokens in spans)
+            yield Shown(one, number, len(ids), sum(mask), pieces)

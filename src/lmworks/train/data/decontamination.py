@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-from lmworks.corpus.cleaning import clean
 from lmworks.corpus.contamination import Decontaminator
+from lmworks.corpus.transform.cleaning import clean
 from lmworks.errors import UserError
-from lmworks.progress import console
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.train.data.conversation_masks import strings
+from lmworks.train.data.masks import strings
+from lmworks.ui.terminal import console
 
 Protect = Callable[[], tuple[Collection[str], Decontaminator | None]]
 """Returns the questions of the evaluation, and the decontaminator that holds its items."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.files import sha256_file
+from lmworks.io.files import sha256_file
 
 META = "tokenizer"  # under this key a checkpoint's meta has the hash of the tokenizer.json that its weights were trained with
 _FILE = Path("tokenizer") / "tokenizer.json"
@@ -16,7 +16,7 @@ def weights_of(run_dir: Path) -> str | None:
     """Hex SHA-256 of the tokenizer.json that the newest readable checkpoint of a run was trained with; empty where none of them says it,
     None where nothing has been saved yet."""
     place = run_dir / "checkpoints"
-    if not listing.begun(place):
+    if not listing.has_checkpoints(place):
         return None
     for path in reversed(listing.directories(place)):
         try:

@@ -19,21 +19,18 @@ import numpy as np
 
 from lmworks.corpus.contamination import Decontaminator
 from lmworks.errors import UserError
-from lmworks.files import read_json, write_bytes, write_json
-from lmworks.progress import bar
-from lmworks.recipe.schema.dpo import Dpo, PreferenceData
+from lmworks.io.files import read_json, write_bytes, write_json
+from lmworks.recipe.schema.align import Dpo, PreferenceData
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer.messages import Message, normal
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.align.answers import Answer
-from lmworks.train.data.conversation_files import read_files, skipped_files
-from lmworks.train.data.conversation_sets import TASK_SEEDS
+from lmworks.train.answers import Answer
 from lmworks.train.data.decontamination import Contents, Decontamination
-from lmworks.train.data.left_out import Drawn, LeftOut, tell_set
-from lmworks.train.data.other_prompts import other_rows, prompt_key
-from lmworks.train.data.preference_forms import Preference, convert
+from lmworks.train.data.preference_forms import Preference, convert_preference, other_rows, prompt_key
 from lmworks.train.data.row_columns import NoRow
-from lmworks.train.data.sets import require_sets
+from lmworks.train.data.row_files import read_files, skipped_files
+from lmworks.train.data.sets import TASK_SEEDS, Drawn, LeftOut, report_set, require_sets
+from lmworks.ui.terminal import bar
 
 _MOST_HELD_OUT = 500
 SPLITS = ("train", "validation")
@@ -91,7 +88,7 @@ def build_preferences(
             "contaminated": decontamination.report(), **found.lost.report(),
         }  # fmt: skip
         what = f"{body['pairs']:,} {'labeled answers' if options.loss == 'kto' else 'pairs'}"
-        tell_set(f"dpo.data.{data.name}: {what}", body, found.lost)
+        report_set(f"dpo.data.{data.name}: {what}", body, found.lost)
     pairs, labels = [pair for found in every for pair in found.pairs], [label for found in every for label in found.labels]
     manifest = {"loss_kto": options.loss == "kto", "data": counts, **_write(out_dir, pairs, labels, recipe, tokenizer)}
     write_json(out_dir / "manifest.json", manifest)
@@ -100,7 +97,7 @@ def build_preferences(
 
 def read_preferences(directory: Path, split: str) -> tuple[list[tuple[Answer, Answer]], np.ndarray | None]:
     """The pairs of a split of a directory of `build_preferences`, and their labels (n,) bool for loss kto."""
-    from lmworks.shards.format.indexed import IndexedFile
+    from lmworks.shards.indexed import IndexedFile
 
     if not read_json(directory / "manifest.json")[split]["pairs"]:
         return [], None
@@ -134,7 +131,7 @@ def _rows(data: PreferenceData, recipe: Recipe, options: Dpo) -> Iterator[tuple[
         return
     for row in read_files(f"dpo.data.{data.name}", data.path):
         try:
-            yield row.origin, convert(row.value, row.origin, labeled, data) if row.fault is None else NoRow(row.fault)
+            yield row.origin, convert_preference(row.value, row.origin, labeled, data) if row.fault is None else NoRow(row.fault)
         except NoRow as reason:
             yield row.origin, reason
 
@@ -149,7 +146,7 @@ def _good(rows: Iterator[tuple[str, Preference | NoRow]], lost: LeftOut) -> Iter
 
 def _task_rows(data: PreferenceData, recipe: Recipe) -> Iterator[tuple[str, Preference | NoRow]]:
     """Questions of reasoning-gym: its answer against that of another question of the same generator, which its verifier finds wrong."""
-    from lmworks.corpus.generated_questions import create, generators_of
+    from lmworks.corpus.read.conversations import create, generators_of
 
     key = f"dpo.data.{data.name}"
     generators, key = generators_of(data.tasks, recipe, key), f"{key}.tasks"
@@ -265,7 +262,7 @@ def _write(
     """Write the splits, in a random order that depends on the seed; returns their counts."""
     import io
 
-    from lmworks.shards.format.indexed import IndexedWriter, token_dtype
+    from lmworks.shards.indexed import IndexedWriter, token_dtype
 
     assert recipe.dpo is not None
     order = np.random.default_rng(recipe.seed).permutation(len(pairs))

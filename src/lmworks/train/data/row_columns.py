@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.recipe.schema.tuning_set import TuningSet
+from lmworks.recipe.schema.tune import TuningSet
 from lmworks.tokenizer.messages import Message, normal, normal_tools
 
 Row = Mapping[str, Any]

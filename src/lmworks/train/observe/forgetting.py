@@ -1,7 +1,7 @@
 """Forgetting while a stage after pretraining trains: what general text costs, beside what it cost the weights that the stage began with.
 
-The text is held-out text of the recipe's own corpus, or else the pages that come with lmworks (`general_text.py`). It is the same at each
-validation, so that the difference has far less noise than either value.
+The text is held-out text of the recipe's own corpus, or else the pages that come with lmworks (`text/general_text.py`). It is the same at
+each validation, so that the difference has far less noise than either value.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from pathlib import Path
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.general_text import general_text
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.progress import console
-from lmworks.recipe.schema.dpo import Dpo
-from lmworks.recipe.schema.grpo import Grpo
+from lmworks.recipe.schema.align import Dpo, Grpo
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import Tune
-from lmworks.shards.format.labels import IGNORE
-from lmworks.shards.format.manifest import MANIFEST, Manifest
-from lmworks.shards.read.batch import Batch
-from lmworks.shards.read.validation import Validation
+from lmworks.shards.batch import IGNORE, Batch
+from lmworks.shards.manifest import MANIFEST, Manifest
+from lmworks.shards.validation import Validation
+from lmworks.text.general_text import general_text
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.observe.validation import validate
+from lmworks.train.validation import validate
+from lmworks.ui.terminal import console
 
 GENERAL, RISE = "validation/general_bits_per_byte", "validation/forgetting"
 _BYTES = 4096

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lmworks.model.transfers import to_host
 from lmworks.model.transformer import Block
-from lmworks.optim.placement import local, local_grad, shards
+from lmworks.optim.groups import local, local_grad, shards
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.shards.read.batch import Batch
+from lmworks.shards.batch import Batch
 from lmworks.watch.recheck import tensors_in
 
 _STATISTICS = ("activation_rms", "attention_logit_max", "grad_norm", "update_ratio")

@@ -1,4 +1,7 @@
-"""Samples during training: completions of the same prompts each time."""
+"""Samples during training: completions of the same prompts each time.
+
+The prompts, also those of the evaluation of the base model, are the recipe's, or beginnings of held-out text.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,43 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lmworks import jsonl
-from lmworks.files import explain_os_errors
+from lmworks.inference.generate import SAMPLING, GenerateOptions, generate
+from lmworks.io import jsonl
+from lmworks.io.files import explain_os_errors
+from lmworks.io.run_layout import corpus_files
 from lmworks.model import Transformer
-from lmworks.model.generate import SAMPLING, GenerateOptions, generate
-from lmworks.progress import console
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer.tokenizer import Tokenizer
+from lmworks.ui.terminal import console
+
+_MOST, _LENGTH = 4, 48  # beginnings, one of each domain; characters of each
+_LOOKED_AT = 64  # documents of each file
+
+
+def prompts(recipe: Recipe, corpus_dir: Path) -> tuple[str, ...]:
+    """The prompts of `evaluate.prompts`, or by default fixed beginnings of held-out text."""
+    if recipe.evaluate.prompts is not None:
+        return recipe.evaluate.prompts
+    import pyarrow.parquet as pq
+
+    found: dict[str, str] = {}
+    for path in (path for files in corpus_files(corpus_dir, "validation").values() for path in files):
+        batch = next(pq.ParquetFile(path).iter_batches(_LOOKED_AT, columns=["text", "domain"]), None)
+        for text, domain in zip(*(batch[name].to_pylist() for name in ("text", "domain")), strict=True) if batch is not None else ():
+            if domain not in found and (begin := beginning(text)):
+                found[domain] = begin
+    return tuple(dict.fromkeys(found[domain] for domain in sorted(found)[:_MOST])) or ("The",)
+
+
+def beginning(text: str) -> str:
+    """The first words of a text, or characters if it has no spaces; empty for a text that is too short to continue."""
+    text = text.strip()
+    if len(text) < 2 * _LENGTH:
+        return ""
+    begin = text[: _LENGTH + 1]
+    cut = max(begin.rfind(" "), begin.rfind("\n"))
+    return begin[:cut] if cut > _LENGTH // 2 else begin[:_LENGTH]
+
 
 _TOKENS = 32
 

@@ -12,12 +12,10 @@ from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.model import Model, Moe
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.train.curriculum import Curriculum
-from lmworks.train.faults.handler import FaultHandler
-from lmworks.train.phase_boundary import PhaseBoundary
-from lmworks.train.state import TrainingState
-from lmworks.train.step import StepResult
-from lmworks.train.step_values import StepValues, read_values
+from lmworks.train.curriculum import Curriculum, PhaseBoundary
+from lmworks.train.fault_handler import FaultHandler
+from lmworks.train.saving import TrainingState
+from lmworks.train.step import StepResult, StepValues, read_values
 
 _COMPARE_RANKS_EVERY = 20  # steps
 FlopsPerToken = Callable[[Model, int], float]  # of a model, in sequences of so many tokens

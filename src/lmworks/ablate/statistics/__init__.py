@@ -1,1 +1,0 @@
-"""Statistics of an ablation: pure functions of numbers, without files or recipes."""

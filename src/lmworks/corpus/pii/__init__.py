@@ -1,1 +1,0 @@
-"""Personal data and secrets: detection of each kind (`finders`, `secrets`), and replacement (`masking`)."""

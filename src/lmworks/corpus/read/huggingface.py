@@ -1,0 +1,90 @@
+"""Hugging Face datasets: rows of a dataset on disk, or streamed, so that a dataset of any size starts at once and is never stored whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lmworks.corpus.read.listing import File
+from lmworks.corpus.read.part import Item, Part, quarantine_errors
+from lmworks.corpus.read.rows import Columns
+from lmworks.errors import Unavailable, UserError
+from lmworks.recipe.schema.corpus import Source
+
+_BUFFER = 10_000
+
+
+def open_dataset(path: str, split: str) -> Any:
+    """A `Dataset` from disk or an `IterableDataset`; `path` = NAME[:CONFIG] (on the hub, or a local directory of data files or of
+    `save_to_disk`). Raises `UserError` without the package, and `Unavailable` if the dataset cannot be loaded."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError("kind huggingface needs the datasets package: pip install 'lmworks[data]'") from None
+    name, _, config = (path, "", "") if Path(path).exists() else path.partition(":")
+    try:
+        if (Path(name) / "state.json").exists() or (Path(name) / "dataset_dict.json").exists():
+            stored = datasets.load_from_disk(name)
+            return stored[split] if isinstance(stored, datasets.DatasetDict) else stored
+        return datasets.load_dataset(name, config or None, split=split, streaming=True)
+    except (FileNotFoundError, ConnectionError, OSError, ValueError, KeyError) as error:
+        raise Unavailable(
+            f"cannot load dataset {path}, split {split}: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from None
+
+
+def _rows(source: Source) -> Any:
+    """The dataset of a source: `document_format` names the split, by default train."""
+    assert source.path is not None, "checked by the recipe"
+    return open_dataset(source.path, source.document_format or "train")
+
+
+def parts(source: Source, part_bytes: int) -> list[Part]:
+    """Row ranges of a dataset on disk, shards of a streamed one.
+
+    With `max_bytes` there is one part: rows of a seeded shuffle of shards with a buffer of 10,000 rows, until `max_bytes` are read. An even
+    draw would require downloading everything.
+    """
+    rows = _rows(source)
+    if rows.column_names is not None:
+        Columns(source, 0).columns_to_read(rows.column_names, f"dataset {source.path}")
+    file = File(source.path or "", 0, str(getattr(rows, "_fingerprint", "")))
+    if source.max_bytes is not None:
+        return [Part((file,), int(source.max_bytes))]
+    if not hasattr(rows, "num_rows"):
+        return [Part((file,), 0, (shard, shard + 1)) for shard in range(rows.n_shards)]
+    size, count = int(rows.data.nbytes), rows.num_rows
+    pieces = max(1, min(-(-size // part_bytes), count))
+    edges = [count * number // pieces for number in range(pieces + 1)]
+    return [Part((file,), size // pieces, span) for span in pairwise(edges)]
+
+
+def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
+    path = source.path or ""
+    with Columns(source, limit) as columns:
+        yield from quarantine_errors(_items(source, part, columns), path if Path(path).exists() else f"hub://{path}")
+
+
+def _items(source: Source, part: Part, columns: Columns) -> Iterator[Item]:
+    rows = _rows(source)
+    stored = hasattr(rows, "num_rows")
+    wanted = int(source.max_bytes) if source.max_bytes is not None else None
+    first = 0
+    if part.span is None:
+        rows = rows.shuffle(seed=0) if stored else rows.shuffle(seed=0, buffer_size=_BUFFER)
+    elif stored:
+        first = part.span[0]
+        rows = rows.select(range(*part.span))
+    else:
+        rows = rows.shard(num_shards=rows.n_shards, index=part.span[0])
+    origin = f"{source.path}/{source.document_format or 'train'}" + ("" if stored or part.span in (None, (0, 1)) else f"/{part.span[0]}")  # type: ignore[index]
+    taken = 0
+    for number, row in enumerate(rows, start=first):
+        item = columns.item(row, f"{origin}:{number}", 0)
+        size = len(item.text.encode("utf-8", "surrogatepass")) if item.reason is None else 0
+        taken += size
+        yield Item(item.text, item.origin, size, item.reason, item.facts, item.language)
+        if wanted is not None and taken >= wanted:
+            return

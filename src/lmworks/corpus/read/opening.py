@@ -1,0 +1,201 @@
+"""Opening input files: local or by fsspec URL, plain or compressed, with bounded lines."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, BinaryIO, cast
+
+from lmworks.errors import UserError
+from lmworks.io.urls import fsspec, reveal
+
+_GZIP, _BZ2, _XZ, _ZSTD = (".gz", ".tgz"), (".bz2", ".tbz2"), (".xz", ".txz"), (".zst", ".zstd", ".tzst")
+COMPRESSED = (*_GZIP, *_BZ2, *_XZ, *_ZSTD)
+_CHUNK = 1 << 20
+_ZSTD_PIECE = 1 << 11  # a frame expands at most 32,768 times, so that a bomb is noticed at 64 MB
+# no text is compressed 200 times; up to 16 MB any ratio is allowed, since even empty lines then take only seconds
+ALWAYS_ALLOWED = 1 << 24
+MAX_EXPANSION = 200
+
+
+class DamagedFile(OSError):
+    """A file whose contents do not match its name."""
+
+
+class DecompressionBomb(OSError):
+    """A file that expands without bound."""
+
+
+def can_seek(path: str) -> bool:
+    """Whether reading may start in the middle. Web servers may not support it."""
+    return not path.startswith(("http://", "https://"))
+
+
+@contextmanager
+def open_binary(path: str, seek: bool = False) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Open for reading: (the decompressed stream, the raw stream whose `tell` is the input position).
+
+    A file that must be seekable and is not is copied first.
+    """
+    with ExitStack() as stack:
+        if "://" in path:
+            # fsspec files read lines of unbounded length
+            raw: Any = stack.enter_context(io.BufferedReader(stack.enter_context(fsspec("reading a URL").open(reveal(path), "rb")), _CHUNK))
+        else:
+            raw = stack.enter_context(open(path, "rb"))
+        if seek and not can_seek(path):
+            copy = stack.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(raw, copy, _CHUNK)
+            copy.seek(0)
+            raw = copy
+        yield decompress(raw, path), raw
+
+
+@contextmanager
+def open_text(path: str) -> Iterator[tuple[Any, BinaryIO]]:
+    """As `open_binary`, for lines of text: UTF-16 and UTF-32 with a byte order mark come as UTF-8."""
+    with open_binary(path) as (stream, raw):
+        found: Any = stream if hasattr(stream, "peek") else io.BufferedReader(cast(Any, stream), _CHUNK)
+        encoding = _marked_encoding(found.peek(4)[:4])
+        yield (io.BufferedReader(_AsUtf8(found, encoding), _CHUNK) if encoding else found), raw
+
+
+def has_mark_of_utf16(path: str) -> bool:
+    """Whether a file begins with the byte order mark of UTF-16 or UTF-32."""
+    with open(path, "rb") as file:
+        return _marked_encoding(file.read(4)) is not None
+
+
+def _marked_encoding(start: bytes) -> str | None:
+    """The encoding that a byte order mark names, other than UTF-8. Those of UTF-32 begin with those of UTF-16."""
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
+    return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else None
+
+
+class _AsUtf8(io.RawIOBase):
+    """A stream of another encoding as UTF-8. What is not of that encoding damages the file."""
+
+    def __init__(self, stream: Any, encoding: str) -> None:
+        self._stream, self._encoding, self._ready = stream, encoding, b""
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._stream.read(_CHUNK)
+            try:
+                self._ready = self._decoder.decode(data, final=not data).encode()
+            except UnicodeError as error:
+                raise DamagedFile(f"it is not {self._encoding.upper()}, which its byte order mark says: {error}") from None
+            if not data and not self._ready:
+                return 0
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+class ExpansionLimit:
+    """Counts the bytes decompressed from one file; `read` returns the compressed bytes read. `add` raises Bomb if the ratio is too high."""
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read, self._given = read, 0
+
+    def add(self, count: int) -> None:
+        self._given += count
+        if self._given > ALWAYS_ALLOWED and self._given > MAX_EXPANSION * self._read():
+            raise DecompressionBomb(f"expands to more than {MAX_EXPANSION} times its size")
+
+
+def decompress(raw: Any, name: str, expansion: ExpansionLimit | None = None) -> Any:
+    """The decompressed stream for a .gz, .bz2, .xz or .zst name, which raises Bomb if it expands without bound; `raw` itself for other
+    names.
+
+    The output counts towards the `expansion` of the file that contains `raw`.
+    """
+    name = name.lower()
+    if name.endswith(_GZIP):
+        opened: Any = gzip.GzipFile(fileobj=raw)
+    elif name.endswith(_BZ2):
+        opened = bz2.BZ2File(raw)
+    elif name.endswith(_XZ):
+        opened = lzma.LZMAFile(raw)  # noqa: SIM115
+    elif name.endswith(_ZSTD):
+        try:
+            import zstandard
+        except ImportError:
+            raise UserError(f"{name} needs zstandard: pip install 'lmworks[data]'") from None
+        opened = _ZstdFrames(raw, zstandard.ZstdDecompressor().decompressobj)
+    else:
+        return raw
+    return io.BufferedReader(_CountedStream(opened, expansion or ExpansionLimit(raw.tell)), _CHUNK)
+
+
+class _ZstdFrames:
+    """The frames of a zstd file, one after another. The library's own reader takes the end of a truncated file for that of the text."""
+
+    def __init__(self, raw: Any, begin_frame: Callable[[], Any]) -> None:
+        self._raw, self._begin_frame = raw, begin_frame
+        self._frame, self._ready = begin_frame(), b""
+        self._begun = False
+
+    def read1(self, count: int) -> bytes:
+        while not self._ready:
+            data = self._frame.unused_data if self._frame.eof else b""
+            data = data or self._raw.read(_ZSTD_PIECE)
+            if not data:
+                if self._begun and not self._frame.eof:
+                    raise EOFError("compressed file ended before the end-of-stream marker was reached")
+                return b""
+            if self._frame.eof:
+                self._frame = self._begin_frame()
+            self._begun = True
+            self._ready = self._frame.decompress(data)
+        found, self._ready = self._ready[:count], self._ready[count:]
+        return found
+
+
+class _CountedStream(io.RawIOBase):
+    """A decompressed stream whose bytes are counted."""
+
+    def __init__(self, opened: Any, expansion: ExpansionLimit) -> None:
+        self._opened, self._expansion = opened, expansion
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._opened.read1(len(buffer))  # read1 returns all valid data of a truncated file
+        buffer[: len(data)] = data
+        self._expansion.add(len(data))
+        return len(data)
+
+
+def bounded_lines(stream: Any, limit: int) -> Iterator[tuple[bytes, bool]]:
+    """Lines without their end as (bytes, whole).
+
+    Of a line longer than `limit` only the start is returned; the rest is skipped in small reads.
+    """
+    while line := stream.readline(limit + 2):  # room for its end
+        content, ended = line.rstrip(b"\r\n"), line.endswith(b"\n")
+        whole = len(content) <= limit
+        yield content if whole else content[:4096], whole
+        del line, content
+        while not ended:
+            rest = stream.readline(_CHUNK)
+            ended = not rest or rest.endswith(b"\n")
+
+
+def skip_line(stream: Any, until: int | None) -> None:
+    """Read to the end of the line, or past `until`."""
+    while (chunk := stream.readline(_CHUNK)) and not chunk.endswith(b"\n") and (until is None or stream.tell() < until):
+        pass

@@ -1,1 +1,0 @@
-"""Preflight checks: verify the machines, the data and the layout before a run starts."""

@@ -1,1 +1,0 @@
-"""RULER: synthetic tasks of any length that measure how much of its context a model can use."""

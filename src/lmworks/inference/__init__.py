@@ -1,0 +1,1 @@
+"""Generation: sampling, continuous batching, a prefix cache, and models prepared for inference."""

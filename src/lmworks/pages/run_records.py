@@ -1,0 +1,196 @@
+"""The records of a run, as the run page shows them; `read_run` reads them.
+
+Long series are kept in bounded memory: what a chart can show of millions of points, from one pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lmworks.recipe.schema.recipe import Recipe
+
+Point = tuple[float, float]
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A stretch of neighboring points: its ends, its extremes, its mean."""
+
+    first: Point
+    last: Point
+    low: Point
+    high: Point
+    sum_x: float
+    sum_y: float
+    count: int
+
+    @property
+    def mean(self) -> Point:
+        return self.sum_x / self.count, self.sum_y / self.count
+
+    def extend(self, after: Bucket) -> None:
+        """Take in the bucket that follows."""
+        self.last = after.last
+        if after.low[1] < self.low[1]:
+            self.low = after.low
+        if after.high[1] > self.high[1]:
+            self.high = after.high
+        self.sum_x += after.sum_x
+        self.sum_y += after.sum_y
+        self.count += after.count
+
+
+class Series:
+    """Points with rising x, of which at most `most` buckets are kept (an even number, at least 2).
+
+    Each bucket covers `width` points. Whenever they are all used, neighbors are merged and the width doubles, so that nothing
+    need be known about the length. As in M4 (Jugel et al., VLDB 2014) a bucket keeps its first, lowest, highest and last point,
+    so a line through them looks like the line through all points, and no spike is lost.
+    """
+
+    def __init__(self, most: int = 500) -> None:
+        assert most >= 2 and most % 2 == 0
+        self.most, self.width, self.count = most, 1, 0
+        self._buckets: list[Bucket] = []
+
+    def add(self, x: float, y: float) -> None:
+        self.count += 1
+        point = (x, y)
+        buckets = self._buckets
+        if buckets and buckets[-1].count < self.width:
+            bucket = buckets[-1]
+            bucket.last = point
+            if y < bucket.low[1]:
+                bucket.low = point
+            elif y > bucket.high[1]:
+                bucket.high = point
+            bucket.sum_x += x
+            bucket.sum_y += y
+            bucket.count += 1
+            return
+        if len(buckets) == self.most:
+            for bucket, after in zip(buckets[::2], buckets[1::2], strict=True):
+                bucket.extend(after)
+            del buckets[1::2]
+            self.width *= 2
+        buckets.append(Bucket(point, point, point, point, x, y, 1))
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    @property
+    def last(self) -> Point:
+        return self._buckets[-1].last
+
+    @property
+    def low(self) -> Point:
+        """The lowest of all points, the first of them where there are more."""
+        return min((bucket.low for bucket in self._buckets), key=lambda point: point[1])
+
+    @property
+    def high(self) -> Point:
+        """The highest of all points, the first of them where there are more."""
+        return max((bucket.high for bucket in self._buckets), key=lambda point: point[1])
+
+    def outline(self) -> list[Point]:
+        """At most 4 points of each bucket, in order: what to draw."""
+        return [point for b in self._buckets for point in sorted({b.first, b.low, b.high, b.last})]
+
+    def means(self) -> list[Point]:
+        """One point of each bucket: what to smooth and to read out."""
+        return [bucket.mean for bucket in self._buckets]
+
+    def spans(self) -> list[tuple[float, float]]:
+        """Lowest and highest value of each bucket, beside `means`."""
+        return [(bucket.low[1], bucket.high[1]) for bucket in self._buckets]
+
+    def median(self) -> float:
+        """Of the buckets' means; of the points themselves while there are few."""
+        values = sorted(y for _, y in self.means())
+        return values[len(values) // 2]
+
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at a step of a training stage."""
+
+    kind: str
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start or resume of training at `time`, on `ranks` ranks, each with a GPU or, if `cores` is above 0, that many CPU cores."""
+
+    time: float
+    ranks: int = 1
+    cores: int = 0
+
+
+@dataclass
+class Training:
+    """The records of a training stage (pretraining or tuning)."""
+
+    series: dict[str, Series] = field(default_factory=dict)
+    samples: dict[str, list[Json]] = field(default_factory=dict)  # prompt -> lines, oldest first
+    marks: list[Mark] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    starts: list[Start] = field(default_factory=list)
+    phases: list[tuple[int, str]] = field(default_factory=list)
+    planned_steps: int = 0
+    planned_tokens: int = 0
+    seconds: float = 0.0  # of training, without pauses between processes
+    elapsed: Series = field(default_factory=Series)  # these seconds, by step
+    device_seconds: float = 0.0  # summed over ranks
+    core_seconds: float = 0.0  # summed over CPU cores; 0 on GPUs
+    prediction: Json = field(default_factory=dict)  # the newest, from before the first step
+    tokens_per_second: float = 0.0  # recent wall-clock speed, including saves and validation
+    done: bool = False
+
+    def measured(self) -> dict[str, float]:
+        """What a prediction is compared with, as far as it is known: the time only of finished training."""
+        speed, memory = self.series.get("perf/tokens_per_second"), self.series.get("perf/memory")
+        found = {"perf/tokens_per_second": speed and speed.median(), "perf/memory": memory and memory.high[1]}
+        return {name: value for name, value in found.items() if value} | ({"seconds": self.seconds} if self.done else {})
+
+    def last(self, name: str) -> float | None:
+        return self.series[name].last[1] if name in self.series else None
+
+    @property
+    def step(self) -> int:
+        return int(max((series.last[0] for series in self.series.values()), default=0))
+
+
+@dataclass
+class Run:
+    """A run in its current state. Missing parts are empty."""
+
+    directory: Path
+    name: str
+    recipe: Recipe | None
+    tree: Json
+    training: dict[str, Training]  # pretrain, tune
+    events: list[Json]
+    events_omitted: int
+    corpus: Json
+    tokenizer: Json
+    results: Json
+    parity: Json
+    stages: list[Json]  # name, state (done | stale: of an earlier model | begun | open), seconds
+    state: str
+    reason: str
+
+    @property
+    def pretrain(self) -> Training:
+        return self.training["pretrain"]
+
+    def stale(self, stage: str) -> bool:
+        """Whether the stage was done with an earlier model."""
+        return any(one["name"] == stage and one["state"] == "stale" for one in self.stages)

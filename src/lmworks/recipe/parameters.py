@@ -1,0 +1,170 @@
+"""Every trained tensor of a model, by name and shape, from the config alone.
+
+Dimensions: V vocabulary, D hidden, H heads, K key/value heads, d head, F dense hidden, E experts, X expert hidden.
+Those of latent attention have the names of `model.mla`.
+Linear weights are (out, in). The router's selection bias is a buffer that no gradient trains, so it is not listed.
+
+`alignment_problems` has the alignment that the grouped matrix products of experts require; it is checked when a recipe is loaded, by the
+plan and by the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from lmworks.recipe.schema.model import Mla, Model
+
+Component = Literal["embedding", "attention", "dense ffn", "experts", "shared experts", "router", "norms", "head", "mtp projection"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One trained tensor. `layer` is None outside the layers, and goes on counting through those of multi-token prediction, which `mtp`
+    marks; `active` is the share of it that one token uses.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    component: Component
+    layer: int | None = None
+    active: float = 1.0
+    mtp: bool = False
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a hidden matrix or a stack of them: what Muon trains."""
+        return len(self.shape) > 1 and self.component not in ("embedding", "head")
+
+
+def is_moe(model: Model, layer: int) -> bool:
+    """Whether `layer` routes to experts."""
+    return model.moe is not None and layer >= model.moe.first_k_dense_replace
+
+
+def parameters(model: Model) -> Iterator[Parameter]:
+    """All trained tensors of a resolved model, in the order of the forward pass, those of multi-token prediction last."""
+    assert model.vocab_size and model.hidden_size and model.num_hidden_layers is not None, "the model is not resolved"
+    yield Parameter("embedding.weight", (model.vocab_size, model.hidden_size), "embedding")
+    for layer in range(model.num_hidden_layers):
+        yield from layer_parameters(model, layer)
+    yield Parameter("norm.weight", (model.hidden_size,), "norms")
+    if not model.tie_word_embeddings:
+        yield Parameter("head.weight", (model.vocab_size, model.hidden_size), "head")
+    for depth in range(model.mtp.num_nextn_predict_layers if model.mtp else 0):
+        yield from mtp_parameters(model, depth)
+
+
+def mtp_parameters(model: Model, depth: int) -> Iterator[Parameter]:
+    """The trained tensors of one layer of multi-token prediction; the embedding and the head it uses are the model's."""
+    assert model.hidden_size and model.num_hidden_layers is not None
+    D, layer, start = model.hidden_size, model.num_hidden_layers + depth, f"mtp.{depth}."
+    yield Parameter(start + "embedding_norm.weight", (D,), "norms", layer, mtp=True)
+    yield Parameter(start + "hidden_norm.weight", (D,), "norms", layer, mtp=True)
+    yield Parameter(start + "projection.weight", (D, 2 * D), "mtp projection", layer, mtp=True)
+    for parameter in layer_parameters(model, layer):
+        yield replace(parameter, name=parameter.name.replace(f"layers.{layer}.", start + "block.", 1), mtp=True)
+    yield Parameter(start + "norm.weight", (D,), "norms", layer, mtp=True)
+
+
+def layer_parameters(model: Model, layer: int) -> Iterator[Parameter]:
+    """The trained tensors of one layer."""
+    D = model.hidden_size
+    assert D and model.intermediate_size, "the model is not resolved"
+    start = f"layers.{layer}."
+    yield Parameter(start + "attention_norm.weight", (D,), "norms", layer)
+    yield from _latent_attention(model, model.mla, start, layer) if model.mla else _attention(model, start, layer)
+    yield Parameter(start + "ffn_norm.weight", (D,), "norms", layer)
+    if not is_moe(model, layer):
+        yield from _swiglu(start + "ffn.", D, model.intermediate_size, "dense ffn", layer)
+        return
+    moe = model.moe
+    assert moe is not None
+    E, X = moe.n_routed_experts, moe.moe_intermediate_size
+    yield Parameter(start + "ffn.router.weight", (E, D), "router", layer)
+    share = moe.num_experts_per_tok / E
+    yield Parameter(start + "ffn.experts.gate", (E, X, D), "experts", layer, share)
+    yield Parameter(start + "ffn.experts.up", (E, X, D), "experts", layer, share)
+    yield Parameter(start + "ffn.experts.down", (E, D, X), "experts", layer, share)
+    if moe.n_shared_experts:
+        yield from _swiglu(start + "ffn.shared.", D, moe.n_shared_experts * X, "shared experts", layer)
+
+
+def _attention(model: Model, start: str, layer: int) -> Iterator[Parameter]:
+    D, H, K, d = model.hidden_size, model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    assert D and H and K and d, "the model is not resolved"
+    for name, rows in (("query", H * d), ("key", K * d), ("value", K * d)):
+        yield Parameter(f"{start}attention.{name}.weight", (rows, D), "attention", layer)
+        if model.attention_bias:
+            yield Parameter(f"{start}attention.{name}.bias", (rows,), "attention", layer)
+    yield Parameter(start + "attention.output.weight", (D, H * d), "attention", layer)
+    if model.use_qk_norm:
+        whole = model.qk_norm_over == "all_heads"
+        yield Parameter(start + "attention.query_norm.weight", (H * d if whole else d,), "norms", layer)
+        yield Parameter(start + "attention.key_norm.weight", (K * d if whole else d,), "norms", layer)
+
+
+def _latent_attention(model: Model, mla: Mla, start: str, layer: int) -> Iterator[Parameter]:
+    D, H, d = model.hidden_size, model.num_attention_heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    assert D and H, "the model is not resolved"
+    if mla.q_lora_rank:
+        yield Parameter(start + "attention.query_down.weight", (mla.q_lora_rank, D), "attention", layer)
+        yield Parameter(start + "attention.query_latent_norm.weight", (mla.q_lora_rank,), "norms", layer)
+        yield Parameter(start + "attention.query_up.weight", (H * d, mla.q_lora_rank), "attention", layer)
+    else:
+        yield Parameter(start + "attention.query.weight", (H * d, D), "attention", layer)
+    yield Parameter(start + "attention.kv_down.weight", (mla.kv_lora_rank + mla.qk_rope_head_dim, D), "attention", layer)
+    yield Parameter(start + "attention.kv_latent_norm.weight", (mla.kv_lora_rank,), "norms", layer)
+    yield Parameter(start + "attention.kv_up.weight", (H * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank), "attention", layer)
+    yield Parameter(start + "attention.output.weight", (D, H * mla.v_head_dim), "attention", layer)
+
+
+def _swiglu(start: str, D: int, F: int, component: Component, layer: int) -> Iterator[Parameter]:
+    yield Parameter(start + "gate.weight", (F, D), component, layer)
+    yield Parameter(start + "up.weight", (F, D), component, layer)
+    yield Parameter(start + "down.weight", (D, F), component, layer)
+
+
+def count_parameters(model: Model) -> int:
+    """Trained parameters; tied embeddings count once. Multi-token prediction is left out: what it adds is not there in use."""
+    assert model.num_hidden_layers
+    outside = sum(p.size for p in parameters(model.model_copy(update={"num_hidden_layers": 0, "mtp": None})))
+    dense = min(model.moe.first_k_dense_replace, model.num_hidden_layers) if model.moe else model.num_hidden_layers
+    total = outside
+    if dense:
+        total += dense * sum(p.size for p in layer_parameters(model, 0))
+    if model.num_hidden_layers > dense:
+        total += (model.num_hidden_layers - dense) * sum(p.size for p in layer_parameters(model, model.num_hidden_layers - 1))
+    return total
+
+
+def count_active_parameters(model: Model) -> int:
+    """Parameters that one token uses, the embedding matrix included, multi-token prediction left out."""
+    return round(sum(p.size * p.active for p in parameters(model) if not p.mtp))
+
+
+_ALIGNMENT = 16  # bytes: every row of an operand must be a multiple
+
+
+def alignment_problems(model: Model, tp: int, element: int) -> Iterator[str]:
+    """The reasons why grouped products of `element`-byte numbers cannot run with experts sharded over `tp` ranks; none if they can."""
+    if model.moe is None:
+        return
+    step = _ALIGNMENT // element
+    assert model.hidden_size
+    if model.hidden_size % step:
+        yield f"model.hidden_size {model.hidden_size} is not a multiple of {step}, which {_alignment_reason(element)}"
+    own, rest = divmod(model.moe.moe_intermediate_size, tp)
+    if own % step and not rest:
+        size = f"model.moe.moe_intermediate_size {model.moe.moe_intermediate_size}" + (f" / tp {tp} = {own}" if tp > 1 else "")
+        yield f"{size} is not a multiple of {step}, which {_alignment_reason(element)}; set {-(-own // step) * step * tp}"
+
+
+def _alignment_reason(element: int) -> str:
+    return f"grouped products of {8 * element}-bit numbers require"

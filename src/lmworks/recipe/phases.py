@@ -1,0 +1,107 @@
+"""The model in each phase of pretraining, and its RoPE settings in words, with warnings about them.
+
+`in_force` is the one function that training, saving, resuming, tuning, replaying and planning ask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lmworks.recipe.schema.model import Model, Rope
+from lmworks.recipe.schema.recipe import Recipe
+
+
+def in_force(recipe: Recipe) -> list[Model]:
+    """The model as each phase trains it: that of the recipe with the changes of the phase and of those before it (`Phase.changed`).
+
+    They may concern positions, windows, the balancing of experts and the weight of multi-token prediction, never a weight's shape.
+    """
+    found, model = [], recipe.model
+    for phase in recipe.train.phases:
+        model = phase.changed(model)
+        found.append(model)
+    return found
+
+
+def final(recipe: Recipe) -> Model:
+    """The model as the last phase trains it, and as every later stage takes it over."""
+    return (in_force(recipe) or [recipe.model])[-1]
+
+
+_GROWTH = 2  # times longer than where the positions were set, above which a phase without a change is warned of
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The RoPE settings of one phase; `text` describes them, and those before it where the phase changes them."""
+
+    phase: str
+    length: int
+    rope: Rope
+    text: str
+
+
+def positions(recipe: Recipe) -> list[Positions]:
+    """The RoPE settings of each phase: those of the phase before, unless it changes them. `text` also has windows, layers without
+    positions, and whether attention crosses document borders."""
+    found: list[Positions] = []
+    before = recipe.model
+    for phase, model in zip(recipe.train.phases, in_force(recipe), strict=True):
+        old, new = _described(before), _described(model)
+        text = new if old == new else f"{old} -> {new}"
+        text += "" if phase.mask_documents else "; attention crosses document borders"
+        found.append(Positions(phase.name, int(phase.sequence_length), model.rope, text))
+        before = model
+    return found
+
+
+def _described(model: Model) -> str:
+    words = [describe(model.rope)]
+    if model.sliding_window:
+        words.append(f"window {int(model.sliding_window):,}")
+    if model.no_rope_layer_interval:
+        words.append(f"no RoPE in every {model.no_rope_layer_interval}. layer")
+    return ", ".join(words)
+
+
+def describe(rope: Rope) -> str:
+    """`theta 10,000, yarn x4 from 2,048 tokens, scores x1.3`."""
+    if rope.partial_rotary_factor == 0:
+        return "none"
+    words = [f"theta {rope.theta:,.0f}"]
+    if rope.scaling != "none":
+        since = f" from {int(rope.original_max_position_embeddings):,} tokens" if rope.original_max_position_embeddings else ""
+        words.append(f"{rope.scaling} x{rope.factor:g}{since}")
+    if rope.scaling == "yarn" and rope.factor > 1:
+        words.append(f"scores x{(0.1 * math.log(rope.factor) + 1) ** 2:.3g}")
+    return ", ".join(words)
+
+
+def warnings(recipe: Recipe) -> Iterator[str]:
+    """Phases that outgrow their positions, one line each."""
+    found = positions(recipe)
+    if not found or recipe.model.rope.partial_rotary_factor == 0 or recipe.model.no_rope_layer_interval == 1:
+        return
+    since, set_by = found[0].length, found[0].rope
+    stated = {phase.name for phase in recipe.train.phases if phase.rope is not None}  # whoever writes them down means them
+    for here in found:
+        rope, key = here.rope, f"train.phases.{here.phase}.rope"
+        if rope != set_by or here.phase in stated:
+            since, set_by = here.length, rope
+        elif here.length > _GROWTH * since:
+            yield (
+                f"{here.phase}: sequences grow from {since:,} to {here.length:,} tokens and positions stay ({describe(rope)}); "
+                f"to extend them set {key}.theta (ABF), or {key}.scaling to linear, ntk, yarn or llama3 with a factor; "
+                f"to keep them write {key}.theta as it is"
+            )
+            since = here.length
+        # Llama 3.1 itself goes beyond this product: 8 x 8,192 tokens became 131,072
+        original = int(rope.original_max_position_embeddings or 0) if rope.scaling not in ("none", "llama3") else 0
+        reach = int(original * rope.factor)
+        if original and reach < here.length:
+            yield (
+                f"{here.phase}: {rope.scaling} x{rope.factor:g} extends {original:,} tokens to {reach:,}, but sequences have "
+                f"{here.length:,}; set {key}.factor to {math.ceil(here.length / original)} or more"
+            )

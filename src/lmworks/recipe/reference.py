@@ -1,0 +1,127 @@
+"""The recipe reference, generated from the types: `python -m lmworks.recipe.reference > docs/recipe.md`."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from lmworks.recipe.changes import rule
+from lmworks.recipe.keys import known_paths, nodes_of, tag_of
+from lmworks.recipe.schema.layout import ActivationCheckpointing, Cluster
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.units import Bytes, Duration, Seconds, Tokens
+
+_UNITS = {Tokens: "tokens", Bytes: "bytes", Seconds: "seconds", Duration: "duration", ActivationCheckpointing: "activation checkpointing"}
+_CLUSTER = "(cluster file)"
+_INTRODUCTION = """\
+# Recipe reference
+
+Generated from the types by `python -m lmworks.recipe.reference > docs/recipe.md`; a test keeps it up to date.
+
+A recipe is one YAML file. Every key that it leaves out takes the default below, or is derived from others; `lmworks show RECIPE`
+prints every value with its origin, and `--set a.b=c` overrides one. A key that is not in these tables is refused. Quantities carry
+their unit:
+
+| unit | examples |
+|---|---|
+| tokens | `15T`, `4Mi`, `131072 tokens` |
+| bytes | `16MB`, `4GiB` |
+| seconds | `30 s`, `10 min`, `90 days` |
+| duration | `2000 steps`, `1B tokens`, or `2%`: of the phase for a key of a phase, else of all of the stage |
+| activation checkpointing | `none`, `selective`, `full`, `50%` (of the layers in full), `selective 50%` |
+
+Items of a list are named by their `name`: `--set train.phases.general.tokens=2M`. Keys marked * may change when a run is resumed;
+a change of any other must be allowed by its name (`--allow train.phases.general.tokens`) and is written to the ledger, and those of the
+tokenizer may not change at all. [What a change makes again](changes.md) says which stages read which keys.
+"""
+
+
+def type_text(annotation: Any) -> str:
+    """An annotation as a reader of YAML would put it."""
+    if annotation in _UNITS:
+        return _UNITS[annotation]
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(parts[0])
+    if origin is Literal:
+        return " \\| ".join(f"`{part}`" for part in parts)
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if part is type(None) else type_text(part) for part in parts)
+    if origin is list:
+        return f"list of {type_text(parts[0])}"
+    if origin is tuple:
+        return f"list of {type_text(parts[0])}" if parts[-1] is Ellipsis else f"[{', '.join(map(type_text, parts))}]"
+    if origin is dict:
+        return f"map of {type_text(parts[1])} by name"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+    return {str: "text", bool: "true or false", int: "whole number", float: "number", Any: "any"}.get(annotation, str(annotation))
+
+
+def _value_text(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (Tokens, Bytes, Seconds, Duration, ActivationCheckpointing)):
+        return value.text()
+    if isinstance(value, list) and value and isinstance(value[0], BaseModel):
+        return ", ".join(tag_of(type(item)) or type(item).__name__ for item in value)
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default of a field; a node's own table states its defaults."""
+    if field.default_factory is not None:
+        return "`{}`" if get_origin(field.annotation) is dict else "`[]`"
+    if field.default is PydanticUndefined:
+        return "required"
+    return "see there" if isinstance(field.default, BaseModel) else f"`{_value_text(field.default)}`"
+
+
+def _nodes(root: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:
+    yield root, path
+    for key, field in root.model_fields.items():
+        for below in nodes_of(field.annotation):
+            many = f".{tag_of(below) or 'NAME'}" if get_origin(field.annotation) is list else ""
+            yield from _nodes(below, f"{path}.{key}{many}".lstrip("."))
+
+
+def _below(path: str, field: FieldInfo) -> Iterator[str]:
+    """The keys below a key that is a node."""
+    for node in nodes_of(field.annotation):
+        yield from known_paths(node, f"{path}.NAME." if get_origin(field.annotation) is list else f"{path}.")
+
+
+def reference() -> str:
+    """The whole page as Markdown: a table per node of the tree, in its order."""
+    places: dict[type[BaseModel], list[str]] = {}
+    for root, start in ((Recipe, ""), (Cluster, _CLUSTER)):
+        for node, path in _nodes(root, start):
+            places.setdefault(node, []).append(path)
+    parts = [_INTRODUCTION]
+    for node, paths in places.items():
+        where = ", ".join(f"`{path}`" for path in paths if path and not path.startswith(_CLUSTER))
+        parts.append(f"## {node.__name__}\n\n{(node.__doc__ or '').strip()}{f' At {where}.' if where else ''}\n")
+        rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key, field in node.model_fields.items():
+            path = f"{paths[0]}.{key}".lstrip(".")
+            mark = "*" if not path.startswith(_CLUSTER) and rule([path, *_below(path, field)]) == "free" else ""
+            below = nodes_of(field.annotation)
+            meaning = field.description or ((below[0].__doc__ or "").strip() if below else "")
+            rows.append(f"| `{key}`{mark} | {type_text(field.annotation)} | {default_text(field)} | {_first_line(meaning)} |")
+        parts.append("\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0].replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

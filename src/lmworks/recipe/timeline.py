@@ -1,0 +1,273 @@
+"""The steps of a run: how many there are, which sequences each has, and its learning rate. All in closed form, without data.
+
+`Timeline` has the steps of pretraining. Stages that read their rows a number of times (`tune`, `dpo`), and their plans, cut passes over
+rows into steps by one rule: all rows are read, and the last step takes those that are left, which may be fewer than the others have; its
+loss is the mean over what it reads. So each row is trained `epochs` times: with a fraction of a pass, `floor(epochs)` times, and the first
+rows of the last pass's order once more. A step never ends with an epoch: it goes on with the rows of the next one.
+
+`Schedules` is the learning-rate schedule as a pure function of the step: `Schedules.lr_factor(step)` times a group's peak is its learning
+rate. Phases have a warm-up, a shape and a batch ramp, and follow each other without a cold restart. A schedule may span several phases.
+A phase is a curve over the tokens x in [0, n] that have been trained on in it; step i of it uses the curve at the end of the step.
+So the first step of a run already moves, a warm-up ends on the peak, the last step of a phase ends on the last value of its shape, and
+the next phase's curve begins there at x = 0.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from math import ceil
+
+from lmworks.errors import UserError
+from lmworks.recipe.schema.train import Phase
+from lmworks.recipe.schema.units import Duration
+
+
+@dataclass(frozen=True)
+class PhaseSteps:
+    """The steps of one phase. A ramp raises the batch from `first` to `full` sequences, linearly over `ramp_steps`."""
+
+    name: str
+    sequence_length: int
+    steps: int
+    first: int
+    full: int
+    ramp_steps: int
+
+    @classmethod
+    def of(cls, phase: Phase) -> PhaseSteps:
+        """The largest number of steps whose tokens fit the budget of the phase."""
+        length, full = int(phase.sequence_length), phase.global_batch_size // phase.sequence_length
+        first, ramp_steps = full, 0
+        if phase.batch_ramp:
+            first = phase.batch_ramp.start // length
+            average = max(1, (first + full) * length // 2)
+            ramp_steps = max(1, phase.batch_ramp.over.steps(step_tokens=average, phase_tokens=int(phase.tokens)))
+        endless = cls(phase.name, length, 0, first, full, ramp_steps)
+        budget = phase.tokens // length
+        steps = 0
+        if budget >= endless.before(ramp_steps):
+            steps = ramp_steps + (budget - endless.before(ramp_steps)) // full
+        else:
+            steps = bisect_right(range(ramp_steps + 1), budget, key=endless.before) - 1
+        if steps < 1:
+            raise UserError(
+                f"phase {phase.name}: the budget of {int(phase.tokens):,} tokens is smaller than one step of {first * length:,}; "
+                "lower global_batch_size or raise tokens"
+            )
+        return cls(phase.name, length, steps, first, full, ramp_steps)
+
+    def batch(self, step: int) -> int:
+        """The number of sequences in the step-th step of the phase."""
+        return self.first + (self.full - self.first) * step // self.ramp_steps if step < self.ramp_steps else self.full
+
+    def before(self, step: int) -> int:
+        """The number of sequences in all steps of the phase before `step`."""
+        inside = min(step, self.ramp_steps)
+        rising = _floor_sum(inside, self.ramp_steps, self.full - self.first) if inside else 0
+        return inside * self.first + rising + (step - inside) * self.full
+
+    def step_at(self, duration: Duration) -> int:
+        """The first step, counted in the phase, that has all of `duration` before it; a share is one of the phase's tokens."""
+        if duration.unit == "steps":
+            return int(duration.value)
+        tokens = duration.tokens(step_tokens=self.full * self.sequence_length, phase_tokens=self.tokens)
+        return bisect_left(range(self.steps + 1), -(-tokens // self.sequence_length), key=self.before)
+
+    @property
+    def sequences(self) -> int:
+        return self.before(self.steps)
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.sequence_length
+
+
+class Timeline:
+    """All steps of a run, numbered from 0 through all phases."""
+
+    def __init__(self, phases: Sequence[Phase]) -> None:
+        if not phases:
+            raise UserError("train.phases is empty; add at least one phase with tokens, mixture, sequence_length and global_batch_size")
+        names = [phase.name for phase in phases]
+        if len(set(names)) < len(names):
+            raise UserError(f"train.phases: two phases have the same name ({', '.join(names)}); rename one, the order is drawn from it")
+        self.phases = tuple(PhaseSteps.of(phase) for phase in phases)
+        self._ends: list[int] = []
+        for phase in self.phases:
+            self._ends.append((self._ends[-1] if self._ends else 0) + phase.steps)
+
+    @property
+    def steps(self) -> int:
+        return self._ends[-1]
+
+    def phase_of(self, step: int) -> int:
+        """Index of the phase that holds `step`; UserError if no phase does."""
+        if not 0 <= step < self.steps:
+            raise UserError(f"step {step} does not exist: the run has {self.steps:,} steps, numbered from 0 to {self.steps - 1:,}")
+        return bisect_right(self._ends, step)
+
+    def first_step(self, phase: int) -> int:
+        """The first step of a phase; one past the last phase gives the number of steps."""
+        return self._ends[phase - 1] if phase else 0
+
+    def sequences(self, step: int) -> tuple[int, int]:
+        """The sequences of a step: the number of the first, counted over all ranks from the start of its phase, and how many."""
+        index = self.phase_of(step)
+        phase, inside = self.phases[index], step - self.first_step(index)
+        return phase.before(inside), phase.batch(inside)
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens trained on in all steps before `step`, which may be the number of steps."""
+        index = self.phase_of(step) if step < self.steps else len(self.phases) - 1
+        done = sum(phase.tokens for phase in self.phases[:index])
+        return done + self.phases[index].before(step - self.first_step(index)) * self.phases[index].sequence_length
+
+
+def _floor_sum(n: int, m: int, a: int) -> int:
+    """Sum over i < n of floor(a * i / m), by Euclid's algorithm: as many rounds as the numbers have digits, not n."""
+    total, b = 0, 0
+    while True:
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        top = a * n + b
+        if top < m:
+            return total
+        n, b = divmod(top, m)
+        m, a = a, m
+
+
+def rows_read(rows: int, epochs: float) -> int:
+    """Rows that are read in `epochs` passes over `rows` of them, rounded up to a whole row: 95 of 63 rows in 1.5 passes."""
+    return ceil(Fraction(str(epochs)) * rows)  # 0.1 is a tenth, not the nearest binary fraction
+
+
+def steps_of(rows: int, rows_per_step: int, epochs: float) -> int:
+    """Steps that read these rows, the last of which may have fewer rows."""
+    return -(-rows_read(rows, epochs) // rows_per_step)
+
+
+def places_of(step: int, rows: int, rows_per_step: int, epochs: float) -> range:
+    """The places of a step in the passes: place p is row p % rows of the order of pass p // rows."""
+    return range(step * rows_per_step, min((step + 1) * rows_per_step, rows_read(rows, epochs)))
+
+
+class _Curve:
+    """The schedule of one phase, or of all that it spans (`lr_schedule.phases`). Positions are tokens since the first step; values are
+    fractions of `optimizer.learning_rate`."""
+
+    def __init__(self, phases: Sequence[Phase], steps_per_phase: Sequence[int], tokens_before: Callable[[int], int]) -> None:
+        self.phases, self._ends = phases, list(accumulate(steps_per_phase))
+        phase = self.phase = phases[0]
+        steps = self.steps = self._ends[-1]
+        self.tokens_before = tokens_before
+        self.length = tokens_before(steps)
+        # Also catches a function that gives the tokens of one step where the tokens before it are meant.
+        assert tokens_before(0) == 0
+        assert self.length > 0
+        schedule = phase.lr_schedule
+        self.warmup = self._tokens(schedule.warmup, "warmup", tokens_before)
+        decay = 0
+        if schedule.kind == "wsd":
+            decay = self._tokens(schedule.decay, "decay", lambda last: self.length - tokens_before(steps - last))
+        if self.warmup + decay > self.length:
+            raise UserError(
+                f"phase {phase.name}: lr_schedule.warmup ({schedule.warmup.text()}) and lr_schedule.decay ({schedule.decay.text()}) "
+                f"are together "
+                f"longer than its {self.length:,} tokens; shorten one"
+            )
+        self.stable = self.length - decay
+        self.start = 0.0
+        """The last value of the phase before."""
+
+    def _tokens(self, duration: Duration, name: str, tokens_of_steps: Callable[[int], int]) -> int:
+        """The length of `duration` in tokens; steps under a ramp are not equally long, so they are asked for."""
+        if duration.unit != "steps":
+            tokens = duration.tokens(step_tokens=self.phase.global_batch_size, phase_tokens=self.length)
+        else:
+            tokens = tokens_of_steps(int(duration.value)) if duration.value <= self.steps else self.length + 1
+        if tokens > self.length:
+            raise UserError(
+                f"phase {self.phase.name}: lr_schedule.{name} of {duration.text()} is longer than the phase's {self.steps:,} steps "
+                f"({self.length:,} tokens); shorten it or raise tokens"
+            )
+        return tokens
+
+    def value(self, step: int) -> float:
+        """At the end of the step-th step."""
+        x = self.tokens_before(step + 1)
+        top = self.phase.learning_rate_scale * _rescale(self.phases[bisect_right(self._ends, step)], x - self.tokens_before(step))
+        if x < self.warmup:
+            return self.start + (top - self.start) * x / self.warmup
+        return top * self._shape(x)
+
+    @property
+    def warmup_end(self) -> int:
+        """The first step after the warm-up."""
+        return bisect_left(range(self.steps), self.warmup, key=self.tokens_before)
+
+    def _shape(self, x: int) -> float:
+        schedule, final = self.phase.lr_schedule, self.phase.lr_schedule.min_lr_ratio
+        if schedule.kind == "constant":
+            return 1.0
+        if schedule.kind == "multistep":
+            return schedule.gamma ** sum(x > share * self.length for share in schedule.milestones)
+        if schedule.kind == "wsd":
+            if x <= self.stable:
+                return 1.0
+            # 1 - sqrt ends lower than a linear decay of the same length (Hägele et al. 2024, arXiv:2405.18392, section 3).
+            return 1 - (1 - final) * math.sqrt((x - self.stable) / (self.length - self.stable))
+        done = (x - self.warmup) / (self.length - self.warmup) if self.length > self.warmup else 0.0
+        if schedule.kind == "cosine":
+            done = (1 - math.cos(math.pi * done)) / 2
+        return 1 - (1 - final) * done
+
+
+def _rescale(phase: Phase, batch: int) -> float:
+    """The factor for a batch that is still smaller than the phase's global batch (Malladi et al. 2022, arXiv:2205.10287: the root)."""
+    ramp = phase.batch_ramp
+    if ramp is None or ramp.rescale == "none":
+        return 1.0
+    ratio = batch / phase.global_batch_size
+    return math.sqrt(ratio) if ramp.rescale == "sqrt" else ratio
+
+
+class Schedules:
+    """The schedule of a whole run.
+
+    `steps_per_phase[p]` is how many steps phase p has; `tokens_before(step)` how many tokens the run has trained on before `step`, counted
+    from 0 through all phases up to and including the number of steps (`Timeline.tokens_before`). Neither time nor memory grows with steps.
+    """
+
+    def __init__(self, phases: Sequence[Phase], steps_per_phase: Sequence[int], tokens_before: Callable[[int], int]) -> None:
+        self._ends: list[int] = []  # of the curves
+        self._curves: list[_Curve] = []
+        index = first = 0
+        while index < len(phases):
+            stop = index + phases[index].lr_schedule.phases
+            curve = _Curve(phases[index:stop], steps_per_phase[index:stop], _since(first, tokens_before))
+            if self._curves:
+                curve.start = self._curves[-1].value(self._curves[-1].steps - 1)
+            self._curves.append(curve)
+            index, first = stop, first + curve.steps
+            self._ends.append(first)
+
+    def lr_factor(self, step: int) -> float:
+        """The factor of a step on the peak learning rates (`optimizer.learning_rate`); after the last step, that of the last step."""
+        step = min(step, self._ends[-1] - 1)
+        index = bisect_right(self._ends, step)
+        curve = self._curves[index]
+        return curve.value(step - self._ends[index] + curve.steps)
+
+    def warmup_end(self, step: int) -> int:
+        """The first step after the warm-up of the phase that contains `step`; it may be later than `step`."""
+        index = bisect_right(self._ends, min(step, self._ends[-1] - 1))
+        return self._ends[index] - self._curves[index].steps + self._curves[index].warmup_end
+
+
+def _since(first: int, tokens_before: Callable[[int], int]) -> Callable[[int], int]:
+    return lambda step: tokens_before(first + step) - tokens_before(first)

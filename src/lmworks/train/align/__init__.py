@@ -1,1 +1,0 @@
-"""Training on answers: preference optimization (`dpo`) and reinforcement learning with verifiable rewards (`grpo`)."""

@@ -1,1 +1,0 @@
-"""What goes wrong in a run: steps that are not finite, spikes, silent corruption, failed saves, slow ranks."""
