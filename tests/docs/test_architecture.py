@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from doc_pages import ROOT, script
 
 from lmworks.corpus.engine.passes import PASSES
-from pages import ROOT, script
 
 SOURCE = ROOT / "src" / "lmworks"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

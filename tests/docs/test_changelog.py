@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pages import ROOT
+from doc_pages import ROOT
 from pydantic import BaseModel
 
 from lmworks.recipe.keys import nodes_of

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pages import PAGES, ROOT, Command, blocks, commands, inline
+from doc_pages import PAGES, ROOT, Command, blocks, commands, inline
 
 from lmworks.cli.main import command_tree
 from patience import PATIENCE

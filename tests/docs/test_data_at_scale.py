@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from pages import ROOT
+from doc_pages import ROOT
 
 
 @pytest.mark.parametrize(

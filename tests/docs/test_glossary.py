@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from pages import DOCS, ROOT
+from doc_pages import DOCS, ROOT
 
 from lmworks.metrics.names import METRICS
 

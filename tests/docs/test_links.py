@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import DOCS, LINK, PAGES, ROOT, blocks, inline, prose
+from doc_pages import DOCS, LINK, PAGES, ROOT, blocks, inline, prose
 
 from smollm2 import gguf_file
 

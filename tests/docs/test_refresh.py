@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from pages import ROOT, script
+from doc_pages import ROOT, script
 
 from lmworks.errors import UserError
 from tiny_run import Tiny
