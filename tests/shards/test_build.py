@@ -117,7 +117,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.build import build_shards as module
+from lmworks.shards import build as module
 module._WORTH_A_PROCESS = 1
 module.build_shards(Recipe.model_validate_json(sys.argv[1]), *map(Path, sys.argv[2:]))
 """
