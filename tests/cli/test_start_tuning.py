@@ -16,7 +16,7 @@ import yaml
 from command import Lmworks
 
 from base_models import KINDS, write_model, write_tokenizer
-from docs.pages import DOCS, blocks
+from docs.doc_pages import DOCS, blocks
 from lmworks.checkpoint import listing
 from lmworks.evaluate.answers import QUESTIONS
 from lmworks.evaluate.opening import open_model

@@ -20,7 +20,7 @@ import torch
 import yaml
 from command import Done, Lmworks
 
-from docs.pages import blocks
+from docs.doc_pages import blocks
 from lmworks.cli.main import main
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.metrics.log import read
