@@ -120,9 +120,10 @@ def test_a_base_model_is_tuned_evaluated_exported_and_served(lmworks: Lmworks, k
     before = [results["models"][name]["bits_per_byte"]["answers: as before"] for name in ("base", "tuned")]
     assert before[0]["documents"] == before[1]["documents"] > 16 and before[0]["bits_per_byte"] < before[1]["bits_per_byte"]
     assert "bits per byte, answers: as before" in results["forgetting"]["forgotten"] and "answers: as before" in done.err + done.out
-    prompt = [{"role": "user", "content": QUESTIONS[0]}]
-    first_row = jsonl.read(run_dir / "evaluate" / "answers-before.jsonl")[0]
-    assert first_row["prompt"] == list(peer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    prompts = [list(peer.apply_chat_template(one, add_generation_prompt=True, return_dict=False)) for one in conversations]
+    asked = [row["prompt"] for row in jsonl.read(run_dir / "evaluate" / "answers-before.jsonl")]
+    assert asked and all(prompt in prompts for prompt in asked)
     assert load_engine(run_dir, base=True).tuned and open_model(f"{run_dir}@base").chat, "it answered in a chat before it was tuned"
     rates = [line["optim/learning_rate"] for line in read(run_dir / "tune") if "optim/learning_rate" in line]
     peak = read_json(run_dir / "resolved.json")["tune"]["learning_rate"]
