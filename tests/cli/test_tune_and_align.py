@@ -51,7 +51,7 @@ def test_the_sections_of_the_page_are_run_by_its_commands(
     monkeypatch.chdir(tmp_path)
     rows = [line for block in blocks(PAGE) if block.language == "text" for line in block.lines if line.startswith("{")]
     pairs = [line for line in rows if "label" not in json.loads(line)]
-    assert len(pairs) == 3, "the forms of the page"
+    assert len(pairs) == 5, "the forms of the page"
     (tmp_path / "data").mkdir()
     more = [{"prompt": f"What is {n} + 1?", "chosen": str(n + 1), "rejected": str(n)} for n in range(6)]
     (tmp_path / "data" / "pairs.jsonl").write_text("\n".join([*pairs, *map(json.dumps, more)]) + "\n")
