@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     import gguf
 
 
-
 class Differs(UserError):
     """A file is not the model."""
 

@@ -236,6 +236,5 @@ def _named(changes: Sequence[Change]) -> str:
     return ", ".join(map(str, changes[:8])) + (f" and {len(changes) - 8} more" if len(changes) > 8 else "")
 
 
-
 if __name__ == "__main__":
     print(table())

@@ -199,7 +199,6 @@ def _training(run_dir: Path) -> Table:
     return table
 
 
-
 def _plan(run_dir: Path) -> list[RenderableType]:
     """Planned and actual time by stage, and what was given up; empty for a run without a time budget."""
     found = planned_and_actual_seconds(run_dir, seconds_by_stage(run_dir))

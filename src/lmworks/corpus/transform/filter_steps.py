@@ -55,8 +55,6 @@ def language_step(options: Language, context: Context) -> Step:
     return PerDocument("language", decide, makes=("language_score",), statistics=("language_score",))
 
 
-
-
 def sample(text: str) -> str:
     """The text to classify: all of a short text, else 400 characters each from beginning, middle and end, cut at word borders."""
     if len(text) <= _WINDOW * _WINDOWS:
@@ -227,8 +225,6 @@ _CELLS = 1 << 23
 
 def lines_step(options: Lines, context: Context) -> Step:
     return _Lines(options, context.source)
-
-
 
 
 class Counters:

@@ -40,8 +40,6 @@ def rewrite_step(options: Rewrite, context: Context) -> Step:
     return _Rewriter(options, context)
 
 
-
-
 class _Refused(Exception):
     """The endpoint refuses this one request, for example because it is too long."""
 

@@ -109,8 +109,6 @@ def _code(options: Code, context: Context) -> Step:
     return PerDocument("code", check, makes=("code_errors",), statistics=("code_errors",))
 
 
-
-
 @lru_cache(maxsize=8)
 def _trial(limits: Limits) -> RunResult:
     """The result of an empty program: whether the sandbox works within the limits."""

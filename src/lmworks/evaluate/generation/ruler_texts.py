@@ -154,8 +154,6 @@ class Library:
     questions: tuple[Asked, ...]
 
 
-
-
 @cache
 def squad(folder: str | None) -> Library:
     """Questions that one document answers. `related` are the other documents of the same article."""

