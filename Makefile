@@ -78,7 +78,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
 docs: $(VENV)/dev.stamp
-	$(BIN)/python -m lmworks.recipe.reference > docs/recipe.md
+	$(BIN)/python -m lmworks.recipe.reference docs/recipe
 
 clean:
 	rm -rf $(VENV) $(VENV)-* runs

@@ -13,9 +13,19 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _INDEX = DOCS / "README.md"
-_LISTED = [DOCS / target for target in LINK.findall(_INDEX.read_text(encoding="utf-8")) if "/" not in target]
+
+
+def _listed(index: Path) -> Iterator[Path]:
+    """The pages that an index lists, and after the index of a folder those that this lists."""
+    for target in LINK.findall(index.read_text(encoding="utf-8")):
+        if not target.startswith(("..", "#", "http")):
+            yield (page := index.parent / target.partition("#")[0])
+            if page.name == "README.md":
+                yield from _listed(page)
+
+
 # README first, then the pages in the order of the index, which is the order in which their commands are run.
-PAGES = [ROOT / "README.md", *dict.fromkeys(_LISTED), _INDEX, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [ROOT / "README.md", *dict.fromkeys(_listed(_INDEX)), _INDEX, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 _SHELL = ("bash", "console", "sh", "shell", "")  # languages of blocks in which every line is a command
 _PROGRAMS = re.compile(r"(lmworks|make|pip|python|vllm|llama-[a-z]+|sh|export|docker|curl) \S")
 

@@ -36,7 +36,7 @@ LISTED = {
     "make test": "is this",
     "make lint": "is run beside this",
     "make gpu PYTHON=python3": "needs a GPU; tests/gpu runs its checks at a small size, and .ci/run all of them",
-    "make docs": "writes docs/recipe.md, which tests/recipe holds to the types",
+    "make docs": "writes docs/recipe, which tests/recipe holds to the types",
     "make slow": "hours, with foreign engines",
     "make mutants": "hours of planted mistakes; tests/mutants/test_mutants.py plants one",
     "make chaos": "an hour of runs that are killed",

@@ -2,7 +2,7 @@
 
 The effects are declared beside the keys (`lmworks.recipe.schema.base`): the stages that read a key, and what a change of it needs once
 training has begun. From them follow the inputs of a stage (`lmworks.run.run_dir`), the keys that need `--allow`, the mark * of
-docs/recipe.md, and the table of docs/changes.md, which `python -m lmworks.recipe.changes` prints.
+docs/recipe, and the table of docs/changes.md, which `python -m lmworks.recipe.changes` prints.
 """
 
 from __future__ import annotations

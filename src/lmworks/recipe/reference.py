@@ -1,9 +1,12 @@
-"""The recipe reference, generated from the types: `python -m lmworks.recipe.reference > docs/recipe.md`."""
+"""The recipe reference, generated from the types: a page for each section of a recipe. `python -m lmworks.recipe.reference docs/recipe`."""
 
 from __future__ import annotations
 
+import re
+import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -17,15 +20,18 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Bytes, Duration, Seconds, Tokens
 
 _UNITS = {Tokens: "tokens", Bytes: "bytes", Seconds: "seconds", Duration: "duration", ActivationCheckpointing: "activation checkpointing"}
-_CLUSTER = "(cluster file)"
+_CLUSTER = "cluster"  # the page of cluster files, which are no section of a recipe
+_HEADING = re.compile(r"\(#(\w+)\)")
+_INDEX = "README"  # the page that GitHub shows for the folder
 _INTRODUCTION = """\
 # Recipe reference
 
-Generated from the types by `python -m lmworks.recipe.reference > docs/recipe.md`; a test keeps it up to date.
+A recipe is one YAML file. Every key that it omits has the default below, or is derived from others. `lmworks show RECIPE` prints every
+value with its origin, and `--set a.b=c` overrides one. An unknown key is refused. Each section of a recipe has a page of its own,
+to which its type in the [table](#recipe) links; [cluster](cluster.md) lists the keys of the files that describe machines. The pages are
+generated from the types.
 
-A recipe is one YAML file. Every key that it leaves out takes the default below, or is derived from others; `lmworks show RECIPE`
-prints every value with its origin, and `--set a.b=c` overrides one. A key that is not in these tables is refused. Quantities carry
-their unit:
+Quantities carry their unit:
 
 | unit | examples |
 |---|---|
@@ -37,12 +43,12 @@ their unit:
 
 Items of a list are named by their `name`: `--set train.phases.general.tokens=2M`. Keys marked * may change when a run is resumed;
 a change of any other must be allowed by its name (`--allow train.phases.general.tokens`) and is written to the ledger, and those of the
-tokenizer may not change at all. [What a change makes again](changes.md) says which stages read which keys.
+tokenizer may not change at all. [What a change repeats](../changes.md) lists which stages read which keys.
 """
 
 
 def type_text(annotation: Any) -> str:
-    """An annotation as a reader of YAML would put it."""
+    """An annotation as a reader of YAML would put it; nodes link to their headings."""
     if annotation in _UNITS:
         return _UNITS[annotation]
     origin, parts = get_origin(annotation), get_args(annotation)
@@ -98,30 +104,59 @@ def _below(path: str, field: FieldInfo) -> Iterator[str]:
         yield from known_paths(node, f"{path}.NAME." if get_origin(field.annotation) is list else f"{path}.")
 
 
-def reference() -> str:
-    """The whole page as Markdown: a table per node of the tree, in its order."""
+def reference() -> dict[str, str]:
+    """The pages as Markdown by file name: the root of a recipe, each of its sections, and the cluster file; a table per node of the tree.
+    A node that several sections have is on the page of the first."""
     places: dict[type[BaseModel], list[str]] = {}
     for root, start in ((Recipe, ""), (Cluster, _CLUSTER)):
         for node, path in _nodes(root, start):
             places.setdefault(node, []).append(path)
-    parts = [_INTRODUCTION]
+    page = {node: paths[0].partition(".")[0] or _INDEX for node, paths in places.items()}
+    files = {node.__name__.lower(): f"{name}.md" for node, name in page.items()}
+    pages: dict[str, list[str]] = {}
     for node, paths in places.items():
-        where = ", ".join(f"`{path}`" for path in paths if path and not path.startswith(_CLUSTER))
-        parts.append(f"## {node.__name__}\n\n{(node.__doc__ or '').strip()}{f' At {where}.' if where else ''}\n")
+        here = page[node]
+        parts = pages.setdefault(here, [_INTRODUCTION if here == _INDEX else _title(here)])
+        where = ", ".join(f"`{path}`" for path in paths if path and path != _CLUSTER)
+        parts.append(f"## {node.__name__}\n\n{_about(node)}{f' At {where}.' if where else ''}\n")
         rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key, field in node.model_fields.items():
             path = f"{paths[0]}.{key}".lstrip(".")
-            mark = "*" if not path.startswith(_CLUSTER) and rule([path, *_below(path, field)]) == "free" else ""
+            mark = "*" if here != _CLUSTER and rule([path, *_below(path, field)]) == "free" else ""
             below = nodes_of(field.annotation)
-            meaning = field.description or ((below[0].__doc__ or "").strip() if below else "")
-            rows.append(f"| `{key}`{mark} | {type_text(field.annotation)} | {default_text(field)} | {_first_line(meaning)} |")
+            meaning = field.description or (_about(below[0]) if below else "")
+            rows.append(f"| `{key}`{mark} | {type_text(field.annotation)} | {default_text(field)} | {_cell(meaning)} |")
         parts.append("\n".join(rows) + "\n")
-    return "\n".join(parts)
+    return {f"{name}.md": _between_pages("\n".join(parts), f"{name}.md", files) for name, parts in pages.items()}
 
 
-def _first_line(text: str) -> str:
+def _between_pages(text: str, here: str, files: dict[str, str]) -> str:
+    """The text of the page `here` with links to headings of other pages led to their `files`."""
+    return _HEADING.sub(lambda found: found[0] if files[found[1]] == here else f"({files[found[1]]}#{found[1]})", text)
+
+
+def _title(section: str) -> str:
+    subject = "Cluster files" if section == _CLUSTER else f"The section `{section}`"
+    return f"# {subject}\n\nPart of the [recipe reference]({_INDEX}.md), which explains types, units and the mark *.\n"
+
+
+def _about(node: type[BaseModel]) -> str:
+    return " ".join((node.__doc__ or "").split())
+
+
+def _cell(text: str) -> str:
     return text.partition("\n")[0].replace("|", "\\|")
 
 
+def write(folder: Path) -> None:
+    """Write the pages into `folder`, and remove those of sections that no longer exist."""
+    pages = reference()
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in {path.name for path in folder.glob("*.md")} - set(pages):
+        (folder / stale).unlink()
+    for name, text in pages.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(reference(), end="")
+    write(Path(sys.argv[1]))
