@@ -28,8 +28,8 @@ from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
 from lmworks.shards.batches import Batches
+from lmworks.train.build import build_model
 from lmworks.train.curriculum import PretrainingCurriculum
-from lmworks.train.pretrain import build_model
 from lmworks.train.step import micro_batch_of, train_step
 from lmworks.train.validation import validate
 from lmworks.ui.terminal import bar

@@ -231,9 +231,10 @@ PLACES = (
         train.data.frozen_tokenizer digest require_same_file
         train.ewc EwcPenalty.load
         train.load _final load_checkpoint(2) _empty
-        train.pretrain pretrain(2)
+        train.pretrain _require_same_data
         train.saving refuse_if_all_damaged
-        train.stage tune.check_resumed
+        train.stage _keep_start
+        train.tune tune.prepare
     """),
     (DAMAGE, "files of somebody else that are cut, altered or of another form than they say", """
         corpus.read.formats document_format

@@ -10,8 +10,8 @@ from lmworks.io.files import sha256_file, write_json
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.changes import as_tree
+from lmworks.train.build import identity
 from lmworks.train.data.frozen_tokenizer import META
-from lmworks.train.pretrain import identity
 from tiny_run import Tiny
 
 

@@ -21,10 +21,12 @@ from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.optim.optimizer import Optimizer
 from lmworks.recipe.load import Resolved, load_recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.runner import run_stages
 from lmworks.shards.batch import Batch
 from lmworks.train import trainer
 from lmworks.train.pretrain import pretrain
+from lmworks.train.stage import TrainingContext
 from lmworks.train.step import StepResult
 
 MODULES = ("bisect", "calendar", "cmd", "colorsys", "copy", "csv", "fnmatch", "glob", "graphlib", "heapq", "json.decoder", "keyword",
@@ -121,7 +123,12 @@ class Tiny:
     def pretrain(self, *overrides: str) -> None:
         """The stage alone, without lock, stamp and comparison of recipes."""
         recipe = self.resolve(*overrides).recipe
-        pretrain(recipe, self.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", make_evaluation=make_evaluation)
+        pretrain(training_context(recipe, self.run_dir, make_evaluation=make_evaluation))
+
+
+def training_context(recipe: Recipe, run_dir: Path, **given: Any) -> TrainingContext:
+    """The context of a stage that is run without the others."""
+    return TrainingContext(recipe, run_dir, "lmworks run tiny.yaml", flops_per_token=lambda model, length, frozen: 1e6, **given)
 
 
 def write_texts(folder: Path) -> Path:

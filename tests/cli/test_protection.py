@@ -29,9 +29,8 @@ from lmworks.shards.decontaminate import decontaminate
 from lmworks.shards.indexed import IndexedFile, IndexedWriter
 from lmworks.shards.manifest import Manifest, Shard, Split
 from lmworks.tokenizer import load
-from lmworks.train import dpo, grpo, pretrain
+from lmworks.train import dpo, grpo, pretrain, tune
 from lmworks.train import load as loading
-from lmworks.train import stage as tune
 from tiny_run import Tiny
 
 ITEM = "Which of the four winds carries the salt of the seventh sea over the glass hills before the first bell of autumn rings?"
@@ -230,8 +229,8 @@ def aligned(lmworks: Lmworks, tiny: Tiny, folder: Path, stage: str, rows: list[A
     options = itertools.chain.from_iterable(("--set", change) for change in every)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain, "pretrain", lambda *given: None)
-        patch.setattr(dpo, "load_base", enough)
-        patch.setattr(grpo, "load_base", lambda *given: SimpleNamespace(communicator=SimpleNamespace(is_first=True)))
+        patch.setattr(dpo, "weights_before", enough)
+        patch.setattr(grpo, "weights_before", lambda *given: SimpleNamespace(communicator=SimpleNamespace(is_first=True)))
         patch.setattr(grpo, "run_stage", enough)
         done = lmworks(stage, *with_leak(tiny, folder), *options)
     path = folder / "run" / stage / {"grpo": "prompts.json", "dpo": "data/manifest.json"}[stage]

@@ -18,7 +18,7 @@ from lmworks.export.export import write_huggingface
 from lmworks.model import Transformer
 from lmworks.recipe.load import load_resolved
 from lmworks.tokenizer import load as load_tokenizer
-from lmworks.train.pretrain import identity
+from lmworks.train.build import identity
 from saved_run import save_run
 from tiny_run import Tiny
 

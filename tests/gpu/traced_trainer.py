@@ -17,6 +17,7 @@ from traced_steps import batch_of, model_of, recipe_of
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
+from lmworks.io.run_layout import of_stage
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.parallel.mesh import alone
 from lmworks.parallel.parallel_model import ParallelModel
@@ -25,7 +26,7 @@ from lmworks.shards.batch import Batch
 from lmworks.train.answers import AnswerCurriculum
 from lmworks.train.saving import StageFiles
 from lmworks.train.step import Objective
-from lmworks.train.trainer import Trainer
+from lmworks.train.trainer import StageSetup, Trainer
 from lmworks.train.validation import validate
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger
@@ -85,10 +86,10 @@ def trained(
         bad_steps = BadSteps(Path(folder), recipe.stability.max_bad_steps, 0, ledger.write)
         with Checkpoints(Path(folder) / "checkpoints", recipe.checkpoints, {}, report=ledger.write) as checkpoints:
             sampler: Any = SimpleNamespace(truncate=lambda step: None)
+            files = StageFiles(Path(folder), checkpoints, ledger, bad_steps, sampler)
             trainer = Trainer(
-                recipe, model, build_optimizer(model, recipe.optimizer), curriculum,
-                StageFiles(Path(folder), checkpoints, ledger, bad_steps, sampler), validate, lambda model, length: 1.0, heartbeat,
-                objective=objective, stage=stage,
+                recipe, model, build_optimizer(model, recipe.optimizer), StageSetup(curriculum, lambda step: validate(), objective),
+                files, of_stage(stage), lambda model, length, frozen: 1.0, heartbeat,
             )  # fmt: skip
             with pytest.raises(UserError, match=END), seen:
                 trainer.run()

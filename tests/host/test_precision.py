@@ -9,7 +9,7 @@ from lmworks.host import machine
 from lmworks.host.devices import dtype_for, has_bf16
 from lmworks.optim.optimizer import Optimizer
 from lmworks.recipe.load import load_recipe
-from lmworks.train.pretrain import build_model, with_optimizer
+from lmworks.train.build import build_model, with_optimizer
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from lmworks.metrics.names import METRICS, describe
 from lmworks.train.dpo import dpo
 from lmworks.train.grpo import grpo
 from saved_run import save_run
-from tiny_run import Tiny
+from tiny_run import Tiny, training_context
 
 # All that a run on one CPU can have: evaluations, a penalty, experts, a warm-up of theirs, tokens ahead, fp16, signals per layer, needles.
 ALL = (
@@ -43,7 +43,7 @@ def written_by_alignment(tiny: Tiny, folder: Path) -> set[str]:
     recipe = tiny.resolve(f"run_dir={folder / 'aligned'}", *(f"{stage}={json.dumps(node)}" for stage, node in options.items())).recipe
     found: set[str] = set()
     for name, train in (("dpo", dpo), ("grpo", grpo)):
-        train(recipe, folder / "aligned", lambda model, length: 1e6, "lmworks run tiny.yaml")
+        train(training_context(recipe, folder / "aligned"))
         found |= {describe(key).name for line in read(folder / "aligned" / name) for key in line if key not in ("step", "time")}
     return found
 

@@ -25,7 +25,7 @@ from lmworks.plan.memory import memory
 from lmworks.recipe.load import load_cluster
 from lmworks.recipe.schema.artifacts import Checkpoints as Saving
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.train.pretrain import with_optimizer
+from lmworks.train.build import with_optimizer
 from lmworks.train.step import train_step
 from lmworks.watch.policy import Limits
 from parallel.parity import LENGTH, MODELS, ROWS, STEPS, batch_of, recipe_of, whole

@@ -27,7 +27,7 @@ from lmworks.recipe.phases import in_force
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.timeline import Schedules, Timeline
 from lmworks.shards.batch import Batch
-from lmworks.train.pretrain import build_model, with_optimizer
+from lmworks.train.build import build_model, with_optimizer
 from lmworks.train.step import micro_batch_of, train_step
 
 MOST = 1_000_000  # parameters

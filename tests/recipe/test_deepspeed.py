@@ -14,7 +14,7 @@ from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.train.pretrain import with_optimizer
+from lmworks.train.build import with_optimizer
 from parallel.parity import recipe_of
 
 RECIPE = """

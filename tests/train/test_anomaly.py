@@ -27,7 +27,7 @@ from lmworks.train.step_inspector import FirstNonFinite
 from lmworks.watch.ledger import read_ledger
 from saved_run import save_run
 from small_config import small_config
-from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits, training_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHORT = ("train.phases.general.tokens=2048 tokens", "train.phases.long.tokens=1024 tokens")  # 10 and 4 steps
@@ -293,7 +293,7 @@ def culprit_of(tiny: Tiny) -> str:
             overflow(patch, 2)
         recipe = tiny.resolve("layout.dp_shard=2", "layout.zero=3", "stability.max_bad_steps=2", "stability.max_rollbacks=0").recipe
         with pytest.raises(UserError, match="not finite") as stopped:
-            pretrain(recipe, tiny.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(recipe.layout))
+            pretrain(training_context(recipe, tiny.run_dir, ranks=Ranks(recipe.layout)))
         return str(stopped.value)
 
 

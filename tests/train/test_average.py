@@ -25,7 +25,7 @@ from lmworks.train.observe.sampling import _TOKENS
 from lmworks.train.pretrain import held_out, pretrain
 from lmworks.train.validation import validate
 from lmworks.ui.terminal import Interrupted
-from tiny_run import SECOND, Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import SECOND, Tiny, before_each_step, checkpoint, curve, same_bits, training_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EMA = ("optimizer.ema_decay=0.9", "train.phases.general.tokens=1600 tokens",
@@ -94,7 +94,7 @@ def test_tuning_begins_with_the_average(run: Tiny, monkeypatch: pytest.MonkeyPat
         begun.append({name: weight.detach().clone() for name, weight in self.model.named_parameters()})
 
     monkeypatch.setattr("lmworks.train.trainer.Trainer.run", stop)
-    monkeypatch.setattr("lmworks.train.trainer.Trainer.resume", lambda self: 0)
+    monkeypatch.setattr("lmworks.train.trainer.Trainer.resume", lambda self: None)
     run.walk(*EMA, "tune.global_batch_size=512 tokens", last="tune")
     assert same_bits(begun[0], part_of(run, "average/")) == []
 
@@ -107,7 +107,7 @@ def trained(tiny: Tiny, to: Path, zero: int, seldom: bool) -> None:
         *EMA, f"run_dir={to}", "layout.dp_shard=2", f"layout.zero={zero}", f"train.validate_every={every}", f"train.sample_every={every}",
         "train.phases.general.tokens=2048 tokens", "train.phases.long.tokens=1024 tokens",
     ).recipe  # fmt: skip
-    pretrain(recipe, to, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+    pretrain(training_context(recipe, to, ranks=Ranks(layout)))
 
 
 @pytest.mark.slow

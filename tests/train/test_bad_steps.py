@@ -17,7 +17,7 @@ from lmworks.errors import UserError
 from lmworks.model import Transformer
 from lmworks.model.transformer import Loss
 from lmworks.shards.batches import Batches
-from lmworks.train.pretrain import build_model
+from lmworks.train.build import build_model
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
 from lmworks.watch.policy import load_bad_batch

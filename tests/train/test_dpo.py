@@ -29,7 +29,7 @@ from lmworks.train.data.preference_forms import other_rows, prompt_key
 from lmworks.train.data.preferences import build_preferences, encode_answer, read_preferences
 from lmworks.train.dpo import Pairs, dpo, preference_loss
 from saved_run import save_run
-from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits, training_context
 
 SUMS = [(a, b) for a in range(9) for b in range(9)]
 
@@ -53,7 +53,7 @@ def options_of(path: Path, **changes: Any) -> str:
 
 def stage(tiny: Tiny, run_dir: Path, path: Path, **changes: Any) -> None:
     recipe = tiny.resolve(f"run_dir={run_dir}", options_of(path, **changes)).recipe
-    dpo(recipe, run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml")
+    dpo(training_context(recipe, run_dir))
 
 
 # losses ---------------------------------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def test_what_follows_an_early_end_has_the_best_weights(tiny_copy: Tiny, monkeyp
     honest = Validator.run
 
     def validation(self: Validator, step: int, ema: Any) -> dict[str, float]:
-        monkeypatch.setattr(self, "_validate", lambda: {"validation/bits_per_byte": losses.get(step, 4.0)})
+        monkeypatch.setattr(self, "_validate", lambda after: {"validation/bits_per_byte": losses.get(step, 4.0)})
         return honest(self, step, ema)
 
     early = ("train.early_stopping.patience=2", "train.validate_every=1 steps", "train.save_every=2 steps", "tune.tokens=256 tokens")

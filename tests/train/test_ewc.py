@@ -23,14 +23,15 @@ from lmworks.recipe.schema.train import Ewc
 from lmworks.run.copy import copy_run, restore_run
 from lmworks.shards.batch import Batch
 from lmworks.shards.batches import Batches
+from lmworks.train.build import build_model
 from lmworks.train.curriculum import sample_sequences
 from lmworks.train.ewc import EwcPenalty
-from lmworks.train.pretrain import build_model, pretrain
+from lmworks.train.pretrain import pretrain
 from lmworks.train.step import train_step
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
 from lmworks.watch.policy import Limits
-from tiny_run import SECOND, Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import SECOND, Tiny, before_each_step, checkpoint, curve, same_bits, training_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WEIGHT = 1e6  # so that its pull can be seen within twelve steps
@@ -266,7 +267,7 @@ def train_on(tiny: Tiny, to: Path, layout: Layout, stop: int | None) -> None:
         if stop is not None:
             before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == stop else None)
         try:
-            pretrain(recipe, to, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+            pretrain(training_context(recipe, to, ranks=Ranks(layout)))
         except Interrupted:
             assert stop is not None
 

@@ -37,7 +37,7 @@ from lmworks.train.trainer import Trainer
 from lmworks.watch.ledger import events_of
 from saved_run import save_run
 from small_config import small_config
-from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits, training_context
 
 OWN = "def reward(prompt, answer, row):\n    return len(set(answer)) / max(1, len(answer))\n"
 
@@ -56,7 +56,7 @@ def options_of(folder: Path, reward: str = OWN, **changes: Any) -> dict[str, Any
 
 def stage(tiny: Tiny, run_dir: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
     recipe = tiny.resolve(f"run_dir={run_dir}", f"grpo={json.dumps(options)}").recipe
-    grpo(recipe, run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml")
+    grpo(training_context(recipe, run_dir))
     return [line for line in read(run_dir / "grpo") if "grpo/reward" in line]
 
 

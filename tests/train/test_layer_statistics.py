@@ -15,8 +15,8 @@ from lmworks.model.init import initialize
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.model import Model
 from lmworks.shards.batches import Batches
+from lmworks.train.build import build_model
 from lmworks.train.observe.layer_statistics import largest_score, observe_pass, record_activations
-from lmworks.train.pretrain import build_model
 from small_config import small_config
 from tiny_run import Tiny
 

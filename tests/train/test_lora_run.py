@@ -26,7 +26,7 @@ from patience import PATIENCE
 from rank_pool import FORKS
 from saved_run import save_run
 from small_config import small_config
-from tiny_run import Tiny, checkpoint, curve, same_bits
+from tiny_run import Tiny, checkpoint, curve, same_bits, training_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LORA = ("tune.lora.rank=4", "tune.lora.targets=[all-linear,experts]", "tune.learning_rate=0.01", "tune.tokens=1Ki")
@@ -43,14 +43,14 @@ def based(tiny: Tiny, tmp_path: Path) -> Tiny:
 def tune(tiny: Tiny, *overrides: str) -> None:
     """The stage alone."""
     from lmworks.export.huggingface import read_peft
-    from lmworks.train.stage import tune
+    from lmworks.train.tune import tune
 
     recipe = tiny.resolve(*LORA, *overrides).recipe
     from lmworks.io.files import write_json
     from lmworks.recipe.changes import as_tree
 
     write_json(tiny.run_dir / "resolved.json", as_tree(recipe))
-    tune(recipe, tiny.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", load_adapter=read_peft)
+    tune(training_context(recipe, tiny.run_dir, load_adapter=read_peft))
 
 
 def test_checkpoints_hold_the_adapters_and_the_loaded_model_is_merged(based: Tiny) -> None:
@@ -300,12 +300,12 @@ def test_what_contradicts_itself_is_refused(tiny: Tiny, overrides: tuple[str, ..
 
 def test_a_later_stage_starts_from_the_merged_weights(based: Tiny) -> None:
     """`start` of alignment loads what evaluation loads."""
-    from lmworks.parallel.mesh import alone
-    from lmworks.train.stage import load_base
+    from lmworks.io.run_layout import of_stage
+    from lmworks.train.stage import weights_before
 
     tune(based)
     recipe = based.resolve(*LORA, "dpo.data=[{name: pairs, kind: files, path: pairs.jsonl}]").recipe
-    begun = load_base(recipe, based.run_dir, "dpo", alone())
+    begun = weights_before(training_context(recipe, based.run_dir), of_stage("dpo"))
     expected = load_model(based.run_dir, "tuned").state_dict()
     found = begun.model.state_dict()
     assert found.keys() == expected.keys()

@@ -22,7 +22,7 @@ from lmworks.train.data.mixture import next_step, read_changes, request_change, 
 from lmworks.train.pretrain import pretrain
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
-from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits, training_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 AT = 12
@@ -104,7 +104,7 @@ def read_by_a_rank(tiny: Tiny, change: MixtureOverride, when: int, slow: int) ->
         patch.setattr(Batches, "batch", make)
         layout = Layout(dp_shard=2)
         recipe = tiny.resolve("layout.dp_shard=2").recipe
-        pretrain(recipe, tiny.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+        pretrain(training_context(recipe, tiny.run_dir, ranks=Ranks(layout)))
     return read
 
 

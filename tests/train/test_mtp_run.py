@@ -15,8 +15,8 @@ from lmworks.model import Transformer
 from lmworks.recipe.changes import as_tree
 from lmworks.recipe.phases import final
 from lmworks.recipe.schema.model import Mtp
+from lmworks.train.build import identity
 from lmworks.train.load import load_model
-from lmworks.train.pretrain import identity
 from lmworks.ui.terminal import Interrupted
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 

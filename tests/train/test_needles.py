@@ -15,6 +15,7 @@ from lmworks.shards.batch import IGNORE, Batch
 from lmworks.shards.batches import Batches
 from lmworks.tokenizer import load
 from lmworks.tokenizer.tokenizer import Tokenizer
+from lmworks.train.build import build_model
 from lmworks.train.curriculum import phase_settings
 from lmworks.train.observe.long_context import (
     DEPTHS,
@@ -26,7 +27,6 @@ from lmworks.train.observe.long_context import (
     position_ranges,
     positions,
 )
-from lmworks.train.pretrain import build_model
 from tiny_run import Tiny, curve
 
 LENGTH = 512

@@ -9,13 +9,13 @@ from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout
 from lmworks.train.pretrain import pretrain
 from rank_pool import RankPool
-from tiny_run import Tiny, curve
+from tiny_run import Tiny, curve, training_context
 
 
 def trained(tiny: Tiny, overrides: list[str]) -> None:
     recipe = tiny.resolve(*overrides).recipe
     layout = Layout.model_validate(recipe.layout.model_dump())
-    pretrain(recipe, tiny.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+    pretrain(training_context(recipe, tiny.run_dir, ranks=Ranks(layout)))
 
 
 def test_losses_and_validation_are_those_of_one_process(ranks: RankPool, tiny: Tiny, tmp_path) -> None:

@@ -16,7 +16,7 @@ from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout
 from lmworks.train.pretrain import pretrain
 from lmworks.watch.ledger import read_ledger
-from tiny_run import Tiny, before_each_step, checkpoint, curve
+from tiny_run import Tiny, before_each_step, checkpoint, curve, training_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 # Validation with the average in the middle of the run, a penalty that changes the second phase, an optimizer that keeps rounding small.
@@ -34,7 +34,7 @@ def trained(tiny: Tiny, to: Path, layout: Layout, *overrides: str) -> list[int]:
     recipe = tiny.resolve(f"run_dir={to}", *OPTIONS, *layout.overrides(), *overrides).recipe
     with pytest.MonkeyPatch.context() as patch:
         before_each_step(patch, lambda step: seeds.append(torch.initial_seed()))
-        pretrain(recipe, to, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+        pretrain(training_context(recipe, to, ranks=Ranks(layout)))
     return seeds
 
 

@@ -21,7 +21,7 @@ from lmworks.recipe.schema.layout import Layout
 from lmworks.train import trainer
 from lmworks.train.pretrain import pretrain
 from lmworks.watch.ledger import read_ledger
-from tiny_run import Tiny, curve
+from tiny_run import Tiny, curve, training_context
 
 
 def trained(tiny: Tiny, overrides: list[str], plant: str, rank: int) -> str:
@@ -51,7 +51,7 @@ def trained(tiny: Tiny, overrides: list[str], plant: str, rank: int) -> str:
         jsonl.append = full  # type: ignore[assignment]
     try:
         recipe = tiny.resolve(f"layout.dp_replicate={layout.dp_replicate}", *overrides).recipe
-        pretrain(recipe, tiny.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+        pretrain(training_context(recipe, tiny.run_dir, ranks=Ranks(layout)))
         return "finished"
     except UserError as error:
         return str(error)

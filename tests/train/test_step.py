@@ -16,7 +16,7 @@ from lmworks.optim.optimizer import Optimizer, build_optimizer
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.batch import IGNORE, Batch
 from lmworks.shards.batches import Batches
-from lmworks.train.pretrain import build_model
+from lmworks.train.build import build_model
 from lmworks.train.step import Limits, StepResult, dropout_seed, seed_dropout, train_step
 from tiny_run import Tiny, same_bits
 

@@ -18,7 +18,7 @@ from lmworks.train.pretrain import pretrain
 from lmworks.ui.terminal import Preempted
 from lmworks.watch.ledger import read_ledger
 from rank_pool import RankPool
-from tiny_run import Tiny, curve
+from tiny_run import Tiny, curve, training_context
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (extra: deepspeed)")
@@ -46,7 +46,7 @@ def segments(tiny: Tiny) -> list[str]:
         trainer.train_step = step
         recipe = tiny.resolve(*ADAMW, "layout.dp_shard=2", *overrides).recipe
         try:
-            pretrain(recipe, tiny.run_dir, lambda model, length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(recipe.layout))
+            pretrain(training_context(recipe, tiny.run_dir, ranks=Ranks(recipe.layout)))
             said.append("finished")
         except Preempted as stopped:
             said.append(str(stopped))

@@ -125,8 +125,8 @@ def measure_noise_scale(recipe: Recipe, run_dir: Path, checkpoint: Path) -> Nois
     from lmworks.checkpoint import state
     from lmworks.optim.clip import global_norm
     from lmworks.shards.batches import Batches
+    from lmworks.train.build import build_model
     from lmworks.train.curriculum import PretrainingCurriculum
-    from lmworks.train.pretrain import build_model
 
     batches = Batches(recipe, run_dir / "shards")
     curriculum = PretrainingCurriculum(recipe, batches)

@@ -39,7 +39,7 @@ from lmworks.recipe.families.registry import class_for
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load as load_tokenizer
-from lmworks.train.pretrain import with_optimizer
+from lmworks.train.build import with_optimizer
 
 _AT_LEAST = 2  # whole checkpoints before the kill
 _PATIENCE = 180.0  # seconds

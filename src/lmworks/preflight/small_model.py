@@ -28,7 +28,7 @@ from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
 from lmworks.shards.batch import IGNORE, Batch
-from lmworks.train.pretrain import with_optimizer
+from lmworks.train.build import with_optimizer
 from lmworks.train.step import StepResult, train_step
 
 _AXES = ("tp", "pp", "cp", "dp_shard", "dp_replicate")

@@ -22,8 +22,8 @@ from lmworks.plan.memory import GIB, memory
 from lmworks.preflight.check_result import CheckContext, CheckResult
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.train.build import build_model, device_for, with_optimizer
 from lmworks.train.curriculum import phase_settings
-from lmworks.train.pretrain import build_model, device_for, with_optimizer
 from lmworks.ui.amounts import days, size
 
 _WATCH = 0.005  # seconds between looks at the memory of a process

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from math import ceil
+from typing import Protocol
 
 from lmworks.errors import UserError
-from lmworks.recipe.schema.train import Phase
+from lmworks.recipe.schema.train import BatchRamp, LrSchedule, Phase
 from lmworks.recipe.schema.units import Duration
 
 
@@ -156,11 +157,37 @@ def places_of(step: int, rows: int, rows_per_step: int, epochs: float) -> range:
     return range(step * rows_per_step, min((step + 1) * rows_per_step, rows_read(rows, epochs)))
 
 
+class Scheduled(Protocol):
+    """What a schedule needs of a phase."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def lr_schedule(self) -> LrSchedule: ...
+    @property
+    def learning_rate_scale(self) -> float: ...
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def batch_ramp(self) -> BatchRamp | None: ...
+
+
+@dataclass(frozen=True)
+class OnlyPhase:
+    """The schedule of a stage that has no phases."""
+
+    name: str
+    lr_schedule: LrSchedule
+    learning_rate_scale: float
+    global_batch_size: int = 1
+    batch_ramp: None = None
+
+
 class _Curve:
     """The schedule of one phase, or of all that it spans (`lr_schedule.phases`). Positions are tokens since the first step; values are
     fractions of `optimizer.learning_rate`."""
 
-    def __init__(self, phases: Sequence[Phase], steps_per_phase: Sequence[int], tokens_before: Callable[[int], int]) -> None:
+    def __init__(self, phases: Sequence[Scheduled], steps_per_phase: Sequence[int], tokens_before: Callable[[int], int]) -> None:
         self.phases, self._ends = phases, list(accumulate(steps_per_phase))
         phase = self.phase = phases[0]
         steps = self.steps = self._ends[-1]
@@ -227,7 +254,7 @@ class _Curve:
         return 1 - (1 - final) * done
 
 
-def _rescale(phase: Phase, batch: int) -> float:
+def _rescale(phase: Scheduled, batch: int) -> float:
     """The factor for a batch that is still smaller than the phase's global batch (Malladi et al. 2022, arXiv:2205.10287: the root)."""
     ramp = phase.batch_ramp
     if ramp is None or ramp.rescale == "none":
@@ -243,7 +270,7 @@ class Schedules:
     from 0 through all phases up to and including the number of steps (`Timeline.tokens_before`). Neither time nor memory grows with steps.
     """
 
-    def __init__(self, phases: Sequence[Phase], steps_per_phase: Sequence[int], tokens_before: Callable[[int], int]) -> None:
+    def __init__(self, phases: Sequence[Scheduled], steps_per_phase: Sequence[int], tokens_before: Callable[[int], int]) -> None:
         self._ends: list[int] = []  # of the curves
         self._curves: list[_Curve] = []
         index = first = 0

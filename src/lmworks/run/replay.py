@@ -23,7 +23,7 @@ from lmworks.recipe.weights import model_of
 from lmworks.run.checkpoint_commands import find
 from lmworks.run.run_dir import require_run
 from lmworks.shards.batch import IGNORE, Batch
-from lmworks.train.pretrain import build_model, identity
+from lmworks.train.build import build_model, identity
 from lmworks.train.step import micro_batch_of, seed_dropout
 from lmworks.train.step_inspector import FirstNonFinite
 from lmworks.watch.policy import load_bad_batch

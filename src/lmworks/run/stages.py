@@ -16,14 +16,13 @@ from rich.console import RenderableType
 
 from lmworks.errors import UserError
 from lmworks.io.run_layout import BASE, INPUTS, MODEL_STAGES
-from lmworks.recipe.schema.model import Lora
 from lmworks.recipe.schema.recipe import Recipe
 
 if TYPE_CHECKING:
     from lmworks.corpus.contamination import Decontaminator
     from lmworks.evaluate.protection import Protection
     from lmworks.parallel.mesh import Ranks
-    from lmworks.train.observe.step_metrics import FlopsPerToken
+    from lmworks.train.stage import TrainingContext
     from lmworks.watch.heartbeat import Heartbeat
 
 STAMP = "stage.json"  # in each stage's folder
@@ -135,17 +134,26 @@ def _shards(context: StageContext) -> RenderableType | None:
     return f"{sum(manifest.train_tokens().values()):,} training tokens from {len(manifest.sources)} sources"
 
 
-def _flops_per_token(lora: Lora | None = None) -> FlopsPerToken:
-    """Training FLOPs per token of a model in sequences of a length, for the MFU of a step; with `lora` the weights are frozen."""
-    from lmworks.plan.counts import flops_per_token
-
-    return lambda model, length: flops_per_token(model, length, frozen=lora is not None).total
-
-
-def _pretrain(context: StageContext) -> RenderableType | None:
-    from lmworks.corpus.contamination import record
+def _train(context: StageContext, stage: Callable[[TrainingContext], None]) -> None:
+    """Run a stage of training, with what the rooms above it supply."""
     from lmworks.evaluate.in_loop import make_evaluation
+    from lmworks.export.huggingface import read_peft
+    from lmworks.parallel.mesh import alone
+    from lmworks.plan.counts import flops_per_token
     from lmworks.run.start_weights import load_start_weights
+    from lmworks.train.stage import TrainingContext
+    from lmworks.watch.heartbeat import Heartbeat
+
+    recipe, run_dir = context.recipe, context.run_dir
+    stage(TrainingContext(
+        recipe, run_dir, context.resume_command, context.ranks or alone(), context.heartbeat or Heartbeat(None), context.allow_other_data,
+        lambda model, length, frozen: flops_per_token(model, length, frozen=frozen).total,
+        lambda name: _protect(recipe, run_dir / name), load_start_weights, read_peft, make_evaluation,
+    ))  # fmt: skip
+
+
+def _pretrain(context: StageContext) -> None:
+    from lmworks.corpus.contamination import record
     from lmworks.train.pretrain import pretrain
     from lmworks.train.stage import save_start
 
@@ -153,53 +161,33 @@ def _pretrain(context: StageContext) -> RenderableType | None:
         folder = context.run_dir / "checkpoints"
         before = [folder] if any(folder.glob("step-*")) else []  # earlier training text may have been searched for fewer items
         record.save(folder, record.common_items([*search_records(context.run_dir, context.recipe, "corpus", "shards"), *before]))
-    if not context.recipe.trains_base:
-        save_start(context.recipe, context.run_dir, load_start_weights, context.ranks)
-        return None
-    pretrain(
-        context.recipe, context.run_dir, _flops_per_token(), context.resume_command, context.allow_other_data,
-        context.ranks, context.heartbeat, load_start_weights, make_evaluation,
-    )  # fmt: skip
-    return None
+    _train(context, pretrain if context.recipe.trains_base else save_start)
 
 
 def _tune(context: StageContext) -> None:
-    from lmworks.train.stage import tune
+    from lmworks.train.tune import tune
 
-    _train_from_before(context, "tune", tune)
+    _train(context, tune)
 
 
 def _dpo(context: StageContext) -> None:
     from lmworks.train.dpo import dpo
 
-    _train_from_before(context, "dpo", dpo)
+    _train(context, dpo)
 
 
 def _grpo(context: StageContext) -> None:
     from lmworks.train.grpo import grpo
 
-    _train_from_before(context, "grpo", grpo)
+    _train(context, grpo)
 
 
-def _train_from_before(context: StageContext, name: str, train: Callable[..., None]) -> None:
-    """Train a stage that starts from the weights of the one before."""
-    from lmworks.export.huggingface import read_peft
-
-    recipe, run_dir = context.recipe, context.run_dir
-    protect, flops_per_token = _protection_of(recipe, run_dir / name), _flops_per_token(getattr(recipe, name).lora)
-    train(recipe, run_dir, flops_per_token, context.resume_command, protect, context.ranks, context.heartbeat, read_peft)
-
-
-def _protection_of(recipe: Recipe, folder: Path) -> Callable[[], tuple[set[str], Decontaminator | None]]:
-    """A function that returns the evaluation's questions and what finds them in texts, and records that a stage's texts were searched."""
-
-    def protect() -> tuple[set[str], Decontaminator | None]:
-        protected = _protected_items(recipe)
-        _record_search(protected, recipe, folder)
-        options = recipe.corpus.decontaminate
-        return {one.text.strip() for one in protected.questions}, protected.decontaminator(options.ngram) if options else None
-
-    return protect
+def _protect(recipe: Recipe, folder: Path) -> tuple[set[str], Decontaminator | None]:
+    """The evaluation's questions and what finds them in texts; records that the texts of a stage are searched for them."""
+    protected = _protected_items(recipe)
+    _record_search(protected, recipe, folder)
+    options = recipe.corpus.decontaminate
+    return {one.text.strip() for one in protected.questions}, protected.decontaminator(options.ngram) if options else None
 
 
 def _evaluate(context: StageContext) -> RenderableType | None:

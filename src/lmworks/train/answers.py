@@ -36,7 +36,7 @@ from lmworks.recipe.schema.align import Dpo, Grpo
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import IGNORE, PADDING, Batch
 from lmworks.shards.row_plans import best_fit
-from lmworks.train.curriculum import OnePhase, PhaseSettings
+from lmworks.train.curriculum import PhaseSettings, StageCurriculum
 from lmworks.ui import terminal
 
 
@@ -177,7 +177,7 @@ def _read(folder: Path, manifest: dict[str, object], count: int) -> list[np.ndar
     return found
 
 
-class AnswerCurriculum(OnePhase):
+class AnswerCurriculum(StageCurriculum):
     """`rows[step]` rows in each step, which `batch` makes."""
 
     def __init__(

@@ -18,7 +18,7 @@ from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batch
-from lmworks.train.pretrain import build_model, with_optimizer
+from lmworks.train.build import build_model, with_optimizer
 from lmworks.train.step import micro_batch_of, train_step
 from lmworks.ui import terminal
 

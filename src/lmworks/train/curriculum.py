@@ -5,7 +5,7 @@ Where to look first: `Curriculum.lr_factor(step)` is the schedule's factor on th
 `model.moe.balance.bias_update_rate` and `train.phases[].bias_update_rate`). Pretraining and tuning differ in their curriculum and in
 nothing else.
 
-`PhaseBoundary` applies what changes between two phases: the model in force (`lmworks.recipe.derivation.phases`) and the penalty of `ewc`.
+`PhaseBoundary` applies what changes between two phases: the model in force (`lmworks.recipe.phases`) and the penalty of `ewc`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lmworks.recipe.phases import in_force
 from lmworks.recipe.schema.align import Dpo, Grpo
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.schema.train import Ewc, Phase
+from lmworks.recipe.schema.train import Ewc
 from lmworks.recipe.schema.tune import Tune
-from lmworks.recipe.timeline import Schedules, Timeline
+from lmworks.recipe.timeline import OnlyPhase, Schedules, Timeline
 from lmworks.shards.batch import Batch
 from lmworks.shards.batches import Batches
 from lmworks.shards.validation import TuningBatches
@@ -149,18 +149,14 @@ def _earlier_text(recipe: Recipe, phase: PhaseSettings, options: Ewc, shards_dir
 def stage_schedules(
     name: str, recipe: Recipe, options: Tune | Dpo | Grpo, steps: int, tokens_before: Callable[[int], int]
 ) -> Schedules:  # fmt: skip
-    """The schedule of a stage after pretraining, expressed as a phase, so that `Schedules` serves all stages. Raises `UserError` for a
-    warm-up or decay that is longer than the stage."""
+    """The schedule of a stage after pretraining. Raises `UserError` for a warm-up or decay that is longer than the stage."""
     base = getattr(recipe.optimizer, recipe.replaced_rate(options))
     assert options.learning_rate and base, "derived when the recipe is loaded"
-    phase = Phase(
-        name=name, tokens=f"{tokens_before(steps)} tokens", mixture={name: 1.0}, sequence_length="1 tokens", global_batch_size="1 tokens",
-        learning_rate_scale=options.learning_rate / base, lr_schedule=options.lr_schedule,
-    )  # fmt: skip
+    phase = OnlyPhase(name, options.lr_schedule, options.learning_rate / base)
     return Schedules([phase], [steps], tokens_before)
 
 
-class OnePhase(Curriculum):
+class StageCurriculum(Curriculum):
     """A stage after pretraining as a `Curriculum` of one phase, with the positions and windows of the model that it starts from.
 
     Its `bias_update_rate` is 0: the expert biases stay as they are.
@@ -197,7 +193,7 @@ def tuning_batches(recipe: Recipe, data: Path) -> tuple[TuningBatches, int]:
     return TuningBatches(prefixes, length, batch, read, recipe.training_seed, weights, options.epochs), replayed
 
 
-class TuningCurriculum(OnePhase):
+class TuningCurriculum(StageCurriculum):
     """The conversations of `tune`."""
 
     def __init__(self, recipe: Recipe, data: Path) -> None:

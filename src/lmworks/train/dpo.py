@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmworks.io.files import sha256_file
-from lmworks.parallel.mesh import Ranks, alone
+from lmworks.io.run_layout import of_stage
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.align import Dpo
 from lmworks.recipe.schema.recipe import Recipe
@@ -27,12 +27,9 @@ from lmworks.recipe.timeline import places_of, steps_of
 from lmworks.shards.epochs import derive_key, permute
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.answers import Answer, AnswerCurriculum, PackedAnswers, differentiate, pack, reference_scores, rows_of
-from lmworks.train.data.decontamination import Protect
 from lmworks.train.data.preferences import build_preferences, read_preferences
-from lmworks.train.observe.step_metrics import FlopsPerToken
-from lmworks.train.stage import BaseWeights, LoadAdapter, StageSetup, load_base, require_held_out, run_stage
+from lmworks.train.stage import BaseWeights, StageSetup, TrainingContext, require_held_out, run_stage, weights_before
 from lmworks.train.step import Update, micro_batch_of
-from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import LEDGER, Ledger
 
 
@@ -191,44 +188,36 @@ def _metrics(scored: Scored) -> dict[str, float]:
     return values if scored.divergence is None else values | {"dpo/divergence": float(scored.divergence)}
 
 
-def dpo(
-    recipe: Recipe, run_dir: Path, flops_per_token: FlopsPerToken, resume_command: str,
-    protect: Protect = lambda: ((), None), ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
-    load_adapter: LoadAdapter | None = None,
-) -> None:  # fmt: skip
+def dpo(context: TrainingContext) -> None:
     """Train the model of the stage before on preferences. Reads `tokenizer/` and its final checkpoint; writes `dpo/`.
 
-    `protect` is called where the pairs are to be read, for the evaluation items that are kept out of them. `load_adapter`
-    fills the adapters from the folder that `dpo.lora.init_from` names. Raises `Interrupted` when asked to stop, and `UserError`.
+    Raises `Interrupted` when asked to stop, and `UserError`.
     """
+    recipe, run_dir, stage = context.recipe, context.run_dir, of_stage("dpo")
     options = recipe.dpo
     assert options is not None
     folder, length = run_dir / "dpo", int(options.sequence_length)
     tokenizer = load_tokenizer(run_dir / "tokenizer")
-    ranks = ranks or alone()
-    if ranks.is_first and not (folder / "data" / "manifest.json").exists():
-        build_preferences(recipe, tokenizer, folder / "data", *protect())
-    ranks.barrier()
-    begun = load_base(recipe, run_dir, "dpo", ranks, options.lora, load_adapter)
+    if context.ranks.is_first and not (folder / "data" / "manifest.json").exists():
+        build_preferences(recipe, tokenizer, folder / "data", *context.protect("dpo"))
+    context.ranks.barrier()
+    base = weights_before(context, stage, options.lora)
 
-    def make_plan(model: ParallelModel) -> StageSetup:
+    def setup(model: ParallelModel) -> StageSetup:
         micro_batch_size = micro_batch_of(recipe, length, model.pipeline is not None)
-        train, held_out = (_pairs(recipe, folder, split, model, begun, micro_batch_size) for split in ("train", "validation"))
+        train, held_out = (_pairs(recipe, folder, split, model, base, micro_batch_size) for split in ("train", "validation"))
         assert train is not None
         require_held_out(recipe, 0 if held_out is None else len(held_out.pairs))
         objective = Preference(options, model, train, held_out, length, micro_batch_size)
         rows = rows_by_step(train, length)
         packed = lru_cache(maxsize=2)(lambda step: objective.packed(step).batch)
         curriculum = AnswerCurriculum("dpo", recipe, options, rows, packed)
-        return StageSetup(curriculum, objective.validate, objective, options.early_stopping)
+        return StageSetup(curriculum, lambda step: objective.validate(), objective, options.early_stopping)
 
-    run_stage(
-        recipe, run_dir, "dpo", begun, make_plan, tokenizer,
-        flops_per_token=flops_per_token, resume_command=resume_command, heartbeat=heartbeat,
-    )  # fmt: skip
+    run_stage(context, stage, base, setup, tokenizer)
 
 
-def _pairs(recipe: Recipe, folder: Path, split: str, model: ParallelModel, begun: BaseWeights, micro_batch_size: int) -> Pairs | None:
+def _pairs(recipe: Recipe, folder: Path, split: str, model: ParallelModel, base: BaseWeights, micro_batch_size: int) -> Pairs | None:
     """The pairs of a split with their reference scores, which are computed where they are missing; None without pairs."""
     options = recipe.dpo
     assert options is not None
@@ -240,14 +229,14 @@ def _pairs(recipe: Recipe, folder: Path, split: str, model: ParallelModel, begun
         answers = [answer for pair in pairs for answer in pair]
         key = "/".join((
             sha256_file(folder / "data" / f"{split}.bin"), sha256_file(folder / "data" / f"{split}.mask"),
-            begun.content(), str(model.compute_dtype), str(int(options.sequence_length)),
+            base.content(), str(model.compute_dtype), str(int(options.sequence_length)),
         ))  # fmt: skip
         began = time.monotonic()
         reference_P2 = reference_scores(
-            model, answers, folder / "reference" / split, hashlib.sha256(key.encode()).hexdigest(), begun.communicator,
+            model, answers, folder / "reference" / split, hashlib.sha256(key.encode()).hexdigest(), base.communicator,
             length=int(options.sequence_length), micro_batch_size=micro_batch_size,
         ).view(-1, 2)  # fmt: skip
-        if begun.communicator.is_first:
+        if base.communicator.is_first:
             with Ledger(folder.parent / LEDGER) as ledger:
                 ledger.write("reference_scores", stage="dpo", split=split, pairs=len(pairs), seconds=round(time.monotonic() - began, 3))
     return Pairs(pairs, reference_P2, labels_P, options.pairs_per_step, options.epochs, recipe.training_seed)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from lmworks.inference.sampling import GenerateOptions
 from lmworks.io.files import write_json
+from lmworks.io.run_layout import of_stage
 from lmworks.model.transfers import to_host
 from lmworks.optim.optimizer import Ema
-from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.align import Grpo
 from lmworks.recipe.schema.recipe import Recipe
@@ -27,14 +26,11 @@ from lmworks.shards.batch import Batch
 from lmworks.shards.epochs import derive_key, permute
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.answers import AnswerCurriculum, PackedAnswers, differentiate, pack
-from lmworks.train.data.decontamination import Protect
-from lmworks.train.observe.step_metrics import FlopsPerToken
 from lmworks.train.prompts import Prompts, read_prompts
 from lmworks.train.rewards import OUTCOMES
 from lmworks.train.rollouts import Prompt, Rollout, RolloutChecks, Rollouts, differs
-from lmworks.train.stage import LoadAdapter, StageSetup, load_base, run_stage
+from lmworks.train.stage import StageSetup, TrainingContext, run_stage, weights_before
 from lmworks.train.step import Update, micro_batch_of
-from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import LEDGER, Ledger, NoLedger
 
 _EPSILON = 1e-4  # added to the standard deviation of a group
@@ -235,29 +231,25 @@ def sampling_of(options: Grpo) -> GenerateOptions:
     return GenerateOptions(options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.min_p)
 
 
-def grpo(
-    recipe: Recipe, run_dir: Path, flops_per_token: FlopsPerToken, resume_command: str,
-    protect: Protect = lambda: ((), None), ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
-    load_adapter: LoadAdapter | None = None,
-) -> None:  # fmt: skip
+def grpo(context: TrainingContext) -> None:
     """Train the model of the stage before on its own answers. Reads `tokenizer/` and its final checkpoint; writes `grpo/`.
 
-    `protect` is called for the evaluation items that are kept out of the prompts. `load_adapter` fills the adapters from the folder that
-    `grpo.lora.init_from` names. Raises `Interrupted` when asked to stop, and `UserError`.
+    Raises `Interrupted` when asked to stop, and `UserError`.
     """
+    recipe, run_dir, stage = context.recipe, context.run_dir, of_stage("grpo")
     options = recipe.grpo
     assert options is not None
     folder, length = run_dir / "grpo", int(options.sequence_length)
     tokenizer = load_tokenizer(run_dir / "tokenizer")
-    prompts = read_prompts(recipe, tokenizer, *protect())
-    begun = load_base(recipe, run_dir, "grpo", ranks or alone(), options.lora, load_adapter)
-    if begun.communicator.is_first:
+    prompts = read_prompts(recipe, tokenizer, *context.protect("grpo"))
+    base = weights_before(context, stage, options.lora)
+    if base.communicator.is_first:
         folder.mkdir(exist_ok=True)
         write_json(folder / "prompts.json", {"train": len(prompts.train), "held_out": len(prompts.held_out), "data": prompts.sets})
 
-    def make_plan(model: ParallelModel) -> StageSetup:
+    def setup(model: ParallelModel) -> StageSetup:
         model.set_sampling(sampling_of(options))
-        rollouts = Rollouts(model, tokenizer, prompts.judges, sampling_of(options), begun.communicator)
+        rollouts = Rollouts(model, tokenizer, prompts.judges, sampling_of(options), base.communicator)
         objective = PolicyGradient(recipe, model, prompts, rollouts, recipe.training_seed, checks)
         answers = options.prompts_per_step * options.group_size
 
@@ -271,12 +263,9 @@ def grpo(
             return Batch(tokens, np.full_like(tokens, -100), starts, 0, step)
 
         curriculum = AnswerCurriculum("grpo", recipe, options, [answers] * options.steps, batch)
-        return StageSetup(curriculum, objective.validate, objective, options.early_stopping)
+        return StageSetup(curriculum, lambda step: objective.validate(), objective, options.early_stopping)
 
-    first = begun.model.ranks.is_first
+    first = base.model.ranks.is_first
     with Ledger(run_dir / LEDGER, patient=True) if first else NoLedger() as ledger:
         checks = RolloutChecks(options, ledger.write, first)
-        run_stage(
-            recipe, run_dir, "grpo", begun, make_plan, tokenizer,
-            flops_per_token=flops_per_token, resume_command=resume_command, heartbeat=heartbeat,
-        )  # fmt: skip
+        run_stage(context, stage, base, setup, tokenizer)

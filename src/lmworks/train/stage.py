@@ -1,19 +1,18 @@
-"""What the stages after pretraining share: they load the weights of the stage before, and train by a `StageSetup`.
+"""The door into training: all stages, from pretraining to reinforcement learning, are run by `run_stage`.
 
-`stage_refusals` has what training would refuse, found from the recipe, and from the data of a stage where that was read, before anything is
-trained.
+A stage supplies the weights that it starts from (`random_or_start_weights`, `weights_before`) and a `StageSetup`: what it trains on, its
+objective and its validation. `TrainingContext` is what it is given from outside. `stage_refusals` and `check_steps` find what training
+would refuse from the recipe, and from the data of a stage where that was read, before anything is trained.
 
 The base model of a run without pretraining is the weights of `start_from`, as the checkpoint of step 0 (`save_start`). Tuning, evaluation,
 export, copies and serving read the base model of a run from its checkpoints, whatever made it. Weights in a format of others stay where
 they are, and the checkpoint names their files and hashes (`lmworks.weights.reference`). Those of another run's checkpoint, which that run
 may delete, are saved in this one, without optimizer state; so are layers of multi-token prediction, which begin with random weights.
-
-Supervised fine-tuning: the same trainer on conversations, with loss on the assistant's tokens only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,9 +25,10 @@ from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.communicator import Communicator, world_communicator
 from lmworks.checkpoint.listing import REFERENCE, content_of
 from lmworks.checkpoint.run_bundle import run_files_of
+from lmworks.corpus.contamination import Decontaminator
 from lmworks.errors import UserError, all_refusals
 from lmworks.io.files import sha256_file
-from lmworks.io.run_layout import of_stage
+from lmworks.io.run_layout import BASE, ModelStage
 from lmworks.metrics.system import reset_memory_peak
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
@@ -36,30 +36,27 @@ from lmworks.recipe.changes import as_tree, fingerprint
 from lmworks.recipe.schema.align import Dpo
 from lmworks.recipe.schema.model import Lora, Model
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.schema.train import EarlyStopping
 from lmworks.recipe.schema.tune import Tune
 from lmworks.recipe.weights import model_of
-from lmworks.shards.validation import TuningBatches, check_batch
-from lmworks.tokenizer import load as load_tokenizer
+from lmworks.shards.validation import check_batch
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.adapters import adapter_identity, adapter_meta, load_weights
-from lmworks.train.curriculum import Curriculum, TuningCurriculum, stage_schedules
-from lmworks.train.data.chat import build_chat_data, chat_shards
-from lmworks.train.data.decontamination import Protect
+from lmworks.train.build import build_model, identity, with_optimizer
+from lmworks.train.curriculum import stage_schedules
 from lmworks.train.data.frozen_tokenizer import META, digest, require_same
 from lmworks.train.data.mixture import replayed_rows
 from lmworks.train.data.sets import require_sets
 from lmworks.train.load import final_checkpoint, stages_of
 from lmworks.train.observe.forgetting import GENERAL, RISE, ForgettingMonitor
-from lmworks.train.observe.sampling import ChatSampler
+from lmworks.train.observe.sampling import ChatSampler, Sampler, prompts
 from lmworks.train.observe.step_metrics import FlopsPerToken
-from lmworks.train.pretrain import START_FROM, build_model, identity, with_optimizer
 from lmworks.train.saving import open_stage
-from lmworks.train.step import Objective
-from lmworks.train.trainer import Trainer
-from lmworks.train.validation import EarlyStopper, validate_conversations
+from lmworks.train.trainer import StageSetup, Trainer
+from lmworks.train.validation import EarlyStopper
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import LEDGER, Ledger, NoLedger
+
+START_FROM = "start_from"  # under this key a checkpoint's meta says which weights its run began with
 
 MEASURED = {
     "tune": ("validation/loss",),
@@ -100,18 +97,142 @@ def require_held_out(recipe: Recipe, held_out: int) -> None:
 
 
 LoadStart = Callable[[Recipe, ParallelModel, Communicator], dict[str, Any]]
+LoadAdapter = Callable[[Path, Mapping[str, Tensor], Model, Lora, str], None]
+Evaluation = Callable[[ParallelModel], dict[str, float]]
+MakeEvaluation = Callable[[Recipe, Tokenizer, int, int, Ranks], Evaluation | None]
 
 
-def save_start(recipe: Recipe, run_dir: Path, load_start: LoadStart, ranks: Ranks | None = None) -> None:
-    """Save what `load_start` reads as `checkpoints/step-00000000`, if there is no good checkpoint yet; called on all ranks.
+@dataclass(frozen=True)
+class TrainingContext:
+    """What a stage is given: its recipe, the run directory, the command that resumes the run, whether a started run may continue with other
+    token files, the ranks, and what the rooms above training supply, which training does not import.
+
+    flops_per_token: FLOPs of a training step per token, of a model in sequences of a length, with or without frozen weights.
+    protect: for a stage that makes its training data, the evaluation items that these may not contain, and what finds them in texts.
+    load_start: fills the model with the weights of `start_from`; returns what they were.
+    load_adapter: fills adapters from the folder that `lora.init_from` names.
+    make_evaluation: prepares what is evaluated every `evaluate.every`, in batches of so many rows of so many tokens.
+    """
+
+    recipe: Recipe
+    run_dir: Path
+    resume_command: str = "lmworks run RECIPE"
+    ranks: Ranks = field(default_factory=alone)
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
+    allow_other_data: bool = False
+    flops_per_token: FlopsPerToken = lambda model, length, frozen: 0.0
+    protect: Callable[[str], tuple[Collection[str], Decontaminator | None]] = lambda stage: ((), None)
+    load_start: LoadStart | None = None
+    load_adapter: LoadAdapter | None = None
+    make_evaluation: MakeEvaluation | None = None
+
+
+@dataclass
+class BaseWeights:
+    """A model with the weights that a stage starts from, the ranks' communicator, the checkpoint that they come from (None for pretraining)
+    and the adapters' options. `meta` is what the checkpoints of the stage say of them."""
+
+    model: ParallelModel
+    communicator: Communicator
+    checkpoint: Path | None = None
+    lora: Lora | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def content(self) -> str:
+        """Identifies the weights."""
+        assert self.checkpoint is not None
+        given = self.lora.init_from if self.lora is not None else None
+        adapters = sorted(Path(given).glob("*.safetensors")) if given is not None else []
+        return "/".join((content_of(self.checkpoint), *map(sha256_file, adapters)))
+
+
+def random_or_start_weights(context: TrainingContext) -> BaseWeights:
+    """Build the model with random weights, or with those of `start_from` if the run has no checkpoint yet."""
+    recipe, communicator = context.recipe, world_communicator()
+    model = build_model(recipe, context.ranks)
+    if recipe.start_from is None:
+        return BaseWeights(model, communicator)
+    if communicator.broadcast(communicator.is_first and listing.has_checkpoints(context.run_dir / "checkpoints")):
+        return BaseWeights(model, communicator)
+    assert context.load_start is not None
+    return BaseWeights(model, communicator, meta={START_FROM: context.load_start(recipe, model, communicator)})
+
+
+def weights_before(context: TrainingContext, stage: ModelStage, lora: Lora | None = None) -> BaseWeights:
+    """Build the model, in evaluation mode, and load the final weights of the stage before `stage`, with their positions and windows, on all
+    ranks; the first looks for the newest good ones. With `lora` the model is frozen and has adapters, loaded from `lora.init_from` if that
+    is set."""
+    recipe, run_dir = context.recipe, context.run_dir
+    reset_memory_peak()
+    model = build_model(recipe, context.ranks, lora)
+    model.eval()
+    communicator, found = world_communicator(), []
+    before = stages_of(recipe, before=stage)[-1].model
+    communicator.run_on_all(lambda: found.append(final_checkpoint(run_dir, before)) if communicator.is_first else None)
+    path = communicator.broadcast(found[0] if found else Path())
+    meta = load_weights(path, model, identity(recipe), communicator, bool(recipe.optimizer.ema_decay))
+    require_same(run_dir, meta.get(META))
+    model.configure(model_of(recipe, meta))
+    if lora is not None and lora.init_from is not None:
+        assert context.load_adapter is not None
+        context.load_adapter(Path(lora.init_from), model.state_dict(), recipe.model, lora, content_of(path))
+    return BaseWeights(model, communicator, path, lora, adapter_meta(lora, path, run_dir))
+
+
+def run_stage(
+    context: TrainingContext, stage: ModelStage, base: BaseWeights, make_setup: Callable[[ParallelModel], StageSetup], tokenizer: Tokenizer
+) -> None:  # fmt: skip
+    """Train `stage` from its newest good checkpoint, or from `base`, to its end. `make_setup` gets the model as it is trained, still with
+    the weights of the start. Raises `Interrupted` when asked to stop, and `UserError`."""
+    recipe, run_dir = context.recipe, context.run_dir
+    model, optimizer = with_optimizer(recipe, base.model)
+    setup = make_setup(model)
+    meta = {"recipe": fingerprint(recipe)} | ({"base": base.checkpoint.name} if base.checkpoint is not None else {})
+    setup.meta = meta | setup.meta | {META: digest(run_dir)} | base.meta
+    own = identity(recipe) | (adapter_identity(base.lora, base.checkpoint) if base.checkpoint is not None else {})
+
+    def sampler(path: Path | None) -> Sampler:
+        if stage is BASE:
+            return Sampler(path, tokenizer, prompts(recipe, run_dir / "corpus"))
+        return ChatSampler(path, tokenizer, recipe.evaluate.questions)
+
+    with open_stage(recipe, run_dir, stage, model.ranks, own, setup.curriculum.tokens, sampler, setup.use_best) as files:
+        if stage is not BASE:
+            monitor = ForgettingMonitor(recipe, run_dir, stage.stage, model, tokenizer, files.ledger.write)
+            validate = setup.validate
+            setup.validate = lambda step: validate(step) | monitor.measure()
+        trainer = Trainer(recipe, model, optimizer, setup, files, stage, context.flops_per_token, context.heartbeat, context.resume_command)
+        trainer.resume()
+        if stage is BASE and recipe.start_from is not None:
+            _keep_start(trainer, run_dir)
+        setup.prepare(trainer)
+        trainer.run()
+
+
+def _keep_start(trainer: Trainer, run_dir: Path) -> None:
+    """Keep in the meta of the checkpoints which weights the run began with. Raises `UserError` if a resumed run did not begin with any."""
+    if START_FROM in trainer.setup.meta:
+        return
+    if START_FROM not in trainer.resumed_meta:
+        raise UserError(
+            f"the checkpoints in {run_dir / 'checkpoints'} did not begin with the weights of start_from; take that folder "
+            "away to begin with them, or leave start_from out"
+        )
+    trainer.setup.meta[START_FROM] = trainer.resumed_meta[START_FROM]
+
+
+def save_start(context: TrainingContext) -> None:
+    """Save the weights of `start_from` as `checkpoints/step-00000000`, if there is no good checkpoint yet; called on all ranks.
 
     Raises `UserError` if the weights are damaged or do not fit the model, or if the disk is full.
     """
-    ranks, communicator, folder = ranks or alone(), world_communicator(), run_dir / "checkpoints"
+    recipe, run_dir, ranks = context.recipe, context.run_dir, context.ranks
+    communicator, folder = world_communicator(), run_dir / "checkpoints"
     if communicator.broadcast(communicator.is_first and listing.newest_good(folder)[0] is not None):
         return
+    assert context.load_start is not None
     model = build_model(recipe, ranks)
-    about = load_start(recipe, model, communicator)
+    about = context.load_start(recipe, model, communicator)
     named = _named(recipe, about)
     state: dict[str, Any] = {} if named else {"model": model.state_dict()}
     if recipe.optimizer.ema_decay and not named:  # whoever reads the model of a run with an average reads the average
@@ -132,139 +253,3 @@ def save_start(recipe: Recipe, run_dir: Path, load_start: LoadStart, ranks: Rank
 def _named(recipe: Recipe, about: dict[str, Any]) -> bool:
     """Whether the checkpoint names the files of the weights and holds none itself."""
     return about["kind"] == "huggingface" and recipe.model.mtp is None
-
-
-LoadAdapter = Callable[[Path, Mapping[str, Tensor], Model, Lora, str], None]
-
-
-@dataclass
-class BaseWeights:
-    """A model with the weights that a stage starts from, the checkpoint that they come from, its adapters' options, and the ranks'
-    communicator."""
-
-    model: ParallelModel
-    checkpoint: Path
-    lora: Lora | None
-    communicator: Communicator
-
-    def content(self) -> str:
-        """Identifies the weights."""
-        given = self.lora.init_from if self.lora is not None else None
-        adapters = sorted(Path(given).glob("*.safetensors")) if given is not None else []
-        return "/".join((content_of(self.checkpoint), *map(sha256_file, adapters)))
-
-
-@dataclass
-class StageSetup:
-    """What a stage trains: its steps, a validation that returns metrics, its objective where that is not the loss of the next token, and
-    whether it ends with the best weights instead of the last. `meta` is added to that of its checkpoints; `check_resumed` gets the meta of
-    the checkpoint that it resumes from, and raises `UserError` if that does not fit."""
-
-    curriculum: Curriculum
-    validate: Callable[[], dict[str, float]]
-    objective: Objective | None = None
-    early_stopping: EarlyStopping | None = None
-    use_best: bool = False
-    meta: dict[str, Any] = field(default_factory=dict)
-    check_resumed: Callable[[dict[str, Any]], None] = lambda meta: None
-
-
-def load_base(
-    recipe: Recipe, run_dir: Path, name: str, ranks: Ranks, lora: Lora | None = None, load_adapter: LoadAdapter | None = None
-) -> BaseWeights:
-    """Build the model, in evaluation mode, and load the final weights of the stage before `name`, with their positions and windows, on all
-    ranks; the first looks for the newest good ones. With `lora` the model is frozen and has adapters, which `load_adapter` fills from the
-    folder that `lora.init_from` names."""
-    reset_memory_peak()
-    model = build_model(recipe, ranks, lora)
-    model.eval()
-    communicator, found = world_communicator(), []
-    before = stages_of(recipe, before=of_stage(name))[-1].model
-    communicator.run_on_all(lambda: found.append(final_checkpoint(run_dir, before)) if communicator.is_first else None)
-    path = communicator.broadcast(found[0] if found else Path())
-    meta = load_weights(path, model, identity(recipe), communicator, bool(recipe.optimizer.ema_decay))
-    require_same(run_dir, meta.get(META))
-    model.configure(model_of(recipe, meta))
-    if lora is not None and lora.init_from is not None:
-        assert load_adapter is not None
-        load_adapter(Path(lora.init_from), model.state_dict(), recipe.model, lora, content_of(path))
-    return BaseWeights(model, path, lora, communicator)
-
-
-def run_stage(
-    recipe: Recipe, run_dir: Path, name: str, begun: BaseWeights, make_plan: Callable[[ParallelModel], StageSetup], tokenizer: Tokenizer, *,
-    flops_per_token: FlopsPerToken, resume_command: str, heartbeat: Heartbeat | None,
-) -> None:  # fmt: skip
-    """Train the stage `name` from its newest good checkpoint, or from its start, to its end. `make_plan` gets the model as it is trained,
-    still with the weights of the start. Raises `Interrupted` when asked to stop, and `UserError`."""
-    base, lora = begun.checkpoint, begun.lora
-    model, optimizer = with_optimizer(recipe, begun.model)
-    plan = make_plan(model)
-    with open_stage(
-        recipe, run_dir, of_stage(name), model.ranks, identity(recipe) | adapter_identity(lora, base), plan.curriculum.tokens,
-        lambda path: ChatSampler(path, tokenizer, recipe.evaluate.questions), plan.use_best,
-    ) as files:  # fmt: skip
-        monitor = ForgettingMonitor(recipe, run_dir, name, model, tokenizer, files.ledger.write)
-        trainer = Trainer(
-            recipe, model, optimizer, plan.curriculum, files, lambda: plan.validate() | monitor.measure(), flops_per_token,
-            heartbeat or Heartbeat(None),
-            early_stopping=plan.early_stopping, use_best=plan.use_best, objective=plan.objective, stage=name, resume_command=resume_command,
-            meta={"recipe": fingerprint(recipe), "base": base.name, META: digest(run_dir)} | plan.meta | adapter_meta(lora, base, run_dir),
-        )  # fmt: skip
-        if trainer.resume():
-            plan.check_resumed(trainer.resumed_meta)
-        trainer.run()
-
-
-REPLAY = "replay"  # under this key a checkpoint's meta has the hashes of the token files that `tune.replay` reads
-
-
-def tune(
-    recipe: Recipe, run_dir: Path, flops_per_token: FlopsPerToken, resume_command: str,
-    protect: Protect = lambda: ((), None), ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
-    load_adapter: LoadAdapter | None = None,
-) -> None:  # fmt: skip
-    """Fine-tune the base model of `run_dir`; the selection biases of the experts stay as pretraining left them.
-
-    Reads `tokenizer/`, `corpus/` (what it holds out is not tuned on) and the newest good checkpoint; writes `tune/`. `protect` is called
-    where the conversations are to be made, for what `build_chat_data` keeps out of them. `load_adapter` fills the adapters from the folder
-    that `tune.lora.init_from` names. Raises `Interrupted` when asked to stop, and `UserError`.
-    """
-    options = recipe.tune
-    assert options is not None
-    data = run_dir / "tune" / "data"
-    tokenizer = load_tokenizer(run_dir / "tokenizer")
-    ranks = ranks or alone()
-    if ranks.is_first and not (data / "manifest.json").exists():
-        build_chat_data(recipe, tokenizer, data, run_dir / "corpus", *protect())
-    ranks.barrier()
-    curriculum = TuningCurriculum(recipe, data)
-    held_out = _held_out(recipe, data)
-    replayed = {REPLAY: curriculum.replay.digests} if curriculum.replay else {}
-
-    def check_resumed(meta: dict[str, Any]) -> None:
-        if meta.get(REPLAY, {}) != replayed.get(REPLAY, {}):
-            raise UserError(
-                f"the token files in {run_dir / 'shards'} are not those that tuning has replayed so far; put the old text back, or delete "
-                f"{data.parent} to tune again"
-            )
-
-    def make_plan(model: ParallelModel) -> StageSetup:
-        return StageSetup(
-            curriculum, lambda: validate_conversations(model, held_out) if held_out is not None else {},
-            early_stopping=options.early_stopping, use_best=options.keep == "best", meta=replayed, check_resumed=check_resumed,
-        )  # fmt: skip
-
-    begun = load_base(recipe, run_dir, "tune", ranks, options.lora, load_adapter)
-    run_stage(
-        recipe, run_dir, "tune", begun, make_plan, tokenizer,
-        flops_per_token=flops_per_token, resume_command=resume_command, heartbeat=heartbeat,
-    )  # fmt: skip
-
-
-def _held_out(recipe: Recipe, data: Path) -> TuningBatches | None:
-    """Four batches of held-out conversations; None if none were held out."""
-    assert recipe.tune is not None
-    prefixes, weights = chat_shards(data, "validation")
-    length, batch = int(recipe.tune.sequence_length), int(recipe.tune.global_batch_size)
-    return TuningBatches(prefixes, length, batch, 4 * batch, recipe.seed, weights) if prefixes else None

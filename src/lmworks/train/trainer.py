@@ -18,7 +18,7 @@ import torch
 
 from lmworks.errors import UserError
 from lmworks.host.machine import keep_freed_memory
-from lmworks.io.run_layout import BASE, USED
+from lmworks.io.run_layout import BASE, USED, ModelStage
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.metrics.names import describe
 from lmworks.model.balance import set_temperature
@@ -29,7 +29,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import EarlyStopping as EarlyStoppingOptions
 from lmworks.recipe.weights import ARCHITECTURE, recorded
 from lmworks.shards.batch import Batch
-from lmworks.shards.batches import Prefetch
+from lmworks.shards.batches import Batches, Prefetch
 from lmworks.train.curriculum import Curriculum, PhaseBoundary
 from lmworks.train.data.mixture import MixtureUpdates
 from lmworks.train.fault_handler import FaultHandler
@@ -50,55 +50,70 @@ _NEXT_TOKEN = ("train/perplexity", "train/z_loss", "train/mtp_loss")  # metrics 
 
 
 @dataclass
-class Trainer:
-    """Trains a curriculum from the newest good checkpoint to its end.
+class StageSetup:
+    """What a stage trains.
 
-    `validate` returns metrics (`validation/bits_per_byte` or `validation/loss` decides which checkpoint is best) and leaves the model
-    unchanged; with `use_best` the stage ends with the best one. `evaluate` returns metrics `eval/...`, every `evaluate.every`. With an
-    `objective`, a step makes the updates of that: the curriculum's batches are not trained on, and there are no limits for spikes. `stage`
-    is the name of the stage in ledger and progress bar; `meta` is added to the meta of every checkpoint.
+    curriculum: its batches, phases and learning rates.
+    validate: returns metrics after so many steps and leaves the model unchanged; `validation/bits_per_byte` or `validation/loss` decides
+        which checkpoint is best.
+    objective: what a step computes where that is not the loss of the next token. A step then makes the updates of the objective, the
+        curriculum's batches are not trained on, and there are no limits for spikes.
+    use_best: whether the stage ends with the best weights instead of the last.
+    evaluate: returns metrics `eval/...`, every `evaluate.every`.
+    batches: the token files, if their mixture may be changed during training.
+    meta: added to that of each checkpoint.
+    prepare: called before the first step, with the trainer as it was resumed; raises `UserError` if that does not fit.
     """
 
-    recipe: Recipe
-    model: ParallelModel
-    optimizer: Updates
     curriculum: Curriculum
-    files: StageFiles
-    validate: Callable[[], dict[str, float]]
-    flops_per_token: FlopsPerToken
-    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
-    mixture: MixtureUpdates | None = None
+    validate: Callable[[int], dict[str, float]]
+    objective: Objective | None = None
     early_stopping: EarlyStoppingOptions | None = None
     use_best: bool = False
     evaluate: Callable[[], dict[str, float]] | None = None
-    objective: Objective | None = None
-    stage: str = "pretrain"
-    resume_command: str = ""
+    batches: Batches | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Trainer], None] = lambda trainer: None
 
-    def __post_init__(self) -> None:
-        recipe, model, curriculum, files = self.recipe, self.model, self.curriculum, self.files
+
+class Trainer:
+    """Trains the curriculum of a stage from the newest good checkpoint to its end. `step` is the next to train, `saved` that of the newest
+    checkpoint, and `resumed_meta` the meta of the one that was resumed from."""
+
+    def __init__(
+        self, recipe: Recipe, model: ParallelModel, optimizer: Updates, setup: StageSetup, files: StageFiles, stage: ModelStage,
+        flops_per_token: FlopsPerToken, heartbeat: Heartbeat, resume_command: str = "",
+    ) -> None:  # fmt: skip
+        self.recipe, self.model, self.optimizer, self.setup, self.files = recipe, model, optimizer, setup, files
+        self.stage, self.heartbeat, self.resume_command = stage.stage, heartbeat, resume_command
+        self.curriculum, self.objective = setup.curriculum, setup.objective
+        self.mixture = None if setup.batches is None else MixtureUpdates(files.ledger, setup.batches, model.ranks)
         self.step = 0
-        self.resumed_meta: dict[str, Any] = {}  # of the checkpoint that was resumed from
+        self.resumed_meta: dict[str, Any] = {}
         self._lr_factor = 0.0  # of the last step
         self._objective_tokens = 0  # that the last step trained on
-        self._intervals = Intervals.of(recipe, curriculum)
-        self._state = TrainingState(recipe, model, self.optimizer)
+        self._intervals = Intervals.of(recipe, self.curriculum)
+        self._state = TrainingState(recipe, model, optimizer)
         self._faults = FaultHandler(
             recipe.stability, files.bad_steps, files.checkpoints, files.ledger,
             stage=self.stage, save_every=self._intervals.save, rollback_after=self._intervals.rollback_after,
             cached=recipe.shards.cache is not None,
         )  # fmt: skip
-        self._inspector = StepInspector(recipe, model, curriculum, self._state, self._faults, self.heartbeat, self._intervals.recheck)
-        self._boundary = PhaseBoundary(self.stage, model, curriculum, files.checkpoints, files.ledger, self.heartbeat, self._faults)
-        self._saver = Saver(recipe, files.checkpoints, self._faults, self._intervals.save, self.model.ranks.world)
+        self._inspector = StepInspector(recipe, model, self.curriculum, self._state, self._faults, heartbeat, self._intervals.recheck)
+        self._boundary = PhaseBoundary(self.stage, model, self.curriculum, files.checkpoints, files.ledger, heartbeat, self._faults)
+        self._saver = Saver(recipe, files.checkpoints, self._faults, self._intervals.save, model.ranks.world)
         self._validator = Validator(
-            self.validate, model, curriculum, files.ledger,
-            stage=self.stage, keep_best=recipe.checkpoints.keep_best, early_stopping=self.early_stopping, use_best=self.use_best,
+            setup.validate, model, self.curriculum, files.ledger, stage=self.stage, keep_best=recipe.checkpoints.keep_best,
+            early_stopping=setup.early_stopping, use_best=setup.use_best,
         )  # fmt: skip
         self._metrics = StepMetrics(
-            recipe, model, self.optimizer, curriculum, self._state, self._boundary, self._faults, self.flops_per_token
+            recipe, model, optimizer, self.curriculum, self._state, self._boundary, self._faults, flops_per_token
         )
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest checkpoint; 0 without one."""
+        return self._saver.saved
 
     def run(self) -> None:
         """Train to the end of the curriculum, and write metrics. Raises `Interrupted` after saving when asked to stop."""
@@ -212,11 +227,11 @@ class Trainer:
             self.heartbeat.beat(self.step, "validation")
             values |= self._validator.run(self.step, self.optimizer.ema)
         done = self._done  # the validation may have ended the stage
-        if self.evaluate is not None and self._intervals.evaluate and (done or is_due(self.step, self._intervals.evaluate)):
+        if self.setup.evaluate is not None and self._intervals.evaluate and (done or is_due(self.step, self._intervals.evaluate)):
             self.heartbeat.beat(self.step, "evaluation")
             began = time.monotonic()
             with self.model.ema_weights(self.optimizer.ema):
-                values |= self.evaluate()
+                values |= self.setup.evaluate()
             values["perf/evaluation_seconds"] = time.monotonic() - began
         if done or is_due(self.step, self._intervals.log):
             values |= self._metrics.line(self.step, found, batch.tokens.shape[1], self._lr_factor, self._inspector.bad_steps)
@@ -305,7 +320,7 @@ class Trainer:
         meta = {
             "step": self.step, "tokens": self.curriculum.tokens_before(self.step), "phase": phase.name if phase else None,
             **self._inspector.meta(), **self._validator.meta(), USED: self._validator.used_step(self.step),
-            ARCHITECTURE: recorded(self.model.config), **self._faults.meta(), **self.meta,
+            ARCHITECTURE: recorded(self.model.config), **self._faults.meta(), **self.setup.meta,
         }  # fmt: skip
         state = self.model.without_duplicates(self._state.tensors())
         if not self._are_finite(state):
@@ -343,8 +358,8 @@ class Trainer:
         terminal.console.print(found, style="yellow")
         return False
 
-    def resume(self) -> int:
-        """Load the newest good checkpoint, if there is one; returns its step. Raises `UserError` if all are damaged."""
+    def resume(self) -> None:
+        """Load the newest good checkpoint, if there is one. Raises `UserError` if all are damaged."""
         meta = self._load()
         for path, reason in self.files.checkpoints.refused:
             terminal.console.print(f"{path} is not used: {reason}", style="yellow")
@@ -352,7 +367,7 @@ class Trainer:
             refuse_if_all_damaged(self.files.checkpoints)
             self._faults.begin()
             self.step = self._next(0)
-            return 0
+            return
         self.resumed_meta = meta
         steps, tokens = self.curriculum.steps, self.curriculum.tokens  # more than at the start where a phase was added
         self.files.ledger.write(
@@ -360,7 +375,6 @@ class Trainer:
             steps=steps, planned_tokens=tokens, **self._environment(),
         )  # fmt: skip
         terminal.console.print(f"{self.stage} resumes from step {self.step:,} of {steps:,}", style="dim")
-        return self._saver.saved
 
     def _load(self) -> dict[str, Any] | None:
         """Load the newest good checkpoint that no rollback has undone; its meta, or None if there is none."""
@@ -412,7 +426,7 @@ class Trainer:
         layers = "compiled in the first step" if is_compiled(self.recipe, self.model.device) else "eager"
         devices = f"{environment['ranks']} x {environment['device']} in {environment['precision']}"
         terminal.console.print(f"{steps:,} steps, {tokens:,} tokens, on {devices}; layers {layers}", style="dim")
-        self.files.ledger.write("start", stage=self.stage, steps=steps, tokens=tokens, **environment, **self.meta)
+        self.files.ledger.write("start", stage=self.stage, steps=steps, tokens=tokens, **environment, **self.setup.meta)
 
     def _environment(self) -> dict[str, Any]:
         """What the machine decides where the recipe leaves it open, and the number of ranks: the cost of the run is computed from it."""

@@ -126,7 +126,7 @@ class Validator:
     """Runs the validations of a stage. `measured` is the newest value of the selection metric, by the step after which it was measured."""
 
     def __init__(
-        self, validate: Callable[[], dict[str, float]], model: ParallelModel, curriculum: Curriculum, ledger: Ledger, *,
+        self, validate: Callable[[int], dict[str, float]], model: ParallelModel, curriculum: Curriculum, ledger: Ledger, *,
         stage: str, keep_best: bool, early_stopping: EarlyStoppingOptions | None, use_best: bool = False,
     ) -> None:  # fmt: skip
         """`use_best`: the stage ends with the best weights, whether or not it ends early."""
@@ -140,7 +140,7 @@ class Validator:
         """Validate the model after `step` steps, with its averaged weights where there are any; the metrics."""
         began = time.monotonic()
         with self._model.ema_weights(ema):
-            values = self._validate()
+            values = self._validate(step)
         self.early_stopping.observe(step, values)
         name = self.metric = self.early_stopping.metric(values)
         self.measured = {step: values[name]} if name is not None and math.isfinite(values[name]) else {}

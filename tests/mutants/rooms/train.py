@@ -63,7 +63,7 @@ MUTANTS = [
     ("train.saving:TrainingState.add_expert_counts", "torch.where(result.applied, result.counts_LE.double(), 0.0)",
      "result.counts_LE.double()", "Bad steps are not counted in the tokens per expert.",
      "train/test_bad_steps.py::test_a_bad_step_changes_nothing_that_matters"),
-    ("train.curriculum:OnePhase.__init__", "None, 0.0, ewc", "None, 0.001, ewc", "Expert biases do not move in tuning.",
+    ("train.curriculum:StageCurriculum.__init__", "None, 0.0, ewc", "None, 0.001, ewc", "Expert biases do not move in tuning.",
      "train/test_average.py::test_expert_biases_stay_in_tuning"),
     ("train.curriculum:sample_sequences", "first + number * steps // count", "first",
      "Sequences of an earlier phase are spread evenly over its steps.", "train/test_ewc.py"),

@@ -18,7 +18,7 @@ from lmworks.train.saving import TrainingState
 from lmworks.train.step import StepResult, StepValues, read_values
 
 _COMPARE_RANKS_EVERY = 20  # steps
-FlopsPerToken = Callable[[Model, int], float]  # of a model, in sequences of so many tokens
+FlopsPerToken = Callable[[Model, int, bool], float]  # of a model, in sequences of so many tokens, with or without frozen weights
 
 
 @dataclass
@@ -72,7 +72,7 @@ class StepMetrics:
         phase = self._boundary.phase
         key = (phase.index if phase else 0, sequence_length)
         if key not in self._flops:
-            self._flops[key] = self._flops_per_token(self._model.config, sequence_length)
+            self._flops[key] = self._flops_per_token(self._model.config, sequence_length, self._model.has_adapters)
         self.clock.add(seconds=seconds, own=own, data_wait=data_wait, tokens=tokens, flops=tokens * self._flops[key])
 
     def restart_clock(self) -> None:
