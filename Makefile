@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)-oldest
 
-.PHONY: quickstart assistant test oldest slow mutants gpu gpu-wheels chaos fuzz lint docs clean
+.PHONY: quickstart assistant test oldest slow mutants gpu gpu-wheels chaos fuzz lint docs site clean
 
 quickstart: $(VENV)/quickstart.stamp
 	$(BIN)/lmworks run recipes/quickstart.yaml
@@ -80,8 +80,13 @@ lint: $(VENV)/dev.stamp
 docs: $(VENV)/dev.stamp
 	$(BIN)/python -m lmworks.recipe.reference docs/recipe
 
+# The documentation as a folder of HTML with search, to be read from there or served: SITE/index.html. Warnings and dead links are errors.
+SITE ?= build/site
+site: $(VENV)/site.stamp
+	$(BIN)/python docs/site/build.py $(SITE)
+
 clean:
-	rm -rf $(VENV) $(VENV)-* runs
+	rm -rf $(VENV) $(VENV)-* runs build
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lmworks needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ...")'
@@ -102,6 +107,10 @@ $(OLDEST)/dev.stamp: pyproject.toml constraints-2.11.txt
 
 $(VENV)/mutants.stamp: $(VENV)/dev.stamp
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	touch $@
+
+$(VENV)/site.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
 	touch $@
 
 $(VENV)/slow.stamp: $(VENV)/dev.stamp

@@ -37,6 +37,7 @@ LISTED = {
     "make lint": "is run beside this",
     "make gpu PYTHON=python3": "needs a GPU; tests/gpu runs its checks at a small size, and .ci/run all of them",
     "make docs": "writes docs/recipe, which tests/recipe holds to the types",
+    "make site": "installs Sphinx; tests/docs/test_site.py builds the site, slow",
     "make slow": "hours, with foreign engines",
     "make mutants": "hours of planted mistakes; tests/mutants/test_mutants.py plants one",
     "make chaos": "an hour of runs that are killed",

@@ -35,7 +35,7 @@ def table() -> str:
     for name, kind in kinds().items():
         own = {key: field for key, field in kind.model_fields.items() if key not in common}
         text = " ".join((kind.__doc__ or "").split())
-        lines += ["", f"#### `kind: {name}`", "", text, "", _head(), *(_row(key, field) for key, field in own.items())]
+        lines += ["", f"### `kind: {name}`", "", text, "", _head(), *(_row(key, field) for key, field in own.items())]
     return "\n".join(lines)
 
 

@@ -28,8 +28,7 @@ _INTRODUCTION = """\
 
 A recipe is one YAML file. Every key that it omits has the default below, or is derived from others. `lmworks show RECIPE` prints every
 value with its origin, and `--set a.b=c` overrides one. An unknown key is refused. Each section of a recipe has a page of its own,
-to which its type in the [table](#recipe) links; [cluster](cluster.md) lists the keys of the files that describe machines. The pages are
-generated from the types.
+to which its type in the [table](#recipe) links, and so have [cluster files](cluster.md). The pages are generated from the types.
 
 Quantities carry their unit:
 
@@ -136,8 +135,8 @@ def _between_pages(text: str, here: str, files: dict[str, str]) -> str:
 
 
 def _title(section: str) -> str:
-    subject = "Cluster files" if section == _CLUSTER else f"The section `{section}`"
-    return f"# {subject}\n\nPart of the [recipe reference]({_INDEX}.md), which explains types, units and the mark *.\n"
+    subject = "Keys of cluster files" if section == _CLUSTER else f"Keys of `{section}`"
+    return f"# {subject}\n\nPart of the [recipe reference]({_INDEX}.md), which explains units and the mark *.\n"
 
 
 def _about(node: type[BaseModel]) -> str:
