@@ -32,7 +32,6 @@ from lmworks.evaluate.harness.lm import HarnessLM
 from lmworks.evaluate.harness.task_data import Source
 from lmworks.evaluate.harness.task_index import manager
 from lmworks.evaluate.logprobs import BatchedLogProbs
-from lmworks.evaluate.opening import OpenModel, open_model
 from lmworks.evaluate.sets import benchmarks, forms
 from lmworks.export.export import write_huggingface
 from lmworks.model import Transformer
@@ -42,6 +41,7 @@ from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load
 from lmworks.tokenizer.train import train
+from lmworks.weights.open import OpenModel, open_model
 
 Accuracies = dict[str, float]
 

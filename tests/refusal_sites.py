@@ -226,11 +226,11 @@ PLACES = (
         tokenizer.text_tokenizer TextTokenizer.__init__(2) TextTokenizer.token_bytes
         tokenizer.tokenizer Tokenizer._template
         tokenizer.train train _keep
-        train.adapters adapters_of(3)
+        weights.adapters adapters_of(3)
         weights.verified recorded verify_files(3) _changed
-        train.data.frozen_tokenizer digest require_same_file
+        weights.frozen_tokenizer digest require_same_file
         train.ewc EwcPenalty.load
-        train.load _final load_checkpoint(2) _empty
+        weights.run_models _final load_checkpoint(2) _empty
         train.pretrain _require_same_data
         train.saving refuse_if_all_damaged
         train.stage _keep_start
@@ -254,7 +254,7 @@ PLACES = (
         corpus.transform.quality require_module
         corpus.transform.quality_training train _deduplicate
         evaluate.follow scores_in_loop _resolved _append
-        evaluate.opening open_model _split(2) _open_run(3)
+        weights.open open_model _split(2) _open_run(3)
         evaluate.speed measure_speed(2)
         inference.batching ContinuousBatch.add(4)
         inference.generate stream

@@ -11,7 +11,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.changes import as_tree
 from lmworks.train.build import identity
-from lmworks.train.data.frozen_tokenizer import META
+from lmworks.weights.frozen_tokenizer import META
 from tiny_run import Tiny
 
 

@@ -13,7 +13,7 @@ from command import Lmworks
 
 from lmworks.io.files import read_json
 from lmworks.metrics.log import read
-from lmworks.train.load import load_model
+from lmworks.weights.run_models import load_model
 from smollm2 import ASSISTANT, gguf_file
 
 PAIRS = [

@@ -89,9 +89,9 @@ def test_models_of_a_run_are_evaluated_once(
 
 def test_a_run_an_export_and_a_published_table(lmworks: Lmworks, run: Path, tmp_path: Path) -> None:
     """The stored outcomes of the run decide what the export is asked; the table has no items."""
-    from lmworks.evaluate.opening import open_model
     from lmworks.export.export import write_huggingface
     from lmworks.tokenizer import load
+    from lmworks.weights.open import open_model
 
     mine = tmp_path / "run"
     shutil.copytree(run, mine)

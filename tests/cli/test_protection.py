@@ -30,7 +30,7 @@ from lmworks.shards.indexed import IndexedFile, IndexedWriter
 from lmworks.shards.manifest import Manifest, Shard, Split
 from lmworks.tokenizer import load
 from lmworks.train import dpo, grpo, pretrain, tune
-from lmworks.train import load as loading
+from lmworks.weights import run_models as loading
 from tiny_run import Tiny
 
 ITEM = "Which of the four winds carries the salt of the seventh sea over the glass hills before the first bell of autumn rings?"

@@ -19,8 +19,8 @@ from lmworks.metrics.log import read
 from lmworks.recipe.load import load_resolved
 from lmworks.shards.batch import Batch
 from lmworks.shards.batches import Batches
-from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
+from lmworks.weights.run_models import load_model
 from tiny_run import Tiny
 
 _PHASE = {

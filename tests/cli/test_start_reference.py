@@ -16,8 +16,8 @@ from lmworks.export.gguf import write_gguf
 from lmworks.io.files import read_json
 from lmworks.tokenizer import load
 from lmworks.train import stage
-from lmworks.train.load import load_model
 from lmworks.weights.huggingface import read_model
+from lmworks.weights.run_models import load_model
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@ from base_models import KINDS, write_model, write_tokenizer
 from docs.doc_pages import DOCS, blocks
 from lmworks.checkpoint import listing
 from lmworks.evaluate.answers import QUESTIONS
-from lmworks.evaluate.opening import open_model
 from lmworks.io import jsonl
 from lmworks.io.files import read_json
 from lmworks.metrics.log import read
@@ -28,9 +27,10 @@ from lmworks.pages.read_run import read_run
 from lmworks.shards.indexed import IndexedFile
 from lmworks.tokenizer import load
 from lmworks.train.data.chat import chat_shards
-from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
 from lmworks.weights.huggingface import read_model
+from lmworks.weights.open import open_model
+from lmworks.weights.run_models import load_model
 from tiny_run import checkpoint
 
 ROWS, ENTRIES = 448, 372  # of the embedding; of the tokenizer of kind qwen

@@ -27,9 +27,9 @@ from lmworks.metrics.log import read
 from lmworks.pages.read_run import read_run
 from lmworks.pages.timeline import timeline
 from lmworks.recipe.schema.model import is_adapter
-from lmworks.train.load import final_model, load_model
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import events_of
+from lmworks.weights.run_models import final_model, load_model
 from patience import PATIENCE
 from ports import free_port
 from rank_pool import FORKS

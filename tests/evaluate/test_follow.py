@@ -13,16 +13,16 @@ from lmworks.checkpoint import Checkpoints, listing
 from lmworks.errors import UserError
 from lmworks.evaluate import follow as module
 from lmworks.evaluate.follow import FILE, follow
-from lmworks.evaluate.opening import OpenModel
 from lmworks.io import jsonl
 from lmworks.io.files import sha256_file
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.pages.read_run import read_run
 from lmworks.recipe.changes import as_tree
-from lmworks.train.data.frozen_tokenizer import META
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import Ledger
+from lmworks.weights.frozen_tokenizer import META
+from lmworks.weights.open import OpenModel
 from saved_run import save_run
 from tiny_run import Tiny
 

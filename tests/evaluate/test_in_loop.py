@@ -104,7 +104,7 @@ def test_a_run_is_evaluated_on_the_way_and_its_page_shows_it(tiny_copy: Tiny, tm
 def test_the_last_scores_are_those_of_the_finished_model(tiny_copy: Tiny, tmp_path: Path) -> None:
     from lmworks.evaluate.sets import benchmarks
     from lmworks.tokenizer import load
-    from lmworks.train.load import load_model
+    from lmworks.weights.run_models import load_model
 
     asked = (f"evaluate.benchmarks=[{own_task(tmp_path)}]", "evaluate.every=100%", "evaluate.every_items=12")
     tiny_copy.walk(*asked, last="pretrain", allow=["evaluate.benchmarks"])

@@ -12,13 +12,13 @@ import torch
 
 from lmworks.checkpoint import Checkpoints
 from lmworks.errors import UserError
-from lmworks.evaluate.opening import open_model
 from lmworks.export.card import write_card
 from lmworks.export.export import write_huggingface
 from lmworks.model import Transformer
 from lmworks.recipe.load import load_resolved
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.build import identity
+from lmworks.weights.open import open_model
 from saved_run import save_run
 from tiny_run import Tiny
 

@@ -13,12 +13,12 @@ from lmworks.evaluate.answers import own_answer_bits
 from lmworks.evaluate.bits_per_byte import DocumentBits
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.records import START
-from lmworks.evaluate.sets.scoring import Subject
 from lmworks.io import jsonl
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
 from lmworks.tokenizer import load
+from lmworks.weights.open import OpenModel
 from small_config import small_config
 from tiny_run import Tiny
 
@@ -30,7 +30,7 @@ def test_answers_of_the_present_base_model_are_measured_in_bits(tiny: Tiny, tmp_
     model = initialize(Transformer(Model(**small_config(vocab_size=tokenizer.vocab_size))), seed=0).eval()
 
     def measured(name: str, chat: bool = True) -> list[DocumentBits]:
-        return own_answer_bits(Subject(model, tokenizer, 256, chat, name), BatchedLogProbs(model, 256), tmp_path)
+        return own_answer_bits(OpenModel(model, tokenizer, 256, chat, name), BatchedLogProbs(model, 256), tmp_path)
 
     base, row = measured("base"), jsonl.read(tmp_path / "answers-before.jsonl")[0]
     ids, first = row["prompt"] + row["answer"], len(row["prompt"])

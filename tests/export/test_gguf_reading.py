@@ -13,7 +13,6 @@ import torch
 from random_configs import random_config
 
 from lmworks.errors import UserError
-from lmworks.evaluate.opening import open_model
 from lmworks.export.gguf import architecture_for, write_gguf
 from lmworks.model import Transformer
 from lmworks.recipe.families.family import Family
@@ -22,6 +21,7 @@ from lmworks.recipe.gguf_header import TYPES, read_header
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.weights import find_weights
 from lmworks.weights.huggingface import load_weights, read_model
+from lmworks.weights.open import open_model
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
 

@@ -13,7 +13,6 @@ from engines import ask, engine
 
 from base_models import KINDS, write_model, write_tokenizer
 from lmworks.errors import UserError
-from lmworks.evaluate.opening import open_model
 from lmworks.export.gguf import write_gguf
 from lmworks.io.files import read_json, write_json
 from lmworks.recipe.gguf_header import read_header
@@ -23,6 +22,7 @@ from lmworks.recipe.weights import find_weights
 from lmworks.tokenizer import load
 from lmworks.weights.huggingface import read_model
 from lmworks.weights.names import to_huggingface
+from lmworks.weights.open import open_model
 from smollm2 import gguf_file
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")

@@ -15,8 +15,8 @@ import pytest
 from lmworks.errors import UserError
 from lmworks.io.files import sha256_file
 from lmworks.run import runner, stages
-from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
+from lmworks.weights.run_models import load_model
 from tiny_run import STEPS, Tiny, before_each_step, checkpoint, prepare, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -31,9 +31,9 @@ from lmworks.run.run_dir import list_files
 from lmworks.run.runner import StageEvent, run_stages
 from lmworks.run.stages import STAGES, Stage, StageContext, stages_for
 from lmworks.shards import build
-from lmworks.train import load
-from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
+from lmworks.weights import run_models
+from lmworks.weights.run_models import load_model
 from tiny_run import STEPS, Tiny, checkpoint, prepare, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -164,7 +164,7 @@ def test_stages_read_no_key_that_is_not_declared(tiny_copy: Tiny, monkeypatch: p
         return replace(stage, work=work)
 
     monkeypatch.setattr(stages, "STAGES", tuple(map(at, stages.STAGES)))
-    monkeypatch.setattr(load, "load_resolved", lambda path: watched.know(load_resolved(path)))
+    monkeypatch.setattr(run_models, "load_resolved", lambda path: watched.know(load_resolved(path)))
     monkeypatch.setattr(Node, "__getattribute__", lambda node, key: watched(node, key))
     tiny_copy.walk()
     monkeypatch.undo()

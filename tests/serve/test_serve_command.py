@@ -23,7 +23,6 @@ from starlette.testclient import TestClient
 
 from lmworks.cli import serve_commands
 from lmworks.errors import UserError
-from lmworks.recipe import weights
 from lmworks.serve import server
 from lmworks.serve.chat import Conversation
 from lmworks.serve.engine import Engine
@@ -32,7 +31,7 @@ from lmworks.serve.protocol import CompletionRequest
 from lmworks.serve.requests import Delta
 from lmworks.serve.server import ServerOptions
 from lmworks.serve.spin import SPINNING
-from lmworks.train.load import load_model
+from lmworks.weights.run_models import load_model
 from patience import PATIENCE
 from started_server import wait_until_served
 
@@ -115,14 +114,13 @@ def test_the_tuned_model_is_taken_where_there_is_one(run_dir: Path, tmp_path: Pa
 
 
 def test_an_exported_model_is_served_too(run_dir: Path, tmp_path: Path) -> None:
-    from lmworks.cli.serve_commands import _open
     from lmworks.export.huggingface import write_model
 
     trained = load_engine(run_dir)
     exported = tmp_path / "exported"
     shutil.copytree(run_dir / "tokenizer", exported)
     write_model(load_model(run_dir), exported, {}, torch.float32)
-    engine = _open(exported, base=False)
+    engine = load_engine(exported)
     assert (engine.name, engine.context) == ("exported", trained.context)
     question = Conversation(trained, temperature=0, max_tokens=8), Conversation(engine, temperature=0, max_tokens=8)
     first, second = ("".join(delta.text for delta in conversation.ask("Hello")) for conversation in question)
@@ -150,12 +148,12 @@ def test_no_memory_is_taken_for_weights_that_are_not_there(run_dir: Path, tmp_pa
 def test_a_checkpoint_that_is_pruned_meanwhile_is_passed_over(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that goes on prunes old checkpoints and makes new ones while somebody opens its model."""
     from lmworks.checkpoint import listing
-    from lmworks.train import load as loading
+    from lmworks.weights import run_models as loading
 
     run = tmp_path / "run"
     shutil.copytree(run_dir, run, ignore=shutil.ignore_patterns("tune"))
     place, found = run / "checkpoints", listing.newest_good
-    load, looks, loads = loading.load_weights, [], []
+    load, looks, loads = loading.load_trained, [], []
 
     def prune() -> None:
         (old,) = listing.directories(place)
@@ -177,7 +175,7 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_passed_over(run_dir: Path, tmp
         return load(path, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(listing, "newest_good", look)
-    monkeypatch.setattr(loading, "load_weights", fill)
+    monkeypatch.setattr(loading, "load_trained", fill)
     load_engine(run).close()
     assert [path.name for path in loads] == [listing.name_of(step) for step in (2, 3)]
 
@@ -186,7 +184,7 @@ def test_a_checkpoint_that_is_pruned_after_it_was_found_good_is_passed_over(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lmworks.checkpoint import listing
-    from lmworks.train.load import final_checkpoint
+    from lmworks.weights.run_models import final_checkpoint
 
     run = tmp_path / "run"
     shutil.copytree(run_dir, run, ignore=shutil.ignore_patterns("tune"))
@@ -210,15 +208,16 @@ def test_a_checkpoint_that_is_pruned_after_it_was_found_good_is_passed_over(
 
 def test_adapters_are_not_added_to_weights_that_were_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an active run prunes the base after the adapters were found."""
-    from lmworks.train import load
+    from lmworks.weights import adapters, run_models
 
     added: list[Path] = []
     base = tmp_path / "pruned"
-    monkeypatch.setattr(load, "adapters_of", lambda path: None if path == base else (None, base))
-    monkeypatch.setattr(load, "add_adapters", lambda state, path, options: added.append(path))
+    monkeypatch.setattr(adapters, "adapters_of", lambda path: None if path == base else (None, base))
+    monkeypatch.setattr(adapters, "add_adapters", lambda state, path, options: added.append(path))
     model = torch.nn.Linear(1, 1)
     model.config = None  # type: ignore[assignment]
-    assert load._filled(model, tmp_path, False) is None  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="pruned"):
+        run_models._filled(model, tmp_path, False)  # type: ignore[arg-type]
     assert not added
 
 
@@ -240,7 +239,7 @@ def test_a_tokenizer_of_another_run_is_refused(run_dir: Path, tmp_path: Path) ->
     spec = json.loads(path.read_text())
     spec["added_tokens"].append({**spec["added_tokens"][-1], "id": 512, "content": "<|more|>"})
     path.write_text(json.dumps(spec))
-    with pytest.raises(UserError, match="has 513 entries, but the model has 512: one of them is not from this run"):
+    with pytest.raises(UserError, match=r"has 513 entries, but the model in .* has 512; put the tokenizer there"):
         load_engine(mixed)
 
 
@@ -307,8 +306,7 @@ def test_a_model_that_cannot_be_opened_is_told_and_stops_nothing(
 
 def test_the_key_of_the_command_line_is_that_of_the_server(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[ServerOptions] = []
-    monkeypatch.setattr(weights, "holds_model", lambda _: True)
-    monkeypatch.setattr(serve_commands, "_open", lambda *_: engine)
+    monkeypatch.setattr("lmworks.serve.models.load_engine", lambda *_, **__: engine)
     monkeypatch.setattr(server, "serve", lambda models, listener, options: (listener.close(), served.append(options)))
     serve_commands.serve(str(tmp_path), port=0, api_key="sesame")
     assert [one.api_key for one in served] == ["sesame"]

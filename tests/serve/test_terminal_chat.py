@@ -112,7 +112,7 @@ def test_a_pipe_gets_one_answer_per_line(run_dir: Path) -> None:
 
 
 def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is not a run directory \(it has no resolved.json\); make one with: lmworks run RECIPE"):
+    with pytest.raises(UserError, match=r"is no Hugging Face folder \(config.json\), GGUF file, checkpoint"):
         load_engine(tmp_path)
 
 
@@ -206,7 +206,7 @@ def test_the_system_prompt_of_the_command_line_is_that_of_the_conversation(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     begun: list[Conversation] = []
-    monkeypatch.setattr(serve_commands, "_open", lambda *_: engine)
+    monkeypatch.setattr("lmworks.serve.models.load_engine", lambda *_, **__: engine)
     monkeypatch.setattr(engine, "close", lambda: None)
     monkeypatch.setattr(chat, "chat", begun.append)
     serve_commands.chat(str(tmp_path), system="Be brief.", temperature=0.5, seed=3)

@@ -20,11 +20,11 @@ from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.layout import Layout
 from lmworks.shards.batches import Batches
 from lmworks.tokenizer import load as load_tokenizer
-from lmworks.train.load import load_model
 from lmworks.train.observe.sampling import _TOKENS
 from lmworks.train.pretrain import held_out, pretrain
 from lmworks.train.validation import validate
 from lmworks.ui.terminal import Interrupted
+from lmworks.weights.run_models import load_model
 from tiny_run import SECOND, Tiny, before_each_step, checkpoint, curve, same_bits, training_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -18,10 +18,10 @@ from lmworks.model import Transformer
 from lmworks.recipe.schema.train import EarlyStopping as Options
 from lmworks.recipe.weights import find_start_weights
 from lmworks.run.copy import copy_run, restore_run
-from lmworks.train.load import final_checkpoint, load_checkpoint, load_model
 from lmworks.train.validation import EarlyStopper, Validator
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
+from lmworks.weights.run_models import final_checkpoint, load_checkpoint, load_model
 from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -21,7 +21,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.model.lora import adapters, attach, merge
 from lmworks.recipe.schema.model import Lora, Model, is_adapter
-from lmworks.train.load import load_model
+from lmworks.weights.run_models import load_model
 from patience import PATIENCE
 from rank_pool import FORKS
 from saved_run import save_run
@@ -276,7 +276,7 @@ def test_epochs_and_the_best_weights_by_held_out_loss(based: Tiny) -> None:
     assert best < last, losses
     kept = [listing.step_of(path) for path in listing.directories(based.run_dir / "tune" / "checkpoints")]
     assert kept == [best, last]
-    from lmworks.train.load import final_checkpoint
+    from lmworks.weights.run_models import final_checkpoint
 
     assert listing.step_of(final_checkpoint(based.run_dir, "tuned")) == best
     events = [json.loads(line) for line in (based.run_dir / "ledger.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -309,4 +309,19 @@ def test_a_later_stage_starts_from_the_merged_weights(based: Tiny) -> None:
     expected = load_model(based.run_dir, "tuned").state_dict()
     found = begun.model.state_dict()
     assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_a_run_starts_from_a_checkpoint_of_adapters(based: Tiny) -> None:
+    """`start_from` merges them, as evaluation does."""
+    from lmworks.checkpoint.communicator import world_communicator
+    from lmworks.run.start_weights import load_start_weights
+    from lmworks.train.build import build_model
+    from lmworks.weights.run_models import final_checkpoint
+
+    tune(based)
+    recipe = based.resolve(f"start_from={final_checkpoint(based.run_dir, 'tuned')}", "tokenizer.vocab_size=null", "tune=null").recipe
+    model = build_model(recipe)
+    load_start_weights(recipe, model, world_communicator())
+    expected, found = load_model(based.run_dir, "tuned").state_dict(), model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())

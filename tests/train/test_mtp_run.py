@@ -16,8 +16,8 @@ from lmworks.recipe.changes import as_tree
 from lmworks.recipe.phases import final
 from lmworks.recipe.schema.model import Mtp
 from lmworks.train.build import identity
-from lmworks.train.load import load_model
 from lmworks.ui.terminal import Interrupted
+from lmworks.weights.run_models import load_model
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -19,7 +19,7 @@ from lmworks.model.init import initialize
 from lmworks.model.lora import attach
 from lmworks.recipe.families.registry import family_of
 from lmworks.recipe.schema.model import Lora, Model, is_adapter
-from lmworks.train.load import load_model
+from lmworks.weights.run_models import load_model
 from small_config import small_config
 from tiny_run import Tiny
 

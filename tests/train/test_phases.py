@@ -22,10 +22,10 @@ from lmworks.recipe.weights import find_weights
 from lmworks.shards.batch import Batch
 from lmworks.shards.batches import Batches
 from lmworks.train import trainer
-from lmworks.train.load import load_model
 from lmworks.train.step import micro_batch_of
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
+from lmworks.weights.run_models import load_model
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

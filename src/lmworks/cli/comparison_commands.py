@@ -78,8 +78,8 @@ def speed(
     as_json: JsonOption = False,
 ) -> None:
     """Measure prefill and decode speed, time to first token and peak memory of a model, by batch size and prompt length."""
-    from lmworks.evaluate.opening import open_model
     from lmworks.evaluate.speed import measure_speed, speed_table
+    from lmworks.weights.open import open_model
 
     sizes, lengths = _numbers("--batch", batches), _numbers("--prompt", prompts)
     opened = open_model(model, device_of(device))

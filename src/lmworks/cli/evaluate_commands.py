@@ -48,7 +48,7 @@ ChatOption = Annotated[bool, typer.Option("--apply-chat-template", help="--harne
 def evaluate_with_harness(target: str, options: HarnessOptions, out: Path | None, as_json: bool, device: torch.device) -> None:
     """Run tasks of lm-evaluation-harness on a model, and print or write what it reports."""
     from lmworks.evaluate.harness.running import record, run, table
-    from lmworks.evaluate.opening import open_model
+    from lmworks.weights.open import open_model
 
     opened = open_model(target, device)
     found = run(opened, options)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lmworks.errors import UserError
-
 if TYPE_CHECKING:
-    from lmworks.serve.engine import Engine
+    pass
 
 RunOrModel = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run directory, a GGUF file, a Hugging Face folder, or OWNER/MODEL[@REVISION] on the hub.")
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run directory, RUN@base, RUN@STEP, a checkpoint, a GGUF file, a Hugging Face folder, or OWNER/MODEL[@REVISION] on the hub.",
+    ),
 ]
 
 BaseOption = Annotated[bool, typer.Option("--base", help="Use the base model even if there is a tuned one.")]
@@ -28,18 +29,6 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     app.command("chat")(chat)
     app.command("serve")(serve)
-
-
-def _open(path: Path, base: bool, dtype: Dtype = "auto", rows: int = 1, name: str | None = None) -> Engine:
-    from lmworks.recipe.weights import find_weights, holds_model
-    from lmworks.serve.models import load_engine, make_engine, prepare
-
-    if not holds_model(path):
-        return load_engine(path, base, dtype=dtype, rows=rows)
-    from lmworks.weights.huggingface import read_model
-
-    weights = find_weights(path)
-    return make_engine(prepare(read_model(weights.path), dtype, rows), weights.path, name or weights.label)
 
 
 def chat(
@@ -64,12 +53,11 @@ def chat(
     from lmworks.serve.spin import apart, spin
 
     spin()  # before torch is imported
-    from lmworks.recipe.hub import locate
     from lmworks.serve.chat import Conversation
     from lmworks.serve.chat import chat as talk
+    from lmworks.serve.models import load_engine
 
-    folder = Path(locate(run))
-    engine = apart(lambda: _open(folder, base, dtype, 1))
+    engine = apart(lambda: load_engine(run, base, dtype=dtype, rows=1))
     try:
         talk(Conversation(engine, system, temperature, min_p, max_tokens, seed))
     finally:
@@ -82,7 +70,7 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
     name: Annotated[
-        str | None, typer.Option("--name", help="Name for clients of a model in Hugging Face format; by default that of its folder.")
+        str | None, typer.Option("--name", help="Name of the model for clients; by default that of the recipe, or of the folder.")
     ] = None,
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="API key that clients must send.")] = None,
     dtype: DtypeOption = "auto",
@@ -93,10 +81,7 @@ def serve(
     from lmworks.serve.spin import apart, spin
 
     spin()  # before torch is imported
-    from lmworks.recipe.hub import locate
-    from lmworks.recipe.weights import holds_model
-    from lmworks.serve.engine import Engine
-    from lmworks.serve.models import Models, load_models
+    from lmworks.serve.models import load_models
     from lmworks.serve.server import LOOPBACK, ServerOptions, listen, require_extra
     from lmworks.serve.server import serve as answer
     from lmworks.ui.terminal import Terminal
@@ -104,13 +89,7 @@ def serve(
     require_extra()
     options = ServerOptions(host, port, api_key)
     listener = listen(options)  # before the model is loaded, so that a port in use is reported at once
-    folder = Path(locate(run))
-    if not holds_model(folder):
-        if name is not None:
-            raise UserError(f"--name is for a model in Hugging Face format or a GGUF file; {run} is served by the name of its recipe")
-        models = apart(lambda: load_models(folder, base, dtype))
-    else:
-        models = Models(apart(lambda: _open(folder, base, dtype, Engine.max_rows, name)))
+    models = apart(lambda: load_models(run, base, dtype, name))
     local = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0', '::', '::1') else local}:{listener.getsockname()[1]}"
     console = Terminal()

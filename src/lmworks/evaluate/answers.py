@@ -23,12 +23,12 @@ from lmworks.evaluate.bits_per_byte import ANSWERS, DocumentBits
 from lmworks.evaluate.generation.replies import ChatTokenizer, chat_prompt
 from lmworks.evaluate.logprobs import LogProbs, Request
 from lmworks.evaluate.records import START
-from lmworks.evaluate.sets.scoring import Subject
 from lmworks.io import files, jsonl
 from lmworks.io.run_layout import BASE
 from lmworks.shards.indexed import IndexedFile
 from lmworks.train.data.chat import chat_shards
 from lmworks.ui.terminal import bar
+from lmworks.weights.open import OpenModel
 
 _MOST = 100
 """Conversations of a set. The difference of two models on a hundred has a standard error of about 1% of the cost itself."""
@@ -92,7 +92,7 @@ QUESTIONS = (
 )  # fmt: skip
 
 
-def own_answer_bits(subject: Subject, logprobs: LogProbs, folder: Path) -> list[DocumentBits]:
+def own_answer_bits(subject: OpenModel, logprobs: LogProbs, folder: Path) -> list[DocumentBits]:
     """The bits of each answer that the base model gave. It writes them into `folder`, where the later ones find them; nothing if it does
     not answer in a chat."""
     tokenizer, path = subject.tokenizer, folder / "answers-before.jsonl"
@@ -114,7 +114,7 @@ def own_answer_bits(subject: Subject, logprobs: LogProbs, folder: Path) -> list[
     ]  # fmt: skip
 
 
-def _answer(subject: Subject, path: Path) -> None:
+def _answer(subject: OpenModel, path: Path) -> None:
     from lmworks.inference.generate import GenerateOptions, generate
 
     tokenizer = subject.tokenizer

@@ -21,7 +21,6 @@ from lmworks.evaluate.bits_per_byte import DocumentBits, document_bits
 from lmworks.evaluate.evaluate import evaluate_model
 from lmworks.evaluate.heldout import held_out
 from lmworks.evaluate.logprobs import BatchedLogProbs
-from lmworks.evaluate.opening import open_model
 from lmworks.evaluate.results import SUFFIXES, Answers, Results, names_in, read_results, read_table
 from lmworks.evaluate.sets.benchmarks import CHOICE, GENERATION
 from lmworks.evaluate.sets.items import FORMS
@@ -31,8 +30,9 @@ from lmworks.io.run_layout import BASE, of_checkpoint, up_to
 from lmworks.recipe.changes import canonical
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
-from lmworks.train.load import final_model, folder
 from lmworks.ui.terminal import console
+from lmworks.weights.open import open_model
+from lmworks.weights.run_models import final_model, folder
 
 Texts = Mapping[str, Sequence[str]]
 

@@ -23,24 +23,25 @@ from lmworks.evaluate import bits_per_byte, heldout, protection
 from lmworks.evaluate.answers import answer_bits, own_answer_bits
 from lmworks.evaluate.bits_per_byte import DocumentBits, by_domain
 from lmworks.evaluate.comparison import NothingInCommon, compare
-from lmworks.evaluate.generation.replies import Answerer, ChatTokenizer, samples
+from lmworks.evaluate.generation.replies import Answerer, samples
 from lmworks.evaluate.generation.scoring import SEED, Reasoning, generate_tasks
 from lmworks.evaluate.generation.scoring import measure as measure_generation
 from lmworks.evaluate.heldout import held_out, training_texts
 from lmworks.evaluate.logprobs import BatchedLogProbs
-from lmworks.evaluate.opening import OpenModel, context_length
 from lmworks.evaluate.records import START, EvaluationResults, forgetting, not_compared, write_records
 from lmworks.evaluate.results import read_results
 from lmworks.evaluate.sets.benchmarks import check_local, check_names
 from lmworks.evaluate.sets.items import FORMS, Form
 from lmworks.evaluate.sets.package import PACKAGE
-from lmworks.evaluate.sets.scoring import Subject, measure, training_flops
+from lmworks.evaluate.sets.scoring import measure, training_flops
 from lmworks.host.devices import dtype_for
 from lmworks.io import files
 from lmworks.io.run_layout import BASE
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.observe.sampling import prompts as prompts_of
+from lmworks.weights.open import OpenModel, context_length
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
@@ -54,7 +55,7 @@ def refusals(recipe: Recipe) -> Iterator[UserError]:
 
 
 def evaluate(
-    recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, corpus_dir: Path, out_dir: Path, name: str,
+    recipe: Recipe, model: Transformer, tokenizer: Tokenizer, corpus_dir: Path, out_dir: Path, name: str,
     searched: Sequence[Path] = (), conversations: Path | None = None, chat: bool | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure `model` and write it into `out_dir/results.json` under `name`; returns the whole document.
@@ -86,7 +87,7 @@ def evaluate(
     model.compute_dtype = dtype_for(precision, model.embedding.weight.device)
     try:
         doubt = partial(protection.doubt, searched=searched, recipe=recipe, corpus_dir=corpus_dir)
-        subject = Subject(model, tokenizer, context_length(recipe, model), later and name != START if chat is None else chat, name)
+        subject = OpenModel(model, tokenizer, context_length(recipe, model), later and name != START if chat is None else chat, name)
         base = results["models"].get(BASE.model, {}).get("scores", {}).values() if later else ()
         measured, found = _measure(recipe, subject, corpus_dir, out_dir, texts, _forms(base), doubt, conversations)
     finally:
@@ -133,8 +134,8 @@ _Doubt = Callable[[str, list[Question]], str | None]
 
 
 def _measure(
-    recipe: Recipe, subject: Subject, corpus_dir: Path, out_dir: Path, texts: dict[str, list[str]], paired: tuple[Form, ...], doubt: _Doubt,
-    conversations: Path | None,
+    recipe: Recipe, subject: OpenModel, corpus_dir: Path, out_dir: Path, texts: dict[str, list[str]], paired: tuple[Form, ...],
+    doubt: _Doubt, conversations: Path | None,
 ) -> tuple[dict[str, Any], EvaluationResults]:  # fmt: skip
     model, tokenizer, context, wanted = subject.model, subject.tokenizer, subject.context, recipe.evaluate
     logprobs = BatchedLogProbs(model, context)

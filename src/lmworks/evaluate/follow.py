@@ -20,7 +20,6 @@ import torch
 
 from lmworks.checkpoint import listing, manifest
 from lmworks.errors import UserError
-from lmworks.evaluate.opening import OpenModel, open_model
 from lmworks.evaluate.sets.benchmarks import CHOICE, check_names
 from lmworks.evaluate.sets.scoring import ALL_SETS, measure
 from lmworks.io import jsonl
@@ -30,9 +29,10 @@ from lmworks.metrics.names import describe
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.train.load import stages_of
 from lmworks.ui.terminal import Interrupted, clock, console
 from lmworks.watch.ledger import LEDGER, read_ledger
+from lmworks.weights.open import OpenModel, open_model
+from lmworks.weights.run_models import stages_of
 
 FILE = "follow.jsonl"
 POLL_SECONDS = 5.0

@@ -41,9 +41,9 @@ from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.foreign import ForeignTokenizer
 from lmworks.tokenizer.opening import KEPT
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.adapters import adapters_of
-from lmworks.train.load import final_checkpoint, final_model, load_model
+from lmworks.weights.adapters import adapters_of
 from lmworks.weights.gguf import gguf_package
+from lmworks.weights.run_models import final_checkpoint, final_model, load_model
 from lmworks.weights.verified import PASSED, REFUSED, REPORT, file_records
 
 if TYPE_CHECKING:

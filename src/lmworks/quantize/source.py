@@ -15,7 +15,6 @@ import torch
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.evaluate.opening import OpenModel, open_model
 from lmworks.export.export import DTYPES, write_huggingface
 from lmworks.export.gguf import weight_bits
 from lmworks.host import machine
@@ -27,8 +26,9 @@ from lmworks.recipe.hub import locate
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.parameters import count_parameters
 from lmworks.recipe.schema.model import Model
-from lmworks.train.load import folder
 from lmworks.weights.huggingface import files_of, only_pickled
+from lmworks.weights.open import OpenModel, open_model
+from lmworks.weights.run_models import folder
 from lmworks.weights.verified import hash_files
 
 

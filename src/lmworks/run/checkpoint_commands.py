@@ -24,9 +24,9 @@ from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.recipe.timeline import Timeline
 from lmworks.run.run_dir import invalidate_stamp, read_stamp, require_run, write_stamp
 from lmworks.run.stages import STAGES, STAMP
-from lmworks.train.load import folder
 from lmworks.watch.ledger import LEDGER, ROLLBACK, Ledger
 from lmworks.watch.lock import RunLock
+from lmworks.weights.run_models import folder
 
 _SHARED = ("corpus", "tokenizer", "shards")  # shared by the run of an averaged model with the original run
 _COPIED = ("recipe.yaml", "sources.json", urls.NAME)

@@ -12,20 +12,20 @@ import torch
 
 from lmworks.evaluate import protection
 from lmworks.evaluate.evaluate import evaluate_model
-from lmworks.evaluate.opening import open_model
 from lmworks.evaluate.sets.scoring import training_flops
 from lmworks.io.run_layout import BASE
 from lmworks.recipe.hub import locate
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.run.stages import search_records
-from lmworks.train.load import stages_of
+from lmworks.weights.open import open_model
+from lmworks.weights.run_models import stages_of
 
 
 def evaluate(
     where: str, benchmarks: Sequence[Benchmark], most: int, out_dir: Path | None, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """Open a model (`lmworks.evaluate.opening`) and score it; the results. Raises `UserError`."""
+    """Open a model (`lmworks.weights.open`) and score it; the results. Raises `UserError`."""
     where = locate(where)
     opened = open_model(where, device)
     run_dir = run_of(where)

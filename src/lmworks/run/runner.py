@@ -41,10 +41,10 @@ from lmworks.run.run_dir import (
     write_stamp,
 )
 from lmworks.run.stages import STAGES, STAMP, Stage, StageContext, clear, stages_for
-from lmworks.train.data.frozen_tokenizer import require_same, weights_of
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import LEDGER, Ledger
 from lmworks.watch.lock import RunLock
+from lmworks.weights.frozen_tokenizer import require_same, weights_of
 
 if TYPE_CHECKING:
     from lmworks.train.calibrate import Speed

@@ -110,7 +110,7 @@ def _corpus(context: StageContext) -> RenderableType | None:
 def _tokenizer(context: StageContext) -> RenderableType | None:
     from lmworks.tokenizer.evaluate import table
     from lmworks.tokenizer.train import train
-    from lmworks.train.data.frozen_tokenizer import weights_of
+    from lmworks.weights.frozen_tokenizer import weights_of
 
     trained = weights_of(context.run_dir)
     report = train(context.recipe, context.run_dir / "corpus", context.run_dir / "tokenizer", trained=trained)
@@ -196,8 +196,8 @@ def _evaluate(context: StageContext) -> RenderableType | None:
     from lmworks.evaluate.tables import printable
     from lmworks.run.start_weights import load_start_model
     from lmworks.tokenizer import load as load_tokenizer
-    from lmworks.train.load import load_model, stages_of
     from lmworks.weights.chat import base_is_chat, start_is_chat
+    from lmworks.weights.run_models import load_model, stages_of
 
     tokenizer = load_tokenizer(context.run_dir / "tokenizer")
     results: dict[str, Any] = {}

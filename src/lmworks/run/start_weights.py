@@ -29,6 +29,7 @@ from lmworks.recipe.weights import Weights, find_start_weights
 from lmworks.shards.batch import IGNORE, Batch
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.opening import kept_json
+from lmworks.train.build import load_weights
 from lmworks.ui.terminal import console
 from lmworks.weights import reference
 from lmworks.weights.chat import RECORD, is_chat
@@ -171,10 +172,7 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
         communicator.run_on_all(lambda: verify_export(start.path) if communicator.is_first else None)
         communicator.run_on_all(lambda: reference.read(start, model.state_dict(), recipe.model, added))
     else:
-        reference.load_model(start.path, {"model": model.state_dict()}, recipe.model, communicator=communicator)
-        if start.averaged:  # the weights that an export of that run would have
-            average = {name: value.data for name, value in model.named_parameters()}
-            reference.load_model(start.path, {"average": average}, recipe.model, verified=True, communicator=communicator)
+        load_weights(start.path, model, None, communicator, start.averaged, verified=False)  # those that an export of that run would have
     about = communicator.broadcast(communicator.run_on_all(lambda: reference.describe(start) if communicator.is_first else {}))
     about[RECORD] = communicator.broadcast(communicator.run_on_all(lambda: is_chat(start) if communicator.is_first else False))
     if added:
@@ -193,7 +191,7 @@ def load_start_model(recipe: Recipe) -> Transformer:
 
     Raises `UserError` if the weights are not there any more, or damaged.
     """
-    from lmworks.train.load import load_checkpoint
+    from lmworks.weights.run_models import load_checkpoint
 
     assert recipe.start_from is not None
     start = find_start_weights(recipe.start_from)

@@ -115,55 +115,46 @@ def prepare(model: Transformer, dtype: Dtype = "auto", rows: int = Engine.max_ro
 
 
 def load_engine(
-    run_dir: Path, base: bool = False, threads: int | None = None, dtype: Dtype = "auto", rows: int = Engine.max_rows
-) -> Engine:
-    """Load the engine of a run from the newest good checkpoint: of the model that it ends with, or of its base model if `base` is set.
-    `threads` of the CPU are those of PyTorch by default; `dtype` and `rows` are those of `prepare`.
+    where: str | Path, base: bool = False, threads: int | None = None, dtype: Dtype = "auto", rows: int = Engine.max_rows,
+    name: str | None = None,
+) -> Engine:  # fmt: skip
+    """Load the engine of what `open_model` opens, or of the base model of a run if `base` is set. A run is called by the name of its
+    recipe, others by that of their folder or file, unless `name` is given. `threads` of the CPU are those of PyTorch by default; `dtype`
+    and `rows` are those of `prepare`.
 
-    Raises `UserError` if there is no such run, if nothing has been trained, or if model and tokenizer do not match.
+    Raises `UserError` if there is no model, or if model and tokenizer do not match.
     """
-    run_dir = Path(run_dir)
-    if not (run_dir / "resolved.json").is_file():
-        raise UserError(f"{run_dir} is not a run directory (it has no resolved.json); make one with: lmworks run RECIPE")
-    from lmworks.recipe.load import load_resolved
-    from lmworks.train.load import final_model, load_model
-    from lmworks.weights.chat import base_is_chat
+    from lmworks.weights.open import open_model
 
-    recipe = load_resolved(run_dir / "resolved.json")
-    which = BASE.model if base else final_model(run_dir, recipe)
-    name = f"{recipe.name}-base" if base else recipe.name
-    chat = which != BASE.model or base_is_chat(run_dir, recipe)
-    model = prepare(load_model(run_dir, which, device=torch.device("cpu")), dtype, rows)
-    return make_engine(model, run_dir / "tokenizer", name, chat, threads)
+    opened = open_model(f"{where}@{BASE.model}" if base else where, "cpu", as_stored=True)
+    if name is None:
+        name = opened.name if opened.recipe is None else f"{opened.recipe.name}-base" if base else opened.recipe.name
+    return make_engine(prepare(opened.model, dtype, rows), opened.tokenizer.directory, name, opened.chat, threads)
 
 
-def load_models(run_dir: Path, base: bool = False, dtype: Dtype = "auto") -> Models:
-    """The models of a run to serve: that of `load_engine`, and the other one of the base model and the one that the run ends with, if it
-    exists, which is loaded at its first request."""
-    from lmworks.train.load import final_model
+def load_models(where: str | Path, base: bool = False, dtype: Dtype = "auto", name: str | None = None) -> Models:
+    """The models to serve: that of `load_engine`, and the other one of a run's base model and the one that it ends with, if it exists,
+    which is loaded at its first request."""
+    from lmworks.weights.run_models import final_model
 
-    first = load_engine(run_dir, base, dtype=dtype)
-    if final_model(run_dir) == BASE.model:
+    first = load_engine(where, base, dtype=dtype, name=name)
+    if not (Path(where) / "resolved.json").is_file() or final_model(Path(where)) == BASE.model:
         return Models(first)
     name = first.name.removesuffix("-base") if base else f"{first.name}-base"
-    load = lambda: apart(lambda: load_engine(run_dir, not base, first.threads, dtype))  # noqa: E731
+    load = lambda: apart(lambda: load_engine(where, not base, first.threads, dtype))  # noqa: E731
     return Models(first, {name: LazyModel(first.context, base, load, first.sampling)})
 
 
 def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool = True, threads: int | None = None) -> Engine:
-    """Make an engine from a model, in the precision of its activations, and the tokenizer in `tokenizer_dir`. Raises `UserError` if they do
-    not match."""
+    """Make an engine from a model, in the precision of its activations, and the tokenizer in `tokenizer_dir`."""
     from lmworks.inference.model import for_inference
     from lmworks.serve.vocabulary import Vocabulary
     from lmworks.tokenizer import load
 
     vocabulary = Vocabulary(load(tokenizer_dir))
-    rows, context = model.config.vocab_size, model.config.max_position_embeddings
+    context = model.config.max_position_embeddings
     sampling = read_sampling(tokenizer_dir / "generation_config.json")
-    assert rows and context  # a resolved recipe and an exported config have both
-    if vocabulary.size > rows:
-        what = f"the tokenizer in {tokenizer_dir} has {vocabulary.size} entries, but the model has {rows}"
-        raise UserError(f"{what}: one of them is not from this run; make the tokenizer again with: lmworks run RECIPE")
+    assert context  # a resolved recipe and an exported config have it
     if not model.prepared:
         model = for_inference(model, rows=Engine.max_rows)
     return Engine(model, vocabulary, name, int(context), tuned=tuned, sampling=sampling, threads=threads or torch.get_num_threads())

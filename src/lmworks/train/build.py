@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 
+from lmworks.checkpoint.communicator import Communicator
 from lmworks.optim.optimizer import Updates, build_optimizer
 from lmworks.parallel.mesh import Ranks, alone, own_device
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.parallel.process_group import is_launched
 from lmworks.recipe.changes import as_tree, not_architecture
-from lmworks.recipe.schema.model import Lora, Model
+from lmworks.recipe.schema.model import Lora, Model, is_adapter
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.weights.adapters import load_trained
 
 
 def device_for(recipe: Recipe) -> torch.device:
@@ -53,3 +58,12 @@ def identity(recipe: Recipe) -> dict[str, object]:
     moe = model["moe"] and {key: value for key, value in model["moe"].items() if f"moe.{key}" not in others}
     mtp = model["mtp"] and {"num_nextn_predict_layers": model["mtp"]["num_nextn_predict_layers"]}
     return {"model": {key: value for key, value in model.items() if key not in others} | {"moe": moe, "mtp": mtp}}
+
+
+def load_weights(
+    path: Path, model: ParallelModel, identity: dict[str, Any] | None, communicator: Communicator, averaged: bool, verified: bool = True
+) -> dict[str, Any]:  # fmt: skip
+    """Load the weights of a checkpoint into a model on any layout, as `load_trained`. The model may have adapters of its own, which stay as
+    they are."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters() if not is_adapter(name)} if averaged else None
+    return load_trained(path, model.base_state_dict(), parameters, model.config, identity, communicator, verified)

@@ -14,13 +14,13 @@ from lmworks.shards.order import epoch_warnings
 from lmworks.shards.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.curriculum import PretrainingCurriculum
-from lmworks.train.data.frozen_tokenizer import META, digest, require_same
 from lmworks.train.data.mixture import read_changes
 from lmworks.train.observe.long_context import LongContextEvaluator
 from lmworks.train.stage import StageSetup, TrainingContext, random_or_start_weights, run_stage
 from lmworks.train.trainer import Trainer
 from lmworks.train.validation import validate
 from lmworks.ui.terminal import console
+from lmworks.weights.frozen_tokenizer import META, digest, require_same
 
 _QUICKLY_READ = 1 << 32  # bytes that are hashed in a few seconds
 

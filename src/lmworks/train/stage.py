@@ -40,13 +40,10 @@ from lmworks.recipe.schema.tune import Tune
 from lmworks.recipe.weights import model_of
 from lmworks.shards.validation import check_batch
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.adapters import adapter_identity, adapter_meta, load_weights
-from lmworks.train.build import build_model, identity, with_optimizer
+from lmworks.train.build import build_model, identity, load_weights, with_optimizer
 from lmworks.train.curriculum import stage_schedules
-from lmworks.train.data.frozen_tokenizer import META, digest, require_same
 from lmworks.train.data.mixture import replayed_rows
 from lmworks.train.data.sets import require_sets
-from lmworks.train.load import final_checkpoint, stages_of
 from lmworks.train.observe.forgetting import GENERAL, RISE, ForgettingMonitor
 from lmworks.train.observe.sampling import ChatSampler, Sampler, prompts
 from lmworks.train.observe.step_metrics import FlopsPerToken
@@ -55,6 +52,9 @@ from lmworks.train.trainer import StageSetup, Trainer
 from lmworks.train.validation import EarlyStopper
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import LEDGER, Ledger, NoLedger
+from lmworks.weights.adapters import adapter_identity, adapter_meta
+from lmworks.weights.frozen_tokenizer import META, digest, require_same
+from lmworks.weights.run_models import final_checkpoint, stages_of
 
 START_FROM = "start_from"  # under this key a checkpoint's meta says which weights its run began with
 

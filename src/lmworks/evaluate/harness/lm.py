@@ -18,11 +18,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from lmworks.errors import UserError
 from lmworks.evaluate.generation.replies import generate_until
 from lmworks.evaluate.logprobs import BatchedLogProbs, Request
-from lmworks.evaluate.opening import OpenModel
 from lmworks.evaluate.sets.forms import split_at_boundary
 from lmworks.inference.generate import GenerateOptions
 from lmworks.tokenizer.chat import MARKERS, encode_marked, mark
 from lmworks.ui.terminal import bar, console
+from lmworks.weights.open import OpenModel
 
 _MARKER = MARKERS[0]
 _THOUGHT = "</think>"

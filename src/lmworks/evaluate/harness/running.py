@@ -24,12 +24,12 @@ from lmworks.evaluate.evaluate import write_results
 from lmworks.evaluate.harness.lm import HarnessLM
 from lmworks.evaluate.harness.task_data import Source
 from lmworks.evaluate.harness.task_index import check_names, loaders, manager
-from lmworks.evaluate.opening import OpenModel
 from lmworks.evaluate.records import EvaluationResults
 from lmworks.evaluate.sets.items import score_name
 from lmworks.evaluate.statistics import Score
 from lmworks.io import files
 from lmworks.ui.terminal import bar, console
+from lmworks.weights.open import OpenModel
 
 FORM = "lm-eval"
 _SEED = 1234  # of examples and of resampling: the default of lm-evaluation-harness

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import Unavailable
-from lmworks.evaluate.generation.replies import Answerer, ChatTokenizer
+from lmworks.evaluate.generation.replies import Answerer
 from lmworks.evaluate.generation.scoring import measure as measure_generation
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.records import EvaluationResults
@@ -28,9 +28,10 @@ from lmworks.recipe.schema.evaluate import Benchmark, load_task
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.ui.terminal import bar, console
+from lmworks.weights.open import OpenModel
 
 if TYPE_CHECKING:
-    from lmworks.model import Transformer
+    pass
 
 
 LETTERS_FLOPS = 1e21
@@ -95,21 +96,6 @@ _MOST_ANSWER = 600  # characters of an answer in the outcomes
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model to measure.
-
-    `context` is the number of tokens that it was trained to look back on; `chat` says whether it was tuned on conversations; `name` is
-    for people.
-    """
-
-    model: Transformer
-    tokenizer: ChatTokenizer
-    context: int
-    chat: bool
-    name: str
-
-
-@dataclass(frozen=True)
 class Task:
     """A set in a form with its sample of items: one score. `chosen`: whether the form was chosen to suit the model, and not asked for."""
 
@@ -126,7 +112,7 @@ class Task:
 
 
 def measure(
-    subject: Subject, benchmarks: Sequence[Benchmark], most: int, flops: float | None = None, paired: tuple[Form, ...] = ()
+    subject: OpenModel, benchmarks: Sequence[Benchmark], most: int, flops: float | None = None, paired: tuple[Form, ...] = ()
 ) -> EvaluationResults:
     """Score `subject` on the sets of a recipe, at most `most` items of each unless a benchmark says otherwise.
 
@@ -160,7 +146,7 @@ _NORM: dict[Form, str | None] = {"cloze": "byte", "letters": "none", "free": Non
 
 
 def _tasks(
-    subject: Subject, benchmarks: Sequence[Benchmark], most: int, flops: float | None, paired: tuple[Form, ...], found: EvaluationResults
+    subject: OpenModel, benchmarks: Sequence[Benchmark], most: int, flops: float | None, paired: tuple[Form, ...], found: EvaluationResults
 ) -> list[Task]:
     """Every set in its forms; sets without data are noted in `found`."""
     open_: list[tuple[Benchmark, Form | None, int | None]] = []  # form and number of examples, as far as they are settled
@@ -202,7 +188,7 @@ def _formulated(task: Task) -> list[ChoiceItem]:
     return [make(item, task.loaded.shown_before(item, task.shots)) for item in task.loaded.items]  # type: ignore[arg-type]
 
 
-def _likelihood(subject: Subject, task: Task, found: EvaluationResults, advance: Callable[[int], None]) -> Score:
+def _likelihood(subject: OpenModel, task: Task, found: EvaluationResults, advance: Callable[[int], None]) -> Score:
     logprobs = BatchedLogProbs(subject.model, subject.context)
     cloze = task.form == "cloze"
     answered = likelihood.answer(_formulated(task), subject.tokenizer, logprobs, advance, unconditional=cloze)
@@ -221,7 +207,7 @@ def _likelihood(subject: Subject, task: Task, found: EvaluationResults, advance:
     return scored
 
 
-def _free(subject: Subject, task: Task, found: EvaluationResults, advance: Callable[[int], None]) -> Score:
+def _free(subject: OpenModel, task: Task, found: EvaluationResults, advance: Callable[[int], None]) -> Score:
     answerer = Answerer(subject.model, subject.tokenizer, subject.chat)
     shown = [task.loaded.shown_before(item, task.shots) for item in task.loaded.items]
     judged = free.answer(task.loaded.items, shown, answerer, advance)
@@ -263,7 +249,7 @@ def _probed(benchmarks: Sequence[Benchmark], form: Form) -> list[Task]:
     ]
 
 
-def _probe_letters(subject: Subject, benchmarks: Sequence[Benchmark]) -> Score:
+def _probe_letters(subject: OpenModel, benchmarks: Sequence[Benchmark]) -> Score:
     items = [item for task in _probed(benchmarks, "letters") for item in _formulated(task)]
     with bar(f"{subject.name}: probe of letters", sum(len(item.choices) for item in items)) as progress:
         answered = likelihood.answer(items, subject.tokenizer, BatchedLogProbs(subject.model, subject.context), progress.advance)
@@ -273,7 +259,7 @@ def _probe_letters(subject: Subject, benchmarks: Sequence[Benchmark]) -> Score:
     return pooled([likelihood.score(part) for part in sets.values()])
 
 
-def _probe_replies(subject: Subject, benchmarks: Sequence[Benchmark]) -> float:
+def _probe_replies(subject: OpenModel, benchmarks: Sequence[Benchmark]) -> float:
     items = [item for task in _probed(benchmarks, "free") for item in task.loaded.items][: PROBE_ITEMS // 4]
     with bar(f"{subject.name}: probe of replies", len(items)) as progress:
         judged = free.answer(items, [()] * len(items), Answerer(subject.model, subject.tokenizer, subject.chat), progress.advance)

@@ -1,4 +1,5 @@
-"""Checkpoints of low-rank adapters: they hold the adapters only, and name the base model by the hash of its tensors."""
+"""The weights of a trained checkpoint, and checkpoints of low-rank adapters: they hold the adapters only, and name the base model by the
+hash of its tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from torch import Tensor
 from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.communicator import Communicator
 from lmworks.checkpoint.save_plan import local_slice
+from lmworks.checkpoint.state import SINGLE_PROCESS, refuse_damaged
 from lmworks.checkpoint.tensor_files import Reader
 from lmworks.errors import UserError
 from lmworks.io.run_layout import of_checkpoint
-from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.schema.model import Lora, is_adapter, matrix_of_adapter
-from lmworks.weights.reference import load_model
+from lmworks.recipe.schema.model import Lora, Model, matrix_of_adapter
+from lmworks.weights import reference
 
 KEY = "lora"  # in a checkpoint's meta
 _FREE = {"dropout", "init_from"}  # may change when a run resumes
@@ -76,20 +77,23 @@ def add_adapters(state: Mapping[str, Tensor], path: Path, options: Lora) -> None
             part.values().add_(delta[box].to(part.values().device))
 
 
-def load_weights(
-    path: Path, model: ParallelModel, identity: dict[str, Any], communicator: Communicator, averaged: bool
+def load_trained(
+    path: Path, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor] | None, model: Model,
+    identity: dict[str, Any] | None = None, communicator: Communicator = SINGLE_PROCESS, verified: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Load the weights of a checkpoint into a model on any layout, averaged if the base has averages, adapters merged; returns its meta.
+    """Fill `state`, of which each rank may hold slices, with the weights of a checkpoint, adapters merged; returns its meta.
 
-    The model may have adapters of its own, which stay as they are. Collective over the ranks of `communicator`.
+    `parameters` are the tensors of `state` that have an average, if the averages are to be loaded; None without averages. With `verified`
+    the caller has compared the checkpoint's files with its manifest. Collective over the ranks of `communicator`. Raises `UserError`.
     """
     if (low_rank := adapters_of(path)) is not None:
         options, base = low_rank
-        load_weights(base, model, identity, communicator, averaged)
-        add_adapters(model.base_state_dict(), path, options)
+        if not verified:
+            refuse_damaged(path, communicator)
+        load_trained(base, state, parameters, model, identity, communicator)
+        add_adapters(state, path, options)
         return dict(listing.read_meta(path)["meta"])
-    meta = load_model(path, {"model": model.base_state_dict()}, model.config, identity, verified=True, communicator=communicator)
-    if averaged:
-        average = {name: parameter.detach() for name, parameter in model.named_parameters() if not is_adapter(name)}
-        load_model(path, {"average": average}, model.config, identity, verified=True, communicator=communicator)
+    meta = reference.load_model(path, {"model": state}, model, identity, verified=verified, communicator=communicator)
+    if parameters is not None:
+        reference.load_model(path, {"average": parameters}, model, identity, verified=True, communicator=communicator)
     return meta

@@ -1,4 +1,4 @@
-"""Loads the trained model of a run."""
+"""The models of a run: which it has, their final checkpoints, and their weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.weights import Weights, model_of
-from lmworks.train.adapters import adapters_of, add_adapters
-from lmworks.train.data.frozen_tokenizer import META, require_same, require_same_file
 from lmworks.ui import terminal
-from lmworks.weights.reference import load_model as load_weights
+from lmworks.weights.adapters import load_trained
+from lmworks.weights.frozen_tokenizer import META, require_same, require_same_file
 
 
 def folder(run_dir: Path, model: str) -> Path:
@@ -71,23 +70,13 @@ def _final(place: Path) -> Path:
 def _filled(model: Transformer, path: Path, averaged: bool) -> dict[str, Any] | None:
     """Load a checkpoint into the model and return its meta; None if an active run has pruned it meanwhile. Low-rank adapters are merged
     into the weights of their base."""
-    state = {"model": dict(model.state_dict())}
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()} if averaged else None
     try:
-        if (low_rank := adapters_of(path)) is not None:
-            options, base = low_rank
-            if _filled(model, base, averaged) is None:
-                return None
-            add_adapters(dict(model.state_dict()), path, options)
-            return dict(listing.read_meta(path)["meta"])
-        found = load_weights(path, state, model.config, verified=True)
-        if averaged:
-            average = {name: parameter.data for name, parameter in model.named_parameters()}
-            load_weights(path, {"average": average}, model.config, verified=True)
+        return load_trained(path, dict(model.state_dict()), parameters, model.config)
     except (OSError, UserError):
         if path.exists():
             raise
         return None
-    return found
 
 
 def load_model(

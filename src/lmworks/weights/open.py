@@ -1,4 +1,4 @@
-"""Load a trained model from a run, a checkpoint or a Hugging Face folder, with the tokenizer that it was trained with."""
+"""The door to trained models: from a run, a checkpoint, a GGUF file or a Hugging Face folder, with their tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.evaluate.sets.scoring import Subject
 from lmworks.host.devices import dtype_for
 from lmworks.inference.model import for_inference
 from lmworks.io.files import read_json
@@ -22,19 +21,29 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.weights import Weights, find_weights, holds_model
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.load import final_model, folder, load_checkpoint, load_model
 from lmworks.weights.chat import base_is_chat, is_chat
+from lmworks.weights.run_models import final_model, folder, load_checkpoint, load_model
 
 _UNSTATED = 2048  # tokens of context, for a model that states none
 _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class OpenModel(Subject):
-    """A model from a file; `precision` is that of its activations, "fp32" or "bf16"."""
+class OpenModel:
+    """A model with its tokenizer.
 
+    `context` is the number of tokens that it was trained to look back on; `chat` says whether it was tuned on conversations; `name` is for
+    people; `precision` is that of its activations, "fp32" or "bf16". `recipe` is the one that it was trained with, None in a format of
+    others.
+    """
+
+    model: Transformer
     tokenizer: Tokenizer
-    precision: str
+    context: int
+    chat: bool
+    name: str
+    precision: str = "fp32"
+    recipe: Recipe | None = None
 
 
 def open_model(where: str | Path, device: torch.device | str | None = None, as_stored: bool = False) -> OpenModel:
@@ -99,7 +108,7 @@ def _open_run(run_dir: Path, chosen: str | None, device: torch.device) -> OpenMo
     model = load_model(run_dir, which, dtype_for(precision, device), _HOST)
     context = context_length(recipe, model, _reached_phase(run_dir))
     chat = which != BASE.model or base_is_chat(run_dir, recipe)
-    return OpenModel(model, load_tokenizer(run_dir / "tokenizer"), context, chat, f"{name}@{which}", precision)
+    return OpenModel(model, load_tokenizer(run_dir / "tokenizer"), context, chat, f"{name}@{which}", precision, recipe)
 
 
 def _reached_phase(run_dir: Path) -> str | None:
@@ -123,7 +132,7 @@ def _open_checkpoint(weights: Weights, device: torch.device) -> OpenModel:
     step = listing.read_meta(path)["step"]
     name = f"{run_dir.name}@{'' if stage is BASE else f'{stage.model}-'}{step}"
     context = context_length(recipe, model, weights.phase)
-    return OpenModel(model, load_tokenizer(weights.tokenizer.parent), context, is_chat(weights), name, precision)
+    return OpenModel(model, load_tokenizer(weights.tokenizer.parent), context, is_chat(weights), name, precision, recipe)
 
 
 def _open_huggingface(weights: Weights, device: torch.device) -> OpenModel:
