@@ -264,7 +264,8 @@ PLACES = (
         plan.budget seconds_for_money fit_time _Fitter.best_size
         plan.laws load_law(3)
         run.checkpoint_commands find(2) require_own_weights rollback(2) prune average
-        run.copy _Remote.read restore_run(2) _restore_checkpoint(2)
+        io.store Store.document
+        run.copy restore_run(2) _restore_checkpoint(2)
         run.prediction measured_mfu(4)
         run.replay replay(2) _require_whole_weights _load
         shards.lineage document_at

@@ -17,11 +17,11 @@ from lmworks.errors import UserError
 from lmworks.inference import batching
 from lmworks.inference.batching import ContinuousBatch
 from lmworks.inference.generate import generate
-from lmworks.inference.prefixes import PrefixCache
 from lmworks.inference.sampling import GenerateOptions, Token, filter_logits
 from lmworks.model import Transformer
 from lmworks.model.cache import Cache
 from lmworks.recipe.schema.model import Model
+from lmworks.serve.prefixes import PrefixCache
 
 ALL = CONFIGS | {f"mla {name}": config for name, config in MLA.items()}
 BLOCK = 8

@@ -24,6 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lmworks.checkpoint import Checkpoints, listing
 from lmworks.checkpoint.copy_to import copy_checkpoint
 from lmworks.errors import UserError
+from lmworks.io.store import Store
 from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.run import copy as copying
 from lmworks.run.copy import copy_run, restore_run
@@ -141,8 +142,8 @@ def test_corpus_and_shards_are_copied_and_restored(bucket: str, trained: Tiny, t
     client().pipe_file(f"{bucket}/all/shards/manifest.json", b"{}")
     client().rm_file(f"{bucket}/all/shards/{copying.SEAL}")
     sent: list[str] = []
-    honest = copying._Remote._same
-    monkeypatch.setattr(copying._Remote, "_same", lambda self, name, entry: honest(self, name, entry) or bool(sent.append(name)))
+    honest = Store._holds
+    monkeypatch.setattr(Store, "_holds", lambda self, name, entry: honest(self, name, entry) or bool(sent.append(name)))
     told.clear()
     copy_run(trained.run_dir, f"s3://{bucket}/all", told.append)
     assert sent == ["shards/manifest.json"]
@@ -169,7 +170,7 @@ def test_corpus_and_shards_are_copied_and_restored(bucket: str, trained: Tiny, t
 def test_a_copy_that_came_out_different_is_no_copy(tiny_copy: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that loses a byte while shards that were made again replace those of an earlier copy."""
     stage = next(one for one in STAGES if one.name == "shards")
-    remote, seal = copying._Remote(str(tmp_path / "copy"), "copy"), tmp_path / "copy" / "shards" / copying.SEAL
+    remote, seal = Store(str(tmp_path / "copy"), "copy"), tmp_path / "copy" / "shards" / copying.SEAL
     assert copying._copy_stage(tiny_copy.run_dir, remote, stage) == "copied" and seal.is_file()
     changed = tiny_copy.run_dir / "shards" / "manifest.json"
     changed.write_bytes(changed.read_bytes() + b"\n")
@@ -242,6 +243,7 @@ _COPY = """
 import sys
 from pathlib import Path
 from lmworks.checkpoint.copy_to import copy_checkpoint
+from lmworks.io.store import Store
 copy_checkpoint(Path(sys.argv[1]), sys.argv[2])
 """
 

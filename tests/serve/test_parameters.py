@@ -165,7 +165,7 @@ def test_reasoning_effort_switches_thoughts(client: openai.OpenAI, vocabulary: V
 
 
 def test_cached_tokens_are_counted(client: openai.OpenAI, server) -> None:  # type: ignore[no-untyped-def]
-    from lmworks.inference.prefixes import PrefixCache
+    from lmworks.serve.prefixes import PrefixCache
 
     block = PrefixCache(1).block
     text = "def counted(name, value): return name, value " * 4

@@ -18,11 +18,12 @@ from test_order import recipe_of
 from token_shards import write_token_shards
 
 from lmworks.errors import UserError
+from lmworks.io.store import Store
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batches import Batches
 from lmworks.shards.block_cache import BlockCache, block_key
 from lmworks.shards.indexed import BLOCK
-from lmworks.shards.remote import Folder, Url
+from lmworks.shards.remote import Folder
 
 PHASES = [("one", 6, 256, {"a": 0.6, "b": 0.4}), ("two", 4, 1024, {"b": 1.0})]
 BIG, TINY = 64 << 20, 8 * BLOCK
@@ -122,7 +123,7 @@ def test_files_are_read_through_fsspec(folder: Path, tmp_path: Path) -> None:
     (here / "manifest.json").write_bytes((folder / "manifest.json").read_bytes())
     cached = Batches(recipe_with(tmp_path / "cache", BIG, remote="memory://run/shards"), here)
     assert all(same(plain.batch(step), cached.batch(step)) for step in range(plain.steps))
-    assert Url("memory://run/shards").read("train/a-00000.bin", 3, 9) == (folder / "train" / "a-00000.bin").read_bytes()[3:9]
+    assert Store("memory://run/shards", "test").read("train/a-00000.bin", 3, 9) == (folder / "train" / "a-00000.bin").read_bytes()[3:9]
 
 
 @pytest.mark.parametrize("failing", [2, 10**6])

@@ -20,7 +20,8 @@ from lmworks.checkpoint.communicator import Communicator
 from lmworks.checkpoint.publish import do_nothing, publish
 from lmworks.checkpoint.run_bundle import BUNDLE, RunFiles, no_run_files, pack
 from lmworks.io.files import atomic_path, sync_directory
-from lmworks.io.urls import filesystem, make_directory, require_writable
+from lmworks.io.store import Store
+from lmworks.io.urls import require_writable
 
 _NICE = 10  # a tenth of the weight of training where they compete; at 19 a busy machine would never finish a save
 
@@ -179,32 +180,25 @@ class _Url:
     removed first and the new one is written last."""
 
     def __init__(self, target: str, name: str) -> None:
-        self._filesystem, root = filesystem(target, _WHAT)
-        self._target, self._root, self._final = target, root, f"{root}/{name}"
+        self._store, self._name = Store(target, _WHAT), name
 
     def is_copied(self, source: Path, files: dict[str, manifest.Entry], share: tuple[int, int]) -> bool:
         """Whether the copy has its manifest, which is written after all other files were verified."""
-        path = f"{self._final}/{manifest.NAME}"
-        return bool(self._filesystem.exists(path) and self._filesystem.cat_file(path) == manifest.read_document(source / manifest.NAME))
+        there = self._store.document(f"{self._name}/{manifest.NAME}", manifest.MOST_DOCUMENT)
+        return there == manifest.read_document(source / manifest.NAME)
 
     def prepare(self) -> None:
-        make_directory(self._filesystem, self._final)
-        if self._filesystem.exists(f"{self._final}/{manifest.NAME}"):
-            self._filesystem.rm_file(f"{self._final}/{manifest.NAME}")
+        self._store.remove(f"{self._name}/{manifest.NAME}")
 
     def put_files(self, source: Path, files: dict[str, manifest.Entry]) -> None:
         for name, entry in files.items():
-            self._filesystem.put_file(str(source / name), f"{self._final}/{name}")
-            with self._filesystem.open(f"{self._final}/{name}", "rb") as handle:
-                arrived = manifest.hash_of(handle)
-            if arrived != entry.blake3:
-                raise OSError(f"{self._target}: the copy of {name} differs from {source / name}")
+            self._store.put(source / name, f"{self._name}/{name}", entry)
 
     def put_run_files(self, packed: Path) -> None:
-        self._filesystem.put_file(str(packed), f"{self._root}/{BUNDLE}")
+        self._store.upload(packed, BUNDLE)
 
     def put_manifest(self, source: Path) -> None:
-        self._filesystem.put_file(str(source / manifest.NAME), f"{self._final}/{manifest.NAME}")
+        self._store.upload(source / manifest.NAME, f"{self._name}/{manifest.NAME}")
 
     def clear(self) -> None:
         """Nothing to do: a copy without a manifest does not count."""

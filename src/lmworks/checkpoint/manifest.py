@@ -24,11 +24,11 @@ from typing import Any, TypeVar
 from blake3 import blake3
 
 from lmworks.host import machine
+from lmworks.io.files import blake3_of
 
 NAME = "manifest.json"
 DATA = "data-"  # how the names of the files with the elements of tensors begin
 _NAMES = re.compile(rf"{DATA}\d{{5,}}-\d{{5,}}\.bin|meta\.json|tensors\.jsonl\.gz")
-_BLOCK = 1 << 20
 MOST_DOCUMENT = 1 << 30  # bytes of a document; that of the largest layouts takes tens of megabytes
 _Item = TypeVar("_Item")
 
@@ -121,17 +121,7 @@ def differing(directory: Path, files: dict[str, Entry], advance: Callable[[int],
 def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
     """Hex BLAKE3 of a file's bytes."""
     with open_regular(path) as handle:
-        return hash_of(handle, advance)
-
-
-def hash_of(handle: Any, advance: Callable[[int], None] | None = None) -> str:
-    """Hex BLAKE3 of the rest of an open binary file."""
-    hasher, block = blake3(), memoryview(bytearray(_BLOCK))
-    while count := handle.readinto(block):
-        hasher.update(block[:count])
-        if advance is not None:
-            advance(count)
-    return hasher.hexdigest()
+        return blake3_of(handle, advance)
 
 
 def _check(path: Path, expected: Entry, reasons: dict[str, str], advance: Callable[[int], None] | None) -> None:

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.inference.prefixes import PrefixCache
 from lmworks.inference.sampling import Draw, GenerateOptions, Grammar, Token, choose
 from lmworks.model.cache import Cache, JoinedCache
 from lmworks.model.transfers import to_device
@@ -92,6 +91,18 @@ class _DecodeBatch:
     rows: list[_Sequence] = field(default_factory=list)
 
 
+class Prefixes(Protocol):
+    """Keys and values of earlier rows, in blocks of `block` tokens (`lmworks.serve.prefixes`)."""
+
+    block: int
+
+    def find(self, tokens: Sequence[int], salt: str = "") -> list[Tensor]:
+        """Entries of the first tokens, as many blocks as are known."""
+
+    def keep(self, tokens: Sequence[int], cache: Cache, row: int, salt: str = "") -> None:
+        """Copy the whole blocks of a row."""
+
+
 class ContinuousBatch:
     """Generates for many prompts at once. All calls must come from one thread.
 
@@ -105,7 +116,7 @@ class ContinuousBatch:
 
     def __init__(
         self, model: Transformer, max_rows: int = 32, max_tokens: int | None = None, prefill_tokens: int = 512,
-        prefixes: PrefixCache | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:  # fmt: skip
         self.model, self.prefixes = model, prefixes
         self.max_rows, self.max_tokens, self.prefill_tokens = max_rows, max_tokens, prefill_tokens

@@ -18,10 +18,12 @@ import tempfile
 import time
 import tokenize
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from blake3 import blake3
 
 from lmworks.errors import UserError
 from lmworks.host import machine
@@ -299,6 +301,16 @@ def _is_abandoned(folder: Path) -> bool:
         return time.time() - folder.stat().st_mtime > _FRESH
     with open(folder / _HELD, "rb") as held:
         return try_lock(held.fileno())
+
+
+def blake3_of(handle: Any, advance: Callable[[int], None] | None = None) -> str:
+    """Hex BLAKE3 of the rest of an open binary file."""
+    hasher, block = blake3(), memoryview(bytearray(1 << 20))
+    while count := handle.readinto(block):
+        hasher.update(block[:count])
+        if advance is not None:
+            advance(count)
+    return hasher.hexdigest()
 
 
 def sha256_file(path: Path) -> str:

@@ -23,7 +23,8 @@ from lmworks.checkpoint.run_bundle import BUNDLE, run_files_of, unpack
 from lmworks.errors import UserError
 from lmworks.io.files import explain_os_errors, sync_directory
 from lmworks.io.run_layout import MODEL_STAGES, ModelStage, ewc_folder, final_checkpoint_of
-from lmworks.io.urls import explain_storage_errors, filesystem, make_directory, require_writable
+from lmworks.io.store import Store
+from lmworks.io.urls import explain_storage_errors, require_writable
 from lmworks.run.run_dir import read_stamp, require_run
 from lmworks.run.stages import STAGES, STAMP, Stage
 from lmworks.ui.terminal import bar
@@ -40,67 +41,6 @@ _LARGEST = 1 << 31  # bytes of a packed bundle: the metrics of a million steps h
 Report = Callable[[str], None]
 
 
-class _Remote:
-    """The directory of a copy, local or behind a URL."""
-
-    def __init__(self, url: str, what: str) -> None:
-        self.url = url.rstrip("/")
-        self._system, self._root = filesystem(self.url, what)
-
-    def read(self, name: str) -> bytes | None:
-        """Read a small file; None if it does not exist."""
-        path = f"{self._root}/{name}"
-        try:
-            if self._system.size(path) > manifest.MOST_DOCUMENT:
-                raise UserError(f"{self.url}/{name} is larger than such a file can be")
-            data: bytes = self._system.cat_file(path)
-        except FileNotFoundError:
-            return None
-        return data
-
-    def steps(self, name: str) -> list[str]:
-        """Names of the checkpoints in a folder, newest first."""
-        try:
-            found = [Path(path.rstrip("/")) for path in self._system.ls(f"{self._root}/{name}", detail=False)]
-        except FileNotFoundError:
-            return []
-        return [path.name for path in sorted((path for path in found if listing.is_name(path.name)), key=listing.step_of, reverse=True)]
-
-    def fetch(self, name: str, path: Path, most: int) -> None:
-        """Download a file of at most `most` bytes and sync it to disk. Raises `ValueError` for a larger one, before it is read."""
-        size = self._system.size(f"{self._root}/{name}")
-        if size is None or size > most:
-            raise ValueError(f"{name} is larger than the {most:,} bytes that it may have")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._system.get_file(f"{self._root}/{name}", str(path))
-        with open(path, "rb") as handle:
-            os.fsync(handle.fileno())
-
-    def put(self, path: Path, name: str, entry: Entry) -> None:
-        """Upload `path` unless the remote file is already equal; the upload is read back and compared."""
-        if not self._same(name, entry):
-            make_directory(self._system, os.path.dirname(f"{self._root}/{name}"))
-            self._system.put_file(str(path), f"{self._root}/{name}")
-            if not self._same(name, entry):
-                raise OSError(f"the copy of {path} in {self.url} differs from it")
-
-    def _same(self, name: str, entry: Entry) -> bool:
-        try:
-            if self._system.size(f"{self._root}/{name}") != entry.bytes:
-                return False
-            with self._system.open(f"{self._root}/{name}", "rb") as handle:
-                return manifest.hash_of(handle) == entry.blake3
-        except FileNotFoundError:
-            return False
-
-    def write(self, name: str, data: bytes) -> None:
-        self._system.pipe_file(f"{self._root}/{name}", data)
-
-    def remove(self, name: str) -> None:
-        if self._system.exists(f"{self._root}/{name}"):
-            self._system.rm_file(f"{self._root}/{name}")
-
-
 def copy_run(run_dir: Path, url: str, report: Report) -> None:
     """Copy a run that is not running: corpus and shards if they are done, and its newest and final checkpoints with the run's small
     files.
@@ -109,7 +49,7 @@ def copy_run(run_dir: Path, url: str, report: Report) -> None:
     """
     require_run(run_dir)
     require_writable(url, "copy")
-    remote = _Remote(url, "copy")
+    remote = Store(url, "copy")
     with RunLock(run_dir), explain_storage_errors(url, "copy"):
         for stage in _DATA:
             if (read_stamp(run_dir / stage.folder) or {}).get("done"):
@@ -127,13 +67,18 @@ def copy_run(run_dir: Path, url: str, report: Report) -> None:
                     report(f"{trained.stage}: {one.name} {'copied' if copied else 'already there'}")
 
 
-def _copy_stage(run_dir: Path, remote: _Remote, stage: Stage) -> str:
+def _steps(remote: Store, folder: str) -> list[str]:
+    """Names of the checkpoints in a folder, newest first."""
+    return sorted(filter(listing.is_name, remote.names(folder)), key=lambda name: listing.step_of(Path(name)), reverse=True)
+
+
+def _copy_stage(run_dir: Path, remote: Store, stage: Stage) -> str:
     paths = {STAMP: run_dir / stage.folder / STAMP}
     for name in (read_stamp(run_dir / stage.folder) or {}).get("outputs", {}):
         paths[name] = run_dir / stage.folder / name
     files = {name: Entry(path.stat().st_size, manifest.hash_file(path)) for name, path in paths.items()}
     seal = _seal_bytes(files)
-    if remote.read(f"{stage.folder}/{SEAL}") == seal:
+    if remote.document(f"{stage.folder}/{SEAL}", manifest.MOST_DOCUMENT) == seal:
         return "already there"
     remote.remove(f"{stage.folder}/{SEAL}")
     with bar(f"copying {stage.name}", sum(entry.bytes for entry in files.values())) as progress:
@@ -159,7 +104,7 @@ def restore_run(url: str, run_dir: Path, report: Report) -> None:
     """
     if run_dir.is_symlink() or (run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir()))):
         raise UserError(f"{run_dir} is not empty; restore into a new directory")
-    remote, aside = _Remote(url, "restore"), run_dir.with_name(f".{run_dir.name}.restored")
+    remote, aside = Store(url, "restore"), run_dir.with_name(f".{run_dir.name}.restored")
     with explain_os_errors(run_dir), explain_storage_errors(url, "restore"):
         shutil.rmtree(aside, ignore_errors=True)
         try:
@@ -176,10 +121,10 @@ def restore_run(url: str, run_dir: Path, report: Report) -> None:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _restore_checkpoint(remote: _Remote, to: Path, trained: ModelStage, report: Report) -> bool:
+def _restore_checkpoint(remote: Store, to: Path, trained: ModelStage, report: Report) -> bool:
     """Restore the newest checkpoint that is good and was not rolled back, and the files of the run; False if there is none."""
     place, name, stage = to / trained.checkpoints, trained.checkpoints, trained.stage
-    steps = remote.steps(name)
+    steps = _steps(remote, name)
     if not steps:
         return False
     packed = to / BUNDLE
@@ -209,7 +154,7 @@ def _restore_checkpoint(remote: _Remote, to: Path, trained: ModelStage, report: 
 
 
 def _restore_final(
-    remote: _Remote, newest: Path, steps: list[str], history: list[ledger.Rollback], trained: ModelStage, report: Report
+    remote: Store, newest: Path, steps: list[str], history: list[ledger.Rollback], trained: ModelStage, report: Report
 ) -> None:
     """Restore the checkpoint with the weights of the stage, if it is not the newest."""
     final = final_checkpoint_of(newest, listing.read_meta(newest)["meta"])
@@ -228,10 +173,10 @@ def _phase_of(checkpoint: Path) -> Any:
     return listing.read_meta(checkpoint)["meta"].get("phase")
 
 
-def _restore_ewc(remote: _Remote, newest: Path, trained: ModelStage, report: Report) -> None:
+def _restore_ewc(remote: Store, newest: Path, trained: ModelStage, report: Report) -> None:
     """Restore what elastic weight consolidation estimated when the phase of the newest checkpoint began."""
     folder = ewc_folder(str(_phase_of(newest)))
-    for step in remote.steps(f"{trained.checkpoints}/{folder}")[:1] if _NAME.fullmatch(folder) and "/" not in folder else ():
+    for step in _steps(remote, f"{trained.checkpoints}/{folder}")[:1] if _NAME.fullmatch(folder) and "/" not in folder else ():
         to = newest.parent / folder / step
         reason = _fetch_checkpoint(remote, f"{trained.checkpoints}/{folder}/{step}", to, [])
         report(f"{trained.stage}: {folder}" + (f" is not used: {reason}" if reason else ""))
@@ -239,7 +184,7 @@ def _restore_ewc(remote: _Remote, newest: Path, trained: ModelStage, report: Rep
             shutil.rmtree(to, ignore_errors=True)
 
 
-def _fetch_checkpoint(remote: _Remote, name: str, to: Path, history: list[ledger.Rollback]) -> str | None:
+def _fetch_checkpoint(remote: Store, name: str, to: Path, history: list[ledger.Rollback]) -> str | None:
     """Download a checkpoint into `to`; returns why it cannot be used, or None if it is good."""
     try:
         remote.fetch(f"{name}/{manifest.NAME}", to / manifest.NAME, manifest.MOST_DOCUMENT)
@@ -259,8 +204,8 @@ def _fetch_checkpoint(remote: _Remote, name: str, to: Path, history: list[ledger
     return reason
 
 
-def _restore_stage(remote: _Remote, to: Path, stage: Stage, report: Report) -> None:
-    data = remote.read(f"{stage.folder}/{SEAL}")
+def _restore_stage(remote: Store, to: Path, stage: Stage, report: Report) -> None:
+    data = remote.document(f"{stage.folder}/{SEAL}", manifest.MOST_DOCUMENT)
     if data is None:
         report(f"{stage.name}: not in the copy; the next run will make it again")
         return
@@ -281,7 +226,7 @@ def _restore_stage(remote: _Remote, to: Path, stage: Stage, report: Report) -> N
     shutil.rmtree(to / stage.folder, ignore_errors=True)
 
 
-def _fetch_all(remote: _Remote, name: str, to: Path, files: Mapping[str, Entry]) -> None:
+def _fetch_all(remote: Store, name: str, to: Path, files: Mapping[str, Entry]) -> None:
     with bar(f"fetching {name}", sum(entry.bytes for entry in files.values())) as progress:
 
         def fetch(one: str) -> None:

@@ -20,9 +20,9 @@ import torch
 from lmworks.errors import UserError
 from lmworks.inference.batching import ContinuousBatch, Sampled
 from lmworks.inference.generate import Token
-from lmworks.inference.prefixes import PrefixCache
 from lmworks.inference.sampling import SAMPLING, GenerateOptions
 from lmworks.serve.grammar import GrammarError, GrammarState
+from lmworks.serve.prefixes import PrefixCache
 from lmworks.serve.requests import Delta, EngineStats, Event, Job, PromptTooLong, Request, Scores
 from lmworks.serve.step_threads import StepThreads
 from lmworks.serve.text import Assembler, Piece

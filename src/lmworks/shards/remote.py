@@ -19,7 +19,7 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.io.files import write_bytes
-from lmworks.io.urls import filesystem
+from lmworks.io.store import Store
 from lmworks.recipe.schema.artifacts import Cache
 from lmworks.shards import indexed
 from lmworks.shards.block_cache import BlockCache, block_key
@@ -55,17 +55,6 @@ class Folder:
             os.close(fd)
 
 
-class Url:
-    """Anything that fsspec opens, such as s3://bucket/run/shards."""
-
-    def __init__(self, url: str) -> None:
-        self._files, self._path = filesystem(url, "shards.cache.remote")
-
-    def read(self, name: str, start: int, stop: int) -> bytes:
-        data: bytes = self._files.cat_file(f"{self._path}/{name}", start=start, end=stop)
-        return data
-
-
 class RemoteShards:
     """Opens shards whose tokens are read through the cache. Indexes and checksums are copied and verified when a shard is opened."""
 
@@ -73,7 +62,7 @@ class RemoteShards:
         self._folder = Path(os.path.expanduser(settings.dir))
         self.cache = BlockCache(self._folder, int(settings.max_bytes))
         local = Folder(shards_dir)
-        self.storage = storage or (Url(settings.remote) if settings.remote and "://" in settings.remote else None)
+        self.storage = storage or (Store(settings.remote, "shards.cache.remote") if settings.remote and "://" in settings.remote else None)
         self.storage = self.storage or (Folder(Path(settings.remote)) if settings.remote else local)
         self._local = local
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="tokens")
