@@ -46,6 +46,10 @@ def test_the_table_names_every_room_and_the_floor_every_other_file() -> None:
     assert {path.stem for path in SOURCE.glob("*.py")} - {"__init__"} == FLOOR - there
 
 
+def test_every_room_has_a_folder_of_tests() -> None:
+    assert [room for room in ROOMS if not any((ROOT / "tests" / room).glob("test_*.py"))] == ["text"], "as CONTRIBUTING says"
+
+
 def test_the_figure_is_what_the_script_draws() -> None:
     assert house.FIGURE.read_text(encoding="utf-8") == house.draw(PAGE), "run python docs/house.py"
 

@@ -17,8 +17,7 @@ from lmworks.inference.generate import GenerateOptions, Token, generate
 from lmworks.model import Transformer
 from lmworks.serve.engine import Engine, _Answer, score
 from lmworks.serve.requests import Delta, Job, PromptTooLong, Request, Scores
-from lmworks.serve.text import Assembler
-from lmworks.serve.vocabulary import Vocabulary
+from lmworks.serve.vocabulary import Assembler, Vocabulary
 from patience import PATIENCE
 
 CONTEXT = 256

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmworks.inference.generate import Token
-from lmworks.serve.text import Assembler, Piece
+from lmworks.serve.vocabulary import Assembler, Piece
 
 
 class Bytes:

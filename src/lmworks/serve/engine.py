@@ -25,7 +25,7 @@ from lmworks.serve.grammar import GrammarError, GrammarState
 from lmworks.serve.prefixes import PrefixCache
 from lmworks.serve.requests import Delta, EngineStats, Event, Job, PromptTooLong, Request, Scores
 from lmworks.serve.step_threads import StepThreads
-from lmworks.serve.text import Assembler, Piece
+from lmworks.serve.vocabulary import Assembler, Piece
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer

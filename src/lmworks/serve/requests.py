@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lmworks.errors import UserError
 from lmworks.inference.sampling import GenerateOptions, Token
 from lmworks.serve.grammar import Grammar
-from lmworks.serve.text import Placement
+from lmworks.serve.vocabulary import Placement
 
 
 class PromptTooLong(UserError):

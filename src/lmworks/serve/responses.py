@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmworks.inference.generate import Token
+from lmworks.inference.sampling import Token
 from lmworks.serve.engine import Engine
 from lmworks.serve.protocol import ChatRequest, CompletionRequest
 from lmworks.serve.requests import Delta, Request, Scores
-from lmworks.serve.text import Placement
+from lmworks.serve.vocabulary import Placement
 from lmworks.tokenizer.reply import Reply, ReplyReader, ToolCall
 from lmworks.tokenizer.special import ToolForm
 

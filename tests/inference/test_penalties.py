@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lmworks.inference.batching import ContinuousBatch
-from lmworks.inference.penalties import adjust
-from lmworks.inference.sampling import Draw, GenerateOptions, choose
+from lmworks.inference.sampling import Draw, GenerateOptions, adjust, choose
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
