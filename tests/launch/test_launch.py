@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,13 @@ def test_the_command_of_a_host_goes_through_ssh_as_one_script(tmp_path: Path) ->
     assert made.command(script, host) == ["ssh", "-p", "22", "n1", script]
     assert "--nnodes=1:2 --nproc-per-node=2" in script and "--rdzv-endpoint=head:29400" in script
     assert subprocess.run(["sh", "-n"], input=script, encoding="utf-8", check=False).returncode == 0
+
+
+def test_ranks_that_cannot_be_imported_end_the_launch_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a host without lmworks: nothing that such a rank could record, and an agent that would start it for ever."""
+    made = replace(launcher.launch_local(recipe(), tmp_path, CountRange(1, 1), []), module="lmworks.nowhere")
+    with pytest.raises(UserError, match=r"cannot be restarted: .* exited with code 254 .*No module named 'lmworks.nowhere'"):
+        made.run()
 
 
 def test_the_end_of_whoever_started_an_agent_is_the_agents_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -544,13 +544,18 @@ def test_weights_that_are_no_numbers_are_never_saved(tiny_copy: Tiny, monkeypatc
         if batch.step == 29:
             with torch.no_grad():
                 next(iter(model.parts[0].parameters())).fill_(math.nan)
+            if stopped:
+                os.kill(os.getpid(), stopped.pop())
         return result
 
+    stopped = [signal.SIGINT]
     with monkeypatch.context() as patched:
         patched.setattr(trainer, "train_step", poisoned)
+        with pytest.raises(Interrupted, match="and saved at step 28; resume with"):  # not 30, at which it stops
+            tiny_copy.pretrain("checkpoints.keep_last=9")
         with pytest.raises(UserError, match="after step 33 are not finite, and were not saved; the newest checkpoint is of step 28"):
             tiny_copy.pretrain("checkpoints.keep_last=9")
     assert [listing.step_of(path) for path in listing.directories(tiny_copy.run_dir / "checkpoints")][-1] == 28
-    assert [line["step"] for line in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if line["event"] == "weights_not_finite"] == [32, 33]
+    assert [line["step"] for line in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if line["event"] == "weights_not_finite"] == [30, 32, 33]
     tiny_copy.pretrain("checkpoints.keep_last=9")
     assert all(tensor.isfinite().all() for name, tensor in checkpoint(tiny_copy.run_dir).items() if name.startswith("model/"))

@@ -167,12 +167,15 @@ class Agent:
         return variables | ({HOST: host} if host else {}) | ({"GLOO_SOCKET_IFNAME": "lo"} if self.address == "127.0.0.1" else {})
 
     def script(self, host: str, directory: Path) -> str:
-        """Shell commands for a host: run the agent with its standard error in a log, and kill it when standard input closes, which is when
-        the process that started the shell has ended."""
+        """Shell commands for a host: see that the ranks can be imported, run the agent with its standard error in a log, and kill it when
+        standard input closes, which is when the process that started the shell has ended."""
         exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment(host).items())
         log = shlex.quote(str(log_of(self.folder, host)))
+        # A rank that cannot be imported says nothing to anyone, and torchrun would start it again for ever.
+        imports = shlex.join([sys.executable, "-P", "-c", f"import {self.module}"])
         return "\n".join((
             f"cd {shlex.quote(str(directory))} || exit 255",
+            f"{exports} {imports} 2>>{log} </dev/null || exit 254",
             "exec 3<&0",
             f"{exports} {shlex.join(self.command())} 2>>{log} </dev/null 3<&- & agent=$!",
             "{ cat <&3 >/dev/null; kill $agent; } >/dev/null 2>&1 & watch=$!",

@@ -15,9 +15,7 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import struct
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lmworks.errors import UserError
-from lmworks.io.files import cache_directory, explain_os_errors
+from lmworks.io.files import cache_directory, explain_os_errors, temporary_folder
 from lmworks.recipe.families.family import NoClass
 from lmworks.recipe.families.registry import FAMILIES, family_of, to_config
 from lmworks.recipe.families.rope import rope_parameters
@@ -300,19 +298,18 @@ def as_folder(path: Path) -> Path:
         raise UserError(str(error) if str(path) in str(error) or str(real[0]) in str(error) else f"{path}: {error}") from None
     with explain_os_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
-        try:
+        with temporary_folder(folder.parent, ".making-") as aside:
+            made = aside / "made"
+            made.mkdir()
             for name, text in content.items():
-                (aside / name).write_text(text, encoding="utf-8")
+                (made / name).write_text(text, encoding="utf-8")
             for file, link in zip(real, files, strict=True):
-                os.symlink(file, aside / link.name)
+                os.symlink(file, made / link.name)
             try:
-                aside.rename(folder)
+                made.rename(folder)
             except OSError:
                 if not folder.is_dir():  # made by another process meanwhile
                     raise
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
     return folder
 
 

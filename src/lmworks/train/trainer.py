@@ -286,7 +286,7 @@ class Trainer:
         self._saver.wait(self.step)
         if self.step != self._saver.saved and (failure := self._save(wait=True)) is not None:
             raise failure
-        raise (Preempted if flags.preempted else Interrupted)(stop.message(self.step, self.resume_command))
+        raise (Preempted if flags.preempted else Interrupted)(stop.message(self._saver.saved, self.resume_command))
 
     def _advance(self, step: int, bar: terminal.Bar) -> int:
         """Make `step` the next to train; returns the tokens between."""

@@ -33,8 +33,9 @@ class Stop:
         return self.signal not in (None, signal.SIGINT)
 
     def message(self, step: int, command: str) -> str:
-        """The last line that a stopped run prints."""
-        return f"stopped by {self.signal.name if self.signal else 'request'} and saved at step {step}; resume with: {command}"
+        """The last line that a run prints which has stopped, and whose newest checkpoint is of `step`."""
+        by = self.signal.name if self.signal else "request"
+        return f"stopped by {by}{f' and saved at step {step}' if step else '; nothing was saved yet'}; resume with: {command}"
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
