@@ -37,10 +37,10 @@ TARGETS = {
         "train/test_step.py train/test_ranks.py train/test_average.py train/test_bad_steps.py train/test_ewc.py train/test_resume.py"
     )),
     "losses": Target(
-        "model/loss.py inference/sampling.py inference/sampling.py model/mtp.py train/grpo.py train/dpo.py",
+        "model/loss.py inference/sampling.py model/mtp.py train/grpo.py train/dpo.py",
         _tests(
             "inference/test_penalties.py model/test_mtp.py model/test_layers.py model/test_transformer.py train/test_dpo.py "
-            "train/test_grpo.py parallel/test_weighted_loss.py model"
+            "train/test_grpo.py parallel/test_weighted_loss.py inference model"
         ),
     ),
     "statistics": Target("ablate/welch.py ablate/contrast.py ablate/verdict.py ablate/conclusions.py ablate/quality.py "
