@@ -9,7 +9,7 @@ import pytest
 import yaml
 from command import Lmworks
 
-from lmworks.cli import recipe_commands
+from lmworks.api import planning
 from lmworks.host import machine
 from lmworks.plan.layout import MARGIN, automatic, place
 from lmworks.plan.memory import GIB
@@ -146,4 +146,4 @@ def test_a_plan_says_what_this_machine_lacks_only_where_it_is_for_this_machine(
 def test_a_speed_that_was_measured_here_has_no_communication_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a plan for several machines adds it."""
     monkeypatch.setattr(calibrate, "calibrate", lambda *_: (0.31, "measured"))
-    assert recipe_commands._mfu(None, load_recipe("quickstart").recipe, load_cluster("8xh100"), True) == (0.31, "measured", False)
+    assert planning._mfu(None, load_recipe("quickstart").recipe, load_cluster("8xh100"), True) == (0.31, "measured", False)

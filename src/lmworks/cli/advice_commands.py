@@ -132,21 +132,21 @@ def preflight(
     as_json: JsonOption = False,
 ) -> None:
     """Check machines, disks, data, first batches, layout, checkpoints and export. Changes nothing; exit code 1 if a check fails."""
-    from lmworks.cli.options import load_with_layout, load_with_layout_here
     from lmworks.parallel.process_group import destroy_ranks, init_ranks, is_launched
     from lmworks.plan.layout import devices
     from lmworks.plan.stages import stages_as_phases
     from lmworks.preflight import checks
     from lmworks.preflight.check_result import CheckContext
     from lmworks.recipe.load import load_cluster, load_recipe
+    from lmworks.run.start import choose_mesh, choose_mesh_here
 
     where = load_cluster(cluster, load_recipe(recipe, overrides, size).path.parent) if cluster else None
     if where and where.layout:
         overrides = [*overrides, *where.layout.overrides()]
     if where and not is_launched():
-        resolved, _ = load_with_layout(recipe, overrides, size, where, devices(where), where.devices_per_node)
+        resolved, _ = choose_mesh(load_recipe(recipe, overrides, size), where, devices(where), where.devices_per_node)
     else:
-        resolved = load_with_layout_here(recipe, overrides, size)
+        resolved = choose_mesh_here(load_recipe(recipe, overrides, size))
     here = resolved.recipe
     ranks = init_ranks(here.layout, float(here.launch.timeout), here.threads) if is_launched() else None
     if ranks is not None:

@@ -18,7 +18,6 @@ from lmworks.cli.options import JsonOption, RunArgument, console, print_json
 
 if TYPE_CHECKING:
     from lmworks.shards.batches import Batches
-    from lmworks.shards.order import MixtureOverride
 
 
 _PIPED = 140  # columns of a table that folds its texts
@@ -42,22 +41,21 @@ def batch(
     text: Annotated[int, typer.Option("--text", help="Characters shown of each sequence.")] = 60,
 ) -> None:
     """Print the batch of a step and the documents that its sequences come from."""
-    from lmworks.tokenizer import load
+    from lmworks.api.runs import Run
 
-    batches = batches_of(run)
-    rows, found = batches.documents(step), batches.batch(step)
-    tokenizer = load(Path(run) / "tokenizer")
+    found = Run(run).batch(step)
     if as_json:
-        print(json.dumps([asdict(row) | {"tokens": tokens.tolist()} for row, tokens in zip(rows, found.tokens, strict=True)]))
+        print(json.dumps(found.to_json()))
         return
-    title = f"step {step}: {len(rows)} sequences of {found.tokens.shape[1]} tokens, {found.valid_tokens:,} labels"
-    title += " (left out by a rollback)" if left_out(run, step) else ""
+    count, length = found.tokens.shape
+    title = f"step {step}: {count} sequences of {length} tokens, {found.batch.valid_tokens:,} labels"
+    title += " (left out by a rollback)" if found.left_out else ""
     table = Table(title=title, title_justify="left")
     for heading in ("sequence", "source", "epoch", "documents", "begins with"):
         table.add_column(heading, overflow="fold")
-    for row, tokens in zip(rows, found.tokens, strict=True):
+    for number, row in enumerate(found.documents):
         documents = "\n".join(f"{span.id} [{span.start}:{span.stop}] {span.origin}" for span in row.documents)
-        begin = tokenizer.decode(tokens[: text + 8].tolist())[:text].replace("\n", "\\n")
+        begin = found.text(number, text + 8)[:text].replace("\n", "\\n")
         table.add_row(f"{row.number}", row.source, str(row.epoch), Text(documents), Text(begin))
     console(piped=_PIPED).print(table)
 
@@ -93,9 +91,10 @@ def conversations(
 
 def plan(run: RunArgument, as_json: JsonOption = False) -> None:
     """Show the epochs of each source per phase and in total, what phases share, and what packing truncates or pads."""
+    from lmworks.api.runs import Run
     from lmworks.shards.order import epoch_warnings
 
-    batches = batches_of(run)
+    batches = Run(run).batches()
     order, limit = batches.order, batches.recipe.shards.warn_epochs
     shared, lost = batches.shared_documents(), batches.waste()
     if as_json:
@@ -127,12 +126,13 @@ def mixture(
     ] = None,
 ) -> None:
     """Override the mixture of a started run, until the end of the phase or its next planned change."""
+    from lmworks.api.runs import Run
     from lmworks.shards.order import MixtureOverride
     from lmworks.train.data.mixture import next_step, request_change, validate_change
 
     step = next_step(Path(run)) if at is None else at
     change = MixtureOverride(step, validate_change(Path(run), step, weights))
-    batches = batches_of(run, change)
+    batches = Run(run).batches(change)
     _print_shares(batches)
     if request_change(Path(run), change):
         console().print(f"requested from step {step:,} on; the running process applies it before it reads its next batch")
@@ -183,22 +183,6 @@ def import_(
     for text in made.begins:
         console().print(Text("  " + text.replace("\n", "\\n")))
     console().print(f"in the recipe: shards: {{imported: {{{name}: {place.resolve()}}}}}, and the tokenizer's folder as tokenizer.path")
-
-
-def left_out(run: str, step: int) -> bool:
-    """Whether a rollback of pretraining has skipped the data of this step."""
-    from lmworks.watch.ledger import LEDGER, Skips, read_ledger, rollbacks
-
-    return step in Skips(rollbacks(read_ledger(Path(run) / LEDGER), "pretrain"))
-
-
-def batches_of(run: str, *more: MixtureOverride) -> Batches:
-    """The batches of a run, with the requested mixture changes and additional ones."""
-    from lmworks.run.run_dir import require_run
-    from lmworks.shards.batches import Batches
-    from lmworks.train.data.mixture import read_changes
-
-    return Batches(require_run(Path(run)), Path(run) / "shards", [*read_changes(Path(run)).all, *more])
 
 
 def _print_shares(batches: Batches) -> None:

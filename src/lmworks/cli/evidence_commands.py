@@ -167,9 +167,9 @@ def _asked(run: str, shards: Path, document: str | None, step: int | None, seque
 
         return [document_at(shards, source, int(token)).id]
     assert step is not None
-    from lmworks.cli.data_commands import batches_of
+    from lmworks.api.runs import Run
 
-    rows = batches_of(run).documents(step)
+    rows = Run(run).batch(step).documents
     if sequence >= len(rows):
         raise UserError(f"step {step:,} has {len(rows):,} sequences, numbered from 0; there is no sequence {sequence:,}")
     return list(dict.fromkeys(span.id for span in rows[sequence].documents))

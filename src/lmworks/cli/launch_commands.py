@@ -19,7 +19,6 @@ from lmworks.cli.options import (
     SizeOption,
     TimeOption,
     console,
-    load_with_layout,
     spread,
     within,
 )
@@ -84,7 +83,10 @@ class _Run:
 
     def settle(self, ranks: int, per_host: int) -> None:
         """Choose the mesh layout of `layout: auto`, now that the number of ranks is known."""
-        resolved, more = load_with_layout(self._asked.recipe, self._overrides, self._asked.size, self.cluster, ranks, per_host)
+        from lmworks.recipe.load import load_recipe
+        from lmworks.run.start import choose_mesh
+
+        resolved, more = choose_mesh(load_recipe(self._asked.recipe, self._overrides, self._asked.size), self.cluster, ranks, per_host)
         self.recipe, self._overrides = resolved.recipe, [*self._overrides, *more]
 
     @property

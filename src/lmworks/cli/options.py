@@ -1,32 +1,24 @@
-"""Shared by the commands: arguments and options, printing, and `layout: auto` at those that start a run.
-
-Such a layout is chosen when the number of ranks is known, printed with its reason, and passed on.
-"""
+"""Shared by the commands: arguments and options, printing."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from lmworks.errors import UserError
-from lmworks.host import machine
-from lmworks.ui.terminal import Terminal, plain
+from lmworks.ui.terminal import Terminal
 
 if TYPE_CHECKING:
     import torch
 
-    from lmworks.recipe.load import Resolved
-    from lmworks.recipe.schema.layout import Cluster
     from lmworks.run.runner import StageEvent
 
 
@@ -136,27 +128,3 @@ def note_stage(event: StageEvent) -> None:
         notes.print(f"{event.stage}: begins", style="dim")
     elif event.kind == "end":
         notes.print(f"{event.stage} took {event.seconds:.0f} s", style="dim")
-
-
-def load_with_layout(
-    name: str, overrides: Sequence[str], size: str | None, cluster: Cluster | None, ranks: int, per_host: int
-) -> tuple[Resolved, list[str]]:
-    """The recipe with its layout, and the overrides that give it to whoever loads the same recipe; none if it was not left open."""
-    from lmworks.recipe.load import load_recipe
-
-    resolved = load_recipe(name, overrides, size)
-    if not resolved.recipe.layout.auto:
-        return resolved, []
-    from lmworks.plan.automatic import choose_layout, devices_of, layout_of_run
-
-    recipe = resolved.recipe
-    assert recipe.run_dir
-    found = layout_of_run(Path(recipe.run_dir)) or choose_layout(recipe, devices_of(cluster, ranks, per_host, recipe.threads))
-    if os.environ.get("RANK", "0") == "0":
-        print(plain(f"layout: {found.why}"), file=sys.stderr)  # scripts go to standard output
-    return load_recipe(name, [*overrides, *found.overrides()], size), found.overrides()
-
-
-def load_with_layout_here(name: str, overrides: Sequence[str], size: str | None) -> Resolved:
-    """The recipe for this process: one of the ranks that were started, or alone."""
-    return load_with_layout(name, overrides, size, None, int(os.environ.get("WORLD_SIZE", "1")), machine.ranks_here()[1])[0]

@@ -24,26 +24,15 @@ from lmworks.cli.options import (
     print_json,
     within,
 )
-from lmworks.errors import UserError
 from lmworks.io.run_layout import BASE, MODEL_STAGES
-from lmworks.recipe.keys import nearest
+from lmworks.run.start import HEADINGS, require_stage, start_run
 
 UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Location of the copy: s3://bucket/folder, or a directory.")]
-
-_HEADINGS = {
-    "corpus": "Corpus: raw text to clean documents",
-    "tokenizer": "Tokenizer: byte-pair merges and special tokens",
-    "shards": "Shards: documents to token files",
-    **{stage.stage: stage.title for stage in MODEL_STAGES},
-    "evaluate": "Evaluation",
-    "export": "Export",
-}
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     app.command("run")(run)
-    corpus = typer.Typer(no_args_is_help=True, help=_HEADINGS["corpus"])
+    corpus = typer.Typer(no_args_is_help=True, help=HEADINGS["corpus"])
     corpus_commands.register_prepare(corpus, _run_stages)
     corpus_commands.register(corpus)
     app.add_typer(corpus, name="corpus")
@@ -51,13 +40,13 @@ def register(app: typer.Typer) -> None:
         ("train", "tokenizer", "Train (or import) the tokenizer."),
         ("build", "shards", "Write the token shards."),
     ):
-        noun = typer.Typer(no_args_is_help=True, help=_HEADINGS[stage])
+        noun = typer.Typer(no_args_is_help=True, help=HEADINGS[stage])
         noun.command(name, help=text)(_stage_command(stage))
         if stage == "tokenizer":
             data_commands.register_tokenizer(noun)
         app.add_typer(noun, name=stage)
     for stage in (*(one.stage for one in MODEL_STAGES), "export"):
-        app.command(stage, help=f"{_HEADINGS[stage]}; runs the stages before it first if they are not done.")(_stage_command(stage))
+        app.command(stage, help=f"{HEADINGS[stage]}; runs the stages before it first if they are not done.")(_stage_command(stage))
     evaluate_commands.register(app, _run_stages)
     checkpoint_commands.register(app)
     app.command("report")(report)
@@ -69,14 +58,11 @@ def register(app: typer.Typer) -> None:
 def run(
     recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None,
     last: Annotated[
-        str | None, typer.Option("--to", metavar="STAGE", help=f"Last stage to run: {', '.join(_HEADINGS)}; by default all are run.")
+        str | None, typer.Option("--to", metavar="STAGE", help=f"Last stage to run: {', '.join(HEADINGS)}; by default all are run.")
     ] = None,
 ) -> None:  # fmt: skip
     """Run all stages of a recipe, from raw text to an exported model; stages that are done are skipped, others are resumed or repeated."""
-    if last is not None and last not in _HEADINGS:
-        close = nearest(last, list(_HEADINGS))
-        hint = f"did you mean {close}?" if close else f"take one of {', '.join(_HEADINGS)}"
-        raise UserError(f"--to {last[:100]!r} is not a stage; {hint}")
+    require_stage(last, "--to")
     _run_stages(recipe, within(time, overrides), size, allow, last)
 
 
@@ -88,33 +74,10 @@ def _stage_command(stage: str) -> Callable[..., None]:
 
 
 def _run_stages(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequence[str], last: str | None) -> None:
-    from lmworks.cli.options import load_with_layout_here
     from lmworks.recipe.load import load_recipe
-    from lmworks.run.prediction import summary
-    from lmworks.run.runner import StageEvent, run_stages
 
-    out = console()
-    resolved = (
-        load_recipe(recipe, overrides, size, corpus_only=True) if last == "corpus" else load_with_layout_here(recipe, overrides, size)
-    )
-
-    def on_event(event: StageEvent) -> None:
-        if event.kind == "skip":
-            out.print(f"{_HEADINGS[event.stage]}: done before", style="dim")
-        elif event.kind == "note":
-            out.print(event.printable)
-        elif event.kind == "begin":
-            out.print(f"\n{_HEADINGS[event.stage]}", style="bold")
-            if event.printable is not None:
-                out.print(event.printable, soft_wrap=True)
-        else:
-            if event.printable is not None and (last is not None or event.stage != "evaluate"):  # the summary shows the scores
-                out.print(event.printable)
-            out.print(f"{event.stage} took {event.seconds:.0f} s", style="dim")
-
-    run_dir = run_stages(resolved, last=last, allow=allow, on_event=on_event, resume_command=_resume_command())
-    if last is None:
-        out.print(summary(run_dir))
+    resolved = load_recipe(recipe, overrides, size, corpus_only=last == "corpus")
+    start_run(resolved, console(), last=last, allow=allow, resume_command=_resume_command())
 
 
 def _resume_command() -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -42,6 +42,7 @@ class Origin:
 
 
 N = TypeVar("N", bound=Node)
+_TEXT = Path("<text>")  # what messages call a recipe that is in no file
 Numbers = Mapping[Keys, tuple[Any, str]]  # values that a run has settled, each with the reason
 
 
@@ -72,6 +73,11 @@ class Resolved:
         """The same recipe with these numbers in place of its own, and everything that follows from them derived anew."""
         assert self.source is not None
         return _resolve(self.source, numbers)
+
+    def overridden(self, overrides: Sequence[str]) -> Resolved:
+        """The same recipe with these overrides (`a.b=c`) after its own."""
+        assert self.source is not None
+        return _resolve(replace(self.source, overrides=[*self.source.overrides, *overrides]), {})
 
     def save(self, directory: Path) -> None:
         """Write `recipe.yaml` (as the user wrote it) and `resolved.json` (every value) into the run directory, and apart from them the
@@ -127,6 +133,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), size: str | Non
     path = _from_here(find(path, ""))
     urls.load(path.parent)  # beside the recipe.yaml of a run
     return _resolve(_Source(path, path.read_text(encoding="utf-8", errors="replace"), parse_file(path), overrides, size, corpus_only), {})
+
+
+def load_recipe_text(text: str, overrides: Sequence[str] = (), size: str | None = None, corpus_only: bool = False) -> Resolved:
+    """As `load_recipe`, of the text of a recipe; relative paths in it begin at the working directory."""
+    return _resolve(_Source(_TEXT, text, parse(text, str(_TEXT)), overrides, size, corpus_only), {})
 
 
 def _resolve(source: _Source, numbers: Numbers) -> Resolved:

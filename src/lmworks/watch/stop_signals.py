@@ -1,9 +1,12 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 (Slurm's warning before the time limit): finish the step, save, and exit; a second Ctrl-C exits at once."""
+"""Ctrl-C, SIGTERM and SIGUSR1 (Slurm's warning before the time limit): finish the step, save, and exit; a second Ctrl-C exits at once.
+
+In an interactive session the second one raises `KeyboardInterrupt` instead."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -41,6 +44,8 @@ class Stop:
         if self.requested:
             # At a preemption Slurm and torchrun send several signals, SIGUSR1 and SIGTERM, which must not interrupt the save.
             if number == self.signal == signal.SIGINT and time.monotonic() - self._since > _SAME_REQUEST:
+                if hasattr(sys, "ps1"):  # a notebook or a Python prompt, which outlives its run
+                    raise KeyboardInterrupt
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
@@ -53,7 +58,7 @@ class Stop:
 @contextmanager
 def graceful_stop() -> Iterator[Stop]:
     """Within the block SIGINT, SIGTERM and SIGUSR1 only set the yielded `Stop`; a second SIGINT, a second or more after the first, ends
-    the process.
+    the process, or raises `KeyboardInterrupt` in an interactive session.
 
     Outside the main thread Python cannot handle signals: there the `Stop` is never set, and the signals keep their default effect.
     """

@@ -30,7 +30,7 @@ MUTANTS = [
      "evaluate/test_bits_per_byte.py evaluate/test_follow.py"),
     ("evaluate.generation.replies:Answerer._seed", "\\0{row.prompt.id}\\0", "\\0",
      "The replies to two prompts are drawn with different seeds.", "evaluate/test_generation_answerer.py"),
-    ("evaluate.generation.replies:Answerer._reply", "text[: min(cuts)]", "text[: max(cuts)]", "A reply ends at the first of its stops.",
+    ("evaluate.generation.replies:cut_at", "text[: min(", "text[: max(", "A reply ends at the first of its stops.",
      "evaluate/test_generation_answerer.py"),
     ("evaluate.generation.replies:Answerer.__call__", "len(ids) < self.context", "len(ids) <= self.context",
      "A prompt that fills the context gets an empty reply.", "evaluate/test_generation_answerer.py"),

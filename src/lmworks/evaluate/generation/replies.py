@@ -15,7 +15,7 @@ from lmworks.verify.marks import opens_thoughts
 if TYPE_CHECKING:
     import numpy as np
 
-    from lmworks.inference.generate import GenerateOptions
+    from lmworks.inference.generate import GenerateOptions, Token
     from lmworks.model import Transformer
 
 
@@ -122,31 +122,47 @@ class Answerer:
         stops = [() if self.chat else row.prompt.stop for row in batch]
         prompts, seeds = [row.ids.tolist() for row in batch], [self._seed(row) for row in batch]
         written = generate_until(self.model, self.tokenizer, prompts, options, stops, seeds)
-        return [self._reply(row, ids, stopped) for row, (ids, stopped) in zip(batch, written, strict=True)]
+        return [self._reply(row, one) for row, one in zip(batch, written, strict=True)]
 
-    def _reply(self, row: _Row, ids: list[int], stopped: bool) -> Reply:
+    def _reply(self, row: _Row, written: Written) -> Reply:
+        ids, stopped = written.ids, written.stopped
         text = self.tokenizer.decode(ids, skip_special=True)
         if self.chat:
             begun = "<think>" if opens_thoughts(self.tokenizer.decode(row.ids[-_PROMPT_END:])) else ""  # by the template
             return Reply(read(begun + text).content, not stopped, len(ids), len(row.ids))
-        cuts = [at for stop in row.prompt.stop if (at := text.find(stop)) >= 0]
-        return Reply(text[: min(cuts)] if cuts else text, not stopped, len(ids), len(row.ids))
+        return Reply(cut_at(text, row.prompt.stop), not stopped, len(ids), len(row.ids))
 
     def _seed(self, row: _Row) -> int:
         key = f"{self.seed}\0{row.prompt.set}\0{row.prompt.id}\0{row.sample}"
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
 
 
+@dataclass
+class Written:
+    """The new tokens of a prompt, and whether it stopped: at a stop token, which is left out, or when its text had a stop, which is not
+    cut off."""
+
+    tokens: list[Token]
+    stopped: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+
+def cut_at(text: str, stops: Sequence[str]) -> str:
+    """The text before the first of `stops`."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+
 def generate_until(
     model: Transformer, tokenizer: ChatTokenizer, prompts: Sequence[list[int]], options: GenerateOptions, stops: Sequence[Sequence[str]],
     seeds: Sequence[int],
-) -> list[tuple[list[int], bool]]:  # fmt: skip
-    """The new tokens of each prompt, and whether it stopped: at a stop token, which is left out, or when its text had one of its `stops`,
-    which is not cut off."""
+) -> list[Written]:  # fmt: skip
+    """Continue each prompt until a stop token, until its text has one of its `stops`, or up to the limit of tokens."""
     from lmworks.inference.generate import stream
 
-    written: list[list[int]] = [[] for _ in prompts]
-    stopped = [False] * len(prompts)
+    written = [Written([]) for _ in prompts]
     # a token is at least a byte, and some write none: the end of the reply that may hold a stop is a few tokens longer than it
     reach = [max((len(stop.encode()) for stop in of_row), default=0) + 8 for of_row in stops]
     steps = stream(model, list(prompts), options, seeds)
@@ -161,15 +177,15 @@ def generate_until(
             if token is None:
                 continue
             if token.id in options.stop_ids:
-                stopped[row] = True
+                written[row].stopped = True
                 continue
-            written[row].append(token.id)
+            written[row].tokens.append(token)
             if stops[row]:
-                end = tokenizer.decode(written[row][-reach[row] :], skip_special=True)
+                end = tokenizer.decode([one.id for one in written[row].tokens[-reach[row] :]], skip_special=True)
                 if any(stop in end for stop in stops[row]):
-                    stopped[row] = True
+                    written[row].stopped = True
                     ended.add(row)
-    return list(zip(written, stopped, strict=True))
+    return written
 
 
 @dataclass(frozen=True)

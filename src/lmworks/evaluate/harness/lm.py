@@ -172,8 +172,8 @@ class HarnessLM(TemplateLM):
                     seeds = [self.seed * 1_000_003 + index for index in batch]
                     rows = [prompts[index] for index in batch]
                     written = generate_until(self.model, self.tokenizer, rows, options, [until] * len(batch), seeds)
-                    for index, (ids, _) in zip(batch, written, strict=True):
-                        text = self.tokenizer.decode(ids, skip_special=True)
+                    for index, one in zip(batch, written, strict=True):
+                        text = self.tokenizer.decode(one.ids, skip_special=True)
                         replies[index] = postprocess_generated_text(text, until, _THOUGHT if self._chat else None)
                         self.cache_hook.add_partial("generate_until", requests[index].args, replies[index])
                     progress.advance(len(batch))
