@@ -21,7 +21,8 @@ from collections import Counter
 FIRST, COMMAND, RECIPE, BEGINNING, LATER, DAMAGE = "FIRST", "COMMAND", "RECIPE", "BEGINNING", "LATER", "DAMAGE"
 
 FOLDERS = {
-    "ablate": COMMAND, "cli": COMMAND, "deploy": COMMAND, "pages": COMMAND, "preflight": COMMAND, "handover": COMMAND, "ladder": COMMAND,
+    "ablate": COMMAND, "api": COMMAND, "cli": COMMAND, "deploy": COMMAND, "pages": COMMAND, "preflight": COMMAND, "handover": COMMAND,
+    "ladder": COMMAND,
     "launch": COMMAND, "quantize": COMMAND, "serve": COMMAND, "corpus.analysis": COMMAND, "evaluate.harness": COMMAND,
     "evaluate.comparison": COMMAND, "evaluate.compared_models": COMMAND, "evaluate.results": COMMAND,
     "shards.import_tokens": COMMAND, "recipe": RECIPE, "checkpoint": DAMAGE, "watch": DAMAGE,
@@ -261,6 +262,7 @@ PLACES = (
         host.devices parse_gpus(2)
         io.run_layout of_model of_stage
         plan.automatic choose_layout(3)
+        run.start require_stage
         plan.budget seconds_for_money fit_time _Fitter.best_size
         plan.laws load_law(3)
         run.checkpoint_commands find(2) require_own_weights rollback(2) prune average

@@ -186,7 +186,7 @@ class Model:
         states: list[Tensor] = []
 
         def keep(layer: nn.Module, given: tuple[Any, ...]) -> None:
-            states.append(given[0][0].clone())  # layers of an inference model add to it in place
+            states.append(given[0][0])
 
         hooks = [layer.register_forward_pre_hook(keep) for layer in self.module.layers]
         try:
