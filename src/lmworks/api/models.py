@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from lmworks.errors import UserError
 from lmworks.evaluate.generation.replies import cut_at, generate_until
 from lmworks.evaluate.logprobs import BatchedLogProbs, Request
-from lmworks.evaluate.opening import open_model
 from lmworks.evaluate.sets.forms import split_at_boundary
 from lmworks.inference.sampling import GenerateOptions
 from lmworks.recipe.hub import locate
 from lmworks.recipe.schema.units import LARGEST
 from lmworks.recipe.weights import find_weights
 from lmworks.tokenizer import load as load_folder
+from lmworks.weights.open import open_model
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
