@@ -47,6 +47,16 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_names_that_contributors_look_up_are_in_their_files() -> None:
+    rows = [line for line in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    named = [one for row in rows for one in re.findall(r"`([\w.]+)`(?: and `([\w.]+)`)? in `([\w/]+\.py)`", row)]
+    assert len(named) > 15
+    for *names, file in named:
+        text = (ROOT / "src" / "lmworks" / file).read_text(encoding="utf-8")
+        for name in filter(None, names):
+            assert re.search(rf"^ *(?:def|class) {name.rpartition('.')[2]}\b", text, re.MULTILINE), f"{name} in {file}"
+
+
 def test_files_that_the_sources_name_exist() -> None:
     """In code quotes, from any folder on; a file of another project is named with that project's."""
     there = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS.split("|") for path in (ROOT / folder).rglob("*.py")]
