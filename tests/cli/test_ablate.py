@@ -326,6 +326,10 @@ def test_a_changed_recipe_is_refused_and_added_arms_are_not(lmworks: Lmworks, ti
     save_arms(resolve(write(tiny, tmp_path, arms=ARMS | {"more": ["model.use_qk_norm=false"]})))
 
 
-def test_the_shipped_ablations_resolve(lmworks: Lmworks) -> None:
-    for path in (Path(__file__).parents[2] / "recipes" / "ablations").glob("*.yaml"):
+def test_the_shipped_ablations_resolve_and_are_listed() -> None:
+    root = Path(__file__).parents[2]
+    table = (root / "docs" / "ablations.md").read_text(encoding="utf-8").split("## Shipped ablations")[1].split("\n## ")[0]
+    shipped = sorted((root / "recipes" / "ablations").glob("*.yaml"))
+    assert sorted(re.findall(r"^\| `([\w-]+)` \|", table, flags=re.M)) == [path.stem for path in shipped]
+    for path in shipped:
         assert resolve(path).runs, path

@@ -171,7 +171,7 @@ def test_deepspeed_gets_data_ranks_only() -> None:
     """Where the model of the automatic layout would be split, state leaves the device instead; other axes are named."""
     cluster = load_cluster("64xh100")
     small = cluster.model_copy(update={"memory_gib": 24.0})
-    phases = "train.phases=[{name: all, tokens: 1B, mixture: {web: 1.0}, sequence_length: 4Ki, global_batch_size: 1Mi}]"
+    phases = "train.phases=[{name: all, tokens: 1B, mixture: {fineweb-edu: 1.0}, sequence_length: 4Ki, global_batch_size: 1Mi}]"
     base = [phases, *DEEPSPEED[:2], "train.micro_batch_size=1", "train.activation_checkpointing=full"]
     without = make_plan(load_recipe("smollm3-3b", base).recipe, "", small).phases[0].placed.layout
     assert without.tp > 1 or without.pp > 1
