@@ -47,6 +47,7 @@ def command_tree() -> Any:
         comparison_commands,
         data_commands,
         deploy_commands,
+        init_command,
         ladder_commands,
         launch_commands,
         recipe_commands,
@@ -55,7 +56,7 @@ def command_tree() -> Any:
     )
 
     for register in (
-        run_commands.register, comparison_commands.register, ablate_commands.register, launch_commands.register, recipe_commands.register,
+        init_command.register, run_commands.register, comparison_commands.register, ablate_commands.register, launch_commands.register, recipe_commands.register,
         advice_commands.register, ladder_commands.register, advice_commands.register_preflight, data_commands.register,
         comparison_commands.register_quantize, serve_commands.register, deploy_commands.register, deploy_commands.register_handover,
     ):  # fmt: skip

@@ -19,7 +19,7 @@ from lmworks.recipe.schema.corpus import Source
 
 LEADS_OUT = "a link that leads out of its source"
 _MOST_ENDINGS, _MOST_SUFFIXES = 5, 8  # that a line names
-_SKIPPED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", "dist-packages", "venv"}
+SKIPPED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", "dist-packages", "venv"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _walk(path: str, wanted: Callable[[str], bool], deepest: int | None = None) 
             continue
         seen.add((status.st_dev, status.st_ino))
         deep = deepest is not None and os.path.normpath(folder).count("/") >= deepest
-        folders[:] = () if deep else sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED_DIRECTORIES)
+        folders[:] = () if deep else sorted(name for name in folders if not name.startswith(".") and name not in SKIPPED_DIRECTORIES)
         for name in (os.path.join(folder, name) for name in names if not name.startswith(".")):
             if wanted(name):
                 file = File(name, 0, LEADS_OUT) if leads_out(name) else local_file(name)

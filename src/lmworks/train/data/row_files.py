@@ -25,7 +25,7 @@ from lmworks.errors import UserError
 _READ = ".jsonl, .json, .ndjson or .parquet, each also .gz, .zst, .bz2 or .xz"
 _LONGEST_ROW = 1 << 26  # bytes of a row of JSON
 _ROWS_AT_ONCE = 256
-_SAVED_DATASETS = ("state.json", "dataset_dict.json")
+SAVED_DATASETS = ("state.json", "dataset_dict.json")
 _REASONS = {"enormous": "too long", "bad_utf8": "bad UTF-8", "broken_json": "broken JSON"}
 _SHOWN = 5
 
@@ -47,7 +47,7 @@ def read_files(where: str, given: str | None, split: str = "train") -> Iterator[
     if not given:
         raise UserError(f"{where}: kind files needs path, a file, a folder or a pattern")
     path = Path(given)
-    if any((path / name).is_file() for name in _SAVED_DATASETS):
+    if any((path / name).is_file() for name in SAVED_DATASETS):
         yield from read_dataset(where, given, split)
         return
     listed = _list_files(where, path)
@@ -78,7 +78,7 @@ def files_of(where: str, path: Path) -> list[Path]:
 def skipped_files(where: str, given: str | None) -> str:
     """The files of a folder or pattern that are not read, in words; empty if all are."""
     path = Path(given or "")
-    if given is None or any((path / name).is_file() for name in _SAVED_DATASETS):
+    if given is None or any((path / name).is_file() for name in SAVED_DATASETS):
         return ""
     found = _list_files(where, path).skipped
     names = ", ".join(file.name for file in found[:_SHOWN]) + (f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else "")

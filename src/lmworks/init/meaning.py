@@ -1,0 +1,344 @@
+"""What the files of a survey are good for: documents, conversations, preferences, answers with labels, or prompts with right answers.
+
+The readers and converters of the stages decide, on a sample: a row means what the stage would make of it. A source of documents gets the
+first domain whose rules keep most of the sample, and the language that most of its documents have.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from lmworks.corpus import read
+from lmworks.corpus.document import Batch, Context, Document, Drop
+from lmworks.corpus.read import parquet
+from lmworks.corpus.read.listing import File, has_extension
+from lmworks.corpus.read.opening import COMPRESSED
+from lmworks.corpus.read.part import damage_errors
+from lmworks.corpus.transform.filter_steps import identifier
+from lmworks.corpus.transform.steps import make_step
+from lmworks.corpus.transform.stop_words import STOP_WORDS
+from lmworks.errors import UserError
+from lmworks.init.survey import ROWS, Files, Survey
+from lmworks.recipe.schema.corpus import Corpus, Source
+from lmworks.recipe.schema.steps import Rules
+from lmworks.text.letters import spaceless_language
+from lmworks.train.data.forms import convert_conversation, convert_prompt, detect
+from lmworks.train.data.preference_forms import convert_preference
+from lmworks.train.data.row_columns import NoRow, described_columns
+from lmworks.train.data.row_files import read_files
+from lmworks.train.rewards import right_answer_of
+from lmworks.verify.marks import statements
+
+Use = Literal["documents", "conversations", "preferences", "labels", "rewards"]
+ROWS_READ, FILES_READ, BYTES_READ = 20, 32, 1 << 19
+"""Rows of a file, files of a folder, and bytes of text of a source that are read."""
+_MOST_LISTED = 32  # files of different meanings in one folder that become sets of their own
+_KEPT = 0.8  # share of the sampled text that the rules of a domain keep where the domain fits
+_TEXT = ("text", "content", "body", "document", "article", "raw_content", "markdown", "html", "abstract", "description")
+_DOMAINS: dict[str, tuple[str, ...]] = {
+    "text": ("prose", "other"), "markdown": ("docs", "prose", "other"), "html": ("web", "prose", "other"), "warc": ("web", "other"),
+    "latex": ("math", "docs", "other"), "notebook": ("docs", "other"), "code": ("code",), "jsonl": ("prose", "other"),
+    "parquet": ("prose", "other"), "huggingface": ("prose", "other"),
+}  # fmt: skip
+_COMPRESSION = 3  # of JSON by gzip and zstd, about
+_LIMIT = int(Corpus.model_fields["max_document_bytes"].default)
+
+
+@dataclass
+class Found:
+    """A source or a set of the recipe: what it is used for, the reader (`kind`), the path, and what is known of it.
+
+    `about` is the text column, the form of the rows, or the reward; `rows` and `text_bytes` are estimates; `lengths` are the bytes of text
+    of sampled documents or rows, `texts` some of them; `why` says how this was decided, `notes` what to know.
+    """
+
+    use: Use
+    kind: str
+    path: str
+    files: int
+    bytes: int
+    about: str = ""
+    rows: int = 0
+    text_bytes: int = 0
+    name: str = ""
+    language: str = "en"
+    domain: str = "other"
+    rules: str | None = None
+    document_format: str | None = None
+    why: str = ""
+    notes: list[str] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    worked: bool = False
+
+    def scale(self, read_bytes: int) -> None:
+        """Estimate rows and text from the sample, which has so many bytes of input; they are exact where everything was read."""
+        factor = self.bytes / max(1, read_bytes)
+        self.rows = max(len(self.lengths), round(len(self.lengths) * factor))
+        self.text_bytes = round(sum(self.lengths) * factor)
+
+
+def understand(survey: Survey) -> list[Found]:
+    """All that can be used. What is not understood is counted in the survey."""
+    found: list[Found] = []
+    for files in survey.files:
+        if files.kind == ROWS:
+            found += _rows(files, survey)
+        elif (one := _documents(files, survey)) is not None:
+            found.append(one)
+    for folder in survey.datasets:
+        found += _rows(Files("huggingface", folder, True, 1, 0, [(folder, 0)]), survey)
+    taken: Counter[str] = Counter()
+    for one in found:
+        plain = re.sub(r"[^a-z0-9]+", "-", os.path.basename(one.path.rstrip("/*")).lower().split(".")[0]).strip("-")[:40] or one.use
+        taken[plain] += 1
+        one.name = plain if taken[plain] == 1 else f"{plain}-{one.kind}" if not taken[f"{plain}-{one.kind}"] else f"{plain}-{taken[plain]}"
+        taken[one.name] += one.name != plain
+    return found
+
+
+def where(files: Files, kind: str, several: bool) -> str:
+    """The path of a source for these files: the folder, or a pattern for the files right in it where others of their kind lie below."""
+    folder = files.folder
+    if files.deep or not several:
+        return folder
+    return os.path.join(glob.escape(folder), "*")
+
+
+def _documents(files: Files, survey: Survey) -> Found | None:
+    several = sum(other.kind == files.kind for other in survey.files) > 1
+    found = Found("documents", files.kind, where(files, files.kind, several), files.count, files.bytes)
+    size = _read(found, [File(path, size) for path, size in files.sample[:FILES_READ]], survey)
+    if not found.lengths:
+        if files.kind == "text" and found.document_format is None and found.notes and "enormous" in found.notes[0]:
+            found.document_format, found.notes = "lines", ["a document per line, since whole files are longer than a document may be"]
+            size = _read(found, [File(path, size) for path, size in files.sample[:FILES_READ]], survey)
+        if not found.lengths:
+            survey.leave_out(f"{files.kind} files without a readable document ({'; '.join(found.notes) or 'empty'})", files.folder, files.count)
+            return None
+    found.scale(size)
+    _judge(found)
+    return found
+
+
+def _read(found: Found, files: list[File], survey: Survey, text_key: str = "text") -> int:
+    """Read a sample with the reader of the corpus; returns the bytes of input read."""
+    source = Source(name="sample", kind=found.kind, path=found.path, text_key=text_key, document_format=found.document_format, license="-")
+    reasons: Counter[str] = Counter()
+    size, given = 0, files if found.document_format is None else files[:1]
+    for file in given:
+        span = None if found.document_format is None else (0, min(file.size, BYTES_READ))
+        before = sum(found.lengths)
+        try:
+            for item in islice(read.read(source, read.Part((file,), file.size, span), _LIMIT), 200):
+                if item.reason is not None:
+                    reasons[item.reason] += 1
+                    continue
+                found.lengths.append(len(item.text.encode()))
+                if sum(map(len, found.texts)) < BYTES_READ:
+                    found.texts.append(item.text)
+        except UserError as error:
+            found.notes.append(str(error))
+            break
+        size += file.size if span is None else span[1]
+        if sum(found.lengths) > 4 * BYTES_READ or (sum(found.lengths) == before and sum(reasons.values()) > 200):
+            break
+    if reasons:
+        found.notes.append("in the sample: " + ", ".join(f"{count} {reason}" for reason, count in reasons.most_common()))
+    return size
+
+
+def _judge(found: Found) -> None:
+    """Choose language and domain by the sample."""
+    if found.kind == "code":
+        found.language, found.domain = "code", "code"
+        return
+    languages = Counter(filter(None, map(language_of, found.texts[:50])))
+    if languages:
+        found.language, most = languages.most_common(1)[0]
+        others = [name for name, count in languages.items() if name != found.language and count > 0.1 * languages.total()]
+        if others:
+            found.notes.append(f"also {', '.join(others)}: the rules of {found.language} may drop it; put each language into a folder of its own")
+    shares = {domain: _kept(found, domain) for domain in _DOMAINS[found.kind]}
+    found.domain = next((domain for domain, share in shares.items() if share >= _KEPT), max(shares, key=shares.__getitem__))
+    found.why = ", ".join(f"the rules of {domain} keep {share:.0%} of the sample" for domain, share in shares.items())
+    if shares[found.domain] < 0.5:
+        found.rules = "none"
+        found.notes.append("no rules, since those of every domain drop most of the sample; docs/rules.md lists them")
+
+
+def _kept(found: Found, domain: str) -> float:
+    """The share of the sampled text that the rules of a domain keep."""
+    source = Source(name="sample", kind="text", path="-", domain=domain, language=found.language, license="-")
+    documents = [Document(f"sample/0/{n}", text, "", "sample", domain, found.language) for n, text in enumerate(found.texts)]
+    outcomes = make_step(Rules(), Context(source, 1, Path()))(Batch(documents))
+    kept = sum(len(one.text) for one, outcome in zip(documents, outcomes, strict=True) if not isinstance(outcome, Drop))
+    return kept / max(1, sum(len(one.text) for one in documents))
+
+
+def language_of(text: str) -> str:
+    """The language of a text, by the model of the step `language` if it is installed, else by the commonest words; empty if not known."""
+    with suppress(UserError):
+        language, score = identifier()(text)
+        return language if score >= 0.5 else ""
+    if (spaceless := spaceless_language(text[:2000])) and sum(not char.isascii() for char in text[:2000]) > 0.3 * len(text[:2000]):
+        return spaceless
+    words = Counter(re.findall(r"\w+", text[:20_000].lower()))
+    shares = {language: sum(words[word] for word in known) / len(known) ** 0.5 for language, known in STOP_WORDS.items()}
+    best = max(shares, key=shares.__getitem__)
+    return best if shares[best] > 0.01 * words.total() else ""
+
+
+@dataclass
+class _Meaning:
+    """What one row is: its use, and a text column, a form or a reward; the bytes of its text. `worked`: its answer is a whole solution."""
+
+    use: Use | None
+    about: str
+    size: int = 0
+    text: str = ""
+    worked: bool = False
+    raw: int = 0  # bytes of the row as JSON
+
+
+def _rows(files: Files, survey: Survey) -> list[Found]:
+    """Sets and sources of files of rows: one for the folder where all sampled files mean the same, else one for each file."""
+    by_meaning: dict[tuple[Use, str], list[tuple[str, int, list[_Meaning]]]] = {}
+    whole = files.count <= _MOST_LISTED
+    for path, size in files.sample[:FILES_READ]:
+        meanings = list(_sampled(path))
+        counts = Counter((one.use, one.about) for one in meanings)
+        (use, about), count = counts.most_common(1)[0] if counts else ((None, "it has no rows"), 0)
+        if use is None:
+            survey.leave_out(f"files of rows that no stage understands ({about})", path)
+        else:
+            by_meaning.setdefault((use, about), []).append((path, size, [one for one in meanings if (one.use, one.about) == (use, about)]))
+            if count < len(meanings):
+                survey.leave_out("rows of another form than most of their file, of those sampled", path, len(meanings) - count)
+    strange = len(files.sample[:FILES_READ]) - sum(map(len, by_meaning.values()))
+    several = sum(other.kind == files.kind for other in survey.files) > 1
+    if not by_meaning:
+        return []
+    if len(by_meaning) == 1 and not (strange and whole):
+        ((use, about), group) = next(iter(by_meaning.items()))
+        return _sets(use, about, group, where(files, ROWS, several) if files.kind == ROWS else files.folder, files)
+    if whole:
+        return [
+            one
+            for (use, about), group in by_meaning.items()
+            for path, size, meanings in group
+            for one in _sets(use, about, [(path, size, meanings)], path, Files(ROWS, path, False, 1, size))
+        ]
+    (use, about), group = max(by_meaning.items(), key=lambda pair: len(pair[1]))
+    found = _sets(use, about, group, where(files, ROWS, several), files)
+    for one in found:
+        one.notes.append(f"{len(files.sample[:FILES_READ]) - len(group)} of {len(files.sample[:FILES_READ])} sampled files are something else; "
+                         "put files of each kind into a folder of their own")
+    return found
+
+
+def _sets(use: Use, about: str, group: list[tuple[str, int, list[_Meaning]]], path: str, files: Files) -> list[Found]:
+    """The sets for files that mean the same; documents have one source for JSON and one for parquet."""
+    endings = {"parquet" if has_extension(name, parquet.SUFFIXES) else "jsonl" for name, _, _ in group}
+    kinds = ["huggingface"] if files.kind == "huggingface" else sorted(endings) if use == "documents" else ["files"]
+    result = []
+    for kind in kinds:
+        mine = [one for one in group if kind in ("files", "huggingface") or has_extension(one[0], parquet.SUFFIXES) == (kind == "parquet")]
+        found = Found(use, kind, path, round(files.count * len(mine) / len(group)), round(files.bytes * len(mine) / len(group)), about)
+        found.lengths = [meaning.size for _, _, meanings in mine for meaning in meanings]
+        found.texts = [meaning.text for _, _, meanings in mine for meaning in meanings if meaning.text]
+        found.worked = any(meaning.worked for _, _, meanings in mine for meaning in meanings)
+        rows = [_count(name, size, [one.raw for one in meanings]) for name, size, meanings in mine]
+        found.rows = round(sum(rows) * found.files / max(1, len(mine)))
+        found.text_bytes = round(found.rows * sum(found.lengths) / max(1, len(found.lengths)))
+        found.why = f"column {about}" if use == "documents" else f"rows of the form {about}" if use == "conversations" else about
+        if use == "documents":
+            _judge(found)
+        result.append(found)
+    return result
+
+
+def _count(path: str, size: int, raw: list[int]) -> float:
+    """The rows of a file: as parquet states, counted in a short file, else by the size of those that were read."""
+    if has_extension(path, parquet.SUFFIXES) and not path.lower().endswith(COMPRESSED):
+        import pyarrow.parquet as pq
+
+        with suppress(*damage_errors()):
+            return float(pq.read_metadata(path).num_rows)
+    if len(raw) < ROWS_READ or os.path.isdir(path):
+        return float(len(raw))
+    if size <= BYTES_READ * 4 and not path.lower().endswith(COMPRESSED):
+        return float(sum(one.fault is None for one in read_files("init", path)))
+    return max(len(raw), (_COMPRESSION if path.lower().endswith(COMPRESSED) else 1) * size * len(raw) / max(1, sum(raw)))
+
+
+def _sampled(path: str) -> Iterator[_Meaning]:
+    try:
+        for row in islice(read_files("init", path), ROWS_READ):
+            found = _Meaning(None, row.fault.partition(":")[0]) if row.fault is not None else meaning(row.value)
+            found.raw = len(json.dumps(row.value, ensure_ascii=False, default=str).encode("utf-8", "replace")) + 1
+            yield found
+    except (UserError, OSError) as error:
+        yield _Meaning(None, str(error).partition(":")[0])
+
+
+def meaning(row: Any) -> _Meaning:
+    """What a row is. Preferences first, since these have columns of conversations too; a right answer before the conversation it ends."""
+    for labeled in (False, True):
+        with suppress(NoRow):
+            pair = convert_preference(row, "init:1", labeled)
+            use: Use = "preferences" if pair.label is None else "labels"
+            about = "pairs of a chosen and a rejected answer" if use == "preferences" else "answers with a label, good or bad"
+            return _Meaning(use, about, _size(pair.conversation(max(pair.answers, key=_size))))
+    with suppress(NoRow):
+        prompt = convert_prompt(row, "init:1")
+        if (reward := _reward(prompt.row, row)) is not None:
+            written = str(prompt.row.get("answer", prompt.row.get("solution", "")))
+            return _Meaning("rewards", reward, _size(prompt.messages), worked=next(statements(written), None) is not None and len(written) > 80)
+    if isinstance(row, Mapping) and detect(row) not in (None, "text"):
+        try:
+            found = convert_conversation(row)
+            said = _size(found.messages) if found.messages else sum(len(text) for text, _ in found.segments)
+            return _Meaning("conversations", found.form, said)
+        except NoRow as reason:
+            return _Meaning(None, str(reason).partition(":")[0])
+    if isinstance(row, Mapping) and (column := _text_column(row)) is not None:
+        return _Meaning("documents", column, len(row[column].encode("utf-8", "replace")), row[column])
+    return _Meaning(None, described_columns(row)[:200] if isinstance(row, Mapping) else f"not objects but {type(row).__name__}")
+
+
+def _reward(found: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
+    """The reward for a row with a right answer; None for an answer that is to be imitated."""
+    if isinstance(row.get("tests"), str | list):
+        return "unit_tests"
+    if right_answer_of(found, "numeric") is not None:
+        return "numeric"
+    if any("\\boxed" in str(found.get(name, "")) for name in ("answer", "solution")):
+        return "math"
+    stated = {"ground_truth", "final_answer", "reference_answer", "reward_model"} & row.keys()
+    return "exact" if stated and right_answer_of(found, "exact") is not None else None
+
+
+def _text_column(row: Mapping[str, Any]) -> str | None:
+    """The column with the text of a document: a usual name, or the longest text where it is most of the row and a paragraph at least."""
+    texts = {name: value for name, value in row.items() if isinstance(name, str) and isinstance(value, str) and value.strip()}
+    if usual := next((name for name in _TEXT if name in texts), None):
+        return usual
+    longest = max(texts, key=lambda name: len(texts[name]), default=None)
+    enough = longest is not None and len(texts[longest]) >= max(200, 0.5 * sum(map(len, texts.values())))
+    return longest if enough and longest is not None and not set("{}.") & set(longest) else None
+
+
+def _size(messages: Iterable[Mapping[str, Any]]) -> int:
+    """Bytes of the text of messages, calls and thoughts included."""
+    return sum(len(json.dumps(dict(one), ensure_ascii=False, default=str).encode("utf-8", "replace")) - 30 for one in messages)
