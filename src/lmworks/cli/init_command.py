@@ -65,7 +65,7 @@ def init(
         out.print(f"  model: {one_line(model)}", markup=False, soft_wrap=True)
     listed = seen.unused.most_common()
     for reason, count in listed[:_SHOWN]:
-        out.print(f"  not used: {count:,} {one_line(reason)}, first {one_line(seen.named[reason])}", style="yellow", soft_wrap=True)
+        out.print(f"  not used: {one_line(reason)}: {count:,}, first {one_line(seen.named[reason])}", style="yellow", soft_wrap=True)
     if rest := sum(count for _, count in listed[_SHOWN:]):
         out.print(f"  not used: {rest:,} others of {len(listed) - _SHOWN:,} kinds; --json lists them", style="yellow")
     for note in made.notes:

@@ -26,6 +26,7 @@ BYTES_PER_TOKEN = 4.0  # of English, by the vocabulary of a published model
 _EPOCHS = 2  # of conversations
 TRAINING = 0.7  # share of the time; reading, evaluation and export take the rest
 _WEIGHTS = {"pretrain": 2, "tune": 1, "dpo": 1, "grpo": 1}
+_TOKEN_SECONDS = 0.025  # of one token of all answers, which even a model of 0.3M parameters takes on a CPU in fp64
 _DECODING = 4  # a token that is drawn costs as much as so many forward passes of a token that is read: it reads all weights again
 
 
@@ -122,7 +123,9 @@ def grpo_budget(budgets: Budgets, rows: list[Found]) -> tuple[dict[str, str], st
     length = min(budgets.length(rows, answer), budgets.context)
     prompts = max(1, power_of_two(min(total / 4, 16 if budgets.cluster.on_cpu is False else 4), 16))
     each = prompts * 8 * answer * ((FROZEN if budgets.lora else TRAINED) + 2 * _DECODING) * max(1, budgets.base)
-    steps = int(min(200, max(5, budgets.share("grpo") / each)))
+    share = budgets.share("grpo")
+    seconds = TRAINING * budgets.seconds * share / max(1.0, budgets.flops)
+    steps = int(min(100, max(5, min(share / each, seconds / (answer * _TOKEN_SECONDS)))))
     keys = {
         "group_size": "8", "prompts_per_step": str(prompts), "steps": str(steps), "max_new_tokens": str(answer),
         "sequence_length": f"{length} tokens", "held_out": str(min(64, total // 4)),

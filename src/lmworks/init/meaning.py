@@ -225,11 +225,10 @@ def _rows(files: Files, survey: Survey) -> list[Found]:
             by_meaning.setdefault((use, about), []).append((path, size, [one for one in meanings if (one.use, one.about) == (use, about)]))
             if count < len(meanings):
                 survey.leave_out("rows of another form than most of their file, of those sampled", path, len(meanings) - count)
-    strange = len(files.sample[:FILES_READ]) - sum(map(len, by_meaning.values()))
     several = sum(other.kind == files.kind for other in survey.files) > 1
     if not by_meaning:
         return []
-    if len(by_meaning) == 1 and not (strange and whole):
+    if len(by_meaning) == 1:  # files that are not understood are left out and counted by the stage, too
         ((use, about), group) = next(iter(by_meaning.items()))
         return _sets(use, about, group, where(files, ROWS, several) if files.kind == ROWS else files.folder, files)
     if whole:

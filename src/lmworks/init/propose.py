@@ -29,6 +29,7 @@ from lmworks.ui.amounts import amount, days
 
 _SHORT, _LONG = 1800.0, 12 * 3600.0  # seconds on a CPU, to see that all works; on GPUs, a night
 _DEFAULT_PARAMETERS = 134_515_008  # of the base model of the recipe `assistant`, SmolLM2-135M
+_LEAST_SHARE = 0.005  # of the text; sources below it would be read far more often than others, or hardly at all
 _USES = {"conversations": "tune", "preferences": "dpo", "labels": "dpo", "rewards": "grpo"}
 
 
@@ -59,6 +60,10 @@ def propose(folder: str, start_from: str | None, time: float | None, cluster: st
     budgets = Budgets(time or (_SHORT if where.on_cpu else _LONG), where)
     later = sorted({_USES[one.use] for one in found if one.use in _USES}, key=["tune", "dpo", "grpo"].index)
     documents = [one for one in found if one.use == "documents"]
+    for one in [one for one in documents if one.text_bytes < _LEAST_SHARE * sum(other.text_bytes for other in documents)]:
+        documents.remove(one)
+        found.remove(one)
+        seen.leave_out(f"{one.kind} files, which are less than {_LEAST_SHARE:.1%} of the text", one.path, one.files)
     if worked := [one for one in found if one.use == "rewards" and one.worked]:
         notes.append(f"{worked[0].path} has whole solutions, which may also be imitated: add it to tune.data")
     if sum(one.use == "labels" for one in found) and sum(one.use == "preferences" for one in found):
@@ -66,11 +71,11 @@ def propose(folder: str, start_from: str | None, time: float | None, cluster: st
     texts = [text for one in documents for text in one.texts]
     budgets.bytes_per_token = sizing.measure_bytes_per_token(texts, budgets.vocab_size, _encoder(weights))
     budgets.text_tokens = round(sum(one.text_bytes for one in documents) / budgets.bytes_per_token)
-    least = SMALLEST * TOKENS_PER_PARAMETER // sizing.READINGS
+    least = SMALLEST * TOKENS_PER_PARAMETER // sizing.READINGS if start is None else sizing.FEWEST * 512
     pretrains = bool(documents) and (not later or budgets.text_tokens >= least)
     if documents and not pretrains:
         notes.append(f"{len(documents)} {'source' if len(documents) == 1 else 'sources'} of documents left out: about {amount(budgets.text_tokens)} tokens of text, and "
-                     f"{amount(least)} are the least for a model from random weights")  # fmt: skip
+                     f"{amount(least)} are the least that teach {'a model from random weights' if start is None else 'the base model'} anything")  # fmt: skip
     if start is None and not pretrains:
         start = str(parse_file(find("assistant", "")).tree["start_from"])
         start_note = ("No base model was found, so this one of the package index is tuned: SmolLM2-135M-Instruct (Apache-2.0). To tune "
@@ -134,19 +139,20 @@ def _choose_size(budgets: Budgets, render: Callable[[], str]) -> None:
     text."""
     text, most = budgets.text_tokens, sizing.READINGS * budgets.text_tokens
     budgets.vocab_size = sizing.vocabulary(budgets)
-    budgets.size, budgets.tokens, budgets.base = amount(SMALLEST), max(most, 1), SMALLEST
+    budgets.size, budgets.tokens, budgets.base = amount(SMALLEST), TOKENS_PER_PARAMETER * SMALLEST, SMALLEST
     fitted, plan, chosen = fit_time(check(render()), budgets.cluster, sizing.TRAINING * budgets.seconds, choose_size=True)
     size, budgets.tokens = parse_size(str(fitted.recipe.size)), plan.tokens
     budgets.size_why = f"Parameters, {chosen.why}: {days(budgets.seconds)} on {budgets.cluster.name} ({budgets.cluster.device})."
     if plan.tokens > most:
         size = max(SMALLEST, int(float(f"{most / TOKENS_PER_PARAMETER:.2g}")))
-        budgets.tokens = max(most, 1)
+        budgets.tokens = most
         budgets.size_why = (
             f"Parameters, as few as {sizing.READINGS} readings of about {amount(text)} tokens are compute-optimal for "
             f"({TOKENS_PER_PARAMETER} per parameter, arXiv:2203.15556); the time would pay for {amount(plan.tokens)} tokens: more text "
             "allows a larger model."
         )
-    budgets.size = amount(size)
+    budgets.size, wanted = amount(size), budgets.tokens
+    budgets.tokens = TOKENS_PER_PARAMETER * size
     recipe = check(render()).recipe
     budgets.base = count_active_parameters(recipe.model)
     needed = 2 * sizing.FEWEST * int(recipe.train.phases[0].global_batch_size)  # twice: some text is held out, some dropped
@@ -157,7 +163,7 @@ def _choose_size(budgets: Budgets, render: Callable[[], str]) -> None:
                 f"about {amount(text)} tokens of text are too few to train on; {amount(needed / longest)} are the least: add text, or tune a "
                 "base model on conversations"
             )
-    budgets.tokens = max(budgets.tokens, needed)
+    budgets.tokens = max(wanted, needed)
 
 
 def _name(folder: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import tempfile
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -23,11 +23,15 @@ from lmworks.ui.amounts import size as size_text
 
 _LORA = "lora: {rank: 16, alpha: 32, targets: [all-linear]}"
 LICENSE = "not stated"
+_PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
+_WORDS = {"null", "true", "false", "yes", "no", "on", "off"}
 
 
-def scalar(value: Any) -> str:
-    """A value as YAML on one line, in quotes where it needs them."""
-    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=1 << 20).removesuffix("\n").removesuffix("\n...")
+def scalar(text: str) -> str:
+    """A text as YAML on one line, inside a map in braces too: in quotes unless it is a plain word or path."""
+    if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
+        return text
+    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1 << 30).removesuffix("\n")
 
 
 def one_line(text: str) -> str:
@@ -102,7 +106,7 @@ def _corpus(sources: Sequence[Found], budgets: Budgets, continued: bool) -> list
     for one in sorted(sources, key=lambda one: one.kind == "code"):  # which reads .md and .tex too: of two copies the first is kept
         lines += _comment(_about(one), "    ")
         path = one.path if not one.path.startswith("~") else f"./{one.path}"
-        lines += [f"    - name: {one.name}", f"      kind: {one.kind}", f"      path: {scalar(path)}"]
+        lines += [f"    - name: {scalar(one.name)}", f"      kind: {one.kind}", f"      path: {scalar(path)}"]
         if one.about and one.about != "text":
             lines += [f"      text_key: {scalar(one.about)}"]
             lines += [f"      markup: {{{scalar(one.about)}: html}}"] if one.about == "html" else []
@@ -120,7 +124,7 @@ def _pretraining(sources: Sequence[Found], budgets: Budgets, continued: bool) ->
     total = sum(one.text_bytes for one in sources)
     weights = [max(0.001, round(one.text_bytes / max(1, total), 3)) for one in sources]
     weights[weights.index(max(weights))] += round(1 - sum(weights), 3)
-    mixture = ", ".join(f"{one.name}: {weight:.3g}" for one, weight in zip(sources, weights, strict=True))
+    mixture = ", ".join(f"{scalar(one.name)}: {weight:.3g}" for one, weight in zip(sources, weights, strict=True))
     if continued:
         tokens, length, batch = continue_budget(budgets)
         return [
@@ -145,7 +149,7 @@ def _sets(rows: Sequence[Found], extra: Iterable[str] = ()) -> list[str]:
     for one in rows:
         path = one.path if not one.path.startswith("~") else f"./{one.path}"
         lines += _comment(_about(one), "    ")
-        lines += [f"    - {{{', '.join((f'name: {one.name}', 'kind: files', f'path: {scalar(path)}', *extra))}}}"]
+        lines += [f"    - {{{', '.join((f'name: {scalar(one.name)}', 'kind: files', f'path: {scalar(path)}', *extra))}}}"]
     return lines
 
 

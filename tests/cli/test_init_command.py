@@ -1,0 +1,266 @@
+"""`lmworks init`: what it sees in folders, and recipes that `show`, `plan` and `run` accept."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from base_models import write_model, write_tokenizer
+from command import Lmworks
+
+from lmworks.init.survey import SAMPLE, survey
+
+WORDS = "the of and to in that have with pump valve key water pressure open close clean before after each day week of the and to".split()
+ON = ("--cluster", "2-cores")  # nothing is measured
+HOSTILE = ["-rf", "a\nb", "yaml: {x}", "#hash", "*glob*", "[br]", "http:", "~root", "%s", "tab\t", "\"quote'", "é", "日本", "\x1b[31mred", "null",
+           "0x10", "- item", "!tag", "&anchor", "x\\y", "\x85nel", "  lead", "12"]  # fmt: skip
+REAL = [folder / "shared" / "real" for folder in Path(__file__).resolve().parents[2:] if (folder / "shared" / "real").is_dir()]
+
+
+def prose(seed: int, words: int = 300) -> str:
+    draw = random.Random(seed)
+    return " ".join(draw.choice(WORDS) + ("." if draw.random() < 0.1 else "") for _ in range(words)) + "."
+
+
+def rows(path: Path, make: Callable[[int], object], count: int = 30) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(make(n)) + "\n" for n in range(count)))
+
+
+CHAT = {
+    "messages": lambda n: {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": prose(n, 20)}]},
+    "sharegpt": lambda n: {"conversations": [{"from": "human", "value": f"Say {n}"}, {"from": "gpt", "value": prose(n, 20)}]},
+    "alpaca": lambda n: {"instruction": f"Describe day {n}", "input": "", "output": prose(n, 20)},
+    "completion": lambda n: {"prompt": f"Day {n}?", "completion": prose(n, 20)},
+}
+PAIR = lambda n: {"prompt": f"What about {n}?", "chosen": prose(n, 10), "rejected": prose(-n - 1, 10)}  # noqa: E731
+LABEL = lambda n: {"prompt": f"What about {n}?", "completion": prose(n, 10), "label": n % 2 == 0}  # noqa: E731
+SUM = lambda n: {"question": f"What is {n} + 1?", "answer": str(n + 1)}  # noqa: E731
+
+
+def init(lmworks: Lmworks, *arguments: object) -> tuple[dict[str, object], str]:
+    """The recipe that init writes, and what it prints."""
+    done = lmworks("init", *arguments, "-o", "out.yaml", *ON)
+    assert done.code == 0, done.err
+    return yaml.safe_load(Path("out.yaml").read_text()), done.out
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def written_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    write_tokenizer(folder, "qwen")
+    write_model(folder, 400, max_position_embeddings=512)
+    return folder
+
+
+@pytest.fixture
+def model(written_model: Path, tmp_path: Path) -> Path:
+    """A Hugging Face folder of a tiny model."""
+    return shutil.copytree(written_model, tmp_path / "files" / "base")
+
+
+def test_a_folder_with_everything_becomes_a_recipe_of_all_stages(lmworks: Lmworks, tmp_path: Path) -> None:
+    for n in range(120):
+        (tmp_path / "files" / "books").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "files" / "books" / f"{n}.txt").write_text(prose(n, 5000))
+    rows(tmp_path / "files" / "web" / "a.jsonl", lambda n: {"url": "https://x", "content": prose(1000 + n, 900)}, 100)
+    (tmp_path / "files" / "web" / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "files" / "web" / "a.jsonl").read_bytes()))
+    for form, make in CHAT.items():
+        rows(tmp_path / "files" / "talk" / f"{form}.jsonl", make)
+    rows(tmp_path / "files" / "pairs.json", PAIR)
+    rows(tmp_path / "files" / "sums.ndjson", SUM)
+    rows(tmp_path / "files" / "strange.jsonl", lambda n: {"x": n, "y": [n]})
+    (tmp_path / "files" / "table.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "files" / ".env").write_text("TOKEN=hunter2")
+    recipe, said = init(lmworks, "files")
+    sources = {one["name"]: one for one in recipe["corpus"]["sources"]}  # type: ignore[index]
+    assert sources["books"] | {"license": ""} == {
+        "name": "books", "kind": "text", "path": "files/books", "domain": sources["books"]["domain"], "language": "en", "license": "",
+    }  # fmt: skip
+    assert sources["web"]["text_key"] == "content" and sources["web"]["kind"] == "jsonl" and sources["web"]["path"] == "files/web"
+    assert {one["path"].rpartition("/")[2] for one in recipe["tune"]["data"]} == {f"{form}.jsonl" for form in CHAT}  # type: ignore[index]
+    assert recipe["dpo"]["data"][0]["path"] == "files/pairs.json"  # type: ignore[index]
+    assert recipe["grpo"]["data"][0] | {"name": ""} == {"name": "", "kind": "files", "path": "files/sums.ndjson", "reward": "numeric"}  # type: ignore[index]
+    assert "its columns are x, y" in said and "csv" in said and "strange.jsonl" in said and "hidden" in said
+    assert "hunter2" not in said + Path("out.yaml").read_text()
+    assert lmworks("show", "out.yaml").code == 0
+    planned = lmworks("plan", "out.yaml")
+    assert planned.code == 0, planned.err
+    assert "exists, and init replaces nothing" in lmworks("init", "files", "-o", "out.yaml", *ON).error
+
+
+def test_a_model_in_the_folder_is_trained_further(lmworks: Lmworks, model: Path, tmp_path: Path) -> None:
+    for n in range(30):
+        (tmp_path / "files" / f"{n}.md").write_text(f"# Day {n}\n\n{prose(n, 2000)}")
+    rows(tmp_path / "files" / "chat.jsonl", CHAT["messages"])
+    recipe, said = init(lmworks, "files")
+    assert recipe["start_from"] == "files/base" and "model: files/base" in said
+    assert [one["path"] for one in recipe["corpus"]["sources"]] == ["files"]  # type: ignore[index]
+    assert recipe["train"]["phases"][0]["mixture"] == {"files": 1} and recipe["tune"]["epochs"] == 2  # type: ignore[index]
+    planned = lmworks("plan", "out.yaml")
+    assert planned.code == 0, planned.err
+    assert "--start-from" not in said and "config.json" not in said  # the files of the model are nobody's rows
+    assert "nowhere is no Hugging Face folder" in lmworks("init", "files", "--start-from", "nowhere", *ON).error
+
+
+@pytest.mark.parametrize(("name", "make", "section"), [("kto", LABEL, "dpo"), ("sums", SUM, "grpo"), ("pairs", PAIR, "dpo")])
+def test_a_folder_of_one_kind(lmworks: Lmworks, model: Path, name: str, make: Callable[[int], object], section: str) -> None:
+    rows(Path("files") / f"{name}.jsonl", make)
+    recipe, _ = init(lmworks, "files")
+    assert {"start_from", section} <= recipe.keys() and not {"tune", "dpo", "grpo"} - {section} & recipe.keys()
+    assert (name != "kto") == ("loss" not in recipe[section])  # type: ignore[operator]
+    planned = lmworks("plan", "out.yaml")
+    assert planned.code == 0, planned.err
+
+
+def test_hostile_names_and_files(lmworks: Lmworks, model: Path, tmp_path: Path) -> None:
+    root = tmp_path / "files"
+    for n, name in enumerate(HOSTILE):
+        (root / name).mkdir()
+        (root / name / f"{name}.txt").write_text(prose(n, 2000))
+        rows(root / name / f"{name}.jsonl", CHAT["messages"] if n % 2 else PAIR, 4)
+    (root / "loop").symlink_to(root)
+    (root / "-rf" / "up").symlink_to("..")
+    (root / "etc").symlink_to("/etc")
+    (root / "p.txt").symlink_to("/etc/passwd")
+    (root / "broken.txt").symlink_to("nowhere")
+    os.mkfifo(root / "fifo.txt")
+    listener = socket.socket(socket.AF_UNIX)
+    monkey = os.getcwd()
+    os.chdir(root)  # the path of a socket is short
+    listener.bind("sock.txt")
+    os.chdir(monkey)
+    for name in (b"bad\xff.txt", b"dir\xff"):
+        path = os.path.join(os.fsencode(root), name)
+        (os.mkdir if b"dir" in name else lambda path: open(path, "w").write(prose(1)))(path)
+    (root / "bin.txt").write_bytes(random.Random(0).randbytes(5000))
+    (root / "empty.txt").touch()
+    for name, text in (("b.jsonl", "{{{"), ("b.parquet", "PAR1"), ("b.jsonl.gz", "none"), ("deep.json", "[" * 100_000), ("y.gguf", "GGUF")):
+        (root / name).write_text(text)
+    (root / "https-user-hunter2.csv").write_text("a")
+    recipe, said = init(lmworks, "files")
+    listener.close()
+    assert len(said.splitlines()) < 60 and "\x1b[31m" not in said
+    for expected in ("pipes, sockets and devices: 3", "links that lead out of the folder: 2", "not UTF-8", "broken JSON", "damaged file"):
+        assert expected in said, said
+    paths = [one["path"] for key in ("tune", "dpo") for one in recipe[key]["data"]]  # type: ignore[index]
+    assert sorted(paths) == sorted(f"files/{name}" for name in HOSTILE)
+    assert lmworks("show", "out.yaml").code == 0
+    planned = lmworks("plan", "out.yaml", "--set", "layout.tp=1")
+    assert planned.code == 0, planned.err
+
+
+def test_names_of_folders_that_look_like_options_or_homes(lmworks: Lmworks, model: Path) -> None:
+    for name in ("-rf", "~root", "a b"):
+        rows(Path(name) / "x.jsonl", CHAT["alpaca"])
+        done = lmworks("init", "--start-from", "files/base", *ON, "--", name)
+        assert done.code == 0, done.err
+        written = done.out.rsplit("wrote ", 1)[1].partition(";")[0]
+        path = yaml.safe_load(Path(written).read_text())["tune"]["data"][0]["path"]
+        assert os.path.isdir(os.path.expanduser(path)), path
+        assert lmworks("show", f"./{written}").code == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_a_folder_holds_show_accepts_the_recipe(lmworks: Lmworks, model: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    makers = [*CHAT.values(), PAIR, LABEL, SUM, lambda n: {"text": prose(n, 200)}, lambda n: {"body": prose(n, 200)}, lambda n: {"z": n}, lambda n: n]
+    for _ in range(draw.randrange(1, 40)):
+        folder = Path("files").joinpath(*(draw.choice(HOSTILE) for _ in range(draw.randrange(3))))
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / (draw.choice(HOSTILE) + draw.choice([".txt", ".md", ".jsonl", ".json", ".py", ".bin", ".x"]))
+        if path.suffix.startswith(".json"):
+            rows(path, draw.choice(makers), draw.choice([0, 1, 5, 30]))
+        else:
+            path.write_text(prose(draw.randrange(100), draw.choice([0, 3, 300, 3000])))
+    done = lmworks("init", "files", "-o", "out.yaml", *ON)
+    if done.code == 2:
+        assert any(word in done.error for word in ("nothing to train on", "too few")), done.error
+        assert not Path("out.yaml").exists()
+        return
+    assert done.code == 0, done.err
+    assert lmworks("show", "out.yaml").code == 0
+
+
+def test_too_little_nothing_and_no_folder(lmworks: Lmworks) -> None:
+    Path("files").mkdir()
+    assert "holds nothing to train on (it has no files)" in lmworks("init", "files", *ON).error
+    Path("files/a.txt").write_text(prose(1))
+    assert "are too few to train on" in lmworks("init", "files", *ON).error
+    assert "is a file; init looks at a folder" in lmworks("init", "files/a.txt", *ON).error
+    assert "s3://bucket/***" not in (said := lmworks("init", "s3://user:hunter2@host/x", *ON).error) and "hunter2" not in said and "a URL" in said
+    assert "--time" in lmworks("init", "files", "--time", "soon", *ON).error
+    assert not list(Path().glob("*.yaml"))
+
+
+def test_nothing_is_overwritten_when_two_write_at_once(tmp_path: Path) -> None:
+    program = "import sys; from pathlib import Path; from lmworks.init.write import write_new; write_new(Path('out.yaml'), sys.argv[1] * 100_000)"
+    both = [subprocess.Popen([sys.executable, "-c", program, letter], stderr=subprocess.PIPE) for letter in "ab"]
+    assert sorted(one.wait() for one in both) == [0, 1]
+    assert len(set(Path("out.yaml").read_text())) == 1 and len(Path("out.yaml").read_text()) == 100_000
+    assert [path.name for path in tmp_path.iterdir()] == ["out.yaml"]
+
+
+def test_time_and_memory_of_a_large_tree(tmp_path: Path) -> None:
+    for folder in range(40):
+        (tmp_path / "many" / str(folder)).mkdir(parents=True)
+        for file in range(500):
+            os.mknod(tmp_path / "many" / str(folder) / f"{file}.txt")
+    (tmp_path / "many" / "7" / "0.txt").write_text("not empty")
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    found = survey(str(tmp_path / "many"))
+    spent = time.process_time() - begin
+    assert found.count == 20_000 and found.unused["empty files"] == 19_999
+    assert spent < 20_000 * 10e-6 * 10, spent  # ten seconds for a million, times what a busy machine takes
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # kB
+    assert all(len(one.sample) <= SAMPLE for one in found.files)
+
+
+@pytest.mark.skipif(not REAL, reason="needs the real rows beside the checkout")
+def test_real_rows(lmworks: Lmworks, model: Path) -> None:
+    done = lmworks("init", REAL[0], "-o", "out.yaml", "--start-from", model, "--json", *ON)
+    used = {os.path.basename(one["path"]): (one["use"], one["rows"]) for one in json.loads(done.out)["used"]}
+    assert used == {
+        "alpaca_en_demo.json": ("conversations", 999), "glaive_toolcall_en_demo.json": ("conversations", 300),
+        "reason_tool_use_demo_50.jsonl": ("conversations", 50), "dpo_en_demo.json": ("preferences", 300),
+        "kto_en_demo.json": ("labels", 300), REAL[0].name: ("documents", 1),
+    }  # fmt: skip
+    assert lmworks("show", "out.yaml").code == 0
+
+
+@pytest.mark.slow
+def test_recipes_run_to_the_end(lmworks: Lmworks, model: Path, tmp_path: Path) -> None:
+    rows(tmp_path / "files" / "chat" / "a.jsonl", CHAT["messages"], 60)
+    rows(tmp_path / "files" / "pairs" / "a.jsonl", PAIR, 60)
+    rows(tmp_path / "files" / "sums" / "a.jsonl", SUM, 20)
+    for n in range(60):
+        (tmp_path / "files" / f"{n}.md").write_text(f"# Day {n}\n\n{prose(n, 2000)}")
+    init(lmworks, "files")
+    done = lmworks("run", "out.yaml", "--set", "grpo.steps=1")
+    assert done.code == 0, done.err
+    assert lmworks("init", "files", "--time", "1min", "--start-from", "files/base").code == 0  # on this machine
+    for path in (tmp_path / "files" / "base").iterdir():
+        path.unlink()
+    (tmp_path / "scratch").mkdir()
+    for n in range(60):
+        (tmp_path / "scratch" / f"{n}.txt").write_text(prose(n, 3000))
+    assert lmworks("init", "scratch", "--time", "1min").code == 0
+    done = lmworks("run", "scratch.yaml")
+    assert done.code == 0, done.err
