@@ -17,15 +17,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from base_models import write_model, write_tokenizer
 from command import Lmworks
 
+from base_models import write_model, write_tokenizer
 from lmworks.init.survey import SAMPLE, survey
 
-WORDS = "the of and to in that have with pump valve key water pressure open close clean before after each day week of the and to".split()
+WORDS = ["the", "of", "and", "to", "in", "that", "have", "with", "pump", "valve", "key", "water", "pressure", "open", "clean", "day"]
 ON = ("--cluster", "2-cores")  # nothing is measured
-HOSTILE = ["-rf", "a\nb", "yaml: {x}", "#hash", "*glob*", "[br]", "http:", "~root", "%s", "tab\t", "\"quote'", "é", "日本", "\x1b[31mred", "null",
-           "0x10", "- item", "!tag", "&anchor", "x\\y", "\x85nel", "  lead", "12"]  # fmt: skip
+HOSTILE = ["-rf", "a\nb", "yaml: {x}", "#hash", "*glob*", "[br]", "http:", "~root", "%s", "tab\t", "\"quote'", "é", "日本", "\x1b[31mred",
+           "null", "0x10", "- item", "!tag", "&anchor", "x\\y", "\x85nel", "  lead", "12"]  # fmt: skip
 REAL = [folder / "shared" / "real" for folder in Path(__file__).resolve().parents[2:] if (folder / "shared" / "real").is_dir()]
 
 
@@ -36,7 +36,7 @@ def prose(seed: int, words: int = 300) -> str:
 
 def rows(path: Path, make: Callable[[int], object], count: int = 30) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(make(n)) + "\n" for n in range(count)))
+    path.write_text("".join(json.dumps(make(n)) + "\n" for n in range(count)), encoding="utf-8")
 
 
 CHAT = {
@@ -54,7 +54,7 @@ def init(lmworks: Lmworks, *arguments: object) -> tuple[dict[str, object], str]:
     """The recipe that init writes, and what it prints."""
     done = lmworks("init", *arguments, "-o", "out.yaml", *ON)
     assert done.code == 0, done.err
-    return yaml.safe_load(Path("out.yaml").read_text()), done.out
+    return yaml.safe_load(Path("out.yaml").read_text(encoding="utf-8")), done.out
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def model(written_model: Path, tmp_path: Path) -> Path:
 def test_a_folder_with_everything_becomes_a_recipe_of_all_stages(lmworks: Lmworks, tmp_path: Path) -> None:
     for n in range(120):
         (tmp_path / "files" / "books").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "files" / "books" / f"{n}.txt").write_text(prose(n, 5000))
+        (tmp_path / "files" / "books" / f"{n}.txt").write_text(prose(n, 5000), encoding="utf-8")
     rows(tmp_path / "files" / "web" / "a.jsonl", lambda n: {"url": "https://x", "content": prose(1000 + n, 900)}, 100)
     (tmp_path / "files" / "web" / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "files" / "web" / "a.jsonl").read_bytes()))
     for form, make in CHAT.items():
@@ -87,8 +87,8 @@ def test_a_folder_with_everything_becomes_a_recipe_of_all_stages(lmworks: Lmwork
     rows(tmp_path / "files" / "pairs.json", PAIR)
     rows(tmp_path / "files" / "sums.ndjson", SUM)
     rows(tmp_path / "files" / "strange.jsonl", lambda n: {"x": n, "y": [n]})
-    (tmp_path / "files" / "table.csv").write_text("a,b\n1,2\n")
-    (tmp_path / "files" / ".env").write_text("TOKEN=hunter2")
+    (tmp_path / "files" / "table.csv").write_text("a,b\n1,2\n", encoding="utf-8")
+    (tmp_path / "files" / ".env").write_text("TOKEN=hunter2", encoding="utf-8")
     recipe, said = init(lmworks, "files")
     sources = {one["name"]: one for one in recipe["corpus"]["sources"]}  # type: ignore[index]
     assert sources["books"] | {"license": ""} == {
@@ -99,7 +99,7 @@ def test_a_folder_with_everything_becomes_a_recipe_of_all_stages(lmworks: Lmwork
     assert recipe["dpo"]["data"][0]["path"] == "files/pairs.json"  # type: ignore[index]
     assert recipe["grpo"]["data"][0] | {"name": ""} == {"name": "", "kind": "files", "path": "files/sums.ndjson", "reward": "numeric"}  # type: ignore[index]
     assert "its columns are x, y" in said and "csv" in said and "strange.jsonl" in said and "hidden" in said
-    assert "hunter2" not in said + Path("out.yaml").read_text()
+    assert "hunter2" not in said + Path("out.yaml").read_text(encoding="utf-8")
     assert lmworks("show", "out.yaml").code == 0
     planned = lmworks("plan", "out.yaml")
     assert planned.code == 0, planned.err
@@ -108,7 +108,7 @@ def test_a_folder_with_everything_becomes_a_recipe_of_all_stages(lmworks: Lmwork
 
 def test_a_model_in_the_folder_is_trained_further(lmworks: Lmworks, model: Path, tmp_path: Path) -> None:
     for n in range(30):
-        (tmp_path / "files" / f"{n}.md").write_text(f"# Day {n}\n\n{prose(n, 2000)}")
+        (tmp_path / "files" / f"{n}.md").write_text(f"# Day {n}\n\n{prose(n, 2000)}", encoding="utf-8")
     rows(tmp_path / "files" / "chat.jsonl", CHAT["messages"])
     recipe, said = init(lmworks, "files")
     assert recipe["start_from"] == "files/base" and "model: files/base" in said
@@ -134,7 +134,7 @@ def test_hostile_names_and_files(lmworks: Lmworks, model: Path, tmp_path: Path) 
     root = tmp_path / "files"
     for n, name in enumerate(HOSTILE):
         (root / name).mkdir()
-        (root / name / f"{name}.txt").write_text(prose(n, 2000))
+        (root / name / f"{name}.txt").write_text(prose(n, 2000), encoding="utf-8")
         rows(root / name / f"{name}.jsonl", CHAT["messages"] if n % 2 else PAIR, 4)
     (root / "loop").symlink_to(root)
     (root / "-rf" / "up").symlink_to("..")
@@ -149,12 +149,12 @@ def test_hostile_names_and_files(lmworks: Lmworks, model: Path, tmp_path: Path) 
     os.chdir(monkey)
     for name in (b"bad\xff.txt", b"dir\xff"):
         path = os.path.join(os.fsencode(root), name)
-        (os.mkdir if b"dir" in name else lambda path: open(path, "w").write(prose(1)))(path)
+        os.mkdir(path) if b"dir" in name else Path(os.fsdecode(path)).write_text(prose(1), encoding="utf-8")
     (root / "bin.txt").write_bytes(random.Random(0).randbytes(5000))
     (root / "empty.txt").touch()
     for name, text in (("b.jsonl", "{{{"), ("b.parquet", "PAR1"), ("b.jsonl.gz", "none"), ("deep.json", "[" * 100_000), ("y.gguf", "GGUF")):
-        (root / name).write_text(text)
-    (root / "https-user-hunter2.csv").write_text("a")
+        (root / name).write_text(text, encoding="utf-8")
+    (root / "https-user-hunter2.csv").write_text("a", encoding="utf-8")
     recipe, said = init(lmworks, "files")
     listener.close()
     assert len(said.splitlines()) < 60 and "\x1b[31m" not in said
@@ -173,7 +173,7 @@ def test_names_of_folders_that_look_like_options_or_homes(lmworks: Lmworks, mode
         done = lmworks("init", "--start-from", "files/base", *ON, "--", name)
         assert done.code == 0, done.err
         written = done.out.rsplit("wrote ", 1)[1].partition(";")[0]
-        path = yaml.safe_load(Path(written).read_text())["tune"]["data"][0]["path"]
+        path = yaml.safe_load(Path(written).read_text(encoding="utf-8"))["tune"]["data"][0]["path"]
         assert os.path.isdir(os.path.expanduser(path)), path
         assert lmworks("show", f"./{written}").code == 0
 
@@ -181,7 +181,16 @@ def test_names_of_folders_that_look_like_options_or_homes(lmworks: Lmworks, mode
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_a_folder_holds_show_accepts_the_recipe(lmworks: Lmworks, model: Path, seed: int) -> None:
     draw = random.Random(seed)
-    makers = [*CHAT.values(), PAIR, LABEL, SUM, lambda n: {"text": prose(n, 200)}, lambda n: {"body": prose(n, 200)}, lambda n: {"z": n}, lambda n: n]
+    makers = [
+        *CHAT.values(),
+        PAIR,
+        LABEL,
+        SUM,
+        lambda n: {"text": prose(n, 200)},
+        lambda n: {"body": prose(n, 200)},
+        lambda n: {"z": n},
+        lambda n: n,
+    ]
     for _ in range(draw.randrange(1, 40)):
         folder = Path("files").joinpath(*(draw.choice(HOSTILE) for _ in range(draw.randrange(3))))
         folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +198,7 @@ def test_whatever_a_folder_holds_show_accepts_the_recipe(lmworks: Lmworks, model
         if path.suffix.startswith(".json"):
             rows(path, draw.choice(makers), draw.choice([0, 1, 5, 30]))
         else:
-            path.write_text(prose(draw.randrange(100), draw.choice([0, 3, 300, 3000])))
+            path.write_text(prose(draw.randrange(100), draw.choice([0, 3, 300, 3000])), encoding="utf-8")
     done = lmworks("init", "files", "-o", "out.yaml", *ON)
     if done.code == 2:
         assert any(word in done.error for word in ("nothing to train on", "too few")), done.error
@@ -202,19 +211,25 @@ def test_whatever_a_folder_holds_show_accepts_the_recipe(lmworks: Lmworks, model
 def test_too_little_nothing_and_no_folder(lmworks: Lmworks) -> None:
     Path("files").mkdir()
     assert "holds nothing to train on (it has no files)" in lmworks("init", "files", *ON).error
-    Path("files/a.txt").write_text(prose(1))
+    Path("files/a.txt").write_text(prose(1), encoding="utf-8")
     assert "are too few to train on" in lmworks("init", "files", *ON).error
     assert "is a file; init looks at a folder" in lmworks("init", "files/a.txt", *ON).error
-    assert "s3://bucket/***" not in (said := lmworks("init", "s3://user:hunter2@host/x", *ON).error) and "hunter2" not in said and "a URL" in said
+    assert (
+        "s3://bucket/***" not in (said := lmworks("init", "s3://user:hunter2@host/x", *ON).error)
+        and "hunter2" not in said
+        and "a URL" in said
+    )
     assert "--time" in lmworks("init", "files", "--time", "soon", *ON).error
     assert not list(Path().glob("*.yaml"))
 
 
 def test_nothing_is_overwritten_when_two_write_at_once(tmp_path: Path) -> None:
-    program = "import sys; from pathlib import Path; from lmworks.init.write import write_new; write_new(Path('out.yaml'), sys.argv[1] * 100_000)"
+    program = (
+        "import sys; from pathlib import Path; from lmworks.init.write import write_new; write_new(Path('out.yaml'), sys.argv[1] * 100_000)"
+    )
     both = [subprocess.Popen([sys.executable, "-c", program, letter], stderr=subprocess.PIPE) for letter in "ab"]
     assert sorted(one.wait() for one in both) == [0, 1]
-    assert len(set(Path("out.yaml").read_text())) == 1 and len(Path("out.yaml").read_text()) == 100_000
+    assert len(set(Path("out.yaml").read_text(encoding="utf-8"))) == 1 and len(Path("out.yaml").read_text(encoding="utf-8")) == 100_000
     assert [path.name for path in tmp_path.iterdir()] == ["out.yaml"]
 
 
@@ -223,7 +238,7 @@ def test_time_and_memory_of_a_large_tree(tmp_path: Path) -> None:
         (tmp_path / "many" / str(folder)).mkdir(parents=True)
         for file in range(500):
             os.mknod(tmp_path / "many" / str(folder) / f"{file}.txt")
-    (tmp_path / "many" / "7" / "0.txt").write_text("not empty")
+    (tmp_path / "many" / "7" / "0.txt").write_text("not empty", encoding="utf-8")
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     found = survey(str(tmp_path / "many"))
     spent = time.process_time() - begin
@@ -251,7 +266,7 @@ def test_recipes_run_to_the_end(lmworks: Lmworks, model: Path, tmp_path: Path) -
     rows(tmp_path / "files" / "pairs" / "a.jsonl", PAIR, 60)
     rows(tmp_path / "files" / "sums" / "a.jsonl", SUM, 20)
     for n in range(60):
-        (tmp_path / "files" / f"{n}.md").write_text(f"# Day {n}\n\n{prose(n, 2000)}")
+        (tmp_path / "files" / f"{n}.md").write_text(f"# Day {n}\n\n{prose(n, 2000)}", encoding="utf-8")
     init(lmworks, "files")
     done = lmworks("run", "out.yaml", "--set", "grpo.steps=1")
     assert done.code == 0, done.err
@@ -260,7 +275,7 @@ def test_recipes_run_to_the_end(lmworks: Lmworks, model: Path, tmp_path: Path) -
         path.unlink()
     (tmp_path / "scratch").mkdir()
     for n in range(60):
-        (tmp_path / "scratch" / f"{n}.txt").write_text(prose(n, 3000))
+        (tmp_path / "scratch" / f"{n}.txt").write_text(prose(n, 3000), encoding="utf-8")
     assert lmworks("init", "scratch", "--time", "1min").code == 0
     done = lmworks("run", "scratch.yaml")
     assert done.code == 0, done.err

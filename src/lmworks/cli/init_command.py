@@ -23,7 +23,8 @@ def register(app: typer.Typer) -> None:
 def init(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder with documents, conversations, preferences, a base model.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The recipe to write; by default NAME.yaml here.", show_default=False)
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The recipe to write; by default NAME.yaml here.", show_default=False),
     ] = None,
     start_from: Annotated[
         str | None, typer.Option("--start-from", metavar="MODEL", help="Base model: a Hugging Face folder, a GGUF file or a run.")

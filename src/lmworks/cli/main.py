@@ -56,7 +56,8 @@ def command_tree() -> Any:
     )
 
     for register in (
-        init_command.register, run_commands.register, comparison_commands.register, ablate_commands.register, launch_commands.register, recipe_commands.register,
+        init_command.register,
+        run_commands.register, comparison_commands.register, ablate_commands.register, launch_commands.register, recipe_commands.register,
         advice_commands.register, ladder_commands.register, advice_commands.register_preflight, data_commands.register,
         comparison_commands.register_quantize, serve_commands.register, deploy_commands.register, deploy_commands.register_handover,
     ):  # fmt: skip

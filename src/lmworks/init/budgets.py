@@ -1,7 +1,7 @@
 """Budgets of the recipe: how much of the text and the rows the time pays for on the machines, and the size of a model that it trains.
 
-From random weights the size is compute-optimal for the time (`plan/budget.py`), or for four readings of the text where that is less. Weights
-that are there are trained further, all of them or low-rank adapters, by the operations that a token costs (`plan/counts.py`).
+From random weights the size is compute-optimal for the time (`plan/budget.py`), or for four readings of the text where that is less.
+Existing weights are trained further, all of them or low-rank adapters, by the operations that a token costs (`plan/counts.py`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def tune_budget(budgets: Budgets, rows: list[Found], pretrained: bool) -> tuple[
     why = "whole passes"
     if not pretrained or _EPOCHS * text > paid:
         keys = {"tokens": f"{max(1, round(tokens / length)) * length} tokens"}
-        why = f"{_EPOCHS} passes would be about {_EPOCHS * text:,.0f} tokens" if pretrained else "a proportion of the time, beside the phases"
+        why = (
+            f"{_EPOCHS} passes would be about {_EPOCHS * text:,.0f} tokens" if pretrained else "a proportion of the time, beside the phases"
+        )
     batch = length * power_of_two(tokens / length / (2 * FEWEST), 64)
     return {"sequence_length": f"{length} tokens", "global_batch_size": f"{batch} tokens", **keys}, why
 

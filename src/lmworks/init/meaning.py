@@ -124,7 +124,9 @@ def _documents(files: Files, survey: Survey) -> Found | None:
             found.document_format, found.notes = "lines", ["a document per line, since whole files are longer than a document may be"]
             size = _read(found, [File(path, size) for path, size in files.sample[:FILES_READ]], survey)
         if not found.lengths:
-            survey.leave_out(f"{files.kind} files without a readable document ({'; '.join(found.notes) or 'empty'})", files.folder, files.count)
+            survey.leave_out(
+                f"{files.kind} files without a readable document ({'; '.join(found.notes) or 'empty'})", files.folder, files.count
+            )
             return None
     found.scale(size)
     _judge(found)
@@ -165,10 +167,12 @@ def _judge(found: Found) -> None:
         return
     languages = Counter(filter(None, map(language_of, found.texts[:50])))
     if languages:
-        found.language, most = languages.most_common(1)[0]
+        found.language = languages.most_common(1)[0][0]
         others = [name for name, count in languages.items() if name != found.language and count > 0.1 * languages.total()]
         if others:
-            found.notes.append(f"also {', '.join(others)}: the rules of {found.language} may drop it; put each language into a folder of its own")
+            found.notes.append(
+                f"also {', '.join(others)}: the rules of {found.language} may drop it; put each language into a folder of its own"
+            )
     shares = {domain: _kept(found, domain) for domain in _DOMAINS[found.kind]}
     found.domain = next((domain for domain, share in shares.items() if share >= _KEPT), max(shares, key=shares.__getitem__))
     found.why = ", ".join(f"the rules of {domain} keep {share:.0%} of the sample" for domain, share in shares.items())
@@ -241,8 +245,10 @@ def _rows(files: Files, survey: Survey) -> list[Found]:
     (use, about), group = max(by_meaning.items(), key=lambda pair: len(pair[1]))
     found = _sets(use, about, group, where(files, ROWS, several), files)
     for one in found:
-        one.notes.append(f"{len(files.sample[:FILES_READ]) - len(group)} of {len(files.sample[:FILES_READ])} sampled files are something else; "
-                         "put files of each kind into a folder of their own")
+        one.notes.append(
+            f"{len(files.sample[:FILES_READ]) - len(group)} of {len(files.sample[:FILES_READ])} sampled files are something else; "
+            "put files of each kind into a folder of their own"
+        )
     return found
 
 
@@ -303,7 +309,9 @@ def meaning(row: Any) -> _Meaning:
         prompt = convert_prompt(row, "init:1")
         if (reward := _reward(prompt.row, row)) is not None:
             written = str(prompt.row.get("answer", prompt.row.get("solution", "")))
-            return _Meaning("rewards", reward, _size(prompt.messages), worked=next(statements(written), None) is not None and len(written) > 80)
+            return _Meaning(
+                "rewards", reward, _size(prompt.messages), worked=next(statements(written), None) is not None and len(written) > 80
+            )
     if isinstance(row, Mapping) and detect(row) not in (None, "text"):
         try:
             found = convert_conversation(row)

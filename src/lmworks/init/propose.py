@@ -74,8 +74,11 @@ def propose(folder: str, start_from: str | None, time: float | None, cluster: st
     least = SMALLEST * TOKENS_PER_PARAMETER // sizing.READINGS if start is None else sizing.FEWEST * 512
     pretrains = bool(documents) and (not later or budgets.text_tokens >= least)
     if documents and not pretrains:
-        notes.append(f"{len(documents)} {'source' if len(documents) == 1 else 'sources'} of documents left out: about {amount(budgets.text_tokens)} tokens of text, and "
-                     f"{amount(least)} are the least that teach {'a model from random weights' if start is None else 'the base model'} anything")  # fmt: skip
+        taught = "a model from random weights" if start is None else "the base model"
+        notes.append(
+            f"{len(documents)} {'source' if len(documents) == 1 else 'sources'} of documents left out: about "
+            f"{amount(budgets.text_tokens)} tokens of text, and {amount(least)} are the least that teach {taught} anything"
+        )
     if start is None and not pretrains:
         start = str(parse_file(find("assistant", "")).tree["start_from"])
         start_note = ("No base model was found, so this one of the package index is tuned: SmolLM2-135M-Instruct (Apache-2.0). To tune "
@@ -88,9 +91,12 @@ def propose(folder: str, start_from: str | None, time: float | None, cluster: st
         pretrains = False
         notes.append(f"the documents are left out: all weights of {start} with their optimizer state do not fit into the memory")
         if not later:
-            raise UserError(f"{start} does not fit into the memory of {where.name} for further pretraining; take a smaller model or --cluster")
+            raise UserError(
+                f"{start} does not fit into the memory of {where.name} for further pretraining; take a smaller model or --cluster"
+            )
     budgets.stages = (["pretrain"] if pretrains else []) + later
     name = _name(folder)
+
     def render() -> str:
         return recipe_text(name, folder, found, budgets, start, start_note, notes, output(name))
 
@@ -160,8 +166,8 @@ def _choose_size(budgets: Budgets, render: Callable[[], str]) -> None:
         budgets.readings = float(-(-needed // max(1, text)))
         if budgets.readings > (longest := Shards().max_epochs):
             raise UserError(
-                f"about {amount(text)} tokens of text are too few to train on; {amount(needed / longest)} are the least: add text, or tune a "
-                "base model on conversations"
+                f"about {amount(text)} tokens of text are too few to train on; {amount(needed / longest)} are the least: add "
+                "text, or tune a base model on conversations"
             )
     budgets.tokens = max(wanted, needed)
 

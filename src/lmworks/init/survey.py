@@ -1,4 +1,4 @@
-"""Looks at a folder: which files it has, by kind and subfolder. Only names, sizes and types are read, and memory does not grow with the files.
+"""Looks at a folder: which files it has, by kind and subfolder. Only names, sizes and types are read; memory does not grow with the files.
 
 A kind is a reader of the corpus (`corpus/read`), or `rows` for files of JSON and parquet, whose meaning follows from their columns. What no
 reader takes is counted by its ending, with the reason.
@@ -35,7 +35,8 @@ _KINDS = {
     **dict.fromkeys(warc.SUFFIXES, "warc"),
 }
 _HINTS = {
-    ".csv": "save it as parquet: python -c \"import pyarrow.csv as c, pyarrow.parquet as p; p.write_table(c.read_csv('A.csv'), 'A.parquet')\"",
+    ".csv": "save it as parquet: "
+    "python -c \"import pyarrow.csv as c, pyarrow.parquet as p; p.write_table(c.read_csv('A.csv'), 'A.parquet')\"",
     ".tsv": "save it as parquet or JSON lines", ".xlsx": "save it as parquet or JSON lines",
     ".pdf": "make it text first, for example with pdftotext", ".docx": "make it text first, for example with pandoc",
     ".epub": "make it text first, for example with pandoc", ".log": "name it in a source of kind text with include: \"*.log\"",
@@ -224,7 +225,9 @@ def _kind(name: str, path: str, size: int, found: Survey) -> str | None:
         if is_archive(plain):
             reason = "archives: name each in a source, with the kind of its files"
         else:
-            reason = f"files {f'ending in {ending}' if ending else 'without an ending'}" + (f" ({_HINTS[ending]})" if ending in _HINTS else "")
+            reason = f"files {f'ending in {ending}' if ending else 'without an ending'}" + (
+                f" ({_HINTS[ending]})" if ending in _HINTS else ""
+            )
         found.leave_out(reason, path)
     elif not name.isascii() and printable(name) != name:
         found.leave_out("files whose names are not UTF-8: rename them", path)

@@ -1,4 +1,4 @@
-"""The recipe as text: the keys that matter for these files, with the reason of each choice as a comment; and a file that replaces no other."""
+"""The recipe as text: the keys that matter for these files, each choice with its reason as a comment; and a file that replaces no other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def scalar(text: str) -> str:
 
 def one_line(text: str) -> str:
     """Text of a comment: one line of printable characters, without credentials."""
-    return mask("".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text.encode("utf-8", "backslashreplace").decode()))
+    return mask(
+        "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text.encode("utf-8", "backslashreplace").decode())
+    )
 
 
 def shell(path: str) -> str:
@@ -54,8 +56,9 @@ def recipe_text(
     used = {"pretrain": by_use.get("documents", []), "tune": by_use.get("conversations", []), "grpo": by_use.get("rewards", [])}
     used["dpo"] = by_use.get("preferences") or by_use.get("labels", [])
     lines = [
-        *_comment(f"Written by lmworks init for the files in {folder}. See every value: lmworks show {shell(output)} --changed; what it will "
-                  f"take: lmworks plan {shell(output)}; run it: lmworks run {shell(output)}. Paths start at the folder in which you run these."),
+        *_comment(f"Written by lmworks init for the files in {folder}. See every value: lmworks show {shell(output)} --changed; what "
+                  f"it will take: lmworks plan {shell(output)}; run it: lmworks run {shell(output)}. Paths start at the folder in which "
+                  "you run these."),
         *(line for note in notes for line in _comment(note)),
         f"name: {scalar(name)}",
     ]  # fmt: skip
@@ -63,7 +66,7 @@ def recipe_text(
         lines += ["", *_comment(start_note), f"start_from: {scalar(start)}"]
     elif budgets.size:
         lines += [
-            *_comment("The whole run may take this long: its speed is measured before the first step, and the tokens below are scaled to it."),
+            *_comment("The whole run may take this long: its speed is measured before the first step, and tokens are scaled to it."),
             f"time: {_time(budgets.seconds)}", *_comment(budgets.size_why), f"size: {budgets.size}",
         ]  # fmt: skip
     if devices(budgets.cluster) > 1:
@@ -74,7 +77,10 @@ def recipe_text(
         if stage in budgets.stages:
             lines += ["", *_SECTIONS[stage](used[stage], budgets, start is not None)]
     if find_spec("transformers") is None:
-        lines += ["", "export: {huggingface: false}  # transformers, by which it is checked, is not installed: pip install 'lmworks[export]'"]
+        lines += [
+            "",
+            "export: {huggingface: false}  # transformers, by which it is checked, is not installed: pip install 'lmworks[export]'",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -129,16 +135,16 @@ def _pretraining(sources: Sequence[Found], budgets: Budgets, continued: bool) ->
         tokens, length, batch = continue_budget(budgets)
         return [
             "", "train:", "  phases:",
-            *_comment(f"{tokens / max(1, budgets.text_tokens):.2g} readings of about {amount(budgets.text_tokens)} tokens, as the time allows. "
+            *_comment(f"{tokens / max(1, budgets.text_tokens):.2g} readings of {amount(budgets.text_tokens)} tokens, as the time allows. "
                       "If general abilities suffer, add general text to the sources and to the mixture.", "    "),
             "    - name: domain", f"      tokens: {tokens} tokens", f"      sequence_length: {length} tokens",
             f"      global_batch_size: {batch} tokens", f"      mixture: {{{mixture}}}  # by amount of text",
         ]  # fmt: skip
     return [
-        "", *_comment(f"Entries of the vocabulary, for a model of this size; on a sample {budgets.bytes_per_token:.1f} bytes are one token."),
+        "", *_comment(f"Entries of the vocabulary for this size; on a sample {budgets.bytes_per_token:.1f} bytes are one token."),
         f"tokenizer: {{vocab_size: {budgets.vocab_size}}}",
         *(["model: {tie_word_embeddings: true}  # in a small model the embedding is much of it"] if budgets.base < 5e8 else []),
-        f"shards: {{max_epochs: {budgets.readings:g}}}  # readings of a source at most; {READINGS} are nearly as good as new text (arXiv:2305.16264)",
+        f"shards: {{max_epochs: {budgets.readings:g}}}  # of a source; {READINGS} are nearly as good as new text (arXiv:2305.16264)",
         "", "train:", "  phases:", "    - name: general",
         f"      tokens: {amount(budgets.tokens)} tokens", f"      mixture: {{{mixture}}}  # by amount of text",
     ]  # fmt: skip
