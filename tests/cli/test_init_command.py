@@ -6,12 +6,8 @@ import gzip
 import json
 import os
 import random
-import resource
 import shutil
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +16,6 @@ import yaml
 from command import Lmworks
 
 from base_models import write_model, write_tokenizer
-from lmworks.init.survey import SAMPLE, survey
 
 WORDS = ["the", "of", "and", "to", "in", "that", "have", "with", "pump", "valve", "key", "water", "pressure", "open", "clean", "day"]
 ON = ("--cluster", "2-cores")  # nothing is measured
@@ -221,31 +216,6 @@ def test_too_little_nothing_and_no_folder(lmworks: Lmworks) -> None:
     )
     assert "--time" in lmworks("init", "files", "--time", "soon", *ON).error
     assert not list(Path().glob("*.yaml"))
-
-
-def test_nothing_is_overwritten_when_two_write_at_once(tmp_path: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; from lmworks.init.write import write_new; write_new(Path('out.yaml'), sys.argv[1] * 100_000)"
-    )
-    both = [subprocess.Popen([sys.executable, "-c", program, letter], stderr=subprocess.PIPE) for letter in "ab"]
-    assert sorted(one.wait() for one in both) == [0, 1]
-    assert len(set(Path("out.yaml").read_text(encoding="utf-8"))) == 1 and len(Path("out.yaml").read_text(encoding="utf-8")) == 100_000
-    assert [path.name for path in tmp_path.iterdir()] == ["out.yaml"]
-
-
-def test_time_and_memory_of_a_large_tree(tmp_path: Path) -> None:
-    for folder in range(40):
-        (tmp_path / "many" / str(folder)).mkdir(parents=True)
-        for file in range(500):
-            os.mknod(tmp_path / "many" / str(folder) / f"{file}.txt")
-    (tmp_path / "many" / "7" / "0.txt").write_text("not empty", encoding="utf-8")
-    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    found = survey(str(tmp_path / "many"))
-    spent = time.process_time() - begin
-    assert found.count == 20_000 and found.unused["empty files"] == 19_999
-    assert spent < 20_000 * 10e-6 * 10, spent  # ten seconds for a million, times what a busy machine takes
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # kB
-    assert all(len(one.sample) <= SAMPLE for one in found.files)
 
 
 @pytest.mark.skipif(not REAL, reason="needs the real rows beside the checkout")

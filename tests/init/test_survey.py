@@ -1,0 +1,40 @@
+"""A large tree in little time and memory, and a file that replaces no other."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lmworks.init.survey import SAMPLE, survey
+
+
+def test_nothing_is_overwritten_when_two_write_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = (
+        "import sys; from pathlib import Path; from lmworks.init.write import write_new; write_new(Path('out.yaml'), sys.argv[1] * 100_000)"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", program, letter], stderr=subprocess.PIPE) for letter in "ab"]
+    assert sorted(one.wait() for one in both) == [0, 1]
+    assert len(set(Path("out.yaml").read_text(encoding="utf-8"))) == 1 and len(Path("out.yaml").read_text(encoding="utf-8")) == 100_000
+    assert [path.name for path in tmp_path.iterdir()] == ["out.yaml"]
+
+
+def test_time_and_memory_of_a_large_tree(tmp_path: Path) -> None:
+    for folder in range(40):
+        (tmp_path / "many" / str(folder)).mkdir(parents=True)
+        for file in range(500):
+            os.mknod(tmp_path / "many" / str(folder) / f"{file}.txt")
+    (tmp_path / "many" / "7" / "0.txt").write_text("not empty", encoding="utf-8")
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    found = survey(str(tmp_path / "many"))
+    spent = time.process_time() - begin
+    assert found.count == 20_000 and found.unused["empty files"] == 19_999
+    assert spent < 20_000 * 10e-6 * 10, spent  # ten seconds for a million, times what a busy machine takes
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # kB
+    assert all(len(one.sample) <= SAMPLE for one in found.files)
