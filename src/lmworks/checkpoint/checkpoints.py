@@ -18,7 +18,7 @@ from lmworks.checkpoint.publish import clean, do_nothing, prune, set_aside
 from lmworks.checkpoint.run_bundle import RunFiles, no_run_files
 from lmworks.checkpoint.save import CheckpointWriter
 from lmworks.checkpoint.state import as_json, load, local_slices
-from lmworks.errors import UserError
+from lmworks.io.jsonl import ClosesAtEnd
 from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.ui.terminal import console
 
@@ -31,7 +31,7 @@ def _ignore(event: str, **fields: object) -> None:
     """The default `report`, for callers without a ledger."""
 
 
-class Checkpoints:
+class Checkpoints(ClosesAtEnd):
     """Saves and loads the checkpoints in a directory. Each run has one, under the run's lock; readers without the lock use `listing`.
 
     directory: holds `step-00000100/` and so on.
@@ -128,16 +128,6 @@ class Checkpoints:
             if self._staging is not None:
                 self._staging.close()
                 self._staging = None
-
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            self.close()
-        except UserError:
-            if error is None:
-                raise
 
     def latest_good(self, at_most: int | None = None, undone: Callable[[int, dict[str, Any]], bool] | None = None) -> Path | None:
         """The newest checkpoint whose files all match their hashes, or None.

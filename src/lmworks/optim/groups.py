@@ -55,11 +55,6 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return is_matrix(name, parameter) or name == "head.weight" or is_adapter(name)
 
 
-def clean_name(name: str) -> str:
-    """The parameter's name without the prefix that `torch.compile` adds."""
-    return name.replace("_orig_mod.", "")
-
-
 def group_parameters(
     named_parameters: Iterable[tuple[str, nn.Parameter]], options: Options, layers: int | None = None
 ) -> list[Group]:  # fmt: skip
@@ -68,7 +63,7 @@ def group_parameters(
     With `layer_lr_decay` d and n layers, the rate of layer i is multiplied by d**(n-1-i), that of the embedding by d**n, and that
     of the final norm, the head and multi-token prediction by 1. `layers` is n, needed for a pipeline stage; by default the largest i + 1.
     """
-    named = [(clean_name(name), parameter) for name, parameter in named_parameters]
+    named = list(named_parameters)
     if layers is None:
         layers = 1 + max((layer for name, _ in named if (layer := _layer(name)) is not None), default=-1)
     # With `rms` scaling the updates of both optimizers have the same size, so they share the learning rate by default.
