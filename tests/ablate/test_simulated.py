@@ -14,7 +14,7 @@ import pytest
 
 from lmworks.ablate.contrast import contrast
 from lmworks.ablate.verdict import FAMILY_WISE, POWER, Verdict, detectable_in_noise, judge
-from lmworks.ablate.welch import shift_for_power
+from lmworks.ablate.welch import root, t_power
 
 ARMS, ABLATIONS = 4, 1000
 
@@ -90,13 +90,18 @@ def test_the_unpaired_floor_holds_for_arms_that_share_noise() -> None:
     assert sum(any(one.outcome in ("higher", "lower") for one in found) for found in ablations) <= FAMILY_WISE * ABLATIONS
 
 
+def shift_for_power(df: float, level: float) -> float:
+    """The difference, in standard errors, that is found with the power of the verdicts."""
+    return root(lambda shift: t_power(shift, df, level) - POWER)
+
+
 @pytest.mark.parametrize(("seeds", "is_paired"), [(3, True), (3, False), (5, True)])
 def test_planted_differences_are_found_as_often_as_the_stated_power(seeds: int, is_paired: bool) -> None:
     """One arm differs in one measure, by what is stated as detectable for this noise. Real noise has no heavy tails, so the power holds."""
     random, noise = np.random.default_rng(2), real()
     measures = noise.shape[1]
     tests = (ARMS - 1) * measures
-    paired = shift_for_power(POWER, seeds - 1, FAMILY_WISE / tests) * np.sqrt(2 / seeds)
+    paired = shift_for_power(seeds - 1, FAMILY_WISE / tests) * np.sqrt(2 / seeds)
     planted = paired if is_paired else detectable_in_noise(seeds, tests)
     found = wrong_sign = 0
     for _ in range(ABLATIONS):
@@ -114,7 +119,7 @@ def test_what_is_stated_as_detectable_and_needed_agrees_with_what_is_found() -> 
     random, noise = np.random.default_rng(3), real()
     seeds, measures = 5, noise.shape[1]
     stated = [one.detectable**2 for _ in range(200) for one in verdicts(draw(random, noise, seeds, True), True)]
-    exact = shift_for_power(POWER, seeds - 1, FAMILY_WISE / ((ARMS - 1) * measures)) * np.sqrt(2 / seeds)
+    exact = shift_for_power(seeds - 1, FAMILY_WISE / ((ARMS - 1) * measures)) * np.sqrt(2 / seeds)
     assert np.sqrt(np.mean(stated)) == pytest.approx(exact, rel=0.05)
 
     difference, needed = 1.5, []  # too small for 3 seeds to find

@@ -117,22 +117,17 @@ def _around_lines(curves: np.ndarray) -> float:
     return math.sqrt(float((residuals**2).sum()) / (curves.shape[0] * curves.shape[1] * (points - 2)))
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks with ties at their mean."""
-    less, equal = (values[:, None] > values).sum(axis=1), (values[:, None] == values).sum(axis=1)
-    return np.asarray(less + (equal - 1) / 2, np.float64)
-
-
 def spearman(one: np.ndarray, other: np.ndarray) -> float:
     """Spearman's rank correlation; 0 where one does not vary."""
-    a, b = _ranks(np.asarray(one)), _ranks(np.asarray(other))
-    a, b = a - a.mean(), b - b.mean()
-    scale = math.sqrt(float((a * a).sum() * (b * b).sum()))
-    return float((a * b).sum()) / scale if scale else 0.0
+    return _correlation("spearmanr", one, other)
 
 
 def kendall(one: np.ndarray, other: np.ndarray) -> float:
     """Kendall's tau-b; 0 where one does not vary."""
-    a, b = (np.sign(values[:, None] - values) for values in (np.asarray(one), np.asarray(other)))
-    scale = math.sqrt(float((a * a).sum() * (b * b).sum()))
-    return float((a * b).sum()) / scale if scale else 0.0
+    return _correlation("kendalltau", one, other)
+
+
+def _correlation(name: str, one: np.ndarray, other: np.ndarray) -> float:
+    from scipy import stats
+
+    return float(getattr(stats, name)(one, other).statistic) if np.ptp(one) and np.ptp(other) else 0.0

@@ -9,8 +9,8 @@ With X1, X2 chi-squared of v degrees of freedom, B = X1 / (X1 + X2) is a Beta(v 
 r the share of the first variance in that of the difference, the statistic is Student's t of 2 v degrees of freedom divided by
 sqrt(2 (r B + (1 - r) (1 - B))). The size is one integral over B for each r, and the largest over r is taken.
 
-Student's t and F distributions follow from the regularized incomplete beta function, by its continued fraction (DLMF 8.17.22). Like
-`contrast`, `verdict` and `quality`, these are pure functions of numbers, without files or recipes.
+The distributions are scipy's, but for the noncentral t, which is not a number there far from the center. Like `contrast`, `verdict` and
+`quality`, these are pure functions of numbers, without files or recipes.
 """
 
 from __future__ import annotations
@@ -20,50 +20,22 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
-
-_TINY, _PRECISION, _MOST_TERMS = 1e-300, 1e-15, 10_000
-_HALVINGS = 100
-
-
-def incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularized incomplete beta function I_x(a, b)."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly, the other tail is taken
-        return 1 - incomplete_beta(b, a, 1 - x)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
-    c, d = 1.0, 1 / max(1 - (a + b) * x / (a + 1), _TINY)
-    fraction = d
-    for m in range(1, _MOST_TERMS):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for term in (even, odd):  # Lentz's method
-            d = 1 / _not_zero(1 + term * d)
-            c = _not_zero(1 + term / c)
-            fraction *= c * d
-        if abs(c * d - 1) < _PRECISION:
-            break
-    return front * fraction
-
-
-def _not_zero(value: float) -> float:
-    return value if abs(value) > _TINY else _TINY
+from scipy.special import fdtrc, ndtr, stdtr, stdtrit
 
 
 def t_two_sided(t: float, df: float) -> float:
     """P(|T| >= |t|) for T with `df` degrees of freedom."""
-    return incomplete_beta(df / 2, 0.5, df / (df + t * t))
+    return float(2 * stdtr(df, -abs(t)))
 
 
 def f_upper(f: float, df_above: float, df_below: float) -> float:
     """P(F >= f)."""
-    return incomplete_beta(df_below / 2, df_above / 2, df_below / (df_below + df_above * f))
+    return float(fdtrc(df_above, df_below, f))
 
 
-@lru_cache(maxsize=4096)
 def t_critical(alpha: float, df: float) -> float:
     """The value that |T| exceeds with probability `alpha`."""
-    return root(lambda t: alpha - t_two_sided(t, df))
+    return float(-stdtrit(df, alpha / 2))
 
 
 @lru_cache(maxsize=1)
@@ -83,23 +55,13 @@ def beyond(shift: float, df: float, critical: float) -> float:
 
     Exact: the normal probability given the estimated standard error, integrated over the chi distribution of that estimate.
     """
-    nodes_weights = _nodes()
+    nodes, weights = _nodes()
     high = 1 + 9 / math.sqrt(df)
     low = max(0.0, 1 - 9 / math.sqrt(df))
-    s = low + (high - low) * (nodes_weights[0] + 1) / 2  # the estimated standard error relative to the true one
+    s = low + (high - low) * (nodes + 1) / 2  # the estimated standard error relative to the true one
     log_density = df / 2 * math.log(df / 2) - math.lgamma(df / 2) + math.log(2) + (df - 1) * np.log(s) - df * s * s / 2
-    found = np.array([_normal(shift - critical * value) + _normal(-shift - critical * value) for value in s])
-    return float((np.exp(log_density) * found * nodes_weights[1]).sum() * (high - low) / 2)
-
-
-def _normal(value: float) -> float:
-    return 0.5 * math.erfc(-value / math.sqrt(2))
-
-
-@lru_cache(maxsize=4096)
-def shift_for_power(wanted: float, df: float, alpha: float) -> float:
-    """The difference, in standard errors, that is found with probability `wanted`."""
-    return root(lambda shift: t_power(shift, df, alpha) - wanted)
+    found = ndtr(shift - critical * s) + ndtr(-shift - critical * s)
+    return float((np.exp(log_density) * found * weights).sum() * (high - low) / 2)
 
 
 def root(rising: Callable[[float], float]) -> float:
@@ -108,7 +70,7 @@ def root(rising: Callable[[float], float]) -> float:
     while rising(high) < 0 and high < 1e12:
         high *= 2
     low = 0.0
-    for _ in range(_HALVINGS):
+    for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < 0 else (low, middle)
         if high - low <= 1e-14 * high:
@@ -159,7 +121,7 @@ def power(shift: float, df: int, level: float, share: float) -> float:
 @lru_cache(maxsize=_MOST)
 def _table(df: int) -> np.ndarray:
     """The size at each of `_LEVELS`."""
-    nodes, weights = np.polynomial.legendre.leggauss(200)
+    nodes, weights = _nodes()
     angles = (nodes + 1) * math.pi / 4
     b, r = np.sin(angles)[None, :] ** 2, _SHARES[:, None]
     density = weights * np.sin(2 * angles) ** (df - 1)
@@ -170,18 +132,7 @@ def _table(df: int) -> np.ndarray:
     inverse_dfs = np.linspace(1 / (2 * df), 1 / df, _NODES)
     found = []
     for level in _LEVELS[:-1]:
-        critical = np.polynomial.Polynomial.fit(inverse_dfs, [math.log(t_critical(float(level), 1 / one)) for one in inverse_dfs], _DEGREE)
-        beyond = _two_sided(np.exp(critical(inverse_df)) * np.sqrt(2 * total), 2 * df)
-        found.append(max(float(level), float((beyond @ density).max())))
+        critical = np.polynomial.Polynomial.fit(inverse_dfs, np.log(-stdtrit(1 / inverse_dfs, level / 2)), _DEGREE)
+        outside = 2 * stdtr(2 * df, -np.exp(critical(inverse_df)) * np.sqrt(2 * total))
+        found.append(max(float(level), float((outside @ density).max())))
     return np.array([*found, 1.0])
-
-
-def _two_sided(t: np.ndarray, df: int) -> np.ndarray:
-    """P(|T| >= t) for an even number of degrees of freedom (Abramowitz and Stegun 26.7.4)."""
-    angle = np.arctan(t / math.sqrt(df))
-    squared, term = np.cos(angle) ** 2, np.ones_like(t)
-    total = term
-    for k in range(2, df, 2):
-        term = term * squared * (k - 1) / k
-        total = total + term
-    return np.asarray(np.clip(1 - np.sin(angle) * total, 0, 1))

@@ -20,11 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 
-from lmworks.errors import UserError
 from lmworks.ladder.fit import BOOTSTRAPS, HUBER
 
 PARAMETERS = 5  # L0, A, alpha, C, lambda
@@ -50,12 +48,13 @@ class Areas:
     def of(cls, lr_factors: np.ndarray, after_warmup: int, steps: np.ndarray, decays: np.ndarray) -> Areas:
         """`lr_factors` are the learning rates of all steps as fractions of the peak, `after_warmup` is the first step after the warm-up,
         `steps` are the numbers of steps to evaluate at, at least 1, and `decays` is the grid of lambda."""
-        filtered = _scipy().lfilter
+        from scipy.signal import lfilter
+
         falls = np.zeros_like(lr_factors)
         falls[after_warmup + 1 :] = lr_factors[after_warmup:-1] - lr_factors[after_warmup + 1 :]
         annealing = np.empty((len(steps), len(decays)))
         for column, decay in enumerate(decays):
-            momentum = filtered([1.0], [1.0, -decay], falls)
+            momentum = lfilter([1.0], [1.0, -decay], falls)
             annealing[:, column] = np.cumsum(momentum)[steps - 1]
         return cls(np.cumsum(lr_factors)[steps - 1], annealing)
 
@@ -176,6 +175,8 @@ class _Fit:
         return np.maximum(derivatives[0] + power + derivatives[3], _LOWEST), derivatives
 
     def minimize(self, log_loss: np.ndarray, start: np.ndarray) -> tuple[float, np.ndarray]:
+        from scipy.optimize import minimize
+
         def objective(theta: np.ndarray) -> tuple[float, np.ndarray]:
             whole, derivatives = self.predict(theta)
             residual = np.log(whole) - log_loss
@@ -184,7 +185,7 @@ class _Fit:
             return float(value) / HUBER**2, derivatives @ (np.clip(residual, -HUBER, HUBER) / whole) / HUBER**2
 
         options = {"maxiter": 300, "ftol": 1e-11}
-        found = _scipy().minimize(objective, start, jac=True, method="L-BFGS-B", bounds=_BOUNDS, options=options)
+        found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=_BOUNDS, options=options)
         return float(found.fun), found.x
 
 
@@ -212,12 +213,3 @@ def _autoregressive(random: np.random.Generator, length: int, correlation: float
     for index in range(1, length):
         noise[index] += correlation * noise[index - 1]
     return noise
-
-
-def _scipy() -> SimpleNamespace:
-    try:
-        from scipy.optimize import minimize
-        from scipy.signal import lfilter
-    except ImportError:
-        raise UserError("fitting a law needs scipy: pip install 'lmworks[ladder]'") from None
-    return SimpleNamespace(minimize=minimize, lfilter=lfilter)

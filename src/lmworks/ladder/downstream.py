@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 
 from lmworks.ladder.design import BenchmarkScore, Point
-from lmworks.ladder.fit import BOOTSTRAPS, minimizer
+from lmworks.ladder.fit import BOOTSTRAPS
 from lmworks.plan.laws import DownstreamLaw, sigmoid_score
 
 SIGNAL_LEVEL = 0.05  # of the permutation test
@@ -111,6 +111,7 @@ def _fit_curve(
     x: np.ndarray, score: np.ndarray, chance: float, ceiling: float, scale: float, start: np.ndarray
 ) -> tuple[float, np.ndarray]:
     """Objective, and log slope and midpoint, of the best curve with this ceiling."""
+    from scipy.optimize import minimize
 
     def objective(theta: np.ndarray) -> tuple[float, np.ndarray]:
         slope, midpoint = float(np.exp(theta[0])), float(theta[1])
@@ -119,7 +120,7 @@ def _fit_curve(
         inner = np.clip(residual, -_HUBER, _HUBER) / scale * (ceiling - chance) * rise * (1 - rise) * slope
         return float(_huber(residual).sum()), np.array([inner @ (midpoint - x), inner.sum()])
 
-    found = minimizer()(objective, start, jac=True, method="L-BFGS-B", bounds=_BOUNDS, options={"maxiter": 200, "ftol": 1e-8})
+    found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=_BOUNDS, options={"maxiter": 200, "ftol": 1e-8})
     return float(found.fun), found.x
 
 

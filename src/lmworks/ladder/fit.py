@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -231,18 +230,11 @@ def _starts(size: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> list[np.n
     return found
 
 
-def minimizer() -> Callable[..., Any]:
-    try:
-        from scipy.optimize import minimize
-    except ImportError:
-        raise UserError("fitting a law needs scipy: pip install 'lmworks[ladder]'") from None
-    return minimize
-
-
 def _minimize(
     size: np.ndarray, tokens: np.ndarray, loss: np.ndarray, start: np.ndarray, prior: _Prior | None = None
 ) -> tuple[float, np.ndarray]:
-    minimize = minimizer()
+    from scipy.optimize import minimize
+
     log_size, log_tokens, log_loss = np.log(size), np.log(tokens), np.log(loss)
     # The terms in the middle of the runs hardly depend on the exponents, so that a minimizer makes way along flat valleys.
     middle = np.zeros((6, 6))

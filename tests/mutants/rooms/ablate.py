@@ -16,7 +16,7 @@ MUTANTS = [
      "The paired noise floor loses the degrees of freedom of the seeds.", "ablate/test_contrasts.py"),
     ("ablate.contrast:pooled", "one.df * one.sd**2 for one in known) / df", "one.sd**2 for one in known) / len(known)",
      "Noise floors are pooled by their degrees of freedom.", "ablate/test_contrasts.py ablate/test_results.py"),
-    ("ablate.welch:f_upper", "df_below / (df_below + df_above * f)", "df_below / (df_below + f)", "The tail of F is exact.",
+    ("ablate.welch:f_upper", "fdtrc(df_above, df_below, f)", "fdtrc(df_below, df_above, f)", "The tail of F is exact.",
      "ablate/test_student.py"),
     ("ablate.verdict:seeds_needed", "max(high, one.seeds + 1)", "high", "More seeds are asked for than there were.",
      "ablate/test_contrasts.py ablate/test_results.py"),

@@ -15,7 +15,7 @@ MUTANTS = [
      "Items that share a passage are resampled together.", "evaluate/test_differences.py"),
     ("evaluate.statistics:_exact_flips", "2 * chances[middle + observed :].sum()", "chances[middle + observed :].sum()",
      "The sign-flip test is two-sided.", "evaluate/test_differences.py"),
-    ("evaluate.statistics:_percentiles", "math.sqrt((freedom + 1) / freedom) * student(1 - LEVEL / 2, freedom)", "1.959964",
+    ("evaluate.statistics:_percentiles", "math.sqrt((freedom + 1) / freedom) * stdtrit(freedom, LEVEL / 2)", "-1.959964",
      "Intervals of few units are as wide as Student's.", "evaluate/test_differences.py"),
     ("evaluate.statistics:Score.verdict", 'low > self.baseline else "below chance"', 'low > self.chance else "below chance"',
      "A score counts from the best constant answer.", "evaluate/test_score_statistics.py"),
