@@ -16,7 +16,7 @@ import pytest
 
 from lmworks.deploy import check
 from lmworks.deploy.deploy import plan_deployment, write_deployment
-from lmworks.deploy.panels import ENGINE_METRICS
+from lmworks.deploy.monitoring import engine_metrics
 from lmworks.deploy.sizing import Hardware
 from lmworks.deploy.source import open_source
 from patience import PATIENCE
@@ -53,8 +53,8 @@ def test_the_start_script_starts_a_server_that_passes(exported: Path, tmp_path: 
         assert result["ok"]
         request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"})
         reported = set(re.findall(r"^(llamacpp:\w+)", urllib.request.urlopen(request).read().decode(), flags=re.M))
-        metrics = ENGINE_METRICS["llama.cpp"]
-        queries = [query.expression for panel in metrics.panels for query in panel.queries]
+        metrics = engine_metrics("llama.cpp")
+        queries = [query for panel in metrics.panels for query in panel.queries.values()]
         asked = re.findall(r"llamacpp:\w+", " ".join([*queries, metrics.waiting]))
         assert asked and set(asked) <= reported
     finally:

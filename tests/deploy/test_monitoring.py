@@ -20,7 +20,7 @@ from deployable import serving
 from lmworks.deploy import check, monitoring
 from lmworks.deploy.deploy import plan_deployment, write_deployment
 from lmworks.deploy.engines import ENGINES
-from lmworks.deploy.panels import ENGINE_METRICS, serving_panels, training_panels
+from lmworks.deploy.monitoring import engine_metrics, serving_panels, training_panels
 from lmworks.deploy.sizing import parse_gpus
 from lmworks.deploy.source import open_source
 from lmworks.metrics import METRICS, MetricLog
@@ -42,8 +42,8 @@ def test_our_servers_dashboard_asks_for_what_it_reports() -> None:
     stats = RequestStats()
     stats.count("/v1/completions", 200, 0.5)
     reported = set(re.findall(r"^(\w+)", render_metrics(EngineStats(0, 0, 0, 0), stats), flags=re.M))
-    metrics = ENGINE_METRICS["lmworks"]
-    asked = {name for panel in metrics.panels for query in panel.queries for name in names_in(query.expression)}
+    metrics = engine_metrics("lmworks")
+    asked = {name for panel in metrics.panels for query in panel.queries.values() for name in names_in(query)}
     asked |= names_in(metrics.waiting) | names_in(metrics.errors or "")
     assert asked and asked <= reported
 
@@ -58,8 +58,8 @@ def test_every_metric_that_every_run_writes_is_on_the_dashboard_of_training() ->
 @pytest.mark.parametrize("engine", ENGINES)
 def test_dashboards_have_what_provisioning_needs(engine: str) -> None:
     """Grafana does not run here: unique ids, a grid without overlaps, and targets that name the provisioned data source."""
-    uid = monitoring.datasources("http://x")["datasources"][0]["uid"]
-    for found in (monitoring.dashboard("a", "b", serving_panels(engine)), monitoring.dashboard("a", "b", training_panels(None))):
+    uid = monitoring.filled("datasources")["datasources"][0]["uid"]
+    for found in (monitoring.dashboard("a", serving_panels(engine)), monitoring.dashboard("b", training_panels(None))):
         assert found == json.loads(json.dumps(found)) and {"uid", "title", "schemaVersion", "panels", "time"} <= set(found)
         assert len({panel["id"] for panel in found["panels"]}) == len(found["panels"])
         cells: set[tuple[int, int]] = set()
@@ -70,7 +70,7 @@ def test_dashboards_have_what_provisioning_needs(engine: str) -> None:
             cells |= own
             for target in panel.get("targets", ()):
                 assert target["expr"] and target["datasource"]["uid"] == panel["datasource"]["uid"] == uid
-    (provider,) = monitoring.providers("/dashboards")["providers"]
+    (provider,) = monitoring.filled("providers")["providers"]
     assert provider["options"]["path"] == "/dashboards"
 
 
@@ -122,9 +122,9 @@ def labels_of(expression: str) -> dict[str, str]:
     return dict(re.findall(r'(\w+)="([^"]*)"', expression))
 
 
-def case(engine: str, alert: monitoring.Alert, fires: bool) -> dict[str, Any]:
+def case(engine: str, alert: dict[str, Any], fires: bool) -> dict[str, Any]:
     """One group of promtool's unit tests."""
-    bad, good, minute = SERIES[alert.name]
+    bad, good, minute = SERIES[alert["alert"]]
     series = []
     for name, values in bad if fires else good:
         for word, real in WORDS[engine].items():
@@ -132,11 +132,11 @@ def case(engine: str, alert: monitoring.Alert, fires: bool) -> dict[str, Any]:
         series.append({"series": name, "values": values})
     firing: list[Any] = []
     if fires:
-        kept = labels_of(series[0]["series"]) if "sum(" not in alert.expression and "absent" not in alert.expression else {}
-        kept = {key: value for key, value in kept.items() if key == "rank" or " by (rank)" not in alert.expression}
-        summary = alert.summary.replace("{{ $labels.rank }}", kept.get("rank", ""))
-        firing = [{"exp_labels": kept | {"severity": alert.severity}, "exp_annotations": {"summary": summary}}]
-    test = {"eval_time": f"{minute}m", "alertname": alert.name, "exp_alerts": firing}
+        kept = labels_of(series[0]["series"]) if "sum(" not in alert["expr"] and "absent" not in alert["expr"] else {}
+        kept = {key: value for key, value in kept.items() if key == "rank" or " by (rank)" not in alert["expr"]}
+        summary = alert["annotations"]["summary"].replace("{{ $labels.rank }}", kept.get("rank", ""))
+        firing = [{"exp_labels": kept | alert["labels"], "exp_annotations": {"summary": summary}}]
+    test = {"eval_time": f"{minute}m", "alertname": alert["alert"], "exp_alerts": firing}
     return {"interval": "1m", "input_series": series, "alert_rule_test": [test]}
 
 
@@ -146,10 +146,12 @@ def promtool(*arguments: object) -> str:
     return done.stdout
 
 
+def alerts(engine: str) -> list[dict[str, Any]]:
+    return [rule for group in monitoring.alert_rules(engine, training=True)["groups"] for rule in group["rules"]]
+
+
 def test_every_alert_has_series_that_fire_it_and_series_that_do_not() -> None:
-    assert {one.name for engine in ENGINES for one in monitoring.serving_alerts(engine)} | {
-        one.name for one in monitoring.TRAINING_ALERTS
-    } == set(SERIES)
+    assert {one["alert"] for engine in ENGINES for one in alerts(engine)} == set(SERIES)
 
 
 @pytest.mark.slow
@@ -157,7 +159,7 @@ def test_every_alert_has_series_that_fire_it_and_series_that_do_not() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_alerts_fire_when_they_should_and_only_then(engine: str, tmp_path: Path) -> None:
     (tmp_path / "rules.yml").write_text(yaml.safe_dump(monitoring.alert_rules(engine, training=True)))
-    every = [*monitoring.serving_alerts(engine), *monitoring.TRAINING_ALERTS]
+    every = alerts(engine)
     tests = [case(engine, one, fires) for one in every for fires in (True, False)]
     (tmp_path / "tests.yml").write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": tests}))
     assert f"{len(every)} rules found" in promtool("check", "rules", tmp_path / "rules.yml")

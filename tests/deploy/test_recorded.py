@@ -17,7 +17,7 @@ from test_sizing import GLM_355B, LLAMA_70B, source
 from lmworks.deploy import engines, monitoring
 from lmworks.deploy.deploy import plan_deployment
 from lmworks.deploy.engines import ENGINES
-from lmworks.deploy.panels import ENGINE_METRICS
+from lmworks.deploy.monitoring import engine_metrics
 from lmworks.deploy.request import _REASONING_FORMS, _TOOL_PARSERS, Launch
 from lmworks.deploy.sizing import GB, SCENARIOS, Hardware, parse_gpus
 from lmworks.deploy.source import Source
@@ -81,9 +81,9 @@ def test_the_engine_has_every_parser(version: str) -> None:
 def test_the_engine_reports_every_metric(version: str) -> None:
     """Panels and alerts ask for names that the engine has, and for rates of counters and of parts of histograms alone."""
     engine = version.rpartition("-")[0]
-    known, metrics = facts(version).metrics, ENGINE_METRICS[engine]
-    expressions = [query.expression for panel in metrics.panels for query in panel.queries]
-    expressions += [alert.expression for alert in monitoring.serving_alerts(engine)]
+    known, metrics = facts(version).metrics, engine_metrics(engine)
+    expressions = [query for panel in metrics.panels for query in panel.queries.values()]
+    expressions += [rule["expr"] for group in monitoring.alert_rules(engine, training=False)["groups"] for rule in group["rules"]]
     ours = re.compile(r"lmworks_\w+|up")
     for expression in expressions:
         bare = re.sub(r'"[^"]*"|\[[^\]]*\]|by \([^)]*\)', "", expression)  # without labels' values, ranges and groups

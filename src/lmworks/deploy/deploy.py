@@ -15,9 +15,7 @@ from typing import Any
 import lmworks
 from lmworks.deploy import check, monitoring
 from lmworks.deploy.engines import engine_of
-from lmworks.deploy.files import COMPOSE_HEAD, SUMS, address, compose, compose_yaml, plain_yaml, readme, start_script
-from lmworks.deploy.monitoring import PROMETHEUS_PORT, scraping
-from lmworks.deploy.panels import serving_panels, training_panels
+from lmworks.deploy.files import SUMS, address, compose_yaml, plain_yaml, readme, start_script
 from lmworks.deploy.request import Launch, Request, record, tolerance_for
 from lmworks.deploy.sizing import Hardware, fit, scenario_of
 from lmworks.deploy.source import Source
@@ -100,18 +98,16 @@ def _write(plan: Deployment, out: Path, key: str, answers: dict[str, Any], train
     (out / "start.sh").chmod(0o755)
     write_text(out / "Containerfile", launch.containerfile)
     write_text(out / ".dockerignore", "secrets\ndata\n")
-    write_text(out / "compose.yaml", compose_yaml(compose(request, launch), COMPOSE_HEAD))
-    write_text(out / "prometheus.yml", plain_yaml(scraping(engine, address(request), trainer)))
+    write_text(out / "compose.yaml", compose_yaml(request, launch))
+    write_text(out / "prometheus.yml", plain_yaml(monitoring.scraping(engine, address(request), trainer)))
     write_text(out / "rules.yml", plain_yaml(monitoring.alert_rules(engine, training=trainer is not None)))
     folder = out / "grafana" / "provisioning"
-    write_text(folder / "datasources" / "prometheus.yaml", plain_yaml(monitoring.datasources(f"http://127.0.0.1:{PROMETHEUS_PORT}")))
-    write_text(folder / "dashboards" / "lmworks.yaml", plain_yaml(monitoring.providers("/dashboards")))
+    write_text(folder / "datasources" / "prometheus.yaml", plain_yaml(monitoring.filled("datasources")))
+    write_text(folder / "dashboards" / "lmworks.yaml", plain_yaml(monitoring.filled("providers")))
     dashboards = out / "grafana" / "dashboards"
-    write_json(dashboards / "serving.json", monitoring.dashboard("lmworks-serving", "Serving", serving_panels(engine)))
+    write_json(dashboards / "serving.json", monitoring.dashboard("serving", monitoring.serving_panels(engine)))
     if trainer is not None:
-        write_json(
-            dashboards / "training.json", monitoring.dashboard("lmworks-training", "Training", training_panels(request.source.model))
-        )
+        write_json(dashboards / "training.json", monitoring.dashboard("training", monitoring.training_panels(request.source.model)))
     if engine == "lmworks":
         _copy_package(out, request.hardware.on_cpu)
     write_json(out / "decisions.json", plan.as_json())

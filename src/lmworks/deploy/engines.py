@@ -22,14 +22,21 @@ _VLLM_GPU, _VLLM_AMD = "vllm/vllm-openai", "vllm/vllm-openai-rocm"
 _VLLM_CPU = "public.ecr.aws/q9t5s3a7/vllm-cpu-release-repo"
 
 
+def _api(name: str, request: Request) -> tuple[Flag, ...]:
+    """The model's name and the address, which all engines take; `name` is the option for the first."""
+    return (
+        Flag(name, request.source.name, "the name by which clients ask for the model"),
+        Flag("--host", request.host, "loopback unless asked: an address of this machine alone"),
+        Flag("--port", str(request.port), "the port of the API"),
+    )
+
+
 def launch_vllm(request: Request) -> Launch:
     """Flags of `vllm serve`."""
     source, hardware, fit = request.source, request.hardware, request.fit
     dtype, why = dtype_of(source)
     flags = [
-        Flag("--served-model-name", source.name, "the name by which clients ask for the model"),
-        Flag("--host", request.host, "loopback unless asked: an address of this machine alone"),
-        Flag("--port", str(request.port), "the port of the API"),
+        *_api("--served-model-name", request),
         Flag("--dtype", dtype, why),
         Flag("--max-model-len", str(fit.context), request.context_reason),
         Flag("--max-num-seqs", str(fit.sequences), request.sequences_reason),
@@ -92,9 +99,7 @@ def launch_sglang(request: Request) -> Launch:
         raise UserError("SGLang needs GPUs: give them with --gpus 1xh100, or use --engine vllm or llama.cpp on a CPU")
     dtype, why = dtype_of(source)
     flags = [
-        Flag("--served-model-name", source.name, "the name by which clients ask for the model"),
-        Flag("--host", request.host, "loopback unless asked: an address of this machine alone"),
-        Flag("--port", str(request.port), "the port of the API"),
+        *_api("--served-model-name", request),
         Flag("--dtype", dtype, why),
         Flag("--context-length", str(fit.context), request.context_reason),
         Flag("--max-running-requests", str(fit.sequences * fit.data), request.sequences_reason),
@@ -177,9 +182,7 @@ def launch_llama_cpp(request: Request) -> Launch:
         raise UserError("llama.cpp reads a GGUF file: export one (--set export.gguf=true), or give --gguf FILE")
     slots = fit.sequences
     flags = [
-        Flag("--alias", source.name, "the name by which clients ask for the model"),
-        Flag("--host", request.host, "loopback unless asked: an address of this machine alone"),
-        Flag("--port", str(request.port), "the port of the API"),
+        *_api("--alias", request),
         Flag("--parallel", str(slots), request.sequences_reason),
         Flag("--ctx-size", str(slots * fit.context), f"{slots} sequences of {fit.context} tokens each, allocated at the start"),
         Flag("--batch-size", str(fit.batch_tokens), "tokens of one forward pass: more fills the device, fewer shortens the wait"),
@@ -226,9 +229,7 @@ def launch_lmworks(request: Request) -> Launch:
     if request.hardware.amd:
         raise UserError("--engine lmworks has no container for GPUs of AMD: use --engine vllm, sglang or llama.cpp")
     flags = (
-        Flag("--name", request.source.name, "the name by which clients ask for the model"),
-        Flag("--host", request.host, "loopback unless asked: an address of this machine alone"),
-        Flag("--port", str(request.port), "the port of the API"),
+        *_api("--name", request),
         Flag("context", None, request.context_reason, note=True),
         Flag("tools", None, f"the server reads <think>, and {_lmworks_tools(request.source.template)}", note=True),
         Flag("speculation", None, request.no_speculation_reason, note=True),

@@ -1,235 +1,166 @@
-"""Configuration of Prometheus and Grafana: what is scraped, alert rules for serving and for training, dashboards and provisioning files.
+"""Prometheus and Grafana of a deployment: what is scraped, alert rules, dashboards. The files are declared in `monitoring.yaml`.
 
-All targets are addresses of this machine.
+All targets are addresses of this machine. The panels of training are made from the table of metrics.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from lmworks.deploy.panels import ENGINE_METRICS, Panel
+import yaml
+
+from lmworks.metrics.log import prometheus_name
+from lmworks.metrics.names import METRICS, Metric
+from lmworks.recipe.schema.model import Model
 
 CHECK_PORT, PROMETHEUS_PORT, GRAFANA_PORT = 9105, 9090, 3000
+_PORTS = {"CHECK_PORT": str(CHECK_PORT), "PROMETHEUS_PORT": str(PROMETHEUS_PORT), "GRAFANA_PORT": str(GRAFANA_PORT)}
+_RATE = "$__rate_interval"  # Grafana replaces it with a multiple of the scrape interval
+
+
+@cache
+def _declared() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(files("lmworks.deploy").joinpath("monitoring.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def filled(name: str, **words: str) -> dict[str, Any]:
+    """The tree `name` of monitoring.yaml, with <WORDS> replaced. A text that is put in is not searched for further ones."""
+    known = {f"<{key}>": value for key, value in (_PORTS | words).items()}
+    found: dict[str, Any] = _filled(_declared()[name], known)
+    return found
+
+
+def _filled(tree: Any, words: dict[str, str]) -> Any:
+    if isinstance(tree, dict):
+        return {key: _filled(value, words) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_filled(one, words) for one in tree]
+    return re.sub("<[A-Z_]+>", lambda found: words[found[0]], tree) if isinstance(tree, str) else tree
 
 
 def scraping(engine: str, address: str, trainer: str | None) -> dict[str, Any]:
     """prometheus.yml. `address` is HOST:PORT of the engine, `trainer` that of `metrics.prometheus_port` of a run."""
-    jobs: list[dict[str, Any]] = [
-        {
-            "job_name": "engine",
-            "authorization": {"type": "Bearer", "credentials_file": "secrets/api_key"},
-            "static_configs": [{"targets": [address], "labels": {"engine": engine}}],
-        },
-        {"job_name": "check", "static_configs": [{"targets": [f"127.0.0.1:{CHECK_PORT}"]}]},
-    ]
-    if trainer:
-        jobs.append({"job_name": "trainer", "static_configs": [{"targets": [trainer]}]})
-    return {
-        "global": {"scrape_interval": "15s", "evaluation_interval": "15s"},
-        "rule_files": ["rules.yml"],
-        "scrape_configs": jobs,
-    }
-
-
-_TRAINER = '{job="trainer"}'
+    found = filled("prometheus", ADDRESS=address, ENGINE=engine, TRAINER=trainer or "")
+    return found | {"scrape_configs": [job for job in found["scrape_configs"] if trainer or job["job_name"] != "trainer"]}
 
 
 @dataclass(frozen=True)
-class Alert:
-    """One rule: it fires when `expression` has held for `wait`."""
+class Panel:
+    """One chart: a query of Prometheus for each name of a line. `unit` is Grafana's id of a unit."""
 
-    name: str
-    expression: str
-    wait: str
-    severity: str
-    summary: str
-
-
-TRAINING_ALERTS = (
-    Alert(
-        "RunStalled",
-        f"changes(lmworks_step{_TRAINER}[20m]) == 0",
-        "10m",
-        "critical",
-        "no step has ended for 30 minutes; see which rank waits: lmworks launch status RUN",
-    ),
-    Alert("RunEnded", f"up{_TRAINER} == 0", "5m", "warning", "the trainer does not answer: the run has ended or was killed"),
-    Alert(
-        "LossSpike",
-        f"delta(lmworks_train_spikes{_TRAINER}[10m]) > 0 or delta(lmworks_train_bad_steps{_TRAINER}[10m]) > 0",
-        "0m",
-        "warning",
-        "steps were skipped because the loss or the gradient was far too large or not finite",
-    ),
-    Alert(
-        "LossRising",
-        f"avg_over_time(lmworks_train_loss{_TRAINER}[10m]) > 1.1 * avg_over_time(lmworks_train_loss{_TRAINER}[30m] offset 10m)",
-        "10m",
-        "warning",
-        "the mean loss of ten minutes is 10% above that of the half hour before",
-    ),
-    Alert(
-        "DiskFilling",
-        f"lmworks_disk_free_bytes{_TRAINER} < 2e9 or predict_linear(lmworks_disk_free_bytes{_TRAINER}[1h], 4 * 3600) < 0",
-        "5m",
-        "critical",
-        "the disk of the run directory is full in less than 4 hours; remove checkpoints: lmworks checkpoint prune RUN",
-    ),
-    Alert(
-        "DeadRank",
-        f"max by (rank) (lmworks_rank_silent_seconds{_TRAINER}) > 120",
-        "1m",
-        "critical",
-        "rank {{ $labels.rank }} has given no sign of life for two minutes",
-    ),
-)
+    title: str
+    unit: str
+    queries: dict[str, str]
+    description: str = ""
 
 
-def serving_alerts(engine: str) -> tuple[Alert, ...]:
-    """The rules for a server of this engine."""
-    metrics = ENGINE_METRICS[engine]
-    alert_rules = [
-        Alert("ServerDown", 'up{job="engine"} == 0', "2m", "critical", "the engine does not answer"),
-        Alert(
-            "AnswersWrong",
-            "lmworks_check_ok == 0",
-            "1m",
-            "critical",
-            "the engine does not answer the check as the model does: its weights may be damaged",
-        ),
-        Alert(
-            "CheckMissing",
-            "absent(lmworks_check_ok) or time() - lmworks_check_time_seconds > 900",
-            "5m",
-            "warning",
-            "the check has not run for a quarter of an hour",
-        ),
-        Alert("RequestsWaiting", f"{metrics.waiting} > 50", "10m", "warning", "more than 50 requests have been waiting for ten minutes"),
-    ]
-    if metrics.errors:
-        alert_rules.append(Alert("ErrorRate", f"{metrics.errors} > 0.05", "5m", "critical", "more than 5% of the requests fail"))
-    return tuple(alert_rules)
+@dataclass(frozen=True)
+class EngineMetrics:
+    """What an engine reports. `errors` is the share of failed requests over five minutes, None if the engine does not count them, then with
+    `no_errors` as the reason; `waiting` is the number of requests that wait."""
+
+    panels: tuple[Panel, ...]
+    waiting: str
+    errors: str | None
+    no_errors: str
+
+
+def _panel(row: dict[str, Any]) -> Panel:
+    queries = dict(row.get("queries", {}))
+    queries |= {name: f"sum(rate({metric}[{_RATE}]))" for name, metric in row.get("rates", {}).items()}
+    queries |= {name: _share(*pair, _RATE) for name, pair in row.get("shares", {}).items()}
+    if metric := row.get("quantiles"):
+        queries |= {f"{q:.0%}": f"histogram_quantile({q}, sum by (le) (rate({metric}_bucket[{_RATE}])))" for q in (0.5, 0.9, 0.99)}
+    return Panel(row["title"], row["unit"], queries, row.get("description", ""))
+
+
+def _share(failed: str, every: str, window: str) -> str:
+    """0 while there are no requests; a server without a failure has no series of failures."""
+    return f"(sum(rate({failed}[{window}])) or vector(0)) / ((sum(rate({every}[{window}])) > 0) or vector(1))"
+
+
+def engine_metrics(engine: str) -> EngineMetrics:
+    """The metrics of the engine of this name."""
+    found = _declared()["engines"][engine]
+    errors = _share(*found["errors"], "5m") if "errors" in found else None
+    return EngineMetrics(tuple(map(_panel, found["panels"])), found["waiting"], errors, found.get("no_errors", ""))
 
 
 def alert_rules(engine: str, training: bool) -> dict[str, Any]:
     """rules.yml: the rules of an engine, and of training if a trainer is watched."""
-    groups = [{"name": "serving", "rules": [_rule(one) for one in serving_alerts(engine)]}]
-    if training:
-        groups.append({"name": "training", "rules": [_rule(one) for one in TRAINING_ALERTS]})
-    return {"groups": groups}
+    metrics = engine_metrics(engine)
+    rules = filled("alerts", WAITING=metrics.waiting, ERRORS=metrics.errors or "")
+    serving = [rule for rule in rules["serving"] if metrics.errors or rule["alert"] != "ErrorRate"]
+    groups = {"serving": serving} | ({"training": rules["training"]} if training else {})
+    return {"groups": [{"name": name, "rules": [_rule(**one) for one in several]} for name, several in groups.items()]}
 
 
-def _rule(alert: Alert) -> dict[str, Any]:
-    return {
-        "alert": alert.name,
-        "expr": alert.expression,
-        "for": alert.wait,
-        "labels": {"severity": alert.severity},
-        "annotations": {"summary": alert.summary},
-    }
+def _rule(severity: str, summary: str, **rule: str) -> dict[str, Any]:
+    return {**rule, "labels": {"severity": severity}, "annotations": {"summary": summary}}
 
 
-DATASOURCE = "lmworks-prometheus"
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 24  # of Grafana's grid
 
 
-def dashboard(uid: str, title: str, rows: list[tuple[str, tuple[Panel, ...]]]) -> dict[str, Any]:
-    """A dashboard in Grafana's JSON model (schema version 39)."""
+def dashboard(name: str, rows: list[tuple[str, list[Panel]]]) -> dict[str, Any]:
+    """A dashboard of these rows, each a title and panels."""
     panels: list[dict[str, Any]] = []
     y = 0
     for row, several in rows:
-        panels.append(
-            {
-                "id": len(panels) + 1,
-                "type": "row",
-                "title": row,
-                "collapsed": False,
-                "panels": [],
-                "gridPos": {"x": 0, "y": y, "w": _COLUMNS, "h": 1},
-            }
-        )
+        panels.append({
+            "id": len(panels) + 1, "type": "row", "title": row, "collapsed": False, "panels": [],
+            "gridPos": {"x": 0, "y": y, "w": _COLUMNS, "h": 1},
+        })  # fmt: skip
         y += 1
         for at, panel in enumerate(several):
             x = at * _WIDTH % _COLUMNS
-            panels.append(_panel(len(panels) + 1, panel, {"x": x, "y": y, "w": _WIDTH, "h": _HEIGHT}))
+            chart = filled("panel", TITLE=panel.title, UNIT=panel.unit, DESCRIPTION=panel.description)
+            chart |= {"id": len(panels) + 1, "gridPos": {"x": x, "y": y, "w": _WIDTH, "h": _HEIGHT}}
+            targets = [
+                {"refId": chr(ord("A") + number), "datasource": chart["datasource"], "expr": query, "legendFormat": legend,
+                 "range": True, "editorMode": "code"}
+                for number, (legend, query) in enumerate(panel.queries.items())
+            ]  # fmt: skip
+            panels.append(chart | {"targets": targets})
             if x + _WIDTH == _COLUMNS or at == len(several) - 1:
                 y += _HEIGHT
-    return {
-        "uid": uid,
-        "title": title,
-        "tags": ["lmworks"],
-        "schemaVersion": 39,
-        "version": 1,
-        "editable": True,
-        "refresh": "15s",
-        "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": []},
-        "annotations": {"list": []},
-        "panels": panels,
-    }
+    return filled("dashboard", NAME=name, TITLE=name.capitalize()) | {"panels": panels}
 
 
-def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
-    source = {"type": "prometheus", "uid": DATASOURCE}
-    return {
-        "id": number,
-        "type": "timeseries",
-        "title": panel.title,
-        "description": panel.description,
-        "datasource": source,
-        "gridPos": place,
-        "fieldConfig": {"defaults": {"unit": panel.unit, "custom": {"drawStyle": "line", "showPoints": "auto"}}, "overrides": []},
-        "options": {
-            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
-            "tooltip": {"mode": "multi", "sort": "desc"},
-        },
-        "targets": [
-            {
-                "refId": chr(ord("A") + at),
-                "datasource": source,
-                "expr": query.expression,
-                "legendFormat": query.legend,
-                "range": True,
-                "editorMode": "code",
-            }
-            for at, query in enumerate(panel.queries)
-        ],
-    }
+def serving_panels(engine: str) -> list[tuple[str, list[Panel]]]:
+    """Rows of the dashboard of an engine."""
+    return [("Health", [_panel(one) for one in _declared()["health"]]), ("Engine", list(engine_metrics(engine).panels))]
 
 
-def datasources(prometheus: str) -> dict[str, Any]:
-    """provisioning/datasources/prometheus.yaml; `prometheus` is its URL."""
-    return {
-        "apiVersion": 1,
-        "datasources": [
-            {
-                "name": "Prometheus",
-                "uid": DATASOURCE,
-                "type": "prometheus",
-                "access": "proxy",
-                "url": prometheus,
-                "isDefault": True,
-                "editable": False,
-                "jsonData": {"timeInterval": "15s"},
-            },
-        ],
-    }
+_ROWS = {
+    "train": "Loss and progress", "optim": "Optimizer", "validation": "Validation", "perf": "Speed", "experts": "Experts",
+    "system": "Machine",
+}  # fmt: skip
+_UNITS = {"s": "s", "bytes": "bytes", "%": "percent", "degrees C": "celsius", "W": "watt"}
 
 
-def providers(folder: str) -> dict[str, Any]:
-    """provisioning/dashboards/lmworks.yaml; `folder` is where Grafana finds the dashboards."""
-    return {
-        "apiVersion": 1,
-        "providers": [
-            {
-                "name": "lmworks",
-                "orgId": 1,
-                "folder": "lmworks",
-                "type": "file",
-                "disableDeletion": True,
-                "allowUiUpdates": False,
-                "options": {"path": folder, "foldersFromFilesStructure": False},
-            },
-        ],
-    }
+def training_panels(model: Model | None) -> list[tuple[str, list[Panel]]]:
+    """Rows of the dashboard of training, from the table of metrics: those that every run writes, and those of what `model` has."""
+    conditions = {""} | ({"model.moe"} if model and model.moe else set()) | ({"model.mtp"} if model and model.mtp else set())
+    rows: dict[str, list[Panel]] = {group: [] for group in _ROWS}
+    for name, metric in METRICS.items():
+        group = name.split("/")[0]
+        if group in _ROWS and metric.when in conditions and "{layer}" not in name:
+            rows[group].append(_panel_of(metric))
+    for group, several in _declared()["training"].items():
+        rows[group] += map(_panel, several)
+    return [(_ROWS[group], several) for group, several in rows.items() if several]
+
+
+def _panel_of(metric: Metric) -> Panel:
+    expression = f'{prometheus_name(metric.name)}{{job="trainer"}}'
+    if "{" in metric.name:
+        pattern = ".+".join(prometheus_name(part)[len("lmworks_") :] for part in re.split(r"\{\w+\}", metric.name))
+        expression = f'{{__name__=~"lmworks_{pattern}", job="trainer"}}'
+    unit = f" [{metric.unit}]" if metric.unit else ""
+    return Panel(metric.name, _UNITS.get(metric.unit, "short"), {"{{__name__}}": expression}, metric.meaning + unit)

@@ -1,17 +1,19 @@
 """Mistakes in the flags of engines and in monitoring."""
 
 MUTANTS = [
-    ("deploy.panels:ENGINE_METRICS", "max(vllm:kv_cache_usage_perc)", "max(vllm:gpu_cache_usage_perc)",
+    ("deploy.monitoring:_panel", "{metric}_bucket", "{metric}_buckets",
      "Panels ask for metrics that the pinned vLLM writes.", "deploy/test_recorded.py deploy/test_monitoring.py"),
-    ("deploy.panels:ENGINE_METRICS", 'waiting="sum(vllm:num_requests_waiting)"', 'waiting="sum(vllm:num_requests_queued)"',
-     "Alerts ask for metrics that the pinned vLLM writes.", "deploy/test_recorded.py deploy/test_monitoring.py"),
+    ("deploy.monitoring:alert_rules", "WAITING=metrics.waiting", 'WAITING="sum(vllm:num_requests_queued)"',
+     "Alerts ask for metrics that the pinned engine writes.", "deploy/test_recorded.py deploy/test_monitoring.py"),
+    ("deploy.files:compose_yaml", 'model.replace("$", "$$")', "model", "A path with a dollar sign is the path in compose.yaml.",
+     "cli/test_deploy_command.py"),
     ("deploy.engines:launch_sglang", '"--max-running-requests"', '"--max-running-request"',
      "Flags of SGLang are those of the pinned version.", "deploy/test_recorded.py"),
     ("deploy.engines:launch_vllm", '"--max-num-seqs"', '"--max-num-sequences"', "Flags of vLLM are those of the pinned version.",
      "deploy/test_recorded.py"),
     ("deploy.engines:launch_sglang", "fit.sequences * fit.data", "fit.sequences", "SGLang's limit of requests is over all replicas.",
      "deploy/test_sizing.py"),
-    ("deploy.engines:launch_vllm", '"--host", request.host', '"--host", "0.0.0.0"', "A server is not reachable from outside unless asked.",
+    ("deploy.engines:_api", '"--host", request.host', '"--host", "0.0.0.0"', "A server is not reachable from outside unless asked.",
      "cli/test_deploy_command.py"),
     ("deploy.deploy:_copy_package", "    if on_cpu:\n", "    if False:\n", "A container for a CPU gets torch without CUDA.",
      "deploy/test_containers.py"),
