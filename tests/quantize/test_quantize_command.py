@@ -273,9 +273,9 @@ def test_a_disk_that_fills_while_an_engine_writes_logits_is_one_line(
     lmworks: Lmworks, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine is a stand-in: the program that asks it, the failing write to a full device, and all else are real."""
-    programs, out, made = tmp_path / "programs", tmp_path / "out", quantize_gguf.quantize
-    shutil.copytree(child.PROGRAMS, programs)
-    (programs / "llama_cpp.py").write_text(f"""
+    programs, out, made = tmp_path / "programs.py", tmp_path / "out", quantize_gguf.quantize
+    programs.write_text(f"import sys\n\nsys.path.insert(0, {str(tmp_path)!r})\n{child.PROGRAMS.read_text()}")
+    (tmp_path / "llama_cpp.py").write_text(f"""
 import pathlib, numpy
 __version__, GGML_TYPE_F32 = "0", 0
 class Llama:

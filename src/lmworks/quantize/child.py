@@ -1,4 +1,4 @@
-"""Runs a program of `programs/` under a Python that has a foreign library.
+"""Runs a program of `programs.py` under a Python that has a foreign library.
 
 The library may be in another environment, whose versions of torch and transformers are its own. The program gets and returns JSON lines
 and files only. A library that crashes ends its own process, not ours.
@@ -29,7 +29,7 @@ from lmworks.errors import UserError
 from lmworks.io.files import is_full_disk
 from lmworks.ui.terminal import Bar
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).with_name("programs.py")
 _LAST_LINES = 40
 _STEP = re.compile(r"\[\s*(\d+)/\s*(\d+)\]")
 
@@ -106,16 +106,16 @@ class ChildScorer:
 
 
 @contextmanager
-def running(python: Path, program: str, name: str, **environment: str) -> Iterator[Child]:
-    """Start `programs/PROGRAM.py` under `python`, and end it with the block, however it is left."""
+def running(python: Path, program: str, name: str = "", **environment: str) -> Iterator[Child]:
+    """Start a program of `programs.py` under `python`, and end it with the block, however it is left."""
     with tempfile.TemporaryDirectory() as scratch:
         variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | environment
-        command = [str(python), "-I", "-B", str(PROGRAMS / "run_program.py"), program]  # -B: nothing is written beside the programs
+        command = [str(python), "-I", str(PROGRAMS), program]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables | {"TMPDIR": scratch}
         )
         try:
-            yield Child(process, name)
+            yield Child(process, name or program)
         finally:
             process.kill()
             process.wait()

@@ -30,8 +30,7 @@ from lmworks.weights.huggingface import files_of, load_weights
 MODULES = ("llmcompressor",)
 GROUPS = (128, 64, 32)
 """Sizes of groups of weights that share a scale, with 4 bits; the first that divides all rows is used."""
-_PROGRAM, _NAME = "compress_program", "llm-compressor"
-_VLLM = "vllm_program"
+_NAME = "llm-compressor"
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
 _PARTS = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
 _ROLES = (
@@ -74,7 +73,7 @@ def quantize(scheme: Scheme, source: Source, original: Path, target: Path, pytho
         "do": "quantize", "kind": scheme.kind, "source": str(original), "target": str(target), "mtp_layers": mtp,
         "calibration": [list(window.ids) for window in calibration] if scheme.calibrated else [], "group": _group(scheme, source),
     }  # fmt: skip
-    with running(python, _PROGRAM, _NAME, **_environment()) as child, bar(f"{scheme.name}: quantize"):
+    with running(python, _NAME, **_environment()) as child, bar(f"{scheme.name}: quantize"):
         try:
             version = child.ask(request)["version"]
         except Crashed as error:
@@ -277,7 +276,7 @@ def transformers_scorer(python: Path, model: Path, vocabulary: int, scratch: Pat
     """Open a directory in transformers: logits in fp32, with activations quantized where scheme and library do so.
 
     Raises `Crashed` if it does not load every tensor."""
-    with running(python, _PROGRAM, "transformers", **_environment()) as child:
+    with running(python, _NAME, "transformers", **_environment()) as child:
         answer = child.ask({"do": "open", "model": str(model), "threads": machine.threads()})
         yield ChildScorer(child, scratch, vocabulary, f"transformers {answer['version']} with compressed-tensors")
 
@@ -287,14 +286,14 @@ def vllm_scorer(python: Path, model: Path, vocabulary: int, length: int, scratch
     """Open a directory in vLLM, for windows of at most `length` tokens: logits as it computes them to serve the model.
 
     Raises `Crashed` if it does not load it."""
-    with running(python, _VLLM, "vLLM", **_vllm_environment()) as child:
+    with running(python, "vLLM", **_vllm_environment()) as child:
         answer = child.ask({"do": "open", "model": str(model), "length": length})
         yield ChildScorer(child, scratch, vocabulary, f"vLLM {answer['version']}")
 
 
 def measure_speed(python: Path, model: Path, ids: Sequence[int], following: Sequence[int], repeats: int) -> dict[str, float]:
     """Tokens per second at which vLLM reads `ids` and generates as many tokens as `following`, medians of the repeats."""
-    with running(python, _VLLM, "vLLM", **_vllm_environment()) as child:
+    with running(python, "vLLM", **_vllm_environment()) as child:
         return child.ask({"do": "speed", "model": str(model), "ids": list(ids), "following": list(following), "repeats": repeats})
 
 

@@ -22,7 +22,7 @@ from lmworks.quantize.source import Scheme, Source
 from lmworks.ui.terminal import bar
 
 MODULES = ("llama_cpp",)
-_PROGRAM, _NAME = "llama_cpp_program", "llama.cpp"
+_NAME = "llama.cpp"
 _ROLES = {"ffn_gate_inp.weight": "router", "exp_probs_b.bias": "router", "token_embd.weight": "embedding", "output.weight": "head"}
 
 
@@ -52,7 +52,7 @@ def quantize(scheme: Scheme, original: Path, target: Path, python: Path | None) 
         return f"gguf {_version('gguf')} (llama.cpp's Python package)"
     total = len(gguf.GGUFReader(original).tensors)
     request = {"do": "quantize", "kind": scheme.kind, "source": str(original), "target": str(target), "threads": machine.threads()}
-    with running(python, _PROGRAM, _NAME) as child, bar(f"{scheme.name}: quantize", total) as progress:
+    with running(python, _NAME) as child, bar(f"{scheme.name}: quantize", total) as progress:
         child.progress = progress
         try:
             answer = child.ask(request)
@@ -166,14 +166,14 @@ def check_fields(source: Source, original: Path, target: Path) -> list[str]:
 @contextmanager
 def llama_scorer(python: Path, model: Path, vocabulary: int, length: int, scratch: Path) -> Iterator[ChildScorer]:
     """Open a GGUF file in llama.cpp, for windows of at most `length` tokens. Raises `Crashed` if llama.cpp does not load it."""
-    with running(python, _PROGRAM, _NAME) as child:
+    with running(python, _NAME) as child:
         answer = child.ask({"do": "open", "model": str(model), "length": length, "threads": machine.threads()})
         yield ChildScorer(child, scratch, vocabulary, f"llama.cpp (llama-cpp-python {answer['version']}), cache in fp32")
 
 
 def measure_speed(python: Path, model: Path, ids: Sequence[int], following: Sequence[int], repeats: int) -> dict[str, float]:
     """Tokens per second of reading `ids` and of generating as many tokens as `following`, medians of the repeats."""
-    with running(python, _PROGRAM, _NAME) as child:
+    with running(python, _NAME) as child:
         request = {"do": "speed", "model": str(model), "ids": list(ids), "following": list(following), "threads": machine.threads()}
         return child.ask(request | {"repeats": repeats})
 
