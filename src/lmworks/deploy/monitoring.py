@@ -6,6 +6,7 @@ All targets are addresses of this machine. The panels of training are made from 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -73,21 +74,22 @@ class EngineMetrics:
 def _panel(row: dict[str, Any]) -> Panel:
     queries = dict(row.get("queries", {}))
     queries |= {name: f"sum(rate({metric}[{_RATE}]))" for name, metric in row.get("rates", {}).items()}
-    queries |= {name: _share(*pair, _RATE) for name, pair in row.get("shares", {}).items()}
+    queries |= {name: _share(pair, _RATE) for name, pair in row.get("shares", {}).items()}
     if metric := row.get("quantiles"):
         queries |= {f"{q:.0%}": f"histogram_quantile({q}, sum by (le) (rate({metric}_bucket[{_RATE}])))" for q in (0.5, 0.9, 0.99)}
     return Panel(row["title"], row["unit"], queries, row.get("description", ""))
 
 
-def _share(failed: str, every: str, window: str) -> str:
-    """0 while there are no requests; a server without a failure has no series of failures."""
+def _share(metrics: Sequence[str], window: str) -> str:
+    """The first as a share of the second, 0 while there are no requests; a server without a failure has no series of failures."""
+    failed, every = metrics
     return f"(sum(rate({failed}[{window}])) or vector(0)) / ((sum(rate({every}[{window}])) > 0) or vector(1))"
 
 
 def engine_metrics(engine: str) -> EngineMetrics:
     """The metrics of the engine of this name."""
     found = _declared()["engines"][engine]
-    errors = _share(*found["errors"], "5m") if "errors" in found else None
+    errors = _share(found["errors"], "5m") if "errors" in found else None
     return EngineMetrics(tuple(map(_panel, found["panels"])), found["waiting"], errors, found.get("no_errors", ""))
 
 
