@@ -227,7 +227,7 @@ def _examples(benchmark: Benchmark) -> tuple[list[Item], bool, str]:
         return found, False, task.examples or ""
     chosen, split = CHOICE[benchmark.name], CHOICE[benchmark.name].examples
     in_place = split is not None and (
-        sources.has_split(benchmark.path, split.split) if benchmark.path else benchmark.hub or split.package is not None
+        sources.has_split(benchmark.path, split.split) if benchmark.path else benchmark.hub or split.members is not None
     )
     if split is not None and in_place:
         made: list[Item] = list(_set_examples(benchmark.name, benchmark.path, benchmark.hub))

