@@ -139,13 +139,13 @@ PLACES = (
         parallel.tensor Stream.begin shard_tensors
     """),
     (LATER, "what the documents of the sources hold, once they have been read and filtered", """
-        corpus.transform.parsing parse_code(2)
+        corpus.transform.checks parse_code(2)
         corpus.engine.assembling require_documents(2) omit_empty_sources(2)
         corpus.engine.step_runner make_variants _outcomes _raise_for_document
         corpus.pipeline _require_clean
         corpus.read.rows Columns.columns_to_read
         corpus.transform.steps _python.checked(2)
-        evaluate.heldout _files held_out
+        evaluate.bits_per_byte _files held_out
         shards.build _jobs(2) _imported
         shards.decontaminate decontaminate(2)
         shards.encode encode_part open_parquet
@@ -164,7 +164,7 @@ PLACES = (
         corpus.transform.rewrite _Rewriter._ask
         evaluate.sets.benchmarks _read(2) load(2)
         evaluate.sets.sources rows(2) hub_rows(2)
-        evaluate.sets.package wheel_path
+        evaluate.sets.sources wheel_path
         io.wheels named wheel member _download(3)
         evaluate.generation.interface read_rows(2)
         evaluate.generation.gsm8k _problems
@@ -250,7 +250,7 @@ PLACES = (
         optim.groups group_parameters
     """),
     (COMMAND, "options and arguments of commands, and requests to a server", """
-        corpus.engine.task pass_named
+        corpus.engine.job pass_named
         corpus.transform.quality_training labeled(2) _is_good(2) _source
         corpus.transform.quality require_module
         corpus.transform.quality_training train _deduplicate
@@ -272,7 +272,7 @@ PLACES = (
         run.replay replay(2) _require_whole_weights _load
         shards.lineage document_at
         tokenizer.evaluate _ImportedTokenizer.__init__
-        tokenizer.comparison evaluate_sizes _mean
+        tokenizer.train evaluate_sizes _mean
         train.data.chat conversations(2)
         train.data.mixture validate_change(3)
     """),

@@ -14,8 +14,7 @@ import yaml
 from command import Lmworks
 
 from lmworks.checkpoint import listing, manifest, rewrite, tensor_files, verify
-from lmworks.watch.ledger import read_ledger
-from lmworks.watch.lock import RunLock
+from lmworks.watch.ledger import RunLock, read_ledger
 from lmworks.weights.run_models import load_model
 from tiny_run import STEPS, Tiny, checkpoint, curve, same_bits
 

@@ -10,8 +10,7 @@ import numpy as np
 from command import Lmworks
 
 from lmworks.tokenizer import load
-from lmworks.watch.ledger import Ledger, read_ledger
-from lmworks.watch.lock import RunLock
+from lmworks.watch.ledger import Ledger, RunLock, read_ledger
 from tiny_run import FIRST, Tiny
 
 

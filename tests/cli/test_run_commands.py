@@ -19,8 +19,7 @@ from command import Lmworks
 from lmworks.checkpoint import listing
 from lmworks.shards.batches import Batches
 from lmworks.train import trainer
-from lmworks.watch.ledger import read_ledger
-from lmworks.watch.lock import RunLock
+from lmworks.watch.ledger import RunLock, read_ledger
 from patience import PATIENCE
 from tiny_run import FIRST, STEPS, Tiny, checkpoint, curve, same_bits
 

@@ -13,7 +13,7 @@ import yaml
 from command import Done, Lmworks
 
 from lmworks.checkpoint import listing
-from lmworks.evaluate.heldout import OVERALL
+from lmworks.evaluate.bits_per_byte import OVERALL
 from lmworks.io.files import read_json, sha256_file
 from lmworks.metrics.log import read
 from lmworks.recipe.load import load_resolved

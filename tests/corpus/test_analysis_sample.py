@@ -9,8 +9,7 @@ from pathlib import Path
 import analysis_corpus as made
 import pytest
 
-from lmworks.corpus.analysis.prepared import PreparedCorpus
-from lmworks.corpus.analysis.sample import SampleFilter, sample
+from lmworks.corpus.analysis.prepared import PreparedCorpus, SampleFilter, sample
 from lmworks.corpus.transform.cleaning import clean
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Bucket

@@ -14,9 +14,8 @@ import pytest
 
 from lmworks.corpus import prepare
 from lmworks.corpus.engine import slurm_executor
-from lmworks.corpus.engine.job import Job, hash_referenced_files
+from lmworks.corpus.engine.job import Job, hash_referenced_files, pass_named
 from lmworks.corpus.engine.passes import PASSES
-from lmworks.corpus.engine.task import pass_named
 from lmworks.corpus.pipeline import preview
 from lmworks.corpus.read import parts
 from lmworks.errors import UserError

@@ -11,8 +11,8 @@ import pytest
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document, Drop, Outcome
-from lmworks.corpus.transform import parsing
-from lmworks.corpus.transform.parsing import KNOWN, parse_code, suffix
+from lmworks.corpus.transform import checks
+from lmworks.corpus.transform.checks import KNOWN, parse_code, suffix
 from lmworks.errors import UserError
 from lmworks.host import machine
 from lmworks.recipe.schema.steps import Code
@@ -102,16 +102,16 @@ def test_code_that_fills_the_memory_is_only_dropped(kind: str, monkeypatch: pyte
     """Both take many times their length to parse; the limit is set low, so that little is enough."""
     if kind == "cpp":
         pytest.importorskip("tree_sitter", reason="no tree-sitter: pip install 'lmworks[code]'")
-    with closing(LimitedProcess("lmworks.corpus.transform.parsing:parser", PATIENCE, 64 << 20)) as parser:
-        monkeypatch.setattr(parsing, "_parser", parser)
+    with closing(LimitedProcess("lmworks.corpus.transform.checks:parser", PATIENCE, 64 << 20)) as parser:
+        monkeypatch.setattr(checks, "_parser", parser)
         hostile = "a<" * 30_000 if kind == "cpp" else "a\n" * 200_000
         assert outcome_of_code(hostile, f"a.{kind}") == "unparsable"
         assert outcome_of_code(SOUND[kind], f"a.{kind}") == "kept"
 
 
 def test_code_that_takes_for_ever_to_parse_is_only_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(LimitedProcess("lmworks.corpus.transform.parsing:parser", 0.3, 2 << 30)) as parser:
-        monkeypatch.setattr(parsing, "_parser", parser)
+    with closing(LimitedProcess("lmworks.corpus.transform.checks:parser", 0.3, 2 << 30)) as parser:
+        monkeypatch.setattr(checks, "_parser", parser)
         assert parse_code("a\n" * 3_000_000, "py") == (1.0, "parsing it takes too much time")
 
 
@@ -125,11 +125,11 @@ def test_paths_languages_and_domains() -> None:
 
 
 def test_a_missing_grammar_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsing._grammar.cache_clear()
+    checks._grammar.cache_clear()
     monkeypatch.setitem(sys.modules, "tree_sitter", None)
     with pytest.raises(UserError, match=r"needs a grammar for \.go files: pip install 'lmworks\[code\]'"):
         parse_code("package main", "go")
-    parsing._grammar.cache_clear()
+    checks._grammar.cache_clear()
 
 
 def test_the_step_runs_python() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document, Drop
-from lmworks.corpus.transform.arithmetic import NotArithmetic, checks, evaluate, final_answer, same_answer
+from lmworks.corpus.transform.checks import NotArithmetic, checks, evaluate, final_answer, same_answer
 from lmworks.recipe.schema.steps import Math
 
 

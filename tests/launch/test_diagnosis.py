@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch.distributed.flight_recorder.components import types as analyzer
 
 from lmworks.io import files
-from lmworks.watch.diagnosis import classify_error, diagnose_failure
 from lmworks.watch.flight_recorder import Entered, entered_collectives, read_record, set_defaults, write_record
 from lmworks.watch.heartbeat import (
     Beat,
     Heartbeat,
+    classify_error,
+    diagnose_failure,
     read_beats,
     read_local_beats,
     recover_beats,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.launch import supervise
+from lmworks.launch import launcher
 from lmworks.launch.launch_dir import LaunchDir
-from lmworks.launch.supervise import Supervisor
+from lmworks.launch.launcher import Supervisor
 from lmworks.launch.torchrun import Host, HostTable
 from lmworks.watch.ledger import Ledger
 from patience import PATIENCE
@@ -76,7 +76,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "_POLL_INTERVAL", 0.02)
+    monkeypatch.setattr(launcher, "_POLL_INTERVAL", 0.02)
 
 
 def test_a_host_that_fails_again_and_again_is_excluded_while_enough_are_left_and_comes_back(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_agents_that_leave_without_an_outcome_are_no_success(tmp_path: Path) -> 
 
 
 def test_a_second_ctrl_c_ends_agents_that_do_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "_SAME_REQUEST", 0.1)
+    monkeypatch.setattr(launcher, "_SAME_REQUEST", 0.1)
     launch = Launch(tmp_path / "run", "ab", least=1)
 
     def interrupt() -> None:

@@ -20,8 +20,7 @@ from lmworks.pages.read_run import read_run
 from lmworks.pages.run_page import write_page
 from lmworks.recipe.changes import as_tree
 from lmworks.recipe.schema.layout import Cluster
-from lmworks.watch.ledger import Ledger
-from lmworks.watch.lock import RunLock
+from lmworks.watch.ledger import Ledger, RunLock
 
 
 class Page(HTMLParser):

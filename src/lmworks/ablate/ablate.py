@@ -21,7 +21,7 @@ from lmworks.host import machine
 from lmworks.io.files import write_text
 from lmworks.pages.ablation_page import write_ablation_page
 from lmworks.run.runner import StageEvent
-from lmworks.watch.lock import RunLock
+from lmworks.watch.ledger import RunLock
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.evaluate.heldout import OVERALL
+from lmworks.evaluate.bits_per_byte import OVERALL
 from lmworks.io import jsonl
 from lmworks.io.files import explain_damage, read_json
 from lmworks.metrics.log import read

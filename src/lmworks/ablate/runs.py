@@ -37,7 +37,7 @@ from lmworks.run.runner import recorded_files
 from lmworks.run.stages import STAGES
 from lmworks.ui import terminal
 from lmworks.ui.terminal import Interrupted, Preempted
-from lmworks.watch.lock import in_use
+from lmworks.watch.ledger import in_use
 from lmworks.watch.stop_signals import Stop, graceful_stop
 
 State = Literal["done", "begun", "open"]

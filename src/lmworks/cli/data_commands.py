@@ -235,7 +235,7 @@ def drift(
 ) -> None:
     """Measure drift: train tokenizers with and without a source and compare fertility on the others. Changes nothing in the run."""
     from lmworks.run.run_dir import require_run
-    from lmworks.tokenizer.comparison import drift, table
+    from lmworks.tokenizer.train import drift, table
 
     rows = drift(require_run(Path(run)), Path(run) / "corpus", add)
     print_json(rows) if as_json else console().print(table(rows))
@@ -256,9 +256,8 @@ def sizes(
 
     from lmworks.plan.counts import compare_vocabularies, table
     from lmworks.run.run_dir import require_run
-    from lmworks.tokenizer.comparison import evaluate_sizes
     from lmworks.tokenizer.evaluate import source_weights
-    from lmworks.tokenizer.train import train
+    from lmworks.tokenizer.train import evaluate_sizes, train
 
     recipe, corpus, folder = require_run(Path(run)), Path(run) / "corpus", Path(run) / "tokenizer"
     length = int(recipe.train.phases[0].sequence_length) if recipe.train.phases else 2048

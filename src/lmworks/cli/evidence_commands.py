@@ -115,8 +115,8 @@ def sample(
     as_json: JsonOption = False,
 ) -> None:
     """Show random documents, kept or dropped; the text of a dropped document is read from its source again."""
-    from lmworks.corpus.analysis.sample import SampleFilter
-    from lmworks.corpus.analysis.sample import sample as draw
+    from lmworks.corpus.analysis.prepared import SampleFilter
+    from lmworks.corpus.analysis.prepared import sample as draw
 
     drawn = draw(_open(where), SampleFilter(source, fate, reason, bucket), count, seed)
     if as_json:

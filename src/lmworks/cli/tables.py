@@ -19,7 +19,7 @@ from lmworks.ui.amounts import compact, percent, short_size, significant
 
 if TYPE_CHECKING:
     from lmworks.corpus.analysis.diff import SourceDifference
-    from lmworks.corpus.analysis.sample import SampledDocument
+    from lmworks.corpus.analysis.prepared import SampledDocument
     from lmworks.corpus.analysis.trace import Trace
     from lmworks.corpus.engine.dedup_preview import SourceDuplicates
     from lmworks.shards.lineage import DocumentLocation

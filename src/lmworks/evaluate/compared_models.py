@@ -17,9 +17,8 @@ import torch
 from lmworks import __version__
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.evaluate.bits_per_byte import DocumentBits, document_bits
+from lmworks.evaluate.bits_per_byte import DocumentBits, document_bits, held_out
 from lmworks.evaluate.evaluate import evaluate_model
-from lmworks.evaluate.heldout import held_out
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.results import SUFFIXES, Answers, Results, names_in, read_results, read_table
 from lmworks.evaluate.sets.benchmarks import CHOICE, GENERATION

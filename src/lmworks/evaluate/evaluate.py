@@ -19,21 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 from lmworks.corpus.contamination import Question
 from lmworks.errors import UserError, all_refusals, raise_first
-from lmworks.evaluate import bits_per_byte, heldout, protection
+from lmworks.evaluate import bits_per_byte, protection
 from lmworks.evaluate.answers import answer_bits, own_answer_bits
-from lmworks.evaluate.bits_per_byte import DocumentBits, by_domain
+from lmworks.evaluate.bits_per_byte import DocumentBits, by_domain, held_out, training_texts
 from lmworks.evaluate.comparison import NothingInCommon, compare
 from lmworks.evaluate.generation.replies import Answerer, samples
 from lmworks.evaluate.generation.scoring import SEED, Reasoning, generate_tasks
 from lmworks.evaluate.generation.scoring import measure as measure_generation
-from lmworks.evaluate.heldout import held_out, training_texts
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.records import START, EvaluationResults, forgetting, not_compared, write_records
 from lmworks.evaluate.results import read_results
 from lmworks.evaluate.sets.benchmarks import check_local, check_names
 from lmworks.evaluate.sets.items import FORMS, Form
-from lmworks.evaluate.sets.package import PACKAGE
 from lmworks.evaluate.sets.scoring import measure, training_flops
+from lmworks.evaluate.sets.sources import PACKAGE
 from lmworks.host.devices import dtype_for
 from lmworks.io import files
 from lmworks.io.run_layout import BASE
@@ -79,8 +78,8 @@ def evaluate(
     results = files.read_json(path) if later and path.exists() else {"models": {}}
     texts = held_out(corpus_dir) if recipe.has_text else {}
     if texts and recipe.evaluate.references and "references" not in results:
-        marks = heldout.references(texts, training_texts(corpus_dir))
-        results["references"] = {"bits_per_byte": marks, "how": heldout.HOW, "missing": heldout.missing()}
+        marks = bits_per_byte.references(texts, training_texts(corpus_dir))
+        results["references"] = {"bits_per_byte": marks, "how": bits_per_byte.HOW_COMPRESSED, "missing": bits_per_byte.missing()}
     was_training, was_dtype = model.training, model.compute_dtype
     model.eval()
     precision = "fp32" if recipe.train.precision == "fp16" else recipe.train.precision
@@ -146,7 +145,7 @@ def _measure(
         documents += answer_bits(conversations, tokenizer, logprobs, context, f"{subject.name}: held-out answers")
     documents += own_answer_bits(subject, logprobs, out_dir)
     bpb = bits_per_byte.by_domain(documents)
-    scored_tokens = sum(one.tokens for domain, one in bpb.items() if domain != heldout.OVERALL)
+    scored_tokens = sum(one.tokens for domain, one in bpb.items() if domain != bits_per_byte.OVERALL)
     seconds["held-out text"] = time.perf_counter() - start
     speed: dict[str, Any] = {"scored_tokens_per_second": scored_tokens / seconds["held-out text"]} if bpb else {}
     measured: dict[str, Any] = {"context": context, "dtype": str(model.compute_dtype).removeprefix("torch."),

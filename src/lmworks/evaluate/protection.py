@@ -15,8 +15,8 @@ from lmworks.corpus.contamination import Decontaminator, Question, record
 from lmworks.corpus.read import parts, read
 from lmworks.corpus.transform.cleaning import clean
 from lmworks.errors import Unavailable, UserError, all_refusals
+from lmworks.evaluate.bits_per_byte import held_out
 from lmworks.evaluate.generation import scoring
-from lmworks.evaluate.heldout import held_out
 from lmworks.evaluate.sets import benchmarks
 from lmworks.evaluate.sets.benchmarks import GENERATION, is_generated
 from lmworks.io.files import read_json, sha256_file

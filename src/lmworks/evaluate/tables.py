@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lmworks.evaluate.heldout import OVERALL
+from lmworks.evaluate.bits_per_byte import OVERALL
 from lmworks.evaluate.records import sentence
 from lmworks.evaluate.results import KINDS
 

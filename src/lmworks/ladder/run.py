@@ -57,7 +57,7 @@ from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.schema.units import Tokens
 from lmworks.run.runner import StageEvent
 from lmworks.ui.terminal import bar
-from lmworks.watch.lock import RunLock
+from lmworks.watch.ledger import RunLock
 
 FILE = "ladder.yaml"
 TRUNK = "trunk"

@@ -24,10 +24,11 @@ from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.process_group import init_ranks, is_launched
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.ui.terminal import Interrupted, console
-from lmworks.watch.diagnosis import classify_error, diagnose_failure
 from lmworks.watch.flight_recorder import entered_collectives, set_defaults, write_record
 from lmworks.watch.heartbeat import (
     Heartbeat,
+    classify_error,
+    diagnose_failure,
     has_ended,
     read_beats,
     read_local_beats,

@@ -142,7 +142,7 @@ _TOLERANCE = 0.01  # costs this close count as equal; the smaller vocabulary the
 
 
 def compare_vocabularies(model: Model, length: int, measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Extend the rows of `tokenizer.comparison.at_sizes` with the costs of each size for `model` at sequence length `length`.
+    """Extend the rows of `tokenizer.train.at_sizes` with the costs of each size for `model` at sequence length `length`.
 
     Adds `parameters`, `embedding_share` and `active_share` (embedding and head among all, and among active parameters), `head_share`
     (of the training FLOPs), `flops_per_byte` of training text, and `recommended`: the smallest size whose FLOPs per byte of text are

@@ -9,11 +9,10 @@ from typing import Any
 from lmworks.parallel.pipeline_stages import micro_batches_for
 from lmworks.plan import stages as stage_data
 from lmworks.plan.automatic import choose_layout
-from lmworks.plan.costs import Disk, courses, device_hours, disk, phase_steps, seconds
+from lmworks.plan.costs import Disk, Overheads, Saves, courses, device_hours, disk, overheads, phase_steps, saves, seconds
 from lmworks.plan.counts import Counts, count_by_component, flops_per_token
 from lmworks.plan.layout import MARGIN, DoesNotFit, Placement, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
-from lmworks.plan.overheads import Overheads, Saves, overheads, saves
 from lmworks.plan.stages import StageData, assumptions, lora_of, stages_as_phases
 from lmworks.recipe.phases import in_force, positions, warnings
 from lmworks.recipe.schema.layout import Cluster, Layout, world_size

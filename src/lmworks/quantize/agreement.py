@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.evaluate.heldout import held_out
+from lmworks.evaluate.bits_per_byte import held_out
 from lmworks.evaluate.statistics import compare_bits, wilson
 from lmworks.io.files import explain_damage
 from lmworks.model import Transformer

@@ -24,8 +24,7 @@ from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.recipe.timeline import Timeline
 from lmworks.run.run_dir import invalidate_stamp, read_stamp, require_run, write_stamp
 from lmworks.run.stages import STAGES, STAMP
-from lmworks.watch.ledger import LEDGER, ROLLBACK, Ledger
-from lmworks.watch.lock import RunLock
+from lmworks.watch.ledger import LEDGER, ROLLBACK, Ledger, RunLock
 from lmworks.weights.run_models import folder
 
 _SHARED = ("corpus", "tokenizer", "shards")  # shared by the run of an averaged model with the original run

@@ -29,8 +29,7 @@ from lmworks.run.run_dir import read_stamp, require_run
 from lmworks.run.stages import STAGES, STAMP, Stage
 from lmworks.ui.terminal import bar
 from lmworks.watch import ledger
-from lmworks.watch.ledger import LEDGER, read_ledger
-from lmworks.watch.lock import RunLock
+from lmworks.watch.ledger import LEDGER, RunLock, read_ledger
 
 SEAL = "copied.json"
 _DATA = [stage for stage in STAGES if stage.name in ("corpus", "shards")]  # the tokenizer is in `run.gz`

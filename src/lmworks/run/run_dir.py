@@ -30,8 +30,7 @@ from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.stages import STAGES, STAMP, Stage, stages_for
 from lmworks.train.data.row_files import files_of
-from lmworks.watch.ledger import LEDGER
-from lmworks.watch.lock import is_lock
+from lmworks.watch.ledger import LEDGER, is_lock
 
 _OURS = ("recipe.yaml", "resolved.json", "sources.json", LEDGER, "metrics.jsonl", "samples.jsonl", "report.html")
 

@@ -42,8 +42,7 @@ from lmworks.run.run_dir import (
 )
 from lmworks.run.stages import STAGES, STAMP, Stage, StageContext, clear, stages_for
 from lmworks.ui.terminal import Interrupted
-from lmworks.watch.ledger import LEDGER, Ledger
-from lmworks.watch.lock import RunLock
+from lmworks.watch.ledger import LEDGER, Ledger, RunLock
 from lmworks.weights.frozen_tokenizer import require_same, weights_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from lmworks.optim.groups import holders
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.batch import Batch
-from lmworks.watch.recheck import Deviation, checksums, differing, outlying, trace, vote
+from lmworks.watch.monitors import Deviation, checksums, differing, outlying, trace, vote
 
 
 def compare_replicas(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[Deviation]:

@@ -30,8 +30,8 @@ from lmworks.train.fault_handler import FaultHandler
 from lmworks.train.saving import TrainingState, is_due
 from lmworks.train.step import StepValues, micro_batch_of, seed_dropout
 from lmworks.watch.heartbeat import Heartbeat
+from lmworks.watch.monitors import tensors_in
 from lmworks.watch.policy import Limits, RollbackRequest
-from lmworks.watch.recheck import tensors_in
 
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}  # memory as it was found
 _FILLS = {"fill", "fill_", "full", "full_like", "new_full", "masked_fill", "masked_fill_", "scalar_tensor", "where"}

@@ -27,7 +27,7 @@ def _install(folder: str) -> None:
     from lmworks.optim.groups import local
     from lmworks.parallel.parallel_model import ParallelModel
     from lmworks.train import trainer
-    from lmworks.watch.recheck import checksums
+    from lmworks.watch.monitors import checksums
 
     path, life = Path(folder), f"{os.getpid()}-{time.time():.3f}"
     plant = json.loads((path / "plant.json").read_text()) if (path / "plant.json").exists() else {}

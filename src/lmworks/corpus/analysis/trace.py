@@ -16,8 +16,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from lmworks.corpus.analysis.prepared import SPLITS, KeptDocument, PreparedCorpus, source_changed_error
-from lmworks.corpus.analysis.sample import read_documents
+from lmworks.corpus.analysis.prepared import SPLITS, KeptDocument, PreparedCorpus, read_documents, source_changed_error
 from lmworks.corpus.document import Batch, Document, Drop, Fact, Step, Variants, split_id
 from lmworks.corpus.engine.decontamination_pass import contaminated_documents
 from lmworks.corpus.engine.dedup_decisions import REPEATED

@@ -11,9 +11,8 @@ from typing import Any
 
 from lmworks.corpus.engine.decisions import row_groups
 from lmworks.corpus.engine.decontamination_pass import enabled
-from lmworks.corpus.engine.job import Job
+from lmworks.corpus.engine.job import Job, Pass
 from lmworks.corpus.engine.step_runner import ContaminatedItems, Samples
-from lmworks.corpus.engine.task import Pass
 from lmworks.corpus.engine.writing_pass import MOST_PASSAGES, decisions_path, outputs
 from lmworks.corpus.histogram import Histogram
 from lmworks.corpus.report import Report, SourceReport

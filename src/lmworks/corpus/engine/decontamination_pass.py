@@ -18,9 +18,8 @@ import pyarrow.parquet as pq
 from lmworks.corpus.contamination import Decontaminator, Findings, Match
 from lmworks.corpus.engine.decisions import parquet_writer, save_array
 from lmworks.corpus.engine.dedup_decisions import DedupDecisions, read_texts
-from lmworks.corpus.engine.job import Job, Piece, file_digest
+from lmworks.corpus.engine.job import Advance, Job, Piece, file_digest
 from lmworks.corpus.engine.reading_pass import read_inputs
-from lmworks.corpus.engine.task import Advance
 from lmworks.corpus.transform.cleaning import clean
 from lmworks.io.files import write_json
 

@@ -29,9 +29,8 @@ from lmworks.corpus.dedup.signatures import find_copies
 from lmworks.corpus.engine.assembling import require_documents
 from lmworks.corpus.engine.decisions import parquet_writer
 from lmworks.corpus.engine.dedup_decisions import DEDUP_DECISIONS, StagedRows, dedup_decisions_path, read_texts, resolve_duplicates_inputs
-from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.sampling import held_out
-from lmworks.corpus.engine.task import Advance
+from lmworks.corpus.engine.job import Advance, Job
+from lmworks.corpus.engine.reading_pass import held_out
 from lmworks.corpus.units import units
 from lmworks.io.files import atomic_path, write_json
 

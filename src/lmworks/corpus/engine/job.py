@@ -1,6 +1,7 @@
-"""A job: the corpus of a recipe, cut into parts, with the paths of its files. Any process on any machine can load it from its file.
+"""A job: the corpus of a recipe, cut into parts, with the paths of its files, and the passes over them, each of which consists of tasks.
 
-Markers: small files that record that a task is finished, with a hash of its inputs.
+Any process on any machine can load a job from its file. Markers are small files that record that a task is finished, with a hash of its
+inputs, so that a task is run once.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from lmworks import __version__
 from lmworks.corpus.dedup.near import Sketching
 from lmworks.corpus.dedup.signatures import sketching_of
 from lmworks.corpus.read import Part
+from lmworks.errors import UserError
 from lmworks.io import urls
 from lmworks.io.files import read_json, sha256_file, write_json, write_text
 from lmworks.recipe.changes import as_tree, canonical
@@ -195,3 +197,72 @@ def _strings(value: Any) -> list[str]:
     if isinstance(value, list):
         return [text for item in value for text in _strings(item)]
     return [value] if isinstance(value, str) and value else []
+
+
+Advance = Callable[[int, int], None]
+"""Called with the numbers of input bytes and documents processed since the last call."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass of the job. A map has a task for each of `tasks`; a reduction has a single task that reads the results of all parts.
+
+    `inputs` is a JSON value that determines what the task writes. `work` writes it, each file atomically.
+    """
+
+    name: str
+    label: str
+    tasks: Callable[[Job], Sequence[Any]]
+    inputs: Callable[[Job, Any], Any]
+    work: Callable[[Job, Any, Advance], None]
+
+    def marker(self, job: Job, task: object) -> Path:
+        return job.path(self.name, task, ".json")
+
+    def is_done(self, job: Job, task: object) -> bool:
+        """Whether the task was finished with its current inputs."""
+        return is_finished(self.marker(job, task), self.inputs_digest(job, task))
+
+    def inputs_digest(self, job: Job, task: object) -> str:
+        return digest([self.name, self.inputs(job, task)])
+
+    def run(self, job: Job, task: object, advance: Advance) -> None:
+        """Run the task, unless it is finished."""
+        inputs = self.inputs_digest(job, task)
+        marker = self.marker(job, task)
+        if not is_finished(marker, inputs):
+            marker.unlink(missing_ok=True)  # it describes files that will be replaced
+            self.work(job, task, advance)
+            mark_finished(marker, inputs)
+
+    def describe(self, task: object) -> str:
+        """The pass and the task, for messages."""
+        return f"{self.label} {task.source.name} part {task.number}" if isinstance(task, Piece) else f"{self.label} {task or ''}".rstrip()
+
+
+def reduction(job: Job) -> Sequence[str]:
+    """The tasks of a pass with a single task."""
+    return ("all",)
+
+
+def pieces(job: Job) -> Sequence[Piece]:
+    """The tasks of a pass with one task per part."""
+    return job.pieces
+
+
+def only_if(condition: Callable[[Job], object], tasks: Callable[[Job], Sequence[Any]]) -> Callable[[Job], Sequence[Any]]:
+    """The tasks of a pass if `condition` holds for the job; otherwise none."""
+    return lambda job: tasks(job) if condition(job) else ()
+
+
+def task_bytes(task: object) -> int:
+    """Input bytes of a task, for progress."""
+    return task.bytes if isinstance(task, Piece) else 0
+
+
+def pass_named(passes: Sequence[Pass], name: str) -> Pass:
+    """The pass of this name."""
+    for pass_ in passes:
+        if pass_.name == name:
+            return pass_
+    raise UserError(f"a corpus job has no pass {name!r}; it has: {', '.join(pass_.name for pass_ in passes)}")

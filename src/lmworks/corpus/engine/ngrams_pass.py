@@ -18,9 +18,8 @@ from lmworks.corpus.dedup.signatures import in_slice
 from lmworks.corpus.dedup.substring import anchors, candidate_runs, cut_runs, occurred_earlier, repeated_values
 from lmworks.corpus.engine.decisions import parquet_writer, save_array
 from lmworks.corpus.engine.dedup_decisions import CUTS, DedupDecisions, cuts_path, parts_by_priority, read_texts
-from lmworks.corpus.engine.job import Job, Piece, file_digest
+from lmworks.corpus.engine.job import Advance, Job, Piece, file_digest
 from lmworks.corpus.engine.reading_pass import read_inputs
-from lmworks.corpus.engine.task import Advance
 from lmworks.corpus.units import Units, units
 
 _SLICE = 1 << 25  # hashes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmworks.corpus.engine import decontamination_pass, duplicates_pass, ngrams_pass, reading_pass, writing_pass
 from lmworks.corpus.engine.dedup_decisions import cuts_passages, resolve_duplicates_inputs
-from lmworks.corpus.engine.task import Pass, only_if, pieces, reduction
+from lmworks.corpus.engine.job import Pass, only_if, pieces, reduction
 
 _LIMITED = only_if(reading_pass.limited_pieces, reduction)
 _CUTTING, _CUTTING_ONCE = only_if(cuts_passages, pieces), only_if(cuts_passages, reduction)

@@ -7,10 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.local_executor import Rate, raise_task_error
-from lmworks.corpus.engine.task import Pass, task_bytes
-from lmworks.corpus.engine.worker import run_task, single_threaded
+from lmworks.corpus.engine.job import Job, Pass, task_bytes
+from lmworks.corpus.engine.local_executor import Rate, raise_task_error, run_task, single_threaded
 from lmworks.errors import UserError
 from lmworks.io.urls import reveal
 from lmworks.ui.terminal import bar

@@ -13,11 +13,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.local_executor import raise_task_error
+from lmworks.corpus.engine.job import Job, Pass, pass_named, task_bytes
+from lmworks.corpus.engine.local_executor import raise_task_error, run_task, single_threaded
 from lmworks.corpus.engine.passes import PASSES
-from lmworks.corpus.engine.task import Pass, pass_named, task_bytes
-from lmworks.corpus.engine.worker import run_task, single_threaded
 from lmworks.errors import UserError
 from lmworks.io.files import write_text
 from lmworks.io.urls import reveal

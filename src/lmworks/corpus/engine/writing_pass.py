@@ -19,10 +19,9 @@ from lmworks.corpus.document import Document
 from lmworks.corpus.engine.decisions import DECISIONS, DOCUMENTS, parquet_writer, row_groups
 from lmworks.corpus.engine.decontamination_pass import contaminated_documents, contaminated_documents_inputs
 from lmworks.corpus.engine.dedup_decisions import DedupDecisions, staged_path
-from lmworks.corpus.engine.job import Job, Piece
+from lmworks.corpus.engine.job import Advance, Job, Piece
 from lmworks.corpus.engine.reading_pass import read_inputs
 from lmworks.corpus.engine.step_runner import ContaminatedItems, Counts, Samples, StepCounts, count
-from lmworks.corpus.engine.task import Advance
 from lmworks.corpus.histogram import Histogram
 from lmworks.corpus.read.part import EXCERPT
 from lmworks.corpus.transform.quality import bucket_of

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 
-from lmworks.corpus.read import files, huggingface, jsonl, listing, parquet, repository, standard_library, warc, wheel
+from lmworks.corpus.read import files, huggingface, json_rows, listing, parquet, repository, standard_library, warc, wheel
 from lmworks.corpus.read.listing import File
 from lmworks.corpus.read.markup import require
 from lmworks.corpus.read.part import Item, Part, printable, quarantined
@@ -20,7 +20,7 @@ from lmworks.recipe.schema.corpus import Source
 __all__ = ["File", "Part", "parts", "passed_over", "provides", "read"]
 
 _FAMILIES: dict[str, ModuleType] = {
-    "jsonl": jsonl,
+    "jsonl": json_rows,
     "parquet": parquet,
     **dict.fromkeys(files.SUFFIXES, files),
     "warc": warc,

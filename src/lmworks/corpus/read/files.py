@@ -15,8 +15,7 @@ from typing import Any
 
 from lmworks.corpus.read.archives import ARCHIVES, is_archive, members
 from lmworks.corpus.read.formats import Member, document_format
-from lmworks.corpus.read.json_rows import lines_of
-from lmworks.corpus.read.jsonl import line_parts
+from lmworks.corpus.read.json_rows import line_parts, lines_of
 from lmworks.corpus.read.listing import File, find_files, has_extension
 from lmworks.corpus.read.markup import Extractor
 from lmworks.corpus.read.opening import open_binary

@@ -1,7 +1,8 @@
 """Rows of files of JSON, for the corpus and for all later stages: JSON lines, an array, or objects over several lines, whatever the suffix.
 
 A byte order mark is dropped, and UTF-16 and UTF-32 with one are read. A row that is not JSON or not UTF-8 is a fault of that row only. One
-row at a time is in memory.
+row at a time is in memory. As a source, a large plain file of JSON lines is cut at arbitrary positions: a line belongs to the part in which
+it begins.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
-from lmworks.corpus.read.listing import File
+from lmworks.corpus.read.listing import File, find_files
 from lmworks.corpus.read.opening import COMPRESSED, bounded_lines, can_seek, has_mark_of_utf16, open_text, skip_line
-from lmworks.corpus.read.part import damage_errors, printable
+from lmworks.corpus.read.part import Item, Part, damage_errors, pack_files, printable, quarantine_errors, quarantined
+from lmworks.corpus.read.rows import Columns
+from lmworks.recipe.schema.corpus import Source
 
 Layout = Literal["lines", "array", "objects"]
 Reason = Literal["enormous", "bad_utf8", "broken_json"]
@@ -189,3 +193,38 @@ def _values(path: str, array: bool, limit: int) -> Iterator[JsonRow]:
             else:
                 yield JsonRow(f"{origin}:{number}", value, consumed=read - before)
             text, before = text[end:], read
+
+
+def parts(source: Source, part_bytes: int) -> list[Part]:
+    return list(line_parts(find_files(source, SUFFIXES), part_bytes, json_rows=True))
+
+
+def line_parts(files: list[File], part_bytes: int, json_rows: bool = False) -> Iterator[Part]:
+    """Parts of whole small files and of those that cannot be cut, and of equal byte ranges of large ones."""
+    small: list[File] = []
+    for file in files:
+        if file.size <= part_bytes or not can_be_cut(file.path, json_rows):
+            small.append(file)
+            continue
+        yield from pack_files(small, part_bytes)
+        small = []
+        count = -(-file.size // part_bytes)
+        edges = [file.size * number // count for number in range(count + 1)]
+        yield from (Part((file,), last - first, (first, last)) for first, last in pairwise(edges))
+    yield from pack_files(small, part_bytes)
+
+
+def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
+    with Columns(source, limit) as columns:
+        for file in part.files:
+            # escapes and other columns take space too
+            rows = (_item(columns, row) for row in rows_of(file, part.span, 4 * limit + 65536))
+            yield from quarantine_errors(rows, file.path)
+
+
+def _item(columns: Columns, row: JsonRow) -> Item:
+    if row.reason is not None:
+        return quarantined(row.reason, row.origin, row.text, row.consumed)
+    if isinstance(row.value, dict):
+        return columns.item(row.value, row.origin, row.consumed)
+    return quarantined("wrong_type", row.origin, repr(row.value)[:1000], row.consumed)

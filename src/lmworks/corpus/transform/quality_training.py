@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lmworks.corpus import read
-from lmworks.corpus.engine.sampling import keys
+from lmworks.corpus.engine.reading_pass import keys
 from lmworks.corpus.read.part import Item
 from lmworks.corpus.transform.cleaning import clean, comparison_form
 from lmworks.corpus.transform.quality import Classifier, calibrate, grams, measure, require_module

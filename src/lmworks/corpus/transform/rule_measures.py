@@ -12,7 +12,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from lmworks.corpus.transform.parsing import parse_code
+from lmworks.corpus.transform.checks import parse_code
 from lmworks.corpus.transform.stop_words import STOP_WORDS
 from lmworks.corpus.units import Units, in_repeated_ngram, ngrams, units
 from lmworks.text.letters import LINE_ENDS, units_per_word

@@ -81,7 +81,7 @@ _PYTHON = ("py", "pyi")
 
 def _code(options: Code, context: Context) -> Step:
     """A step that checks documents of the domain code. With `run`, raises `UserError` if the sandbox does not work."""
-    from lmworks.corpus.transform.parsing import KNOWN, parse_code, suffix
+    from lmworks.corpus.transform.checks import KNOWN, parse_code, suffix
     from lmworks.untrusted.sandbox import Limits, run_python
 
     limits = Limits(seconds=float(options.timeout), memory=int(options.memory))
@@ -122,7 +122,7 @@ _FACTS = ("math_checked", "math_wrong")
 
 def _math(options: Math, context: Context) -> Step:
     """A step that verifies results; documents without any pass."""
-    from lmworks.corpus.transform.arithmetic import checks
+    from lmworks.corpus.transform.checks import checks
 
     def decide(document: Document) -> Outcome:
         answer = document.facts.get("answer")

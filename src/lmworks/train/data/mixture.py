@@ -28,8 +28,7 @@ from lmworks.shards.batch import Batch
 from lmworks.shards.batches import Batches
 from lmworks.shards.manifest import Manifest
 from lmworks.shards.order import MixtureOverride
-from lmworks.watch.ledger import LEDGER, Ledger, read_ledger, since_start_over
-from lmworks.watch.lock import RunLock, in_use
+from lmworks.watch.ledger import LEDGER, Ledger, RunLock, in_use, read_ledger, since_start_over
 
 _ASKED, _TAKEN, _REFUSED = "mixture_asked", "mixture_changed", "mixture_refused"
 

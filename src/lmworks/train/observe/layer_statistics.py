@@ -17,7 +17,7 @@ from lmworks.model.transformer import Block
 from lmworks.optim.groups import local, local_grad, shards
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.batch import Batch
-from lmworks.watch.recheck import tensors_in
+from lmworks.watch.monitors import tensors_in
 
 _STATISTICS = ("activation_rms", "attention_logit_max", "grad_norm", "update_ratio")
 
