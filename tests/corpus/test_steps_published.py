@@ -17,7 +17,7 @@ from step_documents import documents, outcomes_of, step_of
 from lmworks.corpus.document import Batch, Document, Drop
 from lmworks.corpus.transform.published_rules import FINEWEB, GOPHER, c4, fineweb, gopher
 from lmworks.corpus.transform.published_words import Vocabulary, Words, split
-from lmworks.corpus.transform.stop_words import STOP_WORDS
+from lmworks.corpus.transform.rule_measures import STOP_WORDS
 from lmworks.recipe.schema.steps import Rules
 
 VOCABULARY = Vocabulary(STOP_WORDS["en"])

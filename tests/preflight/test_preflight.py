@@ -27,7 +27,6 @@ from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.layout import Layout, world_size
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards import epochs
-from lmworks.shards import order as ordering
 from rank_pool import RankPool
 from tiny_run import Tiny
 
@@ -95,7 +94,7 @@ def test_before_anything_is_prepared_it_says_what_to_run_first(tiny: Tiny, tmp_p
     context = CheckContext(resolved.recipe, resolved.fingerprint, name="tiny.yaml")
     found = {check.name: checks.ask(check, context) for check in checks.CHECKS if check.name != "saving"}
     assert not [name for name, finding in found.items() if finding.result == "fail"], found
-    for name in ("reading", "hashes", "first-batches", "shuffled", "budget"):
+    for name in ("reading", "hashes", "first-batches", "shuffled"):
         assert found[name].result == "skip" and "lmworks shards build tiny.yaml" in found[name].advice
     assert "lmworks tokenizer train" in found["vocabulary"].advice
     assert not (tmp_path / "none").exists()
@@ -207,22 +206,6 @@ def test_a_phase_that_saves_more_often_than_the_disk_can_is_told_of(tiny: Tiny, 
     assert disks.written(context_of(tiny)).result == "ok"
     told = disks.written(context_of(tiny, "train.phases.long.save_every=1 steps"))
     assert told.result == "warn" and "raise train.save_every" in told.advice
-
-
-# Mystery 2: an index that grows with the planned steps
-
-
-def test_mystery_2_an_index_of_all_planned_sequences(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert data.independent_of_budget(context_of(tiny)).result == "ok"
-    honest = ordering.Order.__init__
-
-    def with_index(self: ordering.Order, *args: Any, **options: Any) -> None:
-        honest(self, *args, **options)
-        self.index = [np.arange(phase.sequences) for phase in self.timeline.phases]  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(ordering.Order, "__init__", with_index)
-    found = data.independent_of_budget(context_of(tiny))
-    assert found.result == "fail" and "1,000 times larger" in found.text and "long runs" in found.advice
 
 
 # Mystery 3: documents are shuffled, sequences are not

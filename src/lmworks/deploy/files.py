@@ -33,10 +33,11 @@ def _code(text: str) -> str:
     return "`" + "".join(one if one.isprintable() and one != "`" else "�" for one in text) + "`"
 
 
-def _render(template: str, **values: Any) -> str:
+def render(package: str, template: str, **values: Any) -> str:
+    """A file from a template of a package, with the filters `word` (of a shell), `code` (in Markdown) and `gb`."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     environment.filters |= {"word": shell_word, "code": _code, "gb": lambda size: f"{size / GB:.2f}"}
-    return environment.from_string(files("lmworks.deploy").joinpath(template).read_text(encoding="utf-8")).render(values, sums=SUMS)
+    return environment.from_string(files(package).joinpath(template).read_text(encoding="utf-8")).render(values)
 
 
 def plain_yaml(tree: Any) -> str:
@@ -74,9 +75,9 @@ def start_script(request: Request, launch: Launch) -> str:
     kind, name = launch.key
     if kind == "argv":
         program = [program[0], "-c", _WITH_KEY.format(module=program[program.index("-m") + 1])]
-    return _render(
-        "start.sh.jinja", model=str(path), model_is_file=path.is_file(), key=kind, key_name=name, program=program,
-        model_option=launch.model_option, flags=launch.flags,
+    return render(
+        "lmworks.deploy", "start.sh.jinja", model=str(path), model_is_file=path.is_file(), sums=SUMS, key=kind, key_name=name,
+        program=program, model_option=launch.model_option, flags=launch.flags,
     )  # fmt: skip
 
 
@@ -120,8 +121,8 @@ def _owner() -> str:
 
 def readme(engine: str, request: Request, launch: Launch, trainer: str | None) -> str:
     """What each file is, how to start, ask, watch and stop."""
-    return _render(
-        "README.md.jinja", engine=engine, request=request, source=request.source, fit=request.fit, url=f"http://{address(request)}",
+    return render(
+        "lmworks.deploy", "README.md.jinja", engine=engine, sums=SUMS, request=request, source=request.source, fit=request.fit, url=f"http://{address(request)}",
         flags=launch.flags, notes=launch.notes, trainer=trainer, no_errors=engine_metrics(engine).no_errors, owner=_owner(),
         prometheus=PROMETHEUS_PORT, grafana=GRAFANA_PORT, check=CHECK_PORT,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.deploy.files import shell_word
+from lmworks.deploy.files import render, shell_word
 from lmworks.deploy.source import Source, open_source
 from lmworks.errors import UserError
 from lmworks.handover.megatron import Argument, copies, mapping, model_arguments, require_bijection
@@ -38,6 +38,10 @@ class Handover:
     prompts: int
     longest: int
     contaminated: int | None
+
+    @property
+    def every_argument(self) -> list[Argument]:
+        return [*self.arguments, *(one for group in self.run_arguments.values() for one in group)]
 
 
 def hand_over(
@@ -96,9 +100,9 @@ def run_arguments(
     """Arguments of slime's train.py by group, each with its reason. Raises `UserError` for rewards that do not go together."""
     batch = min(_PROMPTS_A_ROLLOUT, len(rows.rows))
     rollouts = math.ceil(epochs * len(rows.rows) / batch)
-    stops = read_json(source.directory / "generation_config.json").get("eos_token_id", []) if _has_generation(source) else []
+    generation = source.directory / "generation_config.json"
+    stops = read_json(generation).get("eos_token_id", []) if generation.is_file() else []
     stops = [stops] if isinstance(stops, int) else list(stops)
-    experts = source.model.moe is not None
     rollout = [
         Argument("--prompt-data", "$here/prompts.jsonl", "checked rows"),
         Argument("--input-key", "prompt", "a list of messages"),
@@ -123,13 +127,9 @@ def run_arguments(
         )
     name, low, high, why = (
         ("gspo", "1e-4", "2e-4", "ratios of whole answers: with experts, ratios of single tokens jump when a router changes its mind")
-        if experts
-        else (
-            "grpo",
-            "0.2",
-            "0.28",
-            "advantages within the answers to one prompt; the upper limit is wider, so that rare tokens can rise (DAPO)",
-        )
+        if source.model.moe is not None
+        else ("grpo", "0.2", "0.28",
+              "advantages within the answers to one prompt; the upper limit is wider, so that rare tokens can rise (DAPO)")
     )
     policy = [
         Argument("--advantage-estimator", name, why),
@@ -165,10 +165,6 @@ def _reward_arguments(rm_type: str, kinds: set[str], url: str | None) -> list[Ar
     return found
 
 
-def _has_generation(source: Source) -> bool:
-    return (source.directory / "generation_config.json").is_file()
-
-
 def _write(made: Handover, source: Source, rows: Prompts, out: Path) -> None:
     target = out / "huggingface"
     target.mkdir()
@@ -184,12 +180,13 @@ def _write(made: Handover, source: Source, rows: Prompts, out: Path) -> None:
         write_json(target / "config.json", read_json(source.directory / "config.json") | {"num_nextn_predict_layers": 0})
     write_text(out / "prompts.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.rows))
     write_text(out / "model_args.sh", _array("MODEL_ARGS", made.arguments, "Arguments of slime's Megatron for this model."))
-    write_text(out / "run.sh", _run_script(made.run_arguments))
+    groups = "\n".join(_array(name, arguments) for name, arguments in made.run_arguments.items())
+    write_text(out / "run.sh", render("lmworks.handover", "run.sh.jinja", arguments=groups))
     (out / "run.sh").chmod(0o755)
     model = _with_mtp(source)
     names = {one.megatron: {"huggingface": list(one.huggingface), "kind": one.kind} for one in mapping(model)}
     write_json(out / "names.json", {"tensors": names, "copies": copies(model)})
-    write_text(out / "README.md", _readme(made))
+    write_text(out / "README.md", render("lmworks.handover", "README.md.jinja", made=made))
 
 
 def _array(name: str, arguments: list[Argument], head: str = "") -> str:
@@ -206,55 +203,6 @@ def _array(name: str, arguments: list[Argument], head: str = "") -> str:
         else:
             lines.append(f"  {one.name} {shell_word(one.value)}")
     return "\n".join([*lines, ")"]) + "\n"
-
-
-_RUN_HEAD = """#!/bin/bash
-# Run inside slime's image, in its repository (SLIME), with Ray started. GPUS: of this machine. Arguments that depend on the cluster
-# (tensor, pipeline and expert parallel sizes) are yours to add: ./run.sh --tensor-model-parallel-size 8 ...
-set -euo pipefail
-here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
-: "${SLIME:=/root/slime}" "${GPUS:=8}" "${PYTHONPATH:=/root/Megatron-LM}"
-export PYTHONPATH
-source "$here/model_args.sh"
-"""
-_RUN_TAIL = """
-cd -- "$SLIME"
-# once: the weights in Megatron's format
-if [ ! -e "$here/torch_dist/latest_checkpointed_iteration.txt" ]; then
-  torchrun --nproc-per-node 1 tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" \\
-    --hf-checkpoint "$here/huggingface" --save "$here/torch_dist"
-fi
-exec python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node "$GPUS" --colocate \\
-  --hf-checkpoint "$here/huggingface" --ref-load "$here/torch_dist" --load "$here/trained" --save "$here/trained" --save-interval 20 \\
-  "${MODEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${POLICY_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "$@"
-"""
-
-
-def _run_script(groups: dict[str, list[Argument]]) -> str:
-    return _RUN_HEAD + "\n".join(_array(name, arguments) for name, arguments in groups.items()) + _RUN_TAIL
-
-
-def _readme(made: Handover) -> str:
-    rows = [one for group in ({"MODEL_ARGS": made.arguments} | made.run_arguments).values() for one in group]
-    table = "\n".join(f"| `{one.name}` | `{one.value or ''}` | {one.reason} |" for one in rows)
-    mtp = f"{made.mtp} of multi-token prediction included" if made.mtp else "without multi-token prediction"
-    found = made.contaminated
-    searched = "none was searched for items of the evaluation" if found is None else f"{found:,} held an item of the evaluation"
-    return f"""# Hand-over to slime
-
-`run.sh` starts reinforcement learning in slime's image. `huggingface/` has the model, `model_args.sh` the arguments by which Megatron
-builds it, `prompts.jsonl` {made.prompts:,} prompts of at most {made.longest:,} tokens (of the
-rows given, {searched}).
-`names.json` gives the name of each of the {made.tensors:,}
-tensors in both formats (layers {mtp}); every tensor of the directory was found in it.
-
-Afterwards, convert the result with slime's `tools/convert_torch_dist_to_hf.py` (`--origin-hf-dir huggingface`), and check it:
-`lmworks handover slime MODEL --back DIR`. Then it is a base model for `start_from`, `lmworks serve` and `lmworks deploy`.
-
-| argument | value | reason |
-|---|---|---|
-{table}
-"""
 
 
 def check_back(model: Path, back: Path) -> dict[str, Any]:

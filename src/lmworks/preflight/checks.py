@@ -34,7 +34,6 @@ CHECKS = (
     Check("init", "initial weights do not depend on the layout", layouts.same_start),
     Check("parallel", "several ranks compute the same as one", layouts.same_steps),
     Check("shuffled", "batches are shuffled by sequence", data.shuffled),
-    Check("budget", "batches cost the same in a longer run", data.independent_of_budget),
     Check("saving", "save, kill, resume on another layout, on the real storage", saving.resumes),
     Check("export", "an export computes what was trained", saving.export_round_trip),
 )

@@ -1,27 +1,18 @@
 """Checks of the data: token files are undamaged, their lineage is complete, and they match tokenizer and model; and checks of their order.
 
-Sequences are shuffled, each is read once per epoch, and the cost does not depend on the length of the run. These checks detect two
-published failures (SmolLM3 report): documents were shuffled but their sequences were read consecutively, so that whole batches came from
-one long file and the loss was noisy; and an index that grew with the number of steps filled the memory, so that long runs stalled.
+Sequences are shuffled, and each is read once per epoch. In a published failure (SmolLM3 report), documents were shuffled but their
+sequences were read consecutively, so that whole batches came from one long file and the loss was noisy.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
-import time
-import tracemalloc
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from lmworks.checkpoint import listing
 from lmworks.io.files import sha256_file
 from lmworks.preflight.check_result import CheckContext, CheckResult, MissingInput
-from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.schema.units import Tokens
-from lmworks.shards.batches import Batches
 from lmworks.shards.indexed import with_ending
 from lmworks.shards.lineage import ENDING, open_lineage
 from lmworks.shards.manifest import Manifest, Shard, check_vocabulary, verify
@@ -103,10 +94,6 @@ _SEQUENCES = 20_000  # checked per phase
 _NEAR = 50  # two sequences are neighbors if their distance is at most 1/50 of the range
 _TOO_OFTEN = 0.15  # fraction of neighbors above chance
 _FEWEST = 16  # sequences; with fewer the comparison with chance is meaningless
-_LONGER = 1000
-_STEPS, _TRIES = 5, 3
-_SLOWER, _SLOWER_SECONDS = 3.0, 0.05
-_LARGER, _LARGER_BYTES = 1.5, 1 << 19
 
 
 def shuffled(context: CheckContext) -> CheckResult:
@@ -164,59 +151,3 @@ def _neighbor_fraction(sequence: np.ndarray, available: int) -> tuple[float, flo
     chance = 2 * near / available
     gaps = np.abs(np.diff(sequence))
     return chance, float((gaps <= near).mean()), len(gaps)
-
-
-def independent_of_budget(context: CheckContext) -> CheckResult:
-    """Compare time and memory of setup and of single batches for the token budget and for one that is a thousand times larger."""
-    context.need_shards()
-    with TemporaryDirectory() as folder:
-        view = _view(context.shards_dir, Path(folder))
-        small, large = (_cost(longer(context.recipe, factor), view) for factor in (1, _LONGER))
-    figures = {f"{name}_{kind}": value for kind, cost in (("planned", small), ("longer", large))
-               for name, value in zip(("seconds", "bytes"), cost, strict=True)}  # fmt: skip
-    text = (
-        f"a batch takes {1e3 * small[0]:.1f} ms and {size(small[1])} as planned, {1e3 * large[0]:.1f} ms and {size(large[1])} "
-        f"with a budget {_LONGER:,} times larger"
-    )
-    if large[0] > _SLOWER * small[0] + _SLOWER_SECONDS or large[1] > _LARGER * small[1] + _LARGER_BYTES:
-        advice = "time or memory grows with the number of steps: long runs would slow down or run out of memory"
-        return CheckResult("fail", text, advice, figures)
-    return CheckResult("ok", text, figures=figures)
-
-
-def longer(recipe: Recipe, factor: int) -> Recipe:
-    """The recipe with `factor` times the token budget in every phase, and without a limit on epochs."""
-    phases = [phase.model_copy(update={"tokens": Tokens(int(phase.tokens) * factor)}) for phase in recipe.train.phases]
-    shards = recipe.shards.model_copy(update={"max_epochs": float("inf"), "cache": None})
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases}), "shards": shards})
-
-
-def _cost(recipe: Recipe, shards_dir: Path) -> tuple[float, float]:
-    """Seconds per batch (the best of several tries, the median over steps), and the peak of allocated bytes."""
-    batches = Batches(recipe, shards_dir)
-    steps = [round(at) for at in np.linspace(0, batches.steps - 1, _STEPS)]
-    times = [min(_seconds(batches, step) for _ in range(_TRIES)) for step in steps]
-    del batches
-    tracemalloc.start()
-    try:
-        batches = Batches(recipe, shards_dir)
-        for step in steps:
-            batches.batch(step)
-        most = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    return statistics.median(times), float(most)
-
-
-def _seconds(batches: Batches, step: int) -> float:
-    began = time.perf_counter()
-    batches.batch(step)
-    return time.perf_counter() - began
-
-
-def _view(shards_dir: Path, folder: Path) -> Path:
-    """The shards under another path, so that row plans for the larger budget are not stored with them."""
-    for path in shards_dir.iterdir():
-        if path.name != "packing":
-            (folder / path.name).symlink_to(path.resolve())
-    return folder

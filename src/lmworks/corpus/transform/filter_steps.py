@@ -108,7 +108,7 @@ def rules_warnings(options: Rules, sources: Sequence[Source]) -> Iterator[str]:
 def _vocabulary(language: str) -> Vocabulary:
     """The cache of a language's words is kept from part to part; no decision depends on it."""
     from lmworks.corpus.transform.published_words import Vocabulary
-    from lmworks.corpus.transform.stop_words import STOP_WORDS
+    from lmworks.corpus.transform.rule_measures import STOP_WORDS
 
     return Vocabulary(STOP_WORDS.get(language, ()))
 
@@ -140,7 +140,7 @@ class _ByDomain:
     @staticmethod
     def _language(batch: Batch, index: int) -> str:
         """The language by which a document is judged: a script without spaces is recognized where the language is not known."""
-        from lmworks.corpus.transform.stop_words import STOP_WORDS
+        from lmworks.corpus.transform.rule_measures import STOP_WORDS
         from lmworks.text.letters import SPACELESS_LANGUAGES, main_language, spaceless_language
 
         document = batch.documents[index]

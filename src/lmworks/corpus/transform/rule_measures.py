@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib.resources import files
 
 import numpy as np
 
 from lmworks.corpus.transform.checks import parse_code
-from lmworks.corpus.transform.stop_words import STOP_WORDS
 from lmworks.corpus.units import Units, in_repeated_ngram, ngrams, units
 from lmworks.text.letters import LINE_ENDS, units_per_word
 
@@ -76,6 +76,15 @@ def alphanumeric_share(doc: Text) -> float:
     """Fraction of the characters, white space excluded, that are in units."""
     visible = len(doc.text) - doc.text.count(" ") - doc.text.count("\n") - doc.text.count("\t")
     return doc.characters / visible if visible else 0.0
+
+
+def _read_stop_words() -> dict[str, tuple[str, ...]]:
+    text = files("lmworks.corpus.transform").joinpath("stop_words.txt").read_text(encoding="utf-8")
+    rows = (line.split() for line in text.splitlines() if not line.startswith("#"))
+    return {language: tuple(words) for language, *words in rows}
+
+
+STOP_WORDS = _read_stop_words()
 
 
 def stop_words(language: str) -> Measure:

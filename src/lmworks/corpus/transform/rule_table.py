@@ -20,8 +20,7 @@ from typing import Generic, TypeVar
 
 from lmworks.corpus.document import Drop
 from lmworks.corpus.transform import rule_measures as m
-from lmworks.corpus.transform.rule_measures import Text
-from lmworks.corpus.transform.stop_words import STOP_WORDS
+from lmworks.corpus.transform.rule_measures import STOP_WORDS, Text
 from lmworks.errors import UserError
 from lmworks.text.letters import SPACELESS_LANGUAGES, main_language, units_per_word
 
