@@ -41,7 +41,7 @@ class ChoiceItem:
 
 @dataclass(frozen=True)
 class OpenItem:
-    """A question without choices. A reply is right if it agrees with one of `answers` under `metric` (`sets/free.py`)."""
+    """A question without choices. A reply is right if it agrees with one of `answers` under `metric` (`sets/forms.py`)."""
 
     set: str
     id: str
