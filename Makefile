@@ -18,7 +18,7 @@ test: $(VENV)/dev.stamp
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The oldest torch that is supported, in an environment of its own (5 GB): the rooms whose results depend on torch, or TESTS=tests for all.
-TESTS ?= tests/model tests/optim tests/parallel tests/checkpoint tests/gpu
+TESTS ?= tests/model tests/inference tests/optim tests/parallel tests/checkpoint tests/gpu
 oldest: $(OLDEST)/dev.stamp
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p no:cacheprovider $(TESTS)
 
