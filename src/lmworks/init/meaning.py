@@ -25,8 +25,8 @@ from lmworks.corpus.read.listing import File, has_extension
 from lmworks.corpus.read.opening import COMPRESSED
 from lmworks.corpus.read.part import damage_errors
 from lmworks.corpus.transform.filter_steps import identifier
+from lmworks.corpus.transform.rule_measures import STOP_WORDS
 from lmworks.corpus.transform.steps import make_step
-from lmworks.corpus.transform.stop_words import STOP_WORDS
 from lmworks.errors import UserError
 from lmworks.init.survey import ROWS, Files, Survey
 from lmworks.recipe.schema.corpus import Corpus, Source
