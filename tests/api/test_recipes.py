@@ -14,7 +14,7 @@ from command import Lmworks
 import lmworks
 from lmworks.recipe.keys import flatten
 from lmworks.recipe.load import load_recipe as load_as_command
-from lmworks.watch.lock import RunLock
+from lmworks.watch.ledger import RunLock
 from tiny_run import Tiny
 
 CHANGES: dict[str, Any] = {
