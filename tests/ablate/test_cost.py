@@ -9,8 +9,8 @@ import yaml
 
 from lmworks.ablate import cost
 from lmworks.ablate.ablate import Options, open_experiment
-from lmworks.ablate.report import cost_text
-from lmworks.ablate.sharing import prepare_data
+from lmworks.ablate.document import cost_text
+from lmworks.ablate.run_set import prepare_data
 from lmworks.host import machine
 from tiny_run import Tiny
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
-from lmworks.ablate.document import document, save
+from lmworks.ablate.document import document, markdown, save
 from lmworks.ablate.measures import Curve, Reading
-from lmworks.ablate.report import markdown
 from lmworks.ablate.resolve import resolve
 from lmworks.ablate.results import Results
 from lmworks.ablate.verdict import judge

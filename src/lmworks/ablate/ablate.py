@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.ablate import cost as costs
-from lmworks.ablate.document import save
-from lmworks.ablate.report import cost_text
+from lmworks.ablate.document import cost_text, save
 from lmworks.ablate.resolve import RESULTS, Experiment, resolve
 from lmworks.ablate.results import Results
-from lmworks.ablate.run_set import Run, require_own_directory, save_arms
+from lmworks.ablate.run_set import Run, only_one, prepare_data, require_own_directory, save_arms
 from lmworks.ablate.runs import Runner, described
-from lmworks.ablate.sharing import only_one, prepare_data
 from lmworks.errors import UserError
 from lmworks.host import machine
 from lmworks.io.files import write_text

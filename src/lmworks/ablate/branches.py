@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from lmworks.ablate.file import DEFAULT_MEASURES, Ablation, Expansion, Findings
+from lmworks.ablate.kinds import Rescale, rescaled
 from lmworks.ablate.run_set import Branch
-from lmworks.ablate.sweeps import Rescale, rescaled
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.recipe.changes import as_tree

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmworks.ablate.run_set import Arm, Run, RunSet
-from lmworks.ablate.sharing import shared_bytes
+from lmworks.ablate.run_set import Arm, Run, RunSet, shared_bytes
 from lmworks.io.files import read_json, write_json
 from lmworks.pages.read_run import read_run
 from lmworks.plan.costs import disk

@@ -1,19 +1,20 @@
-"""The kinds of ablations by name, and those that change the recipe from its first step.
+"""The kinds of ablations by name, and those that change the recipe from its first step; `branches` has the others.
 
 Arms that are written out; equal arms (A/A) that differ in chance alone, to measure the noise floor; each source of the mixture taken out or
-weighted otherwise; tokenizers; each feature of the model switched off, or on where the recipe does not have it. `sweeps` and `branches`
-have the others.
+weighted otherwise; tokenizers; each feature of the model switched off, or on where the recipe does not have it; sweeps of learning rates
+(with a parabola), of batch sizes on equal tokens, and of optimizers.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from lmworks.ablate.file import Ablation, Expansion, distinct, meant, number, phases_of
+from lmworks.ablate.file import Ablation, Expansion, Findings, distinct, meant, number, phases_of
 from lmworks.errors import UserError
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
@@ -22,7 +23,6 @@ from lmworks.recipe.schema.recipe import Recipe
 def kinds() -> dict[str, type[Ablation]]:
     """The types of ablation files, by the value of `kind`; the one without a kind first."""
     from lmworks.ablate.branches import Anneal, CriticalBatch
-    from lmworks.ablate.sweeps import Batch, LearningRate, Optimizer
 
     types = (Arms, Anneal, Architecture, Batch, CriticalBatch, LearningRate, Mixture, Noise, Optimizer, Tokenizer)
     return {one.model_fields["kind"].default: one for one in types}
@@ -144,61 +144,47 @@ class Tokenizer(Ablation):
 
 
 Feature = Literal["qk-norm", "tied-embeddings", "gqa", "moe", "mtp", "attention-bias", "z-loss", "post-norm", "rope"]
+_Switched = tuple[str, dict[str, object]]  # a word for the arm, and the keys of the model that it changes
 
 
-def _switch(key: str) -> Callable[[Model], tuple[str, list[str]]]:
-    def change(model: Model) -> tuple[str, list[str]]:
-        has = bool(getattr(model, key))
-        return "without" if has else "with", [f"model.{key}={str(not has).lower()}"]
-
-    return change
+def _switch(key: str, off: object, on: object) -> Callable[[Model], _Switched]:
+    """A feature that one key of the model switches."""
+    return lambda model: ("without", {key: off}) if getattr(model, key) != off else ("with", {key: on})
 
 
-def _qk_norm(model: Model) -> tuple[str, list[str]]:
-    if model.use_qk_norm and model.qk_norm_over != "head":
-        return "without", ["model.use_qk_norm=false", "model.qk_norm_over=head"]
-    return _switch("use_qk_norm")(model)
+def _qk_norm(model: Model) -> _Switched:
+    word, keys = _switch("use_qk_norm", False, True)(model)
+    return word, keys | ({"qk_norm_over": "head"} if word == "without" and model.qk_norm_over != "head" else {})
 
 
-def _gqa(model: Model) -> tuple[str, list[str]]:
+def _gqa(model: Model) -> _Switched:
     heads, shared = model.num_attention_heads or 1, model.num_key_value_heads or 1
-    if shared < heads:
-        return "without", [f"model.num_key_value_heads={heads}"]
     if heads == 1:
         raise UserError("features: gqa does not apply to a model with one attention head; remove it")
-    return "with", [f"model.num_key_value_heads={max(1, heads // 4) if heads % 4 == 0 else 1}"]
+    if shared < heads:
+        return "without", {"num_key_value_heads": heads}
+    return "with", {"num_key_value_heads": heads // 4 if heads % 4 == 0 else 1}
 
 
-def _moe(model: Model) -> tuple[str, list[str]]:
+def _moe(model: Model) -> _Switched:
     """A dense model whose feed-forward is as wide as the active experts: equal FLOPs per token."""
     if model.moe is None:
         raise UserError("features: moe switches experts off, and the model has none; write the experts as an arm of kind: arms")
     width = (model.moe.num_experts_per_tok + model.moe.n_shared_experts) * model.moe.moe_intermediate_size
-    return "without", ["model.moe=null", f"model.intermediate_size={width}"]
+    return "without", {"moe": None, "intermediate_size": width}
 
 
-def _mtp(model: Model) -> tuple[str, list[str]]:
-    return ("without", ["model.mtp=null"]) if model.mtp else ("with", ["model.mtp={num_nextn_predict_layers: 1}"])
-
-
-def _z_loss(model: Model) -> tuple[str, list[str]]:
-    return ("without", ["model.z_loss_weight=0.0"]) if model.z_loss_weight else ("with", ["model.z_loss_weight=0.0001"])
-
-
-def _norm(model: Model) -> tuple[str, list[str]]:
-    has = model.norm_position == "post"
-    return "without" if has else "with", [f"model.norm_position={'pre' if has else 'post'}"]
-
-
-def _rope(model: Model) -> tuple[str, list[str]]:
+def _rope(model: Model) -> _Switched:
     """Half of each head rotated, or all of it: GLM's partial rotary."""
     partial = model.rope.partial_rotary_factor < 1
-    return ("full" if partial else "half"), [f"model.rope.partial_rotary_factor={1.0 if partial else 0.5}"]
+    return "full" if partial else "half", {"rope.partial_rotary_factor": 1.0 if partial else 0.5}
 
 
-_FEATURES: dict[Feature, Callable[[Model], tuple[str, list[str]]]] = {
-    "qk-norm": _qk_norm, "tied-embeddings": _switch("tie_word_embeddings"), "gqa": _gqa, "moe": _moe, "mtp": _mtp,
-    "attention-bias": _switch("attention_bias"), "z-loss": _z_loss, "post-norm": _norm, "rope": _rope,
+_FEATURES: dict[Feature, Callable[[Model], _Switched]] = {
+    "qk-norm": _qk_norm, "gqa": _gqa, "moe": _moe, "rope": _rope,
+    "tied-embeddings": _switch("tie_word_embeddings", False, True), "attention-bias": _switch("attention_bias", False, True),
+    "mtp": _switch("mtp", None, {"num_nextn_predict_layers": 1}), "z-loss": _switch("z_loss_weight", 0.0, 0.0001),
+    "post-norm": _switch("norm_position", "pre", "post"),
 }  # fmt: skip
 
 
@@ -212,9 +198,107 @@ class Architecture(Ablation):
     def expand(self, recipe: Recipe) -> Expansion:
         arms: list[tuple[str, list[str]]] = [("recipe", [])]
         for feature in self.features:
-            word, overrides = _FEATURES[feature](recipe.model)
-            arms.append((f"{word}-{feature}", overrides))
+            word, keys = _FEATURES[feature](recipe.model)
+            arms.append((f"{word}-{feature}", [f"model.{key}={json.dumps(value)}" for key, value in keys.items()]))
         return Expansion(distinct("features", arms), "recipe")
+
+
+class LearningRate(Ablation):
+    """Learning rate sweep: one arm per factor on the recipe's peak learning rates. A parabola in the logarithm of the rate gives the
+    optimum."""
+
+    kind: Literal["learning-rate"] = "learning-rate"
+    factors: list[float] = Field(
+        [0.25, 0.5, 1.0, 2.0, 4.0], min_length=3,
+        description="factors on optimizer.learning_rate and optimizer.adam_learning_rate; 1 is the baseline, else the factor nearest to it",
+    )  # fmt: skip
+
+    def expand(self, recipe: Recipe) -> Expansion:
+        if min(self.factors) <= 0 or len(set(self.factors)) < len(self.factors):
+            raise UserError("factors: must be positive and differ from each other")
+        rate, factors = recipe.optimizer.learning_rate, sorted(self.factors)
+        assert rate
+        arms = distinct("factors", ((f"rate-{number(rate * factor)}", _scaled_rates(recipe, factor)) for factor in factors))
+        rates = dict(zip(arms, factors, strict=True))
+        baseline = min(rates, key=lambda name: max(rates[name], 1 / rates[name]))
+        return Expansion(arms, baseline, labels={name: rate * factor for name, factor in rates.items()})
+
+    def conclude(self, findings: Findings) -> dict[str, Any] | None:
+        return findings.optimum("learning rate")
+
+
+Rescale = Literal["none", "sqrt", "linear"]
+
+
+def rescaled(ratio: float, rescale: Rescale) -> float:
+    """The factor on the learning rate for a batch that is `ratio` times as large (sqrt: Malladi et al. 2022, arXiv:2205.10287)."""
+    return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[rescale]
+
+
+def _scaled_rates(recipe: Recipe, factor: float) -> list[str]:
+    """The overrides by which both learning rates are multiplied."""
+    rate, adam = recipe.optimizer.learning_rate, recipe.optimizer.adam_learning_rate
+    assert rate and adam
+    return [] if factor == 1 else [f"optimizer.learning_rate={rate * factor!r}", f"optimizer.adam_learning_rate={adam * factor!r}"]
+
+
+class Batch(Ablation):
+    """Batch size sweep: one arm per factor on the batch size of every phase, on equal tokens."""
+
+    kind: Literal["batch"] = "batch"
+    factors: list[float] = Field(
+        [0.5, 1.0, 2.0, 4.0], min_length=2, description="factors on global_batch_size of every phase; 1 is the baseline"
+    )
+    rescale: Rescale = Field("sqrt", description="how the learning rate follows the batch size")
+
+    def expand(self, recipe: Recipe) -> Expansion:
+        phases_of(recipe)
+        if min(self.factors) <= 0 or 1 not in self.factors or len(set(self.factors)) < len(self.factors):
+            raise UserError("factors: must be positive, differ from each other, and contain 1, the baseline")
+        arms: dict[str, list[str]] = {}
+        labels: dict[str, float] = {}
+        for factor in sorted(self.factors):
+            overrides = []
+            for phase in recipe.train.phases:
+                size = phase.global_batch_size * factor
+                if size % phase.sequence_length or size < 1:
+                    raise UserError(
+                        f"factors: {factor:g} times the batch of phase {phase.name} ({phase.global_batch_size:,} tokens) is not a multiple "
+                        f"of its sequence length {phase.sequence_length:,}; take another factor"
+                    )
+                overrides.append(f"train.phases.{phase.name}.global_batch_size={int(size)} tokens")
+                if phase.batch_ramp:
+                    overrides.append(f"train.phases.{phase.name}.batch_ramp=null")
+            first = recipe.train.phases[0].global_batch_size * factor
+            arms[f"batch-{int(first)}"] = overrides + _scaled_rates(recipe, rescaled(factor, self.rescale))
+            labels[f"batch-{int(first)}"] = first
+        return Expansion(arms, f"batch-{int(recipe.train.phases[0].global_batch_size)}", labels=labels)
+
+
+class Optimizer(Ablation):
+    """Optimizers: one arm per optimizer and learning rate. Under muon the rate is that of the matrices, and the recipe's adam_learning_rate
+    stays."""
+
+    kind: Literal["optimizer"] = "optimizer"
+    rates: dict[Literal["muon", "adamw"], list[float]] = Field(
+        min_length=1, description="learning rates to try, by optimizer; the first one of the first optimizer is the baseline"
+    )
+
+    @field_validator("rates")
+    @classmethod
+    def _positive(cls, value: dict[str, list[float]]) -> dict[str, list[float]]:
+        for name, rates in value.items():
+            if not rates or min(rates) <= 0:
+                raise ValueError(f"{name} needs at least one learning rate above 0")
+        return value
+
+    def expand(self, recipe: Recipe) -> Expansion:
+        arms = []
+        for kind, rate in ((kind, rate) for kind, rates in self.rates.items() for rate in rates):
+            keys = ["learning_rate", *(["adam_learning_rate"] if kind == "adamw" else [])]
+            arms.append((f"{kind}-{number(rate)}", [f"optimizer.kind={kind}", *(f"optimizer.{key}={rate!r}" for key in keys)]))
+        found = distinct("rates", arms)
+        return Expansion(found, next(iter(found)))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from pathlib import Path
 from runpy import run_module
 from typing import Any, Literal
 
-from lmworks.ablate.run_set import Run, RunSet
-from lmworks.ablate.sharing import link_data
+from lmworks.ablate.run_set import Run, RunSet, link_data
 from lmworks.checkpoint import listing, manifest
 from lmworks.errors import UserError
 from lmworks.host import machine

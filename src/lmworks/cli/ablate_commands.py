@@ -36,7 +36,7 @@ def ablate(
 ) -> None:
     """Run an ablation: every arm with every seed, then a verdict for every difference. The same command resumes it."""
     from lmworks.ablate.ablate import Options, list_runs, open_experiment, parse_index, run_ablation
-    from lmworks.ablate.report import markdown, printable
+    from lmworks.ablate.document import markdown, printable
     from lmworks.pages.ablation_page import FILE
     from lmworks.ui.terminal import console as notes
 

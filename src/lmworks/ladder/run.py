@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import Field
 
 from lmworks.ablate.cost import calibrate, cost, training_seconds
-from lmworks.ablate.report import cost_text
+from lmworks.ablate.document import cost_text
 from lmworks.ablate.run_set import (
     ALWAYS,
     DEFAULTS,
@@ -28,6 +28,7 @@ from lmworks.ablate.run_set import (
     Branch,
     RunSet,
     Seeds,
+    prepare_data,
     require_own_directory,
     run_dir,
     save_arms,
@@ -35,7 +36,6 @@ from lmworks.ablate.run_set import (
     share_tokenizer,
 )
 from lmworks.ablate.runs import Runner, described, state_of
-from lmworks.ablate.sharing import prepare_data
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.host import machine
