@@ -18,6 +18,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+sys.path.insert(0, str(Path(__file__).parent))
+import messages
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 INDEX = "README.md"  # the page of a folder that GitHub shows
@@ -54,6 +57,7 @@ def gather(source: Path) -> None:
         _write(source / place, text)
     for name, text in api_pages().items():
         _write(source / "api" / name, text)
+    _write(source / "messages.md", messages.page().replace(INDEX, "index.md"))
     shutil.copytree(ROOT / "docs" / "figures", source / "figures")
 
 
@@ -109,7 +113,7 @@ def _navigation(index: Path, places: dict[Path, Path]) -> str:
             parts.append(_toctree([os.path.relpath(places[page], places[index].parent) for page in pages], title))
     if front:
         rest = [str(places[page]) for page in left if page != index and page.parent in (ROOT, index.parent)]
-        parts += [_toctree(["api/index.md"], "Python API"), _toctree(rest, "Project")]
+        parts += [_toctree(["messages.md", "api/index.md"], "From the sources"), _toctree(rest, "Project")]
     return "".join(parts)
 
 

@@ -7,6 +7,7 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 from pygments.lexers.data import JsonLexer
+from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 
 project = "lmworks"
@@ -59,4 +60,5 @@ def _to_rst(app: Sphinx, what: str, name: str, obj: object, options: object, lin
 
 def setup(app: Sphinx) -> None:
     app.add_lexer("jsonl", JsonLexer)
+    app.add_lexer("messages", TextLexer)  # of `messages.py`, whose lines wrap (`site.css`)
     app.connect("autodoc-process-docstring", _to_rst)

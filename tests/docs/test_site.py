@@ -53,6 +53,22 @@ def test_a_page_shows_the_file_that_a_comment_names(site: ModuleType, tmp_path: 
         site.page_text(broken, {broken: Path("page.md")}, tmp_path)
 
 
+def test_every_error_of_the_sources_is_on_the_page_of_messages(gathered: Path) -> None:
+    """With what stands between values of it, so that a search for a line of an error leads there."""
+    page = (gathered / "messages.md").read_text(encoding="utf-8")
+    raised = [path.read_text(encoding="utf-8").count("raise UserError(") for path in (ROOT / "src" / "lmworks").rglob("*.py")]
+    assert sum(block.count("\n") - 1 for block in page.split("```messages")[1:]) > 0.9 * sum(raised)
+    for part in ("the recipe changed since this run began: …", "no source is called …; …", "--index: … is not of the form I/N"):
+        assert part in page, part
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_sources(gathered: Path) -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").split("## Training")[0]
+    shown = re.findall(r"^\| `([^`]+)` \|", page, flags=re.M)
+    sources = "\n".join(re.sub(r'"\n\s+f?"', "", path.read_text(encoding="utf-8")) for path in (ROOT / "src").rglob("*.py"))
+    assert len(shown) > 10 and not [text for text in shown if text not in sources]
+
+
 GOOD = '<html><body><h1 id="top">T</h1><a href="b.html#there">b</a><a href="https://example.org">out</a><img src="p.png"></body></html>'
 
 
