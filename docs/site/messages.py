@@ -12,7 +12,8 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "lmworks"
 # Room of the sources: the subject, and the pages that explain it.
 SUBJECTS = {
-    "recipe": ("Recipes", "recipe/README.md", "changes.md"), "run": ("Runs", "running.md"), "plan": ("Plans", "sizing.md"),
+    "recipe": ("Recipes", "recipe/README.md", "changes.md"),
+    "init": ("First recipe", "own-data.md"), "run": ("Runs", "running.md"), "plan": ("Plans", "sizing.md"),
     "preflight": ("Checks before a run", "running.md"), "corpus": ("Corpus", "own-data.md", "quality.md"),
     "tokenizer": ("Tokenizer and chat templates", "existing-models.md", "tuning.md"),
     "shards": ("Token files and batches", "data-order.md"), "model": ("Model", "recipe/model.md"),
@@ -65,10 +66,10 @@ def page() -> str:
         "# Error messages\n\nEvery error that you can cause or mend is one line that names what to do. This page lists them by subject; … "
         "stands for a value. `--debug` adds the traceback, and [Troubleshooting](troubleshooting.md) treats what has no message.\n"
     ]
-    for room in sorted(rooms, key=list(SUBJECTS).index):
+    for room in [*(room for room in SUBJECTS if room in rooms), *(room for room in rooms if room not in SUBJECTS)]:
         found = sorted(set(messages(room)), key=lambda text: text.lstrip("…: ").lower())
         if found:
-            subject, *pages = SUBJECTS[room]
+            subject, *pages = SUBJECTS.get(room, (room.capitalize(),))
             explained = ", ".join(f"[{_title(name)}]({name})" for name in pages if (SOURCES.parents[1] / "docs" / name).exists())
             lines = "\n".join(" ".join(text.split()) for text in found)
             parts.append(f"## {subject}\n\nExplained in: {explained or 'the message'}.\n\n```messages\n{lines}\n```\n")
