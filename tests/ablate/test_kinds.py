@@ -12,7 +12,6 @@ import yaml
 
 from lmworks.ablate.ablate import Options, run_ablation
 from lmworks.ablate.cost import FILE as SPEED
-from lmworks.ablate.kinds import kinds, table
 from lmworks.ablate.resolve import Experiment, resolve
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
@@ -110,13 +109,6 @@ def test_budgets_keep_the_proportions_of_the_phases(make: Make) -> None:
     assert [int(phase.tokens) for phase in experiment.baseline.recipe.train.phases] == [2560, 1536]
     by_time = resolve(experiment.path, speeds={"copy-1": 100.0, "copy-2": 80.0})
     assert by_time.arms["copy-1"].tokens > 1.15 * by_time.arms["copy-2"].tokens
-
-
-def test_every_kind_has_its_keys_on_the_page() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "ablations.md").read_text(encoding="utf-8")
-    assert table() in page, "put what python -m lmworks.ablate.kinds prints into docs/ablations.md"
-    names = "arms anneal architecture batch critical-batch learning-rate mixture noise optimizer tokenizer"
-    assert set(kinds()) == set(names.split())
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from lmworks.corpus.transform import rule_measures as m
 from lmworks.corpus.transform.filter_steps import rules_warnings
 from lmworks.corpus.transform.rule_measures import Text
-from lmworks.corpus.transform.rule_table import RULES, Rule, first_broken, page, rules_for
+from lmworks.corpus.transform.rule_table import RULES, Rule, first_broken, rules_for
 from lmworks.corpus.units import units
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
@@ -205,11 +205,6 @@ def test_stop_words_are_those_of_the_language() -> None:
     assert reason_of(doc("Birne, Apfel, Kirsche, Pflaume, Quitte"), [german]) == "stop_words"
     assert reason_of(doc(ARTICLE["fi"]), [german]) == "stop_words"
     assert "stop_words" not in [rule.name for rule in rules_for(None, "prose", "xh")], "no list, no question"
-
-
-def test_the_page_of_the_rules_is_made_from_them() -> None:
-    path = Path(__file__).parents[2] / "docs" / "rules.md"
-    assert path.read_text() == page(), "make it again: python -m lmworks.corpus.transform.rule_table > docs/rules.md"
 
 
 def test_a_drop_says_the_value_and_the_limit() -> None:

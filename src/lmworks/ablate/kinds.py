@@ -28,29 +28,6 @@ def kinds() -> dict[str, type[Ablation]]:
     return {one.model_fields["kind"].default: one for one in types}
 
 
-def table() -> str:
-    """The keys of all kinds as Markdown, for docs/ablations.md."""
-    common = Ablation.model_fields
-    lines = [_head(), *(_row(name, field) for name, field in common.items() if name != "kind")]
-    for name, kind in kinds().items():
-        own = {key: field for key, field in kind.model_fields.items() if key not in common}
-        text = " ".join((kind.__doc__ or "").split())
-        lines += ["", f"### `kind: {name}`", "", text, "", _head(), *(_row(key, field) for key, field in own.items())]
-    return "\n".join(lines)
-
-
-def _head() -> str:
-    return "| key | default | meaning |\n|---|---|---|"
-
-
-def _row(name: str, field: object) -> str:
-    default, needed = getattr(field, "default", None), getattr(field, "is_required", lambda: False)()
-    factory = getattr(field, "default_factory", None)
-    value = factory() if factory else default
-    shown = "required" if needed else "" if value is None or value in ([], {}) else f"`{value}`"
-    return f"| `{name}` | {shown} | {getattr(field, 'description', '')} |"
-
-
 class Arms(Ablation):
     """Arms that are written out: a name and its overrides."""
 
@@ -299,7 +276,3 @@ class Optimizer(Ablation):
             arms.append((f"{kind}-{number(rate)}", [f"optimizer.kind={kind}", *(f"optimizer.{key}={rate!r}" for key in keys)]))
         found = distinct("rates", arms)
         return Expansion(found, next(iter(found)))
-
-
-if __name__ == "__main__":
-    print(table())
