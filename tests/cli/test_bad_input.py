@@ -170,7 +170,7 @@ def test_a_step_outside_the_run(lmworks: Lmworks, tiny: Tiny) -> None:
 
 
 def test_wrong_commands(lmworks: Lmworks) -> None:
-    assert "No such command 'trian'" in lmworks("trian").error
+    assert lmworks("trian").error == "there is no command 'trian'; write: lmworks run"
     assert "Missing argument 'RECIPE'" in lmworks("run").error
     assert "No such option" in lmworks("run", "quickstart", "--sett", "a=b").error
     assert lmworks().code == 2 and "Usage" in lmworks().out

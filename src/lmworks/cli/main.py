@@ -18,8 +18,9 @@ from lmworks.host import machine
 from lmworks.io.masking import mask
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train language models, from raw text to serving."
+    no_args_is_help=True, pretty_exceptions_enable=False, help="Train language models, from raw text to serving."
 )
+COMPLETE = "_LMWORKS_COMPLETE"  # set by the shell function of `lmworks --show-completion`
 _INTERRUPTED = "interrupted; finished work is kept, and the same command resumes it"
 
 
@@ -77,8 +78,11 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             with suppress(OSError):  # fails for a stream that a rank has redirected from a file to a pipe
                 stream.reconfigure(errors="replace")  # a terminal with a limited encoding must not end the command
+    if COMPLETE in os.environ:
+        command._main_shell_completion({}, "lmworks", COMPLETE)  # ends the process
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        with command.make_context("lmworks", [argument for argument in sys.argv[1:] if argument != "--debug"]) as context:
+        with command.make_context("lmworks", list(arguments)) as context:
             command.invoke(context)
         sys.stdout.flush()
     except typer.Exit as stop:
@@ -96,7 +100,10 @@ def main() -> None:
         sys.exit(1)
     except Exception as error:
         if hasattr(error, "format_message"):  # an error of the parser; empty if it has printed the help
-            _fail(error, error.format_message() and f"error: {error.format_message()}", 2, debug)
+            from lmworks.cli.habits import answer
+
+            message = error.format_message() and (answer(arguments, command) or error.format_message())
+            _fail(error, message and f"error: {message}", 2, debug)
         what = " ".join(f"{type(error).__name__}: {error}".split())
         _fail(error, f"error: {what} (this is a bug in lmworks; --debug shows the traceback)", 1, debug)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from lmworks.cli import completion
 from lmworks.errors import UserError
 from lmworks.ui.terminal import Terminal
 
@@ -22,12 +23,19 @@ if TYPE_CHECKING:
     from lmworks.run.runner import StageEvent
 
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, such as runs/quickstart.")]
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", autocompletion=completion.recipes, help="A recipe file, or the name of a shipped recipe.")
+]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", autocompletion=completion.runs, help="A run directory, such as runs/quickstart.")
+]
 SetOption = Annotated[
     list[str],
-    typer.Option("--set", metavar="A.B=C", help="Override a recipe value; may be repeated.", default_factory=list, show_default=False),
-]
+    typer.Option(
+        "--set", metavar="A.B=C", autocompletion=completion.keys, help="Override a recipe value; may be repeated.", default_factory=list,
+        show_default=False,
+    ),
+]  # fmt: skip
 AllowOption = Annotated[
     list[str],
     typer.Option(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lmworks.cli import completion
 from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption, TimeOption, console, print_json, within
 from lmworks.errors import UserError
 from lmworks.recipe.schema.units import Seconds, Tokens
@@ -55,11 +56,17 @@ def plan(
         str | None,
         typer.Argument(
             metavar="[RECIPE]",
+            autocompletion=completion.recipes,
             help=f"A recipe file, or the name of a shipped recipe; by default {_DEFAULT_RECIPE} at the size that fits --time or --money.",
             show_default=False,
         ),
     ] = None,
-    cluster: Annotated[str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name; by default this machine.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster", metavar="C", autocompletion=completion.clusters, help="A cluster file or name, or 8xh100; by default this machine."
+        ),
+    ] = None,
     size: SizeOption = None,
     time: Annotated[
         str | None, typer.Option("--time", metavar="T", help="Time of pretraining, such as 3d; the tokens are scaled to fill it.")

@@ -71,7 +71,9 @@ def detect() -> Hardware:
         kinds = ", ".join(sorted({one.name for one in found}))
         raise UserError(f"this machine has GPUs of several kinds ({kinds}); say which: --gpus 2xh100")
     fp8 = (found[0].major, found[0].minor) >= (8, 9)
-    return Hardware(found[0].name.removeprefix("NVIDIA ").lower(), len(found), float(found[0].total_memory), fp8)
+    gpu = gpus.find_gpu(found[0].name)
+    name = gpu.name if gpu is not None else found[0].name.removeprefix("NVIDIA ").lower()
+    return Hardware(name, len(found), float(found[0].total_memory), fp8)
 
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.host import machine
-from lmworks.host.devices import has_bf16
+from lmworks.host.devices import find_gpu, has_bf16
 from lmworks.metrics.system import measure_peak
 from lmworks.plan.layout import automatic, describe, devices, explain_shortage, place, suggest_fit, undividable
 from lmworks.plan.memory import GIB
@@ -50,8 +50,10 @@ def machine_for(recipe: Recipe) -> Cluster:
 
 
 def _cluster(name: str, count: int, memory: int, device: torch.device) -> Cluster:
+    gpu = find_gpu(name) if device.type == "cuda" else None
     return Cluster(
         name="this machine",
+        watts=gpu.watts if gpu is not None else 0.0,
         devices_per_node=count,
         device=name,
         tflops=round(measure_peak() / 1e12, 3),

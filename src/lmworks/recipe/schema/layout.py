@@ -181,6 +181,7 @@ class Cluster(Node):
         return cls(
             name=f"{count}x{gpu.name}", nodes=count // per_node, devices_per_node=per_node, device=gpu.name.upper(), tflops=gpu.tflops,
             memory_gib=round(gpu.memory * devices.GB / 2**30, 1), mfu_source="assumed share of the data sheet's dense bf16 peak",
+            dollars_per_hour=gpu.price, watts=gpu.watts,
         )  # fmt: skip
 
     @property

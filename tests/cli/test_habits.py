@@ -1,0 +1,110 @@
+"""Words and options of other tools are answered with the command that does the same; the shell completes commands, stages and keys."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from command import Lmworks
+
+from lmworks.cli import completion, habits
+from lmworks.cli.main import COMPLETE, command_tree
+from lmworks.recipe.keys import known_paths
+from lmworks.recipe.schema.recipe import Recipe
+
+
+def command_of(words: list[str]) -> bool:
+    tree = command_tree()
+    for word in words:
+        tree = getattr(tree, "commands", {}).get(word)
+    return tree is not None
+
+
+def test_the_table_leads_to_commands_and_keys_that_exist_and_to_one_each() -> None:
+    words = [word for listed in habits.WORDS.values() for word in listed.split()]
+    assert not [word for word, count in Counter(words).items() if count > 1]
+    assert not {*words} & {*command_tree().commands}
+    assert all(command_of(command.split()) for command in habits.WORDS if not command.startswith("--"))
+    assert {*habits.KEYS} <= {*known_paths(Recipe)}
+
+
+@pytest.mark.parametrize(
+    ("typed", "right"),
+    [
+        ("train r.yaml", "run r.yaml"),
+        ("finetune r.yaml", "tune r.yaml"),
+        ("SFT r.yaml --size 3M", "tune r.yaml --size 3M"),
+        ("eval runs/x", "evaluate runs/x"),
+        ("eval --model runs/x", "evaluate runs/x"),
+        ("generate runs/x", "chat runs/x"),
+        ("merge_lora r.yaml", "export r.yaml"),
+        ("preprocess r.yaml", "corpus prepare r.yaml"),
+        ("tokenize r.yaml", "shards build r.yaml"),
+        ("status runs/x", "report runs/x"),
+        ("resume r.yaml", "run r.yaml"),
+        ("gpus", "preflight"),
+        ("help", "--help"),
+        ("help run", "run --help"),
+        ("version", "--version"),
+        ("reprot runs/x", "report runs/x"),
+        ("run --config r.yaml", "run r.yaml"),
+        ("run --recipe=r.yaml --to tune", "run r.yaml --to tune"),
+        ("show -c r.yaml", "show r.yaml"),
+        ("run r.yaml optimizer.learning_rate=1e-3 ++seed=2", "run r.yaml --set optimizer.learning_rate=1e-3 --set seed=2"),
+        ("run r.yaml --optimizer.learning_rate 1e-3", "run r.yaml --set optimizer.learning_rate=1e-3"),
+        ("run r.yaml --lr=1e-3 --resume", "run r.yaml --set optimizer.learning_rate=1e-3"),
+        ("run r.yaml --gpus 8", "launch local r.yaml --ranks 8"),
+        ("plan r.yaml --gpus 8xh100", "plan r.yaml --cluster 8xh100"),
+        ("sft --config r.yaml seed=3", "tune r.yaml --set seed=3"),
+        ("run 'my recipe.yaml' seed=3", "run 'my recipe.yaml' --set seed=3"),
+    ],
+)
+def test_habits_are_answered_with_the_right_command(lmworks: Lmworks, typed: str, right: str) -> None:
+    assert lmworks(*shlex.split(typed)).error.endswith(f"; write: lmworks {right}")
+
+
+def test_what_nobody_knows_is_refused_as_before(lmworks: Lmworks) -> None:
+    assert "No such command 'flurb'" in lmworks("flurb").error
+    assert lmworks("run", "r.yaml", "--flurb").error == "No such option: --flurb"
+    assert "write:" not in lmworks("run").error
+    assert "write:" not in lmworks("run", "r.yaml", "x=y").error
+
+
+def completed(words: str, shell: str = "bash") -> list[str]:
+    place = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_TYPER_COMPLETE_ARGS": words}
+    program = (
+        "import sys; from lmworks.cli.main import main\ntry:\n main()\nfinally:\n assert not {'torch', 'numpy', 'pyarrow'} & {*sys.modules}"
+    )
+    given = os.environ | place | {COMPLETE: f"complete_{shell}"}
+    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, encoding="utf-8", check=True)
+    return done.stdout.split()
+
+
+def test_the_shell_completes_without_loading_torch() -> None:
+    assert {"run", "report", "replay", "restore"} == {*completed("lmworks r")}
+    assert completed("lmworks run quickstart --to t") == ["tokenizer", "tune"]
+    assert completed("lmworks run quickstart --set optimizer.learn") == ["optimizer.learning_rate="]
+
+
+def test_words_that_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quick.yaml").touch()
+    (tmp_path / "quick.txt").touch()
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    assert completion.recipes("quick") == ["quickstart", "quick.yaml"] and completion.runs("") == ["runs/a"]
+    assert completion.clusters("4xrtx40") == ["4xrtx4060ti", "4xrtx4070ti", "4xrtx4080", "4xrtx4090"]
+    assert "train.phases." in completion.keys("train.p") and completion.keys("tune.lora.rank") == ["tune.lora.rank="]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_scripts_of_shells_call_it(lmworks: Lmworks, shell: str) -> None:
+    script = subprocess.run(
+        [sys.executable, "-m", "lmworks.cli.main"], env=os.environ | {COMPLETE: f"source_{shell}"}, capture_output=True, encoding="utf-8",
+        check=True,
+    ).stdout  # fmt: skip
+    assert f"{COMPLETE}=complete_{shell}" in script and "lmworks" in script
