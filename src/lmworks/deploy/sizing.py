@@ -239,7 +239,8 @@ def _refusal(source: Source, hardware: Hardware, scenario: Scenario, *, whole_ca
                 found.append((count * gpu.memory, f"{count}x{name}"))
                 break
     if found and not hardware.on_cpu:
-        return f"{text}; these would do: {', '.join(one for _, one in sorted(found)[:4])}; or quantize it"
+        found.sort(key=lambda one: (not one[1].endswith(f"x{hardware.device}"), one))  # more of the same first
+        return f"{text}; these would do: {', '.join(one for _, one in found[:4])}; or quantize it"
     need = replace(hardware, memory=0.0)
     while need.memory < 1e15:
         need = replace(need, memory=max(need.memory * 1.05, GB))
