@@ -90,11 +90,13 @@ def courses(phases: Sequence[Phase]) -> list[Course]:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes on disk. `data` is an upper bound, because tokens that are repeated over epochs are stored once."""
+    """Bytes on disk. `data` is an upper bound, because tokens that are repeated over epochs are stored once. `staged` are those of a save
+    that are copied to host memory, from where they are written while training goes on; 0 where it waits."""
 
     checkpoint: float
     checkpoints_kept: int
     data: float
+    staged: float
 
 
 def _saved_parameters(recipe: Recipe) -> tuple[int, int]:
@@ -116,7 +118,9 @@ def disk(recipe: Recipe) -> Disk:
     tokens = sum(phase.tokens for phase in recipe.train.phases)
     if recipe.checkpoints.keep_every:
         kept += sum(course.multiples(recipe.checkpoints.keep_every) for course in courses(recipe.train.phases))
-    return Disk(trained * 4 + states + ema, kept, tokens * token_dtype(recipe.model.vocab_size or 0).itemsize)
+    saved = trained * 4 + states + ema
+    data = tokens * token_dtype(recipe.model.vocab_size or 0).itemsize
+    return Disk(saved, kept, data, saved if recipe.checkpoints.asynchronous else 0.0)
 
 
 def seconds(flops: float, devices: int, cluster: Cluster, mfu: float) -> float:

@@ -198,6 +198,9 @@ def _costs(plan: Plan) -> Table:
     )
     one, kept = plan.disk.checkpoint, plan.disk.checkpoints_kept
     table.add_row("checkpoint", f"{size(one)} each, at most {kept} kept: {size(one * kept)}")
+    if plan.disk.staged:
+        nodes = -(-plan.devices // cluster.devices_per_node)
+        table.add_row("", f"saved from a copy in host memory: {size(plan.disk.staged / nodes)} per node besides the memory above")
     if plan.saves:
         found = plan.saves
         table.add_row(
