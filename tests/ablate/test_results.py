@@ -210,7 +210,8 @@ def test_a_sweep_gives_the_optimum(tiny: Tiny, tmp_path: Path) -> None:
 def test_the_page_and_the_tables_show_all(tiny: Tiny, tmp_path: Path) -> None:
     found = results(tiny, tmp_path, {"base": [2.0, 2.1, 1.9], "good": [1.5, 1.61, 1.4]})
     page = write_ablation_page(save(found) and found.experiment.out).read_text()
-    assert page.count('class="line c') == 2 and page.count('class="band c') == 2
+    curves = page.split('id="data">')[1].split("</script>")[0]
+    assert all(f'"name":"{arm}"' in curves for arm in ("base", "good")) and curves.count('"low":[') == curves.count('"high":[') == 2
     assert "better" in page and "optimizer.learning_rate (0.01 -&gt; 0.002)" in page and (found.experiment.out / FILE).exists()
     text = markdown(document(found))
     assert "| good | validation/bits_per_byte | −0.497 |" in text and "| better |" in text
@@ -219,6 +220,10 @@ def test_the_page_and_the_tables_show_all(tiny: Tiny, tmp_path: Path) -> None:
 def test_names_from_a_file_cannot_write_into_the_page(tiny: Tiny, tmp_path: Path) -> None:
     found = results(tiny, tmp_path, {"base": [2.0, 2.1], "good": [1.5, 1.61]})
     written = save(found)
-    written["verdicts"][0]["why"] = "<script>alert(1)</script>"
+    written["verdicts"][0]["why"] = written["measures"][BITS]["unit"] = "<script>alert(1)</script>"
+    curves = written["measures"][BITS]["curves"]
+    curves["<script>alert(1)</script>"] = curves["good"]
+    written["arms"]["<script>alert(1)</script>"] = written["arms"]["good"]
     (found.experiment.out / "ablation.json").write_text(json.dumps(written))
-    assert "<script" not in write_ablation_page(found.experiment.out).read_text()
+    page = write_ablation_page(found.experiment.out).read_text()
+    assert "<script>alert" not in page and page.count("<script") == 2, "the numbers of the charts and what draws them"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 
 from lmworks.pages.ablation_page import _charts, _verdict
-from lmworks.pages.charts import Axis
+from lmworks.pages.charts import places
 
 
 @pytest.mark.parametrize(("verdict", "side"), [
@@ -16,7 +15,7 @@ from lmworks.pages.charts import Axis
 ])  # fmt: skip
 def test_only_a_verdict_has_a_color(verdict: str, side: str) -> None:
     one = {"arm": "a", "verdict": verdict, "why": "", "difference": -0.5, "low": -0.75, "high": 0.25}
-    row = _verdict(one, Axis(-1, 1))
+    row = _verdict(one, places([-1, 1], 0))
     assert row["side"] == side
     assert (row["left"], row["dot"], row["zero"], row["width"]) == pytest.approx((0.125, 0.25, 0.5, 0.5))
 
@@ -25,6 +24,6 @@ def test_the_extremes_over_seeds_are_within_the_chart() -> None:
     curve = {"tokens": [1.0, 2.0, 3.0, 4.0], "mean": [2.0] * 4, "low": [1.5] * 4, "high": [2.5] * 4}
     document: dict[str, Any] = {"measures": {"loss": {"unit": "nats", "curves": {"base": curve}}}}
     (chart,) = _charts(document, {"base": "c0"})
-    heights = [float(y) for y in re.findall(r"[ML][\d.-]+ ([\d.-]+)", chart["bands"][0][1])]
-    assert len(heights) == 8 and 0 < min(heights) < 100 and 900 < max(heights) < 1000
-    assert chart["spoken"] == "loss: base ends at 2."
+    (line,) = chart.lines
+    assert (min(line.lows), max(line.highs)) == (1.5, 2.5) and chart.top is not None and chart.top >= 2.5
+    assert chart.view()["spoken"] == "loss: base at last 2."

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -112,19 +114,21 @@ def test_everything_is_shown(run_dir: Path) -> None:
     ):
         assert text in page.text, text
     assert len([one for one in page.of("figure") if "chart" in str(one["class"])]) >= 12
-    assert sum(svg.get("role") == "img" and bool(svg.get("aria-label")) for svg in page.of("svg")) == len(page.of("figure"))
-    marks = [str(one["class"]) for one in page.of("i") if str(one.get("class")).startswith("mark ")]
-    assert {"mark bad", "mark checkpoint", "mark resume", "mark recipe"} == set(marks)
+    assert sum(bool(one.get("aria-label")) for one in page.of("div") if "data-chart" in one) == len(page.of("figure"))
+    assert len(page.of("figure")) == len(page.of("details")) - 1, "each has its numbers as a table; and there is the recipe"
+    marks = {kind for chart in data_of(run_dir)["charts"].values() for _, kind, _ in chart["marks"]}
+    assert marks == {"bad", "checkpoint", "resume", "recipe"}
 
 
 def test_the_curve_is_the_record(run_dir: Path) -> None:
     page_of(run_dir)
     data = data_of(run_dir)
-    grid, values, kind, run = data["charts"]["pretrain-loss"]["lines"][0]
-    assert (kind, run) == ("raw", 0)
+    (line,) = data["charts"]["pretrain-loss"]["lines"]
+    assert (line["style"], line["run"]) == ("smooth", 0)
     recorded = {line["step"]: line["train/loss"] for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())}
-    assert recorded.pop(20) is None  # not finite: a mark, not a point
-    assert dict(zip(data["steps"][grid], values, strict=True)) == pytest.approx(recorded, rel=1e-4)
+    drawn = dict(zip(data["steps"][line["steps"]], line["values"], strict=True))
+    assert (recorded.pop(20), drawn.pop(20)) == (None, None), "not finite: the line is interrupted"
+    assert drawn == pytest.approx(recorded, rel=1e-4)
     assert data["charts"]["pretrain-loss"]["steps"] == [1, STEPS]
 
 
@@ -161,11 +165,11 @@ def test_troubles_are_marked_and_told(run_dir: Path) -> None:
         ledger.write("stage_began", name="evaluate")
         ledger.write("stage_ended", name="evaluate", seconds=61.0)
     page = page_of(run_dir)
-    told = {str(one["class"]).split()[1]: str(one["title"]) for one in page.of("i") if str(one.get("class")).startswith("mark ")}
-    assert told["spike"] == "step 11: spike of the loss or gradient norm (skip)"
-    assert told["rollback"] == "step 12: rolled back to step 5"
-    assert told["corruption"] == "step 13: silent corruption on rank 3"
-    assert told["slow_rank"] == "step 14: rank 5 is slow (arithmetic)"
+    told = {kind: (step, text) for step, kind, text in data_of(run_dir)["charts"]["pretrain-loss"]["marks"]}
+    assert told["spike"] == (11, "spike of the loss or gradient norm (skip)")
+    assert told["rollback"] == (12, "rolled back to step 5")
+    assert told["corruption"] == (13, "silent corruption on rank 3")
+    assert told["slow_rank"] == (14, "rank 5 is slow (arithmetic)")
     words = "loss 9.5, limit 4", "without the data of steps 8 to 12", "rank 3: two results", "500 ms against 200 ms", "took 1 min 01 s"
     for text in words:
         assert text in page.text, text
@@ -194,7 +198,7 @@ def test_what_was_measured_of_an_earlier_model_is_told(run_dir: Path) -> None:
 
 def test_the_curve_is_compared_with_what_is_of_the_same_text(run_dir: Path) -> None:
     page_of(run_dir)
-    assert data_of(run_dir)["charts"]["pretrain-bpb-prose"]["levels"] == [2.4]  # 1000 bytes: all of it is measured on the way
+    assert data_of(run_dir)["charts"]["pretrain-bpb-prose"]["levels"] == [[2.4, "l0"]]  # 1000 bytes: all of it is measured on the way
     results = read_json(run_dir / "evaluate" / "results.json")
     for model in results["models"].values():
         model["bits_per_byte"]["prose"]["bytes"] = 100_000
@@ -218,8 +222,8 @@ def test_runs_are_compared(run_dir: Path, tmp_path: Path) -> None:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)
     assert found
     charts = json.loads(found[1])["charts"]
-    assert [line[3] for line in charts["pretrain-loss"]["lines"]] == [0, 0, 1]
-    assert [line[3] for line in charts["pretrain-norm"]["lines"]] == [0, 0]  # the other has none
+    assert [line["run"] for line in charts["pretrain-loss"]["lines"]] == [0, 1]
+    assert [line["run"] for line in charts["pretrain-norm"]["lines"]] == [0]  # the other has none
 
 
 @pytest.mark.parametrize(
@@ -320,12 +324,13 @@ def test_hostile_text_stays_text(run_dir: Path) -> None:
     assert "49" not in page.of("h1") and "{{ 7 * 7 }}" in page.text
     assert page.text.count("window.hacked=1") > 10
     assert any("window.hacked=1" in name for name in data_of(run_dir)["charts"]), "the script's data has it too, and nothing that ends them"
-    assert any(HOSTILE in str(one.get("title")) for one in page.of("i"))
+    assert any(HOSTILE in name for chart in data_of(run_dir)["charts"].values() for _, name in chart["phases"])
 
 
 def test_every_class_that_is_styled_is_used() -> None:
     """A class under another spelling in the style sheet leaves its elements unstyled."""
     sources = [path for path in Path(pages.__file__).parent.iterdir() if path.suffix in (".html", ".js", ".py")]
+    sources.append(Path(pages.__file__).parent / "uplot" / "uPlot.min.css")
     words = set(re.findall(r"[\w-]+", "".join(path.read_text(encoding="utf-8") for path in sources)))
     for sheet in Path(pages.__file__).parent.glob("*.css"):
         selectors = re.sub(r"\{[^{}]*\}", "{}", sheet.read_text(encoding="utf-8"))
@@ -338,8 +343,8 @@ def test_it_needs_nothing_else(run_dir: Path) -> None:
     page = page_of(run_dir)
     assert all(str(attrs.get(name, "data:")).startswith(("data:", "#")) for _, attrs in page.elements for name in ("src", "href"))
     text = (run_dir / "report.html").read_text()
-    assert "url(" not in text
-    assert "@import" not in text
+    styles = "".join(re.findall("<style>(.*?)</style>", text, re.DOTALL))
+    assert styles and "url(" not in styles and "@import" not in styles
     policy = next(str(one["content"]) for one in page.of("meta") if one.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'")
 
@@ -376,3 +381,25 @@ def test_samples_of_a_resumed_run_come_once(run_dir: Path) -> None:
     (run_dir / "samples.jsonl").write_bytes(data + data[: data.index(b"60")].rsplit(b"\n", 1)[0].split(b"\n")[3] + b"\n")  # step 40 again
     steps = [one["step"] for one in read_run(run_dir).pretrain.samples["Hello"]]
     assert steps == [10, 20, 30, 40]
+
+
+def test_the_chart_library_is_the_published_one_and_travels_with_the_package(run_dir: Path) -> None:
+    """uPlot as npm has it, with its license; a change of one byte, or another version without its checksums, is seen."""
+    folder = Path(pages.__file__).parent / "uplot"
+    origin = read_json(folder / "origin.json")
+    assert (origin["package"], origin["license"]) == ("uplot", "MIT")
+    assert {path.name for path in folder.iterdir()} == {*origin["sha256"], "origin.json"} and "LICENSE" in origin["sha256"]
+    for name, expected in origin["sha256"].items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == expected, name
+    code = (folder / "uPlot.iife.min.js").read_text(encoding="utf-8")
+    assert f"(v{origin['version']})" in code and "</script" not in code
+    page_of(run_dir)
+    assert code in (run_dir / "report.html").read_text(encoding="utf-8")
+    packaged = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["lmworks"]
+    assert "pages/uplot/*" in packaged
+
+
+def test_on_a_phone_each_cell_has_the_name_of_its_column(run_dir: Path) -> None:
+    page = page_of(run_dir)
+    cells = [str(one["data-label"]) for tag, one in page.elements if tag == "td" and "data-label" in one]
+    assert {"base model", "tuned model", "xz -9e", "first", "lowest", "highest", "last"} <= set(cells)

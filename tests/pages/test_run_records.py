@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -13,13 +14,11 @@ import pytest
 from page_runs import STEPS
 
 from lmworks.io.files import read_json, write_json
-from lmworks.pages.charts import Axis, Chart, Line, path
 from lmworks.pages.curves import Curves
 from lmworks.pages.overview import tiles
 from lmworks.pages.read_run import read_run
 from lmworks.pages.record_files import conform
 from lmworks.pages.run_page import write_page
-from lmworks.pages.run_records import Mark
 from lmworks.pages.tables import predictions, scores
 from lmworks.pages.timeline import timeline
 from lmworks.watch.ledger import Ledger
@@ -130,15 +129,13 @@ def test_the_figures_of_a_run_are_medians_and_the_memory_its_peak(run_dir: Path)
     assert (found["MFU"], found["Tokens per second"], found["Memory"]) == ("31%", "1.5k", "9 GB")
 
 
-def test_larger_values_are_drawn_higher_and_loads_from_zero() -> None:
-    axis = Axis(0, 10)
-    assert path([(0, 2.5), (10, 7.5)], axis, axis) == "M0 750L1000 250"
-    line = Line("load", [(1.0, 5.0), (2.0, 6.0)], "c0")
-    marks = [Mark("checkpoint", step, "saved") for step in (100, 101, 900)]
-    for zero in (True, False):
-        view = Chart("c", "Load", "", [line], (0, 1000), marks=marks, zero=zero).view()
-        assert ("0" in [text for _, text in view["y_ticks"]]) == zero
-    assert [mark["texts"] for mark in view["marks"]] == [["step 100: saved", "step 101: saved"], ["step 900: saved"]]
+def test_runs_of_one_name_are_told_apart(run_dir: Path, tmp_path: Path) -> None:
+    others = [tmp_path / "again", tmp_path / "deeper" / "again"]
+    for other in others:
+        shutil.copytree(run_dir, other)
+    page = write_page(run_dir, others=others).read_text(encoding="utf-8")
+    for name in ("trial (trial)", *(f"trial ({other})" for other in others)):
+        assert f'<th scope="col">{name}</th>' in page
 
 
 def test_a_learning_rate_that_is_for_everything_is_drawn_once(run_dir: Path) -> None:

@@ -8,6 +8,7 @@ import tracemalloc
 
 import pytest
 
+from lmworks.pages.charts import line_of
 from lmworks.pages.run_records import Series
 
 
@@ -18,16 +19,14 @@ def test_what_matters_is_kept(count: int) -> None:
     series = Series(most=8)
     for point in points:
         series.add(*point)
-    outline = series.outline()
-    assert len(outline) <= 4 * 8
-    assert outline == sorted(set(outline))  # in order, each once
-    assert set(outline) <= set(points)
-    assert (outline[0], outline[-1], series.last) == (points[0], points[-1], points[-1])
+    assert len(series.buckets) <= 8
+    assert (series.first, series.last) == (points[0], points[-1])
+    ends = [point for bucket in series.buckets for point in (bucket.first, bucket.last)]
+    assert ends == sorted(ends) and set(ends) <= set(points)
     assert series.low == min(points, key=lambda p: p[1])
     assert series.high == max(points, key=lambda p: p[1])
-    assert {series.low, series.high} <= set(outline)
     if count <= 8:
-        assert outline == series.means() == points
+        assert series.means() == points
 
 
 def test_buckets_are_even_and_their_means_exact() -> None:
@@ -62,5 +61,21 @@ def test_memory_does_not_grow() -> None:
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert series.count == 250_000
-    assert len(series.outline()) <= 400
+    assert len(series.buckets) <= 100
     assert grown < 200_000  # 100 buckets; all points would be over 20 MB
+
+
+def test_a_line_keeps_its_spikes_and_where_it_was_not_finite() -> None:
+    """However many points a bucket has merged."""
+    series = Series(most=8)
+    for x in range(10_000):
+        if x in (4321, 4322, 9999):
+            series.interrupt(x)
+        else:
+            series.add(x, 100.0 if x == 1234 else 1.0 + x % 2)
+    line = line_of(series, "loss", "c0")
+    assert max(line.highs) == 100.0 and min(line.lows) == 1.0
+    gaps = [x for x, y in line.points if y is None]
+    assert len(gaps) == 2 and abs(gaps[0] - 4321) <= series.width and gaps[1] >= 9998
+    xs = [x for x, _ in line.points]
+    assert xs == sorted(set(xs)) and line.spans is not None and len(line.spans) == len(xs)

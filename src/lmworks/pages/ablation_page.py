@@ -1,18 +1,16 @@
-"""The ablation page: one static HTML file that shows the `ablation.json` of an ablation. No script, nothing loaded."""
+"""The ablation page: one static HTML file that shows the `ablation.json` of an ablation. Nothing is loaded."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lmworks import __version__
 from lmworks.io.files import explain_damage, read_json, write_text
-from lmworks.pages.charts import Axis, dots, path
-from lmworks.pages.tables import source, template
+from lmworks.pages.charts import Chart, Line, places
+from lmworks.pages.frame import page
+from lmworks.pages.run_records import Mark
 from lmworks.ui.amounts import compact, short_size, significant, span
 
 FILE = "ablation.html"
@@ -35,7 +33,10 @@ def write_ablation_page(out: Path) -> Path:
 def render(document: Json) -> str:
     """The page as text."""
     tones = {name: f"c{index % _TONES}" for index, name in enumerate(document["arms"])}
-    return template("ablation.html").render(
+    charts, conclusion = list(_charts(document, tones)), document["conclusion"]
+    return page(
+        "ablation.html",
+        [*charts, *([found] if (found := _found(conclusion)) else [])],
         name=document["name"],
         kind=document["kind"],
         state=_state(document),
@@ -45,13 +46,11 @@ def render(document: Json) -> str:
         groups=list(_verdicts(document)),
         assumptions=document.get("assumptions", []),
         missing=document["not_measured"],
-        charts=list(_charts(document, tones)),
-        conclusion=_conclusion(document["conclusion"]),
+        curves=charts,
+        conclusion=conclusion,
+        found=found,
         quality=list(_quality(document)),
         cost=list(_cost(document["cost"])),
-        style=source("page.css", "corpus.css", "ablation.css"),
-        written=time.strftime("%d %B %Y, %H:%M", time.localtime()),
-        version=__version__,
     )
 
 
@@ -94,22 +93,20 @@ def _verdicts(document: Json) -> Iterator[dict[str, Any]]:
         if not rows:
             continue
         ends = [value for one in rows for value in (one["low"], one["high"], one["difference"]) if value is not None]
-        low, high = min([0.0, *ends]), max([0.0, *ends])
-        room = 0.04 * (high - low) or 1.0
-        x = Axis(low - room, high + room)
+        place = places([0.0, *ends], 0.04)
         yield {
             "measure": name, "unit": measure["unit"], "better": measure["better"],
-            "rows": [_verdict(one, x) for one in rows],
+            "rows": [_verdict(one, place) for one in rows],
         }  # fmt: skip
 
 
-def _verdict(one: Json, x: Axis) -> dict[str, Any]:
+def _verdict(one: Json, place: Callable[[float], float]) -> dict[str, Any]:
     known = one["low"] is not None
-    low, high = (x.place(one[side]) if known else x.place(one["difference"]) for side in ("low", "high"))
+    low, high = (place(one[side]) if known else place(one["difference"]) for side in ("low", "high"))
     return {
         "arm": one["arm"], "verdict": one["verdict"], "why": one["why"], "side": _SIDES.get(one["verdict"], ""),
         "difference": _signed(one["difference"]), "interval": f"{_signed(one['low'])} to {_signed(one['high'])}" if known else "",
-        "left": low, "width": high - low, "dot": x.place(one["difference"]), "zero": x.place(0.0),
+        "left": low, "width": high - low, "dot": place(one["difference"]), "zero": place(0.0),
     }  # fmt: skip
 
 
@@ -118,66 +115,37 @@ def _signed(value: float) -> str:
     return text if text.startswith("−") or not value else f"+{text}"
 
 
-@dataclass(frozen=True)
-class _Line:
-    name: str
-    tone: str
-    x: Sequence[float]
-    mean: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
-
-
-def _charts(document: Json, tones: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _charts(document: Json, tones: Mapping[str, str]) -> Iterator[Chart]:
     """The curves of each measure, with the extremes over seeds as a band."""
     for name, measure in document["measures"].items():
-        lines = [
-            _Line(arm, tones[arm], c["tokens"], c["mean"], c["low"], c["high"])
-            for arm, c in measure["curves"].items()
-            if len(c["tokens"]) > 1
-        ]
-        if not lines:
+        curves = {arm: c for arm, c in measure["curves"].items() if len(c["tokens"]) > 1}
+        if not curves:
             continue
-        x = Axis(min(line.x[0] for line in lines), max(line.x[-1] for line in lines))
-        late = [v for line in lines for v in (*line.low[int(_SETTLED * len(line.low)) :], *line.high[int(_SETTLED * len(line.high)) :])]
-        room = 0.06 * (max(late) - min(late)) or 0.05 * abs(max(late)) or 1.0
-        y = Axis(min(late) - room, max(late) + room)
-        ends = "; ".join(f"{line.name} ends at {significant(line.mean[-1])}" for line in lines)
-        yield {
-            "id": name.replace("/", "-"), "title": name, "unit": measure["unit"], "spoken": f"{name}: {ends}.",
-            "ticks": [(x.place(tick), compact(tick)) for tick in x.ticks(5)],
-            "y_ticks": [(y.place(tick), significant(tick)) for tick in y.ticks(4)],
-            "bands": [(line.tone, _band(line, x, y)) for line in lines],
-            "paths": [(line.tone, path(list(zip(line.x, line.mean, strict=True)), x, y)) for line in lines],
-            "legend": [(line.name, line.tone, significant(line.mean[-1])) for line in lines],
-        }  # fmt: skip
+        lines = [
+            Line(arm, list(zip(c["tokens"], c["mean"], strict=True)), tones[arm], list(zip(c["low"], c["high"], strict=True)))
+            for arm, c in curves.items()
+        ]
+        across = [at for c in curves.values() for at in (c["tokens"][0], c["tokens"][-1])]
+        late = [value for c in curves.values() for side in ("low", "high") for value in c[side][int(_SETTLED * len(c[side])) :]]
+        top = max(late) + 0.06 * (max(late) - min(late))
+        yield Chart(
+            f"curve-{name}", name, "", lines, (min(across), max(across)), measure["unit"], group="arms", across="tokens", top=top
+        )  # fmt: skip
 
 
-def _band(line: _Line, x: Axis, y: Axis) -> str:
-    there = list(zip(line.x, line.low, strict=True))
-    back = list(zip(line.x, line.high, strict=True))[::-1]
-    return path([*there, *back], x, y) + "Z"
-
-
-def _conclusion(found: Json | None) -> dict[str, Any] | None:
-    """What the kind of the ablation has found, with its points drawn."""
-    if found is None:
+def _found(conclusion: Json | None) -> Chart | None:
+    """The points on which the kind of the ablation bases its conclusion; the interval of what it found is shaded."""
+    if conclusion is None:
         return None
-    points = [(float(a), float(b)) for a, b in found["points"]]
-    x = Axis(min(a for a, _ in points) / 1.2, max(a for a, _ in points) * 1.2, log=True)
-    values = [b for _, b in points]
-    room = 0.1 * (max(values) - min(values)) or 1.0
-    y = Axis(min(values) - room, max(values) + room)
-    marks = [found.get("best"), found.get("critical")]
-    ends = found.get("low"), found.get("high")
-    bounds = [(x.place(max(ends[0], x.low)), x.place(min(ends[1], x.high)))] if ends[0] and ends[1] else []
-    return {
-        "title": found["title"], "text": found["text"], "measure": found["measure"], "what": found["what"],
-        "line": path(points, x, y), "dots": dots(points, x, y),
-        "ticks": [(x.place(a), compact(a)) for a, _ in points], "y_ticks": [(y.place(tick), significant(tick)) for tick in y.ticks(4)],
-        "marks": [x.place(mark) for mark in marks if mark and x.low <= mark <= x.high],
-        "bounds": bounds,
-    }  # fmt: skip
+    points = [(float(a), float(b)) for a, b in conclusion["points"]]
+    low, high = min(a for a, _ in points) / 1.2, max(a for a, _ in points) * 1.2
+    marks = [Mark("best", at, conclusion["text"]) for name in ("best", "critical") if (at := conclusion.get(name)) and low <= at <= high]
+    ends = conclusion.get("low"), conclusion.get("high")
+    shade = (max(ends[0], low), min(ends[1], high)) if ends[0] and ends[1] else None
+    return Chart(
+        "conclusion-points", conclusion["measure"], "", [Line("mean of the runs", points, "c0")], (low, high), group="conclusion",
+        across=conclusion["what"], log_x=True, marks=marks, shade=shade, wide=True,
+    )  # fmt: skip
 
 
 def _quality(document: Json) -> Iterator[dict[str, Any]]:

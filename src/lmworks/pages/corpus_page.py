@@ -1,21 +1,19 @@
-"""The corpus page: one static HTML file that shows what `lmworks.corpus.analysis.analyze` has found. No script, nothing loaded.
+"""The corpus page: one static HTML file that shows what `lmworks.corpus.analysis.analyze` has found. Nothing is loaded.
 
 Distributions before and after are outlines over one scale.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks import __version__
 from lmworks.corpus.histogram import Histogram
 from lmworks.io.files import write_text
-from lmworks.pages.charts import Axis
-from lmworks.pages.tables import source, template
+from lmworks.pages.charts import Chart, Line
+from lmworks.pages.frame import page
 from lmworks.ui.amounts import SHOWN, compact, percent, short_size, significant
 
 _MOST_BINS = 48
@@ -33,25 +31,22 @@ class Distribution:
     tones: Sequence[str] = ("c6", "c0")
     shown: str = "number"
     log: bool = True
+    unit: str = "value"
 
-    def view(self) -> dict[str, Any]:
-        """What the template needs."""
-        low, high = self._range()
-        x = Axis(low, high, log=self.log and low > 0)
-        bins = self._bins()
-        edges = [_at(x, place / bins) for place in range(bins + 1)]
+    def chart(self) -> Chart:
+        """Outlines over the same bins: a line over their lower edges, which ends at the highest edge."""
+        (low, high), show = self._range(), SHOWN[self.shown]
+        bins, log = self._bins(), self.log and low > 0
+        edges = [low * (high / low) ** (place / bins) if log else low + (high - low) * place / bins for place in range(bins + 1)]
         shares = {name: _shares(value, edges) for name, value in self.sides.items() if value["count"]}
-        y = Axis(0.0, 1.05 * max((max(one) for one in shares.values()), default=1.0))
-        show = SHOWN[self.shown]
-        return {
-            "chart": self,
-            "spoken": f"{self.title}: "
-            + "; ".join(f"{name}, half of {self.sides[name]['count']:,} below {show(_middle(self.sides[name]))}" for name in shares),
-            "paths": [(tone, _outline(one, y)) for tone, one in zip(self.tones, shares.values(), strict=False)],
-            "ticks": [(x.place(tick), show(tick)) for tick in x.ticks(5)],
-            "y_ticks": [(y.place(tick), f"{100 * tick:.3g}%") for tick in y.ticks(4)],
-            "legend": [(name, tone, f"median {show(_middle(self.sides[name]))}") for tone, name in zip(self.tones, shares, strict=False)],
-        }
+        lines = [
+            Line(f"{name}, median {show(_middle(self.sides[name]))}", list(zip(edges, [*one, one[-1]], strict=True)), tone, style="area")
+            for tone, (name, one) in zip(self.tones, shares.items(), strict=False)
+        ]
+        return Chart(
+            self.id, self.title, self.hint, lines, (edges[0], edges[-1]), shown="percent", group=self.id, zero=True,
+            across=self.unit, across_shown=self.shown, log_x=log,
+        )  # fmt: skip
 
     def _range(self) -> tuple[float, float]:
         whole = Histogram()
@@ -64,12 +59,6 @@ class Distribution:
         """Twice the cube root of their number (Rice's rule), so that few documents are no comb."""
         most = max((value["count"] for value in self.sides.values()), default=0)
         return max(8, min(_MOST_BINS, round(2 * most ** (1 / 3))))
-
-
-def _at(x: Axis, share: float) -> float:
-    if x.log:
-        return float(x.low * (x.high / x.low) ** share)
-    return x.low + (x.high - x.low) * share
 
 
 def _middle(value: Mapping[str, Any]) -> float:
@@ -95,12 +84,6 @@ def _holding(value: float, edges: Sequence[float]) -> int:
     return next(place for place in range(len(edges) - 1) if value <= edges[place + 1])
 
 
-def _outline(shares: Sequence[float], y: Axis) -> str:
-    width = 1000 / len(shares)
-    steps = (f"V{1000 - 1000 * y.place(share):.1f}H{width * (place + 1):.1f}" for place, share in enumerate(shares))
-    return f"M0 1000{''.join(steps)}V1000z"
-
-
 Json = Mapping[str, Any]
 _MOST_DOMAINS = 9
 _MOST_REASONS = 24
@@ -113,21 +96,21 @@ def write_corpus_page(path: Path, analysis: Json) -> None:
 
 def render(analysis: Json) -> str:
     """The page as text."""
-    return template("corpus.html").render(
+    charts, domains = ([one.chart() for one in part] for part in (_charts(analysis), _by_domain(analysis)))
+    return page(
+        "corpus.html",
+        [*charts, *domains],
         name=analysis["name"],
         tiles=_tiles(analysis),
         funnel=_funnel(analysis),
-        charts=[chart.view() for chart in _charts(analysis)],
-        domains=[chart.view() for chart in _by_domain(analysis)],
+        charts=charts,
+        domains=domains,
         rare=_rare(analysis["statistics"]),
         reasons=_reasons(analysis),
         copies=_copies(analysis),
         languages=_languages(analysis["whole"]),
         sources=[_source(source) for source in analysis["sources"]],
         notes=list(_notes(analysis)),
-        style=source("page.css", "corpus.css"),
-        written=time.strftime("%d %B %Y, %H:%M", time.localtime()),
-        version=__version__,
     )
 
 
@@ -180,10 +163,10 @@ def _funnel(analysis: Json) -> list[dict[str, Any]]:
 
 def _charts(analysis: Json) -> Iterator[Distribution]:
     whole = analysis["whole"]
-    yield Distribution("lengths", "Length of documents", "bytes, as they were read", _sides(whole, "lengths"), shown="bytes")
+    yield Distribution("lengths", "Length of documents", "bytes, as they were read", _sides(whole, "lengths"), shown="bytes", unit="bytes")
     if whole["train"]["perplexity"]["count"]:
         hint = "per byte, under a small model of the held-out text: high is unlike the corpus, low is like it or repeats it"
-        yield Distribution("perplexity", "Perplexity", hint, _sides(whole, "perplexity"))
+        yield Distribution("perplexity", "Perplexity", hint, _sides(whole, "perplexity"), unit="perplexity")
     for fact, sides in analysis["statistics"].items():
         if _varies(sides):
             named = {"read": sides["read"], "to train on": sides["train"]}
@@ -218,7 +201,8 @@ def _by_domain(analysis: Json) -> Iterator[Distribution]:
     ranked = sorted(analysis["domains"].items(), key=lambda pair: -pair[1]["train"]["bytes"])
     for name, one in ranked[:_MOST_DOMAINS] if len(ranked) > 1 else ():
         if one["train"]["perplexity"]["count"]:
-            yield Distribution(f"domain-{name}", name, f"perplexity, {short_size(one['train']['bytes'])}", _sides(one, "perplexity"))
+            hint, sides = f"perplexity, {short_size(one['train']['bytes'])}", _sides(one, "perplexity")
+            yield Distribution(f"domain-{name}", name, hint, sides, unit="perplexity")
 
 
 def _reasons(analysis: Json) -> list[dict[str, Any]]:

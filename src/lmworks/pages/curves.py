@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lmworks.metrics.names import METRICS, is_score
-from lmworks.pages.charts import Chart, Heatmap, Level, Line, raw_and_smooth
+from lmworks.pages.charts import Chart, Level, Line, line_of
 from lmworks.pages.run_records import Point, Series, Training
 from lmworks.ui.amounts import compact
 
@@ -25,7 +25,7 @@ class Curves:
     def __init__(self, training: Training, group: str, others: Sequence[tuple[str, Training]] = ()) -> None:
         self.training, self.group, self.others = training, group, others
         every = (training, *(other for _, other in others))
-        first = min((s.outline()[0][0] for one in every for s in one.series.values()), default=1.0)
+        first = min((s.first[0] for one in every for s in one.series.values()), default=1.0)
         last = float(max(2, *(one.step for one in every)))
         self.steps = (min(first, last - 1), last)
         self.quiet = [mark for mark in training.marks if mark.kind != "checkpoint"]
@@ -37,8 +37,8 @@ class Curves:
         if self._objective:
             return self._plain("loss", "Objective", "What the stage minimizes.", [("train/loss", "objective", "c0")], wide=True)
         hint = "Cross-entropy in nats per token. Lower is better."
-        lines = [*raw_and_smooth(series, "loss", "c0"), *self._others("train/loss")]
-        top = _calm_top([point for line in lines if line.kind != "raw" for point in line.points])
+        lines = [line_of(series, "loss", "c0", "smooth"), *self._others("train/loss")]
+        top = _calm_top([y for line in lines for y in line.highs])
         more: dict[str, Any] = {"marks": self.training.marks, "wide": True, "name_phases": True, "top": top}
         return [self._chart("loss", "Training loss", hint, lines, unit="nats per token", **more)]
 
@@ -70,7 +70,7 @@ class Curves:
                 hint += f" Measured during training on the same sample, at most {compact(sample)} bytes of each domain"
                 hint += "; the table below compares the final models with compressors on all held-out text." if references else "."
             metric = "validation/bits_per_byte" if whole else f"validation/{domain}/bits_per_byte"
-            lines = [Line("model", series[domain].means(), "c0"), *self._others(metric)]
+            lines = [line_of(series[domain], "model", "c0"), *self._others(metric)]
             more: dict[str, Any] = {"levels": levels, "wide": whole, "name_phases": whole, "marks": self.quiet if whole else []}
             title = "Held-out text of all domains" if whole else domain
             charts.append(self._chart(f"bpb-{domain}", title, hint if whole else "", lines, unit="bits per byte", **more))
@@ -87,7 +87,7 @@ class Curves:
 
     def _of_sets(self, name: str, title: str, hint: str, metrics: list[str], **more: Any) -> list[Chart]:
         found = self.training.series
-        lines = {metric: Line(metric.split("/")[1], found[metric].means(), f"c{n % TONES}") for n, metric in enumerate(metrics)}
+        lines = {metric: line_of(found[metric], metric.split("/")[1], f"c{n % TONES}") for n, metric in enumerate(metrics)}
         if self.others:
             return [
                 self._chart(f"{name}-{line.name}", f"{title}: {line.name}", hint, [replace(line, tone="c0"), *self._others(metric)], **more)
@@ -143,22 +143,23 @@ class Curves:
             zero=True,
         )
         if (norm := self.training.series.get("optim/grad_norm")) is not None:
-            lines = [*raw_and_smooth(norm, "gradient norm", "c2"), *self._others("optim/grad_norm")]
+            lines = [line_of(norm, "gradient norm", "c2", "smooth"), *self._others("optim/grad_norm")]
             hint = "Global gradient norm before clipping. Spikes often precede loss spikes."
             charts.append(self._chart("norm", "Gradient norm", hint, lines, log_y=_spans(norm), marks=self.quiet))
         charts += self._plain("z", "z-loss", "Squared log-partition of the head, before its weight.", [("train/z_loss", "z-loss", "c3")])
         charts += self._plain("scale", "Loss scale", "Dynamic scale of fp16.", [("optim/loss_scale", "scale", "c4")], log_y=True)
         return charts
 
-    def experts(self) -> list[Chart | Heatmap]:
+    def experts(self) -> list[Chart]:
         layers = self._layers("experts/load_cv/")
-        charts: list[Chart | Heatmap] = []
+        charts: list[Chart] = []
         if layers:
             hint = "Coefficient of variation of the experts' loads in each layer: 0 is perfect balance."
             lines = [*self._layer_lines(layers), *self._others("experts/load_cv")]
             charts.append(self._chart("cv", "Load imbalance", hint, lines, zero=True, marks=self.quiet))
             hint = "The same by layer, first layer on top. Light colors are balanced."
-            charts.append(Heatmap(f"{self.group}-cv-heat", "Load imbalance by layer", hint, layers, self.steps, self.group))
+            rows = [Line(name, points, "c0") for name, points in layers.items()]
+            charts.append(self._chart("cv-heat", "Load imbalance by layer", hint, rows, unit="layer", rows=True))
         charts += self._plain(
             "ratio",
             "Busiest and idlest expert",
@@ -191,13 +192,13 @@ class Curves:
         series = self.training.series
         charts = []
         if (speed := series.get("perf/tokens_per_second")) is not None:
-            lines = [*raw_and_smooth(speed, "tokens per second", "c0"), *self._others("perf/tokens_per_second")]
+            lines = [line_of(speed, "tokens per second", "c0", "smooth"), *self._others("perf/tokens_per_second")]
             hint = "Tokens per second, without saves and validation."
             charts.append(self._chart("speed", "Throughput", hint, lines, shown="compact", zero=True))
         charts += self._plain(
             "mfu",
-            "Model FLOPs utilisation",
-            "Model FLOPs utilization: fraction of this machine's measured matrix-multiply peak.",
+            "Model FLOPs utilization",
+            "Fraction of this machine's measured matrix-multiply peak.",
             [("perf/mfu", "MFU", "c2")],
             shown="percent",
             zero=True,
@@ -210,7 +211,8 @@ class Curves:
             shown="seconds",
             zero=True,
         )
-        charts += self._plain("memory", "Memory", "Largest in use.", [("perf/memory", "memory", "c4")], shown="bytes", zero=True)
+        memory = [("perf/memory", "memory", "c4")]
+        charts += self._plain("memory", "Memory of training", "Largest in use by a rank.", memory, shown="bytes", zero=True)
         charts += self._plain(
             "pauses",
             "Pauses",
@@ -223,15 +225,16 @@ class Curves:
         for metric in (name for name in METRICS if name.startswith("system/") and name in series):
             known, name = METRICS[metric], metric.removeprefix("system/")
             shown = _SHOWN.get(known.unit, "number")
-            title = " ".join(word.upper() if word in ("cpu", "gpu") else word for word in name.split("_"))
-            title, hint = f"{title[0].upper()}{title[1:]}", f"{known.meaning[:1].upper()}{known.meaning[1:]}."
-            charts += self._plain(name, title, hint, [(metric, title, "c1")], shown=shown, unit="" if shown != "number" else known.unit)
+            title = "System " + " ".join(word.upper() if word in ("cpu", "gpu") else word for word in name.split("_"))
+            hint = f"{known.meaning[:1].upper()}{known.meaning[1:]}."
+            unit = "" if shown != "number" else known.unit
+            charts += self._plain(f"system-{name}", title, hint, [(metric, title, "c1")], shown=shown, unit=unit)
         return charts
 
     def _others(self, metric: str) -> list[Line]:
         """The same of the runs to compare with."""
         found = [(n, name, other.series[metric]) for n, (name, other) in enumerate(self.others, 1) if metric in other.series]
-        return [Line(name, one.means(), f"other c{_OTHER_TONES[(n - 1) % len(_OTHER_TONES)]}", run=n) for n, name, one in found]
+        return [line_of(one, name, f"c{_OTHER_TONES[(n - 1) % len(_OTHER_TONES)]}", "dashed", run=n) for n, name, one in found]
 
     def _chart(self, name: str, title: str, hint: str, lines: list[Line], **more: Any) -> Chart:
         return Chart(f"{self.group}-{name}", title, hint, lines, self.steps, group=self.group, phases=self.training.phases, **more)
@@ -240,11 +243,9 @@ class Curves:
         lines: list[Line] = []
         for metric, label, tone in wanted:
             one = self.training.series.get(metric)
-            if one is None or any(line.points == one.means() for line in lines):  # as where one rate is for everything
+            if one is None or any(line.finite == one.means() for line in lines):  # as where one rate is for everything
                 continue
-            if one.width > 1:
-                lines.append(Line(label, one.means(), f"raw {tone}", one.outline(), one.spans(), "raw", read=False))
-            lines.append(Line(label, one.means(), tone))
+            lines.append(line_of(one, label, tone))
         if len(lines) == 1 < len(wanted):
             lines = [replace(lines[0], name=title.lower())]
         lines += self._others(wanted[0][0])
@@ -256,16 +257,18 @@ class Curves:
 
     def _layer_lines(self, layers: dict[str, list[Point]]) -> list[Line]:
         few = len(layers) <= _FEW_LAYERS
-        tones = [f"thin c{n % TONES}" if few else "thin faint c6" for n in range(len(layers))]
-        lines = [Line(f"layer {name}", points, tone, read=few) for (name, points), tone in zip(layers.items(), tones, strict=True)]
+        lines = [
+            Line(f"layer {name}", points, f"c{n % TONES}" if few else "c6", style="thin" if few else "faint", named=few)
+            for n, (name, points) in enumerate(layers.items())
+        ]
         if (mean := self.training.series.get("experts/load_cv")) is not None:
-            lines.append(Line("mean", mean.means(), "ink"))
+            lines.append(line_of(mean, "mean", "ink"))
         return lines
 
 
-def _calm_top(points: list[Point]) -> float | None:
+def _calm_top(highs: list[float]) -> float | None:
     """A top for the y axis that the first few points, or a spike, do not set; None where nothing sticks out."""
-    values = sorted(y for _, y in points)
+    values = sorted(highs)
     high = values[int(0.99 * (len(values) - 1))]
     return None if values[-1] <= 1.15 * high else high + 0.1 * (high - values[0])
 

@@ -6,14 +6,12 @@ Each is one static HTML file without a script, from the document that `lmworks c
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmworks import __version__
 from lmworks.io.files import write_text
-from lmworks.pages.tables import source, template
+from lmworks.pages.frame import page
 from lmworks.ui.amounts import percent, short_size, significant
 
 Json = Mapping[str, Any]
@@ -21,13 +19,14 @@ Json = Mapping[str, Any]
 
 def write_comparison_page(path: Path, document: Json) -> None:
     """Write the page of a comparison, atomically."""
-    write_text(path, render_comparison(document).encode("utf-8", "replace").decode())
+    write_text(path, render_comparison(document))
 
 
 def render_comparison(document: Json) -> str:
     """The page as text."""
     first, *others = [model["name"] for model in document["models"]]
-    return template("comparison.html").render(
+    return page(
+        "comparison.html",
         first=first,
         others=others,
         models=document["models"],
@@ -35,9 +34,6 @@ def render_comparison(document: Json) -> str:
         failures=[(model, _failures(scores)) for model, scores in document["failures"].items() if scores],
         tests=document["tests"],
         how=document["how"],
-        style=source("page.css", "comparison.css"),
-        written=time.strftime("%d %B %Y, %H:%M", time.localtime()),
-        version=__version__,
     )
 
 
@@ -100,13 +96,14 @@ _KL_FLOOR = 1e-6  # nats; the left end of the scale of KL divergences
 
 def write_quantization_page(path: Path, document: Json) -> None:
     """Write the page, atomically."""
-    write_text(path, render_quantization(document).encode("utf-8", "replace").decode())
+    write_text(path, render_quantization(document))
 
 
 def render_quantization(document: Json) -> str:
     """The page as text."""
     results = document["results"]
-    return template("quantization.html").render(
+    return page(
+        "quantization.html",
         name=document["model"],
         dtype=document["dtype"],
         original=short_size(document["original_bytes"]),
@@ -114,9 +111,6 @@ def render_quantization(document: Json) -> str:
         rows=list(_rows(results)),
         results=[_result(one) for one in results],
         settings=results[0]["made_from"] if results else {},
-        style=source("page.css", "comparison.css", "quantization.css"),
-        written=time.strftime("%d %B %Y, %H:%M", time.localtime()),
-        version=__version__,
     )
 
 

@@ -1,8 +1,7 @@
 "use strict";
-// Adds to a page that is whole without it: one cursor for all charts of a stage, axes, zoom, smoothing and hidden lines at the reader's
-// choice, and the switch between light and dark. Charts are drawn again from the numbers in #data.
+// Draws the charts of a page with uPlot from the numbers in #data: one cursor for all charts of a group, axes, zoom, smoothing and hidden
+// lines at the reader's choice, and the numbers as CSV.
 const data = JSON.parse(document.getElementById("data").textContent);
-const root = document.documentElement;
 
 const significant = (value, digits = 4) => {
   if (value === 0) return "0";
@@ -22,8 +21,8 @@ const show = {
   percent: value => significant(100 * value, 3) + "%",
 };
 
-// What the reader has chosen, for all charts; `zoom` by group, in steps of the first run.
-const chosen = { x: "step", logX: false, logY: false, smoothing: 1.5, zoom: {} };
+// What the reader has chosen, for all charts.
+const chosen = { x: "step", logX: false, logY: false, smoothing: 1.5 };
 const AXES = { step: ["step", show.compact], tokens: ["tokens", show.compact], time: ["hours of training", value => significant(value, 3)] };
 
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
@@ -46,49 +45,29 @@ const between = (xs, ys, x) => {
   const at = clamp(firstAt(xs, x), 1, xs.length - 1);
   return ys[at - 1] + (xs[at] > xs[at - 1] ? (x - xs[at - 1]) / (xs[at] - xs[at - 1]) : 0) * (ys[at] - ys[at - 1]);
 };
-const table = (group, run) => data.axes[group][run][chosen.x];
+// `axis` of steps of a run, as [steps, values]; none where they are the same.
+const tableOf = (group, run, axis = chosen.x) => {
+  const found = data.axes[group]?.[run]?.[axis];
+  return found && [data.steps[found[0]], found[1]];
+};
 const fromStep = (group, run, step) => {
-  const found = table(group, run);
-  return found ? between(data.steps[found[0]], found[1], step) : step;
+  const found = tableOf(group, run);
+  return found ? between(...found, step) : step;
 };
 const toStep = (group, run, x) => {
-  const found = table(group, run);
-  return found ? between(found[1], data.steps[found[0]], x) : x;
+  const found = tableOf(group, run);
+  return found ? between(found[1], found[0], x) : x;
 };
 
-class Axis {
-  constructor(low, high, log) {
-    Object.assign(this, { low, high: high > low ? high : low + 1, log });
-    this.of = log ? value => Math.log(Math.max(value, 1e-300)) : Number;
-    this.start = this.of(this.low);
-    this.length = this.of(this.high) - this.start;
-  }
-  place(value) { return (this.of(value) - this.start) / this.length; }
-  at(share) { const value = this.start + share * this.length; return this.log ? Math.exp(value) : value; }
-  ticks(about) {
-    let ticks = [];
-    if (this.log && this.high / this.low > 3) {
-      const decades = [];
-      for (let n = Math.floor(Math.log10(this.low)); n <= Math.ceil(Math.log10(this.high)); n++) decades.push(n);
-      const factors = [[1, 2, 5], [1, 3], [1]].find(one => decades.length * one.length <= 2 * about + 2) ?? [1];
-      ticks = decades.flatMap(decade => factors.map(factor => factor * 10 ** decade));
-      ticks = ticks.filter((_, n) => n % Math.max(1, Math.floor(ticks.length / (2 * about))) === 0);
-    } else {
-      const raw = (this.high - this.low) / about, power = 10 ** Math.floor(Math.log10(raw));
-      const step = power * [1, 2, 2.5, 5, 10].find(factor => factor * power >= raw * 0.999);
-      for (let n = Math.ceil(this.low / step); n <= this.high / step; n++) ticks.push(Number((n * step).toPrecision(12)));
-    }
-    return ticks.filter(tick => tick >= this.low && tick <= this.high);
-  }
-}
-
-// A centered mean with Gaussian weights, `percent` of the series wide, never wider than a fifth of the way from the start (as charts.py).
+// A centered mean with Gaussian weights, `percent` of the series wide, never wider than a fifth of the way from the start, so that the
+// steep beginning stays steep also on a logarithmic axis.
 const smooth = (values, percent) => values.map((value, at) => {
   const width = Math.min(percent / 100 * values.length, 0.2 * at);
-  if (width < 0.5) return value;
+  if (width < 0.5 || value === null) return value;
   const reach = Math.ceil(2.5 * width);
   let sum = 0, weights = 0;
   for (let n = Math.max(0, at - reach); n <= Math.min(values.length - 1, at + reach); n++) {
+    if (values[n] === null) continue;
     const weight = Math.exp(-((n - at) ** 2) / (2 * width * width));
     sum += weight * values[n];
     weights += weight;
@@ -96,54 +75,53 @@ const smooth = (values, percent) => values.map((value, at) => {
   return sum / weights;
 });
 
-class Line {
-  constructor([grid, values, kind, run, lows, highs], before) {
-    Object.assign(this, { steps: data.steps[grid], values, kind, run, lows, highs, before, hidden: false });
-  }
-  // Places on the chosen x axis, and the values as smoothed.
-  measure(group) {
-    this.x = this.steps.map(step => fromStep(group, this.run, step));
-    if (this.kind === "smoothed") this.values = smooth(this.before.values, chosen.smoothing);
-  }
-  at(x) { return this.values[nearest(this.x, x)]; }
-}
+// Colors of the style sheet as the canvas needs them: resolved, for the theme of the moment.
+const probe = document.body.appendChild(Object.assign(document.createElement("i"), { hidden: true }));
+const color = (tone, opacity = 1) => {
+  probe.style.color = `var(--${tone})`;
+  const [red, green, blue] = canvasColor(getComputedStyle(probe).getPropertyValue("color"));
+  return `rgb(${red} ${green} ${blue} / ${opacity})`;
+};
+const pixel = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+const canvasColor = text => {
+  pixel.fillStyle = text;
+  pixel.fillRect(0, 0, 1, 1);
+  return pixel.getImageData(0, 0, 1, 1).data;
+};
+const FONT = "12px ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif";
+const DASHES = [[7, 3], [3, 3], [10, 3, 2, 3]];  // of runs beyond the number of colors
 
-const unit = share => (1000 * clamp(share, -1, 2)).toFixed(1);
+// Round values of a logarithmic axis, at most about `most()` of them: 1, 2 and 5 of each decade, or fewer of many decades.
+const round = most => ({
+  filter: (u, ticks) => ticks,
+  splits: (u, axis, low, high) => {
+    const of = factors => {
+      const found = [];
+      for (let n = Math.floor(Math.log10(low)); n <= Math.log10(high); n++) found.push(...factors.map(factor => factor * 10 ** n).filter(tick => tick >= low && tick <= high));
+      return found;
+    };
+    const limit = Math.max(2, most()), tried = [[1, 1.5, 2, 3, 4, 5, 7], [1, 2, 5], [1, 3], [1]].map(of);
+    const found = tried.find(ticks => ticks.length <= limit) ?? tried.at(-1), often = Math.ceil(found.length / limit);
+    return found.filter((_, n) => n % often === 0);
+  },
+});
 
 class Chart {
   constructor(plot) {
     this.plot = plot;
     this.figure = plot.closest("figure");
-    this.data = data.charts[plot.dataset.chart];
-    this.group = this.data.group;
-    this.svg = plot.querySelector("svg");
-    this.lines = [];
-    for (const line of this.data.lines) this.lines.push(new Line(line, this.lines.at(-1)));
-    const add = (parent, tag, name) => parent.appendChild(Object.assign(document.createElement(tag), { className: name, hidden: true }));
-    this.cursor = add(plot, "div", "cursor");
-    this.chip = add(this.cursor, "span", "chip");
-    this.band = add(plot, "div", "band");
-    this.chip.hidden = false;
-    this.marks = [...plot.querySelectorAll(".mark")].map(element => {
-      const text = element.title;
-      element.removeAttribute("title");
-      return { element, step: Number(element.dataset.step), text };
-    });
+    Object.assign(this, data.charts[plot.dataset.chart]);
+    for (const line of this.lines) line.at = data.steps[line.steps];
+    this.chip = Object.assign(document.createElement("span"), { className: "chip" });
+    this.signs = this.marks.map(([step, kind, text]) => ({ step, text, element: Object.assign(document.createElement("i"), { className: `mark ${kind}` }) }));
     this.readings = [...this.figure.querySelectorAll("[data-line]")].map(item => this.toggle(item));
-    if (this.data.rows) this.cell = this.figure.querySelector(".cell b");
-    plot.addEventListener("pointermove", event => this.point(event));
-    plot.addEventListener("pointerdown", event => {
-      if (event.pointerType === "mouse" && event.button === 0) {
-        this.from = this.share(event);
-        plot.setPointerCapture(event.pointerId);  // a stretch may be drawn beyond the edge
-      }
-      this.point(event);
-    });
-    plot.addEventListener("pointerup", event => this.release(event));
-    plot.addEventListener("dblclick", () => zoom(this.group, null));
-    plot.addEventListener("pointerleave", event => { this.from = undefined; this.band.hidden = true; if (event.pointerType === "mouse") hide(this.group); });
-    plot.addEventListener("blur", () => hide(this.group));
+    this.cell = this.figure.querySelector(".cell b");
     plot.addEventListener("keydown", event => this.key(event));
+    plot.addEventListener("blur", () => charts.forEach(chart => chart.rest()));
+    const numbers = this.figure.querySelector(".numbers"), save = Object.assign(document.createElement("button"), { type: "button", textContent: "Save as CSV" });
+    save.addEventListener("click", () => this.save());
+    numbers.append(save);
+    new ResizeObserver(() => this.u?.setSize(this.size())).observe(plot);
   }
 
   // A legend entry that shows and hides its line.
@@ -151,9 +129,8 @@ class Chart {
     const line = this.lines[item.dataset.line], value = item.querySelector("b");
     const turn = () => {
       line.hidden = !line.hidden;
-      if (line.before?.kind === "raw" && line.kind === "plain") line.before.hidden = line.hidden;
       item.setAttribute("aria-pressed", String(!line.hidden));
-      this.draw();
+      for (const n of line.series) this.u.setSeries(n, { show: !line.hidden });
     };
     Object.assign(item, { tabIndex: 0, title: "show or hide" });
     item.setAttribute("role", "button");
@@ -163,209 +140,275 @@ class Chart {
     return { line, value, item };
   }
 
-  // The visible steps of the first run, and the x axis for them.
-  range() { return chosen.zoom[this.group] ?? this.data.steps; }
-  xAxis() {
-    const runs = this.data.rows ? [0] : [...new Set(this.lines.map(line => line.run))];
-    const ends = chosen.zoom[this.group] ? [0] : runs;  // of runs that are compared all is shown
-    const [first, last] = this.range();
-    const clip = (run, step) => fromStep(this.group, run, chosen.zoom[this.group] ? step : Math.min(step, data.axes[this.group][run].last));
-    let low = Math.min(...ends.map(run => clip(run, first))), high = Math.max(...ends.map(run => clip(run, last)));
-    if (chosen.logX) low = Math.max(low, high / 1e6, chosen.x === "step" ? 1 : 0);
-    return new Axis(low, high, chosen.logX);
-  }
+  size() { return { width: Math.max(this.plot.clientWidth, 40), height: Math.max(this.plot.clientHeight, 40) }; }
 
-  yAxis(x) {
-    const { levels, zero, top, log } = this.data, logarithm = log || chosen.logY;
-    let low = Infinity, high = -Infinity;
-    for (const line of this.lines) {
-      if (line.hidden) continue;
-      const first = firstAt(line.x, x.low), end = firstAt(line.x, x.high * (1 + 1e-9));
-      for (let n = Math.max(0, first - 1); n < Math.min(line.x.length, end + 1); n++) {
-        low = Math.min(low, line.lows?.[n] ?? line.values[n]);
-        high = Math.max(high, line.highs?.[n] ?? line.values[n]);
-      }
-    }
-    if (low > high) [low, high] = [0, 1];
-    this.near = levels.map(value => high === low || (value >= low - 2 * (high - low) && value <= high + 0.5 * (high - low)));
-    for (const value of levels.filter((_, n) => this.near[n])) [low, high] = [Math.min(low, value), Math.max(high, value)];
-    if (logarithm && high > 0) return new Axis(Math.max(low > 0 ? low : high / 1e4, 1e-12) / 1.15, Math.max(high, 1e-12) * 1.15, true);
-    if (top !== null && !chosen.zoom[this.group]) high = Math.min(high, Math.max(top, low));
-    const room = 0.06 * (high - low) || 0.05 * Math.abs(high) || 1;
-    return new Axis(zero && low >= 0 ? 0 : low - room, high + room, false);
-  }
-
-  draw() {
-    for (const line of this.lines) line.measure(this.group);
-    const x = this.x = this.xAxis();
-    const [name, label] = AXES[chosen.x];
-    this.figure.querySelector(".axis").textContent = name;
-    this.ticks(".ticks.x", "left", x, 6, label);
-    const inside = share => share >= -0.001 && share <= 1.001;
-    for (const mark of this.marks) {
-      mark.at = x.place(fromStep(this.group, 0, mark.step));
-      mark.element.style.left = `${100 * clamp(mark.at, 0, 1)}%`;
-      mark.element.hidden = !inside(mark.at);
-    }
-    for (const phase of this.plot.querySelectorAll(".phase")) {
-      const [left, right] = [phase.dataset.step, phase.dataset.end].map(step => clamp(x.place(fromStep(this.group, 0, Number(step))), 0, 1));
-      Object.assign(phase.style, { left: `${100 * left}%`, width: `${100 * (right - left)}%` });
-      phase.hidden = right <= left;
-    }
-    if (this.data.rows) return this.stretch(x);
-    const y = this.yAxis(x);
-    this.ticks(".ticks.y", "bottom", y, this.data.ticks, show[this.data.shown]);
-    const height = value => unit(1 - y.place(value));
-    this.svg.querySelector(".rule").setAttribute("d", y.ticks(this.data.ticks).map(tick => `M0 ${height(tick)}H1000`).join(""));
-    this.svg.querySelectorAll(".level").forEach((path, n) => path.setAttribute("d", this.near[n] ? `M0 ${height(this.data.levels[n])}H1000` : ""));
-    const dots = this.svg.querySelectorAll(".dots");
-    this.svg.querySelectorAll(".line").forEach((path, n) => {
-      const line = this.lines[n], points = [];
-      const first = Math.max(0, firstAt(line.x, x.low) - 1), end = Math.min(line.x.length, firstAt(line.x, x.high) + 1);
-      for (let k = first; k < end && !line.hidden; k++) {
-        const at = unit(x.place(line.x[k]));
-        if (line.kind === "raw" && line.lows) points.push(`${at} ${height(line.lows[k])}`, `${at} ${height(line.highs[k])}`);
-        else points.push(`${at} ${height(line.values[k])}`);
-      }
-      path.setAttribute("d", points.length ? `M${points.join("L")}${points.length === 1 ? "h1" : ""}` : "");
-      dots[n].setAttribute("d", line.kind !== "smoothed" && line.x.length <= 24 && points.length <= 24 ? points.map(point => `M${point}h0`).join("") : "");
+  // All of the x axis: of the runs compared, up to where the longest has come.
+  whole() {
+    const ends = [...new Set(this.lines.map(line => line.run))].map(run => {
+      const last = Math.min(this.steps[1], data.axes[this.group]?.[run]?.last ?? this.steps[1]);
+      return [fromStep(this.group, run, this.steps[0]), fromStep(this.group, run, last)];
     });
+    let low = Math.min(...ends.map(end => end[0])), high = Math.max(...ends.map(end => end[1]));
+    if (this.logX || chosen.logX) low = Math.max(low, high / 1e6, this.logX || chosen.x !== "step" ? 0 : 1);
+    return [low, high > low ? high : low + 1];
   }
 
-  ticks(selector, side, axis, about, label) {
-    this.figure.querySelector(selector).replaceChildren(...axis.ticks(about).map(tick => {
-      const span = document.createElement("span");
-      span.textContent = label(tick);
-      span.style[side] = `${100 * axis.place(tick)}%`;
-      return span;
-    }));
+  yRange(low, high) {
+    if (this.rows) return [0, this.lines.length];
+    if (low === null || low === undefined) return [0, 1];
+    if (!this.zoomed) for (const [value] of this.levels) [low, high] = [Math.min(low, value), Math.max(high, value)];
+    if (this.logY) return [Math.max(low > 0 ? low : high / 1e4, 1e-12) / 1.15, Math.max(high, 1e-12) * 1.15];
+    if (this.top !== null && !this.zoomed) high = Math.min(high, Math.max(this.top, low));
+    const room = 0.06 * (high - low) || 0.05 * Math.abs(high) || 1;
+    return [this.zero && low >= 0 ? 0 : low - room, high + room];
   }
 
-  // A heat map is drawn over steps: only the part that is seen changes, and it stays straight where tokens and time run alike.
-  stretch(x) {
-    const [first, last] = this.data.steps;
-    const [low, high] = [x.low, x.high].map(value => 1000 * (toStep(this.group, 0, value) - first) / (last - first));
-    this.svg.setAttribute("viewBox", `${low} 0 ${Math.max(high - low, 1e-3)} 1000`);
-    if (chosen.logX) this.ticks(".ticks.x", "left", this.x = new Axis(x.low, x.high, false), 6, AXES[chosen.x][1]);
-  }
-
-  share(event) {
-    const box = this.plot.getBoundingClientRect();
-    return clamp((event.clientX - box.left) / box.width, 0, 1);
-  }
-
-  point(event) {
-    const share = this.share(event), box = this.plot.getBoundingClientRect();
-    if (this.from !== undefined && Math.abs(share - this.from) > 0.01) {
-      this.band.hidden = false;
-      Object.assign(this.band.style, { left: `${100 * Math.min(share, this.from)}%`, width: `${100 * Math.abs(share - this.from)}%` });
+  // The lines as uPlot has them, one table of rising x and values for each.
+  build() {
+    this.u?.destroy();
+    const logX = this.logX || chosen.logX, series = [{}], bands = [], tables = [];
+    this.logY = !this.rows && (this.log || chosen.logY) && this.lines.some(line => line.values.some(value => value > 0));
+    const [label, text] = this.across ? [this.across, show[this.acrossShown]] : AXES[chosen.x];
+    for (const line of this.lines) {
+      line.x = line.at.map(step => fromStep(this.group, line.run, step));
+      line.series = [];
+      const seen = line.x.map((x, n) => n).filter(n => !logX || line.x[n] > 0), table = [seen.map(n => line.x[n])];
+      const add = (values, options) => {
+        line.series.push(series.length);
+        table.push(seen.map(n => values[n]));
+        series.push({ show: !line.hidden, points: { show: false }, ...options });
+      };
+      const tone = opacity => () => color(line.tone, opacity), few = line.values.length <= 24;
+      if (this.rows) add(line.values, { paths: () => null });
+      else {
+        const smoothed = line.style === "smooth" && chosen.smoothing > 0 && !few;
+        if (line.low) {
+          const gaps = side => side.map((value, n) => line.values[n] === null ? null : value);
+          bands.push({ series: [series.length, series.length + 1], fill: tone(line.style === "smooth" ? 0.3 : 0.16) });
+          for (const side of [line.high, line.low]) add(gaps(side), { stroke: tone(line.style === "smooth" ? 0.4 : 0.001), width: 0.75 });
+        }
+        if (smoothed && !line.low) add(line.values, { stroke: tone(0.4), width: 1 });
+        const width = { thin: 1.25, faint: 1, area: 1.75 }[line.style] ?? 2;
+        const dash = line.style === "dashed" ? DASHES[Math.floor((line.run - 1) / 6) % DASHES.length] : undefined;
+        add(smoothed ? smooth(line.values, chosen.smoothing) : line.values, {
+          stroke: tone(line.style === "faint" ? 0.35 : 1), width, dash, points: { show: few && line.style !== "area" ? true : undefined, size: 6, fill: tone(1) },
+          ...(line.style === "area" && { fill: tone(0.14), paths: uPlot.paths.stepped({ align: 1 }) }),
+        });
+      }
+      tables.push(table);
     }
-    if (this.data.rows) this.row = clamp(Math.floor((event.clientY - box.top) / box.height * this.data.rows.length), 0, this.data.rows.length - 1);
-    move(this, this.x.at(share));
+    const range = this.whole();
+    const about = (_, values) => Math.ceil(Math.max(24, ...(values ?? []).map(value => (pixel.font = FONT, pixel.measureText(value ?? "").width)))) + 12;
+    const axis = { stroke: () => color("soft"), ticks: { show: false }, font: FONT, labelFont: FONT };
+    const yText = show[this.shown], layers = value => this.lines[this.lines.length - 1 - Math.floor(value)]?.name;
+    const table = uPlot.join(tables), zoomed = (low, high) => low !== null && (low !== table[0][0] || high !== table[0].at(-1));
+    this.u = new uPlot({
+      ...this.size(), bands, series, legend: { show: false }, padding: [this.named ? 20 : 8, 24, 0, 0]  /* names of phases stand above the lines */,
+      scales: {
+        x: { time: false, distr: logX ? 3 : 1, range: (u, low, high) => zoomed(low, high) ? [low, high] : range },
+        y: { distr: this.logY ? 3 : 1, range: (u, low, high) => this.yRange(low, high) },
+      },
+      axes: [
+        { ...axis, grid: { show: false }, values: (u, ticks) => ticks.map(tick => tick === null ? "" : text(tick)), size: 24, gap: 4, space: 64, ...(logX && round(() => this.u.over.clientWidth / 64)), label, labelSize: 16, labelGap: 0 },
+        {
+          ...axis, grid: { show: !this.rows, stroke: () => color("rule"), width: 1 }, size: about, gap: 6, space: 34, ...(this.logY && round(() => this.u.over.clientHeight / 34)),
+          ...(this.rows ? { splits: () => this.layers(), values: (u, ticks) => ticks.map(layers) } : { values: (u, ticks) => ticks.map(tick => tick === null ? "" : yText(tick)) }),
+        },
+      ],
+      cursor: { y: false, points: { show: false }, sync: { key: this.group }, drag: { x: true, y: false, dist: 5 } },
+      hooks: {
+        drawAxes: [u => this.background(u)],
+        draw: [u => this.foreground(u)],
+        setCursor: [u => this.read(u)],
+        setScale: [(u, key) => {
+          if (key !== "x") return;
+          this.zoomed = u.scales.x.min > range[0] * (1 + 1e-9) || u.scales.x.max < range[1] * (1 - 1e-9);
+          if (controls) controls.whole.hidden = !charts.some(chart => chart.zoomed);
+        }],
+      },
+    }, table, this.plot);
+    this.wholeRange = range;
+    this.u.over.append(...this.signs.map(sign => sign.element), this.chip);
+    this.place();
+    this.rest();
   }
 
-  release(event) {
-    const from = this.from, to = this.share(event);
-    this.from = undefined;
-    this.band.hidden = true;
-    if (from === undefined || Math.abs(to - from) <= 0.01) return;
-    zoom(this.group, [Math.min(from, to), Math.max(from, to)].map(share => toStep(this.group, 0, this.x.at(share))));
+  layers() {
+    const count = this.lines.length, often = Math.max(1, Math.ceil(count / 10));
+    return this.lines.map((_, n) => n).filter(n => n % often === 0).map(n => count - n - 0.5).reverse();
+  }
+
+  x(step) { return fromStep(this.group, 0, step); }
+
+  // Phases, shaded ranges and levels, behind the lines.
+  background(u) {
+    const { ctx, bbox } = u, ratio = devicePixelRatio, at = value => Math.round(u.valToPos(value, "x", true));
+    const rule = (dash, draw) => { ctx.beginPath(); ctx.setLineDash(dash.map(one => one * ratio)); draw(); ctx.stroke(); };
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, 0, bbox.width, bbox.top + bbox.height);
+    ctx.clip();
+    ctx.lineWidth = ratio;
+    if (this.shade) {
+      ctx.fillStyle = color("accent", 0.14);
+      ctx.fillRect(at(this.shade[0]), bbox.top, at(this.shade[1]) - at(this.shade[0]), bbox.height);
+    }
+    ctx.strokeStyle = ctx.fillStyle = color("soft");
+    ctx.font = FONT.replace("12px", `${12 * ratio}px`);
+    ctx.textBaseline = "bottom";
+    ctx.textAlign = "left";
+    this.phases.forEach(([step, name], n) => {
+      const from = Math.max(bbox.left, at(this.x(step))), to = Math.min(bbox.left + bbox.width, n + 1 < this.phases.length ? at(this.x(this.phases[n + 1][0])) : Infinity);
+      if (n && from > bbox.left) rule([1, 3], () => { ctx.moveTo(from, bbox.top - (this.named ? 16 * ratio : 0)); ctx.lineTo(from, bbox.top + bbox.height); });
+      // a name that does not fit is left to the read-out
+      if (this.named && ctx.measureText(name).width + 10 * ratio < to - from) ctx.fillText(name, from + (n ? 5 : 0) * ratio, bbox.top - 3 * ratio);
+    });
+    ctx.lineWidth = 1.5 * ratio;
+    for (const [value, tone] of this.levels) {
+      const y = Math.round(u.valToPos(value, "y", true));
+      ctx.strokeStyle = color(tone);
+      rule({ l0: [6, 4], l1: [2, 3] }[tone] ?? [9, 3, 2, 3], () => { ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); });
+    }
+    ctx.restore();
+    if (this.rows) this.heat(u);
+  }
+
+  // A cell for each value, down to half-way to its neighbors. Colors end at the 98th percentile, so that a bad beginning does not bleach the rest.
+  heat(u) {
+    const { ctx, bbox } = u, values = this.lines.flatMap(line => line.values).filter(value => value !== null).sort((a, b) => a - b);
+    const top = values[Math.floor(0.98 * (values.length - 1))] || 1, height = bbox.height / this.lines.length;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.clip();
+    ctx.fillStyle = color("rule");
+    ctx.fillRect(bbox.left, bbox.top, bbox.width, bbox.height);
+    const shades = Array.from({ length: 33 }, (_, n) => color("c0", 0.03 + 0.97 * n / 32));
+    this.lines.forEach((line, row) => {
+      const places = line.x.map(x => u.valToPos(x, "x", true)), upper = Math.round(bbox.top + row * height);
+      places.forEach((place, n) => {
+        if (line.values[n] === null) return;
+        const left = Math.round(n ? (places[n - 1] + place) / 2 : bbox.left), right = Math.round(n + 1 < places.length ? (place + places[n + 1]) / 2 : bbox.left + bbox.width);
+        ctx.fillStyle = shades[Math.round(32 * clamp(line.values[n] / top, 0, 1))];
+        ctx.fillRect(left, upper, right - left, Math.round(bbox.top + (row + 1) * height) - upper);
+      });
+    });
+    ctx.restore();
+  }
+
+  foreground() { if (this.u) this.place(); }
+
+  place() {
+    const { min, max } = this.u.scales.x;
+    for (const sign of this.signs) {
+      sign.x = this.x(sign.step);
+      sign.element.hidden = sign.x < min || sign.x > max;
+      sign.element.style.left = `${this.u.valToPos(sign.x, "x")}px`;
+    }
+  }
+
+  // The values at the cursor, in the legend; and of the chart under the pointer or the keys what happened there.
+  read(u) {
+    const { left, top } = u.cursor;
+    if (!(left >= 0)) return this.rest();
+    const x = u.posToVal(left, "x"), width = u.over.clientWidth;
+    this.at = x;
+    const own = u.over.matches(":hover") || document.activeElement === this.plot && charts.keys === this;
+    if (this.rows) {
+      if (own && top >= 0) this.row = clamp(Math.floor(top / u.over.clientHeight * this.lines.length), 0, this.lines.length - 1);
+      const line = this.lines[this.row ?? 0];
+      this.cell.textContent = own ? `layer ${line.name}: ${this.value(line, x)}` : "";
+    }
+    for (const { line, value } of this.readings) value.textContent = this.value(line, x);
+    this.chip.hidden = !own;
+    if (!own) return;
+    const said = [this.across ? `${show[this.acrossShown](x)} ${this.across}` : ""];
+    if (!this.across) {
+      const step = Math.round(toStep(this.group, 0, x)), tokens = tableOf(this.group, 0, "tokens"), phase = this.phases.findLast(one => one[0] < step);
+      said[0] = [`step ${step.toLocaleString("en-US")}`, tokens && `${show.compact(between(...tokens, step))} tokens`, chosen.x === "time" && `${significant(x, 3)} h`].filter(Boolean).join(" · ");
+      if (this.phases.length > 1 && phase) said.push(`phase ${phase[1]}`);
+    }
+    const near = this.signs.filter(sign => !sign.element.hidden && Math.abs(u.valToPos(sign.x, "x") - left) <= 6);
+    this.chip.textContent = [...said, ...near.slice(0, 8).map(sign => `step ${sign.step.toLocaleString("en-US")}: ${sign.text}`), near.length > 8 ? `and ${near.length - 8} more` : ""].filter(Boolean).join("\n");
+    const right = left > 0.6 * width;
+    Object.assign(this.chip.style, { left: right ? "auto" : `${left + 6}px`, right: right ? `${width - left + 6}px` : "auto", maxWidth: `${Math.max(90, right ? left - 12 : width - left - 12)}px` });
+  }
+
+  value(line, x) {
+    const value = line.values[nearest(line.x, x)];
+    return value === null || value === undefined ? "not finite" : show[this.shown](value);
+  }
+
+  rest() {
+    this.at = undefined;
+    this.chip.hidden = true;
+    if (this.cell) this.cell.textContent = "";
+    for (const { line, value } of this.readings) value.textContent = line.style === "area" ? "" : show[this.shown](line.values.findLast(value => value !== null) ?? 0);
   }
 
   key(event) {
-    const line = this.lines.find(one => !one.hidden) ?? this.lines[0], last = line.x.length - 1;
-    const at = nearest(line.x, this.at ?? line.x[last]);
-    const [low, high] = this.range(), here = toStep(this.group, 0, line.x[at]);
-    const scale = { "+": 0.5, "=": 0.5, "-": 2 }[event.key];
+    const line = this.lines.find(one => !one.hidden) ?? this.lines[0], last = line.x.length - 1, at = nearest(line.x, this.at ?? line.x[last]);
+    const { min, max } = this.u.scales.x, scale = { "+": 0.5, "=": 0.5, "-": 2 }[event.key], [low, high] = this.wholeRange;
     if (event.key === "0") return zoom(this.group, null);
-    if (scale) {
-      const [first, end] = this.data.steps, around = [here - scale * (here - low), here + scale * (high - here)];
-      return zoom(this.group, around[0] <= first && around[1] >= end ? null : around.map(step => clamp(step, first, end)));
-    }
+    if (scale) return zoom(this.group, [Math.max(low, line.x[at] - scale * (line.x[at] - min)), Math.min(high, line.x[at] + scale * (max - line.x[at]))]);
     const to = { ArrowLeft: at - 1, ArrowRight: at + 1, PageUp: at - 10, PageDown: at + 10, Home: 0, End: last }[event.key];
-    if (this.data.rows && /^Arrow(Up|Down)$/.test(event.key)) this.row = clamp((this.row ?? 0) + (event.key === "ArrowUp" ? -1 : 1), 0, this.data.rows.length - 1);
+    if (this.rows && /^Arrow(Up|Down)$/.test(event.key)) this.row = clamp((this.row ?? 0) + (event.key === "ArrowUp" ? -1 : 1), 0, this.lines.length - 1);
     else if (to === undefined) return;
     event.preventDefault();
-    move(this, line.x[clamp(to ?? at, 0, last)]);
-    document.getElementById("spoken").textContent = `${this.chip.textContent}: ${this.said()}`;
+    charts.keys = this;
+    const x = line.x[clamp(to ?? at, 0, last)], height = this.u.over.clientHeight;
+    for (const chart of charts) if (chart.group === this.group) chart.u.setCursor({ left: chart.u.valToPos(x, "x"), top: chart === this && this.rows ? ((this.row ?? 0) + 0.5) / this.lines.length * height : 1 }, true, false);
+    document.getElementById("spoken").textContent = `${this.chip.textContent}: ${this.cell?.textContent || this.readings.map(({ item }) => item.textContent.replace(/\s+/g, " ").trim()).join(", ")}`;
   }
 
-  said() {
-    return this.data.rows ? this.cell.textContent : this.readings.map(({ item }) => item.textContent.trim()).join(", ");
-  }
-
-  set(at, own) {
-    const share = this.x.place(at);
-    if (share < -0.001 || share > 1.001) return this.hide();
-    this.at = at;
-    this.cursor.hidden = false;
-    this.cursor.style.left = `${100 * share}%`;
-    this.cursor.classList.toggle("left", share > 0.6);
-    this.cursor.classList.toggle("own", own);
-    if (own) {
-      const step = Math.round(toStep(this.group, 0, at)), tokens = data.axes[this.group][0].tokens;
-      const seen = tokens && chosen.x !== "time" ? `${show.compact(tokens[1][nearest(data.steps[tokens[0]], step)])} tokens` : "";
-      const clock = chosen.x === "time" ? `${significant(at, 3)} h` : "";
-      const width = this.plot.clientWidth;
-      const near = this.marks.filter(mark => !mark.element.hidden && Math.abs(mark.at - share) * width <= 6).map(mark => mark.text);
-      this.chip.textContent = [`step ${step.toLocaleString("en-US")}`, seen, clock].filter(Boolean).join(" · ") + near.slice(0, 3).map(text => `\n${text}`).join("");
-    }
-    if (this.data.rows) {
-      const row = this.row ?? 0;
-      this.cell.textContent = own ? `layer ${this.data.rows[row]}: ${significant(this.lines[row].at(at))}` : "";
-    } else {
-      for (const { line, value } of this.readings) value.textContent = show[this.data.shown](line.at(at));
-    }
-  }
-
-  hide() {
-    this.cursor.hidden = true;
-    if (this.cell) this.cell.textContent = "";
-    for (const { line, value } of this.readings) value.textContent = show[this.data.shown](line.values.at(-1));
+  // One row for each point of each line. A cell that a spreadsheet would take for a formula is made text.
+  save() {
+    const cell = value => { const text = String(value ?? ""); return `"${(/^[=+\-@\t\r]/.test(text) && Number.isNaN(Number(text)) ? "'" + text : text).replaceAll('"', '""')}"`; };
+    const over = (line, axis, step) => { const found = tableOf(this.group, line.run, axis); return found ? between(...found, step) : ""; };
+    const rows = [["line", this.across || "step", "tokens", "hours", "value", "lowest", "highest"]];
+    for (const line of this.lines) line.at.forEach((step, n) => rows.push([line.name, step, over(line, "tokens", step), over(line, "time", step), line.values[n], line.low?.[n], line.high?.[n]]));
+    const link = Object.assign(document.createElement("a"), {
+      href: URL.createObjectURL(new Blob([rows.map(row => row.map(cell).join(",")).join("\r\n") + "\r\n"], { type: "text/csv" })),
+      download: `${this.plot.dataset.chart.replace(/[^\w-]+/g, "-")}.csv`,
+    });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
   }
 }
-
-const charts = [...document.querySelectorAll(".plot")].map(plot => new Chart(plot));
-const move = (own, x) => charts.forEach(chart => { if (chart.group === own.group) chart.set(x, chart === own); });
-const hide = group => charts.forEach(chart => { if (chart.group === group) chart.hide(); });
-const draw = () => charts.forEach(chart => { chart.draw(); chart.hide(); });
-const zoom = (group, steps) => {
-  chosen.zoom[group] = steps && steps[1] - steps[0] >= 1 ? steps : null;
-  controls.whole.hidden = !Object.values(chosen.zoom).some(Boolean);
-  draw();
-};
 
 const controls = document.getElementById("controls");
+const charts = [...document.querySelectorAll(".plot")].map(plot => new Chart(plot));
+const draw = () => { for (const chart of charts) { chart.zoomed = false; chart.build(); } if (controls) controls.whole.hidden = true; };
+const zoom = (group, range) => {
+  for (const chart of charts) if (chart.group === group) { const [min, max] = range ?? chart.wholeRange; chart.u.setScale("x", { min, max }); }
+};
 if (controls) {
   controls.parentElement.hidden = charts.length === 0;
+  if (!Object.keys(data.axes).length) for (const one of controls.querySelectorAll(".axis, .smoothing")) one.hidden = true;
   controls.addEventListener("submit", event => event.preventDefault());
+  let waiting = 0;
   controls.addEventListener("input", () => {
     Object.assign(chosen, { x: controls.x.value, logX: controls.logx.checked, logY: controls.logy.checked, smoothing: Number(controls.smoothing.value) });
-    draw();
+    cancelAnimationFrame(waiting);
+    waiting = requestAnimationFrame(draw);
   });
-  controls.whole.addEventListener("click", () => { chosen.zoom = {}; controls.whole.hidden = true; draw(); });
+  controls.whole.addEventListener("click", draw);
 }
+
+// The switch between light and dark works without this; here it is remembered, and the charts are drawn in its colors.
+const turned = document.querySelector("#theme input");
+try { turned.checked = localStorage.getItem("lmworks-theme") === "turned"; } catch { /* a file opened without storage forgets it */ }
+turned.addEventListener("change", () => {
+  try { localStorage.setItem("lmworks-theme", turned.checked ? "turned" : ""); } catch { /* as above */ }
+  draw();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();
 
-const button = document.getElementById("theme");
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const remembered = () => { try { return localStorage.getItem("lmworks-theme"); } catch { return null; } };
-const paint = theme => { root.dataset.theme = theme ?? (dark.matches ? "dark" : "light"); };
-paint(remembered());
-dark.addEventListener("change", () => paint(remembered()));
-button.hidden = false;
-button.addEventListener("click", () => {
-  const theme = root.dataset.theme === "dark" ? "light" : "dark";
-  try { localStorage.setItem("lmworks-theme", theme); } catch { /* a file opened without storage forgets it */ }
-  paint(theme);
-});
-
+// A page of a running run is written anew now and then: look, but not while someone reads values out.
 const written = document.getElementById("written");
-const untouched = () => charts.every(chart => chart.cursor.hidden) && !Object.values(chosen.zoom).some(Boolean);
-const age = () => {
+setInterval(() => {
   const minutes = Math.floor((Date.now() / 1000 - Number(written.dataset.at)) / 60);
   if (data.running) written.title = `${minutes} minutes ago`;
-  // a page of a running run is written anew now and then: look, but not while someone reads values out
-  if (data.running && minutes >= 1 && !document.hidden && untouched()) location.reload();
-};
-setInterval(age, 60_000);
+  if (data.running && minutes >= 1 && !document.hidden && charts.every(chart => chart.at === undefined && !chart.zoomed)) location.reload();
+}, 60_000);

@@ -88,6 +88,8 @@ def _metrics(path: Path, training: Training) -> None:
                 if name not in series:
                     series[name] = Series(_PER_LAYER if name.startswith("experts/") and name.count("/") == 2 else 500)
                 series[name].add(step, value)
+            elif value is None and name in series:
+                series[name].interrupt(step)
         if isinstance(tokens := record.get("train/tokens"), int | float) and -MOST < tokens < MOST:
             recent.append((now, tokens))
     if len(recent) > 1 and recent[-1][0] > recent[0][0]:

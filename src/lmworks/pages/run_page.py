@@ -1,31 +1,24 @@
 """The run page: one static HTML file that shows a run from its records, at any moment.
 
-All of it is there without a script: the charts are drawn here, in SVG. The script adds the cursor that all charts share, axes, zoom and
-smoothing at the reader's choice, and the switch between light and dark. Nothing is loaded from anywhere, and a policy in the page lets the
-browser run nothing else.
+Without a script all of it is there but the charts, of which it has the last values and a table. Nothing is loaded from anywhere.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from markupsafe import Markup
-
-from lmworks import __version__
 from lmworks.io.files import write_text
 from lmworks.io.run_layout import BASE, MODEL_STAGES
 from lmworks.pages import overview, tables
-from lmworks.pages.charts import Chart, Grid, Heatmap
+from lmworks.pages.charts import Chart
 from lmworks.pages.curves import Curves
+from lmworks.pages.frame import StepAxes, page
 from lmworks.pages.read_run import read_run
 from lmworks.pages.run_records import Run, Training
-from lmworks.pages.tables import source, template
 from lmworks.pages.timeline import timeline
 from lmworks.recipe.schema.layout import Cluster
 
@@ -41,9 +34,22 @@ def write_page(run_dir: Path, cluster: Cluster | None = None, others: Sequence[P
     """
     run_dir = Path(run_dir)
     path = run_dir / (COMPARISON if others else FILE)
-    text = render(read_run(run_dir), cluster, [read_run(other) for other in others])
-    write_text(path, text.encode("utf-8", "replace").decode())  # a record may hold half a surrogate pair
+    run, *rest = _named_apart([read_run(one) for one in (run_dir, *others)])
+    write_text(path, render(run, cluster, rest))
     return path
+
+
+def _named_apart(runs: list[Run]) -> list[Run]:
+    """Runs of one recipe have one name: those that share it are named by their directories too, by whole paths where these are equal."""
+    shared = Counter(run.name for run in runs)
+    folders = Counter((run.name, run.directory.resolve().name) for run in runs)
+
+    def apart(run: Run) -> Run:
+        folder = run.directory.resolve()
+        where = folder.name if folders[run.name, folder.name] == 1 else str(folder)
+        return run if shared[run.name] == 1 else replace(run, name=f"{run.name} ({where})")
+
+    return [apart(run) for run in runs]
 
 
 def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ()) -> str:
@@ -51,7 +57,7 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
     curves = {stage: Curves(run.training[stage], stage, [(one.name, one.training[stage]) for one in others]) for stage in run.training}
     main = curves[BASE.stage]
     sample = run.recipe.train.validate_bytes_per_domain if run.recipe else 0
-    charts: dict[str, list[Any]] = {
+    charts: dict[str, list[Chart]] = {
         "loss": [*main.loss(), *main.benchmarks()],
         "held_out": main.held_out(tables.references(run), tables.sizes(run), sample),
         "optimizer": main.optimizer(),
@@ -65,18 +71,17 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
         charts[stage.stage] = [*objective, *one.loss(), *one.benchmarks(), *one.validation_loss(), *one.optimizer()[:2]]
         samples = tables.samples(run.training[stage.stage])
         if charts[stage.stage] or samples:
-            later.append({"stage": stage.stage, "title": stage.title, "charts": _views(charts[stage.stage]), "samples": samples})
-    grid = Grid()
-    data: dict[str, Any] = {"charts": {chart.id: chart.data(grid) for part in charts.values() for chart in part}}
-    data["axes"] = {stage: [_axes(one.training[stage], grid) for one in (run, *others)] for stage in run.training}
-    data |= {"steps": grid.steps, "running": run.state == "running"}
-    style, script = source("page.css"), source("page.js")
-    return template("page.html").render(
+            later.append({"stage": stage.stage, "title": stage.title, "charts": charts[stage.stage], "samples": samples})
+    return page(
+        "page.html",
+        [chart for part in charts.values() for chart in part],
+        {stage: [_axes(one.training[stage]) for one in (run, *others)] for stage in run.training},
+        run.state == "running",
         heading=overview.heading(run),
         comparison=overview.comparison([run, *others]),
         stale={stage: run.stale(stage) for stage in ("evaluate", "export")},
         tiles=overview.tiles(run, cluster),
-        charts={name: _views(part) for name, part in charts.items()},
+        charts=charts,
         samples=tables.samples(run.pretrain),
         later=later,
         bits=tables.bits(run),
@@ -87,42 +92,10 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
         predictions=tables.predictions(run),
         timeline=timeline(run),
         recipe=json.dumps(run.tree, indent=2, ensure_ascii=False) if run.tree else "",
-        data=Markup(_json_for_html(data)),
-        style=style,
-        script=script,
-        script_hash=_hash(script),
-        written=time.strftime("%d %B %Y, %H:%M", time.localtime()),
-        written_at=int(time.time()),
-        version=__version__,
     )
 
 
-def _axes(training: Training, grid: Grid) -> dict[str, Any]:
-    """What may stand on the x axis for steps, and the last step."""
-    tokens, hours = training.series.get("train/tokens"), [(step, seconds / 3600) for step, seconds in training.elapsed.means()]
-    return {
-        "tokens": grid.line(tokens.means()) if tokens else None, "time": grid.line(hours) if hours else None, "last": max(training.step, 2),
-    }  # fmt: skip
-
-
-def _views(charts: list[Chart | Heatmap]) -> list[tuple[str, dict[str, Any]]]:
-    """Shape and view of each; where two stand side by side, a last one without a partner gets the whole width."""
-    narrow = [chart for chart in charts if not getattr(chart, "wide", False)]
-    alone = narrow[-1] if len(narrow) % 2 else None
-    return [("heat" if isinstance(chart, Heatmap) else "lines", chart.view() | {"alone": chart is alone}) for chart in charts]
-
-
-def _json_for_html(value: Any) -> str:
-    """JSON that cannot close the HTML element that contains it."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return (
-        text.replace("&", "\\u0026")
-        .replace("<", "\\u003c")
-        .replace(">", "\\u003e")
-        .replace("\u2028", "\\u2028")
-        .replace("\u2029", "\\u2029")
-    )
-
-
-def _hash(script: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+def _axes(training: Training) -> StepAxes:
+    tokens = training.series.get("train/tokens")
+    hours = [(step, seconds / 3600) for step, seconds in training.elapsed.means()]
+    return StepAxes(tokens.means() if tokens else (), hours, max(training.step, 2))

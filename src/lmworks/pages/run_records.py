@@ -26,6 +26,7 @@ class Bucket:
     sum_x: float
     sum_y: float
     count: int
+    gap: float | None = None  # x of the first value in it or right after it that was not finite
 
     @property
     def mean(self) -> Point:
@@ -41,25 +42,26 @@ class Bucket:
         self.sum_x += after.sum_x
         self.sum_y += after.sum_y
         self.count += after.count
+        self.gap = after.gap if self.gap is None else self.gap
 
 
 class Series:
     """Points with rising x, of which at most `most` buckets are kept (an even number, at least 2).
 
     Each bucket covers `width` points. Whenever they are all used, neighbors are merged and the width doubles, so that nothing
-    need be known about the length. As in M4 (Jugel et al., VLDB 2014) a bucket keeps its first, lowest, highest and last point,
-    so a line through them looks like the line through all points, and no spike is lost.
+    need be known about the length. As in M4 (Jugel et al., VLDB 2014) a bucket keeps its lowest and highest point, so no spike is lost,
+    and where a value was not finite.
     """
 
     def __init__(self, most: int = 500) -> None:
         assert most >= 2 and most % 2 == 0
         self.most, self.width, self.count = most, 1, 0
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
 
     def add(self, x: float, y: float) -> None:
         self.count += 1
         point = (x, y)
-        buckets = self._buckets
+        buckets = self.buckets
         if buckets and buckets[-1].count < self.width:
             bucket = buckets[-1]
             bucket.last = point
@@ -78,34 +80,35 @@ class Series:
             self.width *= 2
         buckets.append(Bucket(point, point, point, point, x, y, 1))
 
+    def interrupt(self, x: float) -> None:
+        """A value at `x` was not finite."""
+        if self.buckets and self.buckets[-1].gap is None:
+            self.buckets[-1].gap = x
+
     def __bool__(self) -> bool:
         return self.count > 0
 
     @property
+    def first(self) -> Point:
+        return self.buckets[0].first
+
+    @property
     def last(self) -> Point:
-        return self._buckets[-1].last
+        return self.buckets[-1].last
 
     @property
     def low(self) -> Point:
         """The lowest of all points, the first of them where there are more."""
-        return min((bucket.low for bucket in self._buckets), key=lambda point: point[1])
+        return min((bucket.low for bucket in self.buckets), key=lambda point: point[1])
 
     @property
     def high(self) -> Point:
         """The highest of all points, the first of them where there are more."""
-        return max((bucket.high for bucket in self._buckets), key=lambda point: point[1])
-
-    def outline(self) -> list[Point]:
-        """At most 4 points of each bucket, in order: what to draw."""
-        return [point for b in self._buckets for point in sorted({b.first, b.low, b.high, b.last})]
+        return max((bucket.high for bucket in self.buckets), key=lambda point: point[1])
 
     def means(self) -> list[Point]:
-        """One point of each bucket: what to smooth and to read out."""
-        return [bucket.mean for bucket in self._buckets]
-
-    def spans(self) -> list[tuple[float, float]]:
-        """Lowest and highest value of each bucket, beside `means`."""
-        return [(bucket.low[1], bucket.high[1]) for bucket in self._buckets]
+        """One point of each bucket: what to draw, to smooth and to read out."""
+        return [bucket.mean for bucket in self.buckets]
 
     def median(self) -> float:
         """Of the buckets' means; of the points themselves while there are few."""

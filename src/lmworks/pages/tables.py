@@ -1,53 +1,15 @@
-"""The HTML templates and style sheets of the pages, which are whole in one file each.
-
-The tables of the run page: scores, samples, corpus, tokenizer and export, as plain values for the template.
-"""
+"""The tables of the run page: scores, samples, corpus, tokenizer and export, as plain values for the template."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
-from importlib.resources import files
-from typing import TYPE_CHECKING
-
-from markupsafe import Markup
 
 from lmworks.io.run_layout import BASE, MODEL_STAGES
 from lmworks.pages.curves import OVERALL
 from lmworks.pages.run_records import Json, Run, Training
 from lmworks.ui.amounts import compact, percent, short_size, significant, span
-
-if TYPE_CHECKING:
-    from jinja2 import Environment, Template
-
-
-def source(*names: str) -> Markup:
-    """The contents of these files of the package, joined, to be placed into a page as they are."""
-    return Markup("".join(map(_text, names)))
-
-
-def template(name: str) -> Template:
-    """A template of the package, by the name of its file. `sheet.html` is the frame of the pages without a script."""
-    return _environment().get_template(name)
-
-
-@cache
-def _environment() -> Environment:
-    import jinja2
-
-    loader = jinja2.FunctionLoader(_text)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters["share"] = lambda value: f"{100 * value:.2f}%"
-    environment.filters["percent"] = lambda value: f"{value:.1f}" if value else "–"
-    environment.filters["place"] = lambda value: f"{value:.2f}%"
-    return environment
-
-
-def _text(name: str) -> str:
-    return files("lmworks.pages").joinpath(name).read_text(encoding="utf-8")
-
 
 _SAMPLE_COLUMNS = 5
 _SAMPLE_LENGTH = 700
@@ -68,7 +30,7 @@ def references(run: Run) -> dict[str, dict[str, float]]:
 
 def samples(training: Training) -> list[Json]:
     """For each prompt, some completions from the first to the newest."""
-    loss = training.series["train/loss"].outline() if "train/loss" in training.series else []
+    loss = training.series["train/loss"].means() if "train/loss" in training.series else []
     found = []
     for prompt, kept in training.samples.items():
         count = min(len(kept), _SAMPLE_COLUMNS)
