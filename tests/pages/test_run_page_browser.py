@@ -58,6 +58,11 @@ def scale(page: Page, chart: str, axis: str = "x") -> tuple[float, float]:
     return low, high
 
 
+def settle(page: Page) -> None:
+    """Wait until the charts are drawn again, in the next frame."""
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))")
+
+
 def drawn(page: Page, chart: str) -> str:
     """What the canvas of a chart shows."""
     return str(page.evaluate(f"document.querySelector('#{chart} canvas').toDataURL()"))
@@ -124,20 +129,22 @@ def test_the_axes_are_chosen(page: Page, report: str) -> None:
     before = drawn(page, "pretrain-loss")
     assert scale(page, "pretrain-loss") == (1, STEPS)
     page.get_by_label("x axis").select_option("tokens")
-    page.wait_for_function("charts[0].u.scales.x.max > 1000")
+    settle(page)
     assert scale(page, "pretrain-loss") == (64, 64 * STEPS)
     page.get_by_label("x axis").select_option("time")
-    page.wait_for_function("charts[0].u.scales.x.max < 1")
+    settle(page)
+    assert scale(page, "pretrain-loss")[1] < 1, "hours"
     page.get_by_label("x axis").select_option("step")
-    page.wait_for_function("charts[0].u.scales.x.max === 60")
+    settle(page)
     page.get_by_label("log y").check()
-    page.wait_for_function("charts[0].u.scales.y.distr === 3")
+    settle(page)
+    assert page.evaluate("charts[0].u.scales.y.distr") == 3
     page.get_by_label("log y").uncheck()
-    page.wait_for_function("charts[0].u.scales.y.distr === 1")
+    settle(page)
+    assert page.evaluate("charts[0].u.scales.y.distr") == 1
     assert drawn(page, "pretrain-loss") == before
     page.get_by_label("smoothing").fill("10")
-    page.wait_for_function("chosen.smoothing === 10")
-    page.wait_for_timeout(50)
+    settle(page)
     assert drawn(page, "pretrain-loss") != before
 
 
@@ -184,7 +191,8 @@ def test_a_mark_says_what_it_is(page: Page, report: str) -> None:
 def test_logarithmic_steps(page: Page, report: str) -> None:
     page.goto(report)
     page.get_by_label("log x").check()
-    page.wait_for_function("charts[0].u.scales.x.distr === 3")
+    settle(page)
+    assert page.evaluate("charts[0].u.scales.x.distr") == 3
     box = over(page, "pretrain-loss")
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
     assert page.locator("#pretrain-loss .chip").inner_text().startswith("step 8 ")  # the root of 60

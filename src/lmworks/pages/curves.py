@@ -203,6 +203,9 @@ class Curves:
             shown="percent",
             zero=True,
         )
+        busy = [("perf/gpu_utilization", "computing", "c3")]
+        hint = "Share of the last second in which the GPU computed."
+        charts += self._plain("busy", "GPU utilization", hint, busy, shown="percent", zero=True)
         charts += self._plain(
             "wait",
             "Data wait",
