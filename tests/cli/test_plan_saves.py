@@ -39,7 +39,7 @@ def test_the_speed_of_the_disk_gives_the_optimum(lmworks: Lmworks, tmp_path: Pat
 
 def test_a_save_in_the_background_needs_host_memory(lmworks: Lmworks) -> None:
     """A copy of the state, divided among the nodes; none where training waits for the save."""
-    options = ("plan", "quickstart", "--cluster", "16xh100", "--set", "layout.dp_shard=16")
+    options = ("plan", "quickstart", "--cluster", "16xh100")
     one, other = ("".join(lmworks(*options, "--set", f"checkpoints.asynchronous={said}").out.split()) for said in ("true", "false"))
     size, staged = re.search(r"checkpoint([\d.]+)MBeach", one), re.search(r"copyinhostmemory:([\d.]+)MBpernode", one)
     assert size and staged and float(staged[1]) == pytest.approx(float(size[1]) / 2, rel=0.02)
