@@ -32,7 +32,7 @@ def rooms(page: str) -> dict[str, set[str]]:
 
 def shared(page: str) -> list[str]:
     """The file and the rooms that any room may import, as the page lists them."""
-    return re.findall(r"`(\w+)(?:\.py|/)`", page.split("The floor is")[1].split("Any room")[0])
+    return re.findall(r"`(\w+)(?:\.py|/)`", page.split("The base is")[1].split("Any package")[0])
 
 
 def floors(allowed: dict[str, set[str]]) -> list[list[str]]:
@@ -60,14 +60,14 @@ def _row(y: float, height: float, names: list[str], fill: str, size: float = 14,
 
 def draw(page: str) -> str:
     """The figure as SVG."""
-    title = "The stages of a run, and the rooms of the source tree"
+    title = "The stages of a run, and the packages of the source tree"
     lines = [_text(_MARGIN, 44, "Stages", 18, weight=700, anchor="start")]
     lines.append(_text(_MARGIN + 76, 44, "from left to right; each writes the folder below its name", 13, _GRAY, anchor="start"))
     lines += _row(62, 40, [stage.name for stage in STAGES], "#d7e6f1")
     width = (_INSIDE + _GAP) / len(STAGES)
     lines += [_text(_MARGIN + (place + 0.5) * width - _GAP / 2, 124, f"{stage.folder}/", 12.5, _GRAY) for place, stage in enumerate(STAGES)]
-    lines.append(_text(_MARGIN, 176, "Rooms", 18, weight=700, anchor="start"))
-    lines.append(_text(_MARGIN + 76, 176, "a room imports only from the floors below its own", 13, _GRAY, anchor="start"))
+    lines.append(_text(_MARGIN, 176, "Packages", 18, weight=700, anchor="start"))
+    lines.append(_text(_MARGIN + 100, 176, "a package imports only from the rows below its own", 13, _GRAY, anchor="start"))
     y = 194
     floor = shared(page)
     upper = {name: below - set(floor) for name, below in rooms(page).items() if name not in floor}
@@ -75,7 +75,7 @@ def draw(page: str) -> str:
         lines += _row(y, 32, names, "#f6e3cf")
         y += 40
     lines += _row(y, 24, floor, _PALE, size=12, weight=400)
-    lines.append(_text(_MARGIN, y + 44, "what every room may import", 13, _GRAY, anchor="start"))
+    lines.append(_text(_MARGIN, y + 44, "what every package may import", 13, _GRAY, anchor="start"))
     y += 32
     height = y + 36
     view = f'viewBox="0 0 {_WIDTH} {height}" role="img" aria-labelledby="title"'
