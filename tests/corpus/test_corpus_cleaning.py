@@ -12,7 +12,7 @@ from step_documents import outcomes_of, step_of
 from test_corpus_rules import ARTICLE
 
 from lmworks.corpus.document import Document
-from lmworks.corpus.transform.cleaning import clean, comparison_form, encodable, fix_mojibake
+from lmworks.corpus.transform.cleaning import clean, comparison_form, fix_mojibake
 from lmworks.recipe.schema.steps import Clean
 
 
@@ -52,11 +52,6 @@ def test_cleaning_twice_is_cleaning_once_and_gives_composed_text(text: str) -> N
     assert unicodedata.is_normalized("NFC", once)
     assert "\r" not in once
     assert "\x00" not in once
-
-
-def test_half_a_surrogate_pair_is_no_text() -> None:
-    assert not encodable("broken \ud83d")
-    assert encodable("whole 😀")
 
 
 def test_equal_up_to_case_and_blanks() -> None:

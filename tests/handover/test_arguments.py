@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ def test_rewards_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
 
 def test_slime_takes_the_arguments_of_the_script() -> None:
     """Those that are written out in run.sh, for the converter and for train.py."""
-    script = slime._RUN_HEAD + slime._RUN_TAIL
+    script = resources.files("lmworks.handover").joinpath("run.sh.jinja").read_text()
     names = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", script)) - {"--nproc-per-node"}  # of torchrun
     assert {"--hf-checkpoint", "--ref-load", "--actor-num-gpus-per-node"} <= names
     assert names <= SLIME.options.keys(), names - SLIME.options.keys()

@@ -15,6 +15,7 @@ from lmworks.deploy.request import UNTRIED, Flag, Launch, Request, dtype_of, par
 from lmworks.deploy.sizing import GB, Hardware
 from lmworks.errors import UserError
 from lmworks.host import machine
+from lmworks.io.files import rendered
 from lmworks.tokenizer.special import tool_form
 
 VLLM_VERSION = "0.32.0"
@@ -137,23 +138,6 @@ _LLAMA_CPP_SOURCE = (
     "https://files.pythonhosted.org/packages/ec/e9/e7de2b0463ea3ffbf0ede6cb21b58c1258a8f6521aae45ca773a59fe7cf3/"
     f"llama_cpp_python-{_LLAMA_CPP_VERSION}.tar.gz"
 )
-_LLAMA_CPP_BUILD = """# llama.cpp from one pinned source package of the Python package index: the version that lmworks tests.{untried}
-FROM {build} AS build
-RUN apt-get update \\
-    && apt-get install -y --no-install-recommends ca-certificates curl build-essential cmake ninja-build \\
-    && rm -rf /var/lib/apt/lists/*
-WORKDIR /build
-RUN curl -fsSL -o source.tar.gz {source} \\
-    && echo "{sha256}  source.tar.gz" | sha256sum -c - && tar -xzf source.tar.gz --strip-components=1 && rm source.tar.gz
-# For any processor with AVX2. Not "native": gcc 12 compiles the AMX kernels to code that crashes on every quantized model.
-RUN {before}cmake -G Ninja -S vendor/llama.cpp -B out -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF \\
-    -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \\
-    -DGGML_NATIVE=OFF -DGGML_AMX_TILE=OFF{options} && cmake --build out --target llama-server
-FROM {runtime}
-# python3 runs the check that asks the server something; python3-minimal lacks the modules for it
-RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 python3 && rm -rf /var/lib/apt/lists/*
-COPY --from=build /build/out/bin/llama-server /usr/local/bin/llama-server
-"""
 _DEBIAN = "debian:12.11-slim"
 _CUDA = "nvidia/cuda:12.8.1-{}-ubuntu24.04"  # the images of llama.cpp's own container file; 12.8 is the first for Blackwell (B200)
 _ROCM = "rocm/dev-ubuntu-24.04:7.2.4-complete"
@@ -170,8 +154,9 @@ def _llama_cpp_container(hardware: Hardware) -> str:
         options = " -DGGML_CUDA=ON -DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined"  # the driver comes with the machine that runs it
     if not hardware.on_cpu:
         untried = f" {UNTRIED}"
-    return _LLAMA_CPP_BUILD.format(
-        build=build, runtime=runtime, source=_LLAMA_CPP_SOURCE, sha256=_LLAMA_CPP_SHA256, before=before, options=options, untried=untried
+    return rendered(
+        "lmworks.deploy", "llama_cpp.Containerfile.jinja", build=build, runtime=runtime, source=_LLAMA_CPP_SOURCE,
+        sha256=_LLAMA_CPP_SHA256, before=before, options=options, untried=untried,
     )  # fmt: skip
 
 
@@ -207,15 +192,6 @@ def launch_llama_cpp(request: Request) -> Launch:
     return Launch(("llama-server",), ("--model",), key, tuple(flags), container, gpu_devices=gpus, gguf=True)
 
 
-_LMWORKS_CONTAINER = """# The server of lmworks, from the copy of its package and the list of versions beside this file.{untried}
-FROM python:3.11.13-slim-bookworm
-COPY requirements.txt /opt/requirements.txt
-RUN pip install --no-cache-dir -r /opt/requirements.txt
-COPY package /opt/package
-ENV PYTHONPATH=/opt/package
-"""
-
-
 def _lmworks_tools(template: str) -> str:
     """Which tool calls the server reads in replies of a model with this chat template."""
     form = tool_form(template)
@@ -235,7 +211,7 @@ def launch_lmworks(request: Request) -> Launch:
         Flag("speculation", None, request.no_speculation_reason, note=True),
     )
     program = ("python3", "-m", "lmworks.cli.main", "serve")
-    container = _LMWORKS_CONTAINER.format(untried="" if request.hardware.on_cpu else f" {UNTRIED}")
+    container = rendered("lmworks.deploy", "lmworks.Containerfile.jinja", untried="" if request.hardware.on_cpu else f" {UNTRIED}")
     return Launch(program, (), ("env", "LMWORKS_API_KEY"), flags, container, gpu_devices=not request.hardware.on_cpu)
 
 

@@ -9,35 +9,20 @@ words, YAML and one-line comments.
 from __future__ import annotations
 
 import os
-import shlex
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, StrictUndefined
 
 from lmworks.deploy.monitoring import CHECK_PORT, GRAFANA_PORT, PROMETHEUS_PORT, engine_metrics, filled
 from lmworks.deploy.request import Launch, Request
 from lmworks.deploy.sizing import GB
-
-
-def shell_word(text: str | None) -> str:
-    """One word of a POSIX shell that stands for exactly this text, newlines and quotes included."""
-    text = text or ""
-    return "'" + text.replace("'", "'\"'\"'") + "'" if shlex.quote(text) != text else text
+from lmworks.io.files import rendered
 
 
 def _code(text: str) -> str:
     """Text of the user's as code in one line: without backticks and control characters."""
     return "`" + "".join(one if one.isprintable() and one != "`" else "�" for one in text) + "`"
-
-
-def render(package: str, template: str, **values: Any) -> str:
-    """A file from a template of a package, with the filters `word` (of a shell), `code` (in Markdown) and `gb`."""
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
-    environment.filters |= {"word": shell_word, "code": _code, "gb": lambda size: f"{size / GB:.2f}"}
-    return environment.from_string(files(package).joinpath(template).read_text(encoding="utf-8")).render(values)
 
 
 def plain_yaml(tree: Any) -> str:
@@ -75,7 +60,7 @@ def start_script(request: Request, launch: Launch) -> str:
     kind, name = launch.key
     if kind == "argv":
         program = [program[0], "-c", _WITH_KEY.format(module=program[program.index("-m") + 1])]
-    return render(
+    return rendered(
         "lmworks.deploy", "start.sh.jinja", model=str(path), model_is_file=path.is_file(), sums=SUMS, key=kind, key_name=name,
         program=program, model_option=launch.model_option, flags=launch.flags,
     )  # fmt: skip
@@ -121,8 +106,9 @@ def _owner() -> str:
 
 def readme(engine: str, request: Request, launch: Launch, trainer: str | None) -> str:
     """What each file is, how to start, ask, watch and stop."""
-    return render(
-        "lmworks.deploy", "README.md.jinja", engine=engine, sums=SUMS, request=request, source=request.source, fit=request.fit, url=f"http://{address(request)}",
-        flags=launch.flags, notes=launch.notes, trainer=trainer, no_errors=engine_metrics(engine).no_errors, owner=_owner(),
+    return rendered(
+        "lmworks.deploy", "README.md.jinja", engine=engine, sums=SUMS, request=request, source=request.source, fit=request.fit,
+        url=f"http://{address(request)}", flags=launch.flags, notes=launch.notes, trainer=trainer,
+        no_errors=engine_metrics(engine).no_errors, owner=_owner(), code=_code, gigabytes=lambda size: f"{size / GB:.2f}",
         prometheus=PROMETHEUS_PORT, grafana=GRAFANA_PORT, check=CHECK_PORT,
     )  # fmt: skip

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.deploy.files import render, shell_word
 from lmworks.deploy.source import Source, open_source
 from lmworks.errors import UserError
 from lmworks.handover.megatron import Argument, copies, mapping, model_arguments, require_bijection
 from lmworks.handover.prompts import Prompts, read_prompts
-from lmworks.io.files import link_or_copy, read_json, require_empty, whole_directory, write_json, write_text
+from lmworks.io.files import link_or_copy, read_json, rendered, require_empty, whole_directory, write_json, write_text
 from lmworks.tokenizer import load
 from lmworks.train.data.decontamination import Decontamination
 from lmworks.weights.huggingface import files_of
@@ -181,12 +181,12 @@ def _write(made: Handover, source: Source, rows: Prompts, out: Path) -> None:
     write_text(out / "prompts.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.rows))
     write_text(out / "model_args.sh", _array("MODEL_ARGS", made.arguments, "Arguments of slime's Megatron for this model."))
     groups = "\n".join(_array(name, arguments) for name, arguments in made.run_arguments.items())
-    write_text(out / "run.sh", render("lmworks.handover", "run.sh.jinja", arguments=groups))
+    write_text(out / "run.sh", rendered("lmworks.handover", "run.sh.jinja", arguments=groups))
     (out / "run.sh").chmod(0o755)
     model = _with_mtp(source)
     names = {one.megatron: {"huggingface": list(one.huggingface), "kind": one.kind} for one in mapping(model)}
     write_json(out / "names.json", {"tensors": names, "copies": copies(model)})
-    write_text(out / "README.md", render("lmworks.handover", "README.md.jinja", made=made))
+    write_text(out / "README.md", rendered("lmworks.handover", "README.md.jinja", made=made))
 
 
 def _array(name: str, arguments: list[Argument], head: str = "") -> str:
@@ -201,7 +201,7 @@ def _array(name: str, arguments: list[Argument], head: str = "") -> str:
         elif one.name == "--rollout-stop-token-ids":
             lines.append(f"  {one.name} {one.value}")
         else:
-            lines.append(f"  {one.name} {shell_word(one.value)}")
+            lines.append(f"  {one.name} {shlex.quote(one.value)}")
     return "\n".join([*lines, ")"]) + "\n"
 
 

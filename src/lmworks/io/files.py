@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 import struct
@@ -20,6 +21,7 @@ import tokenize
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -212,6 +214,15 @@ def write_bytes(path: Path, data: bytes, private: bool = False) -> None:
 def write_text(path: Path, text: str, private: bool = False) -> None:
     """Replace `path` with `text` in UTF-8, atomically."""
     write_bytes(path, text.encode("utf-8"), private)
+
+
+def rendered(package: str, template: str, **values: Any) -> str:
+    """A file from a template of a package (Jinja). The filter `word` makes any text one word of a POSIX shell."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    environment.filters["word"] = lambda text: shlex.quote(text or "")
+    return environment.from_string(resources.files(package).joinpath(template).read_text(encoding="utf-8")).render(values)
 
 
 def write_json(path: Path, value: Any, private: bool = False) -> None:

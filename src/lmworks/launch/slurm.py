@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.io.files import write_text
+from lmworks.io.files import rendered, write_text
 from lmworks.io.urls import reveal
 from lmworks.launch.launch_dir import VARIABLE, LaunchDir
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_table
@@ -46,48 +46,12 @@ class Job:
         folder, options = LaunchDir.of(self.run_dir), self.recipe.launch.slurm
         grace, variables = float(self.recipe.launch.grace_period), self.recipe.launch.environment
         agent = Agent(folder, self.nodes, self.ranks, "@ENDPOINT", "@JOB", self.arguments, grace, variables=variables)
-        elastic = self.nodes.minimum < self.nodes.maximum
-        keep_nodes = "--no-kill --kill-on-bad-exit=0 " if elastic else ""
-        return "\n".join([
-            "#!/bin/bash",
-            *(f"#SBATCH --{name}={shlex.quote(value)}" for name, value in self._sbatch_options().items() if value),
-            "#SBATCH --requeue",
-            *(["#SBATCH --no-kill"] if elastic else []),
-            *(f"#SBATCH {option}" for option in options.options),
-            "",
-            f"cd {shlex.quote(str(Path.cwd()))} || exit 1",
-            *reveal(options.setup),
-            *(f"export {name}={shlex.quote(value)}" for name, value in agent.environment().items()),
-            f"job=({shlex.join([sys.executable, '-P', '-m', 'lmworks.cli.main', 'launch', 'job', str(folder.path.parent)])})",
-            "",
-            '"${job[@]}" begin || exit',
-            "# Slurm signals this shell before the time limit, and only the agents at a preemption; the ranks save and exit.",
-            "forward_signals() {",
-            f"  trap 'echo SIGUSR1 >\"${VARIABLE}/stop\"' USR1 TERM",
-            '  "$@" &',
-            "  while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done  # a signal interrupts a wait",
-            "  return $code",
-            "}",
-            "export -f forward_signals",
-            "",
-            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            " \\\n  ".join([
-                f"forward_signals srun {keep_nodes}--ntasks-per-node=1 --cpus-per-task={self._cpus}",
-                f"bash -c 'export {HOST}=$SLURMD_NODENAME; forward_signals \"$@\"' agent",
-                *_lines(agent.command()),
-            ]),
-            "code=$?",
-            "",
-            'excluded=$("${job[@]}" end --code "$code")',
-            "code=$?",
-            "# A job that a user has canceled is no longer RUNNING, and must not be requeued.",
-            f'if [ $code = {REQUEUE} ] && [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then',
-            '  scontrol requeue "$SLURM_JOB_ID"',
-            '  [ -z "$excluded" ] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$excluded"',
-            "fi",
-            "exit $code",
-            "",
-        ])  # fmt: skip
+        return rendered(
+            "lmworks.launch", "job.sh.jinja", sbatch=self._sbatch_options(), elastic=self.nodes.minimum < self.nodes.maximum,
+            options=options, setup=reveal(options.setup), here=str(Path.cwd()), environment=agent.environment(),
+            job=shlex.join([sys.executable, "-P", "-m", "lmworks.cli.main", "launch", "job", str(folder.path.parent)]),
+            variable=VARIABLE, host=HOST, agent=" \\\n  ".join(_lines(agent.command())), requeue=REQUEUE,
+        )  # fmt: skip
 
     @property
     def _cpus(self) -> int:

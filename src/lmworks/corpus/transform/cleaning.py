@@ -101,15 +101,6 @@ def _decode_c1_control(match: re.Match[str]) -> str:
     return byte.decode("cp850" if between and byte[0] in _DOS_LETTERS else "cp1252", "ignore")
 
 
-def encodable(text: str) -> bool:
-    """Whether the text can be encoded as UTF-8; JSON can contain lone surrogates."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def comparison_form(text: str) -> str:
     """The text in lower case with each run of white space as one space. Documents with equal forms are duplicates."""
     return " ".join(text.lower().split())
