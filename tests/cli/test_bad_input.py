@@ -17,6 +17,7 @@ from command import Lmworks
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
+from lmworks.ui.exit_codes import ExitCode
 from tiny_run import Tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -189,7 +190,7 @@ def test_a_fault_of_ours_is_one_line_too(lmworks: Lmworks, tiny: Tiny, monkeypat
     monkeypatch.setattr(runner, "stages_for", lambda *_: 1 / 0)
     done = lmworks("run", tiny.recipe)
     said = "error: ZeroDivisionError: division by zero (this is a bug in lmworks; --debug shows the traceback)\n"
-    assert (done.code, done.err) == (1, said)
+    assert (done.code, done.err) == (ExitCode.BUG, said)
     assert "Traceback" in lmworks("run", tiny.recipe, "--debug").err
 
 
@@ -238,4 +239,4 @@ def test_a_reader_that_closes_the_pipe_is_told_nothing() -> None:
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    assert process.stderr.read() == b"" and process.wait() == 1
+    assert process.stderr.read() == b"" and process.wait() == ExitCode.BROKEN_PIPE

@@ -15,6 +15,7 @@ from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOptio
 from lmworks.errors import UserError
 from lmworks.recipe.scaling_laws import parse_size
 from lmworks.recipe.schema.units import Seconds, Tokens
+from lmworks.ui.exit_codes import ExitCode
 
 _NEXT = {
     "prompt": "write an evaluation of your own (docs/evaluation.md), and compare prompts by it",
@@ -183,4 +184,4 @@ def preflight(
         if failed:  # any other code would have the launcher start the ranks again
             raise UserError(f"{len(failed)} of {len(answers)} checks failed; see what to do above")
     if failed:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)

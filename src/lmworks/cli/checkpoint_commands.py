@@ -13,6 +13,7 @@ from lmworks.cli.options import JsonOption, RunArgument, console, print_json
 from lmworks.errors import UserError
 from lmworks.io.run_layout import BASE, MODEL_STAGES, MODELS
 from lmworks.ui.amounts import short_size
+from lmworks.ui.exit_codes import ExitCode
 
 ModelOption = Annotated[str, typer.Option("--model", help=f"Whose checkpoints to use: {', '.join(MODELS)}.")]
 _SHOWN = 20
@@ -77,7 +78,7 @@ def verify(run: RunArgument, as_json: JsonOption = False) -> None:
     rows = [row for folder in _folders(run) for row in verify(folder)]
     _print_rows(rows, as_json)
     if any(not row["good"] for row in rows):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def diff(

@@ -10,6 +10,7 @@ import typer
 from lmworks.cli.evaluate_commands import benchmarks
 from lmworks.cli.options import DeviceOption, JsonOption, console, device_of, print_json
 from lmworks.errors import UserError
+from lmworks.ui.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -179,7 +180,7 @@ def quantize(
         raise UserError("; ".join(map(str, missing)))
     asked = {one.name for one in schemes}
     if any(one["verdict"] == "failed" for one in document["results"] if one["scheme"] in asked):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _table(document: dict[str, Any]) -> Table:

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from lmworks.cli.options import JsonOption, console, print_json
 from lmworks.errors import UserError
+from lmworks.ui.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from lmworks.deploy.deploy import Deployment
@@ -134,7 +135,7 @@ def check(
     else:
         console().print(f"failed: {result['reason']}")
     if not result["ok"]:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def record(

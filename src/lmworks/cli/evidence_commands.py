@@ -14,6 +14,7 @@ from lmworks.cli.options import JsonOption, RunArgument, console, print_json
 from lmworks.errors import UserError
 from lmworks.host import machine
 from lmworks.io.files import write_json
+from lmworks.ui.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from lmworks.corpus.analysis.prepared import PreparedCorpus
@@ -204,4 +205,4 @@ def diff(
 
         console().print(difference_table(found))
     if differs(found):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)

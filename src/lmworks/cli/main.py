@@ -16,6 +16,7 @@ from lmworks import __version__
 from lmworks.errors import UserError
 from lmworks.host import machine
 from lmworks.io.masking import mask
+from lmworks.ui.exit_codes import ExitCode
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="Train language models, from raw text to serving."
@@ -52,6 +53,7 @@ def command_tree() -> Any:
         ladder_commands,
         launch_commands,
         recipe_commands,
+        reference_commands,
         run_commands,
         serve_commands,
     )
@@ -61,6 +63,7 @@ def command_tree() -> Any:
         run_commands.register, comparison_commands.register, ablate_commands.register, launch_commands.register, recipe_commands.register,
         advice_commands.register, ladder_commands.register, advice_commands.register_preflight, data_commands.register,
         comparison_commands.register_quantize, serve_commands.register, deploy_commands.register, deploy_commands.register_handover,
+        reference_commands.register,
     ):  # fmt: skip
         register(app)
     # Not typer's own entry point: it turns Ctrl-C and exit codes into things that differ between its versions.
@@ -68,8 +71,7 @@ def command_tree() -> Any:
 
 
 def main() -> None:
-    """Entry point. Errors are one line. Exit codes: 2 for a user error, 130 for an interruption, 75 for preemption by a scheduler, 1 for a
-    bug in lmworks."""
+    """Entry point. Errors are one line; exit codes are those of `ExitCode`."""
     from lmworks.ui.terminal import Interrupted, Preempted
 
     debug = "--debug" in sys.argv
@@ -88,27 +90,27 @@ def main() -> None:
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except Preempted as stop:
-        _fail(stop, str(stop), Preempted.EXIT_CODE, debug)
+        _fail(stop, str(stop), ExitCode.PREEMPTED, debug)
     except Interrupted as stop:
-        _fail(stop, str(stop), 130, debug)
+        _fail(stop, str(stop), ExitCode.INTERRUPTED, debug)
     except (KeyboardInterrupt, typer.Abort) as stop:
-        _fail(stop, _INTERRUPTED, 130, debug)
+        _fail(stop, _INTERRUPTED, ExitCode.INTERRUPTED, debug)
     except UserError as error:
-        _fail(error, f"error: {error}", 2, debug)
+        _fail(error, f"error: {error}", ExitCode.USER_ERROR, debug)
     except BrokenPipeError:  # the reader of our output, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        sys.exit(ExitCode.BROKEN_PIPE)
     except Exception as error:
         if hasattr(error, "format_message"):  # an error of the parser; empty if it has printed the help
             from lmworks.cli.habits import answer
 
             message = error.format_message() and (answer(arguments, command) or error.format_message())
-            _fail(error, message and f"error: {message}", 2, debug)
+            _fail(error, message and f"error: {message}", ExitCode.USER_ERROR, debug)
         what = " ".join(f"{type(error).__name__}: {error}".split())
-        _fail(error, f"error: {what} (this is a bug in lmworks; --debug shows the traceback)", 1, debug)
+        _fail(error, f"error: {what} (this is a bug in lmworks; --debug shows the traceback)", ExitCode.BUG, debug)
 
 
-def _fail(error: BaseException, message: str, code: int, debug: bool) -> None:
+def _fail(error: BaseException, message: str, code: ExitCode, debug: bool) -> None:
     from lmworks.ui.terminal import plain
 
     if debug:

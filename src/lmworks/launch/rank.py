@@ -16,15 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lmworks.launch.launch_dir import LaunchDir
-from lmworks.ui.terminal import Preempted
+from lmworks.ui.exit_codes import ExitCode
 from lmworks.watch.heartbeat import shared_interval
 
 _POLL_INTERVAL = 0.5  # seconds
 _ASKED_TO_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_STOPPED = (Preempted.EXIT_CODE, 130)
-_USER_ERROR = 2
+_STOPPED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 _MAX_FAILED_STARTS = 20  # starts of rank 0 without a successful rendezvous, after which the run ends
-_EXIT_SECONDS = {_USER_ERROR: 10.0}  # that a rank has to exit by itself once the run is over, by exit code of the run
+_EXIT_SECONDS = {ExitCode.USER_ERROR: 10.0}  # that a rank has to exit by itself once the run is over, by exit code of the run
 _DEFAULT_EXIT_SECONDS = 60.0
 
 
@@ -40,7 +39,7 @@ def run_rank(folder: LaunchDir, rank: int, work: Callable[[], None]) -> int:
         code = _exit_code(work)
         for number in _ASKED_TO_STOP:  # one that comes now asks for what is under way, and would end it before it is recorded
             signal.signal(number, signal.SIG_IGN)
-        if code == _USER_ERROR:
+        if code == ExitCode.USER_ERROR:
             _conclude_unless_rank_0_does(folder, code, rank)
         elif code and (code not in _STOPPED or folder.stop_signal() is None):
             return code
@@ -107,7 +106,7 @@ def _messages(folder: LaunchDir) -> Iterator[None]:
     parent, done, interval = os.getppid(), threading.Event(), shared_interval(int(os.environ.get("WORLD_SIZE", "1")))
 
     def leave(*_: object) -> None:
-        sys.exit(1 if folder.stop_signal() is None else Preempted.EXIT_CODE)
+        sys.exit(1 if folder.stop_signal() is None else ExitCode.PREEMPTED)
 
     def listen() -> None:
         stopping, over_since, asked = False, 0.0, time.monotonic()

@@ -19,11 +19,11 @@ from lmworks.launch.launch_dir import VARIABLE, LaunchDir
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_table
 from lmworks.parallel.process_group import layout_for
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.ui.terminal import Preempted
+from lmworks.ui.exit_codes import ExitCode
 from lmworks.watch.heartbeat import HOST
 from lmworks.watch.ledger import LEDGER, Ledger
 
-REQUEUE = Preempted.EXIT_CODE
+REQUEUE = ExitCode.PREEMPTED.value
 # Rendezvous endpoint and id, known only inside the job. The port is below Linux's range of ephemeral ports.
 _ENDPOINT = '"$head:$((16000 + SLURM_JOB_ID % 16000))"'
 _RENDEZVOUS_ID = '"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"'

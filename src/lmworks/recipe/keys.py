@@ -175,19 +175,13 @@ def refuse_unknown(tree: dict[str, Any], root: Any, place: Callable[[Keys], str]
         many = get_origin(annotation) in (list, tuple)
         if many and not isinstance(value, list):
             raise UserError(f"{place(keys)}: {display(tree, keys)} is a list of maps, one below the other with a dash each")
-        other = any(takes_other_forms(node) for node in nodes_of(annotation))
+        other = any(node.text_form is not None for node in nodes_of(annotation))
         for index, item in enumerate(value) if many else [(None, value)]:
             if not isinstance(item, dict) and not (other and isinstance(item, str)):
                 where = keys if index is None else (*keys, index)
                 raise UserError(f"{place(where)}: {display(tree, where)} is a map of keys, not {_short(item)}")
 
     walk(tree, root, ())
-
-
-def takes_other_forms(node: type[Node]) -> bool:
-    """Whether a text may stand for the map of a node: then it has a validator of its own that spells it out."""
-    validators = node.__pydantic_decorators__.model_validators
-    return sum(one.info.mode == "before" for one in validators.values()) > 1
 
 
 def _short(value: Any) -> str:

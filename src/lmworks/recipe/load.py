@@ -88,10 +88,10 @@ class Resolved:
         write_json(directory / "resolved.json", tree)
 
 
-def shipped_folder() -> Path:
-    """The recipes that come with lmworks: of the checkout, or as installed."""
-    checkout = Path(__file__).resolve().parents[3] / "recipes"
-    return checkout if checkout.is_dir() else Path(sysconfig.get_path("data")) / "share" / "lmworks" / "recipes"
+def shipped_folder(name: Literal["recipes", "docs"] = "recipes") -> Path:
+    """The recipes or the pages of documentation that come with lmworks: of the checkout, or as installed."""
+    checkout = Path(__file__).resolve().parents[3] / name
+    return checkout if checkout.is_dir() else Path(sysconfig.get_path("data")) / "share" / "lmworks" / name
 
 
 def shipped(kind: Literal["", "models", "clusters"] = "") -> list[str]:

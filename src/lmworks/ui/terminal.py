@@ -138,6 +138,4 @@ class Interrupted(Exception):
 
 
 class Preempted(Interrupted):
-    """A scheduler requested the stop, with SIGTERM or SIGUSR1; the command exits with `EXIT_CODE`, so that the job is requeued."""
-
-    EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
+    """A scheduler requested the stop, with SIGTERM or SIGUSR1; the command exits with `ExitCode.PREEMPTED`, so that the job is requeued."""

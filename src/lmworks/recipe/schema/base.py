@@ -71,6 +71,9 @@ class Node(BaseModel):
     effect: ClassVar[Effect | None] = None
     """What the keys affect that declare nothing themselves; None: what the node around this one declares."""
 
+    text_form: ClassVar[dict[str, Any] | None] = None
+    """The JSON Schema of texts that may stand for the map of this node, which a validator of its own spells out."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.base import NO_EFFECT, Effect, Node, read_by
@@ -19,6 +19,8 @@ from lmworks.recipe.schema.units import Duration, Tokens
 
 class Generator(Node):
     """A generator of verifiable questions in reasoning-gym. Its name alone may stand for it."""
+
+    text_form: ClassVar = {"type": "string"}
 
     name: str = Field(description="name of the generator in reasoning_gym")
     options: dict[str, Any] = Field(
@@ -33,6 +35,11 @@ class Generator(Node):
 
 class Benchmark(Node):
     """A benchmark set, or a task of your own. Its name, or the path of a task file that ends in .yaml, may stand for it."""
+
+    text_form: ClassVar = {"type": "string"}
+    model_config = ConfigDict(
+        json_schema_extra=lambda schema: schema.update(required=[], anyOf=[{"required": [one]} for one in ("name", "file")])
+    )
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", description="name of the set; of a task of your own, its name in reports")
     file: str | None = Field(None, description="task of your own: its YAML file, relative to the working directory; see docs/evaluation.md")

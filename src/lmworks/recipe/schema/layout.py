@@ -50,6 +50,8 @@ class Layout(Node):
         None, description="layers of each pipeline stage, first to last; balanced by cost when omitted"
     )
 
+    text_form: ClassVar = {"const": "auto"}
+
     @model_validator(mode="before")
     @classmethod
     def _spelt_out(cls, value: Any) -> Any:
@@ -101,6 +103,12 @@ class ActivationCheckpointing(Quantity):
     policy: CheckpointingPolicy
     share: Fraction = Fraction(1)
     example = "none, selective, full, '50%' or 'selective 50%'"
+
+    @classmethod
+    def forms(cls) -> list[dict[str, Any]]:
+        shared = "|".join(name for name in CHECKPOINTING_POLICIES if name != CHECKPOINT_NONE.name)
+        percent = r"\d+(\.\d+)?%"
+        return [{"enum": list(CHECKPOINTING_POLICIES)}, {"type": "string", "pattern": rf"^\s*(({shared})\s+)?{percent}\s*$"}]
 
     @classmethod
     def parse(cls, text: str) -> ActivationCheckpointing:

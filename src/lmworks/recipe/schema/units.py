@@ -79,8 +79,24 @@ class Quantity:
         )
 
     @classmethod
+    def forms(cls) -> list[dict[str, Any]]:
+        """JSON Schemas of the values that `_validate` takes: an editor completes and checks by them. Texts of a form may still be refused,
+        such as half a token."""
+        raise NotImplementedError
+
+    @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"type": "string", "examples": [cls.example], "title": cls.__name__}
+        examples = [one.strip("'") for one in re.split(", | or ", cls.example)]
+        forms = cls.forms()
+        return {"examples": examples, "title": cls.__name__} | (forms[0] if len(forms) == 1 else {"anyOf": forms})
+
+
+_PREFIX = f"({'|'.join(filter(None, sorted(_DECIMAL | _BINARY)))})"
+
+
+def _written(*units: str) -> dict[str, Any]:
+    """The JSON Schema of a number with one of these units, each a regular expression."""
+    return {"type": "string", "pattern": rf"^\s*\d[\d_,]*(\.\d+)?(e[+-]?\d{{1,2}})?\s*({'|'.join(units)})\s*$"}
 
 
 class Tokens(Quantity, int):
@@ -95,6 +111,10 @@ class Tokens(Quantity, int):
         if (tokens := super()._validate(value)) < 1:
             raise ValueError(f"{value!r} is too few; write for example {cls.example}")
         return tokens
+
+    @classmethod
+    def forms(cls) -> list[dict[str, Any]]:
+        return [_written(f"{_PREFIX}?", rf"({_PREFIX}\s+)?tokens?"), {"type": "integer", "minimum": 1}]
 
     @classmethod
     def parse(cls, text: str) -> Tokens:
@@ -113,6 +133,10 @@ class Bytes(Quantity, int):
     """A number of bytes: `16MB` (decimal), `16MiB` (binary)."""
 
     example = "'16MB' or '4GiB'"
+
+    @classmethod
+    def forms(cls) -> list[dict[str, Any]]:
+        return [_written(rf"({_PREFIX}\s*)?B", "bytes?")]
 
     @classmethod
     def parse(cls, text: str) -> Bytes:
@@ -137,6 +161,10 @@ class Seconds(Quantity, float):
     _units = {"s": 1, "sec": 1, "seconds": 1, "min": 60, "minutes": 60, "h": 3600, "hours": 3600, "d": 86400, "days": 86400}
 
     @classmethod
+    def forms(cls) -> list[dict[str, Any]]:
+        return [_written(*cls._units)]
+
+    @classmethod
     def parse(cls, text: str) -> Seconds:
         number, first, second = _split(text, cls.example)
         if second or first not in cls._units:
@@ -156,6 +184,10 @@ class Duration(Quantity):
     value: Fraction
     unit: str
     example = "'2000 steps', '1B tokens' or '2%'"
+
+    @classmethod
+    def forms(cls) -> list[dict[str, Any]]:
+        return [_written("%", "steps?", rf"({_PREFIX}\s+)?tokens?")]
 
     @classmethod
     def parse(cls, text: str) -> Duration:
