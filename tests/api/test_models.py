@@ -116,6 +116,11 @@ def test_sampling_is_reproducible_and_stops(tiny: Tiny, tmp_path: Path) -> None:
     one, other = (model.generate(TEXT, seed=seed, **options) for seed in (1, 2))
     assert one == model.generate(TEXT, seed=1, **options) and one.tokens != other.tokens
     assert model.generate_batch([], max_new_tokens=1) == []
+    long, short = [7] * 60, [7] * 3
+    model.module.config = model.config.model_copy(update={"max_position_embeddings": 64})
+    together = model.generate_batch([long, short], max_new_tokens=12)
+    assert len(together[0].tokens) == 4 and together[0].finish_reason == "length"
+    assert together[1].tokens == model.generate(short, max_new_tokens=12).tokens and len(together[1].tokens) > 4
     cut = model.generate(TEXT, seed=1, stop=one.text[2:4], **options)
     assert cut.text == one.text[: one.text.find(one.text[2:4])] and cut.finish_reason == "stop"
 
@@ -131,7 +136,7 @@ def test_sampling_is_reproducible_and_stops(tiny: Tiny, tmp_path: Path) -> None:
         ("a", {"temperature": float("nan")}, "temperature is a number from 0 on, not nan"),
         ("a", {"top_p": 1.5}, "top_p is a number from 0 to 1"),
         ("a", {"stop": ""}, "a stop text is empty"),
-        ("a" * 600, {}, "are more than the"),
+        ("a" * 600, {}, "tokens, and huggingface has 64 positions; shorten it"),
         ([{"role": "user"}], {}, "message"),
     ],
 )

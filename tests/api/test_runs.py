@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import Lmworks
@@ -17,6 +19,8 @@ from lmworks.metrics.log import read
 from lmworks.watch.ledger import Ledger
 from lmworks.watch.stop_signals import graceful_stop
 from tiny_run import Tiny, before_each_step
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_run_is_interrupted_resumed_and_read(
@@ -53,7 +57,7 @@ def test_a_run_is_interrupted_resumed_and_read(
         (lambda: run.metrics(names=["train/los"]), "has logged no train/los in pretrain; it has logged: step, time, "),
         (lambda: table.dropna("loss"), "there is no column 'loss'"),
         (run.results, "has no evaluation; make it with: lmworks evaluate RECIPE"),
-        (lambda: run.batch(10**6), "has no step 1000000; its steps are 0 to 9"),
+        (lambda: run.batch(10**6), "step 1000000 does not exist: the run has 10 steps"),
         (lambda: lmworks.open_run(tiny_copy.recipe.parent), "is not a run directory"),
     ):
         with pytest.raises(lmworks.UserError) as error:
@@ -63,8 +67,25 @@ def test_a_run_is_interrupted_resumed_and_read(
 
     completion = run.model().generate("def ", max_new_tokens=3)
     assert completion.text == run.model("base").generate("def ", max_new_tokens=3).text
+    execute_page(tiny_copy.run_dir, tiny_copy.recipe.parent / "page", monkeypatch)
     steps = json.loads(lmworks_command("ckpt", "list", run.path, "--json").out)
     assert run.model(int(steps[0]["step"])).name == f"run@{steps[0]['step']}"
+
+
+def execute_page(run_dir: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """The Python of docs/python.md, with this run as runs/quickstart."""
+    folder.mkdir()
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    (folder / "runs").mkdir()
+    (folder / "runs" / "quickstart").symlink_to(run_dir)
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.S)
+    assert len(found) >= 5
+    names: dict[str, Any] = {"__name__": "page"}
+    with patch.context() as inner:
+        inner.chdir(folder)
+        for block in found:
+            exec(block, names)
+    assert names["model"].name.endswith("@base") and names["planned"].dollars > 0
 
 
 def test_a_batch_is_what_the_command_prints(lmworks_command: Lmworks, tiny_copy: Tiny) -> None:

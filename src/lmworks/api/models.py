@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lmworks.errors import UserError
-from lmworks.evaluate.generation.replies import cut_at, generate_until
+from lmworks.evaluate.generation.replies import Written, cut_at, generate_until
 from lmworks.evaluate.logprobs import BatchedLogProbs, Request
 from lmworks.evaluate.sets.forms import split_at_boundary
 from lmworks.inference.sampling import GenerateOptions
@@ -117,7 +117,7 @@ class Model:
     ) -> list[Completion]:  # fmt: skip
         """Continue several prompts together; each has the result that it has alone, up to rounding.
 
-        temperature: 0 is greedy. top_k: 0, and top_p: 1, and min_p: 0 switch these filters off. seed: with the row of the prompt it
+        max_new_tokens: at most as many as the model has positions for. temperature: 0 is greedy. top_k: 0, and top_p: 1, and min_p: 0 switch these filters off. seed: with the row of the prompt it
         determines what is drawn. stop: texts that end a completion and are not part of it.
         Raises `UserError` for an empty prompt, one that leaves no room in the model's positions, and options out of range.
         """
@@ -126,28 +126,29 @@ class Model:
         if "" in stops:
             raise UserError("a stop text is empty; leave it out")
         _require_ranges(max_new_tokens, temperature, top_k, top_p, min_p)
-        most = int(self.config.max_position_embeddings) if self.config.max_position_embeddings else None
-        for ids in rows if most else ():
-            if len(ids) + max_new_tokens > most:  # type: ignore[operator]
-                raise UserError(
-                    f"a prompt of {len(ids):,} tokens and {max_new_tokens:,} new ones are more than the {most:,} positions of {self.name}; "
-                    "shorten it, or lower max_new_tokens"
-                )
+        rooms = [self._room(ids) for ids in rows]
         options = GenerateOptions(
-            max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            max_new_tokens=min(max_new_tokens, max(rooms, default=1)), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             stop_ids=tuple(self.tokenizer.stop_ids),
         )  # fmt: skip
         seeds = [seed * 1_000_003 + row for row in range(len(rows))]
         if not rows:
             return []
         written = generate_until(self.module, self.tokenizer, rows, options, [stops] * len(rows), seeds)
-        return [
-            Completion(
-                cut_at(self.tokenizer.decode(one.ids, skip_special=True), stops), tuple(one.ids),
-                tuple(token.logprob for token in one.tokens), "stop" if one.stopped else "length", len(ids),
-            )
-            for ids, one in zip(rows, written, strict=True)
-        ]  # fmt: skip
+        return [self._completion(ids, one, stops, room) for ids, one, room in zip(rows, written, rooms, strict=True)]
+
+    def _room(self, ids: Sequence[int]) -> int:
+        """New tokens for which the model has positions. Raises `UserError` if there are none."""
+        most = int(self.config.max_position_embeddings or LARGEST)
+        if len(ids) >= most:
+            raise UserError(f"a prompt has {len(ids):,} tokens, and {self.name} has {most:,} positions; shorten it")
+        return most - len(ids)
+
+    def _completion(self, ids: Sequence[int], written: Written, stops: Sequence[str], room: int) -> Completion:
+        tokens = written.tokens[:room]
+        text = cut_at(self.tokenizer.decode([token.id for token in tokens], skip_special=True), stops)
+        finish = "stop" if written.stopped and len(tokens) == len(written.tokens) else "length"
+        return Completion(text, tuple(token.id for token in tokens), tuple(token.logprob for token in tokens), finish, len(ids))
 
     def log_likelihood(self, context: str | Sequence[int], continuation: str | Sequence[int]) -> float:
         """The log-probability in nats of `continuation` after `context`, summed over its tokens, as benchmarks score choices.

@@ -177,8 +177,6 @@ class Run:
         from lmworks.watch.ledger import Skips, rollbacks
 
         batches = self.batches()
-        if not 0 <= step < batches.steps:
-            raise UserError(f"{self.path} has no step {step}; its steps are 0 to {batches.steps - 1}")
         found = batches.batch(step)
         return StepBatch(
             step, self._recipe.train.phases[found.phase].name, found.tokens, found.labels, batches.documents(step),
