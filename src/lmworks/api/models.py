@@ -117,8 +117,9 @@ class Model:
     ) -> list[Completion]:  # fmt: skip
         """Continue several prompts together; each has the result that it has alone, up to rounding.
 
-        max_new_tokens: at most as many as the model has positions for. temperature: 0 is greedy. top_k: 0, and top_p: 1, and min_p: 0 switch these filters off. seed: with the row of the prompt it
-        determines what is drawn. stop: texts that end a completion and are not part of it.
+        max_new_tokens: at most as many as the model has positions for. temperature: 0 is greedy. top_k: 0, top_p: 1 and min_p: 0 switch
+        these filters off. seed: with the row of the prompt it determines what is drawn. stop: texts that end a completion and are not part
+        of it.
         Raises `UserError` for an empty prompt, one that leaves no room in the model's positions, and options out of range.
         """
         rows = [self.encode(prompt) for prompt in prompts]
