@@ -77,6 +77,13 @@ def test_a_curve_may_be_of_another_sample_than_the_final_values() -> None:
     assert backward.rank_halves == -1 and backward.rank_seeds == 1
 
 
+def test_the_order_of_arms_needs_two_of_them() -> None:
+    several = curves(spread=0.5, over_seeds=0.02, wavering=0.01)
+    two, one = (quality(several[:arms], lower_is_better=True, is_paired=False) for arms in (2, 1))
+    assert two.rank_halves == 1 and two.rank_seeds == 1
+    assert (one.rank_halves, one.rank_seeds) == (None, None)
+
+
 def test_a_final_value_without_a_curve_and_a_single_seed() -> None:
     found = quality(np.array([[[1.0]], [[2.0]]]), lower_is_better=True, is_paired=False)
     assert (found.monotonicity, found.rank_halves, found.signal_to_checkpoints, found.rank_seeds) == (None, None, None, None)

@@ -184,6 +184,7 @@ def test_what_is_kept_and_what_goes(tmp_path):
     with Checkpoints(tmp_path, options, {}, report=lambda event, **fields: events.append((event, fields))) as checkpoints:
         for step, loss in losses.items():
             checkpoints.save(step, make_state(1), {}, metric=loss, permanent=step == 30)
+        assert [checkpoints.latest_good(step) for step in (90, 89, 5)] == [tmp_path / "step-00000090", tmp_path / "step-00000080", None]
     # 20 is the best, 30 permanent, 40 and 80 the first at each 40 steps, 90 and 100 the last.
     assert [row["step"] for row in list_checkpoints(tmp_path)] == [20, 30, 40, 80, 90, 100]
     assert [fields["step"] for event, fields in events if event == "checkpoint"] == list(losses)

@@ -128,9 +128,10 @@ def test_accuracy_counts_larger_rewards_and_half_of_the_ties() -> None:
 
 def test_the_reference_point_of_kto_is_not_negative() -> None:
     """Where answers to other prompts have become less likely, their mean is below 0, and a divergence is not."""
-    logp, labels = torch.tensor([[1.0, -3.0], [1.0, -5.0]]), torch.tensor([True, False])
+    logp, labels = torch.tensor([[30.0, -3.0], [30.0, -5.0]]), torch.tensor([True, False])
     found = preference_loss(Dpo.model_validate({"loss": "kto"}), logp, torch.zeros(2, 2), torch.ones(2, 2), labels)
     assert found.divergence is not None and found.divergence.item() == 0
+    assert found.accuracy.item() == 0.5, "a good answer that has become more likely, and a bad one"
 
 
 def test_answers_are_packed_with_their_own_labels(tiny: Tiny) -> None:
