@@ -62,11 +62,15 @@ class Budgets:
         """Tokens that this share trains on."""
         return int(self.share(stage) / ((FROZEN if self.lora else TRAINED) * max(1, self.base)))
 
-    def length(self, found: Sequence[Found], extra: int = 0) -> int:
-        """A sequence length that holds 95% of the sampled rows, a power of two from 256 to 4096, within the context of the model."""
-        sizes = sorted(size for one in found for size in one.lengths) or [1]
-        wanted = sizes[int(0.95 * (len(sizes) - 1))] / self.bytes_per_token + extra
-        return min(4096, max(256, 1 << max(0, int(wanted) - 1).bit_length()), 1 << (self.context.bit_length() - 1))
+    def length(self, found: Sequence[Found], extra: int = 0, paid: float = 1e18, least: float = 0.0) -> tuple[int, str]:
+        """A sequence length that holds 95% of the sampled rows, a power of two from 256 to 4096, within the context of the model. It is
+        shorter where `paid` tokens are fewer than the fewest steps, but holds `least` of the rows. And what to say of it."""
+        sizes = sorted(size / self.bytes_per_token + extra for one in found for size in one.lengths) or [1.0]
+        wanted, shortest = (1 << max(0, int(sizes[int(share * (len(sizes) - 1))]) - 1).bit_length() for share in (0.95, least))
+        most = max(shortest, 1 << max(1, int(paid / FEWEST)).bit_length() - 1)
+        length = min(max(256, min(wanted, most)), 4096, 1 << (self.context.bit_length() - 1))
+        held = sum(size <= length for size in sizes) / len(sizes)
+        return length, f"{length} tokens hold {held:.0%} of the sampled rows" + ("; the time allows no longer ones" if most < wanted else "")
 
 
 def vocabulary(budgets: Budgets) -> int:
@@ -93,9 +97,9 @@ def choose_adapters(budgets: Budgets, conversations: int) -> None:
 
 def tune_budget(budgets: Budgets, rows: list[Found], pretrained: bool) -> tuple[dict[str, str], str]:
     """The keys of the section tune that set its budget, and why."""
-    length = budgets.length(rows)
     text = sum(one.text_bytes for one in rows) / budgets.bytes_per_token
-    paid = budgets.tokens_for("tune") if pretrained else max(budgets.tokens // 4, FEWEST * length)
+    paid = budgets.tokens_for("tune") if pretrained else budgets.tokens // 4
+    length, about = budgets.length(rows, paid=paid)
     tokens = max(FEWEST * length, min(_EPOCHS * text, paid))
     keys = {"epochs": str(_EPOCHS)}
     why = "whole passes"
@@ -105,24 +109,24 @@ def tune_budget(budgets: Budgets, rows: list[Found], pretrained: bool) -> tuple[
             f"{_EPOCHS} passes would be about {_EPOCHS * text:,.0f} tokens" if pretrained else "a proportion of the time, beside the phases"
         )
     batch = length * power_of_two(tokens / length / (2 * FEWEST), 64)
-    return {"sequence_length": f"{length} tokens", "global_batch_size": f"{batch} tokens", **keys}, why
+    return {"sequence_length": f"{length} tokens", "global_batch_size": f"{batch} tokens", **keys}, f"{why}; {about}"
 
 
 def dpo_budget(budgets: Budgets, rows: list[Found]) -> tuple[dict[str, str], int | None, str]:
     """The keys of the section dpo, how many rows the time pays for (None: all), and why."""
-    length, total = budgets.length(rows), sum(one.rows for one in rows)
+    total, each = sum(one.rows for one in rows), ((FROZEN if budgets.lora else TRAINED) + 2) * max(1, budgets.base)  # and the reference
+    length, about = budgets.length(rows, paid=budgets.share("dpo") / each / 2, least=0.5)
     size = sum(sum(one.lengths) for one in rows) / max(1, sum(len(one.lengths) for one in rows)) / budgets.bytes_per_token
-    each = 2 * max(size, 1) * ((FROZEN if budgets.lora else TRAINED) + 2) * max(1, budgets.base)  # both answers, and the reference
-    paid = max(2 * FEWEST, int(budgets.share("dpo") / each))
+    paid = max(2 * FEWEST, int(budgets.share("dpo") / (2 * max(size, 1) * each)))  # both answers of a pair
     used = min(total, paid)
     keys = {"pairs_per_step": str(max(2, power_of_two(0.95 * used / FEWEST, 32))), "sequence_length": f"{length} tokens"}
-    return keys, used if used < total else None, f"the time pays for about {paid:,} of {total:,} rows" if used < total else ""
+    return keys, used if used < total else None, about + (f"; the time pays for about {paid:,} of {total:,}" if used < total else "")
 
 
 def grpo_budget(budgets: Budgets, rows: list[Found]) -> tuple[dict[str, str], str]:
     """The keys of the section grpo, and why."""
     total, answer = sum(one.rows for one in rows), 128
-    length = min(budgets.length(rows, answer), budgets.context)
+    length = budgets.length(rows, answer)[0]
     prompts = max(1, power_of_two(min(total / 4, 16 if budgets.cluster.on_cpu is False else 4), 16))
     each = prompts * 8 * answer * ((FROZEN if budgets.lora else TRAINED) + 2 * _DECODING) * max(1, budgets.base)
     share = budgets.share("grpo")

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ from lmworks.verify.marks import statements
 Use = Literal["documents", "conversations", "preferences", "labels", "rewards"]
 ROWS_READ, FILES_READ, BYTES_READ = 20, 32, 1 << 19
 """Rows of a file, files of a folder, and bytes of text of a source that are read."""
+_ITEMS = 200  # documents of a file
 _MOST_LISTED = 32  # files of different meanings in one folder that become sets of their own
 _KEPT = 0.8  # share of the sampled text that the rules of a domain keep where the domain fits
 _TEXT = ("text", "content", "body", "document", "article", "raw_content", "markdown", "html", "abstract", "description")
@@ -50,6 +51,7 @@ _DOMAINS: dict[str, tuple[str, ...]] = {
     "latex": ("math", "docs", "other"), "notebook": ("docs", "other"), "code": ("code",), "jsonl": ("prose", "other"),
     "parquet": ("prose", "other"), "huggingface": ("prose", "other"),
 }  # fmt: skip
+_MOST_COUNTED = 100_000  # rows of a dataset
 _COMPRESSION = 3  # of JSON by gzip and zstd, about
 _LIMIT = int(Corpus.model_fields["max_document_bytes"].default)
 
@@ -98,51 +100,48 @@ def understand(survey: Survey) -> list[Found]:
             found.append(one)
     for folder in survey.datasets:
         found += _rows(Files("huggingface", folder, True, 1, 0, [(folder, 0)]), survey)
-    taken: Counter[str] = Counter()
+    taken = set[str]()
     for one in found:
         plain = re.sub(r"[^a-z0-9]+", "-", os.path.basename(one.path.rstrip("/*")).lower().split(".")[0]).strip("-")[:40] or one.use
-        taken[plain] += 1
-        one.name = plain if taken[plain] == 1 else f"{plain}-{one.kind}" if not taken[f"{plain}-{one.kind}"] else f"{plain}-{taken[plain]}"
-        taken[one.name] += one.name != plain
+        names = chain((plain, f"{plain}-{one.kind}"), (f"{plain}-{number}" for number in count(2)))
+        one.name = next(name for name in names if name not in taken)
+        taken.add(one.name)
     return found
 
 
-def where(files: Files, kind: str, several: bool) -> str:
+def _path(files: Files, survey: Survey) -> str:
     """The path of a source for these files: the folder, or a pattern for the files right in it where others of their kind lie below."""
-    folder = files.folder
-    if files.deep or not several:
-        return folder
-    return os.path.join(glob.escape(folder), "*")
+    several = sum(other.kind == files.kind for other in survey.files) > 1
+    return os.path.join(glob.escape(files.folder), "*") if several and not files.deep else files.folder
 
 
 def _documents(files: Files, survey: Survey) -> Found | None:
-    several = sum(other.kind == files.kind for other in survey.files) > 1
-    found = Found("documents", files.kind, where(files, files.kind, several), files.count, files.bytes)
-    size = _read(found, [File(path, size) for path, size in files.sample[:FILES_READ]], survey)
+    found = Found("documents", files.kind, _path(files, survey), files.count, files.bytes)
+    sample = [File(path, size) for path, size in files.sample[:FILES_READ]]
+    size = _read(found, sample)
+    if not found.lengths and files.kind == "text" and "enormous" in "".join(found.notes):
+        found.document_format, found.notes = "lines", ["a document per line, since whole files are longer than a document may be"]
+        size = _read(found, sample[:1])
     if not found.lengths:
-        if files.kind == "text" and found.document_format is None and found.notes and "enormous" in found.notes[0]:
-            found.document_format, found.notes = "lines", ["a document per line, since whole files are longer than a document may be"]
-            size = _read(found, [File(path, size) for path, size in files.sample[:FILES_READ]], survey)
-        if not found.lengths:
-            survey.leave_out(
-                f"{files.kind} files without a readable document ({'; '.join(found.notes) or 'empty'})", files.folder, files.count
-            )
-            return None
+        survey.leave_out(f"{files.kind} files without a readable document ({'; '.join(found.notes) or 'empty'})", files.folder, files.count)
+        return None
     found.scale(size)
     _judge(found)
     return found
 
 
-def _read(found: Found, files: list[File], survey: Survey, text_key: str = "text") -> int:
+def _read(found: Found, files: list[File]) -> int:
     """Read a sample with the reader of the corpus; returns the bytes of input read."""
-    source = Source(name="sample", kind=found.kind, path=found.path, text_key=text_key, document_format=found.document_format, license="-")
+    source = Source(name="sample", kind=found.kind, path=found.path, document_format=found.document_format, license="-")
     reasons: Counter[str] = Counter()
-    size, given = 0, files if found.document_format is None else files[:1]
-    for file in given:
+    size = 0
+    for file in files:
         span = None if found.document_format is None else (0, min(file.size, BYTES_READ))
         before = sum(found.lengths)
         try:
-            for item in islice(read.read(source, read.Part((file,), file.size, span), _LIMIT), 200):
+            items = list(islice(read.read(source, read.Part((file,), file.size, span), _LIMIT), _ITEMS))
+            size += file.size if len(items) < _ITEMS and span is None else sum(item.consumed for item in items)
+            for item in items:
                 if item.reason is not None:
                     reasons[item.reason] += 1
                     continue
@@ -152,8 +151,7 @@ def _read(found: Found, files: list[File], survey: Survey, text_key: str = "text
         except UserError as error:
             found.notes.append(str(error))
             break
-        size += file.size if span is None else span[1]
-        if sum(found.lengths) > 4 * BYTES_READ or (sum(found.lengths) == before and sum(reasons.values()) > 200):
+        if sum(found.lengths) > 4 * BYTES_READ or (sum(found.lengths) == before and sum(reasons.values()) > _ITEMS):
             break
     if reasons:
         found.notes.append("in the sample: " + ", ".join(f"{count} {reason}" for reason, count in reasons.most_common()))
@@ -175,7 +173,8 @@ def _judge(found: Found) -> None:
             )
     shares = {domain: _kept(found, domain) for domain in _DOMAINS[found.kind]}
     found.domain = next((domain for domain, share in shares.items() if share >= _KEPT), max(shares, key=shares.__getitem__))
-    found.why = ", ".join(f"the rules of {domain} keep {share:.0%} of the sample" for domain, share in shares.items())
+    found.why = f"text in the column {found.about}; " * bool(found.about)
+    found.why += ", ".join(f"the rules of {domain} keep {share:.0%} of the sample" for domain, share in shares.items())
     if shares[found.domain] < 0.5:
         found.rules = "none"
         found.notes.append("no rules, since those of every domain drop most of the sample; docs/rules.md lists them")
@@ -229,12 +228,11 @@ def _rows(files: Files, survey: Survey) -> list[Found]:
             by_meaning.setdefault((use, about), []).append((path, size, [one for one in meanings if (one.use, one.about) == (use, about)]))
             if count < len(meanings):
                 survey.leave_out("rows of another form than most of their file, of those sampled", path, len(meanings) - count)
-    several = sum(other.kind == files.kind for other in survey.files) > 1
     if not by_meaning:
         return []
     if len(by_meaning) == 1:  # files that are not understood are left out and counted by the stage, too
         ((use, about), group) = next(iter(by_meaning.items()))
-        return _sets(use, about, group, where(files, ROWS, several) if files.kind == ROWS else files.folder, files)
+        return _sets(use, about, group, _path(files, survey), files)
     if whole:
         return [
             one
@@ -243,7 +241,7 @@ def _rows(files: Files, survey: Survey) -> list[Found]:
             for one in _sets(use, about, [(path, size, meanings)], path, Files(ROWS, path, False, 1, size))
         ]
     (use, about), group = max(by_meaning.items(), key=lambda pair: len(pair[1]))
-    found = _sets(use, about, group, where(files, ROWS, several), files)
+    found = _sets(use, about, group, _path(files, survey), files)
     for one in found:
         one.notes.append(
             f"{len(files.sample[:FILES_READ]) - len(group)} of {len(files.sample[:FILES_READ])} sampled files are something else; "
@@ -266,7 +264,7 @@ def _sets(use: Use, about: str, group: list[tuple[str, int, list[_Meaning]]], pa
         rows = [_count(name, size, [one.raw for one in meanings]) for name, size, meanings in mine]
         found.rows = round(sum(rows) * found.files / max(1, len(mine)))
         found.text_bytes = round(found.rows * sum(found.lengths) / max(1, len(found.lengths)))
-        found.why = f"column {about}" if use == "documents" else f"rows of the form {about}" if use == "conversations" else about
+        found.why = f"rows of the form {about}" if use == "conversations" else about
         if use == "documents":
             _judge(found)
         result.append(found)
@@ -280,10 +278,10 @@ def _count(path: str, size: int, raw: list[int]) -> float:
 
         with suppress(*damage_errors()):
             return float(pq.read_metadata(path).num_rows)
-    if len(raw) < ROWS_READ or os.path.isdir(path):
+    if len(raw) < ROWS_READ:
         return float(len(raw))
-    if size <= BYTES_READ * 4 and not path.lower().endswith(COMPRESSED):
-        return float(sum(one.fault is None for one in read_files("init", path)))
+    if os.path.isdir(path) or (size <= BYTES_READ * 4 and not path.lower().endswith(COMPRESSED)):
+        return float(sum(one.fault is None for one in islice(read_files("init", path), _MOST_COUNTED)))
     return max(len(raw), (_COMPRESSION if path.lower().endswith(COMPRESSED) else 1) * size * len(raw) / max(1, sum(raw)))
 
 

@@ -165,7 +165,7 @@ def _method(budgets: Budgets) -> list[str]:
 
 def _tune(rows: Sequence[Found], budgets: Budgets, pretrained: bool) -> list[str]:
     keys, why = tune_budget(budgets, list(rows), pretrained)
-    return ["tune:", *_sets(rows), *_comment(f"{why}. The sequence length holds 95% of the sampled conversations.", "  "),
+    return ["tune:", *_sets(rows), *_comment(f"{why}.", "  "),
             *(f"  {key}: {value}" for key, value in keys.items()), *_method(budgets)]  # fmt: skip
 
 
