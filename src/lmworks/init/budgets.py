@@ -70,7 +70,8 @@ class Budgets:
         most = max(shortest, 1 << max(1, int(paid / FEWEST)).bit_length() - 1)
         length = min(max(256, min(wanted, most)), 4096, 1 << (self.context.bit_length() - 1))
         held = sum(size <= length for size in sizes) / len(sizes)
-        return length, f"{length} tokens hold {held:.0%} of the sampled rows" + ("; the time allows no longer ones" if most < wanted else "")
+        limited = "; the time allows no longer ones" if most < wanted else ""
+        return length, f"{length} tokens hold {held:.0%} of the sampled rows{limited}"
 
 
 def vocabulary(budgets: Budgets) -> int:
