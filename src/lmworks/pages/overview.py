@@ -85,7 +85,7 @@ def tiles(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
     if "train/loss" in part.series:
         means = part.series["train/loss"].means()
         lately = means[-max(1, len(means) // 50) :]
-        under = f"from {significant(means[0][1], 3)}, nats per token"
+        under = f"mean of the last 2% of steps, from {significant(means[0][1], 3)}; nats per token"
         found.append(("Training loss", significant(sum(y for _, y in lately) / len(lately), 4), under))
     found += _bits_tile(run)
     if "perf/tokens_per_second" in part.series:
