@@ -17,10 +17,10 @@ import pytest
 import torch
 from unsteady import AnotherOrder
 
+from lmworks.api.runs import Run
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.save import CheckpointWriter
-from lmworks.cli import data_commands
 from lmworks.errors import UserError
 from lmworks.io import jsonl
 from lmworks.metrics.log import read
@@ -165,7 +165,7 @@ def test_a_rollback_leaves_the_window_out(rolled_back: Tiny) -> None:
     assert (line["step"], line["to_step"], line["skip"]) == (HIGH, 12, [12, 15])
     assert line["reason"] == "1 spike in a row (stability.spike)"
     assert steps_of(rolled_back) == left_out(12, 15)
-    assert [step for step in range(STEPS) if data_commands.left_out(str(rolled_back.run_dir), step)] == [12, 13, 14]
+    assert [step for step in range(STEPS) if Run(rolled_back.run_dir).batch(step).left_out] == [12, 13, 14]
     whole = sum(line["train/batch_tokens"] for line in curve(rolled_back.run_dir))
     assert curve(rolled_back.run_dir)[-1]["train/tokens"] == whole, "what is counted is what was trained on"
 
@@ -260,7 +260,7 @@ def test_deleted_checkpoints_start_the_run_over(
     assert curve(tiny_copy.run_dir) == curve(trained.run_dir)
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(trained.run_dir)) == []
     assert [line["step"] for line in events(tiny_copy, "start_over")] == [STEPS]
-    assert not data_commands.left_out(str(tiny_copy.run_dir), HIGH) and not read_changes(tiny_copy.run_dir).applied
+    assert not Run(tiny_copy.run_dir).batch(HIGH).left_out and not read_changes(tiny_copy.run_dir).applied
 
 
 def test_a_level_that_stays_is_accepted_when_no_rollback_is_left(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
