@@ -17,15 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.evaluate.logprobs import LogProbs, Request
-from lmworks.evaluate.sets.forms import Encoder
 from lmworks.io.run_layout import corpus_files
 from lmworks.ui.terminal import bar
+
+if TYPE_CHECKING:  # they import torch, and processes of a corpus read the held-out text
+    from lmworks.evaluate.logprobs import LogProbs, Request
+    from lmworks.evaluate.sets.forms import Encoder
 
 
 def _files(corpus_dir: Path, split: str) -> list[Path]:
