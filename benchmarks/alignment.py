@@ -34,7 +34,7 @@ GOAL = {"dpo": 0.8, "grpo": 0.6}
 RECIPE: dict[str, Any] = {
     "name": "alignment",
     "corpus": {
-        "validation_bytes": "8KB",
+        "max_validation_bytes": "8KB",
         "dedup": {"minhash": None},
         "sources": [{"name": "lists", "kind": "jsonl", "path": "lists.jsonl", "domain": "other", "license": "CC0-1.0"}],
     },
@@ -43,17 +43,17 @@ RECIPE: dict[str, Any] = {
     "optimizer": {"learning_rate": 0.004, "adam_learning_rate": 0.004},
     "train": {
         "validate_every": "20%",
-        "validate_bytes_per_domain": 4096,
+        "validation_bytes_per_domain": "4KiB",
         "phases": [
             {
                 "name": "general", "tokens": "160Ki", "mixture": {"lists": 1.0}, "sequence_length": "256 tokens",
-                "global_batch_size": "1Ki", "lr_schedule": {"kind": "linear", "min_lr_ratio": 0.1},
+                "global_batch_tokens": "1Ki", "lr_schedule": {"kind": "linear", "min_lr_ratio": 0.1},
             }
         ],
     },
     "tune": {
         "data": [{"name": "answers", "kind": "files", "path": "answers.jsonl"}],
-        "tokens": "32Ki", "sequence_length": "256 tokens", "global_batch_size": "512 tokens", "learning_rate": 0.0016,
+        "tokens": "32Ki", "sequence_length": "256 tokens", "global_batch_tokens": "512 tokens", "learning_rate": 0.0016,
     },
     "evaluate": {"references": False},
     "export": {"huggingface": False, "gguf": False},
@@ -61,11 +61,12 @@ RECIPE: dict[str, Any] = {
 STAGES: dict[str, dict[str, Any]] = {
     "dpo": {
         "data": [{"name": "pairs", "kind": "files", "path": "pairs.jsonl"}],
-        "pairs_per_step": 32, "sequence_length": "256 tokens", "held_out_fraction": 0.2, "learning_rate": 0.001,
+        "pairs_per_step": 32, "sequence_length": "256 tokens", "validation_fraction": 0.2, "learning_rate": 0.001,
     },
     "grpo": {
         "data": [{"name": "problems", "kind": "files", "path": "problems.jsonl", "reward": "exact"}],
-        "group_size": 8, "prompts_per_step": 16, "steps": 80, "max_new_tokens": 24, "sequence_length": "256 tokens", "held_out": 200,
+        "group_size": 8, "prompts_per_step": 16, "steps": 80, "max_new_tokens": 24, "sequence_length": "256 tokens",
+        "validation_prompts": 200,
         "learning_rate": 0.001, "lr_schedule": {"kind": "linear", "warmup": "5%", "min_lr_ratio": 0.0},
     },
 }  # fmt: skip

@@ -110,7 +110,7 @@ def recipe(folder: Path, source: Path, tokenizer: Path, workers: int) -> Path:
         "corpus": {
             "sources": [text],
             "steps": [{"step": "rules", "sets": ["gopher"]}],
-            "dedup": {"exact": False, "minhash": {"ngram": 5, "threshold": 0.8}},
+            "dedup": {"exact": False, "minhash": {"ngram_words": 5, "threshold": 0.8}},
             "decontaminate": None,
             "validation_fraction": 0.0,
             "processes": workers,
@@ -120,7 +120,7 @@ def recipe(folder: Path, source: Path, tokenizer: Path, workers: int) -> Path:
         "model": {"preset": "glm-tiny"},
         "threads": workers,
         "train": {"phases": [{"name": "one", "tokens": "1M", "mixture": {"all": 1.0}, "sequence_length": "512 tokens",
-        "global_batch_size": "8Ki"}]},
+        "global_batch_tokens": "8Ki"}]},
     }))  # fmt: skip
     return path
 

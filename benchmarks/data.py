@@ -83,7 +83,7 @@ def recipe_of(length: int, batch: int, vocab_size: int, mixture: dict[str, float
         "tokens": "100M",
         "mixture": mixture,
         "sequence_length": f"{length} tokens",
-        "global_batch_size": f"{batch} tokens",
+        "global_batch_tokens": f"{batch} tokens",
     }
     return Recipe.model_validate({
         "name": "benchmark", "tokenizer": {"vocab_size": vocab_size, "sample_bytes": "4MB"}, "shards": {"max_epochs": 1e6, **shards},

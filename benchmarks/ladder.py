@@ -42,7 +42,7 @@ COMMON = [
     # Weight decay raises the loss of long runs by more than that of short ones (docs/sizing.md).
     "optimizer.weight_decay=0",
     # With 32 KB for each domain, a few files, seeds differ by twice as much.
-    "corpus.validation_bytes=256KiB", "train.validate_bytes_per_domain=262144",
+    "corpus.max_validation_bytes=256KiB", "train.validation_bytes_per_domain=256KiB",
 ]  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def phase(tokens: int, warmup: int) -> str:
     schedule = {"kind": "wsd", "warmup": f"{warmup} steps", "decay": "20%", "min_lr_ratio": 0.0}
     return "train.phases=" + json.dumps([{
         "name": "general", "tokens": f"{tokens} tokens", "mixture": MIXTURE, "sequence_length": "256 tokens",
-        "global_batch_size": f"{BATCH} tokens", "lr_schedule": schedule,
+        "global_batch_tokens": f"{BATCH} tokens", "lr_schedule": schedule,
     }])  # fmt: skip
 
 

@@ -3,7 +3,7 @@
     python benchmarks/pretrained_rates.py DIR BASE --chats FILE [--pairs FILE] [--text FOLDER] [--arms ARM,ARM] [--threads 1]
 
 BASE is a model that `start_from` takes. An arm is STAGE-WEIGHTS-OPTIMIZER-RATE and then changes of the stage's section, each +KEY=VALUE:
-tune-lora-adamw-1e-3+global_batch_size=512. It trains BASE in DIR/ARM and adds a line to DIR/results.jsonl: what was measured on data held
+tune-lora-adamw-1e-3+global_batch_tokens=512. It trains BASE in DIR/ARM and adds a line to DIR/results.jsonl: what was measured on data held
 out, the rise of the cost of general text, and two answers. Arms with a line are skipped, so that a stopped sweep goes on where it was.
 SmolLM2-135M takes four to ten minutes for each arm on one core with AMX.
 """
@@ -35,23 +35,24 @@ def section_of(stage: str, folder: Path, options: argparse.Namespace) -> dict[st
     """The section of the stage, or the phase of pretraining, which all of its arms share."""
     if stage == "pretrain":
         return {
-            "name": "more", "tokens": options.tokens, "sequence_length": "512 tokens", "global_batch_size": "2Ki", "mixture": {"text": 1.0},
+            "name": "more", "tokens": options.tokens, "sequence_length": "512 tokens", "global_batch_tokens": "2Ki",
+            "mixture": {"text": 1.0},
             "lr_schedule": {"kind": "linear", "warmup": "5%", "min_lr_ratio": 0.0},
         }  # fmt: skip
     if stage == "tune":
         chats = {"name": "chats", "kind": "files", "path": str(Path(options.chats).absolute())}
-        return {"data": [chats], "tokens": options.tokens, "global_batch_size": "2Ki", "validation_fraction": 0.1}
+        return {"data": [chats], "tokens": options.tokens, "global_batch_tokens": "2Ki", "validation_fraction": 0.1}
     if stage == "dpo":
-        return {"data": [{"name": "pairs", **pairs_of(options)}], "pairs_per_step": 8, "held_out_fraction": 0.2}
+        return {"data": [{"name": "pairs", **pairs_of(options)}], "pairs_per_step": 8, "validation_fraction": 0.2}
     sums = {"name": "sums", "kind": "files", "reward": "numeric", "path": str(folder.absolute() / "sums.jsonl")}
-    return {"data": [sums], "steps": 16, "prompts_per_step": 8, "group_size": 8, "max_new_tokens": 24, "held_out": 64}
+    return {"data": [sums], "steps": 16, "prompts_per_step": 8, "group_size": 8, "max_new_tokens": 24, "validation_prompts": 64}
 
 
 def pairs_of(options: argparse.Namespace) -> dict[str, Any]:
     """Pairs of a file; without one, right and wrong numbers of somebody's brothers or sisters."""
     if options.pairs:
         return {"kind": "files", "path": str(Path(options.pairs).absolute())}
-    return {"kind": "tasks", "count": 300, "tasks": [{"name": "aiw", "options": {"task_type_weights": [0.5, 0.5, 0]}}]}
+    return {"kind": "tasks", "max_rows": 300, "tasks": [{"name": "aiw", "options": {"task_type_weights": [0.5, 0.5, 0]}}]}
 
 
 def write_sums(path: Path) -> None:

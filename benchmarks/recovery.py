@@ -58,7 +58,7 @@ def write_recipe(path: Path, run_dir: Path) -> None:
     train, phase = tree["train"], tree["train"]["phases"][0]
     phase |= {"tokens": f"{8 * STEPS}Ki", "mixture": {"code": 1.0}}
     train |= {"phases": [phase], "validate_every": "100%", "sample_every": "100%", "save_every": f"{SAVE} steps"}
-    tree |= {"run_dir": str(run_dir), "corpus": {"validation_bytes": "32KB", "sources": [SOURCE | {"max_bytes": "2MB"}]}}
+    tree |= {"run_dir": str(run_dir), "corpus": {"max_validation_bytes": "32KB", "sources": [SOURCE | {"max_bytes": "2MB"}]}}
     tree |= {"evaluate": {"references": False}, "export": {"huggingface": False, "gguf": False}}
     del tree["tune"]
     path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")

@@ -40,7 +40,7 @@ def main() -> None:
         plan = smallest(recipe)
         tokens = sum(int(one.tokens) for one in recipe.train.phases)
         row = [
-            size, f"{model.num_hidden_layers} x {model.hidden_size:,}", amount(tokens), amount(int(phase.global_batch_size)),
+            size, f"{model.num_hidden_layers} x {model.hidden_size:,}", amount(tokens), amount(int(phase.global_batch_tokens)),
             f"{recipe.optimizer.learning_rate:.2g}",
         ]
         if plan is None:

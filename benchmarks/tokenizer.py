@@ -57,7 +57,7 @@ def ours(folder: Path, size: int) -> dict[str, Any]:
     from lmworks.tokenizer import train as module
 
     module._LONGEST_TOKEN = LONGEST
-    options = {"vocab_size": size, "special_tokens": 256, "sample_bytes": "100GB"}
+    options = {"vocab_size": size, "num_special_tokens": 256, "sample_bytes": "100GB"}
     report = train(Recipe.model_validate({"name": "benchmark", "tokenizer": options}), folder / "corpus", folder / "ours")
     return {"words": report["distinct_words"], "entries": report["vocab_size"], "merges": report["merges"], "seconds": report["seconds"]}
 

@@ -61,7 +61,7 @@ Step = Callable[[Batch, int, int], float]  # this rank's rows of a step, rows in
 
 def recipe(dense: bool, compiled: bool, kind: str) -> Recipe:
     optimizer = {"kind": kind, "learning_rate": RATE, "adam_learning_rate": RATE, "weight_decay": 0.0, "max_grad_norm": CLIP}
-    train = {"precision": "fp32", "compile": compiled, "logit_chunk_size": "256 tokens"}
+    train = {"precision": "fp32", "compile": compiled, "logit_chunk_tokens": "256 tokens"}
     model = MODEL | ({} if dense else {"moe": MOE})
     return Recipe.model_validate({"name": "weak-scaling", "seed": 1, "model": model, "optimizer": optimizer, "train": train})
 
@@ -96,7 +96,7 @@ class WithLoss(nn.Module):
 def theirs(what: Recipe, kind: str) -> Step:
     """A step as a plain loop makes it."""
     model = initialize(Transformer(what.model), what.seed)
-    model.logit_chunk_size = int(what.train.logit_chunk_size)
+    model.logit_chunk_size = int(what.train.logit_chunk_tokens)
     if what.train.compile:
         model.compile(dynamic=False)
     wrapped: Any = WithLoss(model.train())

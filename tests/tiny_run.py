@@ -40,7 +40,7 @@ name: tiny
 seed: 5
 threads: 1
 corpus:
-  validation_bytes: 6KB
+  max_validation_bytes: 6KB
   validation_fraction: 0.2
   dedup: {{minhash: null}}
   sources:
@@ -58,11 +58,11 @@ model:
   moe: {{n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, balance: {{bias_update_rate: 0.01}}}}
 optimizer: {{learning_rate: 0.01, adam_learning_rate: 0.01}}
 train:
-  micro_batch_size: 4
+  micro_batch_sequences: 4
   precision: fp32
   compile: false
   validate_every: 8 steps
-  validate_bytes_per_domain: 600
+  validation_bytes_per_domain: 600 bytes
   sample_every: 100%
   save_every: 4 steps
   phases:
@@ -70,23 +70,23 @@ train:
       tokens: 5056 tokens
       mixture: {{code: 0.7, docs: 0.3}}
       sequence_length: 32 tokens
-      global_batch_size: 256 tokens
-      batch_ramp: {{start: 128 tokens, over: 6 steps}}
+      global_batch_tokens: 256 tokens
+      batch_ramp: {{start_tokens: 128 tokens, over: 6 steps}}
       lr_schedule: {{warmup: 4 steps, decay: 4 steps}}
     - name: long
       tokens: 3072 tokens
       mixture: {{docs: 1.0}}
       sequence_length: 64 tokens
-      global_batch_size: 256 tokens
+      global_batch_tokens: 256 tokens
       learning_rate_scale: 0.5
       lr_schedule: {{kind: linear, warmup: 2 steps, min_lr_ratio: 0.1}}
       rope: {{theta: 50000.0}}
       bias_update_rate: 0.001
 tune:
-  data: [{{name: sums, kind: files, path: {texts}/chats.jsonl, count: 300}}]
+  data: [{{name: sums, kind: files, path: {texts}/chats.jsonl, max_rows: 300}}]
   tokens: 2Ki
   sequence_length: 64 tokens
-  global_batch_size: 256 tokens
+  global_batch_tokens: 256 tokens
 evaluate: {{references: false}}
 export: {{huggingface: false, gguf: false}}
 """

@@ -25,7 +25,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import IGNORE, Batch
 from lmworks.train.step import StepResult, train_step
 
-PHASES = "train.phases=[{{name: a, tokens: 1B, sequence_length: {0}, global_batch_size: {1}, mixture: {{web: 1.0}}}}]"
+PHASES = "train.phases=[{{name: a, tokens: 1B, sequence_length: {0}, global_batch_tokens: {1}, mixture: {{web: 1.0}}}}]"
 TINY = ["model={hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, "
         "intermediate_size: 128}", "tokenizer.vocab_size=512"]  # fmt: skip
 DENSE_30M = ["model.preset=dense-30m", "tokenizer.vocab_size=8192"]

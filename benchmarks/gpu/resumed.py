@@ -30,7 +30,7 @@ def resumed(toy: bool) -> Iterator[Row]:
         _write_text(folder / "text.jsonl", 400 if toy else 6000)
         source = {"name": "words", "kind": "jsonl", "path": str(folder / "text.jsonl"), "domain": "prose", "license": "CC0-1.0"}
         phase = {"name": "a", "tokens": steps * rows * length, "mixture": {"words": 1.0}, "sequence_length": length,
-                 "global_batch_size": rows * length}  # fmt: skip
+                 "global_batch_tokens": rows * length}  # fmt: skip
         recipe = {
             "name": "card", "run_dir": str(folder / "run"),
             "corpus": {"sources": [source], "steps": [], "decontaminate": None, "dedup": {"exact": False, "minhash": None}},

@@ -8,13 +8,16 @@ _MOST = 4000  # characters of a message, which may quote user input
 
 
 class UserError(ValueError):
-    """An error that the user can correct. The message is one line: what is wrong, where, and what to do.
+    """An error that the user can correct. The message is one line: what is wrong, where, and what to do; of several arguments one each.
 
     The command line prints it without a traceback and exits with code 2. Credentials in URLs are masked in every message.
     """
 
     def __init__(self, *what: object) -> None:
         super().__init__(*(one_line(mask(one)) if isinstance(one, str) else one for one in what))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class Unavailable(UserError):

@@ -75,7 +75,7 @@ def test_optimizers_rates_and_batches(make: Make) -> None:
     assert sweep.baseline.name == "rate-0.01" and all(map(sweep.is_paired, sweep.arms.values()))
     batches = make(kind="batch", factors=[1.0, 2.0])
     double = batches.arms["batch-512"].recipe
-    assert [int(phase.global_batch_size) for phase in double.train.phases] == [512, 512] and double.train.phases[0].batch_ramp is None
+    assert [int(phase.global_batch_tokens) for phase in double.train.phases] == [512, 512] and double.train.phases[0].batch_ramp is None
     assert double.optimizer.learning_rate == pytest.approx(0.01 * 2**0.5)
     with pytest.raises(UserError, match=r"0\.3 times the batch of phase general"):
         make(kind="batch", factors=[1.0, 0.3])

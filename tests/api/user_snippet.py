@@ -28,7 +28,7 @@ def count(where: str, text: str) -> int:
 
 
 def train(recipe_file: str) -> lmworks.Run | None:
-    recipe: lmworks.Recipe = lmworks.load_recipe(recipe_file, {"train.micro_batch_size": 2}, seed=7)
+    recipe: lmworks.Recipe = lmworks.load_recipe(recipe_file, {"train.micro_batch_sequences": 2}, seed=7)
     planned = recipe.plan("8xh100", mfu=0.4)
     if planned.refusals or planned.dollars > 100:
         return None

@@ -168,7 +168,7 @@ def overrides(plan: Plan) -> list[str]:
     whole = 1216 + 256 * 4  # tokens of the ramp and of four steps behind it
     values = [
         "model.num_key_value_heads=2", "model.num_hidden_layers=2", "train.compile=false", "train.validate_every=100%",
-            "train.validate_bytes_per_domain=600",
+            "train.validation_bytes_per_domain=600 bytes",
         "train.sample_every=100%",
         f"train.phases.general.tokens={whole + (256 * 12 if plan.resized else 0)} tokens", "train.phases.long.tokens=1536 tokens",
         f"model.residual_dropout={0.0 if plan.resized else 0.1}", "stability.spike=null",
@@ -182,5 +182,5 @@ def harmless(plan: Plan) -> list[str]:
         f"train.save_every={plan.save_every} steps", f"checkpoints.asynchronous={str(plan.asynchronous).lower()}",
         f"stability.max_bad_steps={1 if plan.how == 'roll back' else 10}", f"stability.skip_steps={1 + plan.seed % 4}",
         f"checkpoints.keep_last={99 if plan.kind == 'skip window' else 2}", "launch.timeout=20 s", "launch.max_restarts=20",
-        "launch.exclude_after=100", "launch.grace_period=60 s",
+        "launch.exclude_after_failures=100", "launch.grace_period=60 s",
     ]  # fmt: skip

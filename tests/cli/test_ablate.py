@@ -288,7 +288,7 @@ def test_the_list_says_how_ranks_are_started(lmworks: Lmworks, tiny: Tiny, tmp_p
 def test_an_array_of_jobs_trains_runs_of_two_ranks(tiny: Tiny, tmp_path: Path) -> None:
     """The script of the page under bash, one process per job side by side, with srun as the command itself: each job trains one run of two
     ranks, the data are made once, and the last job has all results. A failed job keeps its exit code."""
-    set_ = ["layout.dp_replicate=2", "train.micro_batch_size=2"]
+    set_ = ["layout.dp_replicate=2", "train.micro_batch_sequences=2"]
     file, out = write(tiny, tmp_path, recipe=str(tiny.run_dir), seeds=1, set=set_, budget="3072 tokens"), tmp_path / "out"
     functions = f'srun() {{ "$@"; }}; lmworks() {{ {shlex.quote(sys.executable)} -m lmworks.cli.main "$@"; }}\n'
     script = functions + array_script().replace("qk-norm.yaml", shlex.quote(str(file))).replace("_ID/6", "_ID/2")

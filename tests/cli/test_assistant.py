@@ -21,7 +21,7 @@ PAIRS = [
     for a in range(3) for b in range(3)
 ]  # fmt: skip
 LITTLE = {
-    "tune.tokens": "4Ki", "tune.data.service.count": 60, "tune.data.tasks.count": 60, "tune.global_batch_size": "1Ki",
+    "tune.tokens": "4Ki", "tune.data.service.max_rows": 60, "tune.data.tasks.max_rows": 60, "tune.global_batch_tokens": "1Ki",
     "evaluate.benchmark_items": 4, "evaluate.task_items": 2, "evaluate.questions": ["What is the capital of France?"],
 }  # fmt: skip
 
@@ -41,7 +41,8 @@ def test_the_real_model_goes_through_every_stage(lmworks: Lmworks, tmp_path: Pat
     data = [{"name": "sums", "kind": "files", "path": str(pairs)}]
     tree["dpo"] = {"data": data, "pairs_per_step": 4, "sequence_length": "64 tokens", "lora": lora}
     tree["grpo"] = {
-        "data": [{"name": "sums", "kind": "files", "path": str(prompts), "reward": "numeric"}], "steps": 1, "group_size": 2, "held_out": 1,
+        "data": [{"name": "sums", "kind": "files", "path": str(prompts), "reward": "numeric"}], "steps": 1, "group_size": 2,
+        "validation_prompts": 1,
         "prompts_per_step": 2, "max_new_tokens": 16, "sequence_length": "64 tokens", "lora": lora,
     }  # fmt: skip
     recipe = tmp_path / "assistant.yaml"

@@ -21,7 +21,7 @@ RECIPE = """
 name: looked-at
 corpus: {{sources: [{{name: a, kind: jsonl, path: {path}, domain: web, rules: {rules}, license: MIT}}]}}
 model: {{hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 32, intermediate_size: 128}}
-train: {{phases: [{{name: one, tokens: 4096 tokens, mixture: {{a: 1}}, sequence_length: 64 tokens, global_batch_size: 256 tokens}}]}}
+train: {{phases: [{{name: one, tokens: 4096 tokens, mixture: {{a: 1}}, sequence_length: 64 tokens, global_batch_tokens: 256 tokens}}]}}
 """
 
 
@@ -53,7 +53,7 @@ def test_a_plan_names_all_faults(lmworks: Lmworks, tmp_path: Path) -> None:
     def data(*names: str, **keys: object) -> list[dict[str, object]]:
         return [{"name": f"{name}-{n}", "kind": "files", "path": str(tmp_path / name), **keys} for n, name in enumerate(names)]
 
-    one = {"tokens": "4096 tokens", "mixture": {"a": 1}, "sequence_length": "64 tokens", "global_batch_size": "256 tokens"}
+    one = {"tokens": "4096 tokens", "mixture": {"a": 1}, "sequence_length": "64 tokens", "global_batch_tokens": "256 tokens"}
     long = {"kind": "wsd", "warmup": "90%", "decay": "90%"}
     source = {"kind": "jsonl", "domain": "web", "license": "MIT", "path": str(tmp_path / "nowhere.jsonl")}
     step = {"step": "python", "file": "steps.py", "function": "none"}

@@ -28,22 +28,22 @@ TEXTS = [topics[name][begin : begin + 1500] for name in sorted(topics) for begin
 # Sizes of a model and a run of seconds. What is not here is as in the file.
 MODEL = ["model.preset=null", "model.hidden_size=32", "model.num_hidden_layers=4", "model.num_attention_heads=4",
          "model.num_key_value_heads=2", "model.head_dim=8", "model.intermediate_size=48", "model.vocab_size=null"]  # fmt: skip
-TRAIN = ["threads=1", "train.precision=fp32", "train.compile=false", "train.validate_bytes_per_domain=2000",
+TRAIN = ["threads=1", "train.precision=fp32", "train.compile=false", "train.validation_bytes_per_domain=2000 bytes",
          "corpus.validation_fraction=0.3", "corpus.dedup.minhash=null", "evaluate.references=false", "export.dtype=fp32"]  # fmt: skip
 NO_SETS = ["evaluate.benchmarks=[]"]  # published sets come from a package or the hub; tests/evaluate reads them
-TUNE = ["tune.sequence_length=64 tokens", "tune.global_batch_size=640 tokens"]
+TUNE = ["tune.sequence_length=64 tokens", "tune.global_batch_tokens=640 tokens"]
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 448, "hidden_size": 32, "intermediate_size": 48,
           "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192,
           "rms_norm_eps": 1e-6}  # fmt: skip
 DPO = ["dpo.pairs_per_step=4", "dpo.sequence_length=128 tokens"]
 GRPO = ["grpo.group_size=2", "grpo.prompts_per_step=2", "grpo.steps=2", "grpo.max_new_tokens=8", "grpo.sequence_length=128 tokens",
-        "grpo.held_out=2"]  # fmt: skip
+        "grpo.validation_prompts=2"]  # fmt: skip
 
 
 def _phases(recipe: Path, *changes: str) -> list[str]:
     """Each phase with eight sequences in two steps; durations in steps are longer than that."""
     names = [phase["name"] for phase in yaml.safe_load(recipe.read_text(encoding="utf-8"))["train"]["phases"]]
-    small = ("tokens=512 tokens", "sequence_length=64 tokens", "global_batch_size=256 tokens", "lr_schedule.warmup=0%", *changes)
+    small = ("tokens=512 tokens", "sequence_length=64 tokens", "global_batch_tokens=256 tokens", "lr_schedule.warmup=0%", *changes)
     return [f"train.phases.{name}.{value}" for name in names for value in small]
 
 

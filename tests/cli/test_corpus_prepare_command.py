@@ -106,7 +106,7 @@ def test_a_gate_that_fails_stops_the_command_and_names_the_leak(lmworks: Lmworks
 def test_a_dry_run_of_deduplication_says_what_prepare_will_drop_and_writes_nothing(lmworks: Lmworks, write: Write, tmp_path: Path) -> None:
     base, passage = words(1), words(9, 60)
     near = base.replace(base.split()[50], "another")
-    dedup = {"substring": {"min_length": 50}}
+    dedup = {"substring": {"min_words": 50}}
     recipe = write([base, base.upper(), near, f"{words(2)} {passage}", f"{words(3)} {passage}"], corpus={"steps": [], "dedup": dedup})
     before = sorted(tmp_path.rglob("*"))
     found = json.loads(lmworks("corpus", "prepare", recipe, "--dedup-dry-run", "--json").out)

@@ -66,7 +66,7 @@ def test_text_is_printed_as_it_is(lmworks: Lmworks, tmp_path: Path) -> None:
         f"name: mine\nrun_dir: {tmp_path}/run\ncorpus:\n  sources: [{{name: mine, kind: jsonl, path: {tmp_path}/texts, license: '[/x]', "
         "rules: none}]\n  dedup: {exact: false, minhash: null}\n  decontaminate: null\n"
         "tokenizer: {vocab_size: 512}\nmodel: {preset: glm-tiny}\n"
-        "train: {phases: [{name: a, tokens: 1M, mixture: {mine: 1}, sequence_length: 64 tokens, global_batch_size: 1Ki}]}\n"
+        "train: {phases: [{name: a, tokens: 1M, mixture: {mine: 1}, sequence_length: 64 tokens, global_batch_tokens: 1Ki}]}\n"
     )
     made = lmworks("corpus", "prepare", recipe)
     assert made.code == 0 and ", [/x]" in made.out
@@ -107,7 +107,7 @@ def test_a_sequence_leads_back_to_its_documents(lmworks: Lmworks, tiny: Tiny) ->
 
 def test_diff_says_by_its_exit_code_whether_anything_differs(lmworks: Lmworks, tiny: Tiny, tiny_copy: Tiny) -> None:
     assert lmworks("corpus", "diff", tiny.run_dir, tiny_copy.run_dir).code == 0
-    tiny_copy.walk("corpus.validation_bytes=20KB", last="corpus")
+    tiny_copy.walk("corpus.max_validation_bytes=20KB", last="corpus")
     done = lmworks("corpus", "diff", tiny.run_dir, tiny_copy.run_dir)
     assert done.code == 1 and "moved" in done.out and "train/docs" in done.out
     done = lmworks("corpus", "diff", tiny.run_dir, tiny_copy.run_dir, "--json")

@@ -64,10 +64,10 @@ def test_the_cost_of_general_text_is_that_of_transformers(base: Path) -> None:
 def test_a_model_that_forgets_is_named_and_stops_when_told_to(lmworks: Lmworks, base: Path, chats: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, base, chats)
     ruin = ("--set", "tune.learning_rate=0.3", "--set", "train.validate_every=2 steps", "--set", "train.save_every=2 steps")
-    stopped = lmworks("run", recipe, *ruin, "--set", "tune.forgetting.stop_above=0.2")
+    stopped = lmworks("run", recipe, *ruin, "--set", "tune.forgetting.stop_bits_per_byte=0.2")
     assert stopped.code == 2
     line = " ".join(stopped.err.split())
-    limit = "since tune began, which is more than tune.forgetting.stop_above (0.2); its checkpoints are kept"
+    limit = "since tune began, which is more than tune.forgetting.stop_bits_per_byte (0.2); its checkpoints are kept"
     assert f"{limit}: lower tune.learning_rate (0.3)" in line
     run_dir = tmp_path / "run"
     assert not (run_dir / "evaluate").exists() and not (run_dir / "export").exists()

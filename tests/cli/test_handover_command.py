@@ -179,7 +179,7 @@ def test_items_of_the_evaluation_are_not_handed_over(
     recipe = read_json(tiny.run_dir / "resolved.json")
     own.write_text(json.dumps({"question": "What is 4 + 4?"}) + "\n")
     recipe["evaluate"]["protect"] = [{"name": "own", "kind": "jsonl", "path": str(own)}]
-    recipe["corpus"]["decontaminate"] = {"ngram": 13, "action": action}
+    recipe["corpus"]["decontaminate"] = {"ngram_words": 13, "action": action}
     shutil.copytree(exported, run / "export" / "huggingface")
     write_json(run / "resolved.json", recipe)
     done = lmworks("handover", "slime", run, "--prompts", prompts, "--out", out, "--json")

@@ -30,7 +30,7 @@ TOKENS = (2048, 4096, 8192)
 RUNS = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
 PHASE = (
     "{{name: general, tokens: {tokens} tokens, mixture: {{code: 0.7, docs: 0.3}}, sequence_length: 32 tokens, "
-    "global_batch_size: 256 tokens, lr_schedule: {{kind: linear, warmup: 2 steps, min_lr_ratio: {end}}}}}"
+    "global_batch_tokens: 256 tokens, lr_schedule: {{kind: linear, warmup: 2 steps, min_lr_ratio: {end}}}}}"
 )
 
 
@@ -277,7 +277,7 @@ def test_only_the_run_that_was_predicted_is_scored(
     assert "optimizer.weight_decay (0.1 -> 0.3)" in refused(256, 16384, "optimizer.weight_decay=0.3")
     assert "optimizer.learning_rate" in refused(256, 16384, "optimizer.learning_rate=0.1")
     assert "train.phases.general.mixture.code (0.7 -> 0.5)" in refused(256, 16384, "train.phases.general.mixture={code: 0.5, docs: 0.5}")
-    assert "global_batch_size (256 tokens -> 512 tokens)" in refused(256, 16384, "train.phases.general.global_batch_size=512 tokens")
+    assert "global_batch_tokens (256 tokens -> 512 tokens)" in refused(256, 16384, "train.phases.general.global_batch_tokens=512 tokens")
     assert refused(256, 16384, "train.seed=9") == "", "a prediction holds for every seed"
     assert f"is validated on other text than the ladder, so its loss cannot be compared; {remedy}" in refused(
         files={"corpus/manifest.json": " "}
@@ -307,7 +307,7 @@ def test_rungs_of_another_recipe_are_refused(
     assert "mixture.code (0.7 -> 0.5), train.phases.general.mixture.docs (0.3 -> 0.5); the law of a ladder holds for" in fitted_with(
         0, mixture
     )
-    batch = fitted_with(1, "train.phases.general.global_batch_size=512 tokens", width=64, tokens=2048)
+    batch = fitted_with(1, "train.phases.general.global_batch_tokens=512 tokens", width=64, tokens=2048)
     assert f"{tmp_path / '1'} has a batch of 512 tokens, and {planted[0]} one of 256" in batch
     assert "optimizer.betas" in fitted_with(2, "optimizer.betas=[0.8, 0.9]")
     assert "model.vocab_size" in fitted_with(3, "model.vocab_size=1024")
@@ -325,7 +325,7 @@ def test_rungs_of_another_recipe_are_refused(
     for change, why in (
         (mixture, "mixture.code (0.7 -> 0.5)"),
         ("optimizer.weight_decay=0.3", "optimizer.weight_decay (0.1 -> 0.3)"),
-        ("train.phases.general.global_batch_size=512 tokens", "has a batch of 512 tokens, and all runs of the ladder have 256"),
+        ("train.phases.general.global_batch_tokens=512 tokens", "has a batch of 512 tokens, and all runs of the ladder have 256"),
         ("model.vocab_size=1024", "model.vocab_size"),
         ("time=1h", "its token budgets depend on time; add --set time=null"),
     ):
@@ -403,7 +403,7 @@ def test_runs_that_do_not_belong_to_a_ladder_are_refused(lmworks: Lmworks, tiny:
 
 LADDER = """
 recipe: {recipe}
-set: [model.moe=null, tune=null, train.validate_bytes_per_domain=2048{more}]
+set: [model.moe=null, tune=null, train.validation_bytes_per_domain=2KiB{more}]
 sizes: {{narrow: [model.intermediate_size=16], middle: [model.intermediate_size=64], wide: [model.intermediate_size=256]}}
 horizons: [2048 tokens, 4096 tokens, 8192 tokens]
 out: {out}

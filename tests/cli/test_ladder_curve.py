@@ -12,7 +12,7 @@ from tiny_run import Tiny
 
 PHASE = (
     "{name: general, tokens: 10240 tokens, mixture: {code: 0.7, docs: 0.3}, sequence_length: 32 tokens, "
-    "global_batch_size: 256 tokens, lr_schedule: {kind: linear, warmup: 2 steps, min_lr_ratio: 0.1}}"
+    "global_batch_tokens: 256 tokens, lr_schedule: {kind: linear, warmup: 2 steps, min_lr_ratio: 0.1}}"
 )
 
 
@@ -39,5 +39,5 @@ def test_a_run_predicts_the_curve_of_another_schedule(lmworks: Lmworks, tiny_cop
     table = lmworks("ladder", "curve", run_dir, *change)
     assert table.code == 0 and f"{end['predicted']:.4f}" in table.out and "5,120" in table.out
 
-    refused = lmworks("ladder", "curve", run_dir, "--set", "train.phases.general.global_batch_size=512 tokens").error
-    assert "global_batch_size (256 tokens -> 512 tokens)" in refused
+    refused = lmworks("ladder", "curve", run_dir, "--set", "train.phases.general.global_batch_tokens=512 tokens").error
+    assert "global_batch_tokens (256 tokens -> 512 tokens)" in refused

@@ -26,7 +26,7 @@ def test_text_of_27_languages_is_prepared(lmworks: Lmworks, tiny: Tiny, tmp_path
     (tmp_path / "pages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "own.jsonl").write_text(json.dumps({"q": ITEM, "a": WORKED}) + "\n")
     source = f"{{name: pages, kind: jsonl, path: {tmp_path}/pages.jsonl, domain: web, license: x, language_key: language}}"
-    phases = [{"name": "all", "tokens": "5Ki", "mixture": {"pages": 1}, "sequence_length": "64 tokens", "global_batch_size": "1Ki"}]
+    phases = [{"name": "all", "tokens": "5Ki", "mixture": {"pages": 1}, "sequence_length": "64 tokens", "global_batch_tokens": "1Ki"}]
     changes = (
         f"run_dir={tmp_path}/run", f"corpus.sources=[{source}]", "corpus.validation_fraction=0", f"train.phases={json.dumps(phases)}",
         "corpus.steps=[{step: clean}, {step: pii}, {step: rules}]",

@@ -68,12 +68,12 @@ def test_what_is_asked_for_reaches_every_rank_and_no_password_is_printed(lmworks
 
 
 def test_a_price_that_the_recipe_says_is_kept_and_the_clusters_is_the_default(lmworks: Lmworks, tmp_path: Path) -> None:
-    (tmp_path / "ours.yaml").write_text(CLUSTER.format(device="H100") + "dollars_per_hour: 2.5\nwatts: 700\n")
-    own = ("--set", "metrics.watts=350", "--set", f"run_dir={tmp_path}", "--dry-run")
+    (tmp_path / "ours.yaml").write_text(CLUSTER.format(device="H100") + "dollars_per_device_hour: 2.5\nwatts_per_device: 700\n")
+    own = ("--set", "metrics.watts_per_device=350", "--set", f"run_dir={tmp_path}", "--dry-run")
     done = lmworks("launch", "local", "quickstart", "--cluster", tmp_path / "ours.yaml", *own)
     assert done.code == 0, done.err
-    assert "--set metrics.dollars_per_hour=2.5" in done.out
-    assert "metrics.watts=350" in done.out and "watts=700" not in done.out
+    assert "--set metrics.dollars_per_device_hour=2.5" in done.out
+    assert "metrics.watts_per_device=350" in done.out and "watts_per_device=700" not in done.out
 
 
 def test_a_rank_gets_the_allowed_keys_and_the_command_of_its_launcher(

@@ -36,9 +36,9 @@ def test_every_rank_is_told_the_layout_that_was_chosen(
     (tmp_path / "roomy.yaml").write_text(CLUSTER.format(memory=40))
     batches = (
         "--set",
-        "train.phases.general.global_batch_size=8Ki",
+        "train.phases.general.global_batch_tokens=8Ki",
         "--set",
-        "train.phases.anneal.global_batch_size=8Ki",
+        "train.phases.anneal.global_batch_tokens=8Ki",
     )  # 8 sequences at least
     run = ("--set", f"run_dir={tmp_path / 'run'}", *batches, "--dry-run")
     done = lmworks("launch", way, "quickstart", "--cluster", tmp_path / "roomy.yaml", *run)
@@ -48,7 +48,7 @@ def test_every_rank_is_told_the_layout_that_was_chosen(
     assert (last["auto"], last["dp_shard"], last["tp"], last["pp"]) == ("false", ranks, "1", "1")
     why = rf"layout: DP{ranks}, ZeRO-1: the smallest pipeline, context, tensor and expert parallelism .* {ranks} x A small one"
     assert re.search(why, done.err), "beside the script, which is on standard output"
-    assert "--set train.micro_batch_size=" in done.out
+    assert "--set train.micro_batch_sequences=" in done.out
     assert not (tmp_path / "run").exists()
     monkeypatch.setenv("RANK", "1")
     again = lmworks("launch", way, "quickstart", "--cluster", tmp_path / "roomy.yaml", *run)

@@ -41,9 +41,9 @@ def _recipe(folder: Path, base: Path, count: int = 45, **changes: Any) -> Path:
     small = {"sequence_length": "96 tokens", "lr_schedule": {"kind": "constant", "warmup": "0%"}}
     tree = {
         "name": "tuned", "threads": 1, "start_from": str(base), "run_dir": str(folder / "run"),
-        "train": {"precision": "fp32", "compile": False, "micro_batch_size": 2},
+        "train": {"precision": "fp32", "compile": False, "micro_batch_sequences": 2},
         "tune": {"data": [{"name": "own", "kind": "files", "path": _lines(folder / "chats.jsonl", rows)}], "epochs": 3,
-                 "global_batch_size": "384 tokens", **small},
+                 "global_batch_tokens": "384 tokens", **small},
         "dpo": {"data": [{"name": "own", "kind": "files", "path": _lines(folder / "pairs.jsonl", pairs)}], "pairs_per_step": 8,
                 "epochs": 1.5, **small},
         "evaluate": {"benchmarks": []}, "export": {"huggingface": False, "gguf": False},
@@ -78,15 +78,16 @@ def test_the_plan_has_the_steps_and_tokens_of_the_run(lmworks: Lmworks, base: Pa
 
 
 def test_the_plan_warns_where_data_and_batch_do_not_fit(lmworks: Lmworks, base: Path, tmp_path: Path) -> None:
-    recipe = _recipe(tmp_path, base, tune={"global_batch_size": "8064 tokens", "epochs": 1, "keep": "best"}, dpo={"epochs": 20.0})
+    recipe = _recipe(tmp_path, base, tune={"global_batch_tokens": "8064 tokens", "epochs": 1, "final_weights": "best"},
+        dpo={"epochs": 20.0})
     done = lmworks("plan", recipe, "--json")
     assert done.code == 0, done.err
     said = json.loads(done.out)["warnings"]
-    few = next(line for line in said if line.startswith("tune: ") and "make 1 step; set tune.global_batch_size=" in line)
-    assert any("keep: best is decided by 1 held-out conversation, too few" in line for line in said)
+    few = next(line for line in said if line.startswith("tune: ") and "make 1 step; set tune.global_batch_tokens=" in line)
+    assert any("final_weights: best is decided by 1 held-out conversation, too few" in line for line in said)
     assert any(line.startswith("dpo: ") and "is read 20 times" in line for line in said)
-    better = few.split("global_batch_size=")[1].split(",")[0]
-    again = json.loads(lmworks("plan", recipe, "--json", "--set", f"tune.global_batch_size={better} tokens").out)
+    better = few.split("global_batch_tokens=")[1].split(",")[0]
+    again = json.loads(lmworks("plan", recipe, "--json", "--set", f"tune.global_batch_tokens={better} tokens").out)
     assert again["data"]["tune"]["steps"] >= 20
     assert not any("tune: " in line and "make" in line for line in again["warnings"])
 
@@ -97,7 +98,8 @@ def test_the_plan_warns_where_a_step_asks_a_prompt_twice(lmworks: Lmworks, base:
     own = {"name": "own", "kind": "files", "path": str(rows), "reward": "numeric"}
     tree = {
         "name": "few", "start_from": str(base), "run_dir": str(tmp_path / "few"), "threads": 1,
-        "grpo": {"data": [own], "steps": 2, "prompts_per_step": 8, "held_out": 2, "sequence_length": "64 tokens", "max_new_tokens": 8},
+        "grpo": {"data": [own], "steps": 2, "prompts_per_step": 8, "validation_prompts": 2, "sequence_length": "64 tokens",
+        "max_new_tokens": 8},
         "export": {"huggingface": False, "gguf": False},
     }  # fmt: skip
     (tmp_path / "few.yaml").write_text(json.dumps(tree))

@@ -34,10 +34,11 @@ def test_the_plan_of_the_real_model_is_what_the_run_needs(tmp_path: Path, stage:
     }
     own = {"name": "own", "kind": "files", "path": _lines(tmp_path / "rows.jsonl", rows[stage])}
     section: dict[str, Any] = {
-        "tune": {"data": [own], "tokens": "2Ki", "global_batch_size": "1Ki"},
+        "tune": {"data": [own], "tokens": "2Ki", "global_batch_tokens": "1Ki"},
         "dpo": {"data": [own], "pairs_per_step": 4},
         "grpo": {
-            "data": [own | {"reward": "numeric"}], "steps": 1, "group_size": 4, "prompts_per_step": 4, "max_new_tokens": 32, "held_out": 2,
+            "data": [own | {"reward": "numeric"}], "steps": 1, "group_size": 4, "prompts_per_step": 4, "max_new_tokens": 32,
+            "validation_prompts": 2,
         },
     }[stage]  # fmt: skip
     steady = {"kind": "constant", "warmup": "0%"}

@@ -27,7 +27,7 @@ def test_every_stage_is_rehearsed_and_predicted(
     data = [{"name": "own", "kind": "files", "path": _lines(tmp_path / "prompts.jsonl", asked), "reward": "numeric"}]
     grpo = {
         "data": data, "steps": 3, "group_size": 2, "prompts_per_step": 2, "max_new_tokens": 4, "sequence_length": "64 tokens",
-        "held_out": 2,
+        "validation_prompts": 2,
     }  # fmt: skip
     recipe = _recipe(
         tmp_path, base, grpo=grpo, dpo={"epochs": 1, "pairs_per_step": 4}, evaluate={"questions": ["Hi"]}, export={"huggingface": True}

@@ -165,7 +165,7 @@ def test_saves_that_are_not_counted_are_said_with_the_remedy(lmworks: Lmworks, t
         ((), "name a recipe, or give --time or --money"),
         (("--time", "3d", "--money", "5", "--cluster", "8xh100"), "--time and --money both set the time"),
         (("--money", "5"), "name one with --cluster"),
-        (("--money", "5", "--cluster", "2-cores"), "cluster 2-cores has no price; set dollars_per_hour"),
+        (("--money", "5", "--cluster", "2-cores"), "cluster 2-cores has no price; set dollars_per_device_hour"),
         (("quickstart", "--served-tokens", "1T"), "give --size auto"),
         (("--time", "3d", "--cluster", "8xh100", "--served-tokens", "x"), "--served-tokens x is not a number of tokens; write for example"),
         (("--time", "3d", "--cluster", "8xh100", "--served-tokens", "-1T"), "--served-tokens -1T is not a number of tokens"),

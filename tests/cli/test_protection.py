@@ -53,7 +53,7 @@ def with_leak(tiny: Tiny, folder: Path, *leaks: str) -> list[object]:
         rows[2 + number] += f"\n\n{leak}\n"
     (folder / "leaky.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     source = f"{{name: docs, kind: jsonl, path: {folder}/leaky.jsonl, domain: docs, license: x, rules: none}}"
-    phases = [{"name": "all", "tokens": "5Ki", "mixture": {"docs": 1}, "sequence_length": "64 tokens", "global_batch_size": "1Ki"}]
+    phases = [{"name": "all", "tokens": "5Ki", "mixture": {"docs": 1}, "sequence_length": "64 tokens", "global_batch_tokens": "1Ki"}]
     changes = (f"run_dir={folder}/run", f"corpus.sources=[{source}]", "corpus.validation_fraction=0", f"train.phases={json.dumps(phases)}")
     return [tiny.recipe, *itertools.chain.from_iterable(("--set", change) for change in changes)]
 

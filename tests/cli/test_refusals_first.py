@@ -50,10 +50,10 @@ class Project:
         return [{"name": "own", "kind": "files", "path": self.rows(name, *rows), **keys}]
 
     def tuning(self, **changes: Any) -> dict[str, Any]:
-        tune = {"data": self.data("chats.jsonl", CHAT), "epochs": 1, "sequence_length": "64 tokens", "global_batch_size": "64 tokens"}
+        tune = {"data": self.data("chats.jsonl", CHAT), "epochs": 1, "sequence_length": "64 tokens", "global_batch_tokens": "64 tokens"}
         return {
             "name": "mine", "threads": 1, "start_from": str(self.folder / "base"), "run_dir": str(self.folder / "run"), "tune": tune,
-            "train": {"precision": "fp32", "compile": False, "micro_batch_size": 1}, "evaluate": {"benchmarks": []},
+            "train": {"precision": "fp32", "compile": False, "micro_batch_sequences": 1}, "evaluate": {"benchmarks": []},
             "export": {"huggingface": True, "gguf": False},
         } | changes  # fmt: skip
 
@@ -67,7 +67,7 @@ class Project:
 
     def grpo(self, *rows: Any, reward: str = "numeric", of_set: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
         data = self.data("prompts.jsonl", *rows, reward=reward, **(of_set or {}))
-        stage = {"data": data, "sequence_length": "64 tokens", "max_new_tokens": 8, "held_out": 0} | changes
+        stage = {"data": data, "sequence_length": "64 tokens", "max_new_tokens": 8, "validation_prompts": 0} | changes
         return {key: value for key, value in self.tuning(grpo=stage).items() if key != "tune"}
 
     def training(self, **changes: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Project:
         (self.folder / "texts" / "one.txt").write_text(TEXT * 100)
         source = {"name": "web", "kind": "text", "path": str(self.folder / "texts"), "license": "mine"}
         phase = {
-            "name": "only", "tokens": "1Ki", "mixture": {"web": 1.0}, "sequence_length": "32 tokens", "global_batch_size": "256 tokens",
+            "name": "only", "tokens": "1Ki", "mixture": {"web": 1.0}, "sequence_length": "32 tokens", "global_batch_tokens": "256 tokens",
         }  # fmt: skip
         model = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
         return {
@@ -276,8 +276,8 @@ CASES: dict[str, tuple[str, str, Make]] = {
             tune={
                 "data": p.data("chats.jsonl", CHAT),
                 "sequence_length": "64 tokens",
-                "global_batch_size": "256 tokens",
-                "replay": {"share": 0.01},
+                "global_batch_tokens": "256 tokens",
+                "replay": {"fraction": 0.01},
             }
         ),
     ),
@@ -336,7 +336,7 @@ CASES: dict[str, tuple[str, str, Make]] = {
     "too many tasks": (
         "train.data.sets task_share",
         "is too many",
-        lambda p: p.tune(data=[{"name": "own", "kind": "tasks", "tasks": ["chain_sum"], "count": 9_000_000}]),
+        lambda p: p.tune(data=[{"name": "own", "kind": "tasks", "tasks": ["chain_sum"], "max_rows": 9_000_000}]),
     ),
     "no tokenizer": (
         "tokenizer.opening _source",
@@ -354,7 +354,7 @@ CASES: dict[str, tuple[str, str, Make]] = {
     "a known token": (
         "tokenizer.opening kept_json",
         "is a token of",
-        lambda p: p.tuning(tokenizer={"add_tokens": ["<|im_start|>"], "keep": True}),
+        lambda p: p.tuning(tokenizer={"add_tokens": ["<|im_start|>"], "as_is": True}),
     ),
     "another shape": (
         "weights.huggingface map_weights",

@@ -17,14 +17,14 @@ name: mine
 threads: 1
 corpus:
   validation_fraction: 0.2
-  validation_bytes: 2KB
+  max_validation_bytes: 2KB
   dedup: {minhash: null}
   sources:
     - {name: docs, kind: jsonl, path: data/docs.jsonl, domain: docs, license: PSF-2.0}
 tokenizer: {vocab_size: 512, sample_bytes: 50kB}
 model: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, intermediate_size: 64}
 train:
-  phases: [{name: all, tokens: 1Ki, mixture: {docs: 1}, sequence_length: 32 tokens, global_batch_size: 256 tokens}]
+  phases: [{name: all, tokens: 1Ki, mixture: {docs: 1}, sequence_length: 32 tokens, global_batch_tokens: 256 tokens}]
 """
 
 

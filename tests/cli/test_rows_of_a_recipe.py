@@ -69,15 +69,16 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     given: list[dict[str, Any]] = [
         {"name": "marked", "path": marked}, {"name": "thoughts", "path": thoughts},
         {"name": "silent", "path": thoughts, "thoughts": {"train": False}},
-        {"name": "whole", "path": many}, {"name": "some", "path": many, "count": 20},
+        {"name": "whole", "path": many}, {"name": "some", "path": many, "max_rows": 20},
     ]  # fmt: skip
     recipe = {
         "name": "rows", "threads": 1, "start_from": str(folder / "base"), "run_dir": str(folder / "run"),
         "tune": {"data": [one | {"kind": "files"} for one in given], "tokens": "512 tokens", "sequence_length": "64 tokens",
-                 "global_batch_size": "256 tokens", "validation_fraction": 0},
-        "dpo": {"data": [{"name": "whole", "kind": "files", "path": pairs}, {"name": "some", "kind": "files", "path": pairs, "count": 9}],
-                "loss": "simpo", "sequence_length": "64 tokens", "pairs_per_step": 4, "epochs": 0.1, "held_out_fraction": 0},
-        "train": {"precision": "fp32", "compile": False, "micro_batch_size": 2},
+                 "global_batch_tokens": "256 tokens", "validation_fraction": 0},
+        "dpo": {"data": [{"name": "whole", "kind": "files", "path": pairs}, {"name": "some", "kind": "files", "path": pairs,
+        "max_rows": 9}],
+                "loss": "simpo", "sequence_length": "64 tokens", "pairs_per_step": 4, "epochs": 0.1, "validation_fraction": 0},
+        "train": {"precision": "fp32", "compile": False, "micro_batch_sequences": 2},
         "evaluate": {"benchmarks": []},
     }  # fmt: skip
     (folder / "rows.yaml").write_text(yaml.safe_dump(recipe))

@@ -158,7 +158,7 @@ def test_the_report(lmworks: Lmworks, finished: Tiny, tmp_path: Path) -> None:
     other = run.copy(tmp_path / "other")
     recorded = other.run_dir / "resolved.json"
     recorded.write_text(recorded.read_text().replace('"name": "tiny"', '"name": "the other one"'))
-    (tmp_path / "ours.yaml").write_text("device: 2 CPU cores\ntflops: 1\nmemory_gib: 4\ndollars_per_hour: 7.25\n")
+    (tmp_path / "ours.yaml").write_text("device: 2 CPU cores\ntflops: 1\nmemory_gib: 4\ndollars_per_device_hour: 7.25\n")
     done = lmworks("report", run.run_dir, other.run_dir, "--cluster", tmp_path / "ours.yaml")
     assert done.out == f"{run.run_dir}/comparison.html\n"
     page = (run.run_dir / "comparison.html").read_text()

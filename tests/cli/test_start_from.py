@@ -25,7 +25,7 @@ from tiny_run import Tiny
 
 _PHASE = {
     "name": "more", "tokens": "512 tokens", "mixture": {"code": 0.5, "docs": 0.5}, "sequence_length": "32 tokens",
-    "global_batch_size": "128 tokens",
+    "global_batch_tokens": "128 tokens",
 }  # fmt: skip
 
 

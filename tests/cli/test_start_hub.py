@@ -58,9 +58,9 @@ def write_recipe(folder: Path, start: str) -> Path:
     chats = [[{"role": "user", "content": f"{a} + 1?"}, {"role": "assistant", "content": f"It is {a + 1}."}] for a in range(40)]
     (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats) + "\n")
     tree = {
-        "name": "tuned", "threads": 1, "start_from": start, "train": {"precision": "fp32", "compile": False, "micro_batch_size": 2},
+        "name": "tuned", "threads": 1, "start_from": start, "train": {"precision": "fp32", "compile": False, "micro_batch_sequences": 2},
         "tune": {"data": [{"name": "sums", "kind": "files", "path": str(folder / "chats.jsonl")}], "tokens": "512 tokens",
-                 "sequence_length": "64 tokens", "global_batch_size": "256 tokens"},
+                 "sequence_length": "64 tokens", "global_batch_tokens": "256 tokens"},
         "evaluate": {"benchmarks": [], "questions": []}, "export": {"huggingface": True, "gguf": False, "dtype": "fp32"},
     }  # fmt: skip
     (folder / "tune.yaml").write_text(yaml.safe_dump(tree))

@@ -33,7 +33,7 @@ def test_tuning_a_base_model_is_planned_without_its_weights(
     (tmp_path / "base" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tune = {
         "data": [{"name": "mine", "kind": "files", "path": "chats.jsonl"}], "tokens": "100M", "sequence_length": "8Ki",
-        "global_batch_size": "1Mi",
+        "global_batch_tokens": "1Mi",
     }  # fmt: skip
     recipe = tmp_path / "big.yaml"
     recipe.write_text(yaml.safe_dump({"name": "big", "start_from": str(tmp_path / "base"), "tune": tune}), encoding="utf-8")
@@ -50,7 +50,7 @@ def test_adapters_fit_where_whole_weights_do_not_and_every_stage_is_planned(lmwo
     (tmp_path / "base" / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     data = {"name": "mine", "kind": "files", "path": "mine.jsonl"}
     stages: dict[str, dict[str, Any]] = {
-        "tune": {"data": [data], "tokens": "100M", "sequence_length": "4Ki", "global_batch_size": "256Ki"},
+        "tune": {"data": [data], "tokens": "100M", "sequence_length": "4Ki", "global_batch_tokens": "256Ki"},
         "dpo": {"data": [data], "sequence_length": "4Ki", "pairs_per_step": 30},
         "grpo": {"data": [data | {"reward": "exact"}], "sequence_length": "4Ki", "updates_per_rollout": 2},
     }

@@ -52,10 +52,11 @@ def write_recipe(folder: Path, base: Path, chats: Path, **changes: Any) -> Path:
         "name": "tuned", "threads": 1, "start_from": str(base), "run_dir": str(folder / "run"),
         "optimizer": {"learning_rate": 0.003, "adam_learning_rate": 0.003},
         "tune": {
-            "data": [{"name": "sums", "kind": "files", "path": str(chats), "count": 100}], "tokens": "2Ki", "sequence_length": "64 tokens",
-            "global_batch_size": "256 tokens",
+            "data": [{"name": "sums", "kind": "files", "path": str(chats), "max_rows": 100}], "tokens": "2Ki",
+            "sequence_length": "64 tokens",
+            "global_batch_tokens": "256 tokens",
         },
-        "train": {"precision": "fp32", "compile": False, "micro_batch_size": 2},
+        "train": {"precision": "fp32", "compile": False, "micro_batch_sequences": 2},
         "evaluate": {"benchmarks": [], "questions": ["What is 1 + 2?"]},
         "export": {"huggingface": True, "gguf": False, "dtype": "fp32"},
     } | changes  # fmt: skip
@@ -150,8 +151,8 @@ def _cost_of_answers(base: Path, data: Path) -> float:
     return nats / math.log(2) / len(text)
 
 
-SMALL = ["threads=1", "train.precision=fp32", "train.compile=false", "train.micro_batch_size=2", "evaluate.benchmarks=[]",
-         "tune.sequence_length=64 tokens", "tune.global_batch_size=256 tokens", "tune.data.0.count=40"]  # fmt: skip
+SMALL = ["threads=1", "train.precision=fp32", "train.compile=false", "train.micro_batch_sequences=2", "evaluate.benchmarks=[]",
+         "tune.sequence_length=64 tokens", "tune.global_batch_tokens=256 tokens", "tune.data.0.max_rows=40"]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -315,7 +316,7 @@ def test_general_text_is_replayed_and_what_was_forgotten_is_said(lmworks: Lmwork
 
     base = _base(tmp_path / "base", "qwen")
     recipe = write_recipe(tmp_path, base, chats, corpus=_pages(tmp_path))
-    replay = ("--set", "tune.replay={share: 0.25}", "--set", "export.huggingface=false", "--set", "evaluate.references=false")
+    replay = ("--set", "tune.replay={fraction: 0.25}", "--set", "export.huggingface=false", "--set", "evaluate.references=false")
     done = lmworks("run", recipe, *replay)
     assert done.code == 0, done.err
     run_dir = tmp_path / "run"
@@ -349,8 +350,8 @@ def _pages(tmp_path: Path) -> dict[str, Any]:
 def test_a_base_model_is_held_by_the_fisher_information_of_named_text(lmworks: Lmworks, chats: Path, tmp_path: Path, stage: str) -> None:
     """In tuning, and in the first phase of further pretraining: the weights drift less, by what they mattered for the text."""
     base = _base(tmp_path / "base", "qwen")
-    phase = {"name": "more", "tokens": "2Ki", "mixture": {"pages": 1}, "sequence_length": "64 tokens", "global_batch_size": "256 tokens"}
-    train = {"precision": "fp32", "compile": False, "micro_batch_size": 2} | ({"phases": [phase]} if stage == "train" else {})
+    phase = {"name": "more", "tokens": "2Ki", "mixture": {"pages": 1}, "sequence_length": "64 tokens", "global_batch_tokens": "256 tokens"}
+    train = {"precision": "fp32", "compile": False, "micro_batch_sequences": 2} | ({"phases": [phase]} if stage == "train" else {})
     recipe = write_recipe(tmp_path, base, chats, corpus=_pages(tmp_path), train=train)
     key, command = ("tune.ewc", "tune") if stage == "tune" else ("train.phases.more.ewc", "pretrain")
     unnamed = lmworks(command, recipe, "--set", f"{key}={{weight: 1}}")
@@ -396,12 +397,12 @@ def test_the_first_loss_is_compared_where_deepspeed_will_train(
 
 def test_a_replay_that_cannot_be_is_refused(lmworks: Lmworks, chats: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, _base(tmp_path / "base", "qwen"), chats)
-    done = lmworks("show", recipe, "--set", "tune.replay={share: 0.5}")
+    done = lmworks("show", recipe, "--set", "tune.replay={fraction: 0.5}")
     assert "there is no text to replay; add corpus.sources or shards.imported" in done.error
     source = "corpus.sources=[{name: pages, kind: stdlib, domain: docs, license: PSF-2.0}]"
-    done = lmworks("show", recipe, "--set", source, "--set", "tune.replay={share: 0.5, mixture: {page: 1}}")
+    done = lmworks("show", recipe, "--set", source, "--set", "tune.replay={fraction: 0.5, mixture: {page: 1}}")
     assert "no source is called 'page'; did you mean 'pages'?" in done.error
-    done = lmworks("show", recipe, "--set", source, "--set", "tune.replay={share: 0.5, mixture: {pages: 0.5}}")
+    done = lmworks("show", recipe, "--set", source, "--set", "tune.replay={fraction: 0.5, mixture: {pages: 0.5}}")
     assert "tune.replay" in done.error and done.code == 2
 
 
@@ -414,11 +415,11 @@ def test_half_a_billion_parameters_are_tuned_on_two_ranks(lmworks: Lmworks, chat
     write_model(base, 65_536, initializer_range=0.02, **sizes)
     recipe = write_recipe(
         tmp_path, base, chats, layout={"dp_shard": 2, "zero": 3},
-        train={"precision": "fp32", "compile": False, "micro_batch_size": 1}, checkpoints={"asynchronous": False},
+        train={"precision": "fp32", "compile": False, "micro_batch_sequences": 1}, checkpoints={"asynchronous": False},
         optimizer={"kind": "adamw", "learning_rate": 0.001},  # Muon's products would take minutes on a CPU
         tune={
-            "data": [{"name": "sums", "kind": "files", "path": str(chats), "count": 20}], "tokens": "256 tokens",
-            "sequence_length": "64 tokens", "global_batch_size": "128 tokens",
+            "data": [{"name": "sums", "kind": "files", "path": str(chats), "max_rows": 20}], "tokens": "256 tokens",
+            "sequence_length": "64 tokens", "global_batch_tokens": "128 tokens",
         },
     )  # fmt: skip
     done = lmworks("launch", "local", recipe, "--ranks", 2, "--to", "tune")

@@ -144,7 +144,7 @@ def test_what_is_given_up_where_time_is_short(runs: Runs, time: str, lost: list[
     recipe = load_resolved(run_dir / "resolved.json")
     assert recipe.evaluate.task_items == (10 if lost else 50)
     assert (recipe.tune is None) == (len(lost) > 1)
-    assert all(phase.tokens >= 20 * phase.global_batch_size for phase in recipe.train.phases)
+    assert all(phase.tokens >= 20 * phase.global_batch_tokens for phase in recipe.train.phases)
 
 
 def test_tuning_that_was_given_up_is_told_at_the_end_and_by_every_later_command(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,9 @@ from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 
 PAGE = Path(__file__).parents[2] / "docs" / "tune-and-align.md"
 SMALL = {
-    "dpo": {"pairs_per_step": 2, "sequence_length": "64 tokens", "held_out_fraction": 0.2},
-    "grpo": {"group_size": 2, "prompts_per_step": 2, "steps": 2, "max_new_tokens": 8, "sequence_length": "128 tokens", "held_out": 2},
+    "dpo": {"pairs_per_step": 2, "sequence_length": "64 tokens", "validation_fraction": 0.2},
+    "grpo": {"group_size": 2, "prompts_per_step": 2, "steps": 2, "max_new_tokens": 8, "sequence_length": "128 tokens",
+    "validation_prompts": 2},
 }
 REWARD = "def reward(prompt, answer, row):\n    return float(row['answer'] in answer)\n"
 
@@ -79,7 +80,7 @@ def test_the_sections_of_the_page_are_run_by_its_commands(
 
 
 SHORT = {"name": "short", "tokens": "512 tokens", "mixture": {"code": 0.7, "docs": 0.3}, "sequence_length": "32 tokens",
-         "global_batch_size": "256 tokens"}  # fmt: skip
+         "global_batch_tokens": "256 tokens"}  # fmt: skip
 
 
 def _as_a_rank(arguments: list[str], run_dir: Path, port: int) -> None:
@@ -123,7 +124,7 @@ def sections(folder: Path, **changes: dict[str, Any]) -> list[str]:
 
 def test_a_reward_that_always_fails_ends_the_run_with_one_line(tiny_copy: Tiny, tmp_path: Path, lmworks: Lmworks) -> None:
     """Its first failure is shown at once, with the line of the user's function; it is in the ledger too."""
-    drawn = {"temperature": 4.0, "group_size": 8, "prompts_per_step": 6, "steps": 6, "max_new_tokens": 40, "held_out": 0}
+    drawn = {"temperature": 4.0, "group_size": 8, "prompts_per_step": 6, "steps": 6, "max_new_tokens": 40, "validation_prompts": 0}
     arguments = sections(tmp_path, grpo=drawn)  # so many and so random that some answers end, and are judged
     (tmp_path / "reward.py").write_text("def reward(prompt, answer, row):\n    return row['points']\n")
     done = lmworks("grpo", tiny_copy.recipe, *arguments, "--set", f"run_dir={tiny_copy.run_dir}")

@@ -53,7 +53,8 @@ def recipe(path: Path, **corpus: Any) -> Recipe:
     code = Source(
         name="code", kind="stdlib", document_format="code", include="json/*.py", domain="code", language="code", license="PSF-2.0"
     )
-    plain = {"sources": [source(path), code], "steps": [Clean(), Lines(within=False, across=2), Rules()], "validation_fraction": 0.1}
+    plain = {"sources": [source(path), code], "steps": [Clean(), Lines(within=False, across_documents=2), Rules()],
+        "validation_fraction": 0.1}
     return Recipe(name="evidence", seed=3, corpus=Corpus(**{**plain, "part_bytes": "100kB", **corpus}))
 
 

@@ -82,7 +82,7 @@ def test_buckets(tmp_path: Path) -> None:
     rows = [json.dumps({"text": page, "score": place / 30}) for place, page in enumerate(pages)]
     (tmp_path / "scored.jsonl").write_text("\n".join(rows))
     buckets = [Bucket(name="high", minimum=0.5), Bucket(name="low", minimum=0.0)]
-    more = {"keep": ("score",), "bucket_by": "score", "buckets": buckets}
+    more = {"fact_keys": ("score",), "bucket_by": "score", "buckets": buckets}
     source = made.source(tmp_path / "scored.jsonl", "scored").model_copy(update=more)
     corpus = made.make(tmp_path, sources=[source], steps=[{"step": "clean"}])
     for name, good in (("high", True), ("low", False)):

@@ -173,7 +173,7 @@ def test_a_document_of_repeated_passages_is_told_as_such(tmp_path: Path) -> None
     page = made.pages(3)
     texts = [*page, f"{page[0][:900]} Only this is new."]
     corpus = made.make(
-        tmp_path, texts, dedup={"minhash": None, "substring": {"min_length": 50, "min_remaining": 0.5}}, validation_fraction=0
+        tmp_path, texts, dedup={"minhash": None, "substring": {"min_words": 50, "min_remaining_fraction": 0.5}}, validation_fraction=0
     )
     found = trace(corpus, "pages/0/3")
     assert (found.decision["fate"], found.decision["reason"]) == ("dedup", "repeated_passages")

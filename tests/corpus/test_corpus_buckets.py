@@ -50,7 +50,7 @@ def recipe(folder: Path, threshold: float | None = None, **source: object) -> Re
         "quality_threshold": threshold, **source,
     })  # fmt: skip
     steps = [Clean(), Quality(model=str(folder / "quality.safetensors"), threshold=0.0)]
-    phase = {"name": "one", "tokens": "1M", "mixture": {"web": 1.0}, "sequence_length": "512 tokens", "global_batch_size": "8Ki"}
+    phase = {"name": "one", "tokens": "1M", "mixture": {"web": 1.0}, "sequence_length": "512 tokens", "global_batch_tokens": "8Ki"}
     corpus = Corpus(sources=[web], steps=steps, validation_fraction=0.1, processes=1)
     return Recipe.model_validate({"name": "r", "corpus": corpus, "train": {"phases": [phase]}})
 

@@ -100,7 +100,7 @@ def test_a_lower_threshold_of_one_source_is_searched_for(tmp_path: Path) -> None
 
 def test_one_address_is_one_document(tmp_path: Path) -> None:
     rows = [{"text": text(number), "url": url} for number, url in enumerate(["https://www.a.org/x/?utm_source=y", "http://a.org/x", ""])]
-    sources = [{**source, "keep": ["url"]} for source in write(tmp_path, {"web": [*rows, {"text": text(4), "url": ""}]})]
+    sources = [{**source, "fact_keys": ["url"]} for source in write(tmp_path, {"web": [*rows, {"text": text(4), "url": ""}]})]
     assert reasons(run(tmp_path, sources)[0]) == {}
     assert reasons(run(tmp_path, sources, dedup={"url": True})[0]) == {"web duplicate_url": 1}
 
@@ -154,7 +154,7 @@ def passages(folder: Path, **corpus: Any) -> tuple[Report, dict[str, str]]:
 
 def test_passages_that_stood_earlier_are_cut(tmp_path: Path) -> None:
     shared, other = " ".join(words(100, 60)), " ".join(words(200, 60))
-    report, left = passages(tmp_path, dedup={"substring": {"min_length": 50}})
+    report, left = passages(tmp_path, dedup={"substring": {"min_words": 50}})
     assert left == {
         "web/0/0": f"{text(0)}\n{shared}\n{text(1)}",
         "web/0/1": text(2),
@@ -171,7 +171,7 @@ def test_passages_that_stood_earlier_are_cut(tmp_path: Path) -> None:
 
 
 def test_priority_decides_which_passage_stays(tmp_path: Path) -> None:
-    _, left = passages(tmp_path, dedup={"substring": {"min_length": 50}, "priority": ["books"]})
+    _, left = passages(tmp_path, dedup={"substring": {"min_words": 50}, "priority": ["books"]})
     assert left["books/0/1"] == f"{text(5)}\n{' '.join(words(100, 60))}"
     assert left["web/0/0"] == f"{text(0)}\n{text(1)}"
 
@@ -179,15 +179,15 @@ def test_priority_decides_which_passage_stays(tmp_path: Path) -> None:
 def test_passages_are_cut_alike_however_the_sources_are_cut(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    whole = passages(tmp_path / "a", dedup={"substring": {"min_length": 50}})[1]
-    report, parts = passages(tmp_path / "b", dedup={"substring": {"min_length": 50}}, part_bytes="1KB")
+    whole = passages(tmp_path / "a", dedup={"substring": {"min_words": 50}})[1]
+    report, parts = passages(tmp_path / "b", dedup={"substring": {"min_words": 50}}, part_bytes="1KB")
     assert report.sources[0].parts > 1
     assert sorted(whole.values()) == sorted(parts.values())
 
 
 def test_without_the_option_nothing_is_cut(tmp_path: Path) -> None:
     assert passages(tmp_path)[1]["web/0/1"] == f"{text(2)}\n{text(2)}"
-    again = passages(tmp_path, dedup={"substring": {"min_length": 50}})[1]
+    again = passages(tmp_path, dedup={"substring": {"min_words": 50}})[1]
     assert again["web/0/1"] == text(2)
     assert passages(tmp_path)[1]["web/0/1"] == f"{text(2)}\n{text(2)}"
 
@@ -226,7 +226,7 @@ class _Rows:
 
 
 def test_neither_copies_nor_variants_are_held_out() -> None:
-    corpus = SimpleNamespace(validation_fraction=0.99, validation_bytes=1_000)
+    corpus = SimpleNamespace(validation_fraction=0.99, max_validation_bytes=1_000)
     job: Any = SimpleNamespace(recipe=SimpleNamespace(corpus=corpus), sources=[SimpleNamespace(name="web")])
     rows: Any = _Rows()
     copies = np.array([False, True, False, True, False, False])

@@ -239,7 +239,7 @@ def test_a_process_that_is_killed_is_named_with_what_it_was_at(texts: Path, tmp_
 def test_a_fact_that_nobody_gives_is_refused_at_once(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="step of_url needs the fact 'url', which source lib does not have"):
         prepare(recipe(source(texts), steps=[python_step("of_url")]), tmp_path / "out", folder=texts)
-    asked = recipe(source(texts, keep=("url",)), steps=[python_step("of_url")], dedup={"minhash": None})
+    asked = recipe(source(texts, fact_keys=("url",)), steps=[python_step("of_url")], dedup={"minhash": None})
     assert prepare(asked, tmp_path / "out", folder=texts).sources[0].train.documents
 
 

@@ -100,7 +100,8 @@ def job_of(asked: Recipe, out: Path, texts: Path) -> Job:
 
 
 def test_the_script_says_what_the_recipe_asks_for(texts: Path, tmp_path: Path) -> None:
-    asked = recipe(texts, kind="slurm", max_jobs=3, max_running=2, partition="cpu", memory="4G", reduce_memory="64G", time_limit="2:00:00",
+    asked = recipe(texts, kind="slurm", max_jobs=3, max_running_jobs=2, partition="cpu", memory="4G", reduce_memory="64G",
+        time_limit="2:00:00",
                    options=("--constraint=nvme",), setup=("module load python",))  # fmt: skip
     job = job_of(asked, tmp_path / "out", texts)
     read, decide = (slurm_executor.batch_script(job, pass_named(PASSES, name)).splitlines() for name in ("read", "resolve_duplicates"))

@@ -96,7 +96,7 @@ def check_reasons(found: list[Item], expected: list[str | None]) -> None:
 
 
 def all_items(kind: str, path: Path, part_bytes: int = 1 << 40) -> list[Item]:
-    given = source(kind, path=str(path), keep=["url"] if kind in ("jsonl", "parquet") else [])
+    given = source(kind, path=str(path), fact_keys=["url"] if kind in ("jsonl", "parquet") else [])
     return [item for part in parts(given, part_bytes) for item in read(given, part, LIMIT)]
 
 

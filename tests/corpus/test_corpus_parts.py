@@ -148,7 +148,7 @@ def test_globs_stay_in_their_directory(tmp_path: Path) -> None:
 def test_columns_by_path_and_by_template_with_facts_and_language(tmp_path: Path) -> None:
     row = {"title": "On", "meta": {"body": "text", "lang": "de"}, "url": "http://x.y/", "n": 3, "day": "2024-05-01", "odd": [1, "é"]}
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"meta": {"body": 5}}) + "\n" + json.dumps({"meta": 1}) + "\n")
-    more = {"path": str(tmp_path), "keep": ["url", "n", "odd", "meta.lang", "absent"], "language_key": "meta.lang"}
+    more = {"path": str(tmp_path), "fact_keys": ["url", "n", "odd", "meta.lang", "absent"], "language_key": "meta.lang"}
     first, second, third = items("jsonl", text_key="meta.body", **more)
     assert (first.text, first.language) == ("text", "de")
     assert first.facts == {"url": "http://x.y/", "n": 3, "odd": '[1, "é"]', "meta.lang": "de"}
@@ -165,10 +165,10 @@ def test_columns_by_path_and_by_template_with_facts_and_language(tmp_path: Path)
 def test_columns_of_parquet_may_be_nested_and_dated(tmp_path: Path) -> None:
     table = pa.table({"a": [{"b": "text", "c": None}], "when": [datetime.datetime(2024, 5, 1)], "weight": [float("nan")]})
     pq.write_table(table, tmp_path / "a.parquet")
-    (item,) = items("parquet", path=str(tmp_path), text_key="a.b", keep=["when", "weight", "a.c"])
+    (item,) = items("parquet", path=str(tmp_path), text_key="a.b", fact_keys=["when", "weight", "a.c"])
     assert (item.text, dict(item.facts)) == ("text", {"when": "2024-05-01T00:00:00"})
-    with pytest.raises(UserError, match=r"has no column 'url', only a, weight, when; set keep"):
-        items("parquet", path=str(tmp_path), text_key="a.b", keep=["url"])
+    with pytest.raises(UserError, match=r"has no column 'url', only a, weight, when; set fact_keys"):
+        items("parquet", path=str(tmp_path), text_key="a.b", fact_keys=["url"])
 
 
 def test_columns_of_html_and_markdown_are_read_as_such(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_template_that_is_none_is_refused(template: str) -> None:
 
 def test_halves_of_surrogate_pairs_are_no_text_and_do_no_harm_in_facts(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "half \\ud83d"}\n{"text": "fine", "url": "\\ud83d"}\n')
-    found = items("jsonl", path=str(tmp_path), keep=["url"])
+    found = items("jsonl", path=str(tmp_path), fact_keys=["url"])
     assert reasons(found) == ["bad_utf8"]
     assert found[1].facts == {"url": "?"}
 

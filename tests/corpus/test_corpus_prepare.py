@@ -217,7 +217,7 @@ def test_max_bytes_draws_evenly_and_says_so(tmp_path: Path) -> None:
 def test_validation_stays_within_its_bytes_and_passes_over_giants(tmp_path: Path) -> None:
     texts = [*numbered(40, 30), " ".join(f"giant{place}" for place in range(50_000))]
     report = prepare(
-        recipe(mine(write_rows(tmp_path / "a.jsonl", texts)), validation_fraction=0.4, validation_bytes="3KB"), tmp_path / "out"
+        recipe(mine(write_rows(tmp_path / "a.jsonl", texts)), validation_fraction=0.4, max_validation_bytes="3KB"), tmp_path / "out"
     )
     (source,) = report.sources
     assert 0 < source.validation.bytes <= 3000

@@ -253,7 +253,7 @@ def test_stored_datasets_are_cut_by_rows_and_streamed_ones_by_files(tmp_path: Pa
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     documents = [f"document {number} " * 20 for number in range(300)]
     datasets.Dataset.from_dict({"text": documents, "url": ["u"] * 300}).save_to_disk(str(tmp_path / "stored"))
-    found = items("huggingface", path=str(tmp_path / "stored"), part_bytes=10_000, keep=["url"])
+    found = items("huggingface", path=str(tmp_path / "stored"), part_bytes=10_000, fact_keys=["url"])
     assert texts(found) == documents
     assert found[299].origin == f"{tmp_path}/stored/train:299"
     assert found[0].facts == {"url": "u"}

@@ -76,7 +76,8 @@ def test_it_is_the_plain_way_where_all_are_compared(block: int, monkeypatch: pyt
     centers = draw.normal(size=(300, 64))
     rows = centers[draw.integers(0, 300, 1200)] + draw.normal(size=(1200, 64)) * draw.uniform(0, 0.6, (1200, 1))
     rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float16)
-    found = semantic_duplicates(StackedArrays([rows[:700], rows[700:701], rows[701:]]), Semantic(threshold=0.9, per_cluster=5000), 0)
+    found = semantic_duplicates(StackedArrays([rows[:700], rows[700:701], rows[701:]]), Semantic(threshold=0.9,
+        documents_per_cluster=5000), 0)
     assert np.array_equal(found, brute_force(rows, 0.9))
     assert 200 < (found != np.arange(1200)).sum() < 1000
 
@@ -85,9 +86,9 @@ def test_clusters_find_what_comparing_all_finds_at_a_fraction_of_the_pairs() -> 
     draw, originals = random.Random(2), texts()
     everything = [*originals, *(reordered(text, draw) for text in originals[::2])]
     vectors = StackedArrays([random_projection(units(everything), 256)])
-    whole = semantic_duplicates(vectors, Semantic(per_cluster=10_000), 0)
-    parted = semantic_duplicates(vectors, Semantic(per_cluster=60), 0)
-    assert np.array_equal(parted, semantic_duplicates(vectors, Semantic(per_cluster=60), 0))
+    whole = semantic_duplicates(vectors, Semantic(documents_per_cluster=10_000), 0)
+    parted = semantic_duplicates(vectors, Semantic(documents_per_cluster=60), 0)
+    assert np.array_equal(parted, semantic_duplicates(vectors, Semantic(documents_per_cluster=60), 0))
     dropped = whole != np.arange(len(everything))
     assert dropped.sum() > 0.4 * len(originals)
     assert ((parted != np.arange(len(everything))) & dropped).sum() > 0.97 * dropped.sum()

@@ -36,21 +36,21 @@ def test_paragraphs() -> None:
 
 def test_boilerplate_across_documents_goes_after_so_many() -> None:
     texts = [f"Page {number} says something of its own.\n{FOOTER}" for number in range(6)]
-    found = read_texts(outcomes_of(step_of(Lines(across=3)), texts))
+    found = read_texts(outcomes_of(step_of(Lines(across_documents=3)), texts))
     assert found == [text if number < 3 else text.split("\n")[0] for number, text in enumerate(texts)]
     assert read_texts(outcomes_of(step_of(Lines()), texts)) == texts
 
 
 def test_a_document_counts_a_line_once() -> None:
-    step = step_of(Lines(across=2, within=False))
+    step = step_of(Lines(across_documents=2, within=False))
     text = "\n".join([LONG] * 5)
     assert read_texts(outcomes_of(step, [text, text, text])) == [text, text, "only_repeated_lines"]
 
 
 def test_batches_change_nothing_and_each_part_begins_anew() -> None:
     texts = [f"Page {number} says something of its own.\n{FOOTER}" for number in range(6)]
-    expected = read_texts(outcomes_of(step_of(Lines(across=2)), texts))
-    step = step_of(Lines(across=2))
+    expected = read_texts(outcomes_of(step_of(Lines(across_documents=2)), texts))
+    step = step_of(Lines(across_documents=2))
     pieces = documents(texts)
     assert read_texts([outcome for piece in pieces for outcome in step(Batch([piece]))]) == expected
     assert read_texts(list(step(Batch(documents(texts))))) == expected, "the same part again"
@@ -65,7 +65,7 @@ def test_code_and_other_sources_pass() -> None:
 
 
 def test_nothing_left_is_a_drop() -> None:
-    step = step_of(Lines(across=1))
+    step = step_of(Lines(across_documents=1))
     outcomes = outcomes_of(step, [LONG, LONG])
     assert isinstance(outcomes[1], Drop) and outcomes[1].facts["lines_dropped"] == 1.0
 

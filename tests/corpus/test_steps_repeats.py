@@ -42,6 +42,6 @@ def test_mostly_repetition_goes_on_request() -> None:
 
 def test_chinese_counts_characters() -> None:
     passage = "新鮮果汁都是當場現榨絕對新鮮我特別推薦現榨柳橙汁選用台灣在地的甜橙酸甜平衡"
-    (outcome,) = outcomes_of(step_of(Repeats(min_length=20)), [f"{passage}。\n您好。{passage}。"])
+    (outcome,) = outcomes_of(step_of(Repeats(min_words=20)), [f"{passage}。\n您好。{passage}。"])
     assert isinstance(outcome, Document)
     assert outcome.text == f"{passage}。\n您好。"

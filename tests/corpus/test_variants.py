@@ -85,7 +85,7 @@ def test_near_copies_of_their_originals_go_when_asked(tmp_path: Path) -> None:
     assert [made[f"mine/0/1{end}"]["reason"] for end in ("", ".1", ".2")] == ["near_duplicate"] * 3, "a variant goes with its original"
 
 
-@pytest.mark.parametrize("dedup", [{"substring": {"min_length": 50}}, {"semantic": {"threshold": 0.9}}])
+@pytest.mark.parametrize("dedup", [{"substring": {"min_words": 50}}, {"semantic": {"threshold": 0.9}}])
 def test_other_comparisons_leave_variants_alone_unless_asked(tmp_path: Path, dedup: dict[str, Any]) -> None:
     out = make(tmp_path / "a", [words(0), words(1)], dedup=dedup)
     assert len(rows(out)) == 6 and rows(out)["mine/0/0.1"]["text"].count(" ") == 119

@@ -67,14 +67,14 @@ READING = ("show", "plan", "advise", "chat", "serve")
 
 # Any recipe becomes a model of some 100k parameters and a few steps of it; what a command sets itself comes after and wins.
 SMALL = [
-    "time=null", "threads=1", "corpus.validation_bytes=6KB", "tokenizer.vocab_size=768", "tokenizer.sample_bytes=300KB",
+    "time=null", "threads=1", "corpus.max_validation_bytes=6KB", "tokenizer.vocab_size=768", "tokenizer.sample_bytes=300KB",
     "model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=2", "model.num_key_value_heads=1", "model.head_dim=16",
         "model.intermediate_size=64",
     "model.moe.n_routed_experts=4", "model.moe.moe_intermediate_size=16", "train.compile=false", "train.precision=fp32",
-    "train.validate_bytes_per_domain=2000", "train.validate_every=50%", "train.save_every=50%", "train.sample_every=100%",
-    "train.phases.general.sequence_length=64 tokens", "train.phases.general.global_batch_size=128 tokens",
+    "train.validation_bytes_per_domain=2000 bytes", "train.validate_every=50%", "train.save_every=50%", "train.sample_every=100%",
+    "train.phases.general.sequence_length=64 tokens", "train.phases.general.global_batch_tokens=128 tokens",
         "train.phases.general.tokens=13Ki",  # 104 steps: a page shows batch 100
-    "tune.sequence_length=256 tokens", "tune.global_batch_size=1Ki", "tune.tokens=4Ki",
+    "tune.sequence_length=256 tokens", "tune.global_batch_tokens=1Ki", "tune.tokens=4Ki",
     "evaluate.benchmarks=[]", "evaluate.task_items=1", "evaluate.references=false",
 ]  # fmt: skip
 # Without the wheels: only text that every machine has, and little enough for one process.
@@ -83,8 +83,9 @@ QUICKSTART = [
     'license: PSF-2.0, max_bytes: 200KB}, {name: docs, kind: stdlib, include: "[a-e]*.py", document_format: docs, domain: docs, '
     "license: PSF-2.0, max_bytes: 200KB}]",
     "train.phases.general.mixture={code: 0.5, docs: 0.5}", "train.phases.anneal.mixture={docs: 1.0}",
-    "train.phases.anneal.sequence_length=256 tokens", "train.phases.anneal.global_batch_size=512 tokens", "train.phases.anneal.tokens=2Ki",
-    "tune.data=[{name: tasks, kind: tasks, tasks: [spell_backward], count: 60}]", "evaluate.tasks=[spell_backward]",
+    "train.phases.anneal.sequence_length=256 tokens", "train.phases.anneal.global_batch_tokens=512 tokens",
+    "train.phases.anneal.tokens=2Ki",
+    "tune.data=[{name: tasks, kind: tasks, tasks: [spell_backward], max_rows: 60}]", "evaluate.tasks=[spell_backward]",
 ]  # fmt: skip
 
 # `launch local` is about starting ranks: few steps of training show that.

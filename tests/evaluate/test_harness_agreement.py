@@ -78,9 +78,9 @@ def trained_export(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path
     run, folder = tiny.copy(tmp_path_factory.mktemp("briefly") / "run"), tmp_path_factory.mktemp("briefly") / "huggingface"
     phase = (
         "{name: general, tokens: 102400 tokens, mixture: {code: 0.7, docs: 0.3}, sequence_length: 640 tokens, "
-        "global_batch_size: 1280 tokens, lr_schedule: {warmup: 4 steps}}"
+        "global_batch_tokens: 1280 tokens, lr_schedule: {warmup: 4 steps}}"
     )
-    run.walk("model.moe=null", "tune=null", "train.micro_batch_size=1", f"train.phases=[{phase}]", last="pretrain")
+    run.walk("model.moe=null", "tune=null", "train.micro_batch_sequences=1", f"train.phases=[{phase}]", last="pretrain")
     losses = [one["validation/loss"] for one in read(run.run_dir) if "validation/loss" in one]
     assert losses[-1] < losses[0] - 0.5, "it has learned"
     opened = open_model(run.run_dir, "cpu")

@@ -97,7 +97,7 @@ def recipe_for(model: dict[str, Any], run_dir: Path, **export: Any) -> Recipe:
         "tokens": "64Ki",
         "mixture": {"code": 0.5, "docs": 0.5},
         "sequence_length": f"{LENGTH} tokens",
-        "global_batch_size": "1Ki",
+        "global_batch_tokens": "1Ki",
     }
     return Recipe.model_validate({
         "name": "tiny", "seed": 3, "threads": 1, "run_dir": str(run_dir), "model": model, "train": {"phases": [phase]},

@@ -295,7 +295,7 @@ def test_what_llama_cpp_cannot_express_does_not_keep_the_other_formats(other_spl
 
 def test_a_known_tokenizer_is_refused_before_the_first_stage(other_split: Any, tmp_path: Path) -> None:
     recipe = other_split.recipe
-    own = recipe.tokenizer.model_copy(update={"path": str(other_split.directory / "tokenizer"), "keep": True})
+    own = recipe.tokenizer.model_copy(update={"path": str(other_split.directory / "tokenizer"), "as_is": True})
     recipe = recipe.model_copy(update={"tokenizer": own})
     check(recipe)
     with pytest.raises(UserError, match="splits text by another rule"):

@@ -61,7 +61,7 @@ class Recipes:
                             "tokens": "1M tokens",
                             "mixture": {"a": 1.0},
                             "sequence_length": "64 tokens",
-                            "global_batch_size": "512 tokens",
+                            "global_batch_tokens": "512 tokens",
                         }
                     ]
                 },

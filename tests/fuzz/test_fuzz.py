@@ -28,7 +28,7 @@ from tiny_run import Tiny
 sys.path.insert(0, str(Path(__file__).parents[1] / "pages"))  # the records of a run
 GIVEN = "peak=1e11,cores=2,memory=64e9,available=32e9,disk=1e12,filesystem=ext4,bf16=yes"
 SHAPE = "{hidden_size: 64, num_hidden_layers: 2}"
-PHASE = "{name: p, tokens: 1M tokens, mixture: {a: 1.0}, sequence_length: 64 tokens, global_batch_size: 512 tokens}"
+PHASE = "{name: p, tokens: 1M tokens, mixture: {a: 1.0}, sequence_length: 64 tokens, global_batch_tokens: 512 tokens}"
 SOURCES = "corpus: {sources: [{name: a, kind: text, path: a, license: MIT}]}"
 RECIPE = f"name: g\nmodel: {SHAPE}\n{SOURCES}\ntrain: {{phases: [{PHASE}]}}\n"
 DIAL = f"name: g\nsize: 30M\n{SOURCES}\n"

@@ -72,7 +72,7 @@ def test_an_evaluation_waits_when_it_is_read(fake_cuda: FakeCuda) -> None:
 
 def test_a_step_of_the_trainer_waits_once(fake_cuda: FakeCuda) -> None:
     """For what it has found, in one copy. A validation adds one wait for each domain, and the statistics of layers add one."""
-    every = {"log_every": "2 steps", "validate_every": "3 steps", "save_every": "50 steps", "micro_batch_size": 1}
+    every = {"log_every": "2 steps", "validate_every": "3 steps", "save_every": "50 steps", "micro_batch_sequences": 1}
     steps = fake_cuda.run("traced_trainer:steps", kind="moe", train=every, metrics={"detail_every": "5 steps"})
     assert [sum(waits.values()) for waits in steps] == [1, 1, 2, 1, 2, 2]
     assert {place.partition(":")[0] for waits in steps for place in waits} == {"model/transfers.py"}

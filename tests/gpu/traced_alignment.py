@@ -26,7 +26,7 @@ from lmworks.train.rollouts import Prompt, Rollout, RolloutChecks
 
 LENGTH = 24
 _COMMON: dict[str, Any] = {"learning_rate": 0.01, "sequence_length": f"{LENGTH} tokens"}
-_TRAIN = {"log_every": "2 steps", **dict.fromkeys(("validate_every", "sample_every", "save_every"), "50 steps"), "micro_batch_size": 8}
+_TRAIN = {"log_every": "2 steps", **dict.fromkeys(("validate_every", "sample_every", "save_every"), "50 steps"), "micro_batch_sequences": 8}
 _STEPS = 2
 
 

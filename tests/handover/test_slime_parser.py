@@ -65,7 +65,7 @@ def check(model: Path, folder: Path, rm_type: str) -> dict[str, Any]:
     config = json.loads((model / "config.json").read_text())
     for name, value in (("num_layers", config["num_hidden_layers"]), ("hidden_size", config["hidden_size"]), ("hidden_dropout", 0)):
         assert converter[name] == train["arguments"][name] == value
-    assert train["arguments"]["num_rollout"] == 2 and train["arguments"]["global_batch_size"] == 128 * 8 // 4
+    assert train["arguments"]["num_rollout"] == 2 and train["arguments"]["global_batch_tokens"] == 128 * 8 // 4
     ours = [load(model).apply_chat(row["prompt"], add_generation_prompt=True) for row in map(json.loads, (out / "prompts.jsonl").open())]
     assert sorted(train["prompts"]) == sorted(ours) and len(ours) == len(ROWS)
     assert all(right > wrong for right, wrong in train["rewards"])

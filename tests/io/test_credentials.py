@@ -92,12 +92,12 @@ corpus:
   processes: 1
   dedup: {{exact: false, minhash: null}}
   decontaminate: null
-  validation_bytes: 100B
+  max_validation_bytes: 100B
   sources:
     - {{name: user, kind: jsonl, path: http://alice:{password}@127.0.0.1:{port}/user.jsonl, license: none, rules: none}}
     - {{name: query, kind: jsonl, path: "http://127.0.0.1:{port}/query.jsonl?token={token}", license: none, rules: none}}
 model: {{hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2}}
-train: {{phases: [{{name: one, tokens: 1M, mixture: {{user: 0.5, query: 0.5}}, sequence_length: 32 tokens, global_batch_size: 256
+train: {{phases: [{{name: one, tokens: 1M, mixture: {{user: 0.5, query: 0.5}}, sequence_length: 32 tokens, global_batch_tokens: 256
 tokens}}]}}
 checkpoints: {{copy_to: "memory://bob:{password}@bucket"}}
 """

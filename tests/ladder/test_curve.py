@@ -31,7 +31,7 @@ COSINE = {"kind": "cosine", "warmup": "20 steps", "min_lr_ratio": 0.1}
 def phase(steps: int, schedule: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {
         "name": "general", "tokens": f"{steps * STEP} tokens", "mixture": {"web": 1.0}, "sequence_length": "64 tokens",
-        "global_batch_size": f"{STEP} tokens", "lr_schedule": schedule,
+        "global_batch_tokens": f"{STEP} tokens", "lr_schedule": schedule,
     } | more  # fmt: skip
 
 
@@ -216,8 +216,8 @@ def test_another_model_corpus_or_optimizer_is_refused(change: dict[str, Any], me
 
 
 def test_another_batch_size_or_mixture_is_refused(runs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"general.global_batch_size \(256 tokens -> 512 tokens\)"):
-        predict_curve(runs, recipe(tmp_path, phase(500, COSINE, global_batch_size="512 tokens")))
+    with pytest.raises(UserError, match=r"general.global_batch_tokens \(256 tokens -> 512 tokens\)"):
+        predict_curve(runs, recipe(tmp_path, phase(500, COSINE, global_batch_tokens="512 tokens")))
 
 
 def test_runs_on_another_corpus_are_refused(runs: list[Path], tmp_path: Path) -> None:

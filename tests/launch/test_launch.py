@@ -193,9 +193,9 @@ def test_a_node_whose_ranks_fail_again_and_again_is_left_out(tmp_path: Path) -> 
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         for hosts in (["n7"], ["n7"], ["n1", "n7"], ["n7"]):
             ledger.write("restart", hosts=hosts, ranks=[1], reason="killed")
-    assert slurm.finish_job(recipe(launch={"exclude_after": 4}), tmp_path, 1).excluded == ()
-    assert slurm.finish_job(recipe(launch={"exclude_after": 3}), tmp_path, 1).excluded == ("n7",)
-    assert slurm.finish_job(recipe(launch={"exclude_after": 3}), tmp_path, 1).excluded == ("n7",)
+    assert slurm.finish_job(recipe(launch={"exclude_after_failures": 4}), tmp_path, 1).excluded == ()
+    assert slurm.finish_job(recipe(launch={"exclude_after_failures": 3}), tmp_path, 1).excluded == ("n7",)
+    assert slurm.finish_job(recipe(launch={"exclude_after_failures": 3}), tmp_path, 1).excluded == ("n7",)
 
 
 def ends_with(code: int) -> Callable[[], None]:

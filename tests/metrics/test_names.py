@@ -18,7 +18,7 @@ ALL = (
     "train.phases.long.ewc.weight=1", "train.phases.long.ewc.sequences=1", "model.moe.temperature_steps=4",
         "model.mtp.num_nextn_predict_layers=1",
     "model.moe.balance.sequence_aux_loss_weight=0.0001", "train.precision=fp16", "metrics.detail_every=8 steps",
-    "train.phases.long.needle=true", "train.phases.long.sequence_length=256 tokens", "train.phases.long.global_batch_size=512 tokens",
+    "train.phases.long.needle=true", "train.phases.long.sequence_length=256 tokens", "train.phases.long.global_batch_tokens=512 tokens",
 )  # fmt: skip
 ELSEWHERE = {"several ranks", "an NVIDIA GPU and lmworks[gpu]"}
 
@@ -35,9 +35,9 @@ def written_by_alignment(tiny: Tiny, folder: Path) -> set[str]:
     data: dict[str, Any] = {"name": "rows", "kind": "files", "path": str(folder / "rows.jsonl")}
     common = {"sequence_length": "64 tokens"}
     options = {
-        "dpo": common | {"data": [data], "loss": "kto", "pairs_per_step": 8, "held_out_fraction": 0.2},
+        "dpo": common | {"data": [data], "loss": "kto", "pairs_per_step": 8, "validation_fraction": 0.2},
         "grpo": common | {"data": [data | {"reward": "exact"}], "group_size": 2, "prompts_per_step": 2, "steps": 1, "beta": 0.1,
-        "max_new_tokens": 4, "held_out": 2},
+        "max_new_tokens": 4, "validation_prompts": 2},
     }  # fmt: skip
     save_run(tiny, folder / "aligned")
     recipe = tiny.resolve(f"run_dir={folder / 'aligned'}", *(f"{stage}={json.dumps(node)}" for stage, node in options.items())).recipe

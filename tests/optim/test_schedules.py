@@ -22,7 +22,7 @@ def phase(
     steps: int, batch: int = 64, *, ramp: BatchRamp | None = None, scale: float = 1.0, name: str = "base", **schedule: object
 ) -> Phase:
     return Phase(
-        name=name, tokens=Tokens(steps * batch), mixture={"a": 1.0}, sequence_length=Tokens(LENGTH), global_batch_size=Tokens(batch),
+        name=name, tokens=Tokens(steps * batch), mixture={"a": 1.0}, sequence_length=Tokens(LENGTH), global_batch_tokens=Tokens(batch),
         batch_ramp=ramp, learning_rate_scale=scale, lr_schedule=LrSchedule(**schedule),
     )  # fmt: skip
 
@@ -38,7 +38,7 @@ def build(phases: list[Phase], batches: list[list[int]]) -> Schedules:
 
 
 def constant_batches(phases: list[Phase]) -> list[list[int]]:
-    return [[int(p.global_batch_size)] * (p.tokens // p.global_batch_size) for p in phases]
+    return [[int(p.global_batch_tokens)] * (p.tokens // p.global_batch_tokens) for p in phases]
 
 
 def factors(phases: list[Phase], batches: list[list[int]] | None = None) -> list[float]:
@@ -53,7 +53,7 @@ def walk(phases: list[Phase], batches: list[list[int]]) -> list[float]:
     for p, tokens in zip(phases, batches, strict=True):
         s, start, n, x = p.lr_schedule, values[-1] if values else 0.0, sum(tokens), 0
 
-        def length(d: Duration, of: list[int], n: int = n, batch: int = p.global_batch_size) -> int:
+        def length(d: Duration, of: list[int], n: int = n, batch: int = p.global_batch_tokens) -> int:
             return sum(of[: int(d.value)]) if d.unit == "steps" else int(d.value) if d.unit == "tokens" else int(d.value * n / 100)
 
         warmup, decay = length(s.warmup, tokens), length(s.decay, tokens[::-1])
@@ -61,7 +61,7 @@ def walk(phases: list[Phase], batches: list[list[int]]) -> list[float]:
             x += batch
             top = p.learning_rate_scale
             if p.batch_ramp and p.batch_ramp.rescale != "none":
-                top *= (batch / p.global_batch_size) ** (0.5 if p.batch_ramp.rescale == "sqrt" else 1.0)
+                top *= (batch / p.global_batch_tokens) ** (0.5 if p.batch_ramp.rescale == "sqrt" else 1.0)
             if x < warmup:
                 values.append(start * (1 - x / warmup) + top * x / warmup)
             elif s.kind == "constant":
@@ -71,7 +71,7 @@ def walk(phases: list[Phase], batches: list[list[int]]) -> list[float]:
             elif s.kind == "cosine":
                 values.append(top * (s.min_lr_ratio + (1 - s.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * (x - warmup) / (n - warmup)))))
             elif s.kind == "multistep":
-                values.append(top * math.prod(s.gamma for share in s.milestones if x > share * n))
+                values.append(top * math.prod(s.gamma for share in s.milestone_fractions if x > share * n))
             else:
                 left = (n - x) / decay if decay else 1.0
                 values.append(top if left >= 1 else top * (1 - (1 - s.min_lr_ratio) * math.sqrt(1 - left)))
@@ -90,7 +90,8 @@ def runs(draw: st.DrawFn) -> tuple[list[Phase], list[list[int]]]:
             first = draw(st.integers(1, full // LENGTH)) * LENGTH
             over = draw(st.integers(1, steps))
             tokens = [first + (full - first) * i // over // LENGTH * LENGTH if i < over else full for i in range(steps)]
-            ramp = BatchRamp(start=Tokens(first), over=duration(f"{over} steps"), rescale=draw(st.sampled_from(["none", "sqrt", "linear"])))
+            rescale = draw(st.sampled_from(["none", "sqrt", "linear"]))
+            ramp = BatchRamp(start_tokens=Tokens(first), over=duration(f"{over} steps"), rescale=rescale)
         warmup = draw(st.sampled_from(["0%", "2%", "20%", "1 steps", f"{steps // 2} steps", f"{LENGTH * steps // 3} tokens"]))
         decay = draw(st.sampled_from(["0%", "20%", "30%", f"{steps // 4} steps", "1 tokens"]))
         phases.append(
@@ -146,7 +147,7 @@ def test_wsd_is_stable_in_between() -> None:
 
 
 def test_multistep_drops_at_its_shares() -> None:
-    values = factors([phase(100, kind="multistep", warmup=duration("0%"), milestones=(0.8, 0.9), gamma=0.5)])
+    values = factors([phase(100, kind="multistep", warmup=duration("0%"), milestone_fractions=(0.8, 0.9), gamma=0.5)])
     assert values == [1.0] * 80 + [0.5] * 10 + [0.25] * 10
 
 
@@ -166,14 +167,14 @@ def test_a_phase_goes_on_where_the_last_one_ended(scale: float) -> None:
 
 @pytest.mark.parametrize(("rescale", "first"), [("none", 1.0), ("sqrt", 0.5), ("linear", 0.25)])
 def test_the_rate_follows_the_batch_up_the_ramp(rescale: str, first: float) -> None:
-    ramp = BatchRamp(start=Tokens(16), over=duration("4 steps"), rescale=rescale)
+    ramp = BatchRamp(start_tokens=Tokens(16), over=duration("4 steps"), rescale=rescale)
     values = factors([phase(8, 64, ramp=ramp, kind="constant", warmup=duration("0%"))], [[16, 32, 48, 64, 64, 64]])
     assert values[0] == pytest.approx(first)
     assert values[3:] == [1.0] * 3
 
 
 def test_a_warmup_in_steps_is_counted_in_steps_though_they_are_not_equally_long() -> None:
-    ramp = BatchRamp(start=Tokens(16), over=duration("4 steps"), rescale="none")
+    ramp = BatchRamp(start_tokens=Tokens(16), over=duration("4 steps"), rescale="none")
     values = factors([phase(8, 64, ramp=ramp, kind="constant", warmup=duration("3 steps"))], [[16, 32, 48, 64, 64, 64]])
     assert values[1] < 1.0
     assert values[2] == 1.0
@@ -188,7 +189,7 @@ def test_the_end_of_the_warmup_is_known_in_steps() -> None:
 
 
 def test_a_decay_in_steps_counts_from_the_end() -> None:
-    ramp = BatchRamp(start=Tokens(16), over=duration("4 steps"), rescale="none")
+    ramp = BatchRamp(start_tokens=Tokens(16), over=duration("4 steps"), rescale="none")
     only = phase(8, 64, ramp=ramp, kind="wsd", warmup=duration("0%"), decay=duration("2 steps"), min_lr_ratio=0.0)
     assert factors([only], [[16, 32, 48, 64, 64, 64]])[2:] == pytest.approx([1.0, 1.0, 1 - math.sqrt(0.5), 0.0])
 
@@ -249,7 +250,7 @@ def test_a_schedule_spans_phases_of_other_batches(kind: str) -> None:
 
 def test_a_ramp_under_a_schedule_of_several_phases_is_that_of_its_phase() -> None:
     """The second phase begins with half of its batch, and so with half of the rate; the first has no ramp."""
-    ramp = BatchRamp(start=Tokens(64), over=duration("5 steps"), rescale="linear")
+    ramp = BatchRamp(start_tokens=Tokens(64), over=duration("5 steps"), rescale="linear")
     spanned = [
         phase(10, 64, kind="constant", warmup=duration("0 steps"), phases=2), phase(8, 128, ramp=ramp, name="ramped"),
     ]  # fmt: skip

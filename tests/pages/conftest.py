@@ -31,7 +31,7 @@ def analysis(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     docs = Source(name="docs", kind="stdlib", document_format="docs", include="email/*.py", domain="docs", license=license)
     (folder / "rows.jsonl").write_text("".join(json.dumps({"text": f"{'qxz ' * 60}{number % 5}"}) + "\n" for number in range(20)))
     rows = Source(name="rows", kind="jsonl", path=str(folder / "rows.jsonl"), domain="web", rules="none", license="x")
-    steps = [{"step": "clean"}, {"step": "lines", "min_length": 1}, {"step": "rules"}]
+    steps = [{"step": "clean"}, {"step": "lines", "min_characters": 1}, {"step": "rules"}]
     plain = {"validation_fraction": 0.1, "dedup": {"minhash": None}, "decontaminate": None}
     prepare(Recipe(name="looked-at", corpus=Corpus(sources=[docs, rows], steps=steps, **plain)), folder / "out")
     return analyze(folder / "out")

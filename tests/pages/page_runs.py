@@ -21,7 +21,7 @@ HOSTILE = "<!-- <script </script x </script><script>window.hacked=1</script><img
 
 def recipe() -> Recipe:
     phases = [
-        Phase(name=name, tokens=f"{tokens} tokens", mixture={"a": 1.0}, sequence_length="32 tokens", global_batch_size="64 tokens")
+        Phase(name=name, tokens=f"{tokens} tokens", mixture={"a": 1.0}, sequence_length="32 tokens", global_batch_tokens="64 tokens")
         for name, tokens in (("general", 2560), ("anneal", 1280))
     ]
     moe = Moe(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1)

@@ -134,7 +134,7 @@ def test_the_curve_is_the_record(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_cost(run_dir: Path, device: str) -> None:
-    cluster = Cluster(name="two", tflops=1.0, memory_gib=1.0, dollars_per_hour=3.0, watts=500)
+    cluster = Cluster(name="two", tflops=1.0, memory_gib=1.0, dollars_per_device_hour=3.0, watts_per_device=500)
     for number, line in enumerate(lines := [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]):
         line["time"] = 1_800_000_000 + 60 * number + (100_000 if number >= 30 else 0)  # a long pause at the resume
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -151,7 +151,7 @@ def test_cost(run_dir: Path, device: str) -> None:
     text = page_of(run_dir).text
     assert ("16 core-hours" if device == "cpu" else "8 GPU-hours") in text and "$" not in text.split("Cost of training")[1][:100]
     tree = read_json(run_dir / "resolved.json")
-    write_json(run_dir / "resolved.json", tree | {"metrics": tree["metrics"] | {"dollars_per_hour": 0.5, "watts": 10}})
+    write_json(run_dir / "resolved.json", tree | {"metrics": tree["metrics"] | {"dollars_per_device_hour": 0.5, "watts_per_device": 10}})
     assert "$4.00" in (text := page_of(run_dir).text) and "80 Wh at 10 W per device" in text
 
 

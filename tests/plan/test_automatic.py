@@ -75,7 +75,7 @@ def test_auto_is_spelt_in_the_file_and_on_the_command_line(tmp_path: Path) -> No
 
 def test_a_run_that_has_begun_keeps_its_layout_on_any_number_of_ranks(tmp_path: Path) -> None:
     assert layout_of_run(tmp_path) is None
-    resolved = load_recipe("quickstart", ["layout={tp: 2, dp_shard: 2}", "train.micro_batch_size=2", f"run_dir={tmp_path}"])
+    resolved = load_recipe("quickstart", ["layout={tp: 2, dp_shard: 2}", "train.micro_batch_sequences=2", f"run_dir={tmp_path}"])
     resolved.save(tmp_path)
     assert layout_of_run(tmp_path) is None, "nothing was trained yet"
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)

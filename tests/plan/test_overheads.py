@@ -41,7 +41,7 @@ def test_traffic_between_machines_by_hand() -> None:
 
 
 def test_experts_on_other_machines_are_waited_for_and_limit_the_mfu() -> None:
-    resolved = load_recipe("glm-15b-a3b", ["train.activation_checkpointing=full", "train.micro_batch_size=1"])
+    resolved = load_recipe("glm-15b-a3b", ["train.activation_checkpointing=full", "train.micro_batch_sequences=1"])
 
     def planned(ep: int) -> Plan:
         """Two machines of 8 devices, with experts on `ep` ranks; the MFU was measured on one machine."""

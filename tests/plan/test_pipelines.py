@@ -54,8 +54,8 @@ def test_rounds_that_are_not_equal_are_refused_with_settings_that_are() -> None:
     wanted = Layout(pp=4, dp_shard=64, pipeline_schedule="interleaved", pipeline_stages_per_rank=2)
     (found,) = problems(recipe, cluster, wanted, recipe.train.phases[0])
     assert found.startswith("the 9 sequences per rank and step of phase")
-    assert "set train.micro_batch_size=3 or schedule=1f1b and pipeline_stages_per_rank=1" in found
-    larger = load_recipe("smollm3-3b", ["train.micro_batch_size=3"]).recipe
+    assert "set train.micro_batch_sequences=3 or schedule=1f1b and pipeline_stages_per_rank=1" in found
+    larger = load_recipe("smollm3-3b", ["train.micro_batch_sequences=3"]).recipe
     assert not list(problems(larger, cluster, wanted, larger.train.phases[0]))
 
 

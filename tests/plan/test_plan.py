@@ -62,7 +62,7 @@ def test_every_recipe_on_every_cluster(name: str, where: str) -> None:
         per_step = (
             placed.layout.dp_replicate * placed.layout.dp_shard * placed.micro_batch_size * placed.accumulation * source.sequence_length
         )
-        assert per_step == source.global_batch_size
+        assert per_step == source.global_batch_tokens
 
 
 def test_tensor_parallelism_is_as_small_as_fits() -> None:
@@ -171,8 +171,8 @@ def test_deepspeed_gets_data_ranks_only() -> None:
     """Where the model of the automatic layout would be split, state leaves the device instead; other axes are named."""
     cluster = load_cluster("64xh100")
     small = cluster.model_copy(update={"memory_gib": 24.0})
-    phases = "train.phases=[{name: all, tokens: 1B, mixture: {fineweb-edu: 1.0}, sequence_length: 4Ki, global_batch_size: 1Mi}]"
-    base = [phases, *DEEPSPEED[:2], "train.micro_batch_size=1", "train.activation_checkpointing=full"]
+    phases = "train.phases=[{name: all, tokens: 1B, mixture: {fineweb-edu: 1.0}, sequence_length: 4Ki, global_batch_tokens: 1Mi}]"
+    base = [phases, *DEEPSPEED[:2], "train.micro_batch_sequences=1", "train.activation_checkpointing=full"]
     without = make_plan(load_recipe("smollm3-3b", base).recipe, "", small).phases[0].placed.layout
     assert without.tp > 1 or without.pp > 1
     recipe = load_recipe("smollm3-3b", [*base, DEEPSPEED[2], "layout.zero=2"]).recipe
@@ -309,7 +309,8 @@ def test_plan_command() -> None:
 TINY = (
     "train.compile=false", "model.num_hidden_layers=2", "model.hidden_size=64", "model.head_dim=16", "model.moe.moe_intermediate_size=32",
         "model.intermediate_size=64",
-    "train.phases.general.sequence_length=64 tokens", "train.phases.general.global_batch_size=512 tokens", "train.micro_batch_size=4",
+    "train.phases.general.sequence_length=64 tokens", "train.phases.general.global_batch_tokens=512 tokens",
+    "train.micro_batch_sequences=4",
 )  # fmt: skip
 
 

@@ -21,12 +21,12 @@ train:
       tokens: 2M
       mixture: {prose: 0.75, code: 0.25}
       sequence_length: 512 tokens
-      global_batch_size: 8Ki
+      global_batch_tokens: 8Ki
     - name: anneal
       tokens: 256Ki
       mixture: {prose: 1.0}
       sequence_length: 1Ki
-      global_batch_size: 8Ki
+      global_batch_tokens: 8Ki
 """
 
 

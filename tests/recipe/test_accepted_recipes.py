@@ -39,8 +39,8 @@ TREE: dict[str, Any] = {
     "train": {
         "precision": "fp32", "compile": False,
         "phases": [
-            {"name": "one", "tokens": "2Ki", "mixture": {"a": 1.0}, "sequence_length": "32 tokens", "global_batch_size": "128 tokens"},
-            {"name": "two", "tokens": "1Ki", "mixture": {"a": 1.0}, "sequence_length": "64 tokens", "global_batch_size": "128 tokens"},
+            {"name": "one", "tokens": "2Ki", "mixture": {"a": 1.0}, "sequence_length": "32 tokens", "global_batch_tokens": "128 tokens"},
+            {"name": "two", "tokens": "1Ki", "mixture": {"a": 1.0}, "sequence_length": "64 tokens", "global_batch_tokens": "128 tokens"},
         ],
     },
 }  # fmt: skip
@@ -78,18 +78,19 @@ KEYS: dict[str, list[Any]] = {
     "optimizer.newton_schulz_steps": [*COUNTS, 10**9], "optimizer.momentum": NUMBERS, "optimizer.max_grad_norm": NUMBERS,
     "optimizer.ema_decay": NUMBERS,
     **{f"train.phases.{number}.{key}": values for number in (0, 1) for key, values in {
-        "tokens": [*LENGTHS, "2Ki", "500 tokens"], "sequence_length": LENGTHS, "global_batch_size": [*LENGTHS, "96 tokens"],
+        "tokens": [*LENGTHS, "2Ki", "500 tokens"], "sequence_length": LENGTHS, "global_batch_tokens": [*LENGTHS, "96 tokens"],
         "learning_rate_scale": NUMBERS, "lr_schedule.kind": ["constant", "cosine", "linear", "wsd", "multistep"],
         "lr_schedule.warmup": SPANS, "lr_schedule.decay": SPANS, "lr_schedule.min_lr_ratio": NUMBERS,
-        "lr_schedule.milestones": [[], [0.5], [0.5, 0.9], [0.9, 0.5], [2.0]], "lr_schedule.gamma": NUMBERS,
+        "lr_schedule.milestone_fractions": [[], [0.5], [0.5, 0.9], [0.9, 0.5], [2.0]], "lr_schedule.gamma": NUMBERS,
         "sliding_window": ["full", *LENGTHS], "no_rope_layer_interval": COUNTS, "mask_documents": [False], "lr_schedule.phases": COUNTS,
         "balance.method": ["bias", "aux", "sinkhorn", "none"], "balance.aux_loss_weight": NUMBERS, "rope.partial_rotary_factor": NUMBERS,
-        "batch_ramp": [{"start": "32 tokens", "over": span} for span in SPANS], "bias_update_rate": NUMBERS, "mtp_loss_weight": NUMBERS,
+        "batch_ramp": [{"start_tokens": "32 tokens", "over": span} for span in SPANS], "bias_update_rate": NUMBERS,
+        "mtp_loss_weight": NUMBERS,
         **{f"rope.{key}": values for key, values in ROPE.items()},
     }.items()},
-    "train.micro_batch_size": COUNTS, "train.logit_chunk_size": LENGTHS,
+    "train.micro_batch_sequences": COUNTS, "train.logit_chunk_tokens": LENGTHS,
     "train.activation_checkpointing": ["none", "selective", "full", "50%"],
-    "stability.spike.window": COUNTS, "stability.spike.rollback_after": SPANS,
+    "stability.spike.window_steps": COUNTS, "stability.spike.rollback_after": SPANS,
 }  # fmt: skip
 
 

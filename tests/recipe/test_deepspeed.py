@@ -25,7 +25,7 @@ layout: {dp_shard: 2, zero: 3}
 train:
   compile: false
   deepspeed: {offload: cpu}
-  phases: [{name: all, tokens: 1M tokens, mixture: {web: 1.0}, sequence_length: 256 tokens, global_batch_size: 4Ki tokens}]
+  phases: [{name: all, tokens: 1M tokens, mixture: {web: 1.0}, sequence_length: 256 tokens, global_batch_tokens: 4Ki tokens}]
 size: 10M
 """
 

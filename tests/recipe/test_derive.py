@@ -26,7 +26,7 @@ corpus:
 """
 PHASE = """\
 train:
-  phases: [{name: general, tokens: 1M, mixture: {a: 1.0}, sequence_length: 512 tokens, global_batch_size: 8Ki}]
+  phases: [{name: general, tokens: 1M, mixture: {a: 1.0}, sequence_length: 512 tokens, global_batch_tokens: 8Ki}]
 """
 
 
@@ -36,7 +36,7 @@ def test_size_alone_makes_a_run(write: Write) -> None:
     (phase,) = recipe.train.phases
     assert count_parameters(recipe.model) == pytest.approx(20e6, rel=0.1)
     assert phase.tokens == pytest.approx(20 * count_active_parameters(recipe.model), rel=0.01)
-    assert phase.tokens % phase.global_batch_size == 0 and phase.global_batch_size % phase.sequence_length == 0
+    assert phase.tokens % phase.global_batch_tokens == 0 and phase.global_batch_tokens % phase.sequence_length == 0
     assert phase.mixture == {"a": 0.5, "b": 0.5}
     assert str(resolved.origins["model.num_hidden_layers"]).startswith("derived: nearest to size 20M")
     assert "2203.15556" in str(resolved.origins["train.phases.general.tokens"])
@@ -52,17 +52,17 @@ def test_size_on_the_command_line_scales_the_phases(write: Write) -> None:
     path = write(("model:\n", "optimizer: {learning_rate: 0.5}\nmodel:\n"))
     small = load_recipe(path).recipe
     assert small.optimizer.learning_rate == 0.5
-    resolved = load_recipe(path, ["train.phases.anneal.global_batch_size=32Ki"], size="40M")
+    resolved = load_recipe(path, ["train.phases.anneal.global_batch_tokens=32Ki"], size="40M")
     recipe = resolved.recipe
     general, anneal = recipe.train.phases
     assert count_parameters(recipe.model) == pytest.approx(40e6, rel=0.1)
     assert recipe.model.moe is not None and recipe.model.moe.n_routed_experts == 16
     assert general.tokens + anneal.tokens == pytest.approx(20 * count_active_parameters(recipe.model), rel=0.02)
     assert general.tokens / anneal.tokens == pytest.approx(2_000_000 / 262_144, rel=0.02)
-    assert anneal.global_batch_size == 32 * 1024
+    assert anneal.global_batch_tokens == 32 * 1024
     assert recipe.optimizer.learning_rate is not None and recipe.optimizer.learning_rate < 0.01
     assert str(resolved.origins["size"]) == "override --size 40M"
-    assert str(resolved.origins["train.phases.anneal.global_batch_size"]) == "override --set train.phases.anneal.global_batch_size=32Ki"
+    assert str(resolved.origins["train.phases.anneal.global_batch_tokens"]) == "override --set train.phases.anneal.global_batch_tokens=32Ki"
 
 
 def test_a_size_that_is_none(write: Write) -> None:

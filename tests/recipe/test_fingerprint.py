@@ -25,7 +25,7 @@ def loaded(path: Path, *overrides: str) -> Recipe:
 def test_how_it_is_written_does_not_matter(write: Write) -> None:
     first = load_recipe(write()).fingerprint
     assert (
-        load_recipe(write(("tokens: 2M", "tokens: 2000k"), ("global_batch_size: 8Ki", "global_batch_size: 8192 tokens"))).fingerprint
+        load_recipe(write(("tokens: 2M", "tokens: 2000k"), ("global_batch_tokens: 8Ki", "global_batch_tokens: 8192 tokens"))).fingerprint
         == first
     )
     assert load_recipe(write(("{prose: 0.75, code: 0.25}", "{code: 0.25, prose: 0.75}"))).fingerprint == first
@@ -61,7 +61,7 @@ def test_a_phase_that_was_put_in_between_is_named(write: Write) -> None:
     old = loaded(write())
     inserted = (
         "    - name: anneal",
-        "    - {name: middle, tokens: 1M, mixture: {code: 1.0}, sequence_length: 512 tokens, global_batch_size: 8Ki}\n    - name: anneal",
+        "    - {name: middle, tokens: 1M, mixture: {code: 1.0}, sequence_length: 512 tokens, global_batch_tokens: 8Ki}\n    - name: anneal",
     )
     paths = [
         change.path
@@ -75,17 +75,17 @@ def test_a_phase_that_was_put_in_between_is_named(write: Write) -> None:
 def test_a_resume_refuses_by_name(write: Write) -> None:
     old, new = (
         loaded(write()),
-        loaded(write(), "train.phases.general.global_batch_size=16Ki", "checkpoints.keep_last=5", "train.micro_batch_size=1"),
+        loaded(write(), "train.phases.general.global_batch_tokens=16Ki", "checkpoints.keep_last=5", "train.micro_batch_sequences=1"),
     )
     changes = changed_keys(old, new)
     with pytest.raises(UserError) as caught:
-        require_allowed(changes, ["train.micro_batch_size"])
+        require_allowed(changes, ["train.micro_batch_sequences"])
     message = str(caught.value)
-    assert "train.phases.general.global_batch_size (8192 tokens -> 16384 tokens)" in message
-    assert message.endswith("continue with --allow train.phases.general.global_batch_size")
-    assert "keep_last" not in message and "micro_batch_size" not in message
-    allowed = require_allowed(changes, ["train.micro_batch_size", "train.phases"])
-    assert {change.path for change in allowed} == {"train.phases.general.global_batch_size", "train.micro_batch_size"}
+    assert "train.phases.general.global_batch_tokens (8192 tokens -> 16384 tokens)" in message
+    assert message.endswith("continue with --allow train.phases.general.global_batch_tokens")
+    assert "keep_last" not in message and "micro_batch_sequences" not in message
+    allowed = require_allowed(changes, ["train.micro_batch_sequences", "train.phases"])
+    assert {change.path for change in allowed} == {"train.phases.general.global_batch_tokens", "train.micro_batch_sequences"}
 
 
 def test_a_node_that_one_of_them_lacks_is_one_change() -> None:

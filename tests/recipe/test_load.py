@@ -55,7 +55,7 @@ def test_shipped_recipe_is_complete(name: str) -> None:
         recipe.threads,
         recipe.optimizer.learning_rate,
         recipe.optimizer.adam_learning_rate,
-        recipe.train.micro_batch_size,
+        recipe.train.micro_batch_sequences,
     )
     assert None not in derived + others
     if recipe.train.phases:
@@ -78,17 +78,17 @@ def test_glm46_has_the_three_stages() -> None:
 
 def test_origins(write: Write) -> None:
     resolved = load_recipe(
-        write(), ["train.phases.anneal.global_batch_size=16Ki", "train.phases.0.tokens=3M", "optimizer.betas=[0.9, 0.99]"]
+        write(), ["train.phases.anneal.global_batch_tokens=16Ki", "train.phases.0.tokens=3M", "optimizer.betas=[0.9, 0.99]"]
     )
     origins = {path: str(origin) for path, origin in resolved.origins.items()}
     assert origins["name"].startswith("recipe") and origins["name"].endswith("small.yaml:1")
     assert origins["train.phases.general.mixture.code"].endswith("small.yaml:12")
     assert origins["model.moe.n_routed_experts"] == "preset glm-tiny"
-    assert origins["train.phases.anneal.global_batch_size"] == "override --set train.phases.anneal.global_batch_size=16Ki"
+    assert origins["train.phases.anneal.global_batch_tokens"] == "override --set train.phases.anneal.global_batch_tokens=16Ki"
     assert origins["train.phases.general.tokens"] == "override --set train.phases.0.tokens=3M"
     assert origins["run_dir"].startswith("derived: ") and "arXiv" in origins["optimizer.learning_rate"]
     assert origins["seed"] == "default"
-    assert resolved.recipe.train.phases[1].global_batch_size == 16_384
+    assert resolved.recipe.train.phases[1].global_batch_tokens == 16_384
     assert resolved.recipe.optimizer.betas == (0.9, 0.99)
 
 
@@ -121,7 +121,10 @@ def test_misspelt_key(write: Write) -> None:
 
 def test_key_in_the_wrong_place(write: Write) -> None:
     path = write(("model:\n", "learning_rate: 0.001\nmodel:\n"))
-    assert refusal(path).endswith("small.yaml:6: the top has no key 'learning_rate'; it belongs at optimizer.learning_rate")
+    assert refusal(path).endswith(
+        "small.yaml:6: the top has no key 'learning_rate'; use optimizer.learning_rate or tune.learning_rate or dpo.learning_rate or "
+        "grpo.learning_rate"
+    )
 
 
 def test_unknown_override(write: Write) -> None:
@@ -277,7 +280,7 @@ def test_two_bodies_of_conversations_need_two_names(write: Callable[..., Path]) 
 
 @pytest.mark.parametrize(("key", "value"), [
     ("optimizer.betas", "[1, 1]"), ("optimizer.betas", "[0.9, 1.5]"), ("optimizer.betas", "[-0.5, 0.9]"),
-    ("train.phases.0.lr_schedule.milestones", "[2.0, -1.0]"), ("train.phases.0.lr_schedule.milestones", "[0.9, 0.8]"),
+    ("train.phases.0.lr_schedule.milestone_fractions", "[2.0, -1.0]"), ("train.phases.0.lr_schedule.milestone_fractions", "[0.9, 0.8]"),
 ])  # fmt: skip
 def test_numbers_that_ruin_training_are_refused_with_their_key(write: Callable[..., Path], key: str, value: str) -> None:
     """Betas of 1 make every weight NaN in the first step, and the run used to finish."""

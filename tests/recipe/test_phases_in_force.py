@@ -10,7 +10,7 @@ from small_config import small_config
 
 
 def recipe_of(*changes: dict[str, Any], **model: Any) -> Recipe:
-    common = {"tokens": "1Ki", "sequence_length": 32, "global_batch_size": 256, "mixture": {"web": 1.0}}
+    common = {"tokens": "1Ki", "sequence_length": 32, "global_batch_tokens": 256, "mixture": {"web": 1.0}}
     phases = [common | {"name": f"phase{number}"} | change for number, change in enumerate(changes)]
     return Recipe.model_validate({"name": "phases", "model": small_config(**model), "train": {"phases": phases}})
 

@@ -15,11 +15,11 @@ from lmworks.recipe.load import load_recipe
 from lmworks.recipe.phases import positions, warnings
 
 Write = Callable[..., Path]
-LONG = "sequence_length: 1Ki\n      global_batch_size: 8Ki\n"
+LONG = "sequence_length: 1Ki\n      global_batch_tokens: 8Ki\n"
 
 
 def long(rope: str, length: str = "4Ki") -> tuple[str, str]:
-    return LONG, f"sequence_length: {length}\n      global_batch_size: 8Ki\n" + (f"      rope: {rope}\n" if rope else "")
+    return LONG, f"sequence_length: {length}\n      global_batch_tokens: 8Ki\n" + (f"      rope: {rope}\n" if rope else "")
 
 
 def test_a_change_is_said_and_extends_the_context(write: Write) -> None:

@@ -32,7 +32,7 @@ def load(folder: Path, base: Path, *overrides: str, **changes: Any) -> Recipe:
     return load_recipe(path, overrides).recipe
 
 
-PHASE = {"name": "more", "tokens": "1M", "mixture": {"notes": 1.0}, "sequence_length": "64 tokens", "global_batch_size": "1Ki"}
+PHASE = {"name": "more", "tokens": "1M", "mixture": {"notes": 1.0}, "sequence_length": "64 tokens", "global_batch_tokens": "1Ki"}
 
 
 def test_the_rate_of_pretrained_weights_does_not_rise_with_the_budget(base: Path, tmp_path: Path) -> None:

@@ -345,7 +345,7 @@ def test_training_longer_needs_one_word(tiny: Tiny, tmp_path: Path, monkeypatch:
 def test_a_new_phase_needs_one_word(tiny_copy: Tiny, tmp_path: Path) -> None:
     tiny_copy.walk(last="pretrain")
     recipe = tmp_path / "more.yaml"
-    last = "    - {name: last, tokens: 1024 tokens, mixture: {code: 1.0}, sequence_length: 32 tokens, global_batch_size: 256 tokens}\n"
+    last = "    - {name: last, tokens: 1024 tokens, mixture: {code: 1.0}, sequence_length: 32 tokens, global_batch_tokens: 256 tokens}\n"
     recipe.write_text(tiny_copy.recipe.read_text().replace("tune:\n", f"{last}tune:\n"))
     longer = Tiny(recipe, tiny_copy.run_dir)
     with pytest.raises(UserError, match=r"began: train.phases.last \(added\); undo it, .* continue with --allow train.phases.last$"):
@@ -395,7 +395,7 @@ def test_an_edited_file_of_conversations_pairs_prompts_or_rewards_makes_its_stag
     for path in files.values():
         path.write_bytes((tiny_copy.texts / "chats.jsonl").read_bytes())
     chats, pairs, prompts, reward = map(str, files.values())
-    tune = ("tune.data=[{name: sums, kind: files, path: %s, count: 300}]" % chats, "tune.tokens=256 tokens")  # noqa: UP031
+    tune = ("tune.data=[{name: sums, kind: files, path: %s, max_rows: 300}]" % chats, "tune.tokens=256 tokens")  # noqa: UP031
     all_stages = (
         *tune, "dpo={data: [{name: pairs, kind: files, path: %s}]}" % pairs,  # noqa: UP031
         "grpo={data: [{name: asked, kind: files, path: %s, reward: python, file: %s}]}" % (prompts, reward),  # noqa: UP031

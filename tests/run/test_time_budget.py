@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def measured(tiny: Tiny, ranks: int) -> Speed:
-    recipe = tiny.resolve("time=20 s", f"layout.dp_shard={ranks}", "train.micro_batch_size=1").recipe
+    recipe = tiny.resolve("time=20 s", f"layout.dp_shard={ranks}", "train.micro_batch_sequences=1").recipe
     return time_budget.measure_speed(recipe, tiny.run_dir, Ranks(recipe.layout))
 
 

@@ -27,15 +27,15 @@ def small_recipe() -> Recipe:
             "tokens": "40Ki",
             "mixture": {"code": 0.5, "docs": 0.3, "words": 0.2},
             "sequence_length": "64 tokens",
-            "global_batch_size": "1Ki",
-            "batch_ramp": {"start": "256 tokens", "over": "10 steps"},
+            "global_batch_tokens": "1Ki",
+            "batch_ramp": {"start_tokens": "256 tokens", "over": "10 steps"},
         },
         {
             "name": "long",
             "tokens": "20Ki",
             "mixture": {"docs": 0.6, "code": 0.4},
             "sequence_length": "256 tokens",
-            "global_batch_size": "2Ki",
+            "global_batch_tokens": "2Ki",
         },
     ]
     return Recipe.model_validate({

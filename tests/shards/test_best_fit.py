@@ -43,7 +43,7 @@ def test_every_label_comes_once_per_epoch_and_no_document_that_fits_is_cut(
         "tokens": f"{2 * rows * 16} tokens",
         "mixture": {"a": 1.0},
         "sequence_length": "16 tokens",
-        "global_batch_size": "16 tokens",
+        "global_batch_tokens": "16 tokens",
     }
     tree = recipe_of([("p", 1, 16, {"a": 1.0})], seed, shards=BEST_FIT).model_dump()
     batches = Batches(Recipe.model_validate(tree | {"train": {"phases": [phase]}}), folder)

@@ -17,7 +17,7 @@ def recipe(mixture: dict[str, float], optional: bool = False) -> Recipe:
     common = {"kind": "text", "path": "unused", "license": "test"}
     sources = [Source.model_validate({"name": "web", "buckets": buckets, "optional": optional, **common})]
     sources.append(Source.model_validate({"name": "books", **common}))
-    phase = {"name": "one", "tokens": "128Ki", "mixture": mixture, "sequence_length": "64 tokens", "global_batch_size": "1Ki"}
+    phase = {"name": "one", "tokens": "128Ki", "mixture": mixture, "sequence_length": "64 tokens", "global_batch_tokens": "1Ki"}
     return Recipe.model_validate({"name": "r", "corpus": Corpus(sources=sources), "train": {"phases": [phase]}})
 
 

@@ -25,7 +25,7 @@ def recipe_of(phases: list[tuple[str, int, int, dict[str, float]]], seed: int = 
         "name": "order", "seed": seed,
         "train": {"phases": [
             {"name": name, "tokens": f"{steps * 8 * length} tokens", "mixture": mixture, "sequence_length": f"{length} tokens",
-             "global_batch_size": f"{8 * length} tokens"} for name, steps, length, mixture in phases
+             "global_batch_tokens": f"{8 * length} tokens"} for name, steps, length, mixture in phases
         ]},
         **more,
     })
@@ -109,7 +109,7 @@ def test_a_billion_steps_cost_what_ten_cost() -> None:
 
 def test_a_ramp_of_a_billion_steps_is_located_at_once() -> None:
     recipe = recipe_of([("web", 10**9, 512, {"a": 1.0})], shards={"max_epochs": 1e12})
-    phase = recipe.train.phases[0].model_dump() | {"batch_ramp": {"start": "512 tokens", "over": f"{10**9} steps"}}
+    phase = recipe.train.phases[0].model_dump() | {"batch_ramp": {"start_tokens": "512 tokens", "over": f"{10**9} steps"}}
     recipe = Recipe.model_validate(recipe.model_dump() | {"train": {"phases": [phase]}})
     order = Order(recipe, {"a": 10**9})
     first, count = order.sequences(10**9 // 2)

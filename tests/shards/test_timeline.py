@@ -11,9 +11,9 @@ from lmworks.recipe.timeline import PhaseSteps, Timeline
 
 
 def phase(name: str, tokens: int, length: int, batch: int, start: int | None = None, over: str = "") -> Phase:
-    ramp = None if start is None else {"start": f"{start} tokens", "over": over}
+    ramp = None if start is None else {"start_tokens": f"{start} tokens", "over": over}
     return Phase.model_validate({"name": name, "tokens": f"{tokens} tokens", "mixture": {"web": 1.0}, "sequence_length": f"{length} tokens",
-                                 "global_batch_size": f"{batch} tokens", "batch_ramp": ramp})
+                                 "global_batch_tokens": f"{batch} tokens", "batch_ramp": ramp})
 
 
 ramps = st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(1, 90), st.integers(1, 5000))
@@ -56,7 +56,7 @@ def test_a_budget_smaller_than_one_step_is_refused() -> None:
     with pytest.raises(ValidationError, match="the budget of 90 tokens is smaller than one step of 100"):
         phase("one", 90, 10, 100)
     unchecked = phase("one", 100, 10, 100).model_copy(update={"tokens": 90})
-    with pytest.raises(UserError, match=r"budget of 90 tokens is smaller than one step of 100; lower global_batch_size or raise tokens"):
+    with pytest.raises(UserError, match=r"budget of 90 tokens is smaller than one step of 100; lower global_batch_tokens or raise tokens"):
         Timeline([unchecked])
 
 

@@ -32,10 +32,11 @@ def recipe() -> Recipe:
         "tokens": "1M",
         "mixture": {"code": 0.5, "docs": 0.3, "world": 0.2},
         "sequence_length": "1Ki",
-        "global_batch_size": "8Ki",
+        "global_batch_tokens": "8Ki",
     }
     return Recipe.model_validate(
-        {"name": "test", "tokenizer": {"vocab_size": 1024, "sample_bytes": "600kB", "special_tokens": 66}, "train": {"phases": [phase]}})
+        {"name": "test", "tokenizer": {"vocab_size": 1024, "sample_bytes": "600kB", "num_special_tokens": 66},
+         "train": {"phases": [phase]}})
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,7 @@ def test_sample_is_keyed_by_the_seed_and_never_repeats_a_document(tmp_path: Path
 def test_weights_are_over_all_phases_and_leave_out_what_is_not_there(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_source(tmp_path, name, ["text"])
-    common = {"sequence_length": "1Ki", "global_batch_size": "1Ki"}
+    common = {"sequence_length": "1Ki", "global_batch_tokens": "1Ki"}
     phases = [{"name": "one", "tokens": "3M", "mixture": {"a": 1.0}, **common},
               {"name": "two", "tokens": "1M", "mixture": {"b": 0.5, "absent": 0.5}, **common}]
     weights = source_weights(Recipe.model_validate({"name": "t", "train": {"phases": phases}}), tmp_path)
@@ -82,7 +82,7 @@ def test_an_empty_corpus_and_a_tiny_vocabulary_are_refused(recipe: Recipe, corpu
     with pytest.raises(UserError, match="holds no text"):
         train(recipe, tmp_path / "blank", tmp_path / "out")
     with pytest.raises(UserError, match="set it to at least 356"):
-        train(with_tokenizer(recipe, vocab_size=320, special_tokens=100), corpus, tmp_path / "out")
+        train(with_tokenizer(recipe, vocab_size=320, num_special_tokens=100), corpus, tmp_path / "out")
 
 
 def test_a_given_tokenizer_is_taken_over_and_filled_up(recipe: Recipe, corpus: Path, trained: Path, tmp_path: Path) -> None:

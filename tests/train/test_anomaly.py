@@ -158,7 +158,7 @@ def test_the_ledger_names_the_operator_that_a_bad_step_began_with(tiny_copy: Tin
     """Found by running the step again, in its own micro-batches: all of a rank's rows at once may not fit."""
     rows = overflow(monkeypatch, 6)
     with pytest.raises(UserError, match="not finite"):
-        tiny_copy.pretrain("stability.max_bad_steps=2", "stability.max_rollbacks=0", "train.micro_batch_size=2")
+        tiny_copy.pretrain("stability.max_bad_steps=2", "stability.max_rollbacks=0", "train.micro_batch_sequences=2")
     assert [(event["step"], event["first"], event["stage"]) for event in told(tiny_copy)] == [(6, SAID, "pretrain")]
     assert max(rows) == 4, "two of the longest sequences, or four of half the length; the step has eight"
 

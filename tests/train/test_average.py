@@ -95,7 +95,7 @@ def test_tuning_begins_with_the_average(run: Tiny, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("lmworks.train.trainer.Trainer.run", stop)
     monkeypatch.setattr("lmworks.train.trainer.Trainer.resume", lambda self: None)
-    run.walk(*EMA, "tune.global_batch_size=512 tokens", last="tune")
+    run.walk(*EMA, "tune.global_batch_tokens=512 tokens", last="tune")
     assert same_bits(begun[0], part_of(run, "average/")) == []
 
 

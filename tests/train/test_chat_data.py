@@ -84,7 +84,7 @@ def test_conversations_come_back_from_the_files(tokenizer: Tokenizer, tmp_path: 
 
 
 def test_the_same_again_and_over_a_killed_try(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    data = jsonl(tmp_path / "a.jsonl", [{"messages": chat(f"Q{n}", f"A{n}")} for n in range(60)]) | {"count": 60}
+    data = jsonl(tmp_path / "a.jsonl", [{"messages": chat(f"Q{n}", f"A{n}")} for n in range(60)]) | {"max_rows": 60}
     build_chat_data(recipe_of(data), tokenizer, tmp_path / "one")
     (tmp_path / "two" / "train").mkdir(parents=True)
     (tmp_path / "two" / "train" / "old.bin").write_bytes(b"left over")
@@ -172,7 +172,7 @@ def test_a_cut_does_not_part_a_call_from_its_answer(tokenizer: Tokenizer) -> Non
 
 def test_tasks_share_no_seed_and_no_question_with_the_evaluation(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert TASK_SEEDS.stop <= SEED
-    data = {"name": "tasks", "kind": "tasks", "tasks": TASKS, "count": 60}
+    data = {"name": "tasks", "kind": "tasks", "tasks": TASKS, "max_rows": 60}
     free = build_chat_data(recipe_of(data, length=256), tokenizer, tmp_path / "free")
     said = [tokenizer.decode(ids) for ids, _ in everything(tmp_path / "free", "tasks")]
     asked = [text.split("<|user|>\n")[1].split("<|assistant|>")[0] for text in said]
@@ -186,7 +186,7 @@ def test_tasks_share_no_seed_and_no_question_with_the_evaluation(tokenizer: Toke
 
 def test_tasks_are_those_of_the_evaluation_with_their_options(tokenizer: Tokenizer, tmp_path: Path) -> None:
     easy = {"name": "needle_haystack", "options": {"min_num_statements": 2, "max_num_statements": 2}}
-    recipe = recipe_of({"name": "tasks", "kind": "tasks", "count": 20}, evaluate={"tasks": [easy]})
+    recipe = recipe_of({"name": "tasks", "kind": "tasks", "max_rows": 20}, evaluate={"tasks": [easy]})
     manifest = build_chat_data(recipe, tokenizer, tmp_path, exclude_questions={one.text for one in questions(recipe.evaluate.tasks, 50)})
     assert manifest["data"]["tasks"]["train"]["conversations"] + manifest["data"]["tasks"]["validation"]["conversations"] == 20
     asked = [tokenizer.decode(ids).split("<|user|>\n")[1].split("<|assistant|>")[0] for ids, _ in everything(tmp_path, "tasks")]
@@ -197,7 +197,7 @@ def test_tasks_are_those_of_the_evaluation_with_their_options(tokenizer: Tokeniz
 def test_answers_of_tasks_satisfy_their_verifiers(tokenizer: Tokenizer, tmp_path: Path) -> None:
     import reasoning_gym
 
-    build_chat_data(recipe_of({"name": "tasks", "kind": "tasks", "tasks": ["spell_backward"], "count": 20}), tokenizer, tmp_path)
+    build_chat_data(recipe_of({"name": "tasks", "kind": "tasks", "tasks": ["spell_backward"], "max_rows": 20}), tokenizer, tmp_path)
     verifier = reasoning_gym.create_dataset("spell_backward", seed=1, size=1)
     for ids, mask in everything(tmp_path, "tasks"):
         answer = tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on][:-1])
@@ -261,7 +261,7 @@ def test_what_cannot_be_fetched_is_said_and_gone_without(tokenizer: Tokenizer, t
 
 def test_count_is_of_conversations_that_are_kept(tokenizer: Tokenizer, tmp_path: Path) -> None:
     rows = [{"messages": chat(f"Q{n}", "y" * 2000 if n % 2 else f"A{n}")} for n in range(100)]
-    data = jsonl(tmp_path / "a.jsonl", rows) | {"count": 20}
+    data = jsonl(tmp_path / "a.jsonl", rows) | {"max_rows": 20}
     mine = build_chat_data(recipe_of(data), tokenizer, tmp_path / "out")["data"]["mine"]
     assert mine["train"]["conversations"] + mine["validation"]["conversations"] == 20
 

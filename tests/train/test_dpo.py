@@ -46,7 +46,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 def options_of(path: Path, **changes: Any) -> str:
     node = {
         "data": [{"name": "sums", "kind": "files", "path": str(path)}], "sequence_length": "64 tokens", "pairs_per_step": 16,
-        "learning_rate": 0.001, "held_out_fraction": 0.1,
+        "learning_rate": 0.001, "validation_fraction": 0.1,
     } | changes  # fmt: skip
     return f"dpo={json.dumps(node)}"
 
@@ -187,7 +187,7 @@ def test_common_forms_are_one_pair_and_bad_rows_are_counted(tiny: Tiny, tmp_path
 def test_labeled_answers_get_another_rows_answer(tiny: Tiny, tmp_path: Path) -> None:
     rows = [{"prompt": f"Say {n // 2}", "completion": f"Number {n}", "label": n % 2 == 0} for n in range(6)]
     path = write(tmp_path / "labeled.jsonl", [*rows, {"prompt": "x", "completion": "y", "label": "yes"}, pair(1, 2)])
-    made = build(tiny, path, tmp_path / "out", loss="kto", held_out_fraction=0.0)
+    made = build(tiny, path, tmp_path / "out", loss="kto", validation_fraction=0.0)
     pairs, labels = read_preferences(tmp_path / "out", "train")
     assert made["data"]["sums"]["left_out"] == {"no label": 1}
     assert labels is not None and labels.sum() == 4 and len(pairs) == 8, "a pair is a good and a bad answer"
@@ -234,7 +234,7 @@ def test_prompts_are_the_same_in_other_letters_and_under_other_systems() -> None
 
 def test_generated_pairs_need_no_file(tiny: Tiny, tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
-    data = [{"name": "tasks", "kind": "tasks", "tasks": ["chain_sum"], "count": 20}]
+    data = [{"name": "tasks", "kind": "tasks", "tasks": ["chain_sum"], "max_rows": 20}]
     made = build(tiny, tmp_path, tmp_path / "out", data=data, sequence_length="256 tokens")
     again = build(tiny, tmp_path, tmp_path / "again", data=data, sequence_length="256 tokens")
     assert made == again and made["data"]["tasks"]["pairs"] == 20

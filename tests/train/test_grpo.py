@@ -49,7 +49,7 @@ def options_of(folder: Path, reward: str = OWN, **changes: Any) -> dict[str, Any
     data = {"name": "own", "kind": "files", "path": str(folder / "prompts.jsonl"), "reward": "python", "file": str(folder / "reward.py")}
     return {
         "data": [data], "group_size": 3, "prompts_per_step": 3, "steps": 4, "max_new_tokens": 16, "sequence_length": "64 tokens",
-        "held_out": 3, "learning_rate": 0.001, "temperature": 0.8, "top_p": 0.95, "updates_per_rollout": 2, "beta": 0.02,
+        "validation_prompts": 3, "learning_rate": 0.001, "temperature": 0.8, "top_p": 0.95, "updates_per_rollout": 2, "beta": 0.02,
         "resample_rounds": 1, "clip_high": 0.28,
     } | changes  # fmt: skip
 
@@ -257,7 +257,7 @@ def test_programs_earn_by_their_unit_tests_in_the_sandbox() -> None:
 
     if run_python("").outcome != "passed":
         pytest.skip("no sandbox here")
-    judge = make_judge(task(reward="unit_tests", seconds=2.0), "key", {})
+    judge = make_judge(task(reward="unit_tests", timeout="2.0 s"), "key", {})
     row = {"tests": "assert double(4) == 8"}
     assert judge("Here:\n```python\ndef double(x):\n    return 2 * x\n```", row).value == 1
     assert judge("def double(x):\n    return x", row).value == 0
@@ -284,7 +284,7 @@ def test_programs_earn_by_their_unit_tests_in_the_sandbox() -> None:
 )
 def test_a_reward_that_fails_earns_nothing(tmp_path: Path, code: str, detail: str) -> None:
     (tmp_path / "reward.py").write_text(code)
-    judge = make_judge(task(reward="python", file=str(tmp_path / "reward.py"), seconds=0.2), "key", {})
+    judge = make_judge(task(reward="python", file=str(tmp_path / "reward.py"), timeout="0.2 s"), "key", {})
     for _ in range(2):  # the next answer is judged by a new process
         found = score(judge, "text", {"prompt": "x"}, truncated=False)
         assert (found.value, found.outcome) == (0, "failed") and detail in found.detail
@@ -335,7 +335,7 @@ def test_right_answers_that_cannot_be_read_are_refused_before_the_first_stage(
 
     rows = [{"prompt": f"Say {n}", "answer": answer} for n, answer in enumerate(answers)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    data = {"name": "own", "kind": "files", "path": str(tmp_path / "prompts.jsonl"), "reward": reward, "count": 2}
+    data = {"name": "own", "kind": "files", "path": str(tmp_path / "prompts.jsonl"), "reward": reward, "max_rows": 2}
     recipe = tiny.resolve(f"run_dir={tmp_path}", f"grpo={json.dumps(options_of(tmp_path, data=[data]))}").recipe
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     with pytest.raises(UserError, match=message):
@@ -434,7 +434,7 @@ def test_groups_without_a_difference_are_replaced_within_bounds(tiny: Tiny, tmp_
     """No answer earns anything, so that no group ever differs; the user is told once, in the terminal and in the ledger."""
     save_run(tiny, tmp_path / "run")
     nothing = "def reward(prompt, answer, row):\n    return 0.0\n"
-    lines = stage(tiny, tmp_path / "run", options_of(tmp_path, nothing, steps=2, resample_rounds=2, held_out=0))
+    lines = stage(tiny, tmp_path / "run", options_of(tmp_path, nothing, steps=2, resample_rounds=2, validation_prompts=0))
     for line in lines:
         assert (line["grpo/groups"], line["grpo/trained_groups"]) == (3 + 3 + 3, 3)
         assert line["grpo/equal_groups"] == line["grpo/no_signal"] == 1
@@ -519,7 +519,7 @@ def test_rollouts_are_scored_by_the_weights_before_the_update_and_by_those_of_th
     config = Model.model_validate(small_config(initializer_range=0.1))
     model = ParallelModel([initialize(Transformer(config), seed=2).eval()])
     stage = {"beta": 0.1, "group_size": 2, "sequence_length": "24 tokens", "learning_rate": 0.01}
-    recipe: Any = Recipe.model_validate({"name": "scored", "train": {"micro_batch_size": 4}, "grpo": stage})
+    recipe: Any = Recipe.model_validate({"name": "scored", "train": {"micro_batch_sequences": 4}, "grpo": stage})
     objective: Any = PolicyGradient(recipe, model, Prompts([], [], [], {}), None, 0, None)  # type: ignore[arg-type]
     draw = np.random.default_rng(5)
     parts = [[[_drawn(draw, 5 + number) for _ in range(2)] for number in range(count)] for count in (3, 2)]

@@ -44,7 +44,7 @@ corpus:
   dedup: {{minhash: null}}
   decontaminate: null
   validation_fraction: 0.1
-  validation_bytes: 200KB
+  max_validation_bytes: 200KB
   sources:
     - {{name: code, kind: code, path: {texts}, include: "*.py", domain: code, language: code, license: PSF-2.0}}
 tokenizer: {{vocab_size: 768, sample_bytes: 1MB}}
@@ -54,11 +54,11 @@ model:
 optimizer: {{learning_rate: 0.02, adam_learning_rate: 0.02}}
 stability: {{spike: null}}
 train:
-  micro_batch_size: 1
+  micro_batch_sequences: 1
   precision: fp32
   compile: false
   validate_every: 100%
-  validate_bytes_per_domain: 20000
+  validation_bytes_per_domain: 20000 bytes
   sample_every: 100%
   save_every: 100%
   log_every: 20 steps
@@ -73,7 +73,7 @@ def phase(index: int) -> str:
     length = LENGTHS[index]
     lines = {
         "name": f"to-{length}", "tokens": TOKENS[index], "mixture": {"code": 1.0}, "sequence_length": f"{length} tokens",
-        "global_batch_size": f"{4096 if index == 0 else 8192 // length * length} tokens",
+        "global_batch_tokens": f"{4096 if index == 0 else 8192 // length * length} tokens",
         "lr_schedule": {"kind": "linear", "warmup": "5%", "min_lr_ratio": 0.1}, "learning_rate_scale": 1.0 if index == 0 else 0.5,
         "needle": length == LENGTHS[-1], "rope": ROPES[index],
     }  # fmt: skip

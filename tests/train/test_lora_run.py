@@ -263,7 +263,8 @@ def test_adapters_equal_the_plain_formula(experts: bool) -> None:
 
 def test_epochs_and_the_best_weights_by_held_out_loss(based: Tiny) -> None:
     """A rate that rises until the loss does: the stage ends with the weights of the lowest held-out loss, which are kept."""
-    options = ("tune.epochs=2", "tune.tokens=null", "tune.keep=best", "tune.validation_fraction=0.1", "train.validate_every=3 steps",
+    options = ("tune.epochs=2", "tune.tokens=null", "tune.final_weights=best", "tune.validation_fraction=0.1",
+               "train.validate_every=3 steps",
                "tune.learning_rate=3.0", "tune.lr_schedule.warmup=60 steps", "tune.lr_schedule.decay=1 steps",
                "checkpoints.keep_last=1", "checkpoints.keep_best=false")  # fmt: skip
     tune(based, *options)
@@ -289,7 +290,7 @@ def test_epochs_and_the_best_weights_by_held_out_loss(based: Tiny) -> None:
     [
         (("tune.epochs=2",), r"tune\.epochs.*leave one of the two out"),
         (("tune.epochs=2", "tune.tokens=null", "tune.data.0.weight=2"), r"tune\.data\.0\.weight.*equally often"),
-        (("tune.keep=best", "tune.validation_fraction=0"), r"tune\.keep.*nothing is held out"),
+        (("tune.final_weights=best", "tune.validation_fraction=0"), r"tune\.final_weights.*nothing is held out"),
         (("train.deepspeed={}", "optimizer.kind=adamw", "layout.zero=2", "tune.lora.rank=2"), r"tune\.lora.*DeepSpeed"),
     ],
 )

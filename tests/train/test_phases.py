@@ -49,7 +49,8 @@ def test_length_batch_and_phase_change_at_the_first_step(run: Tiny) -> None:
     assert lines[FIRST - 1]["train/tokens"] == 4864  # as many whole steps as 5,056 tokens pay for
     assert lines[-1]["train/tokens"] == 4864 + 3072
     recipe = run.resolve().recipe
-    assert [micro_batch_of(recipe, length) for length in (32, 64)] == [2 * recipe.train.micro_batch_size, recipe.train.micro_batch_size]
+    longest = recipe.train.micro_batch_sequences or 0
+    assert [micro_batch_of(recipe, length) for length in (32, 64)] == [2 * longest, longest]
 
 
 def test_the_mixture_changes_at_the_first_step(run: Tiny) -> None:
@@ -174,7 +175,7 @@ def test_the_ledger_has_the_phases(run: Tiny) -> None:
 def test_experts_are_counted_once(run: Tiny, tiny: Tiny, tmp_path: Path) -> None:
     """However often the run validates and samples, however the step is cut, and also where layers are computed again."""
     tokens = 4864 + 3072
-    for number, overrides in enumerate((("train.micro_batch_size=1",), ("train.activation_checkpointing=full",))):
+    for number, overrides in enumerate((("train.micro_batch_sequences=1",), ("train.activation_checkpointing=full",))):
         other = tiny.copy(tmp_path / str(number))
         other.pretrain(*overrides)
         assert checkpoint(other.run_dir)["experts/counts"].sum(-1).tolist() == [2 * tokens] * 2
@@ -258,7 +259,7 @@ def test_mfu_counts_the_operations_of_the_phase_of_each_step(tiny_copy: Tiny) ->
     changed = (
         "model.sliding_window=8 tokens", "train.phases.long.sliding_window=full", "train.log_every=2 steps",
         "train.phases.general.tokens=832 tokens", "train.phases.general.lr_schedule={warmup: 1 steps, decay: 1 steps}",
-        "train.phases.general.batch_ramp=null", "train.phases.general.global_batch_size=64 tokens",
+        "train.phases.general.batch_ramp=null", "train.phases.general.global_batch_tokens=64 tokens",
         "train.phases.long.tokens=768 tokens", "train.phases.long.sequence_length=32 tokens", "train.save_every=100%",
         "train.validate_every=100%",
     )  # fmt: skip

@@ -80,7 +80,7 @@ def test_two_ranks_in_16_bits_learn_what_one_process_does(ranks: Any, tiny: Tiny
 
 def by_clock(tiny: Tiny, to: Path, layout: Layout) -> tuple[list[str], list[int]]:
     """The checkpoints of a run that saves whenever the clock says so, and the seeds of its dropout masks."""
-    seeds = trained(tiny, to, layout, "train.save_every_seconds=0.001 s", "checkpoints.keep_last=99")
+    seeds = trained(tiny, to, layout, "train.save_every_time=0.001 s", "checkpoints.keep_last=99")
     return sorted(path.name for path in (to / "checkpoints").glob("step-*")), seeds
 
 

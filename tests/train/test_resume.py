@@ -89,9 +89,10 @@ def tracing(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
     # what the trainer sets is put back with them
     with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=False):
         yield (
-            "train.compile=true", "train.precision=bf16", "model.num_hidden_layers=2", "train.micro_batch_size=64",
-                "train.phases.general.global_batch_size=384 tokens",
-            "train.phases.general.batch_ramp={start: 128 tokens, over: 9 steps}", "train.validate_every=100%", "train.sample_every=100%",
+            "train.compile=true", "train.precision=bf16", "model.num_hidden_layers=2", "train.micro_batch_sequences=64",
+                "train.phases.general.global_batch_tokens=384 tokens",
+            "train.phases.general.batch_ramp={start_tokens: 128 tokens, over: 9 steps}", "train.validate_every=100%",
+            "train.sample_every=100%",
         )  # fmt: skip
     torch._dynamo.reset()
 

@@ -245,8 +245,8 @@ def test_all_rows_of_a_file_are_used_and_a_limit_draws_evenly(qwen: Tokenizer, t
     path = jsonl(tmp_path / "a.jsonl", *rows)
 
     def pairs(count: int | None) -> tuple[int, list[int]]:
-        data = [{"name": "mine", "kind": "files", "path": path, "count": count}]
-        recipe = Recipe.model_validate({"name": "t", "dpo": {"data": data, "sequence_length": "128 tokens", "held_out_fraction": 0}})
+        data = [{"name": "mine", "kind": "files", "path": path, "max_rows": count}]
+        recipe = Recipe.model_validate({"name": "t", "dpo": {"data": data, "sequence_length": "128 tokens", "validation_fraction": 0}})
         made = build_preferences(recipe, qwen, tmp_path / f"out-{count}")
         texts = [qwen.decode(one.ids.tolist()) for one, _ in read_preferences(tmp_path / f"out-{count}", "train")[0]]
         return made["data"]["mine"]["pairs"], sorted(int(text.split("Number ")[1].split("?")[0]) for text in texts)
@@ -299,7 +299,7 @@ def test_every_file_has_the_same_rows_for_tuning_and_corpus(tmp_path: Path, name
     rows = list(read_files("tune.data.mine", str(tmp_path)))
     assert [row.fault for row in rows] == [None] * 3
     assert [row.value["messages"] for row in rows] == [[ASKED, GOOD]] * 3
-    options = {"name": "x", "kind": "jsonl", "path": str(tmp_path), "license": "MIT", "text_key": "messages", "keep": ["n"]}
+    options = {"name": "x", "kind": "jsonl", "path": str(tmp_path), "license": "MIT", "text_key": "messages", "fact_keys": ["n"]}
     source = Source.model_validate(options)
     for size in (1 << 20, 50):  # whole, and cut into parts where that can be done
         items = [item for part in parts(source, size) for item in read(source, part, 10_000)]

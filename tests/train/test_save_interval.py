@@ -36,7 +36,7 @@ def test_a_run_saves_by_time(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_pa
     """By steps only at the end; by time after every step, where half an hour is a millisecond, or the recipe says so."""
     monkeypatch.setattr(derivation, "MOST_LOST", 0.001)
     run = tiny.copy(tmp_path / "run")
-    more = [] if key is None else [f"train.save_every_seconds={key}"]
+    more = [] if key is None else [f"train.save_every_time={key}"]
     steps = ("train.save_every=100%", "train.validate_every=100%", "checkpoints.keep_last=1000", "checkpoints.asynchronous=false")
     run.walk(*steps, *more, last="pretrain")
     saved = listing.directories(run.run_dir / "checkpoints")

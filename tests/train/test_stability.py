@@ -41,7 +41,7 @@ from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 # Wide enough for the noise of four short sequences, and far below what is planted.
-SPIKE = ("stability.spike.window=8", "stability.spike.floor=3", "stability.spike.norm_factor=1000")
+SPIKE = ("stability.spike.window_steps=8", "stability.spike.min_rise_nats=3", "stability.spike.norm_factor=1000")
 EVERY = ("train.save_every=1 steps", "checkpoints.keep_last=99")
 HIGH = 14
 
@@ -438,7 +438,7 @@ def test_metrics_or_events_that_find_no_room_end_the_run_as_saves_do(tiny_copy: 
 def test_arithmetic_that_does_not_repeat_is_noticed(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, action: str) -> None:
     """One bit of the loss differs the second time that a micro-batch is run, in step 9, the first time that it is trained."""
     undisturbed = tiny_copy.copy(tiny_copy.run_dir.parent / "undisturbed")
-    recheck = ("stability.recheck_every=5 steps", f"stability.on_corruption={action}", "train.micro_batch_size=2")
+    recheck = ("stability.recheck_every=5 steps", f"stability.on_corruption={action}", "train.micro_batch_sequences=2")
     undisturbed.pretrain(*recheck)
     honest, now, planted = Transformer.loss, {"step": -1, "calls": 0}, []
 
@@ -506,7 +506,7 @@ def test_hunger_for_data_is_told_once(tiny_copy: Tiny, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(trainer, "train_step", timed)
     monkeypatch.setattr(PretrainingCurriculum, "batch", late)
-    tiny_copy.pretrain("stability.starved_share=0.05")
+    tiny_copy.pretrain("stability.starved_fraction=0.05")
     (line,) = events(tiny_copy, "data_starved")
     assert line["share"] > 0.05
 

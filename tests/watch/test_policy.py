@@ -110,7 +110,7 @@ def test_a_resumed_policy_decides_as_an_undisturbed_one(tmp_path):
     losses = 2 + 0.01 * draw.standard_normal(200)
     losses[[70, 71, 90, 91, 92, 150]] = 6.0
     losses[[100, 101, 120, 121, 122]] = NAN
-    spike = {"action": "reduce_lr", "max_in_a_row": 3, "reduced_lr_steps": 7, "window": 64}
+    spike = {"action": "reduce_lr", "max_in_a_row": 3, "reduced_lr_steps": 7, "window_steps": 64}
 
     def run(every: int | None) -> list[Any]:
         told, decided = Told(tmp_path, max_bad_steps=3, spike=spike), []

@@ -34,16 +34,17 @@ def test_every_planted_spike_is_found():
     draw, planted = np.random.default_rng(3), 0
     for seed in range(50):
         curve = falling(seed)
-        quiet = [step for step in range(len(curve.losses)) if step > curve.since[step] + DEFAULT.window and step >= DEFAULT.window]
+        window = DEFAULT.window_steps
+        quiet = [step for step in range(len(curve.losses)) if step > curve.since[step] + window and step >= window]
         places = sorted(draw.choice(quiet, size=6, replace=False).tolist())
         clean = curve.losses.copy(), curve.norms.copy()
         for number, step in enumerate(places):
-            lately = slice(step - DEFAULT.window, step)
+            lately = slice(step - window, step)
             if number % 3 != 1:
-                curve.losses[step] = upper_limit(clean[0][lately].tolist(), 1.1 * DEFAULT.threshold, 1.1 * DEFAULT.floor)
+                curve.losses[step] = upper_limit(clean[0][lately].tolist(), 1.1 * DEFAULT.threshold_mads, 1.1 * DEFAULT.min_rise_nats)
             if number % 3 != 0:
                 floor = math.log(DEFAULT.norm_factor)
-                curve.norms[step] = math.exp(upper_limit(np.log(clean[1][lately]).tolist(), 1.1 * DEFAULT.threshold, floor))
+                curve.norms[step] = math.exp(upper_limit(np.log(clean[1][lately]).tolist(), 1.1 * DEFAULT.threshold_mads, floor))
         found = judged(curve)
         assert found == places, (seed, found, places)
         planted += len(places)
@@ -51,7 +52,7 @@ def test_every_planted_spike_is_found():
 
 
 def test_nothing_is_judged_in_the_warm_up_nor_just_after_a_boundary():
-    options = Spike(window=32)
+    options = Spike(window_steps=32)
     spikes = Spikes(options)
     for step in range(200):
         since = 20 if step < 100 else 130
@@ -62,7 +63,7 @@ def test_nothing_is_judged_in_the_warm_up_nor_just_after_a_boundary():
 
 
 def test_spikes_do_not_widen_what_follows():
-    spikes = Spikes(Spike(window=32))
+    spikes = Spikes(Spike(window_steps=32))
     for step in range(40):
         spikes.observe(step, 2.0 + 0.01 * (step % 3), 1.0, spikes.limits(step, 0))
     before = spikes.limits(40, 0)

@@ -126,7 +126,7 @@ class Anneal(Ablation):
         if self.budget is None:
             raise UserError("kind anneal needs budget, the tokens to continue for")
         start = find_start(self.checkpoint, recipe)
-        batch = int(start.phase.global_batch_size)
+        batch = int(start.phase.global_batch_tokens)
         tokens = int(self.budget) // batch * batch
         if not tokens:
             raise UserError(f"budget: {int(self.budget):,} tokens are less than one step of {batch:,}; raise it")
@@ -139,7 +139,7 @@ class Anneal(Ablation):
                 mixture[source] = mixture.get(source, 0.0) + (1 - kept) * weight / total
             mixture = {source: round(weight, _DIGITS) for source, weight in mixture.items()}
             arms[name] = start.overrides(
-                name="anneal", tokens=f"{tokens} tokens", mixture=mixture, global_batch_size=f"{batch} tokens",
+                name="anneal", tokens=f"{tokens} tokens", mixture=mixture, global_batch_tokens=f"{batch} tokens",
                 learning_rate_scale=start.rate, lr_schedule={"kind": "linear", "warmup": "0 steps", "min_lr_ratio": 0.0},
             )  # fmt: skip
         return Expansion(arms, "old", start.branch, fixed_tokens=True)
@@ -169,7 +169,7 @@ class CriticalBatch(Ablation):
         if min(self.factors) != 1 or len(set(self.factors)) < len(self.factors):
             raise UserError("factors: must be whole numbers from 1 on that differ from each other, 1 among them")
         start = find_start(self.checkpoint, recipe)
-        batch = int(start.phase.global_batch_size)
+        batch = int(start.phase.global_batch_tokens)
         largest = max(self.factors) * batch
         tokens = int(self.budget) // largest * largest  # whole steps of every branch
         if not tokens:
@@ -177,7 +177,7 @@ class CriticalBatch(Ablation):
         arms, labels = {}, {}
         for factor in sorted(self.factors):
             arms[f"batch-times-{factor}"] = start.overrides(
-                name="branch", tokens=f"{tokens} tokens", mixture=start.phase.mixture, global_batch_size=f"{factor * batch} tokens",
+                name="branch", tokens=f"{tokens} tokens", mixture=start.phase.mixture, global_batch_tokens=f"{factor * batch} tokens",
                 learning_rate_scale=start.rate * rescaled(factor, self.rescale), lr_schedule={"kind": "constant", "warmup": "0 steps"},
             )  # fmt: skip
             labels[f"batch-times-{factor}"] = float(factor * batch)

@@ -64,7 +64,7 @@ def calibrate(runs: RunSet, arms: Sequence[Arm], threads: int) -> None:
             continue
         recipe = arm.recipe.model_copy(update={"evaluate": Evaluate(references=False), "threads": threads})
         lengths = dict.fromkeys(int(phase.sequence_length) for phase in recipe.train.phases)
-        rows = 4 * (recipe.train.micro_batch_size or 1)
+        rows = 4 * (recipe.train.micro_batch_sequences or 1)
         batches = [random_batch(recipe, length, rows) for length in lengths]
         model = recipe.model
         speed = measure(recipe, batches, _PATIENCE, lambda length: flops_per_token(model, length).total)  # noqa: B023

@@ -224,7 +224,7 @@ class Batch(Ablation):
 
     kind: Literal["batch"] = "batch"
     factors: list[float] = Field(
-        [0.5, 1.0, 2.0, 4.0], min_length=2, description="factors on global_batch_size of every phase; 1 is the baseline"
+        [0.5, 1.0, 2.0, 4.0], min_length=2, description="factors on global_batch_tokens of every phase; 1 is the baseline"
     )
     rescale: Rescale = Field("sqrt", description="how the learning rate follows the batch size")
 
@@ -237,19 +237,19 @@ class Batch(Ablation):
         for factor in sorted(self.factors):
             overrides = []
             for phase in recipe.train.phases:
-                size = phase.global_batch_size * factor
+                size = phase.global_batch_tokens * factor
                 if size % phase.sequence_length or size < 1:
                     raise UserError(
-                        f"factors: {factor:g} times the batch of phase {phase.name} ({phase.global_batch_size:,} tokens) is not a multiple "
+                        f"factors: {factor:g} times the batch of phase {phase.name} ({phase.global_batch_tokens:,} tokens) is no multiple "
                         f"of its sequence length {phase.sequence_length:,}; take another factor"
                     )
-                overrides.append(f"train.phases.{phase.name}.global_batch_size={int(size)} tokens")
+                overrides.append(f"train.phases.{phase.name}.global_batch_tokens={int(size)} tokens")
                 if phase.batch_ramp:
                     overrides.append(f"train.phases.{phase.name}.batch_ramp=null")
-            first = recipe.train.phases[0].global_batch_size * factor
+            first = recipe.train.phases[0].global_batch_tokens * factor
             arms[f"batch-{int(first)}"] = overrides + _scaled_rates(recipe, rescaled(factor, self.rescale))
             labels[f"batch-{int(first)}"] = first
-        return Expansion(arms, f"batch-{int(recipe.train.phases[0].global_batch_size)}", labels=labels)
+        return Expansion(arms, f"batch-{int(recipe.train.phases[0].global_batch_tokens)}", labels=labels)
 
 
 class Optimizer(Ablation):

@@ -22,6 +22,7 @@ from lmworks.errors import UserError
 from lmworks.io.files import read_json
 from lmworks.recipe.changes import as_tree, canonical, changed_keys, readers
 from lmworks.recipe.document import parse_file
+from lmworks.recipe.former import with_former_paths
 from lmworks.recipe.load import as_node, load_recipe, shipped_folder
 from lmworks.recipe.schema.base import BEFORE_TUNING, StageName
 from lmworks.recipe.schema.recipe import Recipe
@@ -30,18 +31,22 @@ from lmworks.run.run_dir import recipe_values
 
 CONDITIONS = "noise_conditions"
 _SEEDS = ("train.seed", "train.init_seed")  # a floor is about what these change
-_SAMPLES = ("train.validate_bytes_per_domain", "evaluate.every_items")  # no weight depends on them, but the noise of what is measured
+_SAMPLES = ("train.validation_bytes_per_domain", "evaluate.every_items")  # no weight depends on them, but the noise of what is measured
 _SHOWN = 3
 
 
 def conditions(baseline: Arm) -> dict[str, Any]:
     """What a noise floor holds for: the training tokens of a run, and a hash of each recipe value of the baseline that a stage reads."""
     values = {
-        path: hashlib.sha256(canonical(value)).hexdigest()[:16]
+        path: _hash(value)
         for path, value in recipe_values(baseline.recipe).items()
         if (readers(path) or path in _SAMPLES) and path not in _SEEDS and not _is_budget(path)
     }
     return {"tokens": baseline.tokens - baseline.started_at, "recipe": values}
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(canonical(value)).hexdigest()[:16]
 
 
 def _is_budget(path: str) -> bool:
@@ -66,7 +71,7 @@ def read_floors(
         raise UserError(f"noise: {path} is not the result of an ablation; name the directory of one") from None
     if there is None:
         raise UserError(f"noise: {path} is of a version that did not record its recipe; run its lmworks ablate command again to add it")
-    _require_equal(folder, there, conditions(baseline), stages)
+    _require_equal(folder, there, baseline, stages)
     missing = [measure.name for measure in measures if measure.name not in known]
     if missing and (needs_all or len(missing) == len(measures)):
         raise UserError(
@@ -75,11 +80,12 @@ def read_floors(
     return floors
 
 
-def _require_equal(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any], stages: Sequence[StageName]) -> None:
+def _require_equal(folder: Path, there: Mapping[str, Any], baseline: Arm, stages: Sequence[StageName]) -> None:
+    here = conditions(baseline)
     own = f"make a noise floor of this one with kind: noise and budget: {here['tokens']} tokens"
     if there["tokens"] != here["tokens"]:
         raise UserError(f"noise: the runs of {folder} have {there['tokens']:,} training tokens, and these have {here['tokens']:,}; {own}")
-    before, after = there["recipe"], here["recipe"]
+    before, after = with_former_paths(there["recipe"], as_tree(baseline.recipe), _hash), here["recipe"]
     other = [
         path for path in {**after, **before}
         if before.get(path) != after.get(path) and (path in _SAMPLES or set(readers(path)) & set(stages))
@@ -197,14 +203,14 @@ def _with_budget(recipe: Recipe, ablation: Ablation, factor: float) -> list[dict
     """The phases with the budget divided in their proportions, in whole steps."""
     planned = sum(int(phase.tokens) for phase in recipe.train.phases)
     budget = (int(ablation.budget) if ablation.budget is not None else planned) * factor
-    batches = [int(phase.global_batch_size) for phase in recipe.train.phases]
+    batches = [int(phase.global_batch_tokens) for phase in recipe.train.phases]
     steps = [int(budget * phase.tokens / planned) // batch for phase, batch in zip(recipe.train.phases, batches, strict=True)]
     longest = max(range(len(steps)), key=steps.__getitem__)
     steps[longest] += max(0, int(budget) - sum(n * batch for n, batch in zip(steps, batches, strict=True))) // batches[longest]
     for phase, batch, n in zip(recipe.train.phases, batches, steps, strict=True):
         if n < 1:
             raise UserError(
-                f"the budget gives phase {phase.name} less than one step of {batch:,} tokens; raise budget or lower global_batch_size"
+                f"the budget gives phase {phase.name} less than one step of {batch:,} tokens; raise budget or lower global_batch_tokens"
             )
     return [as_tree(phase) | {"tokens": f"{n * batch} tokens"} for phase, batch, n in zip(recipe.train.phases, batches, steps, strict=True)]
 

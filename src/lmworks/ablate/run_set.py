@@ -39,7 +39,7 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of an arm, which is that of its director
 DATA_STAGES = ("corpus", "tokenizer", "shards")
 DEFAULTS = ("checkpoints.keep_last=1", "checkpoints.keep_best=false")  # for all arms; `set` comes after
 ALWAYS = ("time=null", *(f"{stage.stage}=null" for stage in MODEL_STAGES[1:]))  # budgets are tokens, and arms are base models
-_ORDER = ("name", "tokens", "mixture", "mixture_changes", "sequence_length", "global_batch_size", "batch_ramp")
+_ORDER = ("name", "tokens", "mixture", "mixture_changes", "sequence_length", "global_batch_tokens", "batch_ramp")
 
 
 _ARMS = "arms"

@@ -23,6 +23,7 @@ from lmworks.errors import UserError
 from lmworks.io.files import explain_os_errors, link_tree
 from lmworks.io.run_layout import USED
 from lmworks.recipe.changes import changed_keys
+from lmworks.recipe.former import translated
 from lmworks.ui.terminal import bar
 
 _OPTIMIZER = "optimizer/"
@@ -132,7 +133,7 @@ def diff(before: Path, after: Path) -> dict[str, Any]:
     """
     old, new = Reader(before), Reader(after)
     documents = [listing.read_meta(path) for path in (before, after)]
-    metas, recipes = [document["meta"] for document in documents], [document.get("recipe") or {} for document in documents]
+    metas, recipes = [document["meta"] for document in documents], [translated(document.get("recipe") or {}) for document in documents]
     both = [name for name, record in old.table.items() if name in new.table and new.table[name].shape == record.shape]
     rows = []
     with bar("comparing", sum(old.table[name].bytes for name in both)) as progress:

@@ -45,7 +45,7 @@ def advise(
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option("--price", metavar="DOLLARS", min=0.0001, help="Price per device-hour; by default dollars_per_hour of the cluster."),
+        typer.Option("--price", metavar="DOLLARS", min=0.0001, help="Price per device-hour; by default that of the cluster."),
     ] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name; by default this machine.")] = None,
     as_json: JsonOption = False,
@@ -68,17 +68,18 @@ def advise(
         raise UserError(str(error)) from None
     where = load_cluster(cluster) if cluster else this_machine()
     if price is not None:
-        where = where.model_copy(update={"dollars_per_hour": price})
+        where = where.model_copy(update={"dollars_per_device_hour": price})
     if money is not None:
-        if not where.dollars_per_hour:
+        if not where.dollars_per_device_hour:
             raise UserError(f"--money: {where.name} has no price; give --price per device-hour, or --time")
         seconds = seconds_for_money(money, where)
     situation = Situation(need, examples, own, size, seconds, where, _trained(where, seconds))
     options = options_for(situation)
     if as_json:
-        print_json({"need": need, "dollars_per_device_hour": where.dollars_per_hour, "options": [asdict(option) for option in options]})
+        found = [asdict(option) for option in options]
+        print_json({"need": need, "dollars_per_device_hour": where.dollars_per_device_hour, "options": found})
         return
-    _print(options, where.name, bool(where.dollars_per_hour))
+    _print(options, where.name, bool(where.dollars_per_device_hour))
 
 
 def _trained(where: Any, seconds: float) -> Any:

@@ -49,6 +49,7 @@ def show(
     import yaml
 
     from lmworks.checkpoint.listing import describe, read_meta
+    from lmworks.recipe.former import translated
     from lmworks.recipe.keys import flatten
     from lmworks.run.checkpoint_commands import find
 
@@ -57,7 +58,7 @@ def show(
     if row["problem"]:
         raise UserError(f"{path} cannot be read ({row['problem']}); lmworks ckpt verify {run} says what is wrong")
     document = read_meta(path)
-    recipe = document.get("recipe")
+    recipe = translated(document.get("recipe"))
     if as_json:
         print_json(row | {"meta": document["meta"], "recipe": recipe})
         return

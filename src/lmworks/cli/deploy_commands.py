@@ -224,4 +224,5 @@ def _decontamination(model: Path, prompts: list[str]) -> Decontamination | None:
     for name, reason in protected.unread.items():
         notes.print(f"the prompts cannot be searched for the items of {name}: {reason}", style="yellow")
     questions = {one.text.strip() for one in protected.questions}
-    return Decontamination("--prompts", recipe, questions, protected.decontaminator(recipe.corpus.decontaminate.ngram), generated=False)
+    decontaminator = protected.decontaminator(recipe.corpus.decontaminate.ngram_words)
+    return Decontamination("--prompts", recipe, questions, decontaminator, generated=False)

@@ -112,7 +112,7 @@ def _fit(folder: Path, runs: list[Path], as_json: bool) -> None:
     console().print(table)
     console().print(f"residual {residual(law, points):.2%} (root mean square)", soft_wrap=True)
     if seeds:
-        remedy = "more held-out text (corpus.validation_bytes, train.validate_bytes_per_domain) and more seeds help"
+        remedy = "more held-out text (corpus.max_validation_bytes, train.validation_bytes_per_domain) and more seeds help"
         console().print(f"noise (standard deviation): {seeds:.2%} between seeds, {alone:.2%} of a run alone; {remedy}", soft_wrap=True)
     for doubt in doubts(law, points):
         console().print(doubt, style="yellow", soft_wrap=True)

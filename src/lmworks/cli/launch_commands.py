@@ -70,7 +70,7 @@ class _Run:
             overrides += self.cluster.layout.overrides()
         if self.cluster:  # what a device costs is said on the run page
             own = load_recipe(asked.recipe, overrides, size).recipe.metrics
-            prices = {"dollars_per_hour": self.cluster.dollars_per_hour, "watts": self.cluster.watts}
+            prices = {"dollars_per_device_hour": self.cluster.dollars_per_device_hour, "watts_per_device": self.cluster.watts_per_device}
             overrides += [f"metrics.{key}={value:g}" for key, value in prices.items() if value and not getattr(own, key)]
         self._overrides = overrides
         self.recipe = load_recipe(asked.recipe, overrides, size).recipe

@@ -67,10 +67,10 @@ def _what(recipe: Recipe, model: Transformer) -> str:
     phases = [f"{phase.name} {phase.tokens:,} tokens at sequence length {phase.sequence_length:,}" for phase in trained]
     tuned = ""
     if recipe.tune:
-        epochs, batch = recipe.tune.epochs, recipe.tune.global_batch_size
+        epochs, batch = recipe.tune.epochs, recipe.tune.global_batch_tokens
         amount = f"for {epochs} epochs" if epochs else f"on {recipe.tune.planned_tokens // batch * batch:,} tokens"
         tuned = f" It was then fine-tuned {amount} of conversations, with loss on the assistant's tokens only."
-        tuned += " The weights are those with the lowest loss on held-out conversations." if recipe.tune.keep == "best" else ""
+        tuned += " The weights are those with the lowest loss on held-out conversations." if recipe.tune.final_weights == "best" else ""
         tuned += _adapted(recipe, "tune")
     for stage in MODEL_STAGES:
         if stage.stage in ("dpo", "grpo") and (section := getattr(recipe, stage.stage)) is not None:
@@ -183,7 +183,7 @@ def _use(recipe: Recipe, talk: bool, gguf: bool) -> str:
     if gguf:
         blocks.append("```\nllama-server -m ../gguf/model.gguf --jinja\n```")
     if talk:
-        whose = "the base model's own" if recipe.tokenizer.keep else "that of GLM-4.x"
+        whose = "the base model's own" if recipe.tokenizer.as_is else "that of GLM-4.x"
         if added := recipe.tokenizer.add_tokens:
             blocks.append(f"The tokenizer is the base model's with {len(added)} added tokens.")
         blocks.append(f"The chat template is {whose}. Generation stops at any of the ids in `generation_config.json`.")

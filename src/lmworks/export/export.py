@@ -276,7 +276,7 @@ def check(recipe: Recipe) -> None:
 
 def _known_tokenizer(recipe: Recipe) -> Tokenizer | None:
     """The tokenizer of another model that the recipe takes over, if it is there already."""
-    if not recipe.tokenizer.path or not recipe.tokenizer.keep:
+    if not recipe.tokenizer.path or not recipe.tokenizer.as_is:
         return None
     path = Path(recipe.tokenizer.path).expanduser()
     directory = path.parent if path.suffix == ".json" else path

@@ -110,7 +110,7 @@ def tune_budget(budgets: Budgets, rows: list[Found], pretrained: bool) -> tuple[
             f"{_EPOCHS} passes would be about {_EPOCHS * text:,.0f} tokens" if pretrained else "a proportion of the time, beside the phases"
         )
     batch = length * power_of_two(tokens / length / (2 * FEWEST), 64)
-    return {"sequence_length": f"{length} tokens", "global_batch_size": f"{batch} tokens", **keys}, f"{why}; {about}"
+    return {"sequence_length": f"{length} tokens", "global_batch_tokens": f"{batch} tokens", **keys}, f"{why}; {about}"
 
 
 def dpo_budget(budgets: Budgets, rows: list[Found]) -> tuple[dict[str, str], int | None, str]:
@@ -135,7 +135,7 @@ def grpo_budget(budgets: Budgets, rows: list[Found]) -> tuple[dict[str, str], st
     steps = int(min(100, max(5, min(share / each, seconds / (answer * _TOKEN_SECONDS)))))
     keys = {
         "group_size": "8", "prompts_per_step": str(prompts), "steps": str(steps), "max_new_tokens": str(answer),
-        "sequence_length": f"{length} tokens", "held_out": str(min(64, total // 4)),
+        "sequence_length": f"{length} tokens", "validation_prompts": str(min(64, total // 4)),
     }  # fmt: skip
     return keys, f"a step draws and trains 8 answers to each of {prompts} prompts"
 

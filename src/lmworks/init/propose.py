@@ -161,7 +161,7 @@ def _choose_size(budgets: Budgets, render: Callable[[], str]) -> None:
     budgets.tokens = TOKENS_PER_PARAMETER * size
     recipe = check(render()).recipe
     budgets.base = count_active_parameters(recipe.model)
-    needed = 2 * sizing.FEWEST * int(recipe.train.phases[0].global_batch_size)  # twice: some text is held out, some dropped
+    needed = 2 * sizing.FEWEST * int(recipe.train.phases[0].global_batch_tokens)  # twice: some text is held out, some dropped
     if needed > recipe.shards.max_epochs * text:
         budgets.readings = float(-(-needed // max(1, text)))
         if budgets.readings > (longest := Shards().max_epochs):

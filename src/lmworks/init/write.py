@@ -138,7 +138,7 @@ def _pretraining(sources: Sequence[Found], budgets: Budgets, continued: bool) ->
             *_comment(f"{tokens / max(1, budgets.text_tokens):.2g} readings of {amount(budgets.text_tokens)} tokens, as the time allows. "
                       "If general abilities suffer, add general text to the sources and to the mixture.", "    "),
             "    - name: domain", f"      tokens: {tokens} tokens", f"      sequence_length: {length} tokens",
-            f"      global_batch_size: {batch} tokens", f"      mixture: {{{mixture}}}  # by amount of text",
+            f"      global_batch_tokens: {batch} tokens", f"      mixture: {{{mixture}}}  # by amount of text",
         ]  # fmt: skip
     return [
         "", *_comment(f"Entries of the vocabulary for this size; on a sample {budgets.bytes_per_token:.1f} bytes are one token."),
@@ -171,7 +171,7 @@ def _tune(rows: Sequence[Found], budgets: Budgets, pretrained: bool) -> list[str
 
 def _dpo(rows: Sequence[Found], budgets: Budgets, pretrained: bool) -> list[str]:
     keys, used, why = dpo_budget(budgets, list(rows))
-    counts = [f"count: {max(8, used // len(rows))}"] if used is not None else []
+    counts = [f"max_rows: {max(8, used // len(rows))}"] if used is not None else []
     labels = ["  loss: kto  # answers with a label"] if rows[0].use == "labels" else []
     return ["dpo:", *_sets(rows, counts), *labels, *_comment(why, "  "), *(f"  {key}: {value}" for key, value in keys.items()),
             *_method(budgets)]  # fmt: skip

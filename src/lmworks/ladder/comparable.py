@@ -22,7 +22,7 @@ from lmworks.recipe.timeline import Schedules, Timeline
 
 _OF_SCHEDULE = ("name", "tokens", "lr_schedule", "learning_rate_scale", "mixture_changes")  # keys of a phase; changes end what is covered
 _MAY_DIFFER = ("seed", "train.seed", "train.init_seed", "train.early_stopping")
-_MEASURE = "train.validate_bytes_per_domain"  # changes no weight, but the text that is validated on
+_MEASURE = "train.validation_bytes_per_domain"  # changes no weight, but the text that is validated on
 _EVALUATED = 20_000  # steps of a phase at which the schedule is evaluated; it is interpolated between them
 _SHOWN = 3
 _OF_SIZE = frozenset((
@@ -33,7 +33,7 @@ _OF_SIZE = frozenset((
     )),
     "optimizer.learning_rate", "optimizer.adam_learning_rate",
 ))  # keys in which the sizes of a ladder differ  # fmt: skip
-_OF_BATCH = ("global_batch_size", "batch_ramp")
+_OF_BATCH = ("global_batch_tokens", "batch_ramp")
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Batch:
 
     @classmethod
     def of(cls, name: str, recipe: Recipe, parameters: int, tokens: int) -> Batch:
-        return cls(name, parameters, tokens, int(max(recipe.train.phases, key=lambda phase: int(phase.tokens)).global_batch_size))
+        return cls(name, parameters, tokens, int(max(recipe.train.phases, key=lambda phase: int(phase.tokens)).global_batch_tokens))
 
 
 def require_batch_rule(batches: Sequence[Batch], target: Batch | None = None) -> None:
@@ -147,7 +147,7 @@ def require_batch_rule(batches: Sequence[Batch], target: Batch | None = None) ->
         if target.batch not in counts:
             raise UserError(
                 f"{target.name} has a batch of {target.batch:,} tokens, and all runs of the ladder have {next(iter(counts)):,}: set "
-                f"global_batch_size of its phases to {next(iter(counts))} tokens"
+                f"global_batch_tokens of its phases to {next(iter(counts))} tokens"
             )
         return
     if _has_rule([*batches, target] if target else batches):
@@ -155,14 +155,14 @@ def require_batch_rule(batches: Sequence[Batch], target: Batch | None = None) ->
     if target is not None and _has_rule(batches):
         raise UserError(
             f"{target.name} has a batch of {target.batch:,} tokens, and that of the ladder's runs grows with their size or token budget: "
-            "set global_batch_size of its phases by the same rule"
+            "set global_batch_tokens of its phases by the same rule"
         )
     (usual, _), *_ = counts.most_common()
     odd = next(one for one in batches if one.batch != usual)
     usually = next(one.name for one in batches if one.batch == usual)
     raise UserError(
         f"{odd.name} has a batch of {odd.batch:,} tokens, and {usually} one of {usual:,}: the runs of a ladder need one batch size, or one "
-        "for each size or for each token budget; leave the odd ones out, or set global_batch_size"
+        "for each size or for each token budget; leave the odd ones out, or set global_batch_tokens"
     )
 
 

@@ -38,6 +38,7 @@ from lmworks.pages.read_run import read_run
 from lmworks.pages.run_records import Run
 from lmworks.plan.laws import BENCHMARK_NAME, LAW_FILE, MOST_ITEMS, DownstreamLaw, load_law
 from lmworks.recipe.changes import as_tree
+from lmworks.recipe.former import translated
 from lmworks.recipe.load import Resolved, load_resolved
 from lmworks.recipe.schema.evaluate import Evaluate
 from lmworks.recipe.schema.recipe import Recipe
@@ -277,7 +278,7 @@ def _settings(folder: Path) -> _Settings:
             Batch(str(one["name"]), *(int(one[name]) for name in ("parameters", "tokens", "batch"))) for one in found["batches"]
         )
         tokenizer = Path(found["runs"][0]) / "tokenizer" / "tokenizer.json"
-        recipe = Recipe.model_validate(found["recipe"])
+        recipe = Recipe.model_validate(translated(found["recipe"]))
         decay = float(found["weight_decay"]) if "weight_decay" in found else None
         return _Settings(str(found["held_out_text"]), str(found["tokenizer"]), tokenizer, recipe, batches, decay)
 
@@ -336,7 +337,7 @@ def _require_predicted(line: _Line, run: Run) -> None:
     if line.tokenizer and tokenizer_of(where) != line.tokenizer:
         raise UserError(f"{where} has another tokenizer than the ladder: {remedy}, with the ladder's tokenizer (tokenizer.path)")
     if line.resolved is not None:
-        predicted_recipe = Recipe.model_validate(line.resolved)
+        predicted_recipe = Recipe.model_validate(translated(line.resolved))
         require_one_ladder(predicted_recipe, run.recipe, str(where), "the predicted recipe", remedy)
         require_comparable(predicted_recipe, run.recipe, str(where), "the predicted recipe", True, remedy)
     require_mixture_kept(where)

@@ -77,8 +77,8 @@ class LadderFile(Node):
         description="at least 3 sizes: overrides of the recipe by the name of the size, such as 30M: [size=30M]"
     )
     horizons: list[Tokens] = Field(min_length=3, description="at least 3 token budgets, each trained at every size")
-    decay: float = Field(0.2, gt=0, lt=1, description="fraction of each horizon over which the learning rate falls to 0 (wsd schedule)")
-    warmup: float = Field(0.05, gt=0, lt=1, description="warm-up of the learning rate, as a fraction of the shortest horizon")
+    decay_fraction: float = Field(0.2, gt=0, lt=1, description="part of each horizon in which the rate falls to 0 (wsd schedule)")
+    warmup_fraction: float = Field(0.05, gt=0, lt=1, description="warm-up of the learning rate, as a fraction of the shortest horizon")
     seeds: Seeds = Field(
         1, description="number of seeds (1, 2, ...), or a list of them; each run sets train.seed to its seed, and two or more of them show "
         "how much the loss depends on it"
@@ -134,13 +134,13 @@ def _arms_of_size(ladder: LadderFile, size: str, own: Sequence[str], out: Path) 
     if not phases:
         raise UserError("the recipe has no phases to train; add train.phases to it")
     pattern = max(phases, key=lambda phase: int(phase.tokens))
-    batch = int(pattern.global_batch_size)
+    batch = int(pattern.global_batch_tokens)
     steps = sorted(int(horizon) // batch for horizon in ladder.horizons)
-    decays = [max(1, round(ladder.decay * count)) for count in steps]
+    decays = [max(1, round(ladder.decay_fraction * count)) for count in steps]
     ends = [count - decay for count, decay in zip(steps, decays, strict=True)]  # of the parts of the trunk
     if ends[0] < 1 or any(one <= before for before, one in pairwise(ends)):
         raise UserError(f"horizons: the shortest is of {steps[0]} steps of {batch:,} tokens, or two are of almost the same; spread them")
-    warmup = max(1, round(ladder.warmup * steps[0]))
+    warmup = max(1, round(ladder.warmup_fraction * steps[0]))
     parts = [
         _part(pattern, f"to-{count}", (end - before) * batch, {"kind": "constant", "warmup": f"{0 if before else warmup} steps"})
         for count, before, end in zip(steps, [0, *ends], ends, strict=False)

@@ -54,15 +54,15 @@ def rendezvous_store(address: str) -> Iterator[int]:
 class Supervisor:
     """`start(host)` returns the command of a host's agent. The run continues while at least `min_hosts` hosts are active.
 
-    `exclude_after`: number of failures in a row, caused by the ranks of one host, after which the host is excluded if enough hosts are
-    left.
+    `exclude_after_failures`: number of failures in a row, caused by the ranks of one host, after which the host is excluded if
+    enough hosts are left.
     """
 
     folder: LaunchDir
     run_dir: Path
     table: HostTable
     min_hosts: int
-    exclude_after: int
+    exclude_after_failures: int
     start: Callable[[Host], Sequence[str]]
     _agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _stop_time: float | None = None
@@ -116,7 +116,7 @@ class Supervisor:
                 self._exclude(name, self._agent_failure(name, code))
 
     def _exclude_failing(self) -> None:
-        """Exclude a host whose ranks have failed `exclude_after` times in a row."""
+        """Exclude a host whose ranks have failed `exclude_after_failures` times in a row."""
         restarts = self._restarts()
         if len(restarts) == self._restarts_seen or self._stop_time is not None:
             return
@@ -124,7 +124,7 @@ class Supervisor:
         causes = [event.get("hosts", ()) for event in restarts]
         last = causes[-1][0] if len(causes[-1]) == 1 else None
         times = sum(1 for _ in takewhile(lambda hosts: list(hosts) == [last], reversed(causes)))
-        if last in self._agents and times >= self.exclude_after and len(self._agents) > self.min_hosts:
+        if last in self._agents and times >= self.exclude_after_failures and len(self._agents) > self.min_hosts:
             self._end([str(last)])
             self._exclude(str(last), f"its ranks failed {times} times in a row, most recently: {restarts[-1].get('reason')}")
 
@@ -247,7 +247,7 @@ class Launch:
                 write_text(folder.path / f"{host.name.replace('/', '_')}.sh", script, private=True)
                 return self.command(script, host)
 
-            return Supervisor(folder, self.run_dir, table, self.min_hosts, options.exclude_after, start).run()
+            return Supervisor(folder, self.run_dir, table, self.min_hosts, options.exclude_after_failures, start).run()
 
 
 def launch_local(recipe: Recipe, run_dir: Path, ranks: CountRange, arguments: Sequence[str]) -> Launch:

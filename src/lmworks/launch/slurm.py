@@ -130,7 +130,7 @@ def finish_job(recipe: Recipe, run_dir: Path, code: int) -> JobResult:
     with Ledger(run_dir / LEDGER) as ledger:
         events = ledger.read()
         since = events[max((place + 1 for place, event in enumerate(events) if event["event"] == "checkpoint"), default=0) :]
-        _exclude_failing(folder, since, recipe.launch.exclude_after)
+        _exclude_failing(folder, since, recipe.launch.exclude_after_failures)
         excluded = tuple(host.name for host in read_table(folder.hosts) if host.excluded)
         if outcome is not None and outcome["code"] != REQUEUE:
             return JobResult(int(outcome["code"]), excluded, "the run is over")

@@ -113,8 +113,8 @@ def _cost_tile(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
     if not hours:
         return []
     metrics = run.recipe.metrics if run.recipe else None
-    price = cluster.dollars_per_hour if cluster else metrics.dollars_per_hour if metrics else 0.0
-    watts = cluster.watts if cluster and cluster.watts else metrics.watts if metrics else 0.0
+    price = cluster.dollars_per_device_hour if cluster else metrics.dollars_per_device_hour if metrics else 0.0
+    watts = cluster.watts_per_device if cluster and cluster.watts_per_device else metrics.watts_per_device if metrics else 0.0
     drawn = run.pretrain.series.get("system/power")
     device = "core" if cores else "GPU"
     spent = cores or hours

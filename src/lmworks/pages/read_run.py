@@ -11,6 +11,7 @@ from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.pages import record_files
 from lmworks.pages.record_files import MOST, conform, lines, number, read_document, read_stages, run_state
 from lmworks.pages.run_records import Json, Mark, Run, Series, Start, Training
+from lmworks.recipe.former import translated
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.ledger import LEDGER
@@ -27,7 +28,7 @@ def read_run(run_dir: Path) -> Run:
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a run directory; make one with: lmworks run RECIPE")
-    tree = read_document(run_dir / "resolved.json")
+    tree = translated(read_document(run_dir / "resolved.json"))
     recipe = _recipe(run_dir / "resolved.json") if tree else None
     training = {stage.stage: Training() for stage in MODEL_STAGES}
     events, left_out, reason = _ledger(run_dir / LEDGER, training)

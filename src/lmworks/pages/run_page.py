@@ -56,7 +56,7 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
     """The page as text."""
     curves = {stage: Curves(run.training[stage], stage, [(one.name, one.training[stage]) for one in others]) for stage in run.training}
     main = curves[BASE.stage]
-    sample = run.recipe.train.validate_bytes_per_domain if run.recipe else 0
+    sample = run.recipe.train.validation_bytes_per_domain if run.recipe else 0
     charts: dict[str, list[Chart]] = {
         "loss": [*main.loss(), *main.benchmarks()],
         "held_out": main.held_out(tables.references(run), tables.sizes(run), sample),

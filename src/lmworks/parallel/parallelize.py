@@ -82,7 +82,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device, lora: Lora | None 
         parts = [cut(with_adapters(Transformer(recipe.model), lora), ranks.layout, stage) for stage in stages]
     for part in parts:
         part.compute_dtype = dtype
-        part.logit_chunk_size = int(recipe.train.logit_chunk_size)
+        part.logit_chunk_size = int(recipe.train.logit_chunk_tokens)
         if ranks.size("tp") > 1:
             tensor.shard_tensors(part, ranks)
         if ranks.size("ep") > 1 or (ranks.size("tp") > 1 and part.moe_layers()):

@@ -239,4 +239,4 @@ def _shortage(situation: Situation, adapters: bool = False) -> str:
 
 def _option(situation: Situation, one: _Judged, verdict: Verdict) -> Option:
     hours = device_hours(devices(situation.cluster), one.seconds)
-    return Option(one.route, verdict, one.reason, one.tokens, one.seconds, hours, hours * situation.cluster.dollars_per_hour)
+    return Option(one.route, verdict, one.reason, one.tokens, one.seconds, hours, hours * situation.cluster.dollars_per_device_hour)

@@ -53,7 +53,7 @@ def _cluster(name: str, count: int, memory: int, device: torch.device) -> Cluste
     gpu = find_gpu(name) if device.type == "cuda" else None
     return Cluster(
         name="this machine",
-        watts=gpu.watts if gpu is not None else 0.0,
+        watts_per_device=gpu.watts if gpu is not None else 0.0,
         devices_per_node=count,
         device=name,
         tflops=round(measure_peak() / 1e12, 3),
@@ -76,7 +76,7 @@ class LayoutChoice:
 
     def overrides(self) -> list[str]:
         """The overrides that give a recipe this layout."""
-        return [*self.layout.overrides(), f"train.micro_batch_size={self.micro_batch_size}"]
+        return [*self.layout.overrides(), f"train.micro_batch_sequences={self.micro_batch_size}"]
 
 
 def choose_layout(recipe: Recipe, cluster: Cluster) -> LayoutChoice:
@@ -106,8 +106,8 @@ def layout_of_run(run_dir: Path) -> LayoutChoice | None:
     if not path.exists() or not listing.has_checkpoints(run_dir / "checkpoints"):
         return None
     recipe = load_resolved(path)
-    assert recipe.train.micro_batch_size
-    return LayoutChoice(recipe.layout, recipe.train.micro_batch_size, f"{describe(recipe.layout)}: as the run began")
+    assert recipe.train.micro_batch_sequences
+    return LayoutChoice(recipe.layout, recipe.train.micro_batch_sequences, f"{describe(recipe.layout)}: as the run began")
 
 
 def devices_of(cluster: Cluster | None, ranks: int, per_host: int, threads: int | None) -> Cluster:

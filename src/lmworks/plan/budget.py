@@ -41,10 +41,10 @@ def scale_budgets(recipe: Recipe, factor: float) -> Recipe:
     def budget(tokens: int, batch: int) -> Tokens:
         return Tokens(max(FEWEST, int(factor * tokens / batch)) * batch)
 
-    phases = [phase.model_copy(update={"tokens": budget(phase.tokens, phase.global_batch_size)}) for phase in recipe.train.phases]
+    phases = [phase.model_copy(update={"tokens": budget(phase.tokens, phase.global_batch_tokens)}) for phase in recipe.train.phases]
     tune = recipe.tune
     if tune is not None and tune.epochs is None:
-        tune = tune.model_copy(update={"tokens": budget(tune.planned_tokens, tune.global_batch_size)})
+        tune = tune.model_copy(update={"tokens": budget(tune.planned_tokens, tune.global_batch_tokens)})
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases}), "tune": tune})
 
 
@@ -87,9 +87,9 @@ class TimeBudget:
 
 def seconds_for_money(dollars: float, cluster: Cluster) -> float:
     """The time that `dollars` rent the whole cluster for. Raises `UserError` if the cluster has no price."""
-    if not cluster.dollars_per_hour:
-        raise UserError(f"--money: cluster {cluster.name} has no price; set dollars_per_hour (per device) in its file, or give --time")
-    return dollars / (cluster.dollars_per_hour * devices(cluster)) * 3600
+    if not cluster.dollars_per_device_hour:
+        raise UserError(f"--money: cluster {cluster.name} has no price; set dollars_per_device_hour in its file, or give --time")
+    return dollars / (cluster.dollars_per_device_hour * devices(cluster)) * 3600
 
 
 def fit_time(

@@ -248,7 +248,7 @@ def _reading(recipe: Recipe, cluster: Cluster, phase: Phase, compute: float) -> 
 def _validation(recipe: Recipe, phase: Phase, compute: float, course: Course) -> float:
     """A forward pass, a third of a training step, over the validation text of every domain."""
     domains = len({source.domain for source in recipe.corpus.sources})
-    tokens = domains * recipe.train.validate_bytes_per_domain / _BYTES_PER_TOKEN
+    tokens = domains * recipe.train.validation_bytes_per_domain / _BYTES_PER_TOKEN
     return course.times(recipe.train.validate_every) * tokens / max(1, int(phase.tokens)) * compute / 3
 
 
@@ -278,9 +278,9 @@ def save_seconds(recipe: Recipe, cluster: Cluster, checkpoint: float) -> tuple[f
 
 
 def seconds_between_saves(recipe: Recipe, cluster: Cluster, checkpoint: float) -> float:
-    """The time after which a run saves whatever its step (`train.save_every_seconds`)."""
-    if recipe.train.save_every_seconds is not None:
-        return float(recipe.train.save_every_seconds)
+    """The time after which a run saves whatever its step (`train.save_every_time`)."""
+    if recipe.train.save_every_time is not None:
+        return float(recipe.train.save_every_time)
     pause, written = save_seconds(recipe, cluster, checkpoint)
     return save_interval(pause if written else None, devices(cluster), written)
 

@@ -93,7 +93,7 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     if phase is not None and has_rollouts(phase) and layout.pp > 1:
         yield f"phase {phase.name} generates with the weights that it trains, which pp {layout.pp} cannot; use tp, cp or dp_shard"
     if phase is not None:
-        sequences = phase.global_batch_size // phase.sequence_length
+        sequences = phase.global_batch_tokens // phase.sequence_length
         replicas = layout.dp_replicate * layout.dp_shard
         uneven = isinstance(phase, StagePhase) and sequences >= replicas  # such rows need not be shared evenly
         if sequences % replicas and not uneven:
@@ -108,12 +108,12 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
 
 def _micro_batch_problem(recipe: Recipe, layout: Layout, phase: Phase, sequences: int) -> Iterator[str]:
     """Interleaved schedules run equal rounds. (During a batch-size ramp blank micro-batches fill them.)"""
-    most = recipe.train.micro_batch_size or 1
+    most = recipe.train.micro_batch_sequences or 1
     if pipelined_micro_batch(layout, sequences, most) is not None:
         return
     ways = []
     if (larger := next((size for size in range(most, sequences + 1) if pipelined_micro_batch(layout, sequences, size)), None)) is not None:
-        ways.append(f"train.micro_batch_size={larger}")
+        ways.append(f"train.micro_batch_sequences={larger}")
     ways.append("schedule=1f1b and pipeline_stages_per_rank=1")
     yield (
         f"the {sequences:,} sequences per rank and step of phase {phase.name} cannot be split into micro-batches that schedule "
@@ -142,10 +142,10 @@ def legal(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> Iterato
 
 def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Placement:
     """The layout with the largest micro-batch, up to that of the recipe, that fits with a margin; with one sequence if none does."""
-    per_rank = -(-(phase.global_batch_size // phase.sequence_length) // (layout.dp_replicate * layout.dp_shard))
+    per_rank = -(-(phase.global_batch_tokens // phase.sequence_length) // (layout.dp_replicate * layout.dp_shard))
     length, lora = int(phase.sequence_length), lora_of(phase)
     best = None
-    for micro in range(min(recipe.train.micro_batch_size or 1, per_rank), 0, -1):
+    for micro in range(min(recipe.train.micro_batch_sequences or 1, per_rank), 0, -1):
         if (pipelined_micro_batch(layout, per_rank, micro) or 1) == micro if layout.pp > 1 else per_rank % micro == 0:
             number = per_rank // micro
             best = Placement(layout, micro, number, memory(recipe, cluster, layout, length, micro, number, lora, has_rollouts(phase)))
@@ -250,7 +250,7 @@ def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None)
     if leanest is None and (fault := undividable(recipe, cluster, phase)):
         raise UserError(f"{recipe.name} on {cluster.name}, phase {phase.name}: {fault}")
     if leanest is None:
-        count, sequences = devices(cluster), phase.global_batch_size // phase.sequence_length
+        count, sequences = devices(cluster), phase.global_batch_tokens // phase.sequence_length
         step = f"a step has {sequences:,} sequences of {int(phase.sequence_length):,} tokens"
         reason = f"no layout divides the work over {count:,} devices: {step}"
     else:

@@ -378,7 +378,7 @@ def _stage_memory(
             working = max(working, bytes_per_token["none"])
     activations = tokens * (in_flight * stored + working)
     if stage == layout.pp - 1:
-        chunk = min(recipe.train.logit_chunk_size, tokens)
+        chunk = min(recipe.train.logit_chunk_tokens, tokens)
         passes = 1 + mtp_layers  # each keeps its gradient of the head until the backward pass sums them
         gradient = 0 if lora else passes * 4 * model.vocab_size * model.hidden_size
         head = (chunk * model.vocab_size * (8 + element) + gradient) / layout.tp

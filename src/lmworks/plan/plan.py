@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def dollars(self) -> float:
-        return self.device_hours * self.cluster.dollars_per_hour
+        return self.device_hours * self.cluster.dollars_per_device_hour
 
     @property
     def tokens_per_second(self) -> float:
@@ -190,7 +190,7 @@ class Plan:
             if 1 - MARGIN < held <= 1:
                 yield (
                     f"{phase.name}: the estimate is {held:.0%} of the memory, which leaves less than {MARGIN:.0%} for fragmentation and "
-                    "libraries; set a smaller train.micro_batch_size, or more "
+                    "libraries; set a smaller train.micro_batch_sequences, or more "
                     "activation checkpointing (train.activation_checkpointing)"
                 )
         idle: dict[tuple[float, int, int], tuple[list[str], Layout]] = {}
@@ -281,7 +281,7 @@ def make_plan(
                 steps=steps,
                 sequence_length=phase.sequence_length,
                 positions=here.text,
-                batch_tokens=phase.global_batch_size,
+                batch_tokens=phase.global_batch_tokens,
                 flops_parameters=cost.parameters * tokens,
                 flops_attention=cost.attention * tokens,
                 flops_mtp=cost.mtp * tokens,

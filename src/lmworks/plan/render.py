@@ -186,12 +186,12 @@ def _costs(plan: Plan) -> Table:
     hours = f"{amount(plan.device_hours)} device-hours"
     table.add_row(
         "cost",
-        f"{hours}, ${plan.dollars:,.{0 if plan.dollars >= 100 else 2}f} at ${cluster.dollars_per_hour:g} per hour"
-        if cluster.dollars_per_hour
+        f"{hours}, ${plan.dollars:,.{0 if plan.dollars >= 100 else 2}f} at ${cluster.dollars_per_device_hour:g} per hour"
+        if cluster.dollars_per_device_hour
         else hours,
     )
-    if cluster.watts:
-        table.add_row("energy", f"{amount(plan.device_hours * cluster.watts / 1000)} kWh at {cluster.watts:g} W per device")
+    if watts := cluster.watts_per_device:
+        table.add_row("energy", f"{amount(plan.device_hours * watts / 1000)} kWh at {watts:g} W per device")
     table.add_row(
         "budget",
         f"{plan.tokens_per_parameter:,.1f} tokens per active parameter (20 is compute-optimal; more makes a smaller model for serving)",

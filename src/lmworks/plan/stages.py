@@ -84,10 +84,10 @@ def data_warnings(recipe: Recipe, data: Mapping[str, StageData]) -> Iterator[str
                 f"{found.noun}"
             )
         judged = "early_stopping" if section.early_stopping is not None else ""
-        if isinstance(section, Tune) and section.keep == "best":
-            judged = "keep: best"
+        if isinstance(section, Tune) and section.final_weights == "best":
+            judged = "final_weights: best"
         if judged and 0 < found.held_out < _FEW_HELD_OUT:
-            key = "tune.validation_fraction" if isinstance(section, Tune) else f"{name}.held_out" + "_fraction" * isinstance(section, Dpo)
+            key = f"{name}.validation_{'prompts' if isinstance(section, Grpo) else 'fraction'}"
             yield (
                 f"{name}: {judged} is decided by {found.held_out} held-out {_plural(found.noun[:-1], found.held_out)}, too few to tell "
                 f"better from worse; raise {key}, so that at least {_FEW_HELD_OUT} are held out"
@@ -116,7 +116,7 @@ def _smaller(section: Tune | Dpo | Grpo, found: StageData) -> str:
     full = int(found.tokens * found.passes) // length  # rows without padding: there are at least so many
     rows = full // _FEW_STEPS
     if rows >= 1:
-        return f"set tune.global_batch_size={rows * length}, which makes {full // rows:,} or more"
+        return f"set tune.global_batch_tokens={rows * length}, which makes {full // rows:,} or more"
     return f"give more conversations, or raise tune.epochs ({_FEW_STEPS} steps at least)"
 
 
@@ -187,16 +187,16 @@ def assumptions(recipe: Recipe, data: Mapping[str, StageData], measured: bool = 
 def _budget(section: Tune | Dpo | Grpo, found: StageData | None) -> dict[str, Any]:
     """Tokens, tokens per step and the number of steps. Steps of preference pairs differ in size, and a plan shows their mean."""
     if found is None or isinstance(section, Grpo):
-        return {"tokens": _tokens(section), "global_batch_size": _step_tokens(section)}
+        return {"tokens": _tokens(section), "global_batch_tokens": _step_tokens(section)}
     length = int(section.sequence_length)
     rows = max(1, -(-found.read // (found.steps * length)))
-    step = int(section.global_batch_size) if isinstance(section, Tune) else rows * length
-    return {"tokens": Tokens(found.read), "global_batch_size": Tokens(step), "known_steps": found.steps}
+    step = int(section.global_batch_tokens) if isinstance(section, Tune) else rows * length
+    return {"tokens": Tokens(found.read), "global_batch_tokens": Tokens(step), "known_steps": found.steps}
 
 
 def _step_tokens(section: Tune | Dpo | Grpo) -> Tokens:
     if isinstance(section, Tune):
-        return section.global_batch_size
+        return section.global_batch_tokens
     if isinstance(section, Dpo):
         rows = section.pairs_per_step * (1 if section.loss == "kto" else 2)
     else:

@@ -70,7 +70,7 @@ def small_recipe(
         changes |= {"head_dim": 12, "num_key_value_heads": HEADS}
     if model.mtp is not None:
         changes["mtp"] = model.mtp.model_copy(update={"num_nextn_predict_layers": 1})
-    train = recipe.train.model_copy(update={"precision": precision, "compile": False, "micro_batch_size": 1, "deepspeed": None})
+    train = recipe.train.model_copy(update={"precision": precision, "compile": False, "micro_batch_sequences": 1, "deepspeed": None})
     rates = {"learning_rate": RATE, "adam_learning_rate": RATE, "eps": 1e-4, "ema_decay": 0.0}
     optimizer = recipe.optimizer.model_copy(update=rates)
     return recipe.model_copy(update={"model": model.model_copy(update=changes), "train": train, "optimizer": optimizer})

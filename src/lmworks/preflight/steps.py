@@ -93,7 +93,7 @@ def first_batches(context: CheckContext) -> CheckResult:
             )
         elif used > (_EAGER if context.recipe.train.compile else _MORE) * planned + _MORE_BYTES:
             result = max(result, 1)
-            advice.append(f"{name}: more memory than planned; lower train.micro_batch_size or set train.activation_checkpointing")
+            advice.append(f"{name}: more memory than planned; lower train.micro_batch_sequences or set train.activation_checkpointing")
     return CheckResult(("ok", "warn", "fail")[result], "; ".join(texts), "; ".join(advice), figures)  # type: ignore[arg-type]
 
 
@@ -112,7 +112,7 @@ def expected_loss(recipe: Recipe) -> tuple[float, float]:
 
 def micro_batch_size(recipe: Recipe, length: int, pipelined: bool) -> int:
     """Sequences at a time, as the trainer takes them."""
-    micro = recipe.train.micro_batch_size or 1
+    micro = recipe.train.micro_batch_sequences or 1
     return micro if pipelined else max(1, micro * max(int(phase.sequence_length) for phase in recipe.train.phases) // length)
 
 

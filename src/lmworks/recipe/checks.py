@@ -111,8 +111,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         for index, data in enumerate(recipe.tune.data):
             if data.weight != 1:
                 yield ("tune", "data", index, "weight"), "with tune.epochs all are read equally often; leave weight out, or set tokens"
-    if recipe.tune and recipe.tune.keep == "best" and not recipe.tune.validation_fraction:
-        yield ("tune", "keep"), "nothing is held out to find the best weights by; raise tune.validation_fraction, or keep the last"
+    if recipe.tune and recipe.tune.final_weights == "best" and not recipe.tune.validation_fraction:
+        yield ("tune", "final_weights"), "nothing is held out to find the best weights by; raise tune.validation_fraction, or take the last"
     if recipe.tune and recipe.tune.lora and recipe.tune.ewc:
         yield ("tune", "ewc"), "the weights that it would hold are frozen with tune.lora; leave one of the two out"
     for name, lora in recipe.loras.items():
@@ -166,8 +166,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         )
     if recipe.tokenizer.add_tokens and recipe.tune and recipe.tune.lora and not recipe.train.phases:
         yield ("tune", "lora"), "adapters train no rows of tokenizer.add_tokens; leave lora out, or train the rows in train.phases before"
-    if recipe.tokenizer.add_tokens and not recipe.tokenizer.keep:
-        yield ("tokenizer", "add_tokens"), "tokens are added to a tokenizer that is kept; set tokenizer.keep=true, or leave them out"
+    if recipe.tokenizer.add_tokens and not recipe.tokenizer.as_is:
+        yield ("tokenizer", "add_tokens"), "tokens are added to a tokenizer that is kept; set tokenizer.as_is=true, or leave them out"
     yield from deepspeed_problems(recipe)
     if model.moe and model.moe.first_k_dense_replace >= model.num_hidden_layers:
         yield (

@@ -101,8 +101,8 @@ def derive_from_size(tree: dict[str, Any], free: bool) -> Reasons:
             )
         length = _tokens(phase["sequence_length"]) or 1
         law = "0.58 tokens^0.571 as a power of two of sequences (arXiv:2503.04715)"
-        derive((*at, "global_batch_size"), f"{scaling_laws.batch_tokens(max(budget, length), length)} tokens", law)
-        batch = _tokens(phase["global_batch_size"]) or length
+        derive((*at, "global_batch_tokens"), f"{scaling_laws.batch_tokens(max(budget, length), length)} tokens", law)
+        batch = _tokens(phase["global_batch_tokens"]) or length
         why = f"{scaling_laws.TOKENS_PER_PARAMETER} tokens per active parameter ({active / 1e6:.1f}M), in whole steps (arXiv:2203.15556)"
         derive((*at, "tokens"), f"{max(1, round(goal / batch)) * batch} tokens", why)
         if phase.get("mixture") is None and sources:
@@ -115,7 +115,7 @@ def derive_from_size(tree: dict[str, Any], free: bool) -> Reasons:
             (tree.get("optimizer") or {}).pop(key, None)
         for stage in ("tune", "dpo", "grpo"):
             (tree.get(stage) or {}).pop("learning_rate", None)
-        train.pop("micro_batch_size", None)
+        train.pop("micro_batch_sequences", None)
     return reasons
 
 
@@ -215,11 +215,11 @@ def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tup
 
     replicas = recipe.layout.dp_replicate * recipe.layout.dp_shard
     parts: Sequence[Phase | Tune] = recipe.train.phases or ([recipe.tune] if recipe.tune else [])
-    per_rank = gcd(*(max(1, part.global_batch_size // part.sequence_length // replicas) for part in parts)) or 1
+    per_rank = gcd(*(max(1, part.global_batch_tokens // part.sequence_length // replicas) for part in parts)) or 1
     longest = max((part.sequence_length for part in parts), default=_FORWARD_TOKENS)
     most = max(1, _FORWARD_TOKENS // longest)
     micro = max(n for n in range(1, min(most, per_rank) + 1) if per_rank % n == 0)
-    derive(("train", "micro_batch_size"), micro, f"the most sequences within {_FORWARD_TOKENS} tokens that divide every step")
+    derive(("train", "micro_batch_sequences"), micro, f"the most sequences within {_FORWARD_TOKENS} tokens that divide every step")
     derive(("evaluate", "every"), *_evaluation_interval(recipe))
     return Recipe.model_validate(tree), reasons
 

@@ -1,6 +1,7 @@
 """Keys of the recipe: dotted paths through the tree such as `train.phases.general.tokens`, and the keys that the types know.
 
-Items of a list are named by their `name` or `step`, else by index. A key that the types do not know is refused with the nearest known one.
+Items of a list are named by their `name` or `step`, else by index. A key that the types do not know is refused with the one to use: the
+name that it has now, ours for that of another tool (`lmworks.recipe.names`), or the nearest known one.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from lmworks.errors import UserError
+from lmworks.recipe.names import FOREIGN, FORMER, MOVED, REMOVED
 from lmworks.recipe.schema.base import Node
 
 Key = str | int
@@ -138,6 +141,15 @@ def node_for(annotation: Any, value: Any) -> type[Node] | None:
     return next((node for node in nodes if tag_of(node) == tag), None)
 
 
+def sections(root: type[Node], path: str = "") -> Iterator[tuple[type[Node], str]]:
+    """Every node below `root` and itself, with its dotted path; list items appear as NAME."""
+    yield root, path
+    for key, field in root.model_fields.items():
+        for below in nodes_of(field.annotation):
+            many = f".{tag_of(below) or 'NAME'}" if get_origin(field.annotation) is list else ""
+            yield from sections(below, f"{path}.{key}{many}".lstrip("."))
+
+
 def known_paths(node: type[Node], above: str = "") -> Iterator[str]:
     """Every dotted path below `node`; list items appear as NAME."""
     for key, info in node.model_fields.items():
@@ -148,8 +160,11 @@ def known_paths(node: type[Node], above: str = "") -> Iterator[str]:
 
 
 def refuse_unknown(tree: dict[str, Any], root: Any, place: Callable[[Keys], str]) -> None:
-    """Raise `UserError` for the first key in `tree` that the types below `root` do not know, and for the first section of it that is no
-    map, or no list of maps, as they have it: what works on the tree before its values are checked may rely on that."""
+    """Raise `UserError` for the keys in `tree` that had these names before, else for the first key that the types below `root` do not know,
+    and for the first section of it that is no map, or no list of maps, as they have it: what works on the tree before its values are
+    checked may rely on that."""
+    if former := [f"{place(keys)}: {message}" for keys, message in _former(tree, tree, root, ())]:
+        raise UserError(*former)
 
     def walk(value: Any, annotation: Any, keys: Keys) -> None:
         if isinstance(value, list):
@@ -188,14 +203,58 @@ def _short(value: Any) -> str:
     return "nothing" if value is None else "a list" if isinstance(value, list) else repr(value)[:100]
 
 
+def _former(tree: Any, value: Any, annotation: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
+    """The former keys in the `value` at `keys`, each with what is said of it."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _former(tree, item, annotation, (*keys, index))
+    node = node_for(annotation, value)
+    if not isinstance(value, dict) or node is None:
+        return
+    where, section = display(tree, keys) or "the top", node.__name__
+    for key, item in value.items():
+        if key in node.model_fields:
+            yield from _former(tree, item, node.model_fields[key].annotation, (*keys, key))
+        elif new := FORMER.get(section, {}).get(key):
+            yield (*keys, key), f"{where} has no key {key!r} any more; it is called {new!r} now"
+        elif new := MOVED.get(section, {}).get(key):
+            yield (*keys, key), f"{where} has no key {key!r} any more; set {new} at the top of the recipe instead"
+        elif advice := REMOVED.get(section, {}).get(key):
+            yield (*keys, key), f"{where} has no key {key!r} any more; {advice}"
+
+
+_MOST_NAMED = 4
+
+
+def _advice(where: str, key: str) -> str | None:
+    """What to set instead of a key of another tool; of several keys of ours those nearest to `where` it stands."""
+    found = list(dict.fromkeys(ours[word] for ours in FOREIGN.values() if (word := key.replace("-", "_").lower()) in ours))
+    if not found:
+        return None
+    paths = [(path, one) for one in found for path in one.keys]
+    shared = {path: _shared(path, where) for path, _ in paths}
+    nearest = [(path, one) for path, one in paths if shared[path] == max(shared.values())]
+    named = list(dict.fromkeys(_at(path, where) for path, _ in nearest))[:_MOST_NAMED]
+    notes = list(dict.fromkeys(one.note for one in ([one for _, one in nearest] or found) if one.note))[:1]
+    return "; ".join([*(["use " + " or ".join(named)] if named else []), *notes])
+
+
+def _shared(path: str, where: str) -> int:
+    """How many parts of `where` are those that `path` begins with; NAME is the name of any item."""
+    parts = zip(path.split("."), where.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] in (pair[1], "NAME"), parts))
+
+
+def _at(path: str, where: str) -> str:
+    """`path` with the names of the items that `where` it is written has."""
+    shared = _shared(path, where)
+    return ".".join([*where.split(".")[:shared], *path.split(".")[shared:]])
+
+
 def _message(tree: Any, root: type[Node], node: type[Node], keys: Keys, key: str) -> str:
     where = display(tree, keys) or "the top"
-    if new := node.renamed.get(key):
-        return f"{where} has no key {key!r} any more; it is called {new!r} now"
-    if new := node.moved.get(key):
-        return f"{where} has no key {key!r} any more; set {new} at the top of the recipe instead"
-    if advice := node.removed.get(key):
-        return f"{where} has no key {key!r} any more; {advice}"
+    if advice := _advice(where, key):
+        return f"{where} has no key {key!r}; {advice}"
     close = nearest(key, list(node.model_fields))
     if close:
         return f"{where} has no key {key!r}; did you mean {close!r}?"

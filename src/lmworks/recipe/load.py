@@ -24,6 +24,7 @@ from lmworks.recipe.changes import as_tree, fingerprint
 from lmworks.recipe.checks import problems
 from lmworks.recipe.document import Document, parse, parse_file, parse_value
 from lmworks.recipe.families.registry import from_config
+from lmworks.recipe.former import translated_document
 from lmworks.recipe.keys import Keys, display, get, leaves, locate, merge, nearest, put, refuse_unknown
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.layout import Cluster
@@ -132,7 +133,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), size: str | Non
     """
     path = _from_here(find(path, ""))
     urls.load(path.parent)  # beside the recipe.yaml of a run
-    return _resolve(_Source(path, path.read_text(encoding="utf-8", errors="replace"), parse_file(path), overrides, size, corpus_only), {})
+    document = parse_file(path)
+    if (path.parent / "resolved.json").is_file():  # a run, perhaps of an earlier version
+        document = translated_document(document)
+    return _resolve(_Source(path, path.read_text(encoding="utf-8", errors="replace"), document, overrides, size, corpus_only), {})
 
 
 def load_recipe_text(text: str, overrides: Sequence[str] = (), size: str | None = None, corpus_only: bool = False) -> Resolved:
@@ -197,8 +201,8 @@ def _masked(document: Document, text: str) -> str:
 
 
 def load_resolved(path: Path) -> Recipe:
-    """The recipe of a `resolved.json`, which needs no preset and derives nothing."""
-    document = parse_file(path)
+    """The recipe of a `resolved.json`, also of an earlier version, which needs no preset and derives nothing."""
+    document = translated_document(parse_file(path))
     urls.load(path.parent)
     try:
         return Recipe.model_validate(document.tree)

@@ -14,7 +14,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from lmworks.recipe.changes import rule
-from lmworks.recipe.keys import known_paths, nodes_of, tag_of
+from lmworks.recipe.keys import known_paths, nodes_of, sections, tag_of
+from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.layout import ActivationCheckpointing, Cluster
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Bytes, Duration, Seconds, Tokens
@@ -89,14 +90,6 @@ def default_text(field: FieldInfo) -> str:
     return "see there" if isinstance(field.default, BaseModel) else f"`{_value_text(field.default)}`"
 
 
-def _nodes(root: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:
-    yield root, path
-    for key, field in root.model_fields.items():
-        for below in nodes_of(field.annotation):
-            many = f".{tag_of(below) or 'NAME'}" if get_origin(field.annotation) is list else ""
-            yield from _nodes(below, f"{path}.{key}{many}".lstrip("."))
-
-
 def _below(path: str, field: FieldInfo) -> Iterator[str]:
     """The keys below a key that is a node."""
     for node in nodes_of(field.annotation):
@@ -106,9 +99,9 @@ def _below(path: str, field: FieldInfo) -> Iterator[str]:
 def reference() -> dict[str, str]:
     """The pages as Markdown by file name: the root of a recipe, each of its sections, and the cluster file; a table per node of the tree.
     A node that several sections have is on the page of the first."""
-    places: dict[type[BaseModel], list[str]] = {}
+    places: dict[type[Node], list[str]] = {}
     for root, start in ((Recipe, ""), (Cluster, _CLUSTER)):
-        for node, path in _nodes(root, start):
+        for node, path in sections(root, start):
             places.setdefault(node, []).append(path)
     page = {node: paths[0].partition(".")[0] or _INDEX for node, paths in places.items()}
     files = {node.__name__.lower(): f"{name}.md" for node, name in page.items()}

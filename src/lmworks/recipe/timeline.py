@@ -42,10 +42,10 @@ class PhaseSteps:
     @classmethod
     def of(cls, phase: Phase) -> PhaseSteps:
         """The largest number of steps whose tokens fit the budget of the phase."""
-        length, full = int(phase.sequence_length), phase.global_batch_size // phase.sequence_length
+        length, full = int(phase.sequence_length), phase.global_batch_tokens // phase.sequence_length
         first, ramp_steps = full, 0
         if phase.batch_ramp:
-            first = phase.batch_ramp.start // length
+            first = phase.batch_ramp.start_tokens // length
             average = max(1, (first + full) * length // 2)
             ramp_steps = max(1, phase.batch_ramp.over.steps(step_tokens=average, phase_tokens=int(phase.tokens)))
         endless = cls(phase.name, length, 0, first, full, ramp_steps)
@@ -58,7 +58,7 @@ class PhaseSteps:
         if steps < 1:
             raise UserError(
                 f"phase {phase.name}: the budget of {int(phase.tokens):,} tokens is smaller than one step of {first * length:,}; "
-                "lower global_batch_size or raise tokens"
+                "lower global_batch_tokens or raise tokens"
             )
         return cls(phase.name, length, steps, first, full, ramp_steps)
 
@@ -93,7 +93,7 @@ class Timeline:
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         if not phases:
-            raise UserError("train.phases is empty; add at least one phase with tokens, mixture, sequence_length and global_batch_size")
+            raise UserError("train.phases is empty; add at least one phase with tokens, mixture, sequence_length and global_batch_tokens")
         names = [phase.name for phase in phases]
         if len(set(names)) < len(names):
             raise UserError(f"train.phases: two phases have the same name ({', '.join(names)}); rename one, the order is drawn from it")
@@ -167,7 +167,7 @@ class Scheduled(Protocol):
     @property
     def learning_rate_scale(self) -> float: ...
     @property
-    def global_batch_size(self) -> int: ...
+    def global_batch_tokens(self) -> int: ...
     @property
     def batch_ramp(self) -> BatchRamp | None: ...
 
@@ -179,7 +179,7 @@ class OnlyPhase:
     name: str
     lr_schedule: LrSchedule
     learning_rate_scale: float
-    global_batch_size: int = 1
+    global_batch_tokens: int = 1
     batch_ramp: None = None
 
 
@@ -214,7 +214,7 @@ class _Curve:
     def _tokens(self, duration: Duration, name: str, tokens_of_steps: Callable[[int], int]) -> int:
         """The length of `duration` in tokens; steps under a ramp are not equally long, so they are asked for."""
         if duration.unit != "steps":
-            tokens = duration.tokens(step_tokens=self.phase.global_batch_size, phase_tokens=self.length)
+            tokens = duration.tokens(step_tokens=self.phase.global_batch_tokens, phase_tokens=self.length)
         else:
             tokens = tokens_of_steps(int(duration.value)) if duration.value <= self.steps else self.length + 1
         if tokens > self.length:
@@ -242,7 +242,7 @@ class _Curve:
         if schedule.kind == "constant":
             return 1.0
         if schedule.kind == "multistep":
-            return schedule.gamma ** sum(x > share * self.length for share in schedule.milestones)
+            return schedule.gamma ** sum(x > share * self.length for share in schedule.milestone_fractions)
         if schedule.kind == "wsd":
             if x <= self.stable:
                 return 1.0
@@ -259,7 +259,7 @@ def _rescale(phase: Scheduled, batch: int) -> float:
     ramp = phase.batch_ramp
     if ramp is None or ramp.rescale == "none":
         return 1.0
-    ratio = batch / phase.global_batch_size
+    ratio = batch / phase.global_batch_tokens
     return math.sqrt(ratio) if ramp.rescale == "sqrt" else ratio
 
 

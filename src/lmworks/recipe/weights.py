@@ -21,6 +21,7 @@ from lmworks.recipe import hub
 from lmworks.recipe.changes import as_tree, not_architecture
 from lmworks.recipe.derive import count_entries, default_run_dir
 from lmworks.recipe.families.registry import from_config
+from lmworks.recipe.former import translated
 from lmworks.recipe.gguf_model import as_folder, find_gguf
 from lmworks.recipe.hub import locate
 from lmworks.recipe.keys import Keys, flatten, get, leaves, merge, put
@@ -150,7 +151,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 def _recipe_of(path: Path, document: dict[str, Any]) -> Recipe:
     try:
-        return Recipe.model_validate(document.get("recipe"))
+        return Recipe.model_validate(translated(document.get("recipe")))
     except ValidationError:
         raise UserError(f"{path} does not say how it was trained; export that run and use the export") from None
 
@@ -201,9 +202,9 @@ def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
         raise UserError(f"tokenizer.path is {path}, but start_from uses the tokenizer of its weights; remove tokenizer.path")
     put(tree, ("tokenizer", "path"), str(start.tokenizer_path))
     reasons["tokenizer", "path"] = why
-    if tokenizer.get("keep") is None:
-        put(tree, ("tokenizer", "keep"), tokenizer.get("chat_template") is None)
-        reasons["tokenizer", "keep"] = "the tokenizer of the weights as it is, unless tokenizer.chat_template is set"
+    if tokenizer.get("as_is") is None:
+        put(tree, ("tokenizer", "as_is"), tokenizer.get("chat_template") is None)
+        reasons["tokenizer", "as_is"] = "the tokenizer of the weights as it is, unless tokenizer.chat_template is set"
     rows, added, size = start.model.vocab_size or 0, tokenizer.get("add_tokens"), tokenizer.get("vocab_size")
     if size is None:
         size, reasons["tokenizer", "vocab_size"] = rows, f"rows of the embedding {why}"

@@ -77,7 +77,7 @@ class Before:
         def protect():  # type: ignore[no-untyped-def]
             options = self.recipe.corpus.decontaminate
             texts = {one.text.strip() for one in self.protected.questions}
-            return texts, self.protected.decontaminator(options.ngram) if options else None
+            return texts, self.protected.decontaminator(options.ngram_words) if options else None
 
         recipe = self.recipe
         if only is not None:
@@ -353,7 +353,7 @@ def _memory(before: Before) -> Iterator[UserError]:
         if held.total > free:
             before.notes.append(
                 f"{phase.name} is predicted to need {held.total / GIB:,.1f} GiB of memory, and {free / GIB:,.1f} are available: set a "
-                "smaller train.micro_batch_size, or train.activation_checkpointing=full"
+                "smaller train.micro_batch_sequences, or train.activation_checkpointing=full"
             )
 
 

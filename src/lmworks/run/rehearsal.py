@@ -116,7 +116,8 @@ def _little(recipe: Recipe, data: Mapping[str, StageData], run_dir: Path) -> dic
         found[name, "lr_schedule"] = {"kind": "constant", "warmup": "0%"}
         found[name, "early_stopping"] = None
         if isinstance(section, Tune):
-            found |= {(name, "tokens"): Tokens(STEPS * section.global_batch_size).text(), (name, "epochs"): None, (name, "keep"): "last"}
+            found |= {(name, "tokens"): Tokens(STEPS * section.global_batch_tokens).text(), (name, "epochs"): None}
+            found[name, "final_weights"] = "last"
         elif isinstance(section, Grpo):
             found[name, "steps"] = min(STEPS // 2, section.steps)
         else:
@@ -138,9 +139,9 @@ def _fewer_pairs(options: Dpo, found: StageData | None) -> dict[Keys, Any]:
     changes: dict[Keys, Any] = {("dpo", "epochs"): 1.0}
     if known and known <= wanted:
         return changes | {("dpo", "epochs"): STEPS * options.pairs_per_step / max(1, known - held)}
-    changes["dpo", "held_out_fraction"] = min(0.5, held / wanted) if held else options.held_out_fraction
+    changes["dpo", "validation_fraction"] = min(0.5, held / wanted) if held else options.validation_fraction
     for number in range(len(options.data)):
-        changes["dpo", "data", number, "count"] = math.ceil(wanted / len(options.data))
+        changes["dpo", "data", number, "max_rows"] = math.ceil(wanted / len(options.data))
     return changes
 
 
@@ -188,7 +189,7 @@ def _training(recipe: Recipe, name: str, found: StageData | None, run_dir: Path,
     parts = {"steps": training, "validation": check * recipe.train.validate_every.times(steps, tokens)}
     parts["samples"] = sample * recipe.train.sample_every.times(steps, tokens)
     saves = recipe.train.save_every.times(steps, tokens)
-    if getattr(section, "keep", "last") == "best" or recipe.checkpoints.keep_best:
+    if getattr(section, "final_weights", "last") == "best" or recipe.checkpoints.keep_best:
         saves = max(saves, recipe.train.validate_every.times(steps, tokens))  # those that are the best so far
     save = statistics.median([event["seconds"] for event in events if event.get("step") and f"/{name}/" in str(event.get("path"))] or [0.0])
     parts["saves"] = save * (saves - 1)

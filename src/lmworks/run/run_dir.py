@@ -25,6 +25,7 @@ from lmworks.corpus.read.snapshot import Listing
 from lmworks.errors import UserError
 from lmworks.io.files import read_json, sha256_file, write_json
 from lmworks.recipe.changes import Change, as_tree, canonical, readers
+from lmworks.recipe.former import with_former_paths
 from lmworks.recipe.keys import flatten
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
@@ -221,6 +222,8 @@ def stale_reason(stage: Stage, recipe: Recipe, run_dir: Path, expected: Mapping[
     if not record:
         return StaleReason(lost=(f"{stage.folder}/{STAMP}",))
     before: dict[str, str] = record.get("inputs", {})
+    if not before.keys() <= expected.keys():
+        before = with_former_paths(before, as_tree(recipe), _hash)
     changed = tuple(name for name in {**expected, **before} if expected.get(name) != before.get(name))
     lost = tuple(_lost(folder, stage, recipe, record.get("outputs", {}))) if record["done"] else ()
     return StaleReason(changed=changed, stopped=not record["done"], lost=lost)

@@ -107,11 +107,11 @@ def _scaled(recipe: Recipe, stage: str, scale: int, most: int | None) -> Recipe:
     """The recipe with lengths of the stage in units of 1 / `scale` tokens, and at most `most` rows of each set."""
     section = recipe.later_stages[stage]
     changes: dict[str, Any] = {"sequence_length": Tokens(section.sequence_length * scale)}
-    for name in ("global_batch_size", "tokens"):
+    for name in ("global_batch_tokens", "tokens"):
         if (value := getattr(section, name, None)) is not None:
             changes[name] = Tokens(value * scale)
     if most is not None:
-        changes["data"] = [data.model_copy(update={"count": min(most, data.count or most)}) for data in section.data]
+        changes["data"] = [data.model_copy(update={"max_rows": min(most, data.max_rows or most)}) for data in section.data]
     model = recipe.model
     if scale > 1 and model.max_position_embeddings:
         model = model.model_copy(update={"max_position_embeddings": Tokens(model.max_position_embeddings * scale)})
@@ -134,7 +134,7 @@ def _conversations(recipe: Recipe, tokenizer: Tokenizer, corpus_dir: Path, prote
         for split, key in (("train", "conversations"), ("train", "tokens"), ("validation", "conversations"))
     )
     passes = max(batches.epochs.values())
-    read = batches.steps * int(options.global_batch_size)
+    read = batches.steps * int(options.global_batch_tokens)
     return StageData("tune", count, held_out, tokens, batches.steps, read, passes, left_out=dict(left.most_common()))
 
 
@@ -187,7 +187,7 @@ def _extrapolated(recipe: Recipe, stage: str, found: StageData) -> StageData:
     with terminal.bar("count rows", len(section.data)) as bar:
         for data in section.data:
             count = sum(row.fault is None for row in read_files(f"{stage}.data.{data.name}", data.path))
-            rows += min(count, data.count or count)
+            rows += min(count, data.max_rows or count)
             bar.advance()
     factor = max(1.0, rows / (len(section.data) * _SAMPLE))
     examples, tokens = round(found.examples * factor), round(found.tokens * factor)

@@ -126,7 +126,7 @@ def _shards(context: StageContext) -> RenderableType | None:
     recipe, run_dir, decontaminator, searched = context.recipe, context.run_dir, None, ""
     if recipe.shards.imported and recipe.corpus.decontaminate:
         protected = _protected_items(recipe)
-        decontaminator = protected.decontaminator(recipe.corpus.decontaminate.ngram, run_dir / "corpus")
+        decontaminator = protected.decontaminator(recipe.corpus.decontaminate.ngram_words, run_dir / "corpus")
         searched = protected.digest(run_dir / "corpus")
     manifest = build_shards(recipe, run_dir / "corpus", run_dir / "tokenizer", run_dir / "shards", decontaminator, searched)
     if decontaminator is not None:
@@ -187,7 +187,7 @@ def _protect(recipe: Recipe, folder: Path) -> tuple[set[str], Decontaminator | N
     protected = _protected_items(recipe)
     _record_search(protected, recipe, folder)
     options = recipe.corpus.decontaminate
-    return {one.text.strip() for one in protected.questions}, protected.decontaminator(options.ngram) if options else None
+    return {one.text.strip() for one in protected.questions}, protected.decontaminator(options.ngram_words) if options else None
 
 
 def _evaluate(context: StageContext) -> RenderableType | None:

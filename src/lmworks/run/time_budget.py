@@ -101,7 +101,7 @@ def measure_speed(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> Speed:
             last = batches.order.timeline.first_step(index + 1) - 1  # after any batch ramp
             found[length] = batches.batch(last, 0, min(rows, batches.order.sequences(last)[1]))
     if recipe.tune is not None and (length := int(recipe.tune.sequence_length)) not in found:
-        rows = min(int(recipe.tune.global_batch_size) // length, 4 * micro_batch_of(recipe, length))
+        rows = min(int(recipe.tune.global_batch_tokens) // length, 4 * micro_batch_of(recipe, length))
         found[length] = calibrate.random_batch(recipe, length, rows)
     return calibrate.measure(
         recipe, list(found.values()), _patience(recipe), lambda length: flops_per_token(recipe.model, length).total, ranks

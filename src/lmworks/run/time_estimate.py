@@ -55,7 +55,7 @@ def fixed_work(recipe: Recipe, run_dir: Path) -> FixedWork:
     batches = Batches(scale_budgets(recipe, 0), run_dir / "shards")
     phases = recipe.train.phases
     length = int(phases[0].sequence_length)
-    rows = max(1, (recipe.train.micro_batch_size or 1) * max(int(phase.sequence_length) for phase in phases) // length)
+    rows = max(1, (recipe.train.micro_batch_sequences or 1) * max(int(phase.sequence_length) for phase in phases) // length)
     pieces = held_out(batches, recipe, length, rows)
     splits = [source.validation for source in batches.manifest.sources if source.validation]
     return FixedWork(
@@ -145,7 +145,7 @@ def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, 
         items = sum(work.items[one.name] * min(one.items or wanted.every_items, wanted.every_items) for one in wanted.benchmarks)
         found["pretrain"] += wanted.every.times(steps, tokens) * forward(items, phases[0].sequence_length)
     if tune is not None:
-        length, batch = int(tune.sequence_length), int(tune.global_batch_size)
+        length, batch = int(tune.sequence_length), int(tune.global_batch_tokens)
         found["tune"] = _step_seconds(recipe, speed, int(tune.planned_tokens), length)
         found["tune"] += course(tune.planned_tokens // batch, tune.planned_tokens, 4 * batch, length)
         found["tune"] += work.slowness * _CONVERSATION * sum(data.limit or _OWN_CONVERSATIONS for data in tune.data)

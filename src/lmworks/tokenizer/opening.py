@@ -1,4 +1,4 @@
-"""Opens the tokenizer of a directory: one of lmworks or another model's; and takes another model's as it is (`tokenizer.keep`).
+"""Opens the tokenizer of a directory: one of lmworks or another model's; and takes another model's as it is (`tokenizer.as_is`).
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def train(
     """
     corpus_dir, out_dir = Path(corpus_dir), Path(out_dir)
     started = time.monotonic()
-    if recipe.tokenizer.keep:
+    if recipe.tokenizer.as_is:
         return _keep(recipe, corpus_dir, out_dir, trained)
     path = out_dir / "tokenizer.json"
     if trained is not None and path.is_file():
@@ -81,7 +81,7 @@ def train(
 def check(recipe: Recipe) -> None:
     """Raise `UserError` if a vocabulary of this size cannot be learned, whatever the text."""
     options = recipe.tokenizer
-    names = special.names(options.special_tokens)
+    names = special.names(options.num_special_tokens)
     least = len(names) + (256 if options.kind == "bytes" else 320)
     if not options.path and options.vocab_size < least:
         raise UserError(f"tokenizer.vocab_size {options.vocab_size} leaves no room for the bytes, an alphabet and {len(names)} special "
@@ -108,7 +108,7 @@ def _keep(recipe: Recipe, corpus_dir: Path, out_dir: Path, trained: str | None) 
 def _learn(recipe: Recipe, corpus_dir: Path, leave_out: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     check(recipe)
     options = recipe.tokenizer
-    names = special.names(options.special_tokens)
+    names = special.names(options.num_special_tokens)
     weights = source_weights(recipe, corpus_dir, leave_out)
     wanted = shares(corpus_dir, weights, options.language_balance, recipe.seed)
     sources, languages = Counter[str](), Counter[str]()

@@ -60,8 +60,8 @@ def calibrate(recipe: Recipe, flops_per_token: Callable[[int], float]) -> tuple[
 
 def _first_batch(recipe: Recipe) -> Batch:
     """A batch of random tokens in the shape of the first phase, of at most four micro-batches."""
-    phase, micro_batch_size = recipe.train.phases[0], recipe.train.micro_batch_size or 1
-    length, rows = int(phase.sequence_length), int(phase.global_batch_size // phase.sequence_length)
+    phase, micro_batch_size = recipe.train.phases[0], recipe.train.micro_batch_sequences or 1
+    length, rows = int(phase.sequence_length), int(phase.global_batch_tokens // phase.sequence_length)
     return random_batch(recipe, length, min(rows, 4 * micro_batch_size))
 
 

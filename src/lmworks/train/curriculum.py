@@ -186,7 +186,7 @@ def tuning_batches(recipe: Recipe, data: Path) -> tuple[TuningBatches, int]:
     options = recipe.tune
     assert options is not None
     prefixes, weights = chat_shards(data)
-    length, whole, budget = int(options.sequence_length), int(options.global_batch_size), int(options.planned_tokens)
+    length, whole, budget = int(options.sequence_length), int(options.global_batch_tokens), int(options.planned_tokens)
     replayed = replayed_rows(options.replay, whole // length) if options.replay else 0
     batch = whole - replayed * length
     read = None if options.epochs else budget // whole * batch if replayed else budget
@@ -199,7 +199,7 @@ class TuningCurriculum(StageCurriculum):
     def __init__(self, recipe: Recipe, data: Path) -> None:
         assert recipe.tune is not None
         options = recipe.tune
-        self._length, self._batch = int(options.sequence_length), int(options.global_batch_size)
+        self._length, self._batch = int(options.sequence_length), int(options.global_batch_tokens)
         self._recipe, self._shards = recipe, data.parents[1] / "shards"
         self.batches, replayed = tuning_batches(recipe, data)
         super().__init__("tune", recipe, options, self.batches.steps, options.ewc)

@@ -41,8 +41,8 @@ class FaultHandler:
         self.options, self.checkpoints, self.ledger, self.stage, self._cached = options, checkpoints, ledger, stage, cached
         self.policy = Policy(options, bad_steps, self._report, rollback_after)
         self.saves = FailedSaves(options.max_failed_saves, save_every)
-        self.starvation = Starvation(options.starved_share)
-        self._slow = {what: SlowRanks(options.slow_threshold) for what in ("arithmetic", "data and host")}
+        self.starvation = Starvation(options.starved_fraction)
+        self._slow = {what: SlowRanks(options.slow_threshold_mads) for what in ("arithmetic", "data and host")}
         self._communicator = world_communicator()
         self.history = self._communicator.broadcast(skips.rollbacks(ledger.read(), stage))
 

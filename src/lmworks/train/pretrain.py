@@ -48,7 +48,7 @@ def pretrain(context: TrainingContext) -> None:
 
     def setup(model: ParallelModel) -> StageSetup:
         lengths = [phase.sequence_length for phase in batches.order.timeline.phases]
-        rows = max(1, (recipe.train.micro_batch_size or 1) * max(lengths) // lengths[0])
+        rows = max(1, (recipe.train.micro_batch_sequences or 1) * max(lengths) // lengths[0])
         curriculum, long_context = PretrainingCurriculum(recipe, batches), LongContextEvaluator(batches, recipe, tokenizer)
         text: dict[str, Validation] = {}
         in_loop = None
@@ -72,8 +72,8 @@ def pretrain(context: TrainingContext) -> None:
 
 
 def held_out(batches: Batches, recipe: Recipe, sequence_length: int, rows: int) -> dict[str, Validation]:
-    """The validation batches of each domain, up to `train.validate_bytes_per_domain`."""
-    limit = recipe.train.validate_bytes_per_domain
+    """The validation batches of each domain, up to `train.validation_bytes_per_domain`."""
+    limit = recipe.train.validation_bytes_per_domain
     return {domain: batches.validation(domain, sequence_length, rows, limit) for domain in batches.manifest.domains()}
 
 

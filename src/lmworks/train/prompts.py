@@ -110,7 +110,7 @@ def read_prompts(
         }  # fmt: skip
         report_set(f"{key}: {body['prompts']:,} prompts", body, lost)
     order = np.random.default_rng(recipe.seed).permutation(len(found)).tolist()
-    held_out = min(options.held_out, len(found) // 2)
+    held_out = min(options.validation_prompts, len(found) // 2)
     return Prompts([found[i] for i in order[held_out:]], [found[i] for i in order[:held_out]], judges, sets)
 
 

@@ -174,9 +174,9 @@ def make_judge(task: RewardTask, key: str, verifiers: dict[str, Any]) -> Judge:
         case "unit_tests":
             if (ran := judge_python("", "")).outcome != "passed":
                 raise UserError(f"{key}.reward unit_tests runs programs of the model, and only in a sandbox: {ran.detail}")
-            return Judge(lambda text, row: _tested(text, str(row["tests"]), task.seconds))
+            return Judge(lambda text, row: _tested(text, str(row["tests"]), task.timeout))
         case _:
-            return _own(check_file(task, key), task.seconds)
+            return _own(check_file(task, key), task.timeout)
 
 
 def check_file(task: RewardTask, key: str) -> Path:

@@ -156,7 +156,7 @@ class Saver:
         self._ranks = ranks
         self._pause: float | None = None
         self._checkpoints, self._faults, self._interval = checkpoints, faults, interval
-        self._asynchronous, self._every_seconds = recipe.checkpoints.asynchronous, recipe.train.save_every_seconds
+        self._asynchronous, self._every_seconds = recipe.checkpoints.asynchronous, recipe.train.save_every_time
         self._in_progress = False  # an asynchronous save whose outcome is not known yet
         self._saved_at = self._began_at = time.monotonic()
         self._began = 0
@@ -176,7 +176,7 @@ class Saver:
 
     @property
     def every_seconds(self) -> float:
-        """`train.save_every_seconds`, or what follows from the last save and the expected failures (`save_interval`)."""
+        """`train.save_every_time`, or what follows from the last save and the expected failures (`save_interval`)."""
         return save_interval(self._pause, self._ranks) if self._every_seconds is None else float(self._every_seconds)
 
     def begin_phase(self, phase: PhaseSettings) -> None:

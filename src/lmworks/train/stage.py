@@ -33,7 +33,7 @@ from lmworks.metrics.system import reset_memory_peak
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.changes import as_tree, fingerprint
-from lmworks.recipe.schema.align import Dpo
+from lmworks.recipe.schema.align import Dpo, Grpo
 from lmworks.recipe.schema.model import Lora, Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import Tune
@@ -71,13 +71,13 @@ def stage_refusals(recipe: Recipe, stage: str) -> Iterator[UserError]:
     section = getattr(recipe, stage)
     looks: list[Callable[[], object]] = [partial(require_sets, recipe, stage)]
     if isinstance(section, Tune):
-        length, batch = int(section.sequence_length), int(section.global_batch_size)
+        length, batch = int(section.sequence_length), int(section.global_batch_tokens)
         looks.append(partial(check_batch, None if section.epochs else int(section.planned_tokens), batch, length))
         if section.replay is not None:
             looks.append(partial(replayed_rows, section.replay, batch // length))
     if section.early_stopping is not None:
-        held_out = {"tune": "validation_fraction", "dpo": "held_out_fraction", "grpo": "held_out"}[stage]
-        measured = (*(MEASURED[stage] if getattr(section, held_out) else ()), *((GENERAL, RISE) if section.forgetting else ()))
+        held_out = section.validation_prompts if isinstance(section, Grpo) else section.validation_fraction
+        measured = (*(MEASURED[stage] if held_out else ()), *((GENERAL, RISE) if section.forgetting else ()))
         looks.append(partial(EarlyStopper(section.early_stopping).observe, 0, dict.fromkeys(measured, 0.0)))
     return all_refusals(looks)
 
@@ -93,7 +93,7 @@ def check_steps(recipe: Recipe, stage: str, steps: int, tokens: int, held_out: i
 def require_held_out(recipe: Recipe, held_out: int) -> None:
     """Raise `UserError` if preference optimization is to be stopped by held-out pairs, and there are none."""
     if recipe.dpo is not None and recipe.dpo.early_stopping is not None and not held_out:
-        raise UserError("dpo.early_stopping needs held-out pairs; raise dpo.held_out_fraction, or give more pairs")
+        raise UserError("dpo.early_stopping needs held-out pairs; raise dpo.validation_fraction, or give more pairs")
 
 
 LoadStart = Callable[[Recipe, ParallelModel, Communicator], dict[str, Any]]

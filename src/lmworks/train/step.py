@@ -89,15 +89,15 @@ def dropout_seed(seed: int, step: int, rank: int) -> int:
 def micro_batch_of(recipe: Recipe, sequence_length: int, pipelined: bool = False) -> int:
     """Sequences of a micro-batch.
 
-    `train.micro_batch_size` is that of the longest phase; shorter sequences get proportionally more, so that a micro-batch has the same
-    number of tokens. A pipeline needs many micro-batches and keeps `train.micro_batch_size`, as the plan does.
+    `train.micro_batch_sequences` is that of the longest phase; shorter sequences get proportionally more, so that a micro-batch has
+    the same number of tokens. A pipeline needs many micro-batches and keeps `train.micro_batch_sequences`, as the plan does.
     """
-    assert recipe.train.micro_batch_size
+    assert recipe.train.micro_batch_sequences
     if pipelined:
-        return recipe.train.micro_batch_size
+        return recipe.train.micro_batch_sequences
     lengths = [int(phase.sequence_length) for phase in recipe.train.phases]
     longest = max(lengths) if lengths else _longest_of_tuning(recipe)
-    return max(1, recipe.train.micro_batch_size * longest // sequence_length)
+    return max(1, recipe.train.micro_batch_sequences * longest // sequence_length)
 
 
 def _longest_of_tuning(recipe: Recipe) -> int:

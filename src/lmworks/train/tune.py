@@ -46,7 +46,7 @@ def tune(context: TrainingContext) -> None:
     def setup(model: ParallelModel) -> StageSetup:
         return StageSetup(
             curriculum, lambda step: validate_conversations(model, held_out) if held_out is not None else {},
-            early_stopping=options.early_stopping, use_best=options.keep == "best", meta=replayed, prepare=prepare,
+            early_stopping=options.early_stopping, use_best=options.final_weights == "best", meta=replayed, prepare=prepare,
         )  # fmt: skip
 
     run_stage(context, stage, weights_before(context, stage, options.lora), setup, tokenizer)
@@ -56,5 +56,5 @@ def _held_out(recipe: Recipe, data: Path) -> TuningBatches | None:
     """Four batches of held-out conversations; None if none were held out."""
     assert recipe.tune is not None
     prefixes, weights = chat_shards(data, "validation")
-    length, batch = int(recipe.tune.sequence_length), int(recipe.tune.global_batch_size)
+    length, batch = int(recipe.tune.sequence_length), int(recipe.tune.global_batch_tokens)
     return TuningBatches(prefixes, length, batch, 4 * batch, recipe.seed, weights) if prefixes else None

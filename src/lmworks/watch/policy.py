@@ -128,7 +128,7 @@ class Spikes:
 
     def __init__(self, options: Spike | None) -> None:
         self.options = options
-        window = options.window if options else 1
+        window = options.window_steps if options else 1
         self._losses: deque[float] = deque(maxlen=window)
         self._norms: deque[float] = deque(maxlen=window)
         self.since = -1
@@ -139,11 +139,11 @@ class Spikes:
         future. There are no limits until a quarter of the window is filled."""
         if since != self.since:
             self.forget(since)
-        if self.options is None or step < since or len(self._losses) < self.options.window // 4:
+        if self.options is None or step < since or len(self._losses) < self.options.window_steps // 4:
             return Limits()
-        threshold = self.options.threshold
+        threshold = self.options.threshold_mads
         norm = upper_limit(self._norms, threshold, math.log(self.options.norm_factor))
-        return Limits(upper_limit(self._losses, threshold, self.options.floor), math.exp(min(norm, 700.0)))
+        return Limits(upper_limit(self._losses, threshold, self.options.min_rise_nats), math.exp(min(norm, 700.0)))
 
     def observe(self, step: int, loss: float, grad_norm: float, limits: Limits) -> bool:
         """Record a finite step and its limits; returns whether it was a spike."""

@@ -17,6 +17,7 @@ from lmworks.checkpoint.state import SINGLE_PROCESS, refuse_damaged
 from lmworks.checkpoint.tensor_files import Reader
 from lmworks.errors import UserError
 from lmworks.io.run_layout import of_checkpoint
+from lmworks.recipe.former import translated
 from lmworks.recipe.schema.model import Lora, Model, matrix_of_adapter
 from lmworks.weights import reference
 
@@ -52,7 +53,7 @@ def adapters_of(path: Path) -> tuple[Lora, Path] | None:
         raise UserError(f"{path} holds adapters of another base model than {base}: its tensors have the hash {about['hash']}")
     if (reason := manifest.problem(base)) is not None:
         raise UserError(f"{base}, the base model of the adapters in {path}, is damaged ({reason}); restore it from a copy")
-    return Lora.model_validate(about["options"]), base
+    return Lora.model_validate(translated(about["options"], Lora)), base
 
 
 def _base(path: Path, relative: str) -> Path:

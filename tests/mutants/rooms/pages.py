@@ -61,7 +61,7 @@ MUTANTS = [
     ("pages.frame:_label_cells", 'next(columns, "")', '""', "On a phone each cell has the name of its column.", "pages/test_run_page.py"),
     ("pages.overview:tiles", "percent(part.series[\"perf/mfu\"].median())", "percent(part.series[\"perf/mfu\"].high[1])",
      "The MFU of a run is its median.", "pages/test_run_records.py pages/test_run_page.py"),
-    ("pages.overview:_cost_tile", "cluster.dollars_per_hour if cluster else", "",
+    ("pages.overview:_cost_tile", "cluster.dollars_per_device_hour if cluster else", "",
      "The price of a run is that of the cluster that is named.",
      "pages/test_run_records.py pages/test_run_page.py"),
     ("pages.overview:_bits_tile", ' or run.stale("evaluate")', "", "An evaluation of an earlier model is no figure of this one.",

@@ -41,7 +41,7 @@ MUTANTS = [
      "        seed_dropout(self.recipe.training_seed, self.step, self.model.ranks.global_rank, self.model.device)\n", "",
      "Dropout is a function of seed, step and rank, so that a resume is bit-exact.",
      "train/test_ranks.py::test_the_clock_of_the_first_rank_decides_for_all_and_each_has_its_dropout"),
-    ("train.step:micro_batch_of", "recipe.train.micro_batch_size * longest // sequence_length", "recipe.train.micro_batch_size",
+    ("train.step:micro_batch_of", "recipe.train.micro_batch_sequences * longest // sequence_length", "recipe.train.micro_batch_sequences",
      "A phase of shorter sequences has proportionally larger micro-batches.",
      "train/test_phases.py::test_length_batch_and_phase_change_at_the_first_step"),
     ("train.saving:TrainingState.tensors", 'state["average"] = dict(self.optimizer.ema.average)',

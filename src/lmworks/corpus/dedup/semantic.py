@@ -65,12 +65,12 @@ def random_projection(units: Units, dimensions: int) -> np.ndarray:
 def semantic_duplicates(vectors: StackedArrays, node: Semantic, seed: int, originals: np.ndarray | None = None) -> np.ndarray:
     """(N,) for each row, the first kept row of its cluster with a cosine similarity of at least `threshold`; itself if there is none.
 
-    Rows are compared with kept rows only, so that similarity is not chained from neighbor to neighbor. Up to `per_cluster` rows are all
-    compared with each other. More rows are first clustered by k-means into clusters of about this size, and pairs in different clusters are
-    not found. Rows with equal values in `originals` are not compared with each other.
+    Rows are compared with kept rows only, so that similarity is not chained from neighbor to neighbor. Up to `documents_per_cluster` rows
+    are all compared with each other. More rows are first clustered by k-means into clusters of about this size, and pairs in different
+    clusters are not found. Rows with equal values in `originals` are not compared with each other.
     """
     threshold = node.threshold
-    labels = _kmeans(vectors, max(1, -(-len(vectors) // node.per_cluster)), seed)
+    labels = _kmeans(vectors, max(1, -(-len(vectors) // node.documents_per_cluster)), seed)
     order = np.argsort(labels, kind="stable")
     first_of = np.arange(len(vectors))
     for cluster in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1) if len(order) else ():

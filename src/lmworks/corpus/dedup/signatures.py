@@ -104,7 +104,7 @@ def sketching_of(dedup: Dedup, sources: Sequence[Source]) -> Sketching | None:
         return None
     own = [source.dedup.threshold for source in sources if source.dedup.minhash and source.dedup.threshold is not None]
     node = dedup.minhash
-    return Sketching.of(node.ngram, node.permutations, node.bands, min([node.threshold, *own]))
+    return Sketching.of(node.ngram_words, node.permutations, node.bands, min([node.threshold, *own]))
 
 
 class _Column:

@@ -116,7 +116,7 @@ def cut_runs(text: str, starts: np.ndarray, places: Sequence[int] | np.ndarray, 
 def changed_words(node: Minhash) -> int:
     """The number of words of which one may differ in a long copy that is still found: (1 - 1/words)^n of its n-grams are unchanged."""
     same = 2 * node.threshold / (1 + node.threshold)
-    return round(1 / (1 - same ** (1 / node.ngram)))
+    return round(1 / (1 - same ** (1 / node.ngram_words)))
 
 
 def advice(corpus: Corpus) -> Iterator[str]:

@@ -59,7 +59,7 @@ def _decontaminator(job: Job) -> Decontaminator:
     assert job.recipe.corpus.decontaminate, "called only if the recipe enables decontamination"
     path = _protected_path(job)
     status = path.stat()
-    return _built(path, status.st_size, status.st_mtime_ns, job.recipe.corpus.decontaminate.ngram)
+    return _built(path, status.st_size, status.st_mtime_ns, job.recipe.corpus.decontaminate.ngram_words)
 
 
 @lru_cache(maxsize=1)
@@ -79,7 +79,7 @@ def scan_contamination_inputs(job: Job, piece: Piece) -> Any:
 
 
 def _ngram(job: Job) -> int | None:
-    return job.recipe.corpus.decontaminate.ngram if job.recipe.corpus.decontaminate else None
+    return job.recipe.corpus.decontaminate.ngram_words if job.recipe.corpus.decontaminate else None
 
 
 def scan_contamination(job: Job, piece: Piece, advance: Advance) -> None:

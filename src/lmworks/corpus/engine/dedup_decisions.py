@@ -53,7 +53,7 @@ class DedupDecisions:
         if cut and cuts_passages(job):
             assert job.recipe.corpus.dedup.substring
             for row, text, left in zip(*pq.read_table(cuts_path(job, piece)).to_pydict().values(), strict=True):
-                if left < job.recipe.corpus.dedup.substring.min_remaining or not text.strip():
+                if left < job.recipe.corpus.dedup.substring.min_remaining_fraction or not text.strip():
                     reasons[row], dropped[row] = REPEATED, True
                 else:
                     cuts[row] = text
@@ -148,5 +148,5 @@ class StagedRows:
 def resolve_duplicates_inputs(job: Job, task: str) -> Any:
     corpus = job.recipe.corpus
     dedup = [as_tree(corpus.dedup), [[source.name, as_tree(source.dedup)] for source in job.sources]]
-    hold = [job.recipe.seed, corpus.validation_fraction, int(corpus.validation_bytes)]
+    hold = [job.recipe.seed, corpus.validation_fraction, int(corpus.max_validation_bytes)]
     return [[[str(piece), read_inputs(job, piece)] for piece in job.pieces], dedup, hold]

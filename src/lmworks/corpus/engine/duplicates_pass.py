@@ -222,6 +222,6 @@ def _held(job: Job, rows: StagedRows, copy: np.ndarray) -> np.ndarray:
         span = slice(rows.span(of_source[0]).start, rows.span(of_source[-1]).stop)
         free = np.flatnonzero(~copy[span] & (rows.originals[span] == np.arange(span.start, span.stop)))
         kept = np.concatenate([rows.kept[number] for number in of_source])[free]
-        chosen = held_out(kept["key"], kept["bytes"], corpus.validation_fraction, int(corpus.validation_bytes))
+        chosen = held_out(kept["key"], kept["bytes"], corpus.validation_fraction, int(corpus.max_validation_bytes))
         held[span.start + free[chosen]] = True
     return held

@@ -23,6 +23,7 @@ from lmworks.errors import UserError
 from lmworks.io import urls
 from lmworks.io.files import read_json, sha256_file, write_json, write_text
 from lmworks.recipe.changes import as_tree, canonical
+from lmworks.recipe.former import translated
 from lmworks.recipe.schema.corpus import Source
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -171,7 +172,8 @@ class Job:
         out = out.resolve()
         os.chdir(value["directory"])
         parts = {name: [Part.from_json(part) for part in found] for name, found in value["parts"].items()}
-        return cls(Recipe.model_validate(value["recipe"]), Path(value["folder"]), out, parts, value["code"], value["evaluation"])
+        recipe = Recipe.model_validate(translated(value["recipe"]))
+        return cls(recipe, Path(value["folder"]), out, parts, value["code"], value["evaluation"])
 
 
 def hash_referenced_files(recipe: Recipe, folder: Path) -> dict[str, str]:

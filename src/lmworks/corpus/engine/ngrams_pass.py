@@ -27,7 +27,7 @@ _SLICE = 1 << 25  # hashes
 
 def _length(job: Job) -> int:
     assert job.recipe.corpus.dedup.substring
-    return job.recipe.corpus.dedup.substring.min_length
+    return job.recipe.corpus.dedup.substring.min_words
 
 
 def anchors_inputs(job: Job, piece: Piece) -> Any:

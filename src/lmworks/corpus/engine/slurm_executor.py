@@ -59,7 +59,7 @@ def batch_script(job: Job, pass_: Pass) -> str:
     reduces = not any(map(task_bytes, pass_.tasks(job)))
     options = {
         "job-name": f"lmworks-{pass_.name}",
-        "array": f"0-{jobs - 1}" + (f"%{node.max_running}" if node.max_running else ""),
+        "array": f"0-{jobs - 1}" + (f"%{node.max_running_jobs}" if node.max_running_jobs else ""),
         "output": f"{job.staging}/slurm/{pass_.name}-%A-%a.log",
         "cpus-per-task": str(node.cpus),
         "mem": node.reduce_memory or node.memory if reduces else node.memory,

@@ -40,7 +40,7 @@ def passed_over(source: Source) -> str:
 
 def provides(source: Source) -> tuple[str, ...]:
     """Names of the facts that items of the source may have."""
-    return tuple(dict.fromkeys((*getattr(_FAMILIES[source.kind], "FACTS", ()), *source.keep)))
+    return tuple(dict.fromkeys((*getattr(_FAMILIES[source.kind], "FACTS", ()), *source.fact_keys)))
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:

@@ -45,7 +45,7 @@ _WHOLE_PAGE = re.compile("<(?:html|body)[ >]", re.IGNORECASE)
 
 
 class Columns:
-    """The columns that a source uses: `text_key` (a column, a dotted path, or a template), `keep`, `language_key`.
+    """The columns that a source uses: `text_key` (a column, a dotted path, or a template), `fact_keys`, `language_key`.
 
     A context manager; columns of HTML are parsed by a process with limits.
     """
@@ -70,12 +70,12 @@ class Columns:
     def columns_to_read(self, known: Iterable[str], where: str) -> list[str]:
         """The columns to read, of those that are `known`. Raises UserError if one is missing."""
         names, found = set(known), []
-        for path in (*self._fields, *self._source.keep, *filter(None, [self._language])):
+        for path in (*self._fields, *self._source.fact_keys, *filter(None, [self._language])):
             column = path if path in names else path.partition(".")[0]
             if column not in names and path in self._may_lack:
                 continue
             if column not in names:
-                key = "text_key" if path in self._fields else "keep" if path in self._source.keep else "language_key"
+                key = "text_key" if path in self._fields else "fact_keys" if path in self._source.fact_keys else "language_key"
                 raise UserError(f"{where} has no column {column!r}, only {', '.join(sorted(names))}; set {key}")
             found.append(column)
         return list(dict.fromkeys(found))
@@ -85,7 +85,7 @@ class Columns:
         text = self._text(row, origin, consumed)
         if text.reason is not None:
             return text
-        facts = {path: fact for path in self._source.keep if (fact := _fact(_lookup(row, path))) is not None}
+        facts = {path: fact for path in self._source.fact_keys if (fact := _fact(_lookup(row, path))) is not None}
         language = _lookup(row, self._language) if self._language else None
         return Item(text.text, origin, consumed, None, facts, language if isinstance(language, str) and language else None)
 

@@ -268,7 +268,7 @@ class _Lines:
         return list(batch.documents) if self._idle else [self._one(document) for document in batch.documents]
 
     def _one(self, document: Document) -> Outcome:
-        if self._node.across:
+        if self._node.across_documents:
             self._enter(document.id)
         pieces = _PARAGRAPH.split(document.text) if self._node.unit == "paragraph" else document.text.split("\n")
         step = 2 if self._node.unit == "paragraph" else 1
@@ -294,16 +294,16 @@ class _Lines:
 
     def _hash(self, piece: str) -> int | None:
         form = " ".join(piece.lower().split())
-        if len(form) < self._node.min_length:
+        if len(form) < self._node.min_characters:
             return None
         return int.from_bytes(hashlib.blake2b(form.encode(), digest_size=8).digest(), "little")
 
     def _boilerplate(self, hashes: Sequence[int | None]) -> frozenset[int]:
-        if self._counters is None or self._node.across is None:
+        if self._counters is None or self._node.across_documents is None:
             return frozenset()
         own = [value for value in dict.fromkeys(hashes) if value is not None]
         seen = self._counters.add(own).tolist() if own else []
-        return frozenset(value for value, count in zip(own, seen, strict=True) if count >= self._node.across)
+        return frozenset(value for value, count in zip(own, seen, strict=True) if count >= self._node.across_documents)
 
     def _enter(self, identity: str) -> None:
         """Reset the counts where another part begins, or the same part from its start."""
@@ -331,12 +331,12 @@ class _Repeats:
 
         outcomes: list[Outcome] = []
         for number, document in enumerate(batch.documents):
-            places = repeats_within(batch.compared, number, self._node.min_length)
+            places = repeats_within(batch.compared, number, self._node.min_words)
             if not len(places):
                 outcomes.append(document.with_facts(repeated=0.0))
                 continue
             starts = batch.compared.starts[batch.compared.bounds[number] : batch.compared.bounds[number + 1]]
-            text, left = cut_runs(document.text, starts, places, self._node.min_length)
+            text, left = cut_runs(document.text, starts, places, self._node.min_words)
             if 1 - left > self._node.max_fraction:
                 outcomes.append(Drop("repeated", f"{1 - left:.0%} of its words occurred earlier in it", {"repeated": 1 - left}))
             else:

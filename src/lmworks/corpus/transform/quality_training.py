@@ -187,7 +187,7 @@ def labeled(path: str, label_key: str, minimum: float | None, most: int, seed: i
 
     A label is true or false, a word for it, or a number. Numbers other than 0 and 1 need `minimum`, the smallest good value.
     """
-    source = _source(path, None, text_key).model_copy(update={"keep": (label_key,)})
+    source = _source(path, None, text_key).model_copy(update={"fact_keys": (label_key,)})
     if source.kind not in ("jsonl", "parquet"):
         raise UserError(f"{path} cannot contain labels; give a .jsonl or .parquet file with the columns {text_key} and {label_key}")
     chosen = sorted(_keyed_sample(source, most, seed), key=lambda one: one[:2])[:most]

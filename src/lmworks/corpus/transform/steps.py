@@ -126,7 +126,7 @@ def _math(options: Math, context: Context) -> Step:
 
     def decide(document: Document) -> Outcome:
         answer = document.facts.get("answer")
-        found = list(checks(document.text, None if answer is None else str(answer), options.chains, options.tolerance))
+        found = list(checks(document.text, None if answer is None else str(answer), options.chains, options.relative_tolerance))
         wrong = [check.shown for check in found if not check.correct]
         facts: dict[str, Any] = dict(zip(_FACTS, (len(found), len(wrong)), strict=True))
         if wrong and options.wrong == "drop":

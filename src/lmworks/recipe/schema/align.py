@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from lmworks.recipe.schema.base import NO_EFFECT, Node, read_by
 from lmworks.recipe.schema.model import Lora
 from lmworks.recipe.schema.train import MOST_RATE, EarlyStopping, Forgetting, LrSchedule
-from lmworks.recipe.schema.tune import GENERATED, LEARNING_RATE, NO_SCALE, TuningSet
-from lmworks.recipe.schema.units import Duration, Tokens
+from lmworks.recipe.schema.tune import GENERATED, LEARNING_RATE, TuningSet
+from lmworks.recipe.schema.units import Duration, Seconds, Tokens
 
 
 class PreferenceData(TuningSet):
@@ -20,19 +20,18 @@ class PreferenceData(TuningSet):
         description="files: {prompt, chosen, rejected} per row, as texts or messages, OpenAI's {input, preferred_output, "
         "non_preferred_output}, or {prompt, completion, label} for loss kto; tasks: a right answer of reasoning-gym against a wrong one"
     )
-    count: int | None = Field(None, gt=0, description=f"maximum number of pairs, drawn evenly; all of files, {GENERATED} of tasks")
+    max_rows: int | None = Field(None, gt=0, description=f"maximum number of pairs, drawn evenly; all of files, {GENERATED} of tasks")
 
     @property
     def limit(self) -> int | None:
         """The maximum number of pairs; None for all."""
-        return self.count if self.count is not None or self.kind == "files" else GENERATED
+        return self.max_rows if self.max_rows is not None or self.kind == "files" else GENERATED
 
 
 class Dpo(Node):
     """Direct preference optimization (arXiv:2305.18290) and its relatives, with loss on the last answer only. The reference is the model
     that the stage starts from."""
 
-    removed: ClassVar = NO_SCALE
     effect: ClassVar = read_by("dpo")
 
     data: list[PreferenceData] = Field(default_factory=list)
@@ -48,7 +47,7 @@ class Dpo(Node):
     undesirable_weight: float = Field(1.0, gt=0, description="kto: weight of the losses of bad answers")
     epochs: float = Field(1.0, gt=0, description="passes over the pairs")
     pairs_per_step: int = Field(32, gt=1, description="pairs, or labeled answers for loss kto, per optimizer step, over all ranks")
-    held_out_fraction: float = Field(0.05, ge=0, le=0.5, description="share of pairs held out for validation; at most 500")
+    validation_fraction: float = Field(0.05, ge=0, le=0.5, description="fraction of the pairs held out for validation; at most 500")
     sequence_length: Tokens = Field(Tokens.parse("512 tokens"), description="tokens per row; longer conversations are left out")
     learning_rate: float | None = Field(None, gt=0, le=MOST_RATE, description=LEARNING_RATE)
     lr_schedule: LrSchedule = LrSchedule(kind="linear", warmup=Duration.parse("10%"), min_lr_ratio=0.0)
@@ -72,7 +71,7 @@ class RewardTask(TuningSet):
     kind: Literal["tasks", "files"] = Field(
         description="tasks: questions of reasoning-gym; files: {prompt, answer, tests, ...} per row, prompt as text or messages"
     )
-    count: int | None = Field(None, gt=0, description=f"maximum number of prompts, drawn evenly; all of files, {GENERATED} of tasks")
+    max_rows: int | None = Field(None, gt=0, description=f"maximum number of prompts, drawn evenly; all of files, {GENERATED} of tasks")
     reward: Literal["verifier", "exact", "numeric", "math", "unit_tests", "python"] = Field(
         "verifier",
         description="verifier: reasoning-gym's marks; exact: 1 if the stated answer is the row's `answer` (or what its `solution` states); "
@@ -84,12 +83,14 @@ class RewardTask(TuningSet):
         description="reward python: a file that defines reward(prompt, answer, row) -> float, or, as in TRL, "
         "reward(prompts, completions, **columns) -> list[float]",
     )
-    seconds: float = Field(5.0, gt=0, description="reward python and unit_tests: time limit of one answer, after which it earns 0")
+    timeout: Seconds = Field(
+        Seconds.parse("5 s"), description="reward python and unit_tests: time limit of one answer, after which it earns 0"
+    )
 
     @property
     def limit(self) -> int | None:
         """The maximum number of prompts; None for all."""
-        return self.count if self.count is not None or self.kind == "files" else GENERATED
+        return self.max_rows if self.max_rows is not None or self.kind == "files" else GENERATED
 
     @model_validator(mode="after")
     def _consistent(self) -> RewardTask:
@@ -103,7 +104,6 @@ class RewardTask(TuningSet):
 class Grpo(Node):
     """Group relative policy optimization (arXiv:2402.03300) and its corrections, with rewards that are plain functions of an answer."""
 
-    removed: ClassVar = NO_SCALE
     effect: ClassVar = read_by("grpo")
 
     data: list[RewardTask] = Field(default_factory=list)
@@ -130,7 +130,7 @@ class Grpo(Node):
     top_k: int = Field(0, ge=0, description="rollouts draw from the most likely tokens only; 0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="rollouts draw from the smallest set of this probability; 1: off")
     min_p: float = Field(0.0, ge=0, lt=1, description="rollouts draw from tokens of this probability relative to the likeliest; 0: off")
-    held_out: int = Field(64, ge=0, description="prompts that are not trained on, one answer of each is judged at every validation")
+    validation_prompts: int = Field(64, ge=0, description="held-out prompts, of each of which one answer is judged at every validation")
     sequence_length: Tokens = Field(Tokens.parse("512 tokens"), description="tokens per row; too long prompts are left out")
     learning_rate: float | None = Field(None, gt=0, le=MOST_RATE, description=LEARNING_RATE)
     lr_schedule: LrSchedule = LrSchedule(kind="constant", warmup=Duration.parse("2%"))

@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from lmworks.recipe.schema.base import NO_EFFECT, Node, read_by
+from lmworks.recipe.schema.layout import DeviceCost
 from lmworks.recipe.schema.units import Bytes, Duration, Tokens
 
 
@@ -25,22 +26,22 @@ class Tokenizer(Node):
     path: str | None = Field(
         None, description="an existing tokenizer.json (or its directory) to use instead of training one; relative to the working directory"
     )
-    keep: bool = Field(
+    as_is: bool = Field(
         False,
         description="take the tokenizer at `path` as it is: its ids, special tokens and chat template. Otherwise it gets the special "
-        "tokens of GLM-4 that it lacks, and the template of chat_template. With start_from it is kept unless chat_template is set",
+        "tokens of GLM-4 that it lacks, and the template of chat_template. With start_from it is, unless chat_template is set",
     )
     add_tokens: list[str] = Field(
         default_factory=list,
-        description="texts that become tokens of the kept tokenizer, such as words of a field. Rows are added to the weights of start_from "
-        "where none are free; the rows of new tokens begin as the mean of the others (Hewitt 2021)",
+        description="texts that become tokens of a tokenizer that is taken as it is, such as words of a field. Rows are added to the "
+        "weights of start_from where none are free; the rows of new tokens begin as the mean of the others (Hewitt 2021)",
     )
     vocab_size: int = Field(4096, ge=320, description="number of entries, including special tokens")
     kind: Literal["bytes", "sentencepiece"] = Field(
         "bytes",
         description="bytes: byte-level BPE as in GLM-4.x. sentencepiece: characters with byte fallback and single digits; slower to encode",
     )
-    special_tokens: int = Field(
+    num_special_tokens: int = Field(
         64, ge=36, description="number of special tokens: GLM-4.x's 36, then 28 for roles, tools and code, then reserved ones"
     )
     sample_bytes: Bytes = Field(
@@ -70,8 +71,6 @@ class Tokenizer(Node):
 
 class Cache(Node):
     """A cache of token blocks on a fast local disk, for shards on slow or remote storage; the processes of a machine share it."""
-
-    renamed: ClassVar = {"bytes": "max_bytes", "ahead": "prefetch"}
 
     dir: str = Field(description="a folder on the local disk")
     max_bytes: Bytes = Field(description="maximum size of the cached token blocks; document indexes take another 20 bytes per document")
@@ -163,22 +162,14 @@ def lost_share(interval: float, pause: float, devices: int) -> float:
     return pause / interval + interval / 2 / seconds_between_failures(devices)
 
 
-class Metrics(Node):
-    """Where metrics are written. JSONL is always written."""
+class Metrics(DeviceCost):
+    """Where metrics are written (JSONL always is), and what a device costs, for the run page; that of the cluster file when omitted."""
 
     effect: ClassVar = NO_EFFECT
 
     tensorboard: bool = Field(False, description="also write TensorBoard events")
     wandb_project: str | None = Field(None, description="also log to this Weights & Biases project")
     prometheus_port: int | None = Field(None, gt=0, description="also serve /metrics on this loopback port")
-    dollars_per_hour: float = Field(
-        0.0,
-        ge=0,
-        description="price of a device (a GPU, or the cores of one rank), for the run page; the price in the cluster file when omitted",
-    )
-    watts: float = Field(
-        0.0, ge=0, description="power draw of a device, for the run page, where it is not measured; that of the cluster file when omitted"
-    )
     detail_every: Duration | None = Field(
         None, description="interval between per-layer metrics (activations, attention logits, gradients, updates); never when omitted"
     )

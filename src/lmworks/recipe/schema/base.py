@@ -62,12 +62,6 @@ NOT_ARCHITECTURE = _NotArchitecture()
 class Node(BaseModel):
     """A frozen node: unknown keys are refused (the loader names the nearest known one). Its URLs are held without their credentials."""
 
-    renamed: ClassVar[dict[str, str]] = {}
-    """Former names of keys, each with the name that it has now."""
-    moved: ClassVar[dict[str, str]] = {}
-    """Keys that stand at the top of the recipe now, each with its name there."""
-    removed: ClassVar[dict[str, str]] = {}
-    """Former keys that no single key replaces, each with what to do instead."""
     effect: ClassVar[Effect | None] = None
     """What the keys affect that declare nothing themselves; None: what the node around this one declares."""
 

@@ -21,7 +21,7 @@ class Minhash(Node):
     """Near-duplicate detection: MinHash sketches in LSH bands (Broder 1997), uncertain pairs compared exactly."""
 
     threshold: float = Field(0.8, gt=0, lt=1, description="Jaccard similarity of word n-grams from which two documents are duplicates")
-    ngram: int = Field(5, gt=0, description="words (characters where a language has no spaces) per shingle")
+    ngram_words: int = Field(5, gt=0, description="words (characters where a language has no spaces) per shingle")
     permutations: int = Field(256, ge=16, le=4096, description="values per sketch, a byte each")
     bands: int | None = Field(
         None,
@@ -39,10 +39,8 @@ class Minhash(Node):
 class Substring(Node):
     """Removal of passages that occur earlier in the corpus or in the same document (Lee et al. 2022, arXiv:2107.06499)."""
 
-    renamed: ClassVar = {"length": "min_length", "minimum": "min_remaining"}
-
-    min_length: int = Field(50, ge=16, description="minimum length of a passage in words (characters where a language has no spaces)")
-    min_remaining: float = Field(0.2, ge=0, le=1, description="a document of which less than this fraction remains is dropped")
+    min_words: int = Field(50, ge=16, description="minimum length of a passage, in words (characters where a language has no spaces)")
+    min_remaining_fraction: float = Field(0.2, ge=0, le=1, description="a document of which less than this fraction remains is dropped")
 
 
 class Semantic(Node):
@@ -51,7 +49,7 @@ class Semantic(Node):
     threshold: float = Field(0.95, gt=0, le=1, description="cosine similarity from which two documents are duplicates")
     model: str | None = Field(None, description="folder of an embedding model, relative to the recipe; hashed words when omitted")
     dimensions: int = Field(256, ge=64, le=4096, description="dimensions of an embedding of hashed words, two bytes each")
-    per_cluster: int = Field(2000, gt=0, description="documents per k-means cluster; documents are compared within their cluster")
+    documents_per_cluster: int = Field(2000, gt=0, description="documents per k-means cluster; documents are compared within their cluster")
 
 
 class Dedup(Node):
@@ -85,9 +83,7 @@ class SourceDedup(Node):
 class Decontaminate(Node):
     """Decontamination: training documents that overlap with held-out documents or an evaluation set."""
 
-    renamed: ClassVar = {"gate": "action"}
-
-    ngram: int = Field(13, ge=5, description="length of an overlap in words (twice as many characters where a language has no spaces)")
+    ngram_words: int = Field(13, ge=5, description="words of an overlap (twice as many characters where a language has no spaces)")
     action: Literal["drop", "fail", "report"] = Field(
         "drop",
         description="drop: remove such documents, also rows of tuning data, preference pairs and prompts; fail: stop with an error; "
@@ -97,8 +93,6 @@ class Decontaminate(Node):
 
 class Executor(Node):
     """What runs the tasks of the corpus stage. Other machines must see the run directory and the sources under the same paths."""
-
-    renamed: ClassVar = {"jobs": "max_jobs", "running": "max_running", "time": "time_limit"}
 
     kind: Literal["local", "ray", "slurm"] = Field("local", description="processes of this machine, a Ray cluster, or arrays of Slurm jobs")
     cpus: int = Field(1, gt=0, description="ray, slurm: CPU cores per task")
@@ -110,7 +104,7 @@ class Executor(Node):
         None, description="ray: address of a running cluster, or auto; a cluster is started on this machine when omitted"
     )
     max_jobs: int = Field(1000, gt=0, description="slurm: maximum jobs of an array, which share the tasks (MaxArraySize)")
-    max_running: int | None = Field(None, gt=0, description="slurm: maximum jobs of an array that run at one time")
+    max_running_jobs: int | None = Field(None, gt=0, description="slurm: maximum jobs of an array that run at one time")
     time_limit: str | None = Field(None, description="slurm: time limit of a job, in the format of sbatch")
     partition: str | None = Field(None, description="slurm: partition of the jobs")
     account: str | None = Field(None, description="slurm: account of the jobs")
@@ -134,8 +128,6 @@ class Bucket(Node):
 class Fim(Node):
     """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): some documents are cut into three parts, and the middle comes last."""
 
-    renamed: ClassVar = {"spm": "spm_rate"}
-
     rate: float = Field(0.5, ge=0, le=1, description="fraction of training documents that are transformed")
     spm_rate: float = Field(
         0.5, ge=0, le=1, description="fraction of these in SPM order (suffix, prefix, middle); the others are in PSM order"
@@ -149,8 +141,6 @@ Kind = Literal[
 
 class Source(Node):
     """One source of text with its license. Mixtures refer to it by `name`."""
-
-    renamed: ClassVar = {"licence": "license", "layout": "document_format", "infill": "fim"}
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="name of the source in mixtures")
     kind: Kind = Field(description="storage format")
@@ -179,7 +169,7 @@ class Source(Node):
         description="jsonl, parquet, huggingface: columns of text_key that hold HTML or Markdown, for example {body: html}; their text is "
         "extracted as from files",
     )
-    keep: tuple[str, ...] = Field(
+    fact_keys: tuple[str, ...] = Field(
         (), description="jsonl, parquet, huggingface: columns to keep as facts of the document, such as url and date"
     )
     language_key: str | None = Field(None, description="jsonl, parquet, huggingface: column of the document's language")
@@ -247,7 +237,6 @@ class Source(Node):
 class Corpus(Node):
     """The corpus: its sources, and the processing of raw text to clean documents."""
 
-    renamed: ClassVar = {"max_document": "max_document_bytes"}
     effect: ClassVar = read_by("corpus")
 
     sources: list[Source] = Field(default_factory=list)
@@ -256,7 +245,7 @@ class Corpus(Node):
     dedup: Dedup = Dedup()
     decontaminate: Annotated[Decontaminate | None, read_by("corpus", "shards", "tune", "dpo", "grpo")] = Decontaminate()
     validation_fraction: float = Field(0.02, ge=0, lt=0.5, description="fraction of the documents of each source that is held out")
-    validation_bytes: Bytes = Field(Bytes.parse("256KB"), description="maximum held-out text per source")
+    max_validation_bytes: Bytes = Field(Bytes.parse("256KB"), description="maximum held-out text per source")
     part_bytes: Bytes = Field(Bytes.parse("64MB"), gt=0, description="input of one task: sources are cut into parts of this size")
     processes: Annotated[int | None, NO_EFFECT] = Field(
         None, gt=0, description="number of processes on this machine; one per core when omitted"

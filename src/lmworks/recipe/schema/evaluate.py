@@ -94,8 +94,8 @@ class Protected(Node):
     @property
     def source(self) -> Source:
         """The same as a source that can be read."""
-        keep = (self.answer,) if self.answer and self.kind != "text" else ()
-        return Source(name=self.name, kind=self.kind, path=self.path, text_key=self.question, keep=keep, license="evaluation")
+        facts = (self.answer,) if self.answer and self.kind != "text" else ()
+        return Source(name=self.name, kind=self.kind, path=self.path, text_key=self.question, fact_keys=facts, license="evaluation")
 
 
 def _interval(value: Any) -> Any:

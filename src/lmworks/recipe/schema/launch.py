@@ -39,8 +39,6 @@ def _check_variable(name: str) -> str:
 class Slurm(Node):
     """The resources of a Slurm job. The nodes must see the run directory and this installation under the same paths."""
 
-    renamed: ClassVar = {"time": "time_limit"}
-
     partition: OneLine | None = Field(None, description="partition of the job")
     account: OneLine | None = Field(None, description="account of the job")
     qos: OneLine | None = Field(None, description="quality of service of the job")
@@ -58,14 +56,13 @@ class Slurm(Node):
 class Launch(Node):
     """How ranks are launched. Ranks that die or hang are restarted from the last checkpoint. No key here affects a weight."""
 
-    renamed: ClassVar = {"grace": "grace_period"}
     effect: ClassVar = NO_EFFECT
 
     timeout: Seconds = Field(Seconds.parse("10 min"), description="time limit of one collective, after which all ranks are restarted")
     max_restarts: int = Field(
         3, ge=0, description="consecutive restarts without a new checkpoint, after which the run stops with the reason"
     )
-    exclude_after: int = Field(
+    exclude_after_failures: int = Field(
         3, gt=0, description="consecutive failures of the ranks of one host, after which the run continues without it"
     )
     grace_period: Seconds = Field(Seconds.parse("5 min"), description="time that ranks have to save when a scheduler stops them")
@@ -84,16 +81,14 @@ class Launch(Node):
 class Spike(Node):
     """A loss or gradient norm far above the recent ones. Such an update is never applied; `action` says what follows."""
 
-    renamed: ClassVar = {"lower_to": "reduced_lr_factor", "lower_steps": "reduced_lr_steps"}
-
     action: Literal["skip", "reduce_lr", "rollback"] = Field(
         "skip",
         description="skip: continue; reduce_lr: continue at a reduced learning rate; rollback: return to the last checkpoint and skip "
         "the data since",
     )
-    window: int = Field(128, ge=8, description="number of recent steps compared with; a quarter of them must exist before a step is judged")
-    threshold: float = Field(16.0, gt=0, description="distance above the median that counts as a spike, in median absolute deviations")
-    floor: float = Field(0.3, ge=0, description="minimum rise of the loss above the median, in nats per token")
+    window_steps: int = Field(128, ge=8, description="recent steps compared with; a quarter of them must exist before a step is judged")
+    threshold_mads: float = Field(16.0, gt=0, description="distance above the median that counts as a spike, in median absolute deviations")
+    min_rise_nats: float = Field(0.3, ge=0, description="minimum rise of the loss above the median, in nats per token")
     norm_factor: float = Field(10.0, gt=1, description="minimum rise of the gradient norm, as a factor on its median")
     max_in_a_row: int = Field(5, gt=0, description="consecutive spikes after which skip and reduce_lr roll back too")
     rollback_after: Duration = Field(
@@ -118,7 +113,7 @@ class Stability(Node):
         20, ge=0, description="number of bad batches saved; `lmworks replay` takes those of pretraining and of tuning without LoRA"
     )
     spike: Spike | None = Field(Spike(), description="loss spike handling; null turns it off")
-    starved_share: Annotated[float, NO_EFFECT] = Field(
+    starved_fraction: Annotated[float, NO_EFFECT] = Field(
         0.2, gt=0, le=1, description="fraction of wall time spent waiting for data above which the run warns"
     )
     data_timeout: Annotated[Seconds, NO_EFFECT] = Field(
@@ -127,7 +122,7 @@ class Stability(Node):
     max_failed_saves: Annotated[int, NO_EFFECT] = Field(
         5, gt=0, description="consecutive failed saves after which the run stops; before that it warns and retries"
     )
-    slow_threshold: Annotated[float, NO_EFFECT] = Field(
+    slow_threshold_mads: Annotated[float, NO_EFFECT] = Field(
         8.0, gt=0, description="distance above the median step time of all ranks that counts as a slow rank, in median absolute deviations"
     )
     recheck_every: Annotated[Duration | None, NO_EFFECT] = Field(

@@ -23,9 +23,6 @@ _MOST_RANKS = 1 << 20  # of an axis of the mesh
 class Layout(Node):
     """The size of each axis of the device mesh. With `layout: auto` the plan chooses them once the number of ranks is known."""
 
-    renamed: ClassVar = {
-        "schedule": "pipeline_schedule", "stages_per_rank": "pipeline_stages_per_rank", "layers_per_stage": "layers_per_pipeline_stage",
-    }  # fmt: skip
     effect: ClassVar = RESUME_ONLY
 
     auto: bool = Field(False, description="let the plan choose the axes before the ranks start; the same as layout: auto")
@@ -161,7 +158,14 @@ class DeepSpeed(Node):
         return self
 
 
-class Cluster(Node):
+class DeviceCost(Node):
+    """What a device (a GPU, or the cores of one rank) costs and draws; 0 where it is not known."""
+
+    dollars_per_device_hour: float = Field(0.0, ge=0, le=1e6, description="price of a device")
+    watts_per_device: float = Field(0.0, ge=0, le=1e6, description="power of a device, with its share of the machine and the cooling")
+
+
+class Cluster(DeviceCost):
     """The machines, for planning."""
 
     name: str = Field("custom", description="derived from the file's name")
@@ -173,8 +177,6 @@ class Cluster(Node):
     memory_gib: float = Field(gt=0, le=1e6, description="per device")
     network_gbps: float = Field(0.0, ge=0, le=1e6, description="per device, between nodes; 0: not known")
     disk_gb_per_second: float = Field(0.0, ge=0, le=1e6, description="speed of the run directory's file system, for all machines")
-    dollars_per_hour: float = Field(0.0, ge=0, le=1e6, description="per device")
-    watts: float = Field(0.0, ge=0, le=1e6, description="power per device, including its share of the machine and the cooling")
     mfu: float = Field(0.4, ge=1e-6, le=1, description="expected model FLOPs utilization (MFU); `lmworks plan --calibrate` measures it")
     mfu_source: str = Field("assumed", description="where that MFU comes from")
     mfu_of_experts: float | None = Field(
@@ -189,7 +191,7 @@ class Cluster(Node):
         return cls(
             name=f"{count}x{gpu.name}", nodes=count // per_node, devices_per_node=per_node, device=gpu.name.upper(), tflops=gpu.tflops,
             memory_gib=round(gpu.memory * devices.GB / 2**30, 1), mfu_source="assumed share of the data sheet's dense bf16 peak",
-            dollars_per_hour=gpu.price, watts=gpu.watts,
+            dollars_per_device_hour=gpu.price, watts_per_device=gpu.watts,
         )  # fmt: skip
 
     @property

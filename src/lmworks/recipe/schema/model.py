@@ -19,8 +19,6 @@ _SLOWEST = 87.0  # -log of the smallest frequency of RoPE, a normal number of fp
 class Rope(Node):
     """Rotary positions (Su et al. 2021), and how their frequencies are extended to longer contexts."""
 
-    renamed: ClassVar = {"fraction": "partial_rotary_factor", "original_length": "original_max_position_embeddings"}
-
     theta: float = Field(
         10_000.0, gt=1, description="base of the RoPE frequencies; raising it extends the context (ABF; GLM: 10,000, then 1,000,000)"
     )
@@ -57,11 +55,6 @@ class Rope(Node):
 class Balance(Node):
     """Expert load balancing; auxiliary-loss-free by default (Wang et al. 2024, arXiv:2408.15664)."""
 
-    renamed: ClassVar = {
-        "update": "bias_update", "rate": "bias_update_rate", "clamp": "bias_clamp", "aux_weight": "aux_loss_weight",
-        "sequence_aux_weight": "sequence_aux_loss_weight",
-    }  # fmt: skip
-
     method: Literal["bias", "aux", "sinkhorn", "none"] = Field(
         "bias",
         description="bias: a selection bias per expert, without an auxiliary loss. aux: a loss over the whole step, whose loads an "
@@ -78,12 +71,6 @@ class Balance(Node):
 
 class Moe(Node):
     """Mixture of experts: sigmoid router scores, selection bias, shared experts."""
-
-    renamed: ClassVar = {
-        "experts": "n_routed_experts", "top_k": "num_experts_per_tok", "expert_size": "moe_intermediate_size",
-        "shared_experts": "n_shared_experts", "dense_layers": "first_k_dense_replace", "gate": "scoring_func",
-        "normalize_top_k": "norm_topk_prob", "routed_scale": "routed_scaling_factor", "groups": "n_group", "top_groups": "topk_group",
-    }  # fmt: skip
 
     n_routed_experts: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per layer")
     num_experts_per_tok: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per token")
@@ -124,11 +111,6 @@ class Moe(Node):
 class Mla(Node):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values are projected from one latent per token."""
 
-    renamed: ClassVar = {
-        "q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "rope_dim": "qk_rope_head_dim", "nope_dim": "qk_nope_head_dim",
-        "value_dim": "v_head_dim", "norm_eps": "rms_norm_eps",
-    }  # fmt: skip
-
     q_lora_rank: int | None = Field(
         None, gt=0, le=_WIDEST, description="rank of the query latent (DeepSeek-V3: 1536); queries have no latent when omitted"
     )
@@ -150,8 +132,6 @@ class Mla(Node):
 class Mtp(Node):
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers that each predict one token further ahead."""
 
-    renamed: ClassVar = {"layers": "num_nextn_predict_layers", "weight": "loss_weight"}
-
     num_nextn_predict_layers: int = Field(1, gt=0, le=MOST_LAYERS, description="number of these layers (GLM-4.x and DeepSeek-V3: 1)")
     loss_weight: float = Field(0.3, gt=0, description="weight of their mean loss; a phase may change it (GLM: 0.3, later 0.1)")
 
@@ -159,12 +139,6 @@ class Mtp(Node):
 class Model(Node):
     """A decoder-only transformer. Shapes follow the usual names; see `lmworks.model`."""
 
-    renamed: ClassVar = {
-        "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "ffn_size": "intermediate_size",
-        "qk_norm": "use_qk_norm", "tie_embeddings": "tie_word_embeddings", "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
-        "logit_softcap": "final_logit_softcapping", "z_loss": "z_loss_weight", "dropout": "residual_dropout",
-        "max_length": "max_position_embeddings", "nope_every": "no_rope_layer_interval",
-    }  # fmt: skip
     effect: ClassVar = read_by("pretrain", "tune", "dpo", "grpo", "evaluate", "export")
 
     preset: Annotated[str | None, NO_EFFECT, NOT_ARCHITECTURE] = Field(

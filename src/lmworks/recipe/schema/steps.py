@@ -49,32 +49,26 @@ class Rules(StepOptions):
 class Lines(StepOptions):
     """Drop lines or paragraphs that occurred earlier in the document and, on request, in earlier documents. Code passes."""
 
-    renamed: ClassVar = {"shortest": "min_length"}
-
     step: Literal["lines"] = Field("lines", description="which step this is")
     unit: Literal["line", "paragraph"] = Field("line", description="unit of comparison; white space and case are ignored")
     within: bool = Field(True, description="drop a unit that occurred earlier in the document")
-    across: int | None = Field(
+    across_documents: int | None = Field(
         None, ge=1, description="drop a unit that occurs in this many earlier documents of the same part of the source: boilerplate"
     )
-    min_length: int = Field(20, ge=1, description="shorter units, in characters, are kept")
+    min_characters: int = Field(20, ge=1, description="shorter units, in characters, are kept")
     sources: tuple[str, ...] = Field((), description="sources to apply the step to; all when empty")
 
 
 class Repeats(StepOptions):
     """Cut passages that occurred earlier in the same document, such as a whole file; `dedup.substring` compares across documents."""
 
-    renamed: ClassVar = {"length": "min_length", "largest": "max_fraction"}
-
     step: Literal["repeats"] = Field("repeats", description="which step this is")
-    min_length: int = Field(50, ge=16, description="shortest passage to cut, in words (characters where a language has no spaces)")
+    min_words: int = Field(50, ge=16, description="shortest passage to cut, in words (characters where a language has no spaces)")
     max_fraction: float = Field(1.0, gt=0, le=1, description="drop a document of which a larger fraction is repeated")
 
 
 class Language(StepOptions):
     """Identify the language; drop documents in another language, and those whose language is uncertain. Code passes."""
-
-    renamed: ClassVar = {"minimum": "min_probability", "keep": "languages"}
 
     step: Literal["language"] = Field("language", description="which step this is")
     min_probability: float = Field(0.65, ge=0, le=1, description="minimum probability of the language found")
@@ -107,8 +101,6 @@ class Pii(StepOptions):
 class Code(StepOptions):
     """Drop code that does not parse and, on request, Python that does not run."""
 
-    renamed: ClassVar = {"errors": "max_error_fraction", "seconds": "timeout"}
-
     step: Literal["code"] = Field("code", description="which step this is")
     max_error_fraction: float = Field(
         0.05, ge=0, le=1, description="largest fraction of bytes inside syntax errors, which macros also cause; Python may have none"
@@ -125,7 +117,7 @@ class Math(StepOptions):
     step: Literal["math"] = Field("math", description="which step this is")
     wrong: Literal["drop", "count"] = Field("drop", description="what to do with a document with a wrong result")
     chains: bool = Field(True, description="also check plain equations in running text")
-    tolerance: float = Field(0.01, ge=0, description="largest relative difference of a rounded result")
+    relative_tolerance: float = Field(0.01, ge=0, description="largest relative difference of a rounded result")
 
 
 class Python(StepOptions):
@@ -146,7 +138,6 @@ class Rewrite(StepOptions):
     The rewriting replaces the text. With `variants` the document stays and the rewritings are added as documents.
     """
 
-    renamed: ClassVar = {"key_from": "api_key_env"}
     growing: ClassVar = ("cache",)
 
     step: Literal["rewrite"] = Field("rewrite", description="which step this is")

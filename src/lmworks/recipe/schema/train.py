@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from lmworks.recipe.schema.base import NO_EFFECT, RESUME_ONLY, Node, read_by
 from lmworks.recipe.schema.layout import CHECKPOINT_NONE, ActivationCheckpointing, DeepSpeed
 from lmworks.recipe.schema.model import MOST_LAYERS, Model, Rope
-from lmworks.recipe.schema.units import Duration, Seconds, Tokens
+from lmworks.recipe.schema.units import Bytes, Duration, Seconds, Tokens
 
 _OF_MODEL = read_by("pretrain", "tune", "dpo", "grpo", "evaluate", "export")  # whatever opens the model asks what its last phase changed
 Milestone = Annotated[float, Field(gt=0, lt=1)]
@@ -18,15 +18,13 @@ Milestone = Annotated[float, Field(gt=0, lt=1)]
 class LrSchedule(Node):
     """The learning rate schedule of one phase, as a factor on the peak learning rate."""
 
-    renamed: ClassVar = {"final": "min_lr_ratio", "drops": "milestones", "drop_factor": "gamma"}
-
     kind: Literal["constant", "linear", "cosine", "wsd", "multistep"] = Field("wsd", description="shape of the curve after the warm-up")
     warmup: Duration = Field(
         Duration.parse("2%"), description="linear warm-up, from the rate at the end of the phase before (0 at the start)"
     )
     decay: Duration = Field(Duration.parse("20%"), description="wsd: length of the decay at the end")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate relative to the peak (linear, cosine, wsd)")
-    milestones: tuple[Milestone, ...] = Field((0.8, 0.9), description="multistep: positions in the phase at which the rate drops")
+    milestone_fractions: tuple[Milestone, ...] = Field((0.8, 0.9), description="multistep: fractions of the phase at which the rate drops")
     gamma: float = Field(0.316, gt=0, lt=1, description="multistep: factor on the rate at each milestone")
     phases: int = Field(
         1, gt=0, description="phases that the schedule spans, this one and those after it, which have no schedule of their own; warmup, "
@@ -35,23 +33,21 @@ class LrSchedule(Node):
 
     @model_validator(mode="after")
     def _rising(self) -> LrSchedule:
-        if list(self.milestones) != sorted(set(self.milestones)):
-            raise ValueError(f"milestones {list(self.milestones)} must rise")
+        if list(self.milestone_fractions) != sorted(set(self.milestone_fractions)):
+            raise ValueError(f"milestone_fractions {list(self.milestone_fractions)} must rise")
         return self
 
 
 class BatchRamp(Node):
     """A batch size that grows linearly at the start of a phase."""
 
-    start: Tokens = Field(description="tokens per step at the start")
+    start_tokens: Tokens = Field(description="tokens per step at the start")
     over: Duration = Field(description="length of the ramp")
     rescale: Literal["none", "sqrt", "linear"] = Field("sqrt", description="how the learning rate scales with the batch size")
 
 
 class RopeChange(Node):
     """A change of RoPE at the first step of a phase; keys that are omitted keep their value."""
-
-    renamed: ClassVar = {"original_length": "original_max_position_embeddings"}
 
     theta: float | None = Field(None, gt=1, description="new base of the frequencies (ABF)")
     partial_rotary_factor: float | None = Field(None, ge=0, le=1, description="new fraction of each head that is rotated; 0 means no RoPE")
@@ -116,8 +112,10 @@ class Forgetting(Node):
     """What a stage after pretraining may cost general text, measured at each validation: held-out text of the recipe's corpus, or a few
     pages that come with lmworks."""
 
-    warn_above: float = Field(0.05, ge=0, description="rise, in bits per byte since the stage began, above which the run warns")
-    stop_above: float | None = Field(None, ge=0, description="rise above which the stage stops with an error; its checkpoints are kept")
+    warn_bits_per_byte: float = Field(0.05, ge=0, description="rise, in bits per byte since the stage began, above which the run warns")
+    stop_bits_per_byte: float | None = Field(
+        None, ge=0, description="rise above which the stage stops with an error; its checkpoints are kept"
+    )
 
 
 class Ewc(Node):
@@ -145,10 +143,6 @@ class Ewc(Node):
 class Phase(Node):
     """One phase of pretraining, with a token budget, a mixture and a learning rate schedule of its own."""
 
-    renamed: ClassVar = {
-        "batch": "global_batch_size", "ramp": "batch_ramp", "schedule": "lr_schedule", "balance_rate": "bias_update_rate",
-        "mtp_weight": "mtp_loss_weight",
-    }  # fmt: skip
     effect: ClassVar = read_by("pretrain")
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="name of the phase; the data order depends on it")
@@ -157,7 +151,7 @@ class Phase(Node):
     mixture: Annotated[dict[str, float], read_by("tokenizer", "pretrain")] = Field(description="weight of each source; weights sum to one")
     mixture_changes: list[MixtureChange] = Field(default_factory=list, description="changes of the mixture within the phase")
     sequence_length: Annotated[Tokens, read_by("pretrain", "evaluate", "export")] = Field(description="tokens per sequence")
-    global_batch_size: Tokens = Field(description="tokens per optimizer step, over all ranks and accumulation")
+    global_batch_tokens: Tokens = Field(description="tokens per optimizer step, over all ranks and accumulation")
     batch_ramp: BatchRamp | None = None
     learning_rate_scale: float = Field(1.0, gt=0, le=1000, description="peak rate of this phase relative to optimizer.learning_rate")
     lr_schedule: LrSchedule = LrSchedule()
@@ -189,19 +183,20 @@ class Phase(Node):
     @model_validator(mode="after")
     def _consistent(self) -> Phase:
         check_weights(f"phase {self.name}", self.mixture)
-        if self.global_batch_size % self.sequence_length:
+        if self.global_batch_tokens % self.sequence_length:
             raise ValueError(
-                f"phase {self.name}: global_batch_size {self.global_batch_size} is not a multiple of sequence_length {self.sequence_length}"
+                f"phase {self.name}: global_batch_tokens {self.global_batch_tokens} is not a multiple of sequence_length "
+                f"{self.sequence_length}"
             )
-        if self.tokens < self.global_batch_size:
+        if self.tokens < self.global_batch_tokens:
             raise ValueError(
-                f"phase {self.name}: the budget of {self.tokens} tokens is smaller than one step of {self.global_batch_size}; lower "
-                f"global_batch_size or raise tokens"
+                f"phase {self.name}: the budget of {self.tokens} tokens is smaller than one step of {self.global_batch_tokens}; lower "
+                f"global_batch_tokens or raise tokens"
             )
-        if self.batch_ramp and (self.batch_ramp.start % self.sequence_length or self.batch_ramp.start > self.global_batch_size):
+        start = self.batch_ramp.start_tokens if self.batch_ramp else None
+        if start and (start % self.sequence_length or start > self.global_batch_tokens):
             raise ValueError(
-                f"phase {self.name}: batch_ramp.start {self.batch_ramp.start} must be a multiple of sequence_length and at most "
-                "global_batch_size"
+                f"phase {self.name}: batch_ramp.start_tokens {start} must be a multiple of sequence_length and at most global_batch_tokens"
             )
         return self
 
@@ -230,10 +225,6 @@ class Phase(Node):
 class Train(Node):
     """Pretraining: the phases, and how a step is computed."""
 
-    renamed: ClassVar = {
-        "micro_batch": "micro_batch_size", "head_chunk": "logit_chunk_size", "seconds_between_saves": "save_every_seconds",
-    }  # fmt: skip
-    moved: ClassVar = {"init_from": "start_from"}
     effect: ClassVar = read_by("pretrain")
 
     seed: Annotated[int | None, read_by("pretrain", "tune", "dpo", "grpo")] = Field(
@@ -244,7 +235,7 @@ class Train(Node):
     init_seed: int | None = Field(None, description="random seed of the initial weights alone; train.seed when omitted")
     # the order of the phases
     phases: Annotated[list[Phase], read_by("pretrain", "evaluate", "export")] = Field(default_factory=list)
-    micro_batch_size: Annotated[int | None, RESUME_ONLY] = Field(
+    micro_batch_sequences: Annotated[int | None, RESUME_ONLY] = Field(
         None, gt=0, description="sequences per forward pass on each rank; derived when omitted; changes speed and memory, never the batch"
     )
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], read_by("pretrain", "tune", "dpo", "grpo", "evaluate")] = Field(
@@ -266,17 +257,17 @@ class Train(Node):
         "with a percentage, such as 50% or selective 50%, in that fraction of the layers, spread evenly",
     )
     deepspeed: Annotated[DeepSpeed | None, RESUME_ONLY] = None
-    logit_chunk_size: Annotated[Tokens, RESUME_ONLY] = Field(
+    logit_chunk_tokens: Annotated[Tokens, RESUME_ONLY] = Field(
         Tokens.parse("1024 tokens"), description="tokens whose logits are computed at one time"
     )
     validate_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("10%"), description="interval between validations")
-    validate_bytes_per_domain: Annotated[int, NO_EFFECT] = Field(
-        65_536, gt=0, description="validation text per domain inside the run; the evaluation stage uses all of it"
+    validation_bytes_per_domain: Annotated[Bytes, NO_EFFECT] = Field(
+        Bytes.parse("65536 bytes"), gt=0, description="validation text per domain inside the run; the evaluation stage uses all of it"
     )
     sample_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("25%"), description="interval between sample completions")
     log_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("1 steps"), description="interval between metric lines")
     save_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("10%"), description="interval between checkpoints")
-    save_every_seconds: Annotated[Seconds | None, NO_EFFECT] = Field(
+    save_every_time: Annotated[Seconds | None, NO_EFFECT] = Field(
         None,
         description="also save after this time; when omitted, the time at which saves and expected failures cost least, and at most 30 min",
     )
@@ -292,7 +283,6 @@ MOST_RATE = 10.0  # a first update moves each weight by about the rate, and weig
 class Optimizer(Node):
     """Muon for hidden matrices and experts, AdamW for embeddings, head, norms and biases; or AdamW for all."""
 
-    renamed: ClassVar = {"clip": "max_grad_norm", "layer_decay": "layer_lr_decay", "ema": "ema_decay"}
     effect: ClassVar = read_by("pretrain", "tune", "dpo", "grpo")
 
     kind: Literal["muon", "adamw"] = Field("muon", description="optimizer of the hidden matrices")

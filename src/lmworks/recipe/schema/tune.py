@@ -26,8 +26,6 @@ LEARNING_RATE = (
     "peak learning rate of this stage; derived from that of pretraining when omitted. Under muon it is that of the matrices, and what "
     "AdamW trains keeps its proportion to it; adapters, which AdamW trains, have it as it is"
 )
-NO_SCALE = {"learning_rate_scale": "set learning_rate, the peak rate itself, which was this times optimizer.learning_rate"}
-"""Former keys of the stages after pretraining."""
 
 
 class TuningSet(Node):
@@ -83,8 +81,6 @@ class Thoughts(Node):
 class ChatData(TuningSet):
     """One set of conversations for fine-tuning."""
 
-    renamed: ClassVar = {"form": "story_form"}
-
     kind: Literal["files", "huggingface", "chitchat", "virtual-stories", "tasks"] = Field(
         description="files: .jsonl, .json and .parquet, also compressed; huggingface: a dataset; chitchat and "
         "virtual-stories come from the corpus wheels; tasks: reasoning-gym"
@@ -113,7 +109,7 @@ class ChatData(TuningSet):
         description="kind virtual-stories: whole, with system prompt, thoughts and tool calls; spoken, what the two say to each other; "
         "exchanges, each question alone with its reply, where that is short and has no digits",
     )
-    count: int | None = Field(
+    max_rows: int | None = Field(
         None, gt=0, description=f"maximum number of conversations, drawn evenly; all of files and datasets, {GENERATED} of other kinds"
     )
     weight: float = Field(1.0, gt=0, description="weight in the mixture, relative to the other sets; cannot be used with tune.epochs")
@@ -121,13 +117,13 @@ class ChatData(TuningSet):
     @property
     def limit(self) -> int | None:
         """The maximum number of conversations; None for all."""
-        return self.count if self.count is not None or self.kind in ("files", "huggingface") else GENERATED
+        return self.max_rows if self.max_rows is not None or self.kind in ("files", "huggingface") else GENERATED
 
 
 class Replay(Node):
     """General text among the conversations, so that the model forgets less of it."""
 
-    share: float = Field(gt=0, lt=1, description="share of the sequences of a step, and so of the tokens that are read")
+    fraction: float = Field(gt=0, lt=1, description="fraction of the sequences of a step, and so of the tokens that are read")
     mixture: dict[str, float] = Field(
         default_factory=dict,
         description="weight of each source; weights sum to one. When empty, those of the last phase of pretraining, or equal weights",
@@ -143,8 +139,6 @@ class Replay(Node):
 class Tune(Node):
     """Supervised fine-tuning, with loss on the assistant's tokens only."""
 
-    renamed: ClassVar = {"batch": "global_batch_size", "schedule": "lr_schedule"}
-    removed: ClassVar = NO_SCALE
     effect: ClassVar = read_by("tune")
 
     data: list[ChatData] = Field(default_factory=list)
@@ -155,13 +149,13 @@ class Tune(Node):
         None, gt=0, description="passes over the conversations of all sets, instead of a token budget: each conversation once per pass"
     )
     sequence_length: Tokens = Field(Tokens.parse("512 tokens"), description="tokens per sequence")
-    global_batch_size: Tokens = Field(Tokens.parse("8Ki tokens"), description="tokens per optimizer step")
+    global_batch_tokens: Tokens = Field(Tokens.parse("8Ki tokens"), description="tokens per optimizer step")
     learning_rate: float | None = Field(None, gt=0, le=MOST_RATE, description=LEARNING_RATE)
     lr_schedule: LrSchedule = LrSchedule(kind="linear", warmup=Duration.parse("5%"), min_lr_ratio=0.0)
     validation_fraction: float = Field(
         0.02, ge=0, lt=1, description="fraction of each set of conversations that is held out for validation; at least one, at most 500"
     )
-    keep: Annotated[Literal["last", "best"], read_by("tune", "export")] = Field(
+    final_weights: Annotated[Literal["last", "best"], read_by("tune", "export")] = Field(
         "last", description="weights that the stage ends with: the last ones, or those with the lowest loss on the held-out conversations"
     )
     early_stopping: EarlyStopping | None = Field(None, description="end tuning early; requires held-out conversations")

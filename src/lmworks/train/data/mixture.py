@@ -161,7 +161,7 @@ def text_batches(
     """`steps` batches of `rows` sequences of the recipe's token files, in the keyed order of a phase called `name`."""
     phase = Phase.model_validate({
         "name": name, "tokens": f"{steps * rows * sequence_length} tokens", "mixture": mixture,
-        "sequence_length": f"{sequence_length} tokens", "global_batch_size": f"{rows * sequence_length} tokens",
+        "sequence_length": f"{sequence_length} tokens", "global_batch_tokens": f"{rows * sequence_length} tokens",
     })  # fmt: skip
     train = recipe.train.model_copy(update={"phases": [phase]})
     return Batches(recipe.model_copy(update={"train": train}), shards_dir)
@@ -169,11 +169,11 @@ def text_batches(
 
 def replayed_rows(options: Options, rows: int) -> int:
     """How many of the `rows` sequences of a step are general text. Raises `UserError` if the share is none or all of them."""
-    found = round(options.share * rows)
+    found = round(options.fraction * rows)
     if not 0 < found < rows:
         raise UserError(
-            f"tune.replay.share {options.share:g} of {rows} sequences in a step is {'none' if not found else 'all'} of them; raise "
-            "tune.global_batch_size, or choose another share"
+            f"tune.replay.fraction {options.fraction:g} of {rows} sequences in a step is {'none' if not found else 'all'} of them; raise "
+            "tune.global_batch_tokens, or choose another share"
         )
     return found
 

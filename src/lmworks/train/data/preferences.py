@@ -266,7 +266,7 @@ def _write(
 
     assert recipe.dpo is not None
     order = np.random.default_rng(recipe.seed).permutation(len(pairs))
-    held_out = min(round(len(pairs) * recipe.dpo.held_out_fraction), _MOST_HELD_OUT, len(pairs) - 1)
+    held_out = min(round(len(pairs) * recipe.dpo.validation_fraction), _MOST_HELD_OUT, len(pairs) - 1)
     counts: dict[str, Any] = {}
     for split, chosen in zip(SPLITS, (order[held_out:], order[:held_out]), strict=True):
         tokens = learned = 0

@@ -204,7 +204,7 @@ def task_share(data: ChatData, recipe: Recipe) -> int:
     """The items of each generator of a set. Raises `UserError` if there are fewer."""
     share = -(-(data.limit or 0) // len(generators_of(data.tasks, recipe, f"tune.data.{data.name}")))
     if share > len(TASK_SEEDS) // 2:
-        raise UserError(f"tune.data.{data.name}.count {data.limit} is too many; there are {len(TASK_SEEDS) // 2} items per task")
+        raise UserError(f"tune.data.{data.name}.max_rows {data.limit} is too many; there are {len(TASK_SEEDS) // 2} items per task")
     return share
 
 

@@ -42,25 +42,27 @@ class ForgettingMonitor:
         self._options, self._stage, self._model, self._report = section.forgetting, stage, model, report
         self._advice = _advice(stage, section.learning_rate or 0.0, section.lora is not None)
         length = min(_LENGTH, int(recipe.model.max_position_embeddings or _LENGTH))
-        rows = max(1, recipe.train.micro_batch_size or 1)
+        rows = max(1, recipe.train.micro_batch_sequences or 1)
         self._text = _own_text(run_dir / "shards", length, rows) or shipped_text(tokenizer, length, rows)
         self._before = self._bits_per_byte()
         self._warned = False
 
     def measure(self) -> dict[str, float]:
-        """The metrics `GENERAL` and `RISE`, both in bits per byte. Warns once above `warn_above`; raises `UserError` above `stop_above`."""
+        """The metrics `GENERAL` and `RISE`, both in bits per byte. Warns once above `warn_bits_per_byte`; raises
+        `UserError` above `stop_bits_per_byte`."""
         now = self._bits_per_byte()
         rise = now - self._before
         said = f"general text costs {now:.3f} bits per byte, {rise:+.3f} since {self._stage} began"
-        if self._options.stop_above is not None and not rise <= self._options.stop_above:
-            self._report("forgetting", stage=self._stage, bits_per_byte=now, rise=rise, limit=self._options.stop_above)
+        limit = self._options.stop_bits_per_byte
+        if limit is not None and not rise <= limit:
+            self._report("forgetting", stage=self._stage, bits_per_byte=now, rise=rise, limit=limit)
             raise UserError(
-                f"{said}, which is more than {self._stage}.forgetting.stop_above ({self._options.stop_above:g}); its checkpoints are kept: "
+                f"{said}, which is more than {self._stage}.forgetting.stop_bits_per_byte ({limit:g}); its checkpoints are kept: "
                 f"{self._advice}; or raise the limit"
             )
-        if not self._warned and not rise <= self._options.warn_above:
+        if not self._warned and not rise <= self._options.warn_bits_per_byte:
             self._warned = True
-            self._report("forgetting", stage=self._stage, bits_per_byte=now, rise=rise, limit=self._options.warn_above)
+            self._report("forgetting", stage=self._stage, bits_per_byte=now, rise=rise, limit=self._options.warn_bits_per_byte)
             if self._model.ranks.is_first:
                 console.print(f"{said}: the model forgets; {self._advice}", style="yellow")
         return {GENERAL: now, RISE: rise}

@@ -138,7 +138,7 @@ class LongContextEvaluator:
 
     def _longest_sequences(self, length: int) -> list[Batch]:
         """The held-out sequences, each a batch, with the most labels in the last three quarters of the context."""
-        limit = max(self._recipe.train.validate_bytes_per_domain, _BYTES * _ROWS * length)
+        limit = max(self._recipe.train.validation_bytes_per_domain, _BYTES * _ROWS * length)
         domains = self._batches.manifest.domains()
         rows = [row for domain in domains for row in self._batches.validation(domain, length, 1, limit)]
         rows.sort(key=lambda row: -int(((row.labels != IGNORE) & (positions(row) >= length // _TIMES)).sum()))
