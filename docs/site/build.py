@@ -25,16 +25,16 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 INDEX = "README.md"  # the page of a folder that GitHub shows
 ROOT_PAGES = {"README.md": "about.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "LOG.md": "log.md"}
-API_ROOMS = ("tokenizer", "shards", "model", "optim", "parallel", "train", "checkpoint", "inference")  # the core, beside `lmworks` itself
+API_ROOMS = ("api", "tokenizer", "shards", "model", "optim", "parallel", "train", "checkpoint", "inference")  # beside `lmworks` itself
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 _FILE = re.compile(r"^<!-- file: (\S+) -->$", re.M)
 _LOADED = re.compile(r"(?:url\(|@import )[\"']?((?:https?:)?//[^\"')\s]+)")  # by a style sheet
 _LANGUAGES = {".yaml": "yaml", ".py": "python", ".sh": "bash"}
 _API_INTRODUCTION = (
-    "# Python API", "", "The names of `lmworks` are stable. Those of the rooms of the core, below, are documented for people who read the",
+    "# Python API", "", "The names of `lmworks` are stable. Those of the packages below are documented for people who read the",
     "code, and may change.", "", "```{eval-rst}", ".. automodule:: lmworks", "   :members:", "   :imported-members:", "```", "",
-    "## The core", "", "| room | subject |", "|---|---|",
+    "## Packages", "", "| package | subject |", "|---|---|",
 )  # fmt: skip
 
 
