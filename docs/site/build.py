@@ -18,8 +18,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-sys.path.insert(0, str(Path(__file__).parent))
-import messages
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+import llms  # noqa: E402
+import messages  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -176,8 +177,20 @@ def faults(site: Path) -> Iterator[str]:
                 yield f"{where}: {target} is not there"
             elif url.fragment and there in pages and unquote(url.fragment) not in pages[there].anchors:
                 yield f"{where}: {target}: no such anchor"
+    for path in site.glob("llms.txt"):
+        links = _LINK.findall(path.read_text(encoding="utf-8"))
+        yield from (f"llms.txt: {target} is not there" for _, target, _ in links if not (site / target).is_file())
     for path in sorted(site.rglob("*.css")):
         yield from (f"{path.relative_to(site)}: loads {url}" for url in _LOADED.findall(path.read_text(encoding="utf-8")))
+
+
+def write_for_models(site: Path) -> None:
+    """llms.txt, and the pages that it links to as Markdown."""
+    for page in (ROOT / "docs").rglob("*.md"):
+        place = site / page.relative_to(ROOT / "docs")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(page, place)
+    llms.write(site)
 
 
 def build(site: Path) -> int:
@@ -189,6 +202,7 @@ def build(site: Path) -> int:
         gather(source)
         if build_main(["-q", "-W", "--keep-going", "-c", str(HERE), "-d", f"{held}/doctrees", "-b", "html", str(source), str(out)]):
             return 1
+        write_for_models(out)
         found = list(faults(out))
         for line in found:
             print(line, file=sys.stderr)

@@ -97,6 +97,13 @@ def test_faults_of_a_finished_site_are_found(site: ModuleType, tmp_path: Path, c
     assert list(site.faults(tmp_path)) == ["a.css: loads https://fonts.example.org/x.css"]
 
 
+def test_pages_for_language_models_are_there(site: ModuleType, tmp_path: Path) -> None:
+    site.write_for_models(tmp_path)
+    assert not list(site.faults(tmp_path))
+    (tmp_path / "cookbook.md").unlink()
+    assert list(site.faults(tmp_path)) == ["llms.txt: cookbook.md is not there"]
+
+
 @pytest.mark.slow
 def test_the_site_is_built_and_searched_without_a_server(site: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
@@ -105,6 +112,7 @@ def test_the_site_is_built_and_searched_without_a_server(site: ModuleType, tmp_p
     out = tmp_path / "site"
     done = subprocess.run([sys.executable, str(DOCS / "site" / "build.py"), str(out)], capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stderr
+    assert "](cookbook.md)" in (out / "llms.txt").read_text(encoding="utf-8") and (out / "cookbook.md").is_file()
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         view = browser.new_page(viewport={"width": 400, "height": 800})
