@@ -1,17 +1,20 @@
 """Print a page, or a part of one, that is made from the code: python docs/generated.py rules > docs/rules.md
 
-`rules` is docs/rules.md; `ablations` are the keys of all kinds in docs/ablations.md.
+`rules` is docs/rules.md; `ablations` are the keys of all kinds in docs/ablations.md; `coming-from` is docs/coming-from.md with the keys of
+other tools between its markers.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from lmworks.ablate.file import Ablation
 from lmworks.ablate.kinds import kinds
 from lmworks.corpus.transform.rule_measures import STOP_WORDS, Text
 from lmworks.corpus.transform.rule_table import RULES, Rule, rules_for
+from lmworks.recipe.names import FOREIGN
 from lmworks.text.letters import SPACELESS_LANGUAGES
 
 _SCRIPTS = ("prose", "facts", "math", "other")
@@ -90,7 +93,18 @@ def _key(name: str, field: object) -> str:
     return f"| `{name}` | {shown} | {getattr(field, 'description', '')} |"
 
 
-PARTS = {"rules": rules, "ablations": ablations}
+def coming_from() -> str:
+    """docs/coming-from.md, with a table of the keys of each tool between the markers of its name."""
+    text = (Path(__file__).parent / "coming-from.md").read_text(encoding="utf-8")
+    for tool, keys in FOREIGN.items():
+        rows = [f"| `{key}` | {', '.join(f'`{path}`' for path in ours.keys)} | {ours.note} |" for key, ours in sorted(keys.items())]
+        head, tail = f"<!-- {tool} -->", f"<!-- end of {tool} -->"
+        before, rest = text.split(head)
+        text = "\n".join([f"{before}{head}", "| key | here | note |", "|---|---|---|", *rows, tail + rest.split(tail)[1]])
+    return text.rstrip("\n")
+
+
+PARTS = {"rules": rules, "ablations": ablations, "coming-from": coming_from}
 
 if __name__ == "__main__":
     print(PARTS[sys.argv[1]]())

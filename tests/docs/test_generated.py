@@ -17,3 +17,9 @@ def test_every_kind_of_ablation_has_its_keys_on_the_page() -> None:
     assert script("generated").ablations() in (DOCS / "ablations.md").read_text(encoding="utf-8"), "python docs/generated.py ablations"
     names = "arms anneal architecture batch critical-batch learning-rate mixture noise optimizer tokenizer"
     assert set(kinds()) == set(names.split())
+
+
+def test_keys_of_other_tools() -> None:
+    assert (DOCS / "coming-from.md").read_text(encoding="utf-8") == script("generated").coming_from() + "\n", (
+        "python docs/generated.py coming-from, and write that over docs/coming-from.md"
+    )
