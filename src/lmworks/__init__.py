@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lmworks.api.models import Model, load_model, load_tokenizer
     from lmworks.api.recipes import Recipe, load_recipe
     from lmworks.api.runs import Run, open_run
+    from lmworks.api.steps import TrainingSession
     from lmworks.errors import UserError
     from lmworks.tokenizer.tokenizer import Tokenizer
     from lmworks.ui.terminal import Interrupted
@@ -22,6 +23,7 @@ __all__ = [
     "Recipe",
     "Run",
     "Tokenizer",
+    "TrainingSession",
     "UserError",
     "load_model",
     "load_recipe",
@@ -42,7 +44,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _MODULES = {
     "Interrupted": "ui.terminal", "Model": "api.models", "Recipe": "api.recipes", "Run": "api.runs", "Tokenizer": "tokenizer.tokenizer",
-    "UserError": "errors", "load_model": "api.models", "load_recipe": "api.recipes",
+    "TrainingSession": "api.steps", "UserError": "errors", "load_model": "api.models", "load_recipe": "api.recipes",
     "load_tokenizer": "api.models", "open_run": "api.runs",
 }  # fmt: skip
 

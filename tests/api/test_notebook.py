@@ -49,4 +49,5 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert names["completion"].tokens and isinstance(names["completion"].text, str)
     assert [state.shape for state in names["states"]] == [(names["states"][0].shape[0], 32)] * 3
     assert isinstance(names["model"], lmworks.Model) and torch.isfinite(names["states"][-1]).all()
-    assert "".join(shown[-1]) == "The try statement"
+    assert "".join(shown[-2]) == "The try statement"
+    assert names["losses"] == losses[:6] and shown[-1][-1] == "step-00000006" and (names["saved"] / "meta.json").is_file()

@@ -39,3 +39,14 @@ def train(recipe_file: str) -> lmworks.Run | None:
     except lmworks.UserError as error:
         print(error)
         return None
+
+
+def own_loop(recipe: lmworks.Recipe) -> float:
+    session: lmworks.TrainingSession = recipe.training_session()
+    loss = 0.0
+    with session:
+        for step in range(session.step, session.steps):
+            loss = session.forward_backward(session.batch(step))
+            session.optim_step(learning_rate=1e-3)
+        session.save()
+    return loss

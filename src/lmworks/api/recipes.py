@@ -22,6 +22,7 @@ from lmworks.run.start import require_stage, start_run
 
 if TYPE_CHECKING:
     from lmworks.api.runs import Run
+    from lmworks.api.steps import TrainingSession
     from lmworks.recipe.schema.layout import Cluster
 
 
@@ -84,6 +85,13 @@ class Recipe:
         require_stage(to, "to")
         out = Terminal(quiet=True) if quiet else Terminal()
         return Run(start_run(self._resolved, out, last=to, allow=allow, resume_command="recipe.run()"))
+
+    def training_session(self) -> TrainingSession:
+        """Prepare the data, and open the model, its optimizer and its batches for a loop of your own; see `lmworks.api.steps`. The run
+        resumes from its newest checkpoint. Raises `UserError` for what `run` would refuse."""
+        from lmworks.api.steps import TrainingSession
+
+        return TrainingSession(self._resolved)
 
 
 def load_recipe(

@@ -39,6 +39,11 @@ class StepSums:
     mtp: Tensor
     counts_LE: Tensor | None
 
+    def __add__(self, more: StepSums) -> StepSums:
+        counts = None if self.counts_LE is None or more.counts_LE is None else self.counts_LE + more.counts_LE
+        sums = self.cross_entropy + more.cross_entropy, self.z + more.z, self.auxiliary + more.auxiliary, self.mtp + more.mtp
+        return StepSums(*sums, counts)
+
 
 class ParallelModel:
     """This rank's parts of a model, and how micro-batches go through them.

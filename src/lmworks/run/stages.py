@@ -134,8 +134,8 @@ def _shards(context: StageContext) -> RenderableType | None:
     return f"{sum(manifest.train_tokens().values()):,} training tokens from {len(manifest.sources)} sources"
 
 
-def _train(context: StageContext, stage: Callable[[TrainingContext], None]) -> None:
-    """Run a stage of training, with what the rooms above it supply."""
+def training_context(context: StageContext) -> TrainingContext:
+    """What a stage of training is given, with what the rooms above it supply."""
     from lmworks.evaluate.in_loop import make_evaluation
     from lmworks.export.huggingface import read_peft
     from lmworks.parallel.mesh import alone
@@ -145,22 +145,32 @@ def _train(context: StageContext, stage: Callable[[TrainingContext], None]) -> N
     from lmworks.watch.heartbeat import Heartbeat
 
     recipe, run_dir = context.recipe, context.run_dir
-    stage(TrainingContext(
+    return TrainingContext(
         recipe, run_dir, context.resume_command, context.ranks or alone(), context.heartbeat or Heartbeat(None), context.allow_other_data,
         lambda model, length, frozen: flops_per_token(model, length, frozen=frozen).total,
         lambda name: _protect(recipe, run_dir / name), load_start_weights, read_peft, make_evaluation,
-    ))  # fmt: skip
+    )  # fmt: skip
 
 
-def _pretrain(context: StageContext) -> None:
+def _train(context: StageContext, stage: Callable[[TrainingContext], None]) -> None:
+    stage(training_context(context))
+
+
+def record_pretraining_text(context: StageContext) -> None:
+    """Record for which evaluation items the text of pretraining was searched."""
     from lmworks.corpus.contamination import record
-    from lmworks.train.pretrain import pretrain
-    from lmworks.train.stage import save_start
 
     if context.ranks is None or context.ranks.is_first:
         folder = context.run_dir / "checkpoints"
         before = [folder] if any(folder.glob("step-*")) else []  # earlier training text may have been searched for fewer items
         record.save(folder, record.common_items([*search_records(context.run_dir, context.recipe, "corpus", "shards"), *before]))
+
+
+def _pretrain(context: StageContext) -> None:
+    from lmworks.train.pretrain import pretrain
+    from lmworks.train.stage import save_start
+
+    record_pretraining_text(context)
     _train(context, pretrain if context.recipe.trains_base else save_start)
 
 

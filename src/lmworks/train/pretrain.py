@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from lmworks.errors import UserError
 from lmworks.io.run_layout import BASE
 from lmworks.metrics.system import reset_memory_peak
@@ -16,7 +19,7 @@ from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.curriculum import PretrainingCurriculum
 from lmworks.train.data.mixture import read_changes
 from lmworks.train.observe.long_context import LongContextEvaluator
-from lmworks.train.stage import StageSetup, TrainingContext, random_or_start_weights, run_stage
+from lmworks.train.stage import StageSetup, TrainingContext, open_trainer, random_or_start_weights
 from lmworks.train.trainer import Trainer
 from lmworks.train.validation import validate
 from lmworks.ui.terminal import console
@@ -36,6 +39,13 @@ def pretrain(context: TrainingContext) -> None:
 
     Raises `Interrupted` when asked to stop, and `UserError`.
     """
+    with open_pretraining(context) as trainer:
+        trainer.run()
+
+
+@contextmanager
+def open_pretraining(context: TrainingContext) -> Iterator[Trainer]:
+    """The trainer of `pretrain`, resumed from the newest good checkpoint, with its files."""
     recipe, run_dir, ranks = context.recipe, context.run_dir, context.ranks
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     batches = Batches(recipe, run_dir / "shards", read_changes(run_dir).applied)
@@ -68,7 +78,8 @@ def pretrain(context: TrainingContext) -> None:
             meta={"order": batches.order.fingerprint(), "shards": hashes}, prepare=prepare,
         )  # fmt: skip
 
-    run_stage(context, BASE, random_or_start_weights(context), setup, tokenizer)
+    with open_trainer(context, BASE, random_or_start_weights(context), setup, tokenizer) as trainer:
+        yield trainer
 
 
 def held_out(batches: Batches, recipe: Recipe, sequence_length: int, rows: int) -> dict[str, Validation]:

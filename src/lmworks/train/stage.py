@@ -13,6 +13,7 @@ may delete, are saved in this one, without optimizer state; so are layers of mul
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -179,11 +180,21 @@ def weights_before(context: TrainingContext, stage: ModelStage, lora: Lora | Non
     return BaseWeights(model, communicator, path, lora, adapter_meta(lora, path, run_dir))
 
 
-def run_stage(
-    context: TrainingContext, stage: ModelStage, base: BaseWeights, make_setup: Callable[[ParallelModel], StageSetup], tokenizer: Tokenizer
-) -> None:  # fmt: skip
+MakeSetup = Callable[[ParallelModel], StageSetup]
+
+
+def run_stage(context: TrainingContext, stage: ModelStage, base: BaseWeights, make_setup: MakeSetup, tokenizer: Tokenizer) -> None:
     """Train `stage` from its newest good checkpoint, or from `base`, to its end. `make_setup` gets the model as it is trained, still with
     the weights of the start. Raises `Interrupted` when asked to stop, and `UserError`."""
+    with open_trainer(context, stage, base, make_setup, tokenizer) as trainer:
+        trainer.run()
+
+
+@contextmanager
+def open_trainer(
+    context: TrainingContext, stage: ModelStage, base: BaseWeights, make_setup: MakeSetup, tokenizer: Tokenizer
+) -> Iterator[Trainer]:  # fmt: skip
+    """The trainer of a stage with its files, resumed from the newest good checkpoint; see `run_stage`."""
     recipe, run_dir = context.recipe, context.run_dir
     model, optimizer = with_optimizer(recipe, base.model)
     setup = make_setup(model)
@@ -206,7 +217,7 @@ def run_stage(
         if stage is BASE and recipe.start_from is not None:
             _keep_start(trainer, run_dir)
         setup.prepare(trainer)
-        trainer.run()
+        yield trainer
 
 
 def _keep_start(trainer: Trainer, run_dir: Path) -> None:

@@ -22,7 +22,7 @@ from lmworks.optim.clip import LossScaler
 from lmworks.optim.groups import local
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel, StepSums
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batch
 from lmworks.train.ewc import EwcPenalty
@@ -124,13 +124,46 @@ def train_step(
     accumulated in fp32; those of a `penalty` are added to them. A step whose loss or gradient norm is not finite, or not below its limit,
     changes nothing on any rank.
     """
+    optimizer.zero_grad()
+    gradients = accumulate_gradients(model, batch, micro_batch_size, sequences, valid_tokens, normalizer, scaler)
+    return apply_gradients(model, optimizer, gradients, lr_factor, max_grad_norm, bias_update_rate, scaler, limits, penalty)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What has been accumulated for a step, besides the gradients themselves: sums over all ranks, what the loss was divided by, and the
+    positions and valid tokens of all ranks."""
+
+    sums: StepSums
+    normalizer: float
+    positions: int
+    valid_tokens: int
+
+    def __add__(self, more: Gradients) -> Gradients:
+        return Gradients(self.sums + more.sums, self.normalizer, self.positions + more.positions, self.valid_tokens + more.valid_tokens)
+
+
+def accumulate_gradients(
+    model: ParallelModel, batch: Batch, micro_batch_size: int, sequences: int | None = None, valid_tokens: int | None = None,
+    normalizer: float | None = None, scaler: LossScaler | None = None,
+) -> Gradients:  # fmt: skip
+    """Forward and backward of a batch, whose gradients are added to those that the parameters have. See `train_step`."""
     sequences = len(batch.tokens) if sequences is None else sequences
     valid_tokens = batch.valid_tokens if valid_tokens is None else valid_tokens
     tokens = max(valid_tokens, 1) if normalizer is None else normalizer
     scale = (1.0 if scaler is None else scaler.scale) / tokens
-    optimizer.zero_grad()
     positions = max(sequences * batch.tokens.shape[1], 1)
-    sums = model.sum_over_ranks(model.forward_backward(batch, sequences, micro_batch_size, scale, tokens / positions))
+    share = max(valid_tokens, 1) / positions
+    sums = model.sum_over_ranks(model.forward_backward(batch, sequences, micro_batch_size, scale, share))
+    return Gradients(sums, tokens, positions, valid_tokens)
+
+
+def apply_gradients(
+    model: ParallelModel, optimizer: Updates, gradients: Gradients, lr_factor: float, max_grad_norm: float, bias_update_rate: float,
+    scaler: LossScaler | None = None, limits: Limits = Limits(), penalty: EwcPenalty | None = None,
+) -> StepResult:  # fmt: skip
+    """Clip what was accumulated, and update the weights and the biases of the experts. See `train_step`."""
+    sums, tokens, positions = gradients.sums, gradients.normalizer, gradients.positions
     if scaler is not None:
         torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], 1 / scaler.scale)
     if penalty is not None:
@@ -146,7 +179,7 @@ def train_step(
         model.update_biases(sums.counts_LE, bias_update_rate, apply)
     return StepResult(
         loss, sums.z / tokens, None if sums.counts_LE is None else sums.auxiliary / positions,
-        sums.mtp / tokens if model.config.mtp else None, grad_norm, apply, sums.counts_LE, valid_tokens,
+        sums.mtp / tokens if model.config.mtp else None, grad_norm, apply, sums.counts_LE, gradients.valid_tokens,
     )  # fmt: skip
 
 

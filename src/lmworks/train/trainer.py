@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lmworks.errors import UserError
 from lmworks.host.machine import keep_freed_memory
-from lmworks.io.run_layout import BASE, USED, ModelStage
+from lmworks.io.run_layout import BASE, USED, ModelStage, checkpoint_name
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.metrics.names import describe
 from lmworks.model.balance import set_temperature
@@ -36,7 +37,20 @@ from lmworks.train.fault_handler import FaultHandler
 from lmworks.train.observe.layer_statistics import LayerStatistics
 from lmworks.train.observe.step_metrics import FlopsPerToken, StepMetrics
 from lmworks.train.saving import Intervals, Saver, StageFiles, TrainingState, all_finite, is_due, refuse_if_all_damaged
-from lmworks.train.step import Objective, StepFlags, StepResult, StepValues, all_reduce_flags, micro_batch_of, seed_dropout, train_step
+from lmworks.train.step import (
+    Gradients,
+    Objective,
+    StepFlags,
+    StepResult,
+    StepValues,
+    accumulate_gradients,
+    all_reduce_flags,
+    apply_gradients,
+    micro_batch_of,
+    read_values,
+    seed_dropout,
+    train_step,
+)
 from lmworks.train.step_inspector import FirstNonFinite, StepInspector
 from lmworks.train.validation import Validator
 from lmworks.ui import terminal
@@ -117,9 +131,58 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the end of the curriculum, and write metrics. Raises `Interrupted` after saving when asked to stop."""
+        with self.metric_log():
+            self._run()
+
+    @contextmanager
+    def metric_log(self) -> Iterator[MetricLog]:
+        """The log of the stage, from the step on from which it is trained."""
         log = (self.files.folder, self.recipe.metrics, self._saver.saved + 1, self.heartbeat.directory)
         with MetricLog(*log) if self.model.ranks.is_first else NoMetrics() as self._log:
-            self._run()
+            yield self._log
+
+    def begin_steps(self) -> None:
+        """Prepare for `accumulate` and `update`, by which a caller trains in place of `run`, inside of `metric_log`."""
+        self._start()
+
+    def accumulate(self, batch: Batch, normalizer: float | None, first: bool) -> Gradients:
+        """Forward and backward of a batch in place of that of the step; `first` clears the gradients before. See `train_step`."""
+        self._enter_phase(self.step)
+        if first:
+            self._begin_step()
+            self.optimizer.zero_grad()
+        return accumulate_gradients(self.model, batch, self._micro_batch(batch), normalizer=normalizer, scaler=self._state.scaler)
+
+    def update(self, gradients: Gradients, lr_factor: float | None = None) -> StepValues:
+        """Update the weights at the peak learning rates times `lr_factor` (by default the schedule's), log the step, and go to the next."""
+        assert self._boundary.phase is not None
+        self._lr_factor = self.curriculum.lr_factor(self.step) if lr_factor is None else lr_factor
+        result = apply_gradients(
+            self.model, self.optimizer, gradients, self._lr_factor, self.recipe.optimizer.max_grad_norm,
+            self._boundary.phase.bias_update_rate, self._state.scaler, penalty=self._boundary.penalty,
+        )  # fmt: skip
+        self._state.add_expert_counts(result)
+        found = read_values(result, self._state.scaler)
+        self.step += 1
+        rate = self._lr_factor * float(self.recipe.optimizer.learning_rate or 0.0)
+        values = {"train/loss": found.loss, "optim/grad_norm": found.grad_norm, "optim/learning_rate": rate}
+        self._log.write(self.step, {name: value for name, value in values.items() if math.isfinite(value)})
+        return found
+
+    def save(self) -> Path:
+        """Save a checkpoint of the step, which `run` resumes from; returns its folder. Raises `UserError` if that fails."""
+        if (failure := self._save(wait=True)) is not None:
+            raise failure
+        return self.files.checkpoints.directory / checkpoint_name(self.step)
+
+    def _begin_step(self) -> None:
+        """Seed the dropout of a step, and set the temperature of its routers."""
+        seed_dropout(self.recipe.training_seed, self.step, self.model.ranks.global_rank, self.model.device)
+        if self.stage == BASE.stage:  # the stages after it have its last temperature, 1
+            set_temperature(self.model.moe_layers(), self.model.config.moe, self.step)
+
+    def _micro_batch(self, batch: Batch) -> int:
+        return micro_batch_of(self.recipe, batch.tokens.shape[1], self.model.pipeline is not None)
 
     def _run(self) -> None:
         self._start()
@@ -171,9 +234,7 @@ class Trainer:
         layers where they are due."""
         phase = self._boundary.phase
         assert phase is not None
-        seed_dropout(self.recipe.training_seed, self.step, self.model.ranks.global_rank, self.model.device)
-        if self.stage == BASE.stage:  # the stages after it have its last temperature, 1
-            set_temperature(self.model.moe_layers(), self.model.config.moe, self.step)
+        self._begin_step()
         limits = Limits() if self.objective else self._faults.policy.limits(self.step, self.curriculum.steady_since(self.step))
         self._lr_factor = self.curriculum.lr_factor(self.step) * self._faults.policy.lr_factor(self.step)
         self.heartbeat.beat(self.step, "update")
@@ -201,8 +262,7 @@ class Trainer:
         assert self._boundary.phase is not None
         return train_step(
             self.model, self.optimizer, batch,
-            micro_batch_size=micro_batch_of(self.recipe, batch.tokens.shape[1], self.model.pipeline is not None),
-            lr_factor=self._lr_factor, max_grad_norm=self.recipe.optimizer.max_grad_norm,
+            micro_batch_size=self._micro_batch(batch), lr_factor=self._lr_factor, max_grad_norm=self.recipe.optimizer.max_grad_norm,
             bias_update_rate=self._boundary.phase.bias_update_rate, scaler=self._state.scaler, penalty=self._boundary.penalty, **options,
         )  # fmt: skip
 

@@ -32,4 +32,12 @@ MUTANTS = [
     ("watch.stop_signals:Stop._receive", 'if hasattr(sys, "ps1"):', "if False:",
      "A second interrupt does not end the kernel of a notebook.",
      "api/test_runs.py::test_a_second_interrupt_in_a_notebook_ends_the_run_and_not_the_kernel"),
+    ("api.steps:TrainingSession.optim_step", "factor = learning_rate / ", "factor = 1.0 / ",
+     "The learning rate of a step is the one that is given.",
+     "api/test_steps.py::test_own_batches_are_learned_and_sampled"),
+    ("api.steps:TrainingSession.__init__", "            stack.enter_context(RunLock(self.path))\n", "",
+     "A session locks its run directory.",
+     "api/test_steps.py::test_own_batches_are_learned_and_sampled"),
+    ("train.trainer:Trainer.accumulate", "        self._enter_phase(self.step)\n", "", "A session applies the settings of each phase.",
+     "api/test_steps.py::test_a_loop_of_ones_own_computes_the_bits_of_the_command"),
 ]
