@@ -14,8 +14,9 @@ import pytest
 from command import Lmworks
 
 from generation_models import GSM8K, HUMANEVAL, write_rows
-from lmworks.corpus.contamination import Decontaminator, record
+from lmworks.corpus.contamination import Decontaminator
 from lmworks.errors import Unavailable
+from lmworks.evaluate import protection
 from lmworks.evaluate.generation import scoring
 from lmworks.evaluate.sets import benchmarks as sets
 from lmworks.evaluate.sets.items import ChoiceItem
@@ -256,7 +257,7 @@ def test_preference_pairs_and_prompts_hold_nothing_that_is_asked(
     else:
         assert (made["left_out"], made[kept], made["contaminated"]) == ({}, 1 + len(held + asked), len(held + asked))
         assert f"{stage}.data.mine: {len(held + asked)} contaminated rows are kept" in said
-    searched = record.common_items([tmp_path / "run" / stage])
+    searched = protection.searched_items([tmp_path / "run" / stage])
     assert len(searched) == (1 if action == "drop" else 0), "with fail the run is refused before its first stage"
 
 
@@ -269,16 +270,16 @@ def test_a_set_that_can_be_read_after_training_began_does_not_count_as_searched_
     folder, given = tmp_path / "run" / "grpo", (lmworks, tiny, tmp_path, "grpo", [CLEAN], "evaluate.benchmarks=[copa]", own(tmp_path, ITEM))
     monkeypatch.setattr(sets, "load_all", away)
     aligned(*given)
-    assert len(record.common_items([folder])) == 1
+    assert len(protection.searched_items([folder])) == 1
     monkeypatch.setattr(sets, "load_all", toy_set)
     aligned(*given)
-    assert len(record.common_items([folder])) == 22
+    assert len(protection.searched_items([folder])) == 22
     monkeypatch.setattr(sets, "load_all", away)
     aligned(*given)
     (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
     monkeypatch.setattr(sets, "load_all", toy_set)
     aligned(*given)
-    assert len(record.common_items([folder])) == 1, "the first step read prompts that were searched for less"
+    assert len(protection.searched_items([folder])) == 1, "the first step read prompts that were searched for less"
 
 
 def test_imported_shards_lose_the_documents_that_hold_what_is_asked(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:

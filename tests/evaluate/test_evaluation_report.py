@@ -10,11 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from lmworks.corpus.contamination import record
 from lmworks.errors import Unavailable, UserError, raise_first
 from lmworks.evaluate.bits_per_byte import held_out
 from lmworks.evaluate.evaluate import evaluate, refusals
-from lmworks.evaluate.protection import protection
+from lmworks.evaluate.protection import item_hashes, protection, save_searched
 from lmworks.evaluate.sets import benchmarks as loading
 from lmworks.evaluate.sets.items import ChoiceItem
 from lmworks.evaluate.tables import printable
@@ -66,7 +65,7 @@ def printed(results: dict) -> str:
 def test_base_then_tuned(small_transformer, byte_tokenizer, corpus, recipe, tmp_path, toy_sets) -> None:
     small_transformer.train()
     out = tmp_path / "evaluate"
-    record.save(tmp_path / "trained", record.hashes(protection(recipe).questions))
+    save_searched(tmp_path / "trained", item_hashes(protection(recipe).questions))
     evaluate(recipe, small_transformer, byte_tokenizer, corpus, out, "base", [tmp_path / "trained"])
     results = evaluate(recipe, small_transformer, byte_tokenizer, corpus, out, "tuned", [tmp_path / "trained"])
     assert results["not_clean"] == {}
@@ -161,8 +160,8 @@ def test_faults_are_named_before_work_begins(small_transformer, byte_tokenizer, 
 def test_scores_on_what_was_not_searched_for_are_marked(small_transformer, byte_tokenizer, corpus, recipe, tmp_path, toy_sets) -> None:
     """The tuned model was trained on text that was searched for less than the base model's."""
     asked = protection(recipe).questions
-    record.save(tmp_path / "base", record.hashes(asked))
-    record.save(tmp_path / "tuned", record.hashes([one for one in asked if not one.name.startswith(("piqa", "chain_sum"))]))
+    save_searched(tmp_path / "base", item_hashes(asked))
+    save_searched(tmp_path / "tuned", item_hashes([one for one in asked if not one.name.startswith(("piqa", "chain_sum"))]))
     given = (small_transformer, byte_tokenizer, corpus, tmp_path / "e")
     evaluate(recipe, *given, "base", [tmp_path / "base"])
     results = evaluate(recipe, *given, "tuned", [tmp_path / "base", tmp_path / "tuned"])

@@ -1,17 +1,20 @@
-"""Evaluation items to exclude from all training text, as far as their data can be read on this machine."""
+"""Evaluation items to exclude from all training text, as far as their data can be read on this machine.
+
+The items that a text was searched for are recorded as hashes in a file beside it, by which a score counts as clean or not.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from lmworks.corpus.contamination import Decontaminator, Question, record
+from lmworks.corpus.contamination import Decontaminator, Question
 from lmworks.corpus.read import parts, read
 from lmworks.corpus.transform.cleaning import clean
 from lmworks.errors import Unavailable, UserError, all_refusals
@@ -19,10 +22,36 @@ from lmworks.evaluate.bits_per_byte import held_out
 from lmworks.evaluate.generation import scoring
 from lmworks.evaluate.sets import benchmarks
 from lmworks.evaluate.sets.benchmarks import GENERATION, is_generated
-from lmworks.io.files import read_json, sha256_file
+from lmworks.io.files import atomic_path, read_json, sha256_file
 from lmworks.io.run_layout import corpus_files
 from lmworks.recipe.schema.evaluate import Protected
 from lmworks.recipe.schema.recipe import Recipe
+
+SEARCHED = "searched.npy"
+
+
+def item_hashes(items: Iterable[Question]) -> np.ndarray:
+    """(I,) unique uint64, ascending: hashes of question and answer of each item."""
+    digests = [hashlib.blake2b(f"{one.text}\0{one.answer}".encode("utf-8", "surrogatepass"), digest_size=8).digest() for one in items]
+    return np.unique(np.frombuffer(b"".join(digests), dtype="<u8"))
+
+
+def save_searched(folder: Path, items: np.ndarray) -> None:
+    """Write the record for the text in this folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_path(folder / SEARCHED) as aside, open(aside, "wb") as handle:
+        np.save(handle, items, allow_pickle=False)
+
+
+def searched_items(folders: Sequence[Path]) -> np.ndarray:
+    """The items that the text of every folder was searched for; empty if a folder has no record."""
+    found: np.ndarray | None = None
+    for folder in folders:
+        path = folder / SEARCHED
+        items = np.load(path, allow_pickle=False) if path.exists() else np.zeros(0, dtype=np.uint64)
+        found = items if found is None else np.intersect1d(found, items)
+    return np.zeros(0, dtype=np.uint64) if found is None else found
+
 
 _WHOLE = 1 << 62
 _LONGEST = 1 << 24
@@ -48,7 +77,7 @@ class Protection:
     def digest(self, corpus_dir: Path) -> str:
         """Hex SHA-256 of the texts that such a decontaminator protects."""
         held = sha256_file(corpus_dir / "manifest.json")
-        return hashlib.sha256(record.hashes(self.questions).tobytes() + held.encode()).hexdigest()
+        return hashlib.sha256(item_hashes(self.questions).tobytes() + held.encode()).hexdigest()
 
 
 def protection(recipe: Recipe) -> Protection:
@@ -98,7 +127,7 @@ def doubt(name: str, asked: Sequence[Question], searched: Sequence[Path], recipe
 
     `searched` are the folders with the records of what each body of training text was searched for.
     """
-    missed = int((~np.isin(record.hashes(asked), record.common_items(searched))).sum())
+    missed = int((~np.isin(item_hashes(asked), searched_items(searched))).sum())
     if not missed:
         return None
     decontaminator, path = recipe.corpus.decontaminate, corpus_dir / "report.json"

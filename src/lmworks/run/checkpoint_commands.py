@@ -14,8 +14,8 @@ from typing import Any
 from lmworks.checkpoint import listing
 from lmworks.checkpoint import publish as names
 from lmworks.checkpoint.state import refuse_damaged
-from lmworks.corpus.contamination.record import RECORD
 from lmworks.errors import UserError
+from lmworks.evaluate.protection import SEARCHED
 from lmworks.io import urls
 from lmworks.io.files import explain_os_errors, read_json, write_json
 from lmworks.io.run_layout import BASE, of_model, up_to
@@ -180,5 +180,5 @@ def _link_inputs(run_dir: Path, to: Path, model: str) -> None:
         record = read_stamp(run_dir / stage.folder)
         if record:
             write_stamp(to / stage.folder, stage, record["inputs"], record.get("seconds", 0.0))
-        if (searched := run_dir / stage.folder / RECORD).exists():
-            shutil.copy2(searched, to / stage.folder / RECORD)
+        if (searched := run_dir / stage.folder / SEARCHED).exists():
+            shutil.copy2(searched, to / stage.folder / SEARCHED)

@@ -84,12 +84,12 @@ def _record_search(protected: Protection, recipe: Recipe, folder: Path) -> None:
     import numpy as np
 
     from lmworks.checkpoint import listing
-    from lmworks.corpus.contamination import record
+    from lmworks.evaluate.protection import item_hashes, save_searched, searched_items
 
     options = recipe.corpus.decontaminate
-    items = record.hashes(protected.questions if options and options.action != "report" else ())
+    items = item_hashes(protected.questions if options and options.action != "report" else ())
     has_trained = listing.has_checkpoints(folder / "checkpoints")
-    record.save(folder, np.intersect1d(items, record.common_items([folder])) if has_trained else items)
+    save_searched(folder, np.intersect1d(items, searched_items([folder])) if has_trained else items)
 
 
 def search_records(run_dir: Path, recipe: Recipe, *stages: str) -> list[Path]:
@@ -158,12 +158,12 @@ def _train(context: StageContext, stage: Callable[[TrainingContext], None]) -> N
 
 def record_pretraining_text(context: StageContext) -> None:
     """Record for which evaluation items the text of pretraining was searched."""
-    from lmworks.corpus.contamination import record
+    from lmworks.evaluate.protection import save_searched, searched_items
 
     if context.ranks is None or context.ranks.is_first:
         folder = context.run_dir / "checkpoints"
         before = [folder] if any(folder.glob("step-*")) else []  # earlier training text may have been searched for fewer items
-        record.save(folder, record.common_items([*search_records(context.run_dir, context.recipe, "corpus", "shards"), *before]))
+        save_searched(folder, searched_items([*search_records(context.run_dir, context.recipe, "corpus", "shards"), *before]))
 
 
 def _pretrain(context: StageContext) -> None:
