@@ -60,6 +60,8 @@ LISTED = {
     "python -m venv ENVIRONMENT": "the environment of llm-compressor takes 1 GB",
     "lmworks quantize MODEL": "run by tests/quantize/test_compressed.py where llm-compressor is",
     "lmworks quantize RUN": "run by tests/quantize/test_compressed.py where llm-compressor is",
+    "lmworks init my-files": "run by tests/cli/test_init_command.py on files of many kinds",
+    "lmworks run my-files.yaml": "run by tests/cli/test_init_command.py on what init wrote",
     "lmworks ablate qk-norm.yaml --jobs": "a quarter of an hour; tests/cli/test_ablate.py runs ablations on small data",
 }
 
@@ -275,6 +277,8 @@ HABITS = " ".join(WORDS.values()).split()  # words of other tools, which are ans
 def parts(words: list[str]) -> list[str]:
     """What is wrong with `lmworks ...`, where words in capitals, and *, stand for anything."""
     command, words = command_tree(), words[1:]
+    if words and words[0].startswith("--"):
+        return [] if words[0] in {option for one in command.params for option in one.opts} else [f"there is no option {words[0]}"]
     while words and hasattr(command, "commands"):
         if words[0] not in command.commands:
             return [] if words[0].isupper() or words[0] in {"*", *HABITS, "--install-completion", "--show-completion"} else [f"there is no command {words[0]!r}"]
@@ -290,8 +294,11 @@ def test_commands_in_the_prose_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+OTHERS = ("serving.md", "coming-from.md")  # pages about other programs
+
+
 def test_options_in_the_prose_exist() -> None:
-    """An option in backticks belongs to some command of ours, or was recorded from another program; docs/serving.md is about others."""
+    """An option in backticks belongs to some command of ours, or was recorded from another program; two pages are about others."""
     recorded = (Path(__file__).parents[1] / "recorded").glob("*.txt")
     known = {"--debug"}.union(*(re.findall(r"--[a-z][\w-]+", path.read_text(encoding="utf-8")) for path in recorded))
 
@@ -301,7 +308,7 @@ def test_options_in_the_prose_exist() -> None:
             gather(child)
 
     gather(command_tree())
-    found = [(page, line, code) for page in PAGES if page.name != "serving.md" for line, code in inline(page) if code.startswith("--")]
+    found = [(page, line, code) for page in PAGES if page.name not in OTHERS for line, code in inline(page) if code.startswith("--")]
     assert found
     wrong = [f"{page.name}:{line}: {code}" for page, line, code in found if code.split()[0] not in known]
     assert not wrong, "\n".join(wrong)
