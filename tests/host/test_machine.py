@@ -45,7 +45,7 @@ def test_what_is_said_is_the_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert machine.multiplies_bf16(CPU) is True, "the last word counts"
     assert (machine.cores(), machine.memory(), machine.available_memory()) == (3, 64_000_000_000, 16_000_000_000)
     assert (machine.free_disk(tmp_path), machine.file_system(tmp_path), machine.sandbox()) == (1000, "nfs4", False)
-    assert machine.answer("peak", lambda: 1.0) == 3e12
+    assert machine.override_or("peak", lambda: 1.0) == 3e12
 
 
 def test_where_nothing_is_said_the_machine_answers(group: Path, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def _checkpoint_bytes(arm: Arm) -> float:
 
 
 def _data_bytes(runs: RunSet) -> float:
-    """Token files of the different data, as far as the budget reads them."""
+    """The part of the token files of the different data that the budget reads."""
     arms = {arm.data_key: arm for arm in runs.arms.values()}
     width = token_dtype(runs.baseline.recipe.model.vocab_size or 0).itemsize
     return float(sum(arm.tokens * width for arm in arms.values()))

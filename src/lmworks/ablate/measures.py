@@ -163,7 +163,7 @@ class Reading:
 
 
 def read_run(run_dir: Path, measures: Sequence[Measure]) -> Reading:
-    """The measures of a run, as far as it has written them. Values that are not finite are left out."""
+    """The measures that a run has written. Values that are not finite are left out."""
     reading = Reading()
     lines = read(run_dir)
     for measure in measures:

@@ -150,7 +150,7 @@ def _budget_overrides(
 
 
 def _warn(resolved: Resolved, *lines: str | None) -> None:
-    """Print these lines, and what is wrong with the sources as far as it is known here."""
+    """Print these lines, and the known faults of the sources."""
     from lmworks.corpus.pipeline import faults
 
     for line in (*lines, *faults(resolved.recipe)):

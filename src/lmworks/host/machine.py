@@ -85,19 +85,19 @@ def overrides() -> dict[str, Any]:
     return found
 
 
-def answer(name: str, ask: Callable[[], T]) -> T:
-    """The value that `LMWORKS_MACHINE` sets, otherwise the result of `ask`."""
+def override_or(name: str, measure: Callable[[], T]) -> T:
+    """The value that `LMWORKS_MACHINE` sets, otherwise the result of `measure`."""
     given = overrides()
-    return given[name] if name in given else ask()
+    return given[name] if name in given else measure()
 
 
 def cores() -> int:
     """CPU cores that this process may use: its CPU affinity (that of before `pin`), or the CPU quota of its container if that is less."""
 
-    def ask() -> int:
+    def measure() -> int:
         return min([_unpinned or len(processors()) or os.cpu_count() or 1, *_cpu_quotas()])
 
-    return answer("cores", ask)
+    return override_or("cores", measure)
 
 
 def processors(process: int = 0) -> frozenset[int]:
@@ -140,23 +140,23 @@ def threads() -> int:
 def memory() -> int:
     """Bytes of memory that this process may use: those of the machine, or the limit of its container if that is less."""
 
-    def ask() -> int:
+    def measure() -> int:
         import psutil
 
         return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _memory_limits())])
 
-    return answer("memory", ask)
+    return override_or("memory", measure)
 
 
 def available_memory() -> int:
     """Bytes of memory that are available now without swapping."""
 
-    def ask() -> int:
+    def measure() -> int:
         import psutil
 
         return min([int(psutil.virtual_memory().available), *(left for _, left in _memory_limits())])
 
-    return answer("available", ask)
+    return override_or("available", measure)
 
 
 def require_memory(needed: float, what: str, remedy: str) -> None:
@@ -174,30 +174,30 @@ def is_running(process: int) -> bool:
 
 def free_disk(path: Path) -> int:
     """Bytes that can be written to the file system of a path."""
-    return answer("disk", lambda: shutil.disk_usage(path).free)
+    return override_or("disk", lambda: shutil.disk_usage(path).free)
 
 
 def file_system(path: Path) -> str:
     """The kind of file system that holds a path, such as ext4 or nfs4."""
 
-    def ask() -> str:
+    def measure() -> str:
         import psutil
 
         whole = path.resolve()
         mounts = [one for one in psutil.disk_partitions(all=True) if whole.is_relative_to(one.mountpoint)]
         return max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else "an unknown file system"
 
-    return answer("filesystem", ask)
+    return override_or("filesystem", measure)
 
 
 def sandbox() -> bool:
     """Whether to try to sandbox untrusted programs. The required kernel features are checked when one is started."""
-    return answer("sandbox", lambda: sys.platform == "linux")
+    return override_or("sandbox", lambda: sys.platform == "linux")
 
 
 def speed() -> float | None:
     """FLOP/s of training if overridden; otherwise None, and the speed is measured on the recipe's own step."""
-    return answer("speed", lambda: None)
+    return override_or("speed", lambda: None)
 
 
 def multiplies_bf16(device: torch.device) -> bool:
@@ -210,7 +210,7 @@ def multiplies_bf16(device: torch.device) -> bool:
         return False
     able = torch.cpu.get_capabilities()
     names = ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16", "sve_bf16")
-    return answer("bf16", lambda: any(able.get(name, False) for name in names))
+    return override_or("bf16", lambda: any(able.get(name, False) for name in names))
 
 
 _CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # see cgroups(7)

@@ -216,7 +216,7 @@ class ContinuousBatch:
         return reading + [row for group in self._running.values() for row in group.rows]
 
     def _admit(self) -> None:
-        """Begin to read the prompts of waiting rows, in order, as far as there is room."""
+        """Admit waiting requests, in order, while there is room, and start their prefill."""
         if not self._waiting:
             return
         active = self._active()

@@ -158,7 +158,7 @@ class Training:
     done: bool = False
 
     def measured(self) -> dict[str, float]:
-        """What a prediction is compared with, as far as it is known: the time only of finished training."""
+        """The measured values that a prediction is compared with; the time only of finished training."""
         speed, memory = self.series.get("perf/tokens_per_second"), self.series.get("perf/memory")
         found = {"perf/tokens_per_second": speed and speed.median(), "perf/memory": memory and memory.high[1]}
         return {name: value for name, value in found.items() if value} | ({"seconds": self.seconds} if self.done else {})

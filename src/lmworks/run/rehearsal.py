@@ -68,7 +68,7 @@ def rehearse(resolved: Resolved, data: Mapping[str, StageData], tokenizer: Token
     while not beside.is_dir():
         beside = beside.parent
     began = time.monotonic()
-    with temporary_folder(beside, ".lmworks-rehearsal-") as folder, _said():
+    with temporary_folder(beside, ".lmworks-rehearsal-") as folder, _without_output():
         run_dir = folder / "run"
         little = resolved.settled(_little(recipe, data, run_dir))
         run_stages(little, on_event=lambda event: None, resume_command="")
@@ -95,8 +95,8 @@ def _kept_at(recipe: Recipe, data: Mapping[str, StageData]) -> Path:
 
 
 @contextmanager
-def _said() -> Iterator[None]:
-    """What the stages say is said when the run is made."""
+def _without_output() -> Iterator[None]:
+    """Print a progress bar in place of the stages' output, which is printed when the run is made."""
     before = terminal.console.quiet
     with terminal.bar("rehearse the run"):
         terminal.console.quiet = True

@@ -6,7 +6,7 @@
 - olmo: `*.npy` without a header, documents closed by an end-of-text token; `.csv.gz` beside it, if there, has start, end, id, source
   file and line of each document, as Dolma writes them.
 
-Imports token files of other tools as a source: checked against the tokenizer, shuffled, with lineage as far as it is stored.
+Imports token files of other tools as a source: checked against the tokenizer, shuffled, with lineage if it is stored.
 """
 
 from __future__ import annotations

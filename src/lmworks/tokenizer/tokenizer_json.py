@@ -197,7 +197,7 @@ def _spec(model: dict[str, Any], pre_tokenizer: dict[str, Any], decoder: dict[st
 
 
 def complete_specials(spec: dict[str, Any]) -> dict[str, str]:
-    """Give an imported tokenizer the special tokens that it lacks, as far as this needs no new ids; returns the replaced names.
+    """Give an imported tokenizer the special tokens that it lacks, where this needs no new ids; returns the replaced names.
 
     Its own end of text token becomes ours, and its reserved tokens become the other missing ones: the ids, and so the rows of weights, do
     not change.

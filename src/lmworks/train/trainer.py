@@ -282,7 +282,7 @@ class Trainer:
         return replace(results[-1], loss=loss.mean(), grad_norm=norm.amax(), applied=applied.bool().all()), batch
 
     def _observe(self, found: StepValues, batch: Batch, values: dict[str, float], bar: terminal.Bar) -> None:
-        """Validate, evaluate, write metrics and samples, as far as they are due. `values` are the metrics that the step has so far."""
+        """Validate, evaluate, write metrics and samples, each when it is due. `values` are the metrics that the step has so far."""
         if self._done or is_due(self.step, self._intervals.validate):
             self.heartbeat.beat(self.step, "validation")
             values |= self._validator.run(self.step, self.optimizer.ema)
