@@ -57,7 +57,7 @@ def test_own_batches_are_learned_and_sampled(tiny_copy: Tiny) -> None:
         reference = [parameter.grad.clone() for parameter in _parameters(session)]
         session._gradients = None
         total = batch.valid_tokens
-        parts = [session.forward_backward(one, total) * one.valid_tokens for one in (batch.sequences(0, 1), batch.sequences(1, 2))]
+        parts = [session.forward_backward(one, total) * one.valid_tokens for one in (batch.rows(0, 1), batch.rows(1, 2))]
         assert sum(parts) / total == pytest.approx(whole, rel=1e-5)
         for one, other in zip(_parameters(session), reference, strict=True):
             assert torch.allclose(one.grad, other, rtol=1e-3, atol=1e-6)  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ def _without_values() -> None:
     from gpu import training
 
     def timed_steps(model: Any, optimizer: Any, batch: Any, micro: int, ranks: int = 1) -> Any:
-        models.step(model, optimizer, batch.sequences(0, micro), micro, ranks=ranks)
+        models.step(model, optimizer, batch.rows(0, micro), micro, ranks=ranks)
         return {"step_seconds": 1.0, "tokens_per_second": float(batch.tokens.size)}, lambda: 1.0
 
     training.timed_steps, training.kernels = timed_steps, lambda *_: {}  # type: ignore[assignment]

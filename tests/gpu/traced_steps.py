@@ -138,7 +138,7 @@ def update(model: ParallelModel, optimizer: Any, batch: Batch, scaler: LossScale
     """One step on this rank's sequences of `batch`, one at a time."""
     rows = len(batch.tokens)
     return train_step(
-        model, optimizer, batch.sequences(*model.rank_sequences(rows)), sequences=rows, valid_tokens=batch.valid_tokens, scaler=scaler,
+        model, optimizer, batch.rows(*model.rank_sequences(rows)), sequences=rows, valid_tokens=batch.valid_tokens, scaler=scaler,
         micro_batch_size=1, lr_factor=1.0, max_grad_norm=1.0, bias_update_rate=0.01,
     )  # fmt: skip
 

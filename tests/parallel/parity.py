@@ -137,7 +137,7 @@ def step_of(model: ParallelModel, optimizer: Updates, batch: Batch, scaler: Loss
     """One step on this rank's sequences of `batch`."""
     rows = len(batch.tokens)
     return train_step(
-        model, optimizer, batch.sequences(*model.rank_sequences(rows)), sequences=rows, valid_tokens=batch.valid_tokens, scaler=scaler,
+        model, optimizer, batch.rows(*model.rank_sequences(rows)), sequences=rows, valid_tokens=batch.valid_tokens, scaler=scaler,
         micro_batch_size=micro_batch_size, lr_factor=1.0, max_grad_norm=CLIP, bias_update_rate=0.01,
     )  # fmt: skip
 

@@ -67,7 +67,7 @@ def step(layout: dict[str, Any], kind: str, micro_batch_size: int) -> Stepped:
     (weights_BT,) = torch.autograd.grad(loss, scores_BT)
     weighted = replace(batch, weights=weights_BT.numpy())
     result = train_step(
-        model, optimizer, weighted.sequences(*model.rank_sequences(ROWS)), sequences=ROWS, valid_tokens=PAIRS,
+        model, optimizer, weighted.rows(*model.rank_sequences(ROWS)), sequences=ROWS, valid_tokens=PAIRS,
         micro_batch_size=micro_batch_size, lr_factor=1.0, max_grad_norm=recipe.optimizer.max_grad_norm, bias_update_rate=0.0,
     )  # fmt: skip
     expected = float((weights_BT * scores_BT.detach()).sum()) / PAIRS

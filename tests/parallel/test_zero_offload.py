@@ -85,7 +85,7 @@ def step(
 ) -> Any:
     batch = batch_of(number, rows, LENGTH)
     return train_step(
-        model, optimizer, batch.sequences(*model.rank_sequences(rows)), sequences=rows, valid_tokens=batch.valid_tokens,
+        model, optimizer, batch.rows(*model.rank_sequences(rows)), sequences=rows, valid_tokens=batch.valid_tokens,
         micro_batch_size=micro_batch_size, lr_factor=1.0, max_grad_norm=recipe.optimizer.max_grad_norm, bias_update_rate=0.01, **options,
     )  # fmt: skip
 

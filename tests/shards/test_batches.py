@@ -99,7 +99,7 @@ def test_world_size_and_micro_batch_change_nothing(built: Batches, step: int, wo
     for rank in range(world):
         start, stop = count * rank // world, count * (rank + 1) // world
         for begin in range(start, stop, micro):
-            parts.append(whole.sequences(begin, min(begin + micro, stop)))
+            parts.append(whole.rows(begin, min(begin + micro, stop)))
             apart.append(built.batch(step, begin, min(begin + micro, stop)))
     assert same(joined(parts), whole)
     assert same(joined(apart), whole), "a rank that reads only its own rows gets the same ones"

@@ -104,7 +104,7 @@ def test_ranks_and_micro_batches_change_nothing_and_fresh_readers_agree(folder: 
     for step in reversed(range(batches.steps)):
         whole = batches.batch(step)
         assert same(whole, fresh.batch(step))
-        assert same(whole.sequences(2, 5), batches.batch(step, 2, 5))
+        assert same(whole.rows(2, 5), batches.batch(step, 2, 5))
     plans = [path.relative_to(other) for path in (other / "packing").rglob("*.rows")]
     assert plans
     assert all((folder / path).read_bytes() == (other / path).read_bytes() for path in plans)

@@ -72,7 +72,7 @@ def test_each_epoch_holds_every_conversation_that_fits_once_and_whole(prefixes: 
 def test_bodies_are_mixed_by_weight(prefixes: dict[str, Path]) -> None:
     batches = TuningBatches(prefixes, LENGTH, LENGTH * 4, LENGTH * 400, seed=3, weights={"chats": 3.0, "tasks": 1.0})
     assert batches.steps == 100
-    rows = [conversations(batches.batch(step).sequences(row, row + 1)) for step in range(100) for row in range(4)]
+    rows = [conversations(batches.batch(step).rows(row, row + 1)) for step in range(100) for row in range(4)]
     assert sum(found[0][0] <= 50 for found in rows) == 300
 
 
@@ -101,7 +101,7 @@ def test_epochs_read_every_conversation_of_all_sets_exactly_as_often(prefixes: d
              for name, file in ((name, IndexedFile(prefix)) for name, prefix in prefixes.items())}  # fmt: skip
     wanted = set().union(*names.values())
     batches = TuningBatches(prefixes, LENGTH, LENGTH * 7, None, seed=3, weights={"chats": 3.0, "tasks": 1.0}, epochs=3)
-    rows = [batches.batch(step).sequences(row, row + 1) for step in range(batches.steps) for row in range(7)]
+    rows = [batches.batch(step).rows(row, row + 1) for step in range(batches.steps) for row in range(7)]
     found = [[own for own, _, _ in conversations(row)] for row in rows]
     last = max(number for number, held in enumerate(found) if held) + 1
     assert len(found) - last < 7 and last % 7, "the last batch is not full"

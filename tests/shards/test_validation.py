@@ -61,7 +61,7 @@ def test_bytes_are_those_of_the_predicted_text(batches: Batches, corpus: Path, t
         exact += len(text.encode()) - len(tokenizer.decode(tokenizer.encode(text)[:1]).encode())
     assert validation.text_bytes == exact
     assert sum(batch.text_bytes for batch in validation) == exact
-    assert sum(batch.sequences(row, row + 1).text_bytes for batch in validation for row in range(4)) == exact
+    assert sum(batch.rows(row, row + 1).text_bytes for batch in validation for row in range(4)) == exact
 
 
 def test_a_limit_in_bytes_cuts_the_last_document_of_each_source_only(batches: Batches, corpus: Path, tokenizer: Tokenizer) -> None:

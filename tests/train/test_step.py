@@ -61,7 +61,7 @@ def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 def parts(batch: Batch, rows: int) -> Iterator[tuple[torch.Tensor, ...]]:
     for start in range(0, len(batch.tokens), rows):
-        part = batch.sequences(start, start + rows)
+        part = batch.rows(start, start + rows)
         yield tuple(torch.from_numpy(array) for array in (part.tokens, part.labels, part.cu_seqlens))
 
 

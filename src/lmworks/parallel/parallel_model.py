@@ -292,7 +292,7 @@ class ParallelModel:
     @torch.no_grad()
     def summed_cross_entropy_on_device(self, batch: Batch) -> Tensor:
         """`summed_cross_entropy` as a 0-d tensor on the device, for which the host has not waited."""
-        own = batch.sequences(*self.rank_sequences(len(batch.tokens)))
+        own = batch.rows(*self.rank_sequences(len(batch.tokens)))
         if self.pipeline:
             largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
             at_once = -(-largest // self.pipeline.stages)
@@ -319,7 +319,7 @@ class ParallelModel:
         `micro_batch_size`: rows of a forward pass; all of a rank's rows, or those of a pipeline stage, when left out.
         """
         start, stop = self.rank_sequences(len(batch.tokens))
-        own = batch.sequences(start, stop)
+        own = batch.rows(start, stop)
         whole_BT = torch.zeros(batch.tokens.shape, device=self.device, dtype=torch.promote_types(self.compute_dtype, torch.float32))
         largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
         if self.pipeline:
@@ -370,7 +370,7 @@ def micro_batches(batch: Batch, count: int, rows: int, blank: int = 1) -> Iterat
     for start in range(0, count * rows, rows):
         stop = min(start + rows, len(batch.tokens))
         if start < stop:
-            yield batch.sequences(start, stop), True
+            yield batch.rows(start, stop), True
         else:
             length = batch.tokens.shape[1]
             nothing = np.zeros((blank, length), np.int32)

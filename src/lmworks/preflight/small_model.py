@@ -132,7 +132,7 @@ def one_step(recipe: Recipe, model: ParallelModel, optimizer: Updates, step: int
     """Train on the random batch of a step."""
     batch = random_batch(step, length)
     return train_step(
-        model, optimizer, batch.sequences(*model.rank_sequences(ROWS)), sequences=ROWS, valid_tokens=batch.valid_tokens, micro_batch_size=1,
+        model, optimizer, batch.rows(*model.rank_sequences(ROWS)), sequences=ROWS, valid_tokens=batch.valid_tokens, micro_batch_size=1,
         lr_factor=1.0, max_grad_norm=recipe.optimizer.max_grad_norm, bias_update_rate=0.01,
     )  # fmt: skip
 

@@ -69,7 +69,7 @@ def first_batches(context: CheckContext) -> CheckResult:
             model.configure(phase.model)
         valid = max(1, whole.valid_tokens)
         with peak(device) as worked:
-            own, share = whole.sequences(*model.rank_sequences(taken)), valid / whole.tokens.size
+            own, share = whole.rows(*model.rank_sequences(taken)), valid / whole.tokens.size
             sums = model.sum_over_ranks(model.forward_backward(own, taken, micro, 1 / valid, share))
         loss = float(sums.cross_entropy) / valid
         norm = float(model.clip_gradients(0.0))

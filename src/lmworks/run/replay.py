@@ -62,7 +62,7 @@ def replay(run_dir: Path, model_name: str, step: int | None, at: int | None) -> 
     _as_in_step(model, recipe, model_name, step, meta)
     loss, norm, first, gradients = _run(model, alone, batch)
     model.eval()
-    single = [batch.sequences(number, number + 1) for number in range(len(batch.tokens))]
+    single = [batch.rows(number, number + 1) for number in range(len(batch.tokens))]
     rows = [(number, model.summed_cross_entropy(one) / max(one.valid_tokens, 1)) for number, one in enumerate(single)]
     worst = sorted(rows, key=lambda one: -one[1] if math.isfinite(one[1]) else -math.inf)[:_SHOWN]
     return {

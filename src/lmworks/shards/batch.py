@@ -34,8 +34,8 @@ class Batch:
     sequence_bytes: np.ndarray | None = None
     weights: np.ndarray | None = None
 
-    def sequences(self, start: int, stop: int) -> Batch:
-        """Sequences [start, stop) as a batch: the share of a rank, or a micro-batch."""
+    def rows(self, start: int, stop: int) -> Batch:
+        """Rows [start, stop) as a batch: the share of a rank, or a micro-batch."""
         length = self.tokens.shape[1]
         first, last = np.searchsorted(self.cu_seqlens, (start * length, stop * length))
         return Batch(

@@ -67,7 +67,7 @@ class Batches:
         return self.order.steps
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
-        """The batch of a step, or its sequences [start, stop): equal to `batch(step).sequences(start, stop)`, but only these are read."""
+        """The batch of a step, or its sequences [start, stop): equal to `batch(step).rows(start, stop)`, but only these are read."""
         sequences = self._sequences
         order = sequences.order
         first, count = order.sequences(step)

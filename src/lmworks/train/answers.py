@@ -191,7 +191,7 @@ class AnswerCurriculum(StageCurriculum):
         return self._rows[step]
 
     def batch(self, step: int, start: int, stop: int) -> Batch:
-        return self._batch(step).sequences(start, stop)
+        return self._batch(step).rows(start, stop)
 
     def tokens_before(self, step: int) -> int:
         return self._tokens[step]

@@ -133,7 +133,7 @@ class _Model:
         """Seconds of training steps on one batch, without the first two, which compile."""
         model, rows = self._model, len(batch.tokens)
         micro_batch_size = micro_batch_of(self._recipe, batch.tokens.shape[1], model.pipeline is not None)
-        own = batch.sequences(*model.rank_sequences(rows))
+        own = batch.rows(*model.rank_sequences(rows))
         if model.device.type == "cpu":
             keep_freed_memory()  # as the trainer does
         model.train()

@@ -65,7 +65,7 @@ def find_corruption(
     """Compare the copies of weights and optimizer state, then run a micro-batch of this rank's share twice, or three times where gradients
     need not repeat. Gradients are dropped."""
     return _copies(model, optimizer) or _arithmetic(
-        model, optimizer, batch.sequences(0, min(micro_batch_size, len(batch.tokens))), micro_batch_size, communicator
+        model, optimizer, batch.rows(0, min(micro_batch_size, len(batch.tokens))), micro_batch_size, communicator
     )
 
 

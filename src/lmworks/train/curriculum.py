@@ -210,7 +210,7 @@ class TuningCurriculum(StageCurriculum):
 
     def batch(self, step: int, start: int, stop: int) -> Batch:
         found = self.batches.batch(step)
-        return (append_rows(found, self.replay.batch(step)) if self.replay else found).sequences(start, stop)
+        return (append_rows(found, self.replay.batch(step)) if self.replay else found).rows(start, stop)
 
     def tokens_before(self, step: int) -> int:
         return step * self._batch

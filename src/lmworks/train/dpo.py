@@ -155,7 +155,7 @@ class Preference:
         batch, value = differentiate(packed, nats_BT, loss, normalizer=len(numbers))
         self._metrics = _metrics(scored[0])
         rows = len(batch.tokens)
-        own = batch.sequences(*self._model.rank_sequences(rows))
+        own = batch.rows(*self._model.rank_sequences(rows))
         yield Update(own, rows, len(numbers), value, batch.valid_tokens, batch.tokens.size)
 
     def metrics(self) -> dict[str, float]:

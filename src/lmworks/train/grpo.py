@@ -150,7 +150,7 @@ class PolicyGradient:
             labels = float(packed.lengths().sum())
             batch, value = differentiate(packed, -logp_BT, loss, normalizer=labels)
             rows = len(batch.tokens)
-            own = batch.sequences(*self._model.rank_sequences(rows))
+            own = batch.rows(*self._model.rank_sequences(rows))
             yield Update(own, rows, labels, value, batch.valid_tokens, batch.tokens.size)
         self._metrics["grpo/clipped"] = float(torch.stack([one.clipped for one in evaluated]).mean())
         if self._reference is not None:

@@ -78,7 +78,7 @@ def observe_pass(model: ParallelModel, batch: Batch, rows: int = 4) -> Activatio
     model.eval()
     try:
         with record_activations(blocks, {name: block.attention for name, block in blocks.items()}) as seen:
-            model.summed_cross_entropy_on_device(batch.sequences(0, min(rows * model.ranks.size("dp"), len(batch.tokens))))
+            model.summed_cross_entropy_on_device(batch.rows(0, min(rows * model.ranks.size("dp"), len(batch.tokens))))
     finally:
         model.train(training)
     return seen
