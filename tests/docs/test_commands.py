@@ -281,7 +281,8 @@ def parts(words: list[str]) -> list[str]:
         return [] if words[0] in {option for one in command.params for option in one.opts} else [f"there is no option {words[0]}"]
     while words and hasattr(command, "commands"):
         if words[0] not in command.commands:
-            return [] if words[0].isupper() or words[0] in {"*", *HABITS, "--install-completion", "--show-completion"} else [f"there is no command {words[0]!r}"]
+            known = words[0].isupper() or words[0] in {"*", *HABITS, "--install-completion", "--show-completion"}
+            return [] if known else [f"there is no command {words[0]!r}"]
         command = command.commands[words.pop(0)]
     options = {option for parameter in command.params for option in parameter.opts} | {"--help", "--debug"}
     return [f"there is no option {word}" for word in words if word.startswith("--") and word.split("=")[0] not in options]
