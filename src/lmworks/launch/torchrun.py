@@ -175,9 +175,10 @@ class Agent:
         imports = shlex.join([sys.executable, "-P", "-c", f"import {self.module}"])
         return "\n".join((
             f"cd {shlex.quote(str(directory))} || exit 255",
-            f"{exports} {imports} 2>>{log} </dev/null || exit 254",
+            f"export {exports}",
+            f"{imports} 2>>{log} </dev/null || exit 254",
             "exec 3<&0",
-            f"{exports} {shlex.join(self.command())} 2>>{log} </dev/null 3<&- & agent=$!",
+            f"{shlex.join(self.command())} 2>>{log} </dev/null 3<&- & agent=$!",
             "{ cat <&3 >/dev/null; kill $agent; } >/dev/null 2>&1 & watch=$!",
             "exec 3<&-; wait $agent; code=$?; kill $watch; exit $code",
             "",
