@@ -235,9 +235,9 @@ def test_recipes_run_to_the_end(lmworks: Lmworks, model: Path, tmp_path: Path) -
     rows(tmp_path / "files" / "chat" / "a.jsonl", CHAT["messages"], 60)
     rows(tmp_path / "files" / "pairs" / "a.jsonl", PAIR, 60)
     rows(tmp_path / "files" / "sums" / "a.jsonl", SUM, 20)
-    for n in range(60):
-        (tmp_path / "files" / f"{n}.md").write_text(f"# Day {n}\n\n{prose(n, 2000)}", encoding="utf-8")
-    init(lmworks, "files")
+    for n in range(20):
+        (tmp_path / "files" / f"{n}.md").write_text(f"# Day {n}\n\n{prose(n, 1500)}", encoding="utf-8")
+    init(lmworks, "files", "--time", "20s")
     done = lmworks("run", "out.yaml", "--set", "grpo.steps=1")
     assert done.code == 0, done.err
     assert lmworks("init", "files", "--time", "1min", "--start-from", "files/base").code == 0  # on this machine
