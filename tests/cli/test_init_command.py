@@ -107,8 +107,9 @@ def test_a_model_in_the_folder_is_trained_further(lmworks: Lmworks, model: Path,
     rows(tmp_path / "files" / "chat.jsonl", CHAT["messages"])
     recipe, said = init(lmworks, "files")
     assert recipe["start_from"] == "files/base" and "model: files/base" in said
-    assert [one["path"] for one in recipe["corpus"]["sources"]] == ["files"]  # type: ignore[index]
+    assert [one["path"] for one in recipe["corpus"]["sources"]] == ["files/*"]  # type: ignore[index]
     assert recipe["train"]["phases"][0]["mixture"] == {"files": 1} and recipe["tune"]["epochs"] == 2  # type: ignore[index]
+    assert recipe["tune"]["data"][0]["path"] == "files/*"  # type: ignore[index]
     planned = lmworks("plan", "out.yaml")
     assert planned.code == 0, planned.err
     assert "--start-from" not in said and "config.json" not in said  # the files of the model are nobody's rows

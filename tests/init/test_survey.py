@@ -30,11 +30,13 @@ def test_time_and_memory_of_a_large_tree(tmp_path: Path) -> None:
         (tmp_path / "many" / str(folder)).mkdir(parents=True)
         for file in range(500):
             os.mknod(tmp_path / "many" / str(folder) / f"{file}.txt")
+    for file in range(2 * SAMPLE):
+        (tmp_path / "many" / "8" / f"{file}.md").write_text("not empty", encoding="utf-8")
     (tmp_path / "many" / "7" / "0.txt").write_text("not empty", encoding="utf-8")
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     found = survey(str(tmp_path / "many"))
     spent = time.process_time() - begin
-    assert found.count == 20_000 and found.unused["empty files"] == 19_999
+    assert found.count == 20_000 + 2 * SAMPLE and found.unused["empty files"] == 19_999
     assert spent < 20_000 * 10e-6 * 10, spent  # ten seconds for a million, times what a busy machine takes
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # kB
     assert all(len(one.sample) <= SAMPLE for one in found.files)

@@ -109,14 +109,13 @@ def understand(survey: Survey) -> list[Found]:
     return found
 
 
-def _path(files: Files, survey: Survey) -> str:
-    """The path of a source for these files: the folder, or a pattern for the files right in it where others of their kind lie below."""
-    several = sum(other.kind == files.kind for other in survey.files) > 1
-    return os.path.join(glob.escape(files.folder), "*") if several and not files.deep else files.folder
+def _path(files: Files) -> str:
+    """The path of a source for these files: the folder, or a pattern for those right in it where others, or a model, lie below."""
+    return files.folder if files.deep else os.path.join(glob.escape(files.folder), "*")
 
 
 def _documents(files: Files, survey: Survey) -> Found | None:
-    found = Found("documents", files.kind, _path(files, survey), files.count, files.bytes)
+    found = Found("documents", files.kind, _path(files), files.count, files.bytes)
     sample = [File(path, size) for path, size in files.sample[:FILES_READ]]
     size = _read(found, sample)
     if not found.lengths and files.kind == "text" and "enormous" in "".join(found.notes):
@@ -232,7 +231,7 @@ def _rows(files: Files, survey: Survey) -> list[Found]:
         return []
     if len(by_meaning) == 1:  # files that are not understood are left out and counted by the stage, too
         ((use, about), group) = next(iter(by_meaning.items()))
-        return _sets(use, about, group, _path(files, survey), files)
+        return _sets(use, about, group, _path(files), files)
     if whole:
         return [
             one
@@ -241,7 +240,7 @@ def _rows(files: Files, survey: Survey) -> list[Found]:
             for one in _sets(use, about, [(path, size, meanings)], path, Files(ROWS, path, False, 1, size))
         ]
     (use, about), group = max(by_meaning.items(), key=lambda pair: len(pair[1]))
-    found = _sets(use, about, group, _path(files, survey), files)
+    found = _sets(use, about, group, _path(files), files)
     for one in found:
         one.notes.append(
             f"{len(files.sample[:FILES_READ]) - len(group)} of {len(files.sample[:FILES_READ])} sampled files are something else; "
