@@ -269,7 +269,7 @@ FOREIGN: dict[str, dict[str, Ours]] = {
         "expert_parallel_degree": _ours(_LAYOUT + "ep"), "pipeline_parallel_schedule": _ours(_LAYOUT + "pipeline_schedule"),
         "activation_checkpoint": _RECOMPUTE, "keep_latest_k": _KEEP, "async_mode": _ours("checkpoints.asynchronous"), "log_freq": _LOG,
         "enable_tensorboard": _ours("metrics.tensorboard"), "enable_wandb": _WANDB, "mixed_precision_param": _PRECISION,
-        "hf_assets_path": _BASE, "initial_load_path": _BASE, "comm_init_timeout_seconds": _ours("launch.timeout"),
+        "hf_assets_path": _BASE, "initial_load_path": _BASE, "init_timeout_seconds": _ours("launch.timeout"),
         "train_timeout_seconds": _ours("launch.timeout"), "dataset": _DATASETS, "dataset_path": _DATASETS,
     },
     "nanochat": {
