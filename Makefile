@@ -12,15 +12,15 @@ quickstart: $(VENV)/quickstart.stamp
 assistant: $(VENV)/quickstart.stamp
 	$(BIN)/lmworks run recipes/assistant.yaml
 
-# Each worker has worlds of up to 8 ranks of its own: allow 6 GB of memory for one. Compiled modules are kept: hundreds of processes read them.
-WORKERS ?= 2
+# WORKERS=N: of two cores, three use what a test leaves idle while it waits. Each has worlds of up to 8 ranks of its own: allow 6 GB of memory
+# for one. Compiled modules are kept: hundreds of processes read them.
 test: $(VENV)/dev.stamp
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(or $(WORKERS),3) --dist loadfile --no-loadscope-reorder
 
 # The oldest torch that is supported, in an environment of its own (5 GB): the rooms whose results depend on torch, or TESTS=tests for all.
 TESTS ?= tests/model tests/inference tests/optim tests/parallel tests/checkpoint tests/gpu
 oldest: $(OLDEST)/dev.stamp
-	$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p no:cacheprovider $(TESTS)
+	$(OLDEST)/bin/python -m pytest -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder -p no:cacheprovider $(TESTS)
 
 # All slow tests, or with SLICE=K/N one of N pieces; what passed before under the same sources is not repeated. Engines go below ENGINES.
 # SYSTEM=--system also installs packages of the system, as root. UNTIL is when to end, in seconds since 1970. RECORD=--record-durations.
@@ -31,7 +31,7 @@ RESULTS ?= runs/slow/results.jsonl
 _PART = $(if $(SLICE),--slice=$(SLICE)) $(if $(UNTIL),--until=$(UNTIL))
 slow: $(VENV)/slow.stamp
 	LMWORKS_ENGINES=$(ENGINES) $(BIN)/python tests/slow_needs.py $(_PART) $(SYSTEM) $(RECORD)
-	LMWORKS_ENGINES=$(ENGINES) $(BIN)/python -m pytest --slow-suite $(_PART) $(RECORD) --results=$(RESULTS) -n $(WORKERS) --dist worksteal --timeout 7200
+	LMWORKS_ENGINES=$(ENGINES) $(BIN)/python -m pytest --slow-suite $(_PART) $(RECORD) --results=$(RESULTS) -n $(or $(WORKERS),2) --dist worksteal --timeout 7200
 
 # Plants mistakes in a private copy of the sources, one at a time: the fast tests must find each. SLICE=K/N as above; goes on where it was.
 # MUTANTS='--only TEXT', or MUTANTS='--sampled optim losses' for mutants that cosmic-ray makes, drawn by a seed.
