@@ -67,9 +67,10 @@ GPUS = {gpu.name: gpu for gpu in (
     Gpu("mi300x", 192, 5300, 1307, True, 750), Gpu("mi325x", 256, 6000, 1307, True, 1000), Gpu("mi350x", 288, 8000, 2307, True, 1000),
     Gpu("mi355x", 288, 8000, 2517, True, 1400),
 )}  # fmt: skip
-"""By the vendors' data sheets and whitepapers; those of MI350X and MI355X are half of what they state with sparsity. H100, H800,
-A100, H200, B200 and B300 are SXM modules. Prices are the lowest of RunPod in March 2026, others ask up to four times as much
-(https://deploybase.ai/articles/runpod-gpu-pricing)."""
+"""Dense bf16 and memory as the vendors' data sheets and whitepapers state them, but: MI350X and MI355X are half of what is stated with
+sparsity; the RTX Pro 6000 is scaled from its FP32 rate; the memory of the B300 is as reported, not from a data sheet. H100, H800, A100,
+H200, B200 and B300 are SXM modules. Prices are the lowest that RunPod asked in March 2026, spot capacity among them, and others ask up to
+four times as much (https://deploybase.ai/articles/runpod-gpu-pricing): set `dollars_per_device_hour` to your own."""
 
 _COUNTED = (re.compile(r"(\d{1,7})\s*(?:[x*×]\s*)?(\D.*)", re.DOTALL), re.compile(r"(.*?)\s*(?:[:*×]|x)\s*(\d{1,7})", re.DOTALL))
 _MAKERS = "nvidia|geforce|amd|radeon|instinct|tesla|generation|workstation|server|edition|blackwell|gpu|oam|hbm[23]e?|sxm[2-6]?|ac|vf"
