@@ -160,7 +160,8 @@ class Chart {
     if (this.logY) return [Math.max(low > 0 ? low : high / 1e4, 1e-12) / 1.15, Math.max(high, 1e-12) * 1.15];
     if (this.top !== null && !this.zoomed) high = Math.min(high, Math.max(this.top, low));
     const room = 0.06 * (high - low) || 0.05 * Math.abs(high) || 1;
-    return [this.zero && low >= 0 ? 0 : low - room, high + room];
+    if (this.zero && low >= 0) return [low > 0 ? 0 : -0.03 * (high + room), high + room];  // a line of zeros lies within, not on the border
+    return [low - room, high + room];
   }
 
   // The lines as uPlot has them, one table of rising x and values for each.
