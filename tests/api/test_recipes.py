@@ -53,6 +53,7 @@ def test_show_and_plan_are_those_of_the_commands(lmworks_command: Lmworks, tiny:
         more = [] if cluster is None else ["--cluster", cluster, "--mfu", str(mfu)]
         done = lmworks_command("plan", tiny.recipe, *options, *more, "--json")
         planned = recipe.plan(cluster, mfu=mfu)
+        assert mfu in (None, planned.plan.mfu)
         assert json.loads(done.out) == json.loads(json.dumps(planned.to_json()))
         assert (done.code == 0) == (not planned.refusals) and planned.seconds > 0
     assert recipe.plan("8xh100").dollars > 0
