@@ -116,6 +116,22 @@ def test_a_model_in_the_folder_is_trained_further(lmworks: Lmworks, model: Path,
     assert "nowhere is no Hugging Face folder" in lmworks("init", "files", "--start-from", "nowhere", *ON).error
 
 
+def test_a_page_of_text_beside_conversations_is_left_out(lmworks: Lmworks, model: Path) -> None:
+    Path("files/page.md").write_text(prose(1), encoding="utf-8")
+    rows(Path("files/chat.jsonl"), CHAT["messages"])
+    recipe, said = init(lmworks, "files")
+    assert "tune" in recipe and not {"corpus", "train"} & recipe.keys()
+    assert "1 source of documents left out" in " ".join(said.split())
+
+
+def test_the_text_of_a_row_has_a_usual_name_or_is_most_of_it() -> None:
+    from lmworks.init.meaning import _text_column
+
+    assert _text_column({"notes": prose(1), "content": "A short text."}) == "content"
+    assert _text_column({"id": "17", "notes": prose(1)}) == "notes"
+    assert _text_column({"id": "17", "notes": "A short text."}) is None
+
+
 @pytest.mark.parametrize(("name", "make", "section"), [("kto", LABEL, "dpo"), ("sums", SUM, "grpo"), ("pairs", PAIR, "dpo")])
 def test_a_folder_of_one_kind(lmworks: Lmworks, model: Path, name: str, make: Callable[[int], object], section: str) -> None:
     rows(Path("files") / f"{name}.jsonl", make)
