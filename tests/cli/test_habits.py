@@ -38,6 +38,13 @@ def test_the_table_leads_to_commands_and_keys_that_exist_and_to_one_each() -> No
     [
         ("train r.yaml", "run r.yaml"),
         ("finetune r.yaml", "tune r.yaml"),
+        ("sft r.yaml --lr 1e-4", "tune r.yaml --set tune.learning_rate=1e-4"),
+        ("dpo r.yaml --epochs 2 --learning-rate=1e-6", "dpo r.yaml --set dpo.epochs=2 --set dpo.learning_rate=1e-6"),
+        ("grpo r.yaml --epochs 2 --lr 1e-6", "grpo r.yaml --epochs 2 --set grpo.learning_rate=1e-6"),
+        ("checkpoints list runs/x", "ckpt list runs/x"),
+        ("checkpoint verify runs/x", "ckpt verify runs/x"),
+        ("checkpoint runs/x", "ckpt list runs/x"),
+        ("torchrun slurm r.yaml", "launch slurm r.yaml"),
         ("SFT r.yaml --size 3M", "tune r.yaml --size 3M"),
         ("eval runs/x", "evaluate runs/x"),
         ("eval --model runs/x", "evaluate runs/x"),

@@ -76,7 +76,10 @@ def answer(arguments: Sequence[str], group: Any) -> str | None:
         said.append(f"there is no command {words[0][:100]!r}")
         if meant == "--help" and len(words) > 1 and words[1] in group.commands:
             return f"{said[0]}; write: lmworks {words[1]} --help"
-        words = meant.split() if meant.startswith("--") else [*meant.split(), *words[1:]]
+        first, *below = meant.split()
+        if words[1:] and words[1] in getattr(group.commands.get(first), "commands", {}):
+            below = []  # the word stands for the group, and its command follows
+        words = [first] if meant.startswith("--") else [first, *below, *words[1:]]
     place, command = 0, group
     while place < len(words) and words[place] in getattr(command, "commands", {}):
         command = command.commands[words[place]]
@@ -87,6 +90,19 @@ def answer(arguments: Sequence[str], group: Any) -> str | None:
         ranks, rest = rest[0][1:], rest[1:]
         path, rest = (["launch", "local"], [*rest, "--ranks", ranks]) if path != ["plan"] else (path, [*rest, "--cluster", ranks])
     return f"{'; '.join(said)}; write: {shlex.join(['lmworks', *path, *rest])}" if said else None
+
+
+def _of_stage(key: str | None, path: list[str]) -> str | None:
+    """The key in the section of the stage that a command runs, where that has one of this name; None where only another stage has."""
+    from lmworks.recipe.keys import known_paths
+    from lmworks.recipe.schema.recipe import Recipe
+
+    if key is None or path not in (["tune"], ["dpo"], ["grpo"]):
+        return key
+    own = f"{path[0]}.{key.rpartition('.')[2]}"
+    if own in known_paths(Recipe):
+        return own
+    return None if key.partition(".")[0] == "tune" else key
 
 
 def _options(words: list[str], known: set[str], path: list[str], said: list[str]) -> list[str]:
@@ -101,7 +117,9 @@ def _options(words: list[str], known: set[str], path: list[str], said: list[str]
         name, equals, value = word.partition("=")
         plain = name.replace("_", "-").lower() if name.startswith("-") else name
         assigned = _ASSIGNED.fullmatch(word)
-        key = _KEY_OF.get(plain) or (name[2:] if name.startswith("--") and name[2:].partition(".")[0] in Recipe.model_fields else None)
+        key = _of_stage(_KEY_OF.get(plain), path)
+        if key is None and name.startswith("--") and name[2:].partition(".")[0] in Recipe.model_fields:
+            key = name[2:]
         if name in known:
             kept.append(word)
             if not equals and name in ("--set", "--allow") and waiting:
