@@ -106,6 +106,9 @@ def test_the_tuned_model_is_taken_where_there_is_one(run_dir: Path, tmp_path: Pa
     only_base = load_engine(untuned)
     names = [(engine.name, engine.tuned) for engine in (tuned, base, only_base)]
     assert names == [("talker", True), ("talker-base", False), ("talker", False)]
+    chosen = load_engine(f"{run_dir}@base")
+    assert (chosen.name, chosen.tuned) == ("talker-base", False), "the base model has one name, however it is asked for"
+    chosen.close()
     weights = [engine.model.embedding.weight for engine in (tuned, base, only_base)]
     assert not weights[0].equal(weights[1])
     assert weights[1].equal(weights[2])

@@ -126,9 +126,10 @@ def load_engine(
     """
     from lmworks.weights.open import open_model
 
-    opened = open_model(f"{where}@{BASE.model}" if base else where, "cpu", as_stored=True)
+    where = f"{where}@{BASE.model}" if base else str(where)
+    opened = open_model(where, "cpu", as_stored=True)
     if name is None:
-        name = opened.name if opened.recipe is None else f"{opened.recipe.name}-base" if base else opened.recipe.name
+        name = opened.name if opened.recipe is None else opened.recipe.name + "-base" * where.endswith(f"@{BASE.model}")
     return make_engine(prepare(opened.model, dtype, rows), opened.tokenizer.directory, name, opened.chat, threads)
 
 
@@ -138,7 +139,8 @@ def load_models(where: str | Path, base: bool = False, dtype: Dtype = "auto", na
     from lmworks.weights.run_models import final_model
 
     first = load_engine(where, base, dtype=dtype, name=name)
-    if not (Path(where) / "resolved.json").is_file() or final_model(Path(where)) == BASE.model:
+    run_dir = Path(where).expanduser()
+    if not (run_dir / "resolved.json").is_file() or final_model(run_dir) == BASE.model:
         return Models(first)
     name = first.name.removesuffix("-base") if base else f"{first.name}-base"
     load = lambda: apart(lambda: load_engine(where, not base, first.threads, dtype))  # noqa: E731
