@@ -116,6 +116,26 @@ def test_a_model_in_the_folder_is_trained_further(lmworks: Lmworks, model: Path,
     assert "nowhere is no Hugging Face folder" in lmworks("init", "files", "--start-from", "nowhere", *ON).error
 
 
+def test_budgets_that_no_measurement_corrects_are_careful_on_a_cpu(
+    lmworks: Lmworks, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """A recipe for existing weights has no `time`: its run is as long as its budgets."""
+    from lmworks.init import budgets, propose
+
+    assumed, honest = [], propose.recipe_text
+    monkeypatch.setattr(propose, "recipe_text", lambda *given: (assumed.append(given[3].cluster.mfu), honest(*given))[1])
+    rows(Path("files/chat.jsonl"), CHAT["messages"])
+    init(lmworks, "files")
+    assert {*assumed} == {budgets.CPU_MFU}
+    assumed.clear()
+    lmworks("init", "files", "-o", "gpu.yaml", "--cluster", "8xh100")
+    assert min(assumed) > 0.2
+    monkeypatch.setattr(budgets, "CPU_MFU", 1e-12)
+    assert lmworks("init", "files", "-o", "short.yaml", *ON).code == 0
+    said = " ".join(Path("short.yaml").read_text(encoding="utf-8").replace("#", " ").split())
+    assert "20 steps are the fewest, and take longer than that" in said
+
+
 def test_a_page_of_text_beside_conversations_is_left_out(lmworks: Lmworks, model: Path) -> None:
     Path("files/page.md").write_text(prose(1), encoding="utf-8")
     rows(Path("files/chat.jsonl"), CHAT["messages"])

@@ -24,9 +24,12 @@ SMALLEST = 100_000
 FEWEST = 20  # steps of a stage
 BYTES_PER_TOKEN = 4.0  # of English, by the vocabulary of a published model
 _EPOCHS = 2  # of conversations
+_LONGER = f"; {FEWEST} steps are the fewest, and take longer than that"
 TRAINING = 0.7  # share of the time; reading, evaluation and export take the rest
 _WEIGHTS = {"pretrain": 2, "tune": 1, "dpo": 1, "grpo": 1}
-_CPU_MFU = 0.1  # of existing weights, whose budgets no measurement corrects; 14% was measured for adapters of 135M (docs/assistant.md)
+CPU_MFU = 0.05
+"""Of existing weights on a CPU, whose budgets no measurement corrects: adapters of 135M parameters reached 6% of the bf16 peak with rows of
+1,024 tokens, and 14% of the measured peak with 256 (docs/assistant.md)."""
 _TOKEN_SECONDS = 0.025  # of one token of all answers, which even a model of 0.3M parameters takes on a CPU in fp64
 _DECODING = 4  # a token that is drawn costs as much as so many forward passes of a token that is read: it reads all weights again
 
@@ -53,8 +56,7 @@ class Budgets:
     @property
     def flops(self) -> float:
         """Operations that the time pays for, without those of reading, evaluation and export."""
-        mfu = min(self.cluster.mfu, _CPU_MFU) if self.cluster.on_cpu and self.base else self.cluster.mfu
-        return TRAINING * self.seconds * devices(self.cluster) * self.cluster.tflops * 1e12 * mfu
+        return TRAINING * self.seconds * devices(self.cluster) * self.cluster.tflops * 1e12 * self.cluster.mfu
 
     def share(self, stage: str) -> float:
         """Operations for one of the stages."""
@@ -111,6 +113,7 @@ def tune_budget(budgets: Budgets, rows: list[Found], pretrained: bool) -> tuple[
         why = (
             f"{_EPOCHS} passes would be about {_EPOCHS * text:,.0f} tokens" if pretrained else "a proportion of the time, beside the phases"
         )
+    why += _LONGER * (pretrained and paid < tokens)
     batch = length * power_of_two(tokens / length / (2 * FEWEST), 64)
     return {"sequence_length": f"{length} tokens", "global_batch_tokens": f"{batch} tokens", **keys}, f"{why}; {about}"
 
@@ -120,10 +123,11 @@ def dpo_budget(budgets: Budgets, rows: list[Found]) -> tuple[dict[str, str], int
     total, each = sum(one.rows for one in rows), ((FROZEN if budgets.lora else TRAINED) + 2) * max(1, budgets.base)  # and the reference
     length, about = budgets.length(rows, paid=budgets.share("dpo") / each / 2, least=0.5)
     size = sum(sum(one.lengths) for one in rows) / max(1, sum(len(one.lengths) for one in rows)) / budgets.bytes_per_token
-    paid = max(2 * FEWEST, int(budgets.share("dpo") / (2 * max(size, 1) * each)))  # both answers of a pair
-    used = min(total, paid)
+    paid = int(budgets.share("dpo") / (2 * max(size, 1) * each))  # both answers of a pair
+    used = min(total, max(2 * FEWEST, paid))
     keys = {"pairs_per_step": str(max(2, power_of_two(0.95 * used / FEWEST, 32))), "sequence_length": f"{length} tokens"}
-    return keys, used if used < total else None, about + (f"; the time pays for about {paid:,} of {total:,}" if used < total else "")
+    about += f"; the time pays for about {paid:,} of {total:,}" * (paid < total) + _LONGER * (paid < used)
+    return keys, used if used < total else None, about
 
 
 def grpo_budget(budgets: Budgets, rows: list[Found]) -> tuple[dict[str, str], str]:

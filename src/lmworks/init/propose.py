@@ -84,6 +84,8 @@ def propose(folder: str, start_from: str | None, time: float | None, cluster: st
         start_note = ("No base model was found, so this one of the package index is tuned: SmolLM2-135M-Instruct (Apache-2.0). To tune "
                       "another one: lmworks init --start-from FOLDER")  # fmt: skip
         budgets.base, budgets.bytes_per_token = _DEFAULT_PARAMETERS, sizing.BYTES_PER_TOKEN
+    if start is not None and where.on_cpu:
+        budgets.cluster = where.model_copy(update={"mfu": min(where.mfu, sizing.CPU_MFU)})
     if weights is not None:
         budgets.base = count_active_parameters(weights.model)
         budgets.context = int(weights.model.max_position_embeddings or budgets.context)
