@@ -183,7 +183,7 @@ PLACES = (
         host.pool map_unordered
     """),
     (LATER, "weights, once they have been loaded or trained", """
-        train.trainer Trainer._are_finite Trainer._flush
+        train.trainer Trainer._are_finite Trainer._flush Trainer.save
         export.gguf write_gguf_adapter load_gguf(2) _damaged
         export.export export(2) _require_all
         export.parity _load_in_transformers(2) require_parity

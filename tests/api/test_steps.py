@@ -91,3 +91,15 @@ def test_own_batches_are_learned_and_sampled(tiny_copy: Tiny) -> None:
 
 def _parameters(session: lmworks.TrainingSession) -> list[torch.nn.Parameter]:
     return [parameter for parameter in session._trainer.model.parameters() if parameter.grad is not None]
+
+
+def test_weights_that_are_not_finite_are_not_saved(tiny_copy: Tiny) -> None:
+    recipe = lmworks.load_recipe(tiny_copy.recipe, SHORT, run_dir=str(tiny_copy.run_dir))
+    with recipe.training_session() as session:
+        session.forward_backward(session.batch())
+        session.optim_step()
+        with torch.no_grad():
+            next(session.model().module.parameters()).fill_(float("nan"))
+        with pytest.raises(lmworks.UserError, match="after step 1 are not finite, and were not saved"):
+            session.save()
+    assert not list((tiny_copy.run_dir / "checkpoints").glob("step-00000001"))

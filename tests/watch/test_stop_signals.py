@@ -12,6 +12,7 @@ import time
 import pytest
 
 from lmworks.watch import graceful_stop
+from lmworks.watch.stop_signals import Stop
 from patience import PATIENCE
 
 _RUN = """
@@ -101,3 +102,9 @@ def test_outside_the_main_thread_it_does_nothing():
     thread.start()
     thread.join()
     assert seen == [False]
+
+
+def test_the_line_of_a_stopped_run_names_a_checkpoint_only_if_there_is_one() -> None:
+    assert Stop().message(12, "lmworks run r.yaml") == "stopped by request and saved at step 12; resume with: lmworks run r.yaml"
+    for step in (0, -1):
+        assert Stop().message(step, "lmworks run r.yaml") == "stopped by request; nothing was saved; resume with: lmworks run r.yaml"

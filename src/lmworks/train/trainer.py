@@ -170,9 +170,15 @@ class Trainer:
         return found
 
     def save(self) -> Path:
-        """Save a checkpoint of the step, which `run` resumes from; returns its folder. Raises `UserError` if that fails."""
+        """Save a checkpoint of the step, which `run` resumes from; returns its folder. Raises `UserError` if that fails, or if weights are
+        not finite."""
         if (failure := self._save(wait=True)) is not None:
             raise failure
+        if self._saver.saved != self.step:
+            raise UserError(
+                f"the weights after step {self.step:,} are not finite, and were not saved; open the session again to go on from the newest "
+                "checkpoint"
+            )
         return self.files.checkpoints.directory / checkpoint_name(self.step)
 
     def _begin_step(self) -> None:

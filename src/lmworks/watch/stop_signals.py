@@ -36,9 +36,9 @@ class Stop:
         return self.signal not in (None, signal.SIGINT)
 
     def message(self, step: int, command: str) -> str:
-        """The last line that a run prints which has stopped, and whose newest checkpoint is of `step`."""
+        """The last line of a run that has stopped, and whose newest checkpoint is of `step`; 0 or -1 if nothing was saved."""
         by = self.signal.name if self.signal else "request"
-        return f"stopped by {by}{f' and saved at step {step}' if step else '; nothing was saved yet'}; resume with: {command}"
+        return f"stopped by {by}{f' and saved at step {step}' if step > 0 else '; nothing was saved'}; resume with: {command}"
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
