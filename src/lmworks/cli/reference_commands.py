@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lmworks.cli.options import JsonOption, console, print_json
 from lmworks.errors import UserError
-from lmworks.recipe.keys import nearest
+from lmworks.recipe.keys import nearest, nearest_or_all
 
 SCHEMAS = ("recipe", "model", "cluster", "ablation", "ladder")
 _LINK = re.compile(r"^\| \[(?P<title>[^\]]+)\]\((?P<path>[\w/.-]+\.md)\) \| (?P<about>.*) \|$")
@@ -44,9 +44,7 @@ def schema_of(kind: str) -> dict[str, Any]:
 
     nodes: dict[str, type[Node]] = {"recipe": Recipe, "model": Model, "cluster": Cluster, "ladder": LadderFile}
     if kind not in SCHEMAS:
-        close = nearest(kind, list(SCHEMAS))
-        hint = f"did you mean {close}?" if close else f"take one of {', '.join(SCHEMAS)}"
-        raise UserError(f"there is no schema of {kind[:100]!r}; {hint}")
+        raise UserError(f"there is no schema of {kind[:100]!r}; {nearest_or_all(kind, SCHEMAS)}")
     return json_schema(f"lmworks {kind}", nodes[kind] if kind in nodes else kinds())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -25,6 +25,12 @@ def nearest(word: str, known: list[str]) -> str | None:
     lower = {item.lower(): item for item in known}
     found = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
     return lower[found[0]] if found else None
+
+
+def nearest_or_all(name: str, known: Sequence[str]) -> str:
+    """The end of a message about a name that is not among few known ones: the nearest of them, or all."""
+    close = nearest(name, list(known))
+    return f"did you mean {close}?" if close else f"take one of {', '.join(known)}"
 
 
 def item_names(items: list[Any]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lmworks.errors import UserError
 from lmworks.host import machine
 from lmworks.io.run_layout import MODEL_STAGES
-from lmworks.recipe.keys import nearest
+from lmworks.recipe.keys import nearest_or_all
 from lmworks.ui.terminal import Terminal, plain
 
 if TYPE_CHECKING:
@@ -35,11 +35,8 @@ HEADINGS = {
 
 def require_stage(name: str | None, what: str) -> None:
     """Raise `UserError` if there is no stage of this name; `what` is the option that gave it."""
-    if name is None or name in HEADINGS:
-        return
-    close = nearest(name, list(HEADINGS))
-    hint = f"did you mean {close}?" if close else f"take one of {', '.join(HEADINGS)}"
-    raise UserError(f"{what} {name[:100]!r} is not a stage; {hint}")
+    if name is not None and name not in HEADINGS:
+        raise UserError(f"{what} {name[:100]!r} is not a stage; {nearest_or_all(name, list(HEADINGS))}")
 
 
 def choose_mesh(resolved: Resolved, cluster: Cluster | None, ranks: int, per_host: int) -> tuple[Resolved, list[str]]:
