@@ -106,6 +106,8 @@ def test_larger_values_are_drawn_higher_and_the_line_is_interrupted(page: Page, 
     assert first and last and max(first) < 0.2 and min(last) > 0.8 and not gap
     assert scale(page, "pretrain-ratio", "y")[0] == 0, "loads are drawn from zero"
     assert scale(page, "pretrain-loss", "y")[0] > 1, "and a loss is not"
+    lowest = page.evaluate("charts.find(one => one.figure.id === 'pretrain-ratio').yRange(0, 4)[0]")
+    assert -0.5 < lowest < 0, "a line of zeros lies within its chart and not on the border"
     found = page.evaluate("charts.find(one => one.figure.id === 'pretrain-bpb-overall').yRange(1, 2)")
     assert found[0] < 1 and found[1] > 2.3, "the level of xz is within the axis"
 

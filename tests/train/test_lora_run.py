@@ -326,3 +326,9 @@ def test_a_run_starts_from_a_checkpoint_of_adapters(based: Tiny) -> None:
     load_start_weights(recipe, model, world_communicator())
     expected, found = load_model(based.run_dir, "tuned").state_dict(), model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    (data,) = final_checkpoint(based.run_dir, "tuned").glob("data-*.bin")
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(damaged)
+    with pytest.raises(UserError, match="other content than was written"):
+        load_start_weights(recipe, model, world_communicator())
