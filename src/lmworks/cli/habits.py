@@ -26,7 +26,7 @@ WORDS = {
     "ckpt list": "checkpoints checkpoint list-checkpoints ls list",
     "show": "config print-config validate check-config dump inspect cfg",
     "plan": "estimate memory cost size calc dry-run flops calculator",
-    "preflight": "doctor gpus devices hardware env nvidia-smi check test-env",
+    "preflight": "gpus devices hardware env nvidia-smi check test-env",
     "init": "new create setup configure wizard quickstart template scaffold",
     "ablate": "sweep search grid hyperparameter tune-hyperparameters hpo",
     "ladder run": "scaling scaling-laws scaling-law",

@@ -49,6 +49,7 @@ def command_tree() -> Any:
         comparison_commands,
         data_commands,
         deploy_commands,
+        doctor_command,
         init_command,
         ladder_commands,
         launch_commands,
@@ -61,7 +62,8 @@ def command_tree() -> Any:
     for register in (
         init_command.register,
         run_commands.register, comparison_commands.register, ablate_commands.register, launch_commands.register, recipe_commands.register,
-        advice_commands.register, ladder_commands.register, advice_commands.register_preflight, data_commands.register,
+        advice_commands.register, ladder_commands.register, advice_commands.register_preflight, doctor_command.register,
+        data_commands.register,
         comparison_commands.register_quantize, serve_commands.register, deploy_commands.register, deploy_commands.register_handover,
         reference_commands.register,
     ):  # fmt: skip

@@ -1,0 +1,148 @@
+"""`lmworks doctor` from the command line: findings, verdict, exit codes, and run folders that are damaged, foreign or hostile."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmworks.cli import main
+from lmworks.watch import run_files
+from lmworks.watch.diagnosis import all_rules, diagnose
+from lmworks.watch.evidence import Evidence
+from lmworks.watch.rule import SYMPTOMS, Finding, Measurement, Rule
+from lmworks.watch.run_files import open_run
+from written_run import write_run
+
+FULL = {"event": "save_failed", "step": 30, "reason": "No space left on device", "in_a_row": 1}
+
+
+def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["lmworks", "doctor", *map(str, arguments)])
+    code = 0
+    try:
+        main.main()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", {"train/loss": [5.0 - 0.01 * i for i in range(60)]}, [FULL])
+
+
+def test_a_full_disk_is_named_with_evidence_change_and_exit_code(
+    full: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = doctor(monkeypatch, capsys, full)
+    assert code == 1
+    assert "disk-full: A checkpoint could not be saved because the disk was full." in out
+    assert "pretrain, step 30" in out and "1 problem" in out and "--set checkpoints.keep_last=1" in out
+    code, out, _ = doctor(monkeypatch, capsys, full, "--json")
+    found = json.loads(out)
+    assert code == 1 and [one["code"] for one in found["stages"][0]["problems"]] == ["disk-full"]
+
+
+def test_a_healthy_run_ends_with_0_and_says_what_could_not_be_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = doctor(monkeypatch, capsys, write_run(tmp_path / "run", {"train/loss": [5.0 - 0.01 * i for i in range(60)]}))
+    assert code == 0 and "0 problems" in out and "could not run: no optim/update_ratio" in out
+
+
+def test_every_cause_can_be_explained_and_its_look_alikes_are_causes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for code, rule in all_rules().items():
+        assert code == rule.code and set(rule.symptoms) <= set(SYMPTOMS) and rule.symptoms
+        assert rule.sentence.endswith(".") and len(rule.explain) > 100
+        status, out, _ = doctor(monkeypatch, capsys, "--explain", code)
+        assert status == 0 and rule.explain in out
+    assert doctor(monkeypatch, capsys, "--explain", "disk-ful")[::2] == (
+        2, "error: 'disk-ful' is no cause that doctor knows; did you mean disk-full?\n"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty folder", "text", "image", "no run"])
+def test_what_is_no_run_ends_in_one_line(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "it"
+    if kind == "empty folder":
+        path.mkdir()
+    elif kind in ("text", "image"):
+        path.write_bytes(b"hello" if kind == "text" else b"\x89PNG\r\n\x1a\n" + bytes(1000))
+    code, out, err = doctor(monkeypatch, capsys, *([] if kind == "no run" else [path]))
+    assert code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1
+
+
+JUNK: dict[str, bytes] = {
+    "truncated": b'{"step": 3, "train/loss": 4.0}\n{"step": 4, "train/lo',
+    "foreign": b'{"iter": 3, "loss": "4"}\n[1, 2]\nhello\n\xff\xfe\n',
+    "deep": b"[" * 100_000 + b"\n",
+    "large numbers": b'{"step": 1e400, "train/loss": 1e400, "optim/update_ratio": ' + b"9" * 5000 + b"}\n",
+    "wrong types": b'{"step": "1", "train/loss": [1]}\n{"step": true, "train/loss": {}}\n{"step": -5, "train/loss": 1}\n',
+    "no line end": b"x" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("kind", JUNK)
+@pytest.mark.parametrize("file", ["metrics.jsonl", "ledger.jsonl", "resolved.json", "lock", "launch/hosts.json"])
+def test_damaged_records_end_in_a_verdict(
+    kind: str, file: str, full: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (full / file).parent.mkdir(exist_ok=True)
+    with open(full / file, "wb") as handle:
+        handle.write(JUNK[kind])
+    code, out, err = doctor(monkeypatch, capsys, full)
+    assert (code == 2 and err.startswith("error: ")) or (code in (0, 1) and "problem" in out and not err)
+
+
+def test_a_link_out_of_the_folder_is_not_followed(full: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text('{"a": 1}')
+    (full / "resolved.json").unlink()
+    (full / "resolved.json").symlink_to(tmp_path / "secret.json")
+    assert Evidence(open_run(full)).tree == {}
+
+
+def test_a_long_file_is_read_at_its_ends_and_in_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_HEAD", 4000), ("_TAIL", 4000), ("_WINDOW", 200), ("_WINDOWS", 10)):
+        monkeypatch.setattr(run_files, name, value)
+    run = write_run(tmp_path / "run", {"train/loss": [float(i) for i in range(5000)]})
+    loss = Evidence(open_run(run)).series("train/loss")
+    assert loss.steps[0] == 1 and loss.steps[-1] == 5000 and 100 < len(loss) < 400
+    middle = loss.between(500, 4500)
+    assert len(middle) >= 10 and (middle.values == middle.steps - 1).all() and (loss.steps[1:] > loss.steps[:-1]).all()
+
+
+def test_a_bundle_is_read_like_the_folder(full: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "bundle.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in full.rglob("*"):
+            if path.is_file():
+                archive.write(path, path.relative_to(full))
+    folder, bundle = (diagnose(Evidence(open_run(path))) for path in (full, tmp_path / "bundle.zip"))
+    assert [one.code for one in bundle.problems] == [one.code for one in folder.problems] == ["disk-full"]
+
+
+def rule(code: str, *evidence: Measurement, **more: Any) -> Rule:
+    return Rule(code, "It is so.", "data", ("spikes",), lambda _: Finding(evidence), "", **more)
+
+
+def test_one_signal_is_not_sure_and_two_are(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, fine = Measurement("a", 2.0, high=1.0), Measurement("b", 0.5, high=1.0)
+    both = [rule("one", bad, fine), rule("two", bad, bad), rule("worse", bad, bad, bad, outranks=("two",))]
+    monkeypatch.setattr("lmworks.watch.diagnosis.all_rules", lambda: {one.code: one for one in both})
+    found = diagnose(Evidence(open_run(full)))
+    assert [one.code for one in found.unsure] == ["one"] and [one.code for one in found.problems] == ["worse", "two"]
+
+
+def test_a_rule_that_meets_what_no_run_writes_does_not_end_the_others(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Rule("broken", "It is so.", "data", ("spikes",), lambda _: [][1], "")
+    monkeypatch.setattr("lmworks.watch.diagnosis.all_rules", lambda: {"broken": broken, "disk-full": all_rules()["disk-full"]})
+    found = diagnose(Evidence(open_run(full)))
+    assert "damaged" in found.not_judged["broken"] and [one.code for one in found.problems] == ["disk-full"]
