@@ -25,6 +25,7 @@ _KINDS = {
     "stage_ended": "stage",
     "spike": "bad",
     "spike_accepted": "bad",
+    "finding": "bad",
     "not_finite": "bad",
     "weights_not_finite": "bad",
     "rollback": "bad",
@@ -99,6 +100,8 @@ def _words(event: Json) -> tuple[str, str]:
                 return "Spike", f"{step}: {'; '.join(over)}; action: {event['action']}"
             case "spike_accepted":
                 return "Spike accepted", f"{step}: there was no rollback, so the new level counts as normal"
+            case "finding":
+                return "Finding", f"{step + ': ' if step else ''}{event['sentence']} ({event['code']})"
             case "not_finite":
                 return "Not finite", f"{step}: first in {event['first']}"
             case "weights_not_finite":

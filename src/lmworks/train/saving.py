@@ -36,6 +36,7 @@ from lmworks.train.fault_handler import FaultHandler
 from lmworks.train.observe.sampling import Sampler
 from lmworks.train.step import StepResult
 from lmworks.watch.ledger import LEDGER, Ledger, NoLedger
+from lmworks.watch.periodic import PeriodicDiagnosis
 from lmworks.watch.policy import BadSteps
 
 
@@ -142,6 +143,7 @@ def open_stage(
             saved, options, identity, report=partial(ledger.write, stage=stage.stage), recipe=as_tree(recipe), total_tokens=total_tokens,
             run_files=lambda: run_files_of(run_dir, saved),
         ) as checkpoints,
+        PeriodicDiagnosis(run_dir, stage.stage, recipe.metrics.diagnose_every if ranks.is_first else None, ledger.write),
     ):  # fmt: skip
         keep = stability.save_bad_batches if ranks.is_first else 0
         bad_steps = BadSteps(folder / "bad_batches", stability.max_bad_steps, keep, ledger.write)

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lmworks.recipe.schema.base import NO_EFFECT, Node, read_by
 from lmworks.recipe.schema.layout import DeviceCost
-from lmworks.recipe.schema.units import Bytes, Duration, Tokens
+from lmworks.recipe.schema.units import Bytes, Duration, Seconds, Tokens
 
 
 class Tokenizer(Node):
@@ -172,6 +172,9 @@ class Metrics(DeviceCost):
     prometheus_port: int | None = Field(None, gt=0, description="also serve /metrics on this loopback port")
     detail_every: Duration | None = Field(
         None, description="interval between per-layer metrics (activations, attention logits, gradients, updates); never when omitted"
+    )
+    diagnose_every: Seconds | None = Field(
+        Seconds.parse("10 min"), description="interval at which rules of `lmworks doctor` judge the run while it trains; never when null"
     )
 
 
