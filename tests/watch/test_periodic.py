@@ -60,7 +60,8 @@ def test_the_end_of_a_run_does_not_wait_for_a_diagnosis_that_hangs(tmp_path: Pat
 def test_the_process_imports_no_torch_and_has_low_priority(tmp_path: Path) -> None:
     write_run(tmp_path / "run", {"train/loss": [1.0] * 50})
     code = "import sys, os; from lmworks.watch.periodic import main; main(*sys.argv[1:]); print('torch' in sys.modules, os.nice(0))"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run"), "pretrain"], capture_output=True, encoding="utf-8", check=True)
+    command = [sys.executable, "-c", code, str(tmp_path / "run"), "pretrain"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
     assert done.stdout == f"[]\nFalse {min(19, os.nice(0) + 19)}\n"
 
 
