@@ -186,6 +186,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def curve(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what a clock or the machine decides."""
-    keep: Callable[[str], bool] = lambda name: name != "time" and not name.startswith(("perf/", "system/"))  # noqa: E731
+    """The lines of metrics.jsonl without what a clock or the machine decides, or what depends on where a process began."""
+    of_process = ("perf/", "system/", "train/repeated_rows")
+    keep: Callable[[str], bool] = lambda name: name != "time" and not name.startswith(of_process)  # noqa: E731
     return [{name: value for name, value in line.items() if keep(name)} for line in read(run_dir)]

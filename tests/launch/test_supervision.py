@@ -90,6 +90,11 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(tmp_path: Path) -> N
     (restart,) = events(run_dir, "restart")
     assert (restart["ranks"], restart["hosts"], restart["step"], restart["in_a_row"]) == ([1], ["local-0"], 7, 1)
     assert "rank 1 on local-0" in restart["reason"] and "ended without an error message" in restart["reason"]
+    exits = {event["rank"]: event for event in events(run_dir, "rank_exit")}
+    killed, other = exits[1], exits[0]
+    assert (killed["host"], killed["code"], killed["signal"], killed["oom_kill"]) == ("local-0", -9, "SIGKILL", False)
+    assert other["code"] != 0 and other["signal"] != "SIGKILL" and killed["pid"] != other["pid"]
+    assert not list(LaunchDir.of(run_dir).exits.iterdir())
 
 
 @pytest.mark.slow
@@ -128,6 +133,7 @@ def test_a_rank_that_always_breaks_ends_the_run_with_the_reason(tmp_path: Path) 
     recipe = prepare(run_dir, {"rank": 1, "step": 7, "kind": "error", "once": False}, max_restarts=1)
     assert local(run_dir, recipe, "2").run() == 2
     assert [event["in_a_row"] for event in events(run_dir, "restart")] == [1, 2]
+    assert [event["code"] for event in events(run_dir, "rank_exit") if event["rank"] == 1] == [1, 1]
     assert "rank 1 on local-0" in (reason := events(run_dir, "restart")[-1]["reason"]) and "ArithmeticError: the toy is broken" in reason
 
 

@@ -24,9 +24,28 @@ def test_noise_names_nobody():
         assert watch.observe((0.1 * np.exp(0.05 * draw.standard_normal(64))).tolist(), 0.02) == []
 
 
-def test_of_two_ranks_nobody_knows_which_is_slow():
+def test_of_two_ranks_the_own_history_decides():
+    """A rank that has always been slower is not named; one that becomes slower is, once; a step that becomes longer names nobody."""
+    draw, watch, named = np.random.default_rng(2), SlowRanks(8.0), []
+    for number in range(80):
+        seconds = np.array([0.1, 0.4]) * (1 + 0.02 * draw.standard_normal(2))
+        if 20 <= number < 40:
+            seconds[0] *= 3
+        if number >= 60:
+            seconds *= 2
+        named += [(number, rank) for rank in watch.observe(seconds.tolist(), 0.02)]
+    assert named == [(22, 0)]
+
+
+def test_without_a_history_nobody_knows_which_of_two_is_slow():
     watch = SlowRanks(8.0)
     assert [watch.observe([0.1, 9.0], 0.0) for _ in range(9)] == [[]] * 9
+
+
+def test_noise_of_two_ranks_names_nobody():
+    draw, watch = np.random.default_rng(3), SlowRanks(8.0)
+    for _ in range(2000):
+        assert watch.observe((0.1 * np.exp(0.05 * draw.standard_normal(2))).tolist(), 0.02) == []
 
 
 def test_little_is_nothing_however_even_the_others_are():

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 VARIABLE = "LMWORKS_MACHINE"
+_PAGES = Path("/proc/self/statm")
 RANKS_HERE = "LMWORKS_RANKS_HERE"  # ranks of this machine in agents before this one, and in all: "2/4"
 T = TypeVar("T")
 
@@ -108,6 +109,11 @@ def processors(process: int = 0) -> frozenset[int]:
         return frozenset()
 
 
+def all_cores() -> int:
+    """CPU cores of the machine, whoever may use them."""
+    return os.cpu_count() or 1
+
+
 _unpinned = 0  # processors that this process might use before `pin`
 
 
@@ -165,6 +171,15 @@ def require_memory(needed: float, what: str, remedy: str) -> None:
         raise UserError(f"{what} needs {needed / 2**30:,.2f} GiB of memory, and {available / 2**30:,.2f} GiB are available; {remedy}")
 
 
+def resident_memory() -> int:
+    """Bytes that are resident in this process now."""
+    with suppress(OSError, IndexError):
+        return int(_PAGES.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import psutil
+
+    return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
 def is_running(process: int) -> bool:
     """Whether there is a process with this id."""
     import psutil
@@ -216,12 +231,12 @@ def multiplies_bf16(device: torch.device) -> bool:
 _CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # see cgroups(7)
 
 
-def _control_groups(controller: str) -> Iterator[Path]:
+def control_groups(controller: str) -> Iterator[Path]:
     """Folders that may limit this process: its control group and the groups above it, under version 1 or 2.
 
     A container may see the host path of its group, which does not exist inside, and its own group as the root.
     """
-    for line in _lines(_MEMBERSHIP):
+    for line in lines_of(_MEMBERSHIP):
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -232,8 +247,8 @@ def _control_groups(controller: str) -> Iterator[Path]:
 
 def _cpu_quotas() -> Iterator[int]:
     """CPU quota of each group, in cores, rounded up."""
-    for folder in _control_groups("cpu"):
-        figures = " ".join(_lines(folder / "cpu.max") or _lines(folder / "cpu.cfs_quota_us") + _lines(folder / "cpu.cfs_period_us"))
+    for folder in control_groups("cpu"):
+        figures = " ".join(lines_of(folder / "cpu.max") or lines_of(folder / "cpu.cfs_quota_us") + lines_of(folder / "cpu.cfs_period_us"))
         quota, _, period = figures.partition(" ")
         if quota not in ("", "max", "-1"):
             yield math.ceil(int(quota) / int(period))
@@ -241,16 +256,16 @@ def _cpu_quotas() -> Iterator[int]:
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
     """The limit of each group that has one, and the memory left. Page cache that the kernel can reclaim does not count as used."""
-    for folder in _control_groups("memory"):
-        limit = " ".join(_lines(folder / "memory.max") or _lines(folder / "memory.limit_in_bytes"))
-        used = " ".join(_lines(folder / "memory.current") or _lines(folder / "memory.usage_in_bytes"))
+    for folder in control_groups("memory"):
+        limit = " ".join(lines_of(folder / "memory.max") or lines_of(folder / "memory.limit_in_bytes"))
+        used = " ".join(lines_of(folder / "memory.current") or lines_of(folder / "memory.usage_in_bytes"))
         if limit not in ("", "max") and used:
-            statistics = dict(line.split() for line in _lines(folder / "memory.stat"))
+            statistics = dict(line.split() for line in lines_of(folder / "memory.stat"))
             cached = statistics.get("total_inactive_file", statistics.get("inactive_file", "0"))
             yield int(limit), max(0, int(limit) - int(used) + int(cached))
 
 
-def _lines(path: Path) -> list[str]:
+def lines_of(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -44,6 +44,11 @@ class LaunchDir:
         return self.path / "last_failure"
 
     @property
+    def exits(self) -> Path:
+        """How ranks have ended, as their agents have recorded it, until it is written to the ledger."""
+        return self.path / "exits"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

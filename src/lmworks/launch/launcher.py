@@ -22,6 +22,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.io.files import write_text
+from lmworks.launch.agent import report_exits
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, log_of, read_table
 from lmworks.parallel.process_group import layout_for, min_world_size
@@ -88,6 +89,7 @@ class Supervisor:
             self._end(list(self._agents))
             for number, handler in before.items():
                 signal.signal(number, handler)
+            report_exits(self.folder, self.run_dir)
 
     def _start_agent(self, host: Host) -> None:
         # In a session of its own: Ctrl-C reaches only this process, and the ranks once, through the launch directory. When this process

@@ -19,6 +19,7 @@ import torch
 
 from lmworks.errors import UserError
 from lmworks.host import machine
+from lmworks.launch.agent import report_exits
 from lmworks.launch.launch_dir import VARIABLE, LaunchDir
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.process_group import init_ranks, is_launched
@@ -169,6 +170,7 @@ def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: i
         shutil.rmtree(folder.last_records, ignore_errors=True)
         folder.records.rename(folder.last_records)
     folder.records.mkdir(parents=True, exist_ok=True)  # NCCL makes no folder
+    report_exits(folder, run_dir)
     if found is None:
         if beats and len(beats) != size:
             with Ledger(run_dir / LEDGER) as ledger:

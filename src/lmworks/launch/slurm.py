@@ -15,6 +15,7 @@ from typing import Any
 from lmworks.errors import UserError
 from lmworks.io.files import rendered, write_text
 from lmworks.io.urls import reveal
+from lmworks.launch.agent import report_exits
 from lmworks.launch.launch_dir import VARIABLE, LaunchDir
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_table
 from lmworks.parallel.process_group import layout_for
@@ -127,6 +128,7 @@ def finish_job(recipe: Recipe, run_dir: Path, code: int) -> JobResult:
     a crashed one is at most `launch.max_restarts` times in a row without a new checkpoint."""
     folder = LaunchDir.of(run_dir)
     outcome = folder.outcome()
+    report_exits(folder, run_dir)
     with Ledger(run_dir / LEDGER) as ledger:
         events = ledger.read()
         since = events[max((place + 1 for place, event in enumerate(events) if event["event"] == "checkpoint"), default=0) :]

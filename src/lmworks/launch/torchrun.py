@@ -151,7 +151,7 @@ class Agent:
             "monitor-interval": 0.2, "local-addr": self.address,
         }  # fmt: skip
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        return [sys.executable, "-m", "torch.distributed.run", *given, "-m", self.module, *self.arguments]
+        return [sys.executable, "-m", "lmworks.launch.agent", *given, "-m", self.module, *self.arguments]
 
     def environment(self, host: str | None = None) -> Mapping[str, str]:
         variables = dict(reveal(self.variables)) | {

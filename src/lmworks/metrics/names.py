@@ -31,6 +31,12 @@ _SCORE = "eval/{set}/{form}"
 _LATER = "tune, dpo or grpo"
 _DPO, _KTO, _GRPO = "dpo", "dpo.loss: kto", "grpo"
 _NVML = "an NVIDIA GPU and lmworks[gpu]"
+_CUDA = "an NVIDIA GPU"
+_RANKS = "several ranks"
+PRESSURE = "a kernel with pressure stall information"
+GROUP = "a control group of the CPU"
+KILLS = "a kernel that counts kills for want of memory"
+DISKS, NETWORK = "a system that counts transfers of disks", "a system that counts transfers of the network"
 _TABLE: tuple[tuple[Any, ...], ...] = (
     ("train/loss", "nats/token", "cross-entropy of the step, over the valid tokens of all ranks and micro-batches", "", "lower"),
     ("train/perplexity", "", "exp of train/loss", "", "lower"),
@@ -52,6 +58,10 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("train/phase", "", "number of the phase, from 0"),
     ("train/bad_steps", "steps", "steps without an update since the start, because a value was not finite"),
     ("train/spikes", "steps", "steps without an update since the start, because loss or gradient norm was far above the last ones"),
+    (
+        "train/repeated_rows", "", "share of the first rank's sequences since the line before that equal one of its last 65,536; or, where "
+        "ranks are compared, of the sequences of a step that several ranks have read",
+    ),
     ("train/ewc", "nats/token", "penalty of elastic weight consolidation, weight included", "a phase with ewc"),
     ("experts/load_cv", "", "coefficient of variation of the experts' loads, mean over layers", _MOE),
     ("experts/load_cv/{layer}", "", "coefficient of variation of the experts' loads in a layer", _MOE),
@@ -86,9 +96,30 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("perf/save_seconds", "s", "time that training stood still for a checkpoint", "", "lower"),
     ("perf/validation_seconds", "s", "time that training stood still for validation", "", "lower"),
     ("perf/evaluation_seconds", "s", "time that training stood still for an evaluation", _EVALUATION, "lower"),
-    ("perf/slowest_rank", "", "number of the rank that holds up the others most", "several ranks"),
+    (
+        "perf/gap_seconds", "s", "wall time since the line before that steps, saves, validation, evaluation and samples do not explain", "",
+        "lower",
+    ),
+    ("perf/cpu_seconds", "s", "processor time of the first rank, of all its threads, since the line before"),
+    ("perf/resident_memory", "bytes", "memory of the first rank's process that is resident now"),
+    ("perf/memory_reserved", "bytes", "memory of the first rank's GPU that the allocator holds, in use or not", _CUDA),
+    ("perf/alloc_retries", "", "allocations since the line before that only succeeded after cached memory was freed", _CUDA, "lower"),
+    ("perf/slowest_rank", "", "number of the rank that holds up the others most", _RANKS),
+    ("perf/data_wait_max", "s", "perf/data_wait of the rank that waited longest", _RANKS, "lower"),
+    ("perf/starved_rank", "", "number of that rank", _RANKS),
     ("system/cpu", "%", "use of the CPU cores of the first rank's machine, by all programs, since the line before"),
     ("system/memory", "bytes", "memory in use on the first rank's machine, by all programs"),
+    ("system/load", "", "tasks that run or wait for a CPU on the first rank's machine, per CPU"),
+    ("system/cpu_pressure", "", "share of the time since the last reading in which some task waited for a CPU", PRESSURE, "lower"),
+    ("system/memory_pressure", "", "the same for memory: pages are being reclaimed or read back", PRESSURE, "lower"),
+    ("system/io_pressure", "", "the same for disks", PRESSURE, "lower"),
+    ("system/throttled_seconds", "s", "CPU time that the quota of the container withheld since the last reading, all CPUs", GROUP, "lower"),
+    ("system/oom_kills", "", "processes of the container killed for want of memory since the last reading", KILLS, "lower"),
+    ("system/network_bytes_per_second", "bytes/s", "sent and received by the first rank's machine, by all programs", NETWORK),
+    ("system/disk_read_bytes_per_second", "bytes/s", "read from the disks of the first rank's machine, by all programs", DISKS),
+    ("system/disk_write_bytes_per_second", "bytes/s", "written to the disks of the first rank's machine, by all programs", DISKS),
+    ("system/gpu_throttled", "", "1 if heat or the hardware holds the clocks of the GPU down, else 0", _NVML, "lower"),
+    ("system/gpu_errors", "", "XID errors and uncorrected memory errors of the GPU since the last reading", _NVML, "lower"),
     ("system/gpu_temp", "degrees C", "temperature of the GPU", _NVML),
     ("system/power", "W", "power drawn by the GPU", _NVML),
     ("validation/loss", "nats/token", "mean over all validation tokens", "", "lower"),

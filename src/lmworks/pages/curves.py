@@ -16,6 +16,7 @@ _FEW_LAYERS = 8
 OVERALL = "overall"
 _OTHER_TONES = (1, 3, 4, 2, 5, 6)  # of runs to compare with; the run's own is 0
 _SHOWN = {"bytes": "bytes", "bytes/s": "bytes", "s": "seconds"}
+_PRESSURES = (("cpu", "CPU", "c1"), ("memory", "memory", "c4"), ("io", "disks", "c3"))
 _LEVEL_TONES = {"xz -9e": "l0", "PPMd": "l1", "byte unigram": "l2"}
 
 
@@ -221,11 +222,15 @@ class Curves:
             "Pauses",
             "Time for which training stood still.",
             [("perf/save_seconds", "saving", "c3"), ("perf/validation_seconds", "validation", "c0"),
-             ("perf/evaluation_seconds", "evaluation", "c2")],
+             ("perf/evaluation_seconds", "evaluation", "c2"), ("perf/gap_seconds", "unexplained", "c5")],
             shown="seconds",
             zero=True,
         )
-        for metric in (name for name in METRICS if name.startswith("system/") and name in series):
+        pressures = [(f"system/{name}_pressure", label, tone) for name, label, tone in _PRESSURES]
+        hint = "Share of the time in which some task of the machine waited for a resource."
+        charts += self._plain("pressure", "Pressure", hint, pressures, shown="percent", zero=True)
+        drawn = {metric for metric, *_ in pressures}
+        for metric in (name for name in METRICS if name.startswith("system/") and name in series and name not in drawn):
             known, name = METRICS[metric], metric.removeprefix("system/")
             shown = _SHOWN.get(known.unit, "number")
             title = "System " + " ".join(word.upper() if word in ("cpu", "gpu") else word for word in name.split("_"))

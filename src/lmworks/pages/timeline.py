@@ -31,6 +31,8 @@ _KINDS = {
     "rollback": "bad",
     "corruption": "bad",
     "slow_rank": "bad",
+    "rank_exit": "bad",
+    "resumed_step": "resume",
     "save_failed": "bad",
     "data_starved": "bad",
     "reward_failed": "bad",
@@ -115,6 +117,14 @@ def _words(event: Json) -> tuple[str, str]:
             case "slow_rank":
                 times = f"{span(event['seconds'])} against {span(event['median'])} of the others"
                 return "Slow rank", f"{step}: rank {event['rank']}, {event['what']}: {times}"
+            case "rank_exit":
+                how = f"was killed by {event['signal']}" if event.get("signal") else f"ended with code {event['code']}"
+                kill = "; the kernel killed a process for want of memory" if event.get("oom_kill") else ""
+                return "Rank ended", f"rank {event['rank']} on {event['host']} {how}{kill}"
+            case "resumed_step":
+                again = f"; {event['repeated']:.0%} of its rows were trained on before" if event["repeated"] else ""
+                losses = f"loss {significant(event['loss'], 4)}, saved {significant(event['saved_loss'], 4)}"
+                return "First step after resuming", f"{step}: {losses}{again}"
             case "save_failed":
                 return "Save failed", f"{step}: {event['reason']}"
             case "data_starved":

@@ -5,6 +5,7 @@ Every rank has a handler and makes the same calls; rank 0 writes each decision t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
@@ -29,6 +30,8 @@ from lmworks.watch.policy import BadSteps, Policy, RollbackRequest
 
 SHORTEST_PAUSE = 1.0
 """Seconds between two attempts of the last save: where steps take less, all attempts would be over before room can be made."""
+
+_COMPARED_ROWS = 256  # of each rank
 
 
 class FaultHandler:
@@ -171,21 +174,30 @@ class FaultHandler:
             self._report("data_starved", step=step, share=round(share, 3), steps=self.starvation.steps)
             self._warn(f"step {step:,}: {share:.0%} of the time goes into waiting for data; {advice(self._cached)}")
 
-    def compare_ranks(self, step: int, own: float, step_seconds: float, device: torch.device) -> int | None:
-        """Compare the seconds per step that each rank spends outside the step's work (`own`), and its arithmetic; the slowest rank.
+    def compare_ranks(
+        self, step: int, own: float, step_seconds: float, data_wait: float, reader: int, rows: list[int], device: torch.device
+    ) -> dict[str, float]:
+        """Compare the seconds per step that each rank spends outside the step's work (`own`), its arithmetic, and the seconds that it has
+        waited for data since the last line: `perf/slowest_rank`, `perf/data_wait_max` and `perf/starved_rank`. And the hashes of its
+        rows of the step: `train/repeated_rows`, where ranks that should read different ones (`reader`) have read the same.
 
-        None alone. A rank that is slow in either for several comparisons is named.
+        Empty alone. A rank that is slow in one of the first two for several comparisons is named.
         """
         if self._communicator.size == 1:
-            return None
-        gathered = self._communicator.all_gather((time_matmul(device), own, step_seconds))
-        arithmetic, host = [one[0] for one in gathered], [one[1] for one in gathered]
-        typical = median(one[2] for one in gathered)
+            return {}
+        gathered = self._communicator.all_gather((time_matmul(device), own, step_seconds, data_wait, reader, rows[:_COMPARED_ROWS]))
+        arithmetic, host, steps, waits, readers, batches = (list(values) for values in zip(*gathered, strict=True))
+        typical = median(steps)
         floors = {"arithmetic": 0.25 * median(arithmetic), "data and host": 0.1 * typical}
         for what, seconds in (("arithmetic", arithmetic), ("data and host", host)):
             for rank in self._slow[what].observe(seconds, floors[what]):
-                slow, others = seconds[rank], median(seconds)
+                slow, others = seconds[rank], median(seconds) if len(seconds) > 2 else min(seconds)
                 self._report("slow_rank", step=step, rank=rank, what=what, seconds=round(slow, 6), median=round(others, 6))
                 self._warn(f"step {step:,}: rank {rank} is slow ({what}: {slow:.3g} s against {others:.3g} s of the others)")
         burden = [typical * (a / max(median(arithmetic), 1e-9) - 1) + h for a, h in zip(arithmetic, host, strict=True)]
-        return burden.index(max(burden))
+        starved = waits.index(max(waits))
+        found = {"perf/slowest_rank": burden.index(max(burden)), "perf/data_wait_max": waits[starved], "perf/starved_rank": starved}
+        read = Counter(row for one in dict(zip(readers, batches, strict=True)).values() for row in set(one))
+        if shared := sum(times - 1 for times in read.values()):
+            found["train/repeated_rows"] = shared / sum(read.values())
+        return found

@@ -188,6 +188,7 @@ class StepFlags:
     """Values of one step that are equal on all ranks.
 
     valid_tokens: tokens of the step that carry loss, over all data-parallel ranks.
+    rows: the hash of the rows of the step, a sum over them (`observe/trained_rows.py`).
     stop: a rank has received a signal to stop. preempted: the signal came from a scheduler.
     save_due: the time after which a checkpoint is due has passed (`Saver.every_seconds`), by the clock of the first rank.
     save_failed: the asynchronous save has failed on a rank.
@@ -195,6 +196,7 @@ class StepFlags:
     """
 
     valid_tokens: int
+    rows: int
     stop: bool
     preempted: bool
     save_due: bool
@@ -204,14 +206,15 @@ class StepFlags:
 
 def all_reduce_flags(own: StepFlags, ranks: Ranks) -> StepFlags:
     """The flags of all ranks: tokens are summed over the data-parallel ranks, and a flag is set where any rank has set it."""
-    values = (own.valid_tokens, own.stop, own.preempted, own.save_due and ranks.is_first, own.save_failed, own.mixture_changed)
+    rows = own.rows if all(ranks.rank(axis) == 0 for axis in ("pp", "cp", "tp")) else 0  # once from the ranks that read the same
+    values = (own.valid_tokens, rows, own.stop, own.preempted, own.save_due and ranks.is_first, own.save_failed, own.mixture_changed)
     if not ranks.distributed:
         return StepFlags(*values)
     sums = torch.tensor(values, dtype=torch.int64)
     torch.distributed.all_reduce(sums)
-    valid_tokens, *flags = sums.tolist()
+    valid_tokens, rows, *flags = sums.tolist()
     copies = ranks.world // ranks.size("dp")  # ranks that read the same sequences
-    return StepFlags(valid_tokens // copies, *map(bool, flags))
+    return StepFlags(valid_tokens // copies, rows, *map(bool, flags))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lmworks.errors import UserError
+from lmworks.host.counters import process_identity
 from lmworks.host.machine import keep_freed_memory
 from lmworks.io.run_layout import BASE, USED, ModelStage, checkpoint_name
 from lmworks.metrics.log import MetricLog, NoMetrics
@@ -36,6 +37,7 @@ from lmworks.train.data.mixture import MixtureUpdates
 from lmworks.train.fault_handler import FaultHandler
 from lmworks.train.observe.layer_statistics import LayerStatistics
 from lmworks.train.observe.step_metrics import FlopsPerToken, StepMetrics
+from lmworks.train.observe.trained_rows import StepRecord, combined, row_hashes
 from lmworks.train.saving import Intervals, Saver, StageFiles, TrainingState, all_finite, is_due, refuse_if_all_damaged
 from lmworks.train.step import (
     Gradients,
@@ -120,9 +122,10 @@ class Trainer:
             setup.validate, model, self.curriculum, files.ledger, stage=self.stage, keep_best=recipe.checkpoints.keep_best,
             early_stopping=setup.early_stopping, use_best=setup.use_best,
         )  # fmt: skip
+        self._record = StepRecord(self.stage, files.ledger.write)
         self._metrics = StepMetrics(
-            recipe, model, optimizer, self.curriculum, self._state, self._boundary, self._faults, flops_per_token
-        )
+            recipe, model, optimizer, self.curriculum, self._state, self._boundary, self._faults, self._record.rows, flops_per_token
+        )  # fmt: skip
 
     @property
     def saved(self) -> int:
@@ -206,7 +209,7 @@ class Trainer:
                 if self._boundary.phase is None:  # all that were left: the model has the RoPE of the recipe's beginning, not its weights'
                     self._enter_phase(max(self._saver.saved, 1) - 1)
                 self._save_last(stop)
-            self._stop_if_requested(self._reduce_flags(0, stop), stop)
+            self._stop_if_requested(self._reduce_flags(0, 0, stop), stop)
         self.files.ledger.write("finish", stage=self.stage, step=self.step, tokens=total)
 
     def _train_until(self, end: int, batches: Prefetch, stop: Stop, bar: terminal.Bar) -> None:
@@ -216,15 +219,17 @@ class Trainer:
             self._enter_phase(self.step)
             self.heartbeat.beat(self.step, "data")
             batch = next(batches)
-            own = time.monotonic() - began
-            flags = self._reduce_flags(batch.valid_tokens, stop)
+            own, saved = time.monotonic() - began, self._metrics.clock.save
+            hashes = row_hashes(batch) if self.objective is None else []  # an objective makes rows of its own
+            flags = self._reduce_flags(batch.valid_tokens, combined(hashes), stop)
             self._act_on(flags, batches, stop)
             found, batch, rollback, statistics = self._train_step(batch, flags.valid_tokens)
             if rollback is not None and self._roll_back(rollback, bar):
                 return
+            self._record.add(self.step, hashes, flags.rows, found.loss, self._metrics.learning_rate(self._lr_factor))
             planned = self._advance(self.step + 1, bar)
             tokens = planned if self.objective is None else self._objective_tokens
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - began - (self._metrics.clock.save - saved)
             self._metrics.add_step(
                 seconds=seconds, own=own, data_wait=batches.waited, tokens=tokens, sequence_length=batch.tokens.shape[1]
             )  # fmt: skip
@@ -299,6 +304,7 @@ class Trainer:
             with self.model.ema_weights(self.optimizer.ema):
                 values |= self.setup.evaluate()
             values["perf/evaluation_seconds"] = time.monotonic() - began
+        self._metrics.clock.measuring += values.get("perf/validation_seconds", 0.0) + values.get("perf/evaluation_seconds", 0.0)
         if done or is_due(self.step, self._intervals.log):
             values |= self._metrics.line(self.step, found, batch.tokens.shape[1], self._lr_factor, self._inspector.bad_steps)
             if self.objective is not None:
@@ -307,8 +313,10 @@ class Trainer:
             self._log.write(self.step, values)
         bar.note(self._note(found.loss, values))
         if (done or is_due(self.step, self._intervals.sample)) and self.model.whole is not None and math.isfinite(found.loss):
+            began = time.monotonic()
             with self.model.ema_weights(self.optimizer.ema):
                 self.files.sampler.write(self.model.whole, self.step)
+            self._metrics.clock.measuring += time.monotonic() - began
 
     @property
     def _done(self) -> bool:
@@ -330,10 +338,11 @@ class Trainer:
             self._saver.begin_phase(phase)
             self._boundary.enter(phase, self.step, self._saver.saved, self._state.loss_scale)
 
-    def _reduce_flags(self, valid_tokens: int, stop: Stop) -> StepFlags:
+    def _reduce_flags(self, valid_tokens: int, rows: int, stop: Stop) -> StepFlags:
         changed = self.mixture is not None and self.mixture.has_pending()
         failed, save_due = self.files.checkpoints.failed, self._saver.is_due_by_time()
-        return all_reduce_flags(StepFlags(valid_tokens, stop.requested, stop.preempted, save_due, failed, changed), self.model.ranks)
+        own = StepFlags(valid_tokens, rows, stop.requested, stop.preempted, save_due, failed, changed)
+        return all_reduce_flags(own, self.model.ranks)
 
     def _act_on(self, flags: StepFlags, batches: Prefetch, stop: Stop) -> None:
         """Save, stop and change the mixture, as the flags of all ranks say."""
@@ -369,7 +378,7 @@ class Trainer:
             began = time.monotonic()
             while True:
                 due = time.monotonic() - began >= seconds
-                flags = StepFlags(0, stop.requested, stop.preempted, due, save_failed=False, mixture_changed=False)
+                flags = StepFlags(0, 0, stop.requested, stop.preempted, due, save_failed=False, mixture_changed=False)
                 flags = all_reduce_flags(flags, self.model.ranks)
                 if flags.stop:
                     raise failure
@@ -386,7 +395,7 @@ class Trainer:
         meta = {
             "step": self.step, "tokens": self.curriculum.tokens_before(self.step), "phase": phase.name if phase else None,
             **self._inspector.meta(), **self._validator.meta(), USED: self._validator.used_step(self.step),
-            ARCHITECTURE: recorded(self.model.config), **self._faults.meta(), **self.setup.meta,
+            ARCHITECTURE: recorded(self.model.config), **self._record.meta(), **self._faults.meta(), **self.setup.meta,
         }  # fmt: skip
         state = self.model.without_duplicates(self._state.tensors())
         if not self._are_finite(state):
@@ -435,6 +444,7 @@ class Trainer:
             self.step = self._next(0)
             return
         self.resumed_meta = meta
+        self._record.resumed()
         steps, tokens = self.curriculum.steps, self.curriculum.tokens  # more than at the start where a phase was added
         self.files.ledger.write(
             "resume", stage=self.stage, step=self.step, tokens=self.curriculum.tokens_before(self.step),
@@ -454,6 +464,7 @@ class Trainer:
         self.step = self._next(self._saver.saved)
         self._inspector.load(meta)
         self._validator.load(meta)
+        self._record.load(meta)
         return meta
 
     def _roll_back(self, rollback: RollbackRequest, bar: terminal.Bar) -> bool:
@@ -486,6 +497,7 @@ class Trainer:
         if self.mixture is not None:
             self.mixture.apply_pending(self.step)
         self._saver.start_timer(self.step)
+        self._metrics.restart_clock()
 
     def _report_start(self) -> None:
         steps, tokens, environment = self.curriculum.steps, self.curriculum.tokens, self._environment()
@@ -495,10 +507,13 @@ class Trainer:
         self.files.ledger.write("start", stage=self.stage, steps=steps, tokens=tokens, **environment, **self.setup.meta)
 
     def _environment(self) -> dict[str, Any]:
-        """What the machine decides where the recipe leaves it open, and the number of ranks: the cost of the run is computed from it."""
+        """What the machine decides where the recipe leaves it open, and the number of ranks: the cost of the run is computed from it. And
+        which process this is: one that is killed can write nothing, but a later reader can see that it has ended, and what the kernel has
+        counted since."""
         device = self.model.device
         found: dict[str, Any] = {"device": device.type, "precision": str(self.model.compute_dtype).removeprefix("torch.")}
         found |= {"ranks": self.model.ranks.world, "threads": torch.get_num_threads()}
+        found |= process_identity()
         return found | {"layers": "compiled" if is_compiled(self.recipe, device) else "eager"}
 
     def _note(self, loss: float, values: dict[str, float]) -> str:

@@ -57,23 +57,41 @@ class FailedSaves:
 _SIZE = 256
 
 
+_HISTORY, _SHORTEST_HISTORY = 30, 5  # measurements of a rank that its next one is compared with
+
+
 class SlowRanks:
-    """Finds ranks whose own time exceeds median + `threshold` * MAD in `patience` measurements in a row; each once until it recovers."""
+    """Finds ranks whose own time exceeds median + `threshold` * MAD in `patience` measurements in a row; each once until it recovers.
+
+    Median and MAD are those of all ranks. Of two ranks the slower one may be the normal one, so there they are those of the last
+    measurements of each rank in which it was not slow: a rank is slow if it exceeds its own limit and the other one does not.
+    """
 
     def __init__(self, threshold: float, patience: int = 3) -> None:
         self.threshold, self.patience = threshold, patience
         self._streaks: dict[int, int] = {}
+        self._history = tuple(deque[float](maxlen=_HISTORY) for _ in range(2))
 
     def observe(self, seconds: Sequence[float], floor: float) -> list[int]:
         """Record one measurement: the own times of all ranks, and the smallest excess that counts. Returns the ranks to report now."""
-        if len(seconds) < 3:  # the slower of two ranks may be the normal one
+        if len(seconds) < 2:
             return []
-        middle = median(seconds)
-        spread = median(abs(value - middle) for value in seconds)
-        limit = middle + max(self.threshold * spread, floor)
-        slow = {rank for rank, value in enumerate(seconds) if value > limit}
+        slow = self._slower_than_before(seconds, floor) if len(seconds) == 2 else self._exceeding(seconds, seconds, floor)
         self._streaks = {rank: self._streaks.get(rank, 0) + 1 for rank in slow}
         return sorted(rank for rank, streak in self._streaks.items() if streak == self.patience)
+
+    def _exceeding(self, seconds: Sequence[float], usual: Sequence[float], floor: float) -> set[int]:
+        middle = median(usual)
+        limit = middle + max(self.threshold * median(abs(value - middle) for value in usual), floor)
+        return {rank for rank, value in enumerate(seconds) if value > limit}
+
+    def _slower_than_before(self, seconds: Sequence[float], floor: float) -> set[int]:
+        known = [len(past) >= _SHORTEST_HISTORY for past in self._history]
+        slow = {rank for rank in (0, 1) if known[rank] and self._exceeding([seconds[rank]], self._history[rank], floor)}
+        slow = slow if len(slow) == 1 else set()  # both: the step has changed, or the machine that they share
+        for rank in {0, 1} - slow:
+            self._history[rank].append(seconds[rank])
+        return slow
 
 
 def time_matmul(device: torch.device) -> float:

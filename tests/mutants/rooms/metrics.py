@@ -9,7 +9,7 @@ MUTANTS = [
      "Metrics are on the disk with each checkpoint.", "metrics/test_metric_log.py"),
     ("metrics.log:MetricLog.write", "            describe(name)\n", "            pass\n", "A metric without a declared meaning is refused.",
      "metrics/test_metric_log.py metrics/test_names.py"),
-    ("metrics.system:gpu_metrics", "(torch.cuda.utilization, 100)", "(torch.cuda.utilization, 1)",
+    ("metrics.system:GpuSignals.metrics", "torch.cuda.utilization() / 100", "torch.cuda.utilization()",
      "perf/gpu_utilization is a share, not per cent.", "metrics/test_system.py"),
     ("metrics.log:_Live._known", "if time.monotonic() >= self._read_again:", "if True:",
      "A scrape does not read the heartbeats more often than ranks write them.", "metrics/test_sinks.py"),

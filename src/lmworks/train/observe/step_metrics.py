@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmworks.metrics import system
 from lmworks.model.balance import load_statistics, temperature
@@ -14,6 +15,7 @@ from lmworks.recipe.schema.model import Model, Moe
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.curriculum import Curriculum, PhaseBoundary
 from lmworks.train.fault_handler import FaultHandler
+from lmworks.train.observe.trained_rows import TrainedRows
 from lmworks.train.saving import TrainingState
 from lmworks.train.step import StepResult, StepValues, read_values
 
@@ -29,6 +31,8 @@ class Clock:
     own: float = 0.0  # of this rank alone, before the first collective of a step
     data_wait: float = 0.0
     save: float = 0.0
+    measuring: float = 0.0  # of validations, evaluations and samples
+    began: float = field(default_factory=time.monotonic)
     steps: int = 0
     tokens: int = 0
     flops: float = 0.0
@@ -49,6 +53,7 @@ class Clock:
             "perf/step_seconds": self.step / max(1, self.steps),
             "perf/data_wait": self.data_wait,
             "perf/save_seconds": self.save,
+            "perf/gap_seconds": max(0.0, time.monotonic() - self.began - self.step - self.save - self.measuring),
             "perf/mfu": system.mfu(self.flops, self.step, peak),
             "perf/memory": system.memory_bytes(),
         }
@@ -59,13 +64,15 @@ class StepMetrics:
 
     def __init__(
         self, recipe: Recipe, model: ParallelModel, optimizer: Updates, curriculum: Curriculum, state: TrainingState,
-        boundary: PhaseBoundary, faults: FaultHandler, flops_per_token: FlopsPerToken,
+        boundary: PhaseBoundary, faults: FaultHandler, rows: TrainedRows, flops_per_token: FlopsPerToken,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self._max_grad_norm, self._model, self._optimizer, self._curriculum = recipe.optimizer.max_grad_norm, model, optimizer, curriculum
         self._state, self._boundary, self._faults, self._flops_per_token = state, boundary, faults, flops_per_token
+        self._rows = rows
         self._flops: dict[tuple[int, int], float] = {}  # per token, by phase and sequence length
         self._peak = system.measure_peak() * model.ranks.world
+        self._process, self._machine = system.ProcessSignals(), system.MachineSignals()
 
     def add_step(self, *, seconds: float, own: float, data_wait: float, tokens: int, sequence_length: int) -> None:
         """Count a step, with the FLOPs of the model in force: a phase may change its windows."""
@@ -74,6 +81,11 @@ class StepMetrics:
         if key not in self._flops:
             self._flops[key] = self._flops_per_token(self._model.config, sequence_length, self._model.has_adapters)
         self.clock.add(seconds=seconds, own=own, data_wait=data_wait, tokens=tokens, flops=tokens * self._flops[key])
+
+    def learning_rate(self, lr_factor: float) -> float:
+        """The rate of the matrices, or of AdamW where it trains all."""
+        rates = self._optimizer.learning_rates(lr_factor)
+        return rates.get("muon", rates.get("adamw", 0.0))
 
     def restart_clock(self) -> None:
         self.clock = Clock()
@@ -86,7 +98,6 @@ class StepMetrics:
 
     def line(self, step: int, found: StepValues, sequence_length: int, lr_factor: float, bad_steps: int) -> dict[str, float]:
         """All metrics after `step` steps, whose last has found this; all ranks call it together. Restarts the clock."""
-        learning_rates = self._optimizer.learning_rates(lr_factor)
         phase, tokens_before = self._boundary.phase, self._curriculum.tokens_before
         values = {
             "train/tokens": self._trained_tokens(step),
@@ -95,8 +106,8 @@ class StepMetrics:
             "train/phase": phase.index if phase else 0,
             "train/bad_steps": bad_steps,
             "train/spikes": self._faults.policy.spike_total,
-            "optim/learning_rate": learning_rates.get("muon", learning_rates.get("adamw", 0.0)),
-            "optim/adam_learning_rate": learning_rates.get("adamw", 0.0),
+            "optim/learning_rate": self.learning_rate(lr_factor),
+            "optim/adam_learning_rate": self._optimizer.learning_rates(lr_factor).get("adamw", 0.0),
             "optim/clipped": float(0 < self._max_grad_norm < found.grad_norm),
         }
         moe = self._model.config.moe
@@ -108,7 +119,9 @@ class StepMetrics:
             values["optim/loss_scale"] = found.loss_scale
         clock = self.clock.metrics(self._peak)
         values |= loss_metrics(found) | clock | expert_metrics(moe, found)
-        values |= system.machine_metrics() | system.gpu_metrics() | self._slowest_rank(step)
+        if (repeated := self._rows.take_share()) is not None:
+            values["train/repeated_rows"] = repeated
+        values |= self._process.metrics() | (self._machine.metrics() if self._model.ranks.is_first else {}) | self._compared_ranks(step)
         self.restart_clock()
         return values
 
@@ -117,13 +130,14 @@ class StepMetrics:
         before = self._curriculum.tokens_before
         return before(step) - sum(before(stop) - before(start) for start, stop in self._faults.skips.before(step))
 
-    def _slowest_rank(self, step: int) -> dict[str, float]:
-        """`perf/slowest_rank`, in the first line after every 20th step."""
+    def _compared_ranks(self, step: int) -> dict[str, float]:
+        """The metrics that compare ranks, in the first line after every 20th step."""
         clock = self.clock
         if step // _COMPARE_RANKS_EVERY == (step - clock.steps) // _COMPARE_RANKS_EVERY:
             return {}
-        rank = self._faults.compare_ranks(step, clock.own / clock.steps, clock.step / clock.steps, self._model.device)
-        return {} if rank is None else {"perf/slowest_rank": rank}
+        own, seconds = clock.own / clock.steps, clock.step / clock.steps
+        reader, newest = self._model.ranks.rank("dp"), self._rows.newest
+        return self._faults.compare_ranks(step, own, seconds, clock.data_wait, reader, newest, self._model.device)
 
 
 def loss_metrics(found: StepValues) -> dict[str, float]:
