@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
+
+import numpy as np
 
 from lmworks.io.jsonl import line
 from lmworks.io.run_layout import of_stage
 from lmworks.recipe.load import load_recipe_text
+from lmworks.recipe.timeline import Schedules, Timeline
 from lmworks.watch.ledger import LEDGER
+
+Values = Sequence[float | None | EllipsisType]
+"""Of a metric, one for each line: None stands for null, which is a value that was not finite, and ... for a line without it."""
 
 RECIPE = """
 name: written
@@ -24,7 +31,7 @@ train:
 
 
 def write_run(
-    folder: Path, metrics: Mapping[str, Sequence[float | None]] = {}, events: Iterable[Mapping[str, Any]] = (), stage: str = "pretrain",
+    folder: Path, metrics: Mapping[str, Values] = {}, events: Iterable[Mapping[str, Any]] = (), stage: str = "pretrain",
     overrides: Sequence[str] = (), steps: Sequence[int] | None = None,
 ) -> Path:  # fmt: skip
     """A run folder: `metrics` by name with a value for each line (of steps 1, 2, ... or `steps`), and `events` of the ledger, after the
@@ -37,10 +44,48 @@ def write_run(
     place.mkdir(exist_ok=True)
     with open(place / "metrics.jsonl", "ab") as file:
         for number, step in enumerate(at):
-            values = {name: series[number] for name, series in metrics.items() if number < len(series)}
+            values = {name: series[number] for name, series in metrics.items() if number < len(series) and series[number] is not ...}
             file.write(line({"step": step, "time": 1.0e9 + 10.0 * step, **values}))
     with open(folder / LEDGER, "ab") as file:
-        file.write(line({"time": 1.0e9, "event": "start", "stage": stage, "steps": max(at, default=0), "tokens": 1}))
+        file.write(line({"time": 1.0e9, "event": "start", "stage": stage, "steps": max(at, default=0), "tokens": 1024 * max(at, default=0)}))
         for event in events:
             file.write(line({"time": 1.0e9 + 1, "stage": stage, **event}))
     return folder
+
+
+def healthy(steps: int = 200, overrides: Sequence[str] = ()) -> dict[str, list[Any]]:
+    """The metrics of every step of a healthy run of `steps` steps, as measured on small models: the rates of the recipe, a loss that falls
+    from ln V, and lines of layers at every tenth of the steps (... elsewhere)."""
+    recipe = load_recipe_text(RECIPE, [budget(steps), *overrides]).recipe
+    timeline = Timeline(recipe.train.phases)
+    factors = Schedules(recipe.train.phases, [phase.steps for phase in timeline.phases], timeline.tokens_before)
+    peak = float(recipe.optimizer.learning_rate or 0)
+    rates = [peak * factors.lr_factor(step) for step in range(steps)]
+    draw, at = np.random.default_rng(0), np.arange(1, steps + 1)
+    done = at / steps
+    loss = 3.6 + 3.3078 * np.exp(-8 * done) + 0.3 * (1 - done) * (1 - np.exp(-8 * done)) + 0.05 * draw.standard_normal(steps)
+    loss[0] = 6.9078
+    detailed = [step % max(1, steps // 10) == 0 or step in (1, 10, 100) for step in at]
+
+    def layers(values: Any) -> list[Any]:
+        return [float(value) if one else ... for value, one in zip(np.broadcast_to(values, steps), detailed, strict=True)]
+
+    norm = 17.0 + 25 * np.sqrt(done)
+    return {
+        "train/loss": [float(value) for value in loss], "train/phase": [0.0] * steps, "train/valid_tokens": [1024.0] * steps,
+        "train/batch_tokens": [1024.0] * steps, "train/z_loss": [float(value) for value in 47.7 - 4 * done],
+        "train/bad_steps": [0.0] * steps, "optim/learning_rate": list(rates), "optim/adam_learning_rate": list(rates),
+        "optim/grad_norm": [float(value) for value in np.exp(0.2 * draw.standard_normal(steps)) * 0.7], "optim/clipped": [0.0] * steps,
+        "optim/weight_norm": layers(norm), "optim/update_ratio": layers(0.05 * np.array(rates) / peak / (1 + 4 * done)),
+        "optim/head_norm": layers(5 + 5 * np.sqrt(done)), "optim/embedding_norm": layers(5 + 10 * np.sqrt(done)),
+        "optim/unchanged_weights": layers(0.01),
+        **{f"layers/{layer}/activation_rms": layers(0.02 + 0.2 * done) for layer in range(2)},
+        **{f"layers/{layer}/attention_logit_max": layers(0.1 + 2.5 * done) for layer in range(2)},
+        "perf/save_seconds": [0.05 if step % max(1, steps // 10) == 0 else 0.0 for step in at], "perf/step_seconds": [9.0] * steps,
+        "perf/data_wait": [0.01] * steps,
+    }  # fmt: skip
+
+
+def budget(steps: int) -> str:
+    """The override for so many steps."""
+    return f"train.phases.0.tokens={1024 * steps} tokens"

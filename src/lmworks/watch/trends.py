@@ -6,13 +6,18 @@ All of them are robust to single outliers, and to lines that are written at ever
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from lmworks.errors import UserError
+from lmworks.recipe import scaling_laws
+from lmworks.recipe.parameters import parameters
+from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.timeline import Schedules, Timeline
 from lmworks.watch.evidence import Evidence, Series
+from lmworks.watch.rule import NotJudged
 
 _MOST_POINTS = 300
 """Of a Theil-Sen slope, which compares all pairs: 45,000 of them take a few milliseconds."""
@@ -142,3 +147,66 @@ def _timeline(evidence: Evidence) -> Timeline | None:
         return Timeline(_phases(evidence))
     except (ValueError, TypeError, AttributeError, ArithmeticError):  # a recipe of another version, or none
         return None
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the recipe says of a model before its first step. `parameters`: all trained ones; `hidden`: those outside of embedding and head;
+    `initial_norm`: the expected global norm of the weights; `initializer_range`; `loss`: ln V, that of a uniform guess."""
+
+    parameters: int
+    hidden: int
+    initial_norm: float
+    initializer_range: float
+    loss: float
+
+
+def model_facts(evidence: Evidence) -> ModelFacts:
+    """Raises `NotJudged` if the recipe's model cannot be read."""
+    try:
+        model = Model.model_validate(evidence.value("model"))
+        found = list(parameters(model))
+        assert model.vocab_size and model.num_hidden_layers
+    except (ValueError, TypeError, AssertionError):
+        raise NotJudged("the recipe's model cannot be read") from None
+    std = model.initializer_range
+    squares = sum(one.size * (1.0 if one.component == "norms" else std * std) for one in found)
+    hidden = sum(one.size for one in found if one.component not in ("embedding", "head"))
+    return ModelFacts(sum(one.size for one in found), hidden, math.sqrt(squares), std, math.log(model.vocab_size))
+
+
+def starts_from_weights(evidence: Evidence) -> bool:
+    """Whether the stage starts from trained weights: any stage after pretraining, and pretraining with `start_from`."""
+    return evidence.stage != "pretrain" or bool(evidence.value("start_from"))
+
+
+def planned_tokens(evidence: Evidence) -> float:
+    """The tokens that the stage is planned for; NaN if the ledger does not say."""
+    planned = [event.get("planned_tokens", event.get("tokens")) for event in evidence.of("start", "resume")]
+    known = [float(one) for one in planned if isinstance(one, int | float) and one > 1]
+    return known[-1] if known else math.nan
+
+
+def rate_of_law(evidence: Evidence) -> float:
+    """The peak rate of the Step Law (arXiv:2503.04715) for the model and the planned tokens; NaN where it does not apply: other stages,
+    trained weights, Muon with spectral scale."""
+    tokens = planned_tokens(evidence)
+    spectral = evidence.value("optimizer.kind") == "muon" and evidence.value("optimizer.update_scale") == "spectral"
+    if starts_from_weights(evidence) or spectral or math.isnan(tokens):
+        return math.nan
+    return scaling_laws.peak_learning_rate(max(1, model_facts(evidence).hidden), int(tokens))
+
+
+def path(evidence: Evidence) -> float:
+    """The length of the path of the weights over the whole stage, relative to their norm: the sum of `optim/update_ratio` over the steps
+    so far, scaled to the planned steps. NaN without the metric."""
+    ratios = evidence.series("optim/update_ratio").finite
+    if not len(ratios):
+        return math.nan
+    return integral(ratios) * max(evidence.steps, evidence.step) / max(1, int(ratios.steps[-1]))
+
+
+def highest(evidence: Evidence, pattern: str, start: float = 0, stop: float = math.inf) -> float:
+    """The highest finite value of the metrics of a pattern, such as `layers/{layer}/activation_rms`; NaN without any."""
+    found = [part.values.max() for one in evidence.per(pattern).values() if len(part := one.finite.between(start, stop))]
+    return float(max(found)) if found else math.nan
