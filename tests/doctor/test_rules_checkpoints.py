@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from judged import Metrics, judge, named
 
 RESUME = {"event": "resume", "step": 120, "tokens": 122_880, "steps": 200, "planned_tokens": 204_800}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from judged import Metrics, judge, named
 
 Change = Callable[[Metrics], None]
