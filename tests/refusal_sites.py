@@ -269,7 +269,7 @@ PLACES = (
         io.store Store.document
         run.copy restore_run(2) _restore_checkpoint(2)
         run.prediction measured_mfu(4)
-        run.replay replay(2) _require_whole_weights _load
+        run.replay replay(2) require_whole_weights load_bad
         shards.lineage document_at
         tokenizer.evaluate _ImportedTokenizer.__init__
         tokenizer.train evaluate_sizes _mean

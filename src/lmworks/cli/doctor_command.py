@@ -1,9 +1,10 @@
-"""`lmworks doctor`: name the cause of what went wrong in a run."""
+"""`lmworks doctor`: name the cause of what went wrong in a run, from its files or by recomputation."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -14,10 +15,12 @@ from lmworks.recipe.keys import nearest_or_all
 from lmworks.ui.exit_codes import ExitCode
 
 if TYPE_CHECKING:
+    from lmworks.doctor.rows import Row
     from lmworks.watch.diagnosis import Diagnosis
     from lmworks.watch.rule import Finding
 
 _MARKS = {"ok": ("✓", "green"), "fail": ("✗", "red"), "warn": ("?", "yellow"), "skip": ("-", "dim")}
+_ROWS = 10  # of `--find-rows` in a terminal
 
 
 def register(app: typer.Typer) -> None:
@@ -29,11 +32,26 @@ def doctor(
     run: Annotated[
         str | None, typer.Argument(metavar="RUN", help="A run directory, or a bundle that lmworks bundle has written.", show_default=False)
     ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also compute steps and losses again, which takes minutes, to confirm or exclude causes.")
+    ] = False,
+    find_rows: Annotated[
+        int | None,
+        typer.Option("--find-rows", metavar="STEP", help="The sequences behind a spike or a NaN of a step, with their documents.",
+                     show_default=False),
+    ] = None,
+    experts: Annotated[
+        Path | None, typer.Option("--experts", metavar="FILE", help="Which experts a text uses.", show_default=False)
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="RUN", help="Compare the loss with that of a reference run at equal tokens.",
+                                 show_default=False)
+    ] = None,
     explain: Annotated[
         str | None, typer.Option("--explain", metavar="CODE", help="Explain a cause, such as learning-rate-too-high.", show_default=False)
     ] = None,
     as_json: JsonOption = False,
-) -> None:
+) -> None:  # fmt: skip
     """Name the cause of what went wrong in a run, with the evidence, the key to change, and what to check afterwards.
 
     Reads files only, also of a run that is still going or has died. Exit code 0: nothing found; 1: a problem; 2: nothing could be judged.
@@ -43,22 +61,131 @@ def doctor(
         return
     if run is None:
         raise UserError("doctor needs a RUN, such as runs/quickstart, or --explain CODE")
+    if sum(one not in (None, False) for one in (probe, find_rows, experts, against)) > 1:
+        raise UserError("--probe, --find-rows, --experts and --against are different questions; ask one at a time")
+    if find_rows is not None:
+        _find_rows(Path(run), find_rows, as_json)
+    elif experts is not None:
+        _experts(Path(run), experts, as_json)
+    elif against is not None:
+        _against(Path(run), Path(against), as_json)
+    else:
+        _diagnose(Path(run), probe, as_json)
+
+
+def _diagnose(run: Path, probe: bool, as_json: bool) -> None:
     from lmworks.doctor.report import as_document
     from lmworks.watch.diagnosis import diagnose
     from lmworks.watch.evidence import stages_in
     from lmworks.watch.run_files import open_run
 
-    files = open_run(Path(run))
+    files = open_run(run)
     stages = list(stages_in(files))
     if not any(evidence.events or evidence.lines for evidence in stages):
         raise UserError(f"{run} has no records that can be judged: neither ledger.jsonl nor metrics.jsonl of lmworks")
     diagnoses = [diagnose(evidence) for evidence in stages]
+    if probe:
+        if files.folder is None:
+            raise UserError(f"{run} is a bundle, which has neither weights nor text; --probe needs the run directory")
+        diagnoses = [_probed(run, diagnoses[0]), *diagnoses[1:]]
     if as_json:
         print_json(as_document(files.label, diagnoses))
     else:
         _print(files.label, diagnoses)
     if any(one.problems for one in diagnoses):
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _probed(run: Path, diagnosis: Diagnosis) -> Diagnosis:
+    """The diagnosis of pretraining after the probes."""
+    from lmworks.doctor import probe
+    from lmworks.doctor.recompute import Recomputation
+    from lmworks.ui import terminal
+
+    terminal.console.print("recomputing; nothing of the run is changed", style="dim")
+    with terminal.bar("probe", len(probe.PROBES)) as bar:
+        begun = False
+
+        def began(title: str) -> None:
+            nonlocal begun
+            bar.advance(int(begun))
+            begun = True
+            bar.note(title)
+
+        measured, lacking = probe.probe(Recomputation.open(run), began)
+        bar.advance(1)
+    found = probe.confirmed(diagnosis, measured)
+    return replace(found, not_judged={**found.not_judged, **{f"probe: {title}": reason for title, reason in lacking.items()}})
+
+
+def _find_rows(run: Path, step: int, as_json: bool) -> None:
+    from lmworks.doctor.recompute import Recomputation
+    from lmworks.doctor.rows import find_rows
+
+    rows = find_rows(Recomputation.open(run), step)
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    out = console()
+    out.print(f"step {step:,}: {len(rows):,} sequences, by their loss with the weights before the step")
+    for row in rows[:_ROWS]:
+        out.print(Text(_row_text(row)), soft_wrap=True)
+        for document in row.documents.documents if row.documents else ():
+            out.print(Text(f"    {document.id}, tokens {document.start:,} to {document.stop:,}, from {document.origin}", "dim"), soft_wrap=True)
+    if len(rows) > _ROWS:
+        out.print(f"and {len(rows) - _ROWS:,} more (--json has all)")
+
+
+def _row_text(row: Row) -> str:
+    norm = "" if row.grad_norm != row.grad_norm and row.loss == row.loss else f", gradient norm {row.grad_norm:.4g}"
+    source = f", source {row.documents.source}" if row.documents else ""
+    more = f", {row.repeated:.0%} one token" if row.repeated > 0.3 else ""
+    return f"  sequence {row.sequence}: loss {row.loss:.4f}, {row.loss_over_median:.2f} times the median{norm}{more}{source}"
+
+
+def _experts(run: Path, text: Path, as_json: bool) -> None:
+    from lmworks.doctor.recompute import Recomputation
+    from lmworks.doctor.rows import expert_use
+
+    found = expert_use(Recomputation.open(run), text)
+    if as_json:
+        print_json(found)
+        return
+    out = console()
+    out.print(f"{found['tokens']:,} tokens of {text} over {found['experts']} experts, by {found['checkpoint']}", soft_wrap=True)
+    for layer in found["layers"]:
+        largest = sorted(enumerate(layer["shares"]), key=lambda one: -one[1])[:4]
+        busiest = ", ".join(f"{expert} ({share:.1%})" for expert, share in largest)
+        unused = f"; unused: {', '.join(map(str, layer['unused']))}" if layer["unused"] else ""
+        out.print(f"  layer {layer['layer']}: effectively {layer['effective']:.1f} experts; busiest: {busiest}{unused}", soft_wrap=True)
+
+
+def _against(run: Path, reference: Path, as_json: bool) -> None:
+    from lmworks.doctor.against import compare
+    from lmworks.watch.evidence import Evidence
+    from lmworks.watch.run_files import open_run
+
+    found = compare(Evidence(open_run(run)), Evidence(open_run(reference)))
+    if as_json:
+        print_json(asdict(found))
+    else:
+        _print_comparison(found, run, reference)
+    if found.parted_at is not None:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _print_comparison(found: Any, run: Path, reference: Path) -> None:
+    out = console()
+    out.print(f"{run} against {reference}, over the {found.tokens:,.0f} tokens that both have trained", soft_wrap=True)
+    if found.parted_at is None:
+        out.print("the losses do not part: no three ranges of tokens in a row differ by more than 4 standard errors")
+    else:
+        out.print(f"the losses part at {found.parted_at:,.0f} tokens")
+        for event in found.before:
+            out.print(f"  before: {event}")
+    out.print(f"last quarter: {found.difference:+.4f} nats per token (standard error {found.error:.4f})")
+    for key, (one, other) in found.keys.items():
+        out.print(Text(f"  {key}: {one} here, {other} there"), soft_wrap=True)
 
 
 def _print(label: str, diagnoses: list[Diagnosis]) -> None:

@@ -46,21 +46,16 @@ def replay(run_dir: Path, model_name: str, step: int | None, at: int | None) -> 
     None), the sequences with the highest loss and the parameters with the largest gradients. Raises `UserError`.
     """
     recipe = require_run(run_dir)
-    _require_whole_weights(recipe, of_model(model_name).stage)
+    require_whole_weights(recipe, of_model(model_name).stage)
     kept = bad_batches(run_dir, model_name)
     if not kept:
         raise UserError(f"{run_dir} has no saved bad batch of {of_model(model_name).title.lower()}")
     step = max(kept) if step is None else step
     if step not in kept:
         raise UserError(f"no batch of step {step} was saved; there are batches of the steps {', '.join(map(str, kept))}")
-    path = find(run_dir, model_name, _before(run_dir, model_name, step) if at is None else at)
-    train = recipe.train.model_copy(update={"deepspeed": None, "compile": False})
-    alone = recipe.model_copy(update={"layout": Layout(), "train": train})
-    batch = _load(kept[step], step, int(recipe.model.vocab_size or 0))
-    model = build_model(alone)
-    meta = checkpoints.load(path, {"model": model.state_dict()}, identity(recipe))
-    _as_in_step(model, recipe, model_name, step, meta)
-    loss, norm, first, gradients = _run(model, alone, batch)
+    batch = load_bad(kept[step], step, recipe)
+    alone, model, path = model_at(run_dir, recipe, model_name, step, at)
+    loss, norm, first, gradients = forward_backward(model, alone, batch)
     model.eval()
     single = [batch.rows(number, number + 1) for number in range(len(batch.tokens))]
     rows = [(number, model.summed_cross_entropy(one) / max(one.valid_tokens, 1)) for number, one in enumerate(single)]
@@ -71,7 +66,26 @@ def replay(run_dir: Path, model_name: str, step: int | None, at: int | None) -> 
     }  # fmt: skip
 
 
-def _require_whole_weights(recipe: Recipe, stage: str) -> None:
+def model_at(
+    run_dir: Path, recipe: Recipe, model_name: str, step: int, at: int | None = None, precision: str | None = None
+) -> tuple[Recipe, ParallelModel, Path]:
+    """The model as it was when it trained `step`, in one process: with the weights of the checkpoint of step `at`, by default the newest
+    from before that step, or the oldest. Returns the recipe for one process, the model in training mode, and the checkpoint.
+
+    precision: of the activations; that of the recipe by default. Raises `UserError`.
+    """
+    path = find(run_dir, model_name, _before(run_dir, model_name, step) if at is None else at)
+    train = recipe.train.model_copy(
+        update={"deepspeed": None, "compile": False, **({} if precision is None else {"precision": precision})}
+    )
+    alone = recipe.model_copy(update={"layout": Layout(), "train": train})
+    model = build_model(alone)
+    meta = checkpoints.load(path, {"model": model.state_dict()}, identity(recipe))
+    _as_in_step(model, recipe, model_name, step, meta)
+    return alone, model, path
+
+
+def require_whole_weights(recipe: Recipe, stage: str) -> None:
     """Raise `UserError` if a stage has another objective than the next-token loss, or checkpoints of adapters alone."""
     aligns = stage in ("dpo", "grpo")
     if aligns or stage in recipe.loras:
@@ -82,13 +96,13 @@ def _require_whole_weights(recipe: Recipe, stage: str) -> None:
         )
 
 
-def _load(path: Path, step: int, vocab_size: int) -> Batch:
-    """Load the batch of a file. Raises `UserError` if it is not valid for a vocabulary of `vocab_size`."""
+def load_bad(path: Path, step: int, recipe: Recipe) -> Batch:
+    """Load the saved batch of a step. Raises `UserError` if it is damaged, or not valid for the vocabulary."""
     arrays = load_bad_batch(path)
     tokens, labels, starts = (arrays.get(name, np.zeros(0)) for name in ("tokens", "labels", "cu_seqlens"))
     whole = tokens.ndim == 2 and tokens.size > 0 and tokens.shape == labels.shape and starts.ndim == 1
     whole = whole and all(array.dtype == np.int32 for array in (tokens, labels, starts))
-    if not whole or not _fits(tokens, labels, starts, vocab_size):
+    if not whole or not _fits(tokens, labels, starts, int(recipe.model.vocab_size or 0)):
         raise UserError(f"{path} is damaged, or of another run: its tokens and documents do not fit together")
     return Batch(tokens, labels, starts, 0, step)
 
@@ -117,7 +131,7 @@ def _as_in_step(model: ParallelModel, recipe: Recipe, model_name: str, step: int
     seed_dropout(recipe.training_seed, step, 0, model.device)
 
 
-def _run(model: ParallelModel, recipe: Recipe, batch: Batch) -> tuple[float, float, str | None, list[dict[str, Any]]]:
+def forward_backward(model: ParallelModel, recipe: Recipe, batch: Batch) -> tuple[float, float, str | None, list[dict[str, Any]]]:
     """Loss, gradient norm, the first operator with a non-finite result, and the largest gradients."""
     valid, length = max(batch.valid_tokens, 1), batch.tokens.shape[1]
     with FirstNonFinite(model.parts) as watched:

@@ -1,0 +1,241 @@
+"""`lmworks doctor --probe`: measurements that confirm or exclude what files alone leave open.
+
+Each probe yields measurements under the code of the cause that they decide. One outside of its healthy range supports the cause, one inside
+excludes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lmworks.checkpoint import listing
+from lmworks.checkpoint.tensor_files import Reader, split_rows
+from lmworks.doctor.recompute import ROWS, Recomputation
+from lmworks.errors import UserError
+from lmworks.io.run_layout import BASE
+from lmworks.run.replay import bad_batches, load_bad
+from lmworks.watch.diagnosis import Diagnosis, all_rules
+from lmworks.watch.rule import Finding, Measurement
+from lmworks.weights.run_models import folder
+
+_SAMPLED = 1 << 22  # elements of the weights, and of the optimizer's state, that are compared
+_HERE = "recomputed"
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A measurement that decides about a cause. `exact`: it proves the cause alone, if it is abnormal. `where`: a place, such as an
+    operator or a source."""
+
+    code: str
+    measurement: Measurement
+    exact: bool = False
+    where: str = ""
+
+
+def probe(run: Recomputation, began: Callable[[str], None] = lambda title: None) -> tuple[list[Probed], dict[str, str]]:
+    """Run all probes; the measurements, and by title why a probe could not run. `began` is called with the title of each."""
+    found: list[Probed] = []
+    lacking: dict[str, str] = {}
+    for title, one in PROBES.items():
+        began(title)
+        try:
+            found += one(run)
+        except (UserError, ValueError, LookupError, RuntimeError) as error:  # the last: out of memory, a damaged tensor
+            lacking[title] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return found, lacking
+
+
+def confirmed(diagnosis: Diagnosis, probed: Sequence[Probed]) -> Diagnosis:
+    """A diagnosis of pretraining with what was measured: causes that the probes confirm are sure, those that they exclude are gone, and
+    causes that only a probe shows are added."""
+    by_code: Mapping[str, list[Probed]] = defaultdict(list)
+    for one in probed:
+        by_code[one.code].append(one)
+    problems, unsure, passed = list[Finding](), list[Finding](), list(diagnosis.passed)
+    for finding in (*diagnosis.problems, *diagnosis.unsure):
+        measured = by_code.get(finding.code, [])
+        merged = _merge(finding, measured)
+        if finding.sure or merged.sure:
+            problems.append(merged)
+        elif measured and not any(one.measurement.abnormal for one in measured):
+            passed.append(finding.code)
+        else:
+            unsure.append(merged)
+    known = {one.code for one in (*problems, *unsure)}
+    for code, measured in by_code.items():
+        if code in known or code not in all_rules() or not any(one.measurement.abnormal for one in measured):
+            continue
+        rule = all_rules()[code]
+        new = _merge(Finding((), code=code, sentence=rule.sentence, area=rule.area, stage=diagnosis.stage), measured)
+        (problems if new.sure else unsure).append(new)
+        passed = [one for one in passed if one != code]
+    return replace(diagnosis, problems=problems, unsure=unsure, passed=passed)
+
+
+def _merge(finding: Finding, measured: Sequence[Probed]) -> Finding:
+    where = next((one.where for one in measured if one.where and one.measurement.abnormal), finding.where)
+    exact = finding.exact or any(one.exact and one.measurement.abnormal for one in measured)
+    return replace(finding, evidence=(*finding.evidence, *(one.measurement for one in measured)), exact=exact, where=where)
+
+
+def _not_finite(run: Recomputation) -> Iterator[Probed]:
+    """The step that was not finite, in its precision and in fp32, and another batch with the same weights."""
+    kept = bad_batches(run.run_dir, BASE.model)
+    step = max(kept) if kept else max(run.step - 1, 0)
+    batch = load_bad(kept[step], step, run.recipe) if kept else run.batch(step, ROWS)
+    other = run.batch(max(step - 1, 0), ROWS)
+    finite = {}
+    finite["own"], first = _finite(run.repeat(step, batch))
+    finite["other"], _ = _finite(run.repeat(step, other))
+    finite["fp32"] = finite["own"] or _finite(run.repeat(step, batch, "fp32"))[0]
+    verdict = {
+        "fp16-overflow": not finite["own"] and finite["fp32"],
+        "bad-batch": not finite["own"] and not finite["fp32"] and finite["other"],
+        "operator-overflow": not finite["own"] and not finite["fp32"] and not finite["other"],
+    }
+    said = {
+        "fp16-overflow": f"step {step}: not finite in {run.recipe.train.precision}, and finite in fp32",
+        "bad-batch": f"step {step}: not finite in fp32 either, while the batch before is finite with the same weights",
+        "operator-overflow": f"step {step}: not finite in fp32 either, nor is another batch",
+    }
+    for code, holds in verdict.items():
+        yield Probed(code, Measurement(said[code], float(holds), high=0, source=_HERE), exact=True, where=first or "")
+
+
+def _finite(result: tuple[float, float, str | None]) -> tuple[bool, str | None]:
+    loss, norm, first = result
+    return math.isfinite(loss) and math.isfinite(norm), first
+
+
+def _same_bits(run: Recomputation) -> Iterator[Probed]:
+    """The same step twice, with the same weights and the same batch."""
+    step = max(run.step - 1, 0)
+    batch = run.batch(step, ROWS)
+    (loss, norm, _), (again, norm_again, _) = (run.repeat(step, batch) for _ in range(2))
+    apart = max(abs(loss - again) / max(abs(loss), 1e-30), abs(norm - norm_again) / max(abs(norm), 1e-30))
+    # Kernels of GPUs may add up gradients in another order each time.
+    limit = 0.0 if run.model(step)[1].device.type == "cpu" else 1e-3
+    name = "relative difference of loss and gradient norm between two computations of the same step"
+    yield Probed("silent-corruption", Measurement(name, apart, high=limit, source=_HERE), exact=True)
+
+
+def _sources(run: Recomputation) -> Iterator[Probed]:
+    """The loss of each source relative to the entropy of its token frequencies: a model that has learned nothing but these has 1."""
+    losses: dict[str, list[float]] = defaultdict(list)
+    tokens: dict[str, Counter[int]] = defaultdict(Counter)
+    for source, row in run.sampled_rows(run.trained_steps(64), 4 * ROWS):
+        losses[source].append(float(run.row_losses(row)[0]))
+        tokens[source].update(row.labels[row.labels >= 0].tolist())
+    ratios = {name: float(np.nanmean(values)) / max(_entropy(tokens[name]), 1e-9) for name, values in losses.items() if len(values) >= 4}
+    if not ratios:
+        return
+    lowest = min(ratios.values())
+    worst = max(ratios, key=lambda name: ratios[name])
+    name = "lowest loss of a source relative to the entropy of its token frequencies"
+    yield Probed("wrong-tokenizer", Measurement(name, lowest, high=0.97, source=_HERE))
+    if len(ratios) > 1:
+        others = float(np.median([value for key, value in ratios.items() if key != worst]))
+        name = f"loss of source {worst} relative to the entropy of its token frequencies, over that of the others"
+        yield Probed("noisy-source", Measurement(name, ratios[worst] / max(others, 1e-9), high=1.3, source=_HERE), where=f"source {worst}")
+
+
+def _entropy(counts: Counter[int]) -> float:
+    """In nats, with the correction of Miller and Madow for a sample."""
+    values = np.array(list(counts.values()), np.float64)
+    total = values.sum()
+    share = values / max(total, 1)
+    return float(-(share * np.log(share)).sum() + (len(values) - 1) / (2 * max(total, 1)))
+
+
+def _gap(run: Recomputation) -> Iterator[Probed]:
+    """Text that the run has read against text of the same sources that it will read later."""
+    future = list(range(run.step, min(run.step + 64, run.batches.steps)))
+    if not future:
+        raise UserError("the run has read all of its text; held-out text is measured by validation")
+    seen, unseen = (
+        np.array([float(run.row_losses(row)[0]) for _, row in run.sampled_rows(steps, 2 * ROWS)])
+        for steps in (run.trained_steps(64), future)
+    )  # fmt: skip
+    error = math.sqrt(np.nanvar(seen) / max(len(seen), 1) + np.nanvar(unseen) / max(len(unseen), 1))
+    gap = float(np.nanmean(unseen) - np.nanmean(seen))
+    limit = max(3 * error, 0.02 * float(np.nanmean(seen)))
+    name = "loss of text that comes next, minus that of text that was read"
+    yield Probed("overfitting", Measurement(name, gap, high=limit, source=f"{_HERE}; 3 standard errors", unit="nats"))
+
+
+def _optimizer_state(run: Recomputation) -> Iterator[Probed]:
+    """The share of the optimizer's state that is zero."""
+    path = listing.directories(folder(run.run_dir, BASE.model))[-1]
+    zeros = total = 0
+    reader = Reader(path)
+    for name, record in reader.table.items():
+        if not name.startswith("optimizer.") or not record.shape or total >= _SAMPLED:
+            continue
+        offsets, sizes = split_rows(record)[0]
+        part = reader.read_slice(name, offsets, sizes)
+        zeros, total = zeros + int((part == 0).sum()), total + part.numel()
+    if not total:
+        raise UserError(f"{path} has no optimizer state")
+    measured = Measurement("share of the optimizer's state that is zero", zeros / total, high=0.5, source=_HERE)
+    yield Probed("optimizer-state-lost", measured)
+
+
+def _unchanged(run: Recomputation) -> Iterator[Probed]:
+    """The share of weights that are equal in the two newest checkpoints."""
+    paths = listing.directories(folder(run.run_dir, BASE.model))[-2:]
+    if len(paths) < 2:
+        raise UserError("there is one checkpoint only")
+    before, after = (Reader(path) for path in paths)
+    equal = total = 0
+    for name, record in after.table.items():
+        if not name.startswith("model.") or len(record.shape) < 2 or name not in before.table or total >= _SAMPLED:
+            continue
+        offsets, sizes = split_rows(record)[0]
+        one, other = (reader.read_slice(name, offsets, sizes) for reader in (before, after))
+        equal, total = equal + int((one == other).sum()), total + one.numel()
+    apart = listing.step_of(paths[1]) - listing.step_of(paths[0])
+    name = f"share of weights that are equal after {apart:,} steps"
+    yield Probed("low-precision-weights", Measurement(name, equal / max(total, 1), high=0.2, source=_HERE))
+
+
+def _order(run: Recomputation) -> Iterator[Probed]:
+    """Sequences with equal tokens, and sequences that follow each other as their documents do in the source."""
+    hashes: Counter[bytes] = Counter()
+    places: list[tuple[str, int]] = []
+    steps = run.trained_steps(256) or [0]
+    for step in reversed(steps):
+        batch, documents = run.batch(step), run.batches.documents(step)
+        for row, found in zip(batch.tokens, documents, strict=True):
+            if found.epoch == 0:
+                hashes[row.tobytes()] += 1
+                places.append((found.source, found.sequence))
+        if len(places) > 1 << 14:
+            break
+    count = max(sum(hashes.values()), 1)
+    name = "share of sequences of the first epoch whose tokens are equal to another's"
+    yield Probed("duplicated-data", Measurement(name, 1 - len(hashes) / count, high=0.01, source=_HERE))
+    last: dict[str, int] = {}
+    follows = 0
+    for source, sequence in places:
+        follows += last.get(source, -2) + 1 == sequence
+        last[source] = sequence
+    name = "share of sequences that follow the one before them in their source"
+    yield Probed("unshuffled-data", Measurement(name, follows / max(len(places), 1), high=0.1, source=_HERE))
+
+
+PROBES: Mapping[str, Callable[[Recomputation], Iterator[Probed]]] = {
+    "order of the data": _order,
+    "optimizer state": _optimizer_state,
+    "two checkpoints": _unchanged,
+    "a step twice": _same_bits,
+    "loss by source": _sources,
+    "read and unread text": _gap,
+    "a bad step in fp32": _not_finite,
+}
+
