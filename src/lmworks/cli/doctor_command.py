@@ -61,7 +61,7 @@ def doctor(
         return
     if run is None:
         raise UserError("doctor needs a RUN, such as runs/quickstart, or --explain CODE")
-    if sum(one not in (None, False) for one in (probe, find_rows, experts, against)) > 1:
+    if sum((probe, find_rows is not None, experts is not None, against is not None)) > 1:
         raise UserError("--probe, --find-rows, --experts and --against are different questions; ask one at a time")
     if find_rows is not None:
         _find_rows(Path(run), find_rows, as_json)
@@ -131,7 +131,8 @@ def _find_rows(run: Path, step: int, as_json: bool) -> None:
     for row in rows[:_ROWS]:
         out.print(Text(_row_text(row)), soft_wrap=True)
         for document in row.documents.documents if row.documents else ():
-            out.print(Text(f"    {document.id}, tokens {document.start:,} to {document.stop:,}, from {document.origin}", "dim"), soft_wrap=True)
+            place = f"{document.id}, tokens {document.start:,} to {document.stop:,}, from {document.origin}"
+            out.print(Text(f"    {place}", "dim"), soft_wrap=True)
     if len(rows) > _ROWS:
         out.print(f"and {len(rows) - _ROWS:,} more (--json has all)")
 

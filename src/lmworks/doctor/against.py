@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -56,13 +57,13 @@ def compare(run: Evidence, reference: Evidence) -> Comparison:
     # Bins of equal width in the logarithm of tokens: a curve falls most in its first tokens.
     edges = np.exp(np.linspace(math.log(max(start, 1)), math.log(stop), _BINS + 1))
     bins, scores = [], []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         inside = [y[(x >= low) & (x <= high)] for x, y in curves]
         if min(map(len, inside)) < 2:
             continue
         means = [float(values.mean()) for values in inside]
         error = math.sqrt(sum(float(values.var(ddof=1)) / len(values) for values in inside))
-        bins.append((float(high), *means))
+        bins.append((float(high), means[0], means[1]))
         scores.append((means[0] - means[1]) / max(error, 1e-12))
     parted = _first_lasting(np.array(scores))
     late = [y[(x >= start + 0.75 * (stop - start)) & (x <= stop)] for x, y in curves]

@@ -18,12 +18,17 @@ from lmworks.checkpoint.tensor_files import Reader, split_rows
 from lmworks.doctor.recompute import ROWS, Recomputation
 from lmworks.errors import UserError
 from lmworks.io.run_layout import BASE
+from lmworks.recipe.timeline import Timeline
 from lmworks.run.replay import bad_batches, load_bad
 from lmworks.watch.diagnosis import Diagnosis, all_rules
 from lmworks.watch.rule import Finding, Measurement
 from lmworks.weights.run_models import folder
 
 _SAMPLED = 1 << 22  # elements of the weights, and of the optimizer's state, that are compared
+_BEGIN = 24  # tokens of a document that are compared: some 100 characters, more than most headers
+_MOST_SEQUENCES = 1 << 14
+_FEWEST = 8  # documents that begin in the sequences
+_LEARNED = 40  # tokens per entry of the vocabulary, after which a model knows more than their frequencies (measured: make doctor)
 _HERE = "recomputed"
 
 
@@ -127,6 +132,9 @@ def _same_bits(run: Recomputation) -> Iterator[Probed]:
 
 def _sources(run: Recomputation) -> Iterator[Probed]:
     """The loss of each source relative to the entropy of its token frequencies: a model that has learned nothing but these has 1."""
+    trained = Timeline(run.recipe.train.phases).tokens_before(run.step)
+    if trained < _LEARNED * int(run.recipe.model.vocab_size or 0):
+        raise UserError(f"{trained:,} tokens are too few to tell what the model has learned")
     losses: dict[str, list[float]] = defaultdict(list)
     tokens: dict[str, Counter[int]] = defaultdict(Counter)
     for source, row in run.sampled_rows(run.trained_steps(64), 4 * ROWS):
@@ -175,7 +183,7 @@ def _optimizer_state(run: Recomputation) -> Iterator[Probed]:
     zeros = total = 0
     reader = Reader(path)
     for name, record in reader.table.items():
-        if not name.startswith("optimizer.") or not record.shape or total >= _SAMPLED:
+        if not name.startswith("optimizer/") or not record.shape or total >= _SAMPLED:
             continue
         offsets, sizes = split_rows(record)[0]
         part = reader.read_slice(name, offsets, sizes)
@@ -194,7 +202,7 @@ def _unchanged(run: Recomputation) -> Iterator[Probed]:
     before, after = (Reader(path) for path in paths)
     equal = total = 0
     for name, record in after.table.items():
-        if not name.startswith("model.") or len(record.shape) < 2 or name not in before.table or total >= _SAMPLED:
+        if not name.startswith("model/") or len(record.shape) < 2 or name not in before.table or total >= _SAMPLED:
             continue
         offsets, sizes = split_rows(record)[0]
         one, other = (reader.read_slice(name, offsets, sizes) for reader in (before, after))
@@ -205,28 +213,31 @@ def _unchanged(run: Recomputation) -> Iterator[Probed]:
 
 
 def _order(run: Recomputation) -> Iterator[Probed]:
-    """Sequences with equal tokens, and sequences that follow each other as their documents do in the source."""
-    hashes: Counter[bytes] = Counter()
-    places: list[tuple[str, int]] = []
-    steps = run.trained_steps(256) or [0]
-    for step in reversed(steps):
-        batch, documents = run.batch(step), run.batches.documents(step)
-        for row, found in zip(batch.tokens, documents, strict=True):
-            if found.epoch == 0:
-                hashes[row.tobytes()] += 1
-                places.append((found.source, found.sequence))
-        if len(places) > 1 << 14:
-            break
-    count = max(sum(hashes.values()), 1)
-    name = "share of sequences of the first epoch whose tokens are equal to another's"
-    yield Probed("duplicated-data", Measurement(name, 1 - len(hashes) / count, high=0.01, source=_HERE))
+    """Documents that begin with the same tokens, and sequences that follow each other as they do in their source."""
+    begins: dict[bytes, set[str]] = defaultdict(set)
     last: dict[str, int] = {}
-    follows = 0
-    for source, sequence in places:
-        follows += last.get(source, -2) + 1 == sequence
-        last[source] = sequence
+    follows = sequences = 0
+    for step in reversed(run.trained_steps(256)):
+        batch = run.batch(step)
+        for row, found in zip(batch.tokens, run.batches.documents(step), strict=True):
+            if found.epoch:
+                continue
+            sequences += 1
+            follows += last.get(found.source, -2) + 1 == found.sequence
+            last[found.source] = found.sequence
+            place = 0
+            for span in found.documents:
+                if span.start == 0 and place + _BEGIN <= min(place + span.stop, len(row)):
+                    begins[row[place : place + _BEGIN].tobytes()].add(span.id)
+                place += span.stop - span.start
+        if sequences > _MOST_SEQUENCES:
+            break
+    documents = sum(map(len, begins.values()))
+    if documents >= _FEWEST:
+        name = f"share of documents whose first {_BEGIN} tokens are those of another"
+        yield Probed("duplicated-data", Measurement(name, 1 - len(begins) / documents, high=0.1, source=_HERE))
     name = "share of sequences that follow the one before them in their source"
-    yield Probed("unshuffled-data", Measurement(name, follows / max(len(places), 1), high=0.1, source=_HERE))
+    yield Probed("unshuffled-data", Measurement(name, follows / max(sequences, 1), high=0.1, source=_HERE))
 
 
 PROBES: Mapping[str, Callable[[Recomputation], Iterator[Probed]]] = {

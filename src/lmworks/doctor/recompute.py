@@ -45,7 +45,7 @@ class Recomputation:
         require_whole_weights(recipe, BASE.stage)
         step = listing.step_of(find(run_dir, BASE.model))
         if not (run_dir / "shards" / "manifest.json").is_file():
-            raise UserError(f"{run_dir} has no token files, from which batches are computed again; make them with: lmworks shards build RECIPE")
+            raise UserError(f"{run_dir} has no token files to compute a batch from; make them with: lmworks shards build RECIPE")
         return cls(run_dir, recipe, Batches(recipe, run_dir / "shards", read_changes(run_dir).all), step)
 
     def model(self, step: int | None = None, precision: str | None = None) -> tuple[Recipe, ParallelModel, Path]:

@@ -1,0 +1,163 @@
+"""Recomputation: probes confirm and exclude causes on real runs, rows behind a step are found, two curves are compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_doctor_command import doctor
+
+from lmworks.doctor import against
+from lmworks.doctor.probe import Probed, confirmed, probe
+from lmworks.doctor.recompute import Recomputation
+from lmworks.doctor.rows import expert_use, find_rows
+from lmworks.errors import UserError
+from lmworks.shards import epochs
+from lmworks.watch.diagnosis import Diagnosis, all_rules
+from lmworks.watch.evidence import Evidence
+from lmworks.watch.rule import Finding, Measurement
+from lmworks.watch.run_files import open_run
+from tiny_run import Tiny, prepare
+from written_run import write_run
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+SHORT = ("train.phases.general.tokens=3008 tokens", "train.phases.long.tokens=1024 tokens", "checkpoints.keep_last=3")
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    run = tiny.copy(tmp_path_factory.mktemp("trained") / "run")
+    run.walk(*SHORT, last="pretrain")
+    return run
+
+
+def measured(run: Tiny) -> dict[str, list[bool]]:
+    """By code, which measurements are abnormal."""
+    found, lacking = probe(Recomputation.open(run.run_dir))
+    assert set(lacking) == {"read and unread text", "loss by source"}, "all text was read, and too little to judge what was learned"
+    codes: dict[str, list[bool]] = {}
+    for one in found:
+        codes.setdefault(one.code, []).append(one.measurement.abnormal)
+    return codes
+
+
+def test_a_sound_run_has_sound_measurements(trained: Tiny) -> None:
+    found = measured(trained)
+    assert {"duplicated-data", "unshuffled-data", "optimizer-state-lost", "low-precision-weights", "silent-corruption", "fp16-overflow",
+            "bad-batch", "operator-overflow"} - set(found) <= {"duplicated-data"}  # fmt: skip
+    assert not [code for code, abnormal in found.items() if any(abnormal)]
+
+
+@pytest.mark.slow
+def test_weights_that_no_step_changes_are_measured(tiny_copy: Tiny) -> None:
+    tiny_copy.walk(*SHORT, "optimizer.learning_rate=1e-12", "optimizer.adam_learning_rate=1e-12", last="pretrain")
+    assert measured(tiny_copy)["low-precision-weights"] == [True]
+
+
+@pytest.mark.slow
+def test_an_order_that_is_not_shuffled_is_measured(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs, "permute", lambda index, *_: index)
+    tiny_copy.walk(*SHORT, last="pretrain")
+    assert measured(tiny_copy)["unshuffled-data"] == [True]
+
+
+@pytest.mark.slow
+def test_repeated_documents_are_measured(tmp_path: Path) -> None:
+    run = prepare(tmp_path)
+    lines = (run.texts / "docs.jsonl").read_text(encoding="utf-8").splitlines()
+    short = [json.dumps({"text": json.loads(one)["text"][:300]}) for one in lines[:6]]
+    (run.texts / "docs.jsonl").write_text("\n".join(short * 50) + "\n", encoding="utf-8")
+    run.walk(*SHORT, "corpus.dedup.exact=false", last="pretrain")
+    assert measured(run)["duplicated-data"] == [True]
+
+
+def test_probes_confirm_exclude_and_add() -> None:
+    bad, fine = Measurement("a", 2.0, high=1.0), Measurement("a", 0.0, high=1.0)
+
+    def unsure(code: str) -> Finding:
+        return Finding((bad,), code=code, sentence="It is so.", area="data", stage="pretrain")
+
+    before = Diagnosis("pretrain", [], [unsure("confirmed"), unsure("excluded"), unsure("open")], [], ["disk-full"], {})
+    found = confirmed(before, [Probed("confirmed", bad), Probed("excluded", fine), Probed("disk-full", bad, exact=True, where="rank 3")])
+    assert [(one.code, one.where) for one in found.problems] == [("confirmed", ""), ("disk-full", "rank 3")]
+    assert [one.code for one in found.unsure] == ["open"] and list(found.passed) == ["excluded"]
+    assert found.problems[1].sentence == all_rules()["disk-full"].sentence
+
+
+def test_the_command_probes_and_leaves_the_run_as_it_was(
+    trained: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {path: path.stat().st_mtime_ns for path in trained.run_dir.rglob("*")}
+    _, out, _ = doctor(monkeypatch, capsys, trained.run_dir, "--probe", "--json")
+    assert "probe: read and unread text" in json.loads(out)["stages"][0]["not_judged"]
+    assert {path: path.stat().st_mtime_ns for path in trained.run_dir.rglob("*")} == files
+
+
+def test_the_row_of_random_tokens_comes_first_and_the_others_name_their_documents(
+    trained: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained.copy(tmp_path / "run").run_dir
+    opened, step = Recomputation.open(run), 12
+    rows = find_rows(opened, step)
+    assert [row.loss for row in rows] == sorted((row.loss for row in rows), reverse=True)
+    assert all(np.isfinite(row.grad_norm) for row in rows)
+    assert all(row.documents is not None and row.documents.documents[0].origin.startswith(str(trained.texts)) for row in rows)
+    batch = opened.batch(step)
+    tokens, labels = batch.tokens.copy(), batch.labels.copy()
+    tokens[3] = np.random.default_rng(0).integers(0, 512, tokens.shape[1])
+    labels[3, :-1] = tokens[3, 1:]
+    place = run / "bad_batches" / f"step-{step:08d}.npz"
+    place.parent.mkdir()
+    np.savez_compressed(place, tokens=tokens, labels=labels, cu_seqlens=batch.cu_seqlens)
+    first = find_rows(opened, step)[0]
+    assert first.sequence == 3 and first.loss_over_median > 1.1 and first.documents is None, "the saved batch is that of the step"
+    code, out, _ = doctor(monkeypatch, capsys, run, "--find-rows", step)
+    assert code == 0 and out.splitlines()[1].startswith("  sequence 3: loss")
+    with pytest.raises(UserError, match="there is no step 999"):
+        find_rows(opened, 999)
+
+
+def test_experts_of_a_text(trained: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("import os\n" * 100, encoding="utf-8")
+    found = expert_use(Recomputation.open(trained.run_dir), text)
+    assert [layer["layer"] for layer in found["layers"]] == [1, 2] and found["experts"] == 4
+    for layer in found["layers"]:
+        assert sum(layer["shares"]) == pytest.approx(1, abs=1e-5) and 1 <= layer["effective"] <= 4
+    code, out, _ = doctor(monkeypatch, capsys, trained.run_dir, "--experts", text)
+    assert code == 0 and "layer 1: effectively" in out
+    assert doctor(monkeypatch, capsys, trained.run_dir, "--experts", tmp_path / "none")[0] == 2
+
+
+def curve(folder: Path, shift: Any, **more: Any) -> Path:
+    noise = np.random.default_rng(more.pop("seed", 0))
+    steps = np.arange(1, 801)
+    loss = 2 + 4 / np.sqrt(steps) + noise.normal(0, 0.02, 800) + shift(steps)
+    return write_run(folder, {"train/loss": loss.tolist(), "train/tokens": (1000.0 * steps).tolist()}, **more)
+
+
+def test_two_curves_part_where_one_was_shifted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = curve(tmp_path / "one", lambda steps: 0.1 * (steps > 400), events=[{"event": "resume", "step": 400}], overrides=["seed=7"])
+    other = curve(tmp_path / "other", lambda steps: 0 * steps, seed=1)
+    found = against.compare(*(Evidence(open_run(path)) for path in (one, other)))
+    assert found.parted_at is not None and 390_000 < found.parted_at < 520_000
+    assert found.difference == pytest.approx(0.1, abs=0.01) and found.before == ["resume at step 400"]
+    assert found.keys["seed"][0] == 7 and "run_dir" not in found.keys
+    code, out, _ = doctor(monkeypatch, capsys, one, "--against", other)
+    assert code == 1 and "the losses part at" in out and "seed: 7 here" in out
+
+
+def test_equal_curves_with_other_noise_and_one_spike_do_not_part(tmp_path: Path) -> None:
+    one = curve(tmp_path / "one", lambda steps: 3.0 * (steps == 500))
+    other = curve(tmp_path / "other", lambda steps: 0 * steps, seed=1)
+    assert against.compare(*(Evidence(open_run(path)) for path in (one, other))).parted_at is None
+
+
+def test_one_question_at_a_time(trained: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = doctor(monkeypatch, capsys, trained.run_dir, "--probe", "--find-rows", 0)
+    assert code == 2 and "ask one at a time" in err
