@@ -15,7 +15,7 @@ from lmworks.recipe.load import load_recipe_text
 from lmworks.recipe.timeline import Schedules, Timeline
 from lmworks.watch.ledger import LEDGER
 
-Values = Sequence[float | None | EllipsisType]
+Values = Sequence[float | EllipsisType | None]
 """Of a metric, one for each line: None stands for null, which is a value that was not finite, and ... for a line without it."""
 
 RECIPE = """
@@ -47,7 +47,8 @@ def write_run(
             values = {name: series[number] for name, series in metrics.items() if number < len(series) and series[number] is not ...}
             file.write(line({"step": step, "time": 1.0e9 + 10.0 * step, **values}))
     with open(folder / LEDGER, "ab") as file:
-        file.write(line({"time": 1.0e9, "event": "start", "stage": stage, "steps": max(at, default=0), "tokens": 1024 * max(at, default=0)}))
+        last = max(at, default=0)
+        file.write(line({"time": 1.0e9, "event": "start", "stage": stage, "steps": last, "tokens": 1024 * last}))
         for event in events:
             file.write(line({"time": 1.0e9 + 1, "stage": stage, **event}))
     return folder

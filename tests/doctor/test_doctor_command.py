@@ -147,3 +147,17 @@ def test_a_rule_that_meets_what_no_run_writes_does_not_end_the_others(full: Path
     monkeypatch.setattr("lmworks.watch.diagnosis.all_rules", lambda: {"broken": broken, "disk-full": all_rules()["disk-full"]})
     found = diagnose(Evidence(open_run(full)))
     assert "damaged" in found.not_judged["broken"] and [one.code for one in found.problems] == ["disk-full"]
+
+
+def test_a_run_of_an_earlier_version_is_judged_by_the_names_of_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its recipe has the keys of its time, and its metrics lack the signals that were added since."""
+    stored = json.loads((Path(__file__).parents[1] / "recipe" / "earlier_run.json").read_text(encoding="utf-8"))
+    run = write_run(tmp_path / "run", {"train/loss": [5.0 - 0.01 * i for i in range(60)]}, [FULL])
+    (run / "resolved.json").write_text(json.dumps(stored["resolved"]), encoding="utf-8")
+    evidence = Evidence(open_run(run))
+    assert evidence.number("train.phases.0.global_batch_tokens") == 256 and evidence.value("train.phases.0.global_batch_size") is None
+    assert evidence.number("train.phases.0.lr_schedule.warmup") == 4 and evidence.number("launch.timeout") == 600
+    code, out, _ = doctor(monkeypatch, capsys, run)
+    assert code == 1 and "disk-full" in out and "damaged" not in out

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from lmworks.host import machine
 from lmworks.io.run_layout import BASE, MODEL_STAGES, ModelStage
 from lmworks.recipe.former import translated
+from lmworks.recipe.schema.units import Bytes, Duration, Seconds, Tokens
 from lmworks.watch.ledger import LEDGER, since_start_over
 from lmworks.watch.run_files import Json, RunFiles, read_document, read_lines
 
@@ -202,13 +204,25 @@ class Evidence:
         return default if found is None else found
 
     def number(self, path: str) -> float:
-        """The same, as a number; NaN if it is none."""
+        """The same, as a number: tokens, bytes, seconds or steps of a value with such a unit; NaN if it is none."""
         found = self.value(path)
+        if isinstance(found, str):
+            return _quantity(found)
         return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else float("nan")
 
     def phase_starts(self) -> list[tuple[int, str]]:
         """The steps at which phases began, with their names."""
         return [(event["step"], str(event.get("phase"))) for event in self.of("phase") if isinstance(event.get("step"), int)]
+
+
+def _quantity(text: str) -> float:
+    for unit in (Tokens, Bytes, Seconds):
+        with suppress(ValueError):
+            return float(unit.parse(text))
+    with suppress(ValueError):
+        if (duration := Duration.parse(text)).unit == "steps":
+            return float(duration.value)
+    return float("nan")
 
 
 def _ascending(steps: list[int], values: list[float]) -> Series:
