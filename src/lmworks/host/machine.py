@@ -68,6 +68,7 @@ _OVERRIDES: dict[str, tuple[Callable[[str], Any], str]] = {
     "disk": (_bytes, "a number of bytes, such as 500e9"),
     "filesystem": (_name, "a name such as ext4 or nfs4"),
     "sandbox": (_boolean, "yes or no"),
+    "recorded": (_name, "a folder with recorded files of a machine"),
 }
 
 
@@ -190,6 +191,23 @@ def is_running(process: int) -> bool:
 def free_disk(path: Path) -> int:
     """Bytes that can be written to the file system of a path."""
     return override_or("disk", lambda: shutil.disk_usage(path).free)
+
+
+def inodes(path: Path) -> tuple[int, int]:
+    """Free and all inodes of the file system of a path; 0 of 0 where it has no fixed number."""
+    found = os.statvfs(path)
+    return found.f_favail, found.f_files
+
+
+def disk_size(path: Path) -> int:
+    """Bytes of the file system of a path."""
+    return shutil.disk_usage(path).total
+
+
+def recorded() -> Path | None:
+    """The folder from which `lmworks health` reads the files of a machine; None for this machine."""
+    given: str | None = override_or("recorded", lambda: None)
+    return Path(given).absolute() if given else None
 
 
 def file_system(path: Path) -> str:

@@ -1,0 +1,99 @@
+"""The result of each check of a node, and the report of all: its verdict, its exit code and its JSON, which is stable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+from lmworks.ui.exit_codes import ExitCode
+
+VERSION = 1  # of the JSON
+Status = Literal["ok", "warn", "fail", "skip", "unknown"]
+"""`skip`: not checked, because this machine lacks what is checked; `unknown`: the check began, and could not judge."""
+_MOST_TEXT = 2000  # characters of a text that another host has sent
+
+
+@dataclass(frozen=True)
+class Result:
+    """`text` is one line, `advice` the remedy; `figures` are measurements by name with unit."""
+
+    status: Status
+    text: str
+    advice: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of the check `name`, and its duration in seconds."""
+
+    name: str
+    title: str
+    result: Result
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """All checks of a node. `began` and `ended` are by its own clock, in seconds since 1970; `versions`: of driver and libraries."""
+
+    host: str
+    began: float
+    ended: float
+    checks: Sequence[Checked]
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def code(self) -> ExitCode:
+        """0 healthy, 1 a check failed, 2 nothing failed and at least one check could not judge."""
+        found = {checked.result.status for checked in self.checks}
+        if "fail" in found:
+            return ExitCode.FAILED
+        return ExitCode.USER_ERROR if "unknown" in found or found <= {"skip"} else ExitCode.OK
+
+    @property
+    def failures(self) -> list[str]:
+        """Title and text of each failed check."""
+        return [f"{checked.title}: {checked.result.text}" for checked in self.checks if checked.result.status == "fail"]
+
+    def to_json(self) -> dict[str, Any]:
+        checks = [{"name": one.name, "title": one.title, **asdict(one.result), "seconds": round(one.seconds, 3)} for one in self.checks]
+        verdict = {ExitCode.OK: "healthy", ExitCode.FAILED: "failed"}.get(self.code, "unknown")
+        return {
+            "version": VERSION, "host": self.host, "began": round(self.began, 3), "ended": round(self.ended, 3), "verdict": verdict,
+            "code": int(self.code), "versions": dict(self.versions), "checks": checks,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report that another host has printed. Raises ValueError for anything else."""
+        try:
+            tree = json.loads(text)
+            if tree["version"] != VERSION:
+                raise ValueError(f"version {tree['version']!r} of the report")
+            checks = [
+                Checked(
+                    str(one["name"])[:100], str(one["title"])[:200],
+                    Result(
+                        _status(one["status"]), _line(one["text"]), _line(one["advice"]),
+                        {str(name)[:200]: float(value) for name, value in one["figures"].items()},
+                    ), float(one["seconds"]),
+                ) for one in tree["checks"]
+            ]  # fmt: skip
+            versions = {str(name)[:100]: _line(value) for name, value in tree["versions"].items()}
+            return cls(str(tree["host"])[:200], float(tree["began"]), float(tree["ended"]), checks, versions)
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _status(value: Any) -> Status:
+    if value not in get_args(Status):
+        raise ValueError(f"status {value!r}")
+    found: Status = value
+    return found
+
+
+def _line(value: Any) -> str:
+    return " ".join(str(value).split())[:_MOST_TEXT]

@@ -1,0 +1,81 @@
+"""`lmworks health` as Slurm or a user starts it, on recordings and on this machine, with mounts of its own where the kernel allows them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node_recording import record
+
+
+def health(*words: str, recorded: Path | None = None, prefix: tuple[str, ...] = ()) -> tuple[int, str]:
+    environment = os.environ | ({"LMWORKS_MACHINE": f"recorded={recorded}"} if recorded else {})
+    command = [*prefix, sys.executable, "-P", "-m", "lmworks.cli.main", "health", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def checks(said: str) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in json.loads(said)["checks"]}
+
+
+def test_the_exit_code_is_that_of_the_node(tmp_path: Path) -> None:
+    root = record(tmp_path / "recording", tmp_path)
+    code, said = health(str(tmp_path), recorded=root)
+    assert code == 0 and "healthy (18 ok, 0 warnings, 0 could not judge, 1 not checked)" in said, said
+    (root / "sys/devices/system/edac/mc/mc0/ue_count").write_text("1")
+    code, said = health(str(tmp_path), "--quick", "--json", recorded=root)
+    tree = json.loads(said)
+    assert code == tree["code"] == 1 and tree["verdict"] == "failed" and tree["versions"]["nvidia driver"] == "570.86.15"
+    assert "stress" not in checks(said) and checks(said)["memory_errors"]["status"] == "fail"
+    (root / "programs" / "stress").write_text("")
+    assert health("--only", "stress", recorded=root)[0] == 2
+
+
+@pytest.mark.slow
+def test_this_machine_is_checked_within_the_limit_of_slurm(tmp_path: Path) -> None:
+    code, said = health(str(tmp_path / "no run yet"), "--json", "--only", "stress", "--only", "write", "--only", "leftovers")
+    found = checks(said)
+    assert code == 0 and [one["status"] for one in found.values()] == ["ok", "ok", "ok"], said
+    assert found["stress"]["figures"]["core/lowest_flops"] > 1e8 and json.loads(said)["ended"] - json.loads(said)["began"] < 55
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--only", "gpus"), "--only 'gpus' is no check; these are: gpu_errors,"),
+        (("--reach", "head"), "--reach 'head' is not an address; write HOST:PORT"),
+    ],
+)
+def test_options_that_are_wrong(words: tuple[str, ...], said: str) -> None:
+    code, text = health(*words)
+    assert code == 2 and said in text
+
+
+def test_a_recording_that_is_not_there(tmp_path: Path) -> None:
+    code, text = health(recorded=tmp_path / "nowhere")
+    assert code == 2 and "nowhere is not a folder" in text
+
+
+@pytest.mark.parametrize(("mount", "name", "said"), [
+    ("mount -t tmpfs -o size=2m none {0}", "write", "No space left"),
+    ("mount -t tmpfs -o ro none {0}", "mounts", "is mounted read-only"),
+    ("mount -t tmpfs -o ro none {0}", "write", "Read-only file system"),
+    ("mount -t tmpfs -o nr_inodes=20 none {0}", "space", "inodes"),
+])  # fmt: skip
+def test_disks_that_are_full_or_read_only(tmp_path: Path, mount: str, name: str, said: str) -> None:
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount: unshare -m")
+    place = tmp_path / "disk"
+    place.mkdir()
+    code, text = health(
+        str(place), "--only", name, "--json", prefix=("unshare", "-m", "sh", "-c", f'{mount.format(place)} && exec "$@"', "sh")
+    )
+    assert code == 1 and said in checks(text)[name]["text"], text
