@@ -26,6 +26,7 @@ from lmworks.launch.torchrun import CountRange, Host, read_table
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.heartbeat import read_local_beats
 from lmworks.watch.ledger import read_ledger
+from node_recording import record
 from patience import PATIENCE
 from slurm_cluster import cluster
 
@@ -316,3 +317,44 @@ def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_
     require_every_step(run_dir, steps)
     assert len({event["step"] for event in events(run_dir, "step")}) == done(), "it went on where it had saved"
     assert sys.executable in (run_dir / "launch" / "job.sh").read_text()
+
+
+HOSTS_OF_THEIR_OWN = """\
+#!/bin/sh
+# Runs the command on this machine as a host with a home and a health of its own.
+export HOME={homes}/$1 LMWORKS_MACHINE=recorded={homes}/$1/machine
+exec sh -c "$2"
+"""
+
+
+@pytest.mark.slow
+def test_spares_replace_a_sick_host_and_one_that_is_lost(tmp_path: Path) -> None:
+    """n2 is sick from the start, n3 takes its place; then n1 is lost with its agent, and n5 takes its place, since n4 is sick too."""
+    run_dir, ssh, homes = tmp_path / "run", tmp_path / "ssh", tmp_path / "homes"
+    ssh.write_text(HOSTS_OF_THEIR_OWN.format(homes=homes))
+    ssh.chmod(0o755)
+    for name in ("n1", "n2", "n3", "n4", "n5"):
+        record(homes / name / "machine", homes)
+    (homes / "n2" / "machine" / "sys/devices/system/edac/mc/mc0/ue_count").write_text("2")
+    (homes / "n4" / "machine" / "clock_offset").write_text("-300")
+    recipe = prepare(run_dir, timeout="20 s", ssh=str(ssh))
+    hosts = [Host(f"n{number}", 1) for number in range(1, 6)]
+    launch = toy(launcher.launch_on_hosts(recipe, run_dir, hosts, None, [str(run_dir), "400"], "127.0.0.1", spares=3))
+    thread, codes = in_background(launch.run)
+    wait_for(lambda: len(events(run_dir, "step")) > 20)
+    victim = next(beat for beat in read_local_beats(LaunchDir.of(run_dir).heartbeats) if beat.host == "n1")
+    agent = psutil.Process(victim.pid).ppid()
+    os.kill(agent, signal.SIGKILL)
+    os.kill(victim.pid, signal.SIGKILL)
+    thread.join(PATIENCE)
+    assert codes == [0]
+    require_every_step(run_dir, 400)
+    assert {event["ranks"] for event in events(run_dir, "step")} == {2}, "always at full size"
+    started = [(event["host"], event["instead_of"]) for event in events(run_dir, "host_started")]
+    assert started == [("n3", "n2"), ("n5", "n1")]
+    excluded = {event["host"]: event["reason"] for event in events(run_dir, "host_excluded")}
+    assert set(excluded) == {"n1", "n2", "n4"} and "its agent" in excluded["n1"]
+    assert excluded["n2"] == "its health check failed: memory errors: 2 uncorrected and 0 corrected errors of 4 memory controllers"
+    assert "behind that of the launcher" in excluded["n4"]
+    beats = {event["hosts"][0] for event in events(run_dir, "restart")}
+    assert beats == {"n1"}

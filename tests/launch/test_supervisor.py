@@ -6,17 +6,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.launch import launcher
+from lmworks.io.files import write_json
+from lmworks.launch import supervisor
 from lmworks.launch.launch_dir import LaunchDir
-from lmworks.launch.launcher import Supervisor
+from lmworks.launch.supervisor import Supervisor
 from lmworks.launch.torchrun import Host, HostTable
-from lmworks.watch.ledger import Ledger
+from lmworks.watch.ledger import Ledger, events_of
 from patience import PATIENCE
 
 # Goes on until the launch is over, or as an agent does, until its pipe is closed.
@@ -26,13 +27,18 @@ AGENT = "while [ ! -e over ]; do read -t 0.05 line; [ $? -gt 128 ] || exit 0; do
 class Launch:
     """A supervisor over such agents, in a thread where nothing else is said."""
 
-    def __init__(self, run_dir: Path, hosts: str, least: int, after: int = 2, agents: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, hosts: str, least: int, after: int = 2, agents: dict[str, str] | None = None, spares: int = 0, sick: str = ""
+    ) -> None:
         run_dir.mkdir()
         self.run_dir, self.folder, self.started = run_dir, LaunchDir.of(run_dir), list[str]()
         self.agents = agents or {}
         self.folder.begin()
         self.table = HostTable(self.folder.hosts, [Host(name, 1) for name in hosts])
-        self.supervisor = Supervisor(self.folder, run_dir, self.table, least, after, self._start)
+        self.size, self.sick, self.checked = len(hosts) - spares, set(sick), list[str]()
+        self.supervisor = Supervisor(
+            self.folder, run_dir, self.table, least, after, self._start, self.size, self._check, self._prepare if spares else None
+        )
         self.ended: list[int | UserError] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -40,15 +46,26 @@ class Launch:
         self.started.append(host.name)
         return ["bash", "-c", f"cd {self.run_dir}; {self.agents.get(host.name, AGENT)}"]
 
+    def _check(self, hosts: Sequence[Host]) -> dict[str, list[str]]:
+        self.checked.append("".join(host.name for host in hosts))
+        return {host.name: ["GPU memory errors: GPU 3"] if host.name in self.sick else [] for host in hosts}
+
+    def _prepare(self, host: Host) -> list[str]:
+        return ["bash", "-c", f"cd {self.run_dir}; touch {host.name}.begun; read line; touch {host.name}.ended"]
+
     def _run(self) -> None:
         try:
             self.ended.append(self.supervisor.run())
         except UserError as error:
             self.ended.append(error)
 
+    def run_now(self) -> int | UserError:
+        self._run()
+        return self.ended[0]
+
     def begin(self) -> None:
         self._thread.start()
-        wait_for(lambda: len(self.started) == len(self.table.all()))
+        wait_for(lambda: len(self.started) == self.size)
 
     def fails(self, *hosts: str) -> None:
         """The ranks of these hosts end and are started again; returns when the supervisor has seen it."""
@@ -76,7 +93,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_POLL_INTERVAL", 0.02)
+    monkeypatch.setattr(supervisor, "_POLL_INTERVAL", 0.02)
 
 
 def test_a_host_that_fails_again_and_again_is_excluded_while_enough_are_left_and_comes_back(tmp_path: Path) -> None:
@@ -120,7 +137,7 @@ def test_agents_that_leave_without_an_outcome_are_no_success(tmp_path: Path) -> 
 
 
 def test_a_second_ctrl_c_ends_agents_that_do_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_SAME_REQUEST", 0.1)
+    monkeypatch.setattr(supervisor, "_SAME_REQUEST", 0.1)
     launch = Launch(tmp_path / "run", "ab", least=1)
 
     def interrupt() -> None:
@@ -137,3 +154,62 @@ def test_a_second_ctrl_c_ends_agents_that_do_not_stop(tmp_path: Path, monkeypatc
     assert launch.supervisor.run() == 130
     over.set()
     assert not (launch.run_dir / "over").exists(), "the agents had to end by themselves"
+
+
+def host_events(launch: Launch) -> list[tuple[str, str]]:
+    """Host and cause or predecessor of each event about hosts."""
+    found = [*events_of(launch.run_dir, "host_excluded"), *events_of(launch.run_dir, "host_started")]
+    return [(event["host"], event.get("instead_of") or event["reason"]) for event in found]
+
+
+def test_a_spare_takes_the_place_of_a_host_that_fails(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", "abcd", least=3, spares=1)
+    launch.begin()
+    assert launch.started == [*"abc"]
+    wait_for((launch.run_dir / "d.begun").exists)
+    write_json(launch.folder.spares / "d.json", {"steps": [40, 48]})
+    launch.fails("b")
+    launch.fails("b")
+    wait_for(lambda: launch.started == [*"abcd"])
+    assert (launch.run_dir / "d.ended").exists() and launch.active == "acd"
+    launch.folder.readmit("b")
+    wait_for(lambda: launch.checked == ["abcd", "d", "b"])
+    wait_for((launch.run_dir / "b.begun").exists)
+    assert launch.started == [*"abcd"], "all places are taken, so it is a spare now"
+    launch.fails("c")
+    launch.fails("c")
+    wait_for(lambda: launch.started == [*"abcdb"])
+    launch.folder.conclude(0, 0)
+    assert launch.end() == 0
+    (first, _) = events_of(launch.run_dir, "host_started")
+    assert (first["host"], first["instead_of"], first["cached"]) == ("d", "b", [40, 48])
+    assert [host for host, _ in host_events(launch)] == [*"bcdb"]
+
+
+def test_hosts_and_spares_that_are_sick_run_nothing(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", "abcde", least=2, spares=2, sick="bd")
+    launch.begin()
+    wait_for(lambda: launch.started == [*"ace"])
+    assert launch.checked == ["abcde"], "what was checked just now is not checked again"
+    (b, d) = (host for host in launch.table.all() if host.excluded)
+    assert (b.name, d.name) == ("b", "d") and b.excluded == "its health check failed: GPU memory errors: GPU 3"
+    launch.folder.readmit("b")
+    wait_for(lambda: launch.checked[-1] == "b" and launch.active == "ace")
+    launch.sick.clear()
+    launch.folder.readmit("b")
+    wait_for(lambda: launch.active == "abce")
+    launch.sick.add("b")
+    launch.fails("a")
+    launch.fails("a")
+    wait_for(lambda: launch.active == "ce")
+    assert launch.started == [*"ace"], "the spare has become sick since, and two hosts are enough"
+    Ledger(launch.run_dir / "ledger.jsonl").close()
+    launch.folder.conclude(0, 0)
+    assert launch.end() == 0
+    assert [host for host, _ in host_events(launch)] == [*"bdbab", "e"]
+
+
+def test_too_many_sick_hosts_end_the_launch_before_it_begins(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", "abc", least=2, spares=1, sick="bc")
+    assert "1 hosts are left, and at least 2 are needed (b: its health check failed" in str(launch.run_now())
+    assert launch.started == [] and not (launch.run_dir / "ledger.jsonl").exists()

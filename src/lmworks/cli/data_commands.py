@@ -1,4 +1,4 @@
-"""`lmworks data`: the batch of any step, epochs per source, mixture changes, verification and import of token files.
+"""`lmworks data`: the batch of any step, epochs per source, mixture changes, verification, import and cache of token files.
 
 `lmworks tokenizer`: evaluate a tokenizer, measure drift, and choose a vocabulary size.
 """
@@ -29,6 +29,7 @@ def register(app: typer.Typer) -> None:
     data = typer.Typer(no_args_is_help=True, help=text)
     for name, command in (
         ("batch", batch), ("plan", plan), ("conversations", conversations), ("mixture", mixture), ("verify", verify), ("import", import_),
+        ("cache", cache),
     ):  # fmt: skip
         data.command(name)(command)
     app.add_typer(data, name="data")
@@ -146,6 +147,23 @@ def verify(run: RunArgument) -> None:
 
     verify(Path(run) / "shards")
     console().print("all files match their hashes")
+
+
+def cache(
+    run: RunArgument,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", min=1, help="Number of steps; by default shards.cache.prefetch.", show_default=False)
+    ] = None,
+    status: Annotated[Path | None, typer.Option("--follow", hidden=True, help="Continue for ever, and write the steps to this file.")] = None,
+) -> None:
+    """Read the data of the next steps into the cache of this machine (shards.cache), before ranks start here."""
+    from lmworks.run.fill_cache import CacheFiller, follow
+
+    if status is not None:
+        for _ in follow(Path(run), status):
+            pass
+    found = CacheFiller(Path(run)).fill(steps)
+    console().print(f"the cache has the data of {found.past - found.first:,} steps from step {found.first:,} on")
 
 
 def import_(

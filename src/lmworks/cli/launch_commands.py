@@ -121,18 +121,24 @@ def local(
 def hosts(
     asked: _Asked,
     file: Annotated[Path, typer.Option("--hosts", metavar="FILE", help="Host file, one host per line: NAME slots=N.")],
-    least: Annotated[int | None, typer.Option("--least", metavar="N", help="Minimum number of hosts; by default all of them.")] = None,
+    least: Annotated[
+        int | None, typer.Option("--least", metavar="N", help="Minimum number of hosts; by default all that are no spares.")
+    ] = None,
+    spares: Annotated[
+        int, typer.Option("--spares", metavar="N", min=0, help="Hosts at the end of the file that only replace others that fail.")
+    ] = 0,
     address: Annotated[
         str | None, typer.Option("--address", metavar="A", help="Address at which the hosts reach this machine; by default its host name.")
     ] = None,
 ) -> None:
-    """Run on the hosts of a file through ssh; failing hosts are excluded, and can be readmitted."""
+    """Run on the hosts of a file through ssh; failing hosts are excluded and replaced, and can be readmitted."""
     from lmworks.launch import launcher
     from lmworks.launch.torchrun import read_hosts
 
     run, found = _Run(asked), read_hosts(file)
-    run.settle(sum(host.slots for host in found), min(host.slots for host in found))
-    _start(launcher.launch_on_hosts(run.recipe, run.run_dir, found, least, run.work, address), asked.dry_run)
+    used = found[: max(1, len(found) - spares)]
+    run.settle(sum(host.slots for host in used), min(host.slots for host in used))
+    _start(launcher.launch_on_hosts(run.recipe, run.run_dir, found, least, run.work, address, spares), asked.dry_run)
 
 
 def slurm(

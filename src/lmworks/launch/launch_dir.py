@@ -5,22 +5,29 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.io.files import explain_os_errors, read_json, sync_directory, write_bytes, write_text
+from lmworks.io.files import explain_os_errors, read_json, sync_directory, write_bytes, write_json, write_text
+from lmworks.watch.ledger import LEDGER, Ledger
 
 VARIABLE = "LMWORKS_LAUNCH"  # environment variable with the path of the directory
 COMMAND = "LMWORKS_COMMAND"  # environment variable with the command that resumes the run
 _OUTCOME_BYTES = 4096  # reserved for outcome.json, so that it can be written when the disk is full
 
 
+def file_name(host: str) -> str:
+    """The name of a host in names of files."""
+    return host.replace("/", "_")
+
+
 @dataclass(frozen=True)
 class LaunchDir:
     """The files: `stop` asks all ranks to save a checkpoint and exit; `failed` marks the current process group as broken; `outcome.json`
     is the result of the run, and ranks that exit before it exists are restarted; `unmet` has one byte per start of rank 0 since the
-    last successful rendezvous.
+    last successful rendezvous; `events/` has what the launcher has done about hosts, which rank 0 moves to the ledger.
     """
 
     path: Path
@@ -59,6 +66,11 @@ class LaunchDir:
     @property
     def failed_starts(self) -> Path:
         return self.path / "unmet"
+
+    @property
+    def spares(self) -> Path:
+        """HOST.json: the steps whose data a spare host has in its cache."""
+        return self.path / "spares"
 
     @property
     def hosts(self) -> Path:
@@ -104,9 +116,22 @@ class LaunchDir:
         path = self.path / "outcome.json"
         return dict(read_json(path)) if path.exists() else None
 
+    def announce(self, event: str, **fields: Any) -> None:
+        """Leave an event for the ledger, which only one process may write at a time."""
+        write_json(self.path / "events" / f"{time.time_ns()}.json", {"event": event, **fields})
+
+    def record_announcements(self, run_dir: Path) -> None:
+        """Move the events that wait to the ledger, oldest first."""
+        if found := sorted((self.path / "events").glob("[!.]*.json")):
+            with Ledger(run_dir / LEDGER) as ledger:
+                for path in found:
+                    event = dict(read_json(path))
+                    ledger.write(event.pop("event"), **event)
+                    path.unlink()
+
     def readmit(self, host: str) -> None:
         """Ask the launcher to readmit a host."""
-        write_text(self.path / "readmit" / host.replace("/", "_"), host)
+        write_text(self.path / "readmit" / file_name(host), host)
 
     def take_readmissions(self) -> list[str]:
         """The hosts to readmit; removes the requests, so each is returned once."""

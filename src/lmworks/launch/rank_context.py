@@ -171,6 +171,7 @@ def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: i
         folder.records.rename(folder.last_records)
     folder.records.mkdir(parents=True, exist_ok=True)  # NCCL makes no folder
     report_exits(folder, run_dir)
+    folder.record_announcements(run_dir)
     if found is None:
         if beats and len(beats) != size:
             with Ledger(run_dir / LEDGER) as ledger:

@@ -18,7 +18,7 @@ from lmworks.errors import UserError
 from lmworks.host.machine import RANKS_HERE
 from lmworks.io.files import open_regular, read_json, write_json
 from lmworks.io.urls import reveal
-from lmworks.launch.launch_dir import COMMAND, VARIABLE, LaunchDir
+from lmworks.launch.launch_dir import COMMAND, VARIABLE, LaunchDir, file_name
 from lmworks.watch.heartbeat import HOST
 
 _MOST = 1 << 26  # bytes of a host file: a million names
@@ -169,16 +169,25 @@ class Agent:
     def script(self, host: str, directory: Path) -> str:
         """Shell commands for a host: see that the ranks can be imported, run the agent with its standard error in a log, and kill it when
         standard input closes, which is when the process that started the shell has ended."""
-        exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment(host).items())
         log = shlex.quote(str(log_of(self.folder, host)))
         # A rank that cannot be imported says nothing to anyone, and torchrun would start it again for ever.
         imports = shlex.join([sys.executable, "-P", "-c", f"import {self.module}"])
+        return self._script(host, directory, [f"{imports} 2>>{log} </dev/null || exit 254"], self.command(), log)
+
+    def cache_script(self, host: str, directory: Path, run_dir: Path) -> str:
+        """Shell commands for a spare host: keep the data of the next steps in its cache until standard input closes."""
+        status = self.folder.spares / f"{file_name(host)}.json"
+        command = [sys.executable, "-P", "-m", "lmworks.cli.main", "data", "cache", str(run_dir.absolute()), "--follow", str(status)]
+        return self._script(host, directory, [], command, shlex.quote(str(log_of(self.folder, f"{host}-cache"))))
+
+    def _script(self, host: str, directory: Path, before: Sequence[str], command: Sequence[str], log: str) -> str:
+        exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment(host).items())
         return "\n".join((
             f"cd {shlex.quote(str(directory))} || exit 255",
             f"export {exports}",
-            f"{imports} 2>>{log} </dev/null || exit 254",
+            *before,
             "exec 3<&0",
-            f"{shlex.join(self.command())} 2>>{log} </dev/null 3<&- & agent=$!",
+            f"{shlex.join(command)} 2>>{log} </dev/null 3<&- & agent=$!",
             "{ cat <&3 >/dev/null; kill $agent; } >/dev/null 2>&1 & watch=$!",
             "exec 3<&-; wait $agent; code=$?; kill $watch; exit $code",
             "",
@@ -187,4 +196,4 @@ class Agent:
 
 def log_of(folder: LaunchDir, host: str) -> Path:
     """The log of an agent's standard error."""
-    return folder.logs / f"{host.replace('/', '_')}.log"
+    return folder.logs / f"{file_name(host)}.log"

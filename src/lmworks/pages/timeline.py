@@ -33,6 +33,8 @@ _KINDS = {
     "slow_rank": "bad",
     "rank_exit": "bad",
     "resumed_step": "resume",
+    "host_excluded": "bad",
+    "host_started": "resume",
     "save_failed": "bad",
     "data_starved": "bad",
     "reward_failed": "bad",
@@ -114,6 +116,12 @@ def _words(event: Json) -> tuple[str, str]:
             case "corruption":
                 ranks = ", ".join(map(str, event["ranks"]))
                 return "Silent corruption", f"{step}: {'' if event['certain'] else 'probably '}rank {ranks}: {event['what']}"
+            case "host_excluded":
+                return "Host excluded", f"{event['host']}: {event['reason']}"
+            case "host_started":
+                cached = event.get("cached")
+                ready = f", with the data of steps {cached[0]:,} to {cached[1] - 1:,} in its cache" if cached else ""
+                return "Spare host started", f"{event['host']} instead of {event['instead_of']}{ready}"
             case "slow_rank":
                 times = f"{span(event['seconds'])} against {span(event['median'])} of the others"
                 return "Slow rank", f"{step}: rank {event['rank']}, {event['what']}: {times}"

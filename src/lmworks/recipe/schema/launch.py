@@ -65,6 +65,10 @@ class Launch(Node):
     exclude_after_failures: int = Field(
         3, gt=0, description="consecutive failures of the ranks of one host, after which the run continues without it"
     )
+    health_check: bool = Field(
+        True,
+        description="check each host of `lmworks launch hosts` before ranks start on it, in seconds, and exclude a host that fails",
+    )
     grace_period: Seconds = Field(Seconds.parse("5 min"), description="time that ranks have to save when a scheduler stops them")
     ssh: str = Field("ssh -o BatchMode=yes", description="the command that runs another command on a host")
     environment: dict[Annotated[str, AfterValidator(_check_variable)], OneLine] = Field(
