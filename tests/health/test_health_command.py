@@ -79,3 +79,23 @@ def test_disks_that_are_full_or_read_only(tmp_path: Path, mount: str, name: str,
         str(place), "--only", name, "--json", prefix=("unshare", "-m", "sh", "-c", f'{mount.format(place)} && exec "$@"', "sh")
     )
     assert code == 1 and said in checks(text)[name]["text"], text
+
+
+def test_the_script_for_slurm_drains_a_node_that_fails(tmp_path: Path) -> None:
+    """The script of docs/running.md, with a Slurm that writes down what it is told."""
+    page = (Path(__file__).parents[2] / "docs" / "running.md").read_text(encoding="utf-8")
+    script = page.partition("```sh\n#!/bin/sh\n")[2].partition("```")[0].replace("/scratch", str(tmp_path))
+    programs, told = tmp_path / "bin", tmp_path / "told"
+    programs.mkdir()
+    stand_ins = {"lmworks": f'exec {sys.executable} -P -m lmworks.cli.main "$@" --quick', "scontrol": f'printf "%s\\n" "$@" >>{told}'}
+    for name, text in stand_ins.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    root = record(tmp_path / "recording", tmp_path)
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "LMWORKS_MACHINE": f"recorded={root}"}
+    subprocess.run(["sh", "-c", script], env=environment, check=True)
+    assert not told.exists(), "a healthy node is left alone"
+    (root / "clock_offset").write_text("-1e9")
+    subprocess.run(["sh", "-c", script], env=environment, check=False)
+    lines = told.read_text().splitlines()
+    assert lines[0] == "update" and lines[2] == "State=DRAIN" and lines[3].startswith("Reason=lmworks health: clock: the clock says"), lines

@@ -152,9 +152,9 @@ def verify(run: RunArgument) -> None:
 def cache(
     run: RunArgument,
     steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", min=1, help="Number of steps; by default shards.cache.prefetch.", show_default=False)
+        int | None, typer.Option("--steps", metavar="N", min=1, help="Steps; by default shards.cache.prefetch.", show_default=False)
     ] = None,
-    status: Annotated[Path | None, typer.Option("--follow", hidden=True, help="Continue for ever, and write the steps to this file.")] = None,
+    status: Annotated[Path | None, typer.Option("--follow", hidden=True, help="Continue, and write the steps to this file.")] = None,
 ) -> None:
     """Read the data of the next steps into the cache of this machine (shards.cache), before ranks start here."""
     from lmworks.run.fill_cache import CacheFiller, follow

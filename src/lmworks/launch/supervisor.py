@@ -63,6 +63,8 @@ class Supervisor:
         try:
             places = self.table.active()[: self.size]
             self._check(self.table.active())
+            if self._stop_time is not None:
+                return self._exit_code()
             left = self.table.active()
             self._require_enough()
             for host in places:

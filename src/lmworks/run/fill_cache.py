@@ -67,7 +67,7 @@ def resume_step(run_dir: Path) -> int:
 
 
 def follow(run_dir: Path, status: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[Filled]:
-    """Fill the cache after each new checkpoint, for ever, and write the steps that it has to `status`. Waits for a run that has not begun."""
+    """Fill the cache after each new checkpoint, and write the steps that it has to `status`. Waits for a run that has not begun."""
     while not ((run_dir / "shards" / "manifest.json").exists() and (run_dir / "resolved.json").exists()):
         sleep(_PAUSE)
     filler, last = CacheFiller(run_dir), -1
