@@ -28,7 +28,7 @@ _ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "delete files there, or ch
 _SKEW = 5.0  # seconds between this clock and that of the file system
 
 
-def mounts(node: Node, folder: Path, answers: Callable[[str], object] = os.statvfs) -> Result:
+def mounts(node: Node, folder: Path, answers: Callable[[str], object] = lambda point: machine.inodes(Path(point))) -> Result:
     """Read-only mounts, and mounted servers that do not answer. `answers` asks a mount; it is called in a process that can be left behind,
     because a call on a dead mount does not return."""
     text = node.read("/proc/self/mounts")
