@@ -84,7 +84,7 @@ def test_disks_that_are_full_or_read_only(tmp_path: Path, mount: str, name: str,
 def test_the_script_for_slurm_drains_a_node_that_fails(tmp_path: Path) -> None:
     """The script of docs/running.md, with a Slurm that writes down what it is told."""
     page = (Path(__file__).parents[2] / "docs" / "running.md").read_text(encoding="utf-8")
-    script = page.partition("```sh\n#!/bin/sh\n")[2].partition("```")[0].replace("/scratch", str(tmp_path))
+    script = page.partition("```text\n#!/bin/sh\n")[2].partition("```")[0].replace("/scratch", str(tmp_path))
     programs, told = tmp_path / "bin", tmp_path / "told"
     programs.mkdir()
     stand_ins = {"lmworks": f'exec {sys.executable} -P -m lmworks.cli.main "$@" --quick', "scontrol": f'printf "%s\\n" "$@" >>{told}'}
