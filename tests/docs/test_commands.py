@@ -53,7 +53,7 @@ LISTED = {
     "lmworks plan domain.yaml": "run by tests/cli/test_continue_pretraining.py on a small base model",
     "lmworks run domain.yaml": "run by tests/cli/test_continue_pretraining.py on a small base model",
     "lmworks compare runs/start runs/domain": "run by tests/cli/test_continue_pretraining.py on a small base model",
-    "lmworks health": "judges the machine that the tests run on; tests/health runs it on recordings, and on this machine",
+    "lmworks health": "judges the machine that the tests are on; run by tests/health/test_health_command.py on recordings",
     "vllm serve": "run by tests/export/test_serving_docs.py where the engine is",
     "llama-server": "run by tests/export/test_serving_docs.py where the engine is",
     "llama-quantize": "run by tests/export/test_serving_docs.py where the engine is",
