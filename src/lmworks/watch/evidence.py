@@ -96,6 +96,7 @@ class Evidence:
         ]
         self.lines, more = read_lines(files, f"{stage.folder}/metrics.jsonl" if stage.folder else "metrics.jsonl")
         self.unreadable = unreadable + more + len(ledger) - len(events)
+        self._documents: dict[str, Json] = {}
 
     # Metrics.
 
@@ -209,6 +210,12 @@ class Evidence:
         if isinstance(found, str):
             return _quantity(found)
         return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else float("nan")
+
+    def document(self, name: str) -> Json:
+        """A JSON file of the run by its path, such as `corpus/report.json`; empty if there is none that can be read."""
+        if name not in self._documents:
+            self._documents[name] = read_document(self.files, name)
+        return self._documents[name]
 
     def phase_starts(self) -> list[tuple[int, str]]:
         """The steps at which phases began, with their names."""

@@ -1,0 +1,72 @@
+"""What the rules of ranks have in common: the restarts of a stage, each with the ranks that caused it and how they have ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmworks.watch.data_facts import number
+from lmworks.watch.evidence import Evidence
+
+ASKED = ("SIGINT", "SIGTERM")  # of a user, a scheduler, or the launcher when another rank has failed
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A restart, or the end of the run for the same reason. exits: how ranks have ended, in the order of their ends."""
+
+    step: int
+    ranks: tuple[int, ...]
+    reason: str
+    exits: Sequence[dict[str, Any]]
+
+    def exit_of(self, rank: int) -> dict[str, Any]:
+        """How a rank has ended; empty if that was not recorded."""
+        return next((one for one in self.exits if one.get("rank") == rank), {})
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The first rank that was killed by a signal that nobody asked for, before any other rank ended; empty if there is none."""
+        one = self.exits[0] if self.exits else {}
+        return one if one.get("signal") and one["signal"] not in ASKED else {}
+
+
+def failures(evidence: Evidence) -> list[Failure]:
+    """The failures of the stage, oldest first. Events of ranks have no stage: those while it was trained are its own."""
+    begins = [number(event, "time") for event in evidence.of("start", "resume")]
+    if not begins:
+        return []
+    ended = [number(event, "time") for event in evidence.of("finish")]
+    stop = ended[-1] if ended else math.inf
+    events = [one for one in evidence.of("restart", "rank_exit") if min(begins) <= number(one, "time") <= stop]
+    found: list[Failure] = []
+    exits: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == "rank_exit":
+            exits.append(event)
+            continue
+        ranks = event.get("ranks")
+        known = tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else ()
+        step = event.get("step")
+        found.append(Failure(step if isinstance(step, int) else 0, known, str(event.get("reason", "")), _ordered(exits)))
+        exits = []
+    if exits and any(one.get("signal") and one["signal"] not in ASKED for one in exits):
+        ordered = _ordered(exits)
+        found.append(Failure(evidence.step, tuple(one["rank"] for one in ordered[:1] if isinstance(one.get("rank"), int)), "", ordered))
+    return found
+
+
+def _ordered(exits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(exits, key=lambda one: number(one, "ended") if math.isfinite(number(one, "ended")) else number(one, "time"))
+
+
+def place(failure: Failure, rank: int) -> str:
+    host = failure.exit_of(rank).get("host")
+    return f"rank {rank}{f' on {host}' if host else ''}"
+
+
+def hung(failure: Failure) -> bool:
+    """Whether a rank stopped responding or did not enter a collective, rather than ending."""
+    return any(words in failure.reason for words in ("stopped responding", "did not enter the collective"))

@@ -1,0 +1,88 @@
+"""Nearly no token carries loss: all labels of most rows are masked."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from lmworks.watch.evidence import Evidence
+from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
+
+_LOST, _VALID = 0.5, 0.01
+_MASKED = ("wrong mask", "with a question that leaves no room for an answer within sequence_length", "nothing to train", "no answer")
+_COUNTED = ("conversations", "tokens", "learned_tokens", "ended", "whole")
+
+
+def tuning_counts(evidence: Evidence) -> Counter[str]:
+    """The counts of tune/data/manifest.json over its sets: those of the training split; `lost` and `masked`, rows that were left out, in
+    all and for want of a label; `documents` and `segments`, rows of these forms. Raises `NotJudged` without the file."""
+    sets = evidence.document("tune/data/manifest.json").get("data")
+    if not isinstance(sets, dict) or not sets:
+        raise NotJudged("no tune/data/manifest.json")
+    found: Counter[str] = Counter()
+    for one in sets.values():
+        found.update({name: one["train"][name] for name in _COUNTED if name in one["train"]})
+        left_out = one.get("left_out", {})
+        found["lost"] += sum(count for name, count in left_out.items() if name != "repeated")
+        found["masked"] += sum(count for name, count in left_out.items() if name.startswith(_MASKED))
+        forms = one.get("forms", {})
+        found.update(documents=forms.get("text", 0), segments=forms.get("segments", 0))
+    return found
+
+
+def _check(evidence: Evidence) -> Finding | None:
+    valid, batch = evidence.series("train/valid_tokens").finite, evidence.series("train/batch_tokens").finite
+    share = valid.median / batch.median
+    lost = math.nan
+    if evidence.stage == "tune":
+        counts = tuning_counts(evidence)
+        lost = counts["masked"] / max(counts["masked"] + counts["conversations"], 1)
+    measured = [
+        Measurement(
+            "rows that were left out because nothing in them is trained, relative to all",
+            lost,
+            high=_LOST,
+            source="0 in sets that fit sequence_length and the template",
+        ),
+        Measurement("share of the tokens of a step that carry loss", share, low=_VALID, source="0.2 and more in sets of chats"),
+    ]
+    found = [one for one in measured if one.abnormal and math.isfinite(one.value)]
+    if not found:
+        return None
+    length = evidence.document("tune/data/manifest.json").get("sequence_length")
+    changes = (
+        [
+            Change(
+                f"{evidence.stage}.sequence_length", f"{4 * length} tokens", "if questions leave no room for answers", "start tuning again"
+            )
+        ]
+        if isinstance(length, int)
+        else []
+    )
+    return Finding(
+        [one for one in measured if math.isfinite(one.value)],
+        exact=True,
+        excluded=[Exclusion("wasted-tokens", "the labels were counted, and are not padding")],
+        changes=[
+            *changes,
+            Change(
+                advice="lmworks data conversations RUN shows what is trained; the examples in tune/data/manifest.json name rows and reasons"
+            ),
+        ],
+        check_afterwards="train/valid_tokens in the first line",
+    )
+
+
+RULE = Rule(
+    "labels-all-masked",
+    "Nearly no token carries loss.",
+    "tuning",
+    ("bad-answers", "too-good"),
+    _check,
+    "If the answer of a row is cut off by sequence_length, or the template does not mark it, all its labels are masked. Other trainers "
+    "then "
+    "show a loss of 0.0 and a run that succeeds (trl#6668); lmworks leaves such rows out and counts them by reason.",
+    needs=("train/valid_tokens", "train/batch_tokens"),
+    stages=("tune",),
+    look_alikes={"wasted-tokens": "padding"},
+)

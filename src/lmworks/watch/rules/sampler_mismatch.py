@@ -1,0 +1,64 @@
+"""The probabilities of rollout and training differ, and the reward falls."""
+
+from __future__ import annotations
+
+from lmworks.watch import trends
+from lmworks.watch.evidence import Evidence
+from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
+
+_MEAN, _DROP = 0.05, 0.2
+_FEWEST = 20  # lines
+
+
+def _check(evidence: Evidence) -> Finding | None:
+    mean, reward = (evidence.series(f"grpo/{name}").finite for name in ("mismatch_mean", "reward"))
+    if len(mean) < _FEWEST:
+        raise NotJudged(f"fewer than {_FEWEST} lines")
+    late = mean.part(0.75, 1).median
+    smooth = trends.running_median(reward.values, max(5, len(reward) // 10))
+    peak = int(smooth.argmax())
+    drop = 1 - float(smooth[-max(3, len(smooth) // 10) :].mean()) / max(float(smooth[peak]), 1e-9)
+    growth = late / max(mean.part(0, 0.25).median, 1e-9)
+    measured = [
+        Measurement(
+            "mean distance of the ratio of probabilities from 1",
+            late,
+            high=_MEAN,
+            source="measured: below 0.001 in fp32; 0.01 to 0.03 between bf16 and an engine's kernels",
+        ),
+        Measurement("the same relative to the first quarter", growth, high=3.0, source="steady in healthy runs"),
+        Measurement(
+            "fall of grpo/reward from its highest", drop, high=_DROP, source="measured: at most 0.15 in healthy runs of make doctor"
+        ),
+    ]
+    if not measured[0].abnormal:
+        return None
+    updates = int(evidence.number("grpo.updates_per_rollout"))
+    cap = evidence.value("grpo.importance_cap")
+    changes = [Change("grpo.importance_cap", "2.0", "cap the weight of such tokens", "allowed on resume")] if cap is None else []
+    changes += [Change("grpo.updates_per_rollout", "1", "newer answers for each update", "allowed on resume")] if updates > 1 else []
+    return Finding(
+        measured,
+        steps=(int(mean.steps[0]), int(mean.steps[-1])),
+        excluded=[Exclusion("rewards-all-wrong", f"the reward was {smooth[peak]:.3g} at step {int(reward.steps[peak]):,}")],
+        changes=[
+            *changes,
+            Change("grpo.learning_rate", f"{evidence.number('grpo.learning_rate') / 3:.3g}", cost="roll back to before the reward fell"),
+        ],
+        check_afterwards="grpo/mismatch_mean stays below 0.05",
+        next_measurement="grpo/reward over the next fifty steps",
+    )
+
+
+RULE = Rule(
+    "sampler-mismatch",
+    "The probabilities with which answers were drawn differ from those of training.",
+    "tuning",
+    ("no-reward",),
+    _check,
+    "The gradient weighs answers as if the model had drawn them. If the sampler has other weights, another precision or other kernels, it "
+    "is biased, and the reward collapses after some hundred steps (vime#64). The distance grows before the reward falls.",
+    needs=("grpo/mismatch_mean", "grpo/reward"),
+    stages=("grpo",),
+    look_alikes={"rewards-all-wrong": "no reward from the beginning on"},
+)

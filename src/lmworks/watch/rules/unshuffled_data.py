@@ -1,0 +1,135 @@
+"""The training text comes in order: by source, by file or by topic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from lmworks.watch import trends
+from lmworks.watch.data_facts import Stretch, stretches, validation_by_domain
+from lmworks.watch.evidence import Evidence, Series
+from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
+
+_SOURCES, _MEMORY, _UNSTEADY = 0.7, 0.35, 0.5
+_PER_SOURCE = 2  # sequences of a step for each source: with fewer, a step cannot hold all of them
+_FEWEST = 40  # lines
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How the sources are mixed in a stretch of steps. sources: effective number of sources per step, relative to the mixture's, a value
+    per line. memory: autocorrelation of the training loss around its trend; NaN if there are too few lines."""
+
+    stretch: Stretch
+    sources: Series
+    memory: float
+
+
+def mixing(evidence: Evidence) -> list[Mixing]:
+    """Of each stretch of pretraining with one mixture of several sources. Raises `NotJudged` if there is none with enough lines."""
+    found = []
+    rows = evidence.series("train/batch_tokens").median / evidence.series("train/sequence_length").median
+    for one in stretches(evidence):
+        loss = evidence.series("train/loss").finite.between(one.start + 1, one.stop + 1)
+        # the loss falls fastest in the first fifth, where no low polynomial follows it
+        settled = loss.part(0.2, 1)
+        if len(settled) < _FEWEST:
+            continue
+        sources = evidence.series("train/effective_sources").finite.between(one.start + 1, one.stop + 1)
+        if rows < _PER_SOURCE * one.effective_sources or one.effective_sources < 1.3:
+            sources = sources.between(0, 0)
+        found.append(Mixing(one, Series(sources.steps, sources.values / one.effective_sources), _memory(settled)))
+    if not found:
+        raise NotJudged(f"fewer than {_FEWEST} lines of one mixture")
+    return found
+
+
+def _memory(loss: Series) -> float:
+    """The mean autocorrelation of log loss around its trend, a cubic, over lags of one and two lines."""
+    x = np.linspace(-1, 1, len(loss))
+    values = np.log(np.maximum(loss.values, 1e-9))
+    apart = values - np.polyval(np.polyfit(x, values, 3), x)
+    limit = 4 * trends.spread(apart)  # one spike is no level
+    apart = np.clip(apart, -limit, limit)
+    return (trends.autocorrelation(apart, 1) + trends.autocorrelation(apart, 2)) / 2
+
+
+def unsteadiness(evidence: Evidence) -> float:
+    """How much the validation of domains goes up and down: the sum of its rises relative to the sum of its falls, the largest over
+    domains, where a domain's own level is the mean of all. NaN with fewer than five validations."""
+    found = [float(_rises(one)) for one in validation_by_domain(evidence).values() if len(one) >= 5]
+    return max(found, default=math.nan)
+
+
+def _rises(series: Series) -> float:
+    moves = np.diff(series.values)
+    return moves[moves > 0].sum() / max(-moves[moves < 0].sum(), 1e-9)
+
+
+def _check(evidence: Evidence) -> Finding | None:
+    stages = mixing(evidence)
+    worst = min(stages, key=lambda one: one.sources.median if len(one.sources) else 1.0)
+    share = worst.sources.median
+    memory = max((one.memory for one in stages), default=math.nan)
+    if len(worst.sources) and worst.sources.part(0, 0.2).median > 0.9:
+        return None  # order-changed
+    measured = [
+        Measurement(
+            "train/effective_sources relative to the mixture's",
+            share,
+            low=_SOURCES,
+            source="1 by the order of lmworks; measured: at least 0.95",
+        ),
+        Measurement(
+            "autocorrelation of train/loss around its trend",
+            memory,
+            high=_MEMORY,
+            source="measured: at most 0.2 in healthy runs of make doctor",
+        ),
+        Measurement(
+            "rises of a domain's validation relative to its falls",
+            unsteadiness(evidence),
+            high=_UNSTEADY,
+            source="measured: at most 0.4 in healthy runs of make doctor",
+        ),
+    ]
+    abnormal = [one for one in measured if one.abnormal and math.isfinite(one.value)]
+    if not abnormal or (len(abnormal) < 2 and abnormal[0] is not measured[0]):
+        return None
+    return Finding(
+        [one for one in measured if math.isfinite(one.value)],
+        steps=(int(worst.stretch.start) + 1, min(int(min(worst.stretch.stop, 1 << 53)), evidence.step)),
+        excluded=[Exclusion("order-changed", "it is so from the first step on")],
+        changes=[
+            Change(
+                advice="read the token files in the order of lmworks (docs/data-order.md); shuffle text of your own before it is tokenized",
+                cost="start again: the order of steps that were trained cannot be changed",
+            )
+        ],
+        check_afterwards="train/effective_sources is that of the mixture in every line",
+        next_measurement="lmworks data batch RUN STEP shows the rows of a step",
+    )
+
+
+RULE = Rule(
+    "unshuffled-data",
+    "The training text comes in order, so that steps hold text of one kind only.",
+    "data",
+    ("not-decreasing", "spikes"),
+    _check,
+    "Gradients of a step that holds text of one kind pull the model towards it and away from the others, so that it forgets them until "
+    "they "
+    "come again: the training loss moves in levels, and the held-out loss of each domain goes up and down. lmworks computes the order "
+    "from "
+    "the seed, each source in its share in every step; what brings text in order is a change of that code, or token files that were "
+    "written in order, such as by topic or by length.",
+    needs=("train/loss",),
+    stages=("pretrain",),
+    look_alikes={
+        "order-changed": "the first steps are mixed",
+        "learning-rate-too-high": "no memory from step to step",
+        "batch-too-small": "no memory from step to step",
+    },
+)

@@ -1,0 +1,104 @@
+"""Held-out text is among the training text."""
+
+from __future__ import annotations
+
+import math
+
+from lmworks.watch.data_facts import domains, number, validation_by_domain
+from lmworks.watch.evidence import Evidence
+from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
+
+_SHARE = 0.02
+_GAP = -0.15  # nats
+
+
+def _check(evidence: Evidence) -> Finding | None:
+    found, searched = leaked_share(evidence)
+    gaps = gap_by_domain(evidence)
+    lowest = min(gaps, key=gaps.__getitem__, default="")
+    gap = gaps.get(lowest, math.nan)
+    if not math.isfinite(found) and not gaps:
+        raise NotJudged("no search of the held-out text in shards/manifest.json, and no train/source/{source}/loss")
+    measured = [
+        Measurement(
+            "share of the held-out text that is also in the training text",
+            found,
+            high=_SHARE,
+            source="exact search of runs of 32 tokens; measured: at most 0.005 in deduplicated corpora",
+        ),
+        Measurement(
+            f"validation/{lowest}/loss minus the training loss of its sources, in nats",
+            gap,
+            low=_GAP,
+            source="measured: at least -0.1 in healthy runs of make doctor",
+        ),
+    ]
+    proved = measured[0].abnormal and math.isfinite(found)
+    if not proved and not (measured[1].abnormal and math.isfinite(gap) and not math.isfinite(found)):
+        return None
+    off = evidence.value("corpus.decontaminate") is None
+    changes = (
+        [
+            Change(
+                "corpus.decontaminate",
+                "{action: drop}",
+                "leave training documents with held-out text out",
+                "the corpus and the token files are made again; start again",
+            )
+        ]
+        if off
+        else []
+    )
+    return Finding(
+        [one for one in measured if math.isfinite(one.value)],
+        where=searched,
+        exact=proved,
+        excluded=[Exclusion("validation-gap", "the text was found by its tokens, whatever the losses are")] if proved else [],
+        changes=[*changes, Change("corpus.dedup.minhash", "{threshold: 0.8}", "copies of a document are held out together", "as above")],
+        check_afterwards="held_out_found in shards/manifest.json is 0",
+        next_measurement="lmworks run RECIPE --to shards searches the held-out text in the training text",
+    )
+
+
+def leaked_share(evidence: Evidence) -> tuple[float, str]:
+    """Share of the held-out text that training text contains, and the source that has most of it; NaN if it was not searched."""
+    overlap = evidence.document("shards/overlap.json")
+    share = number(overlap, "held_out_found")
+    sources = overlap.get("sources")
+    worst = max(sources, key=lambda name: number(sources, name), default="") if isinstance(sources, dict) else ""
+    return share, f"most of it in source {worst}" if worst and math.isfinite(share) else ""
+
+
+def gap_by_domain(evidence: Evidence) -> dict[str, float]:
+    """The last validation loss of each domain minus the training loss of its sources over the tenth of the steps before, in nats; of
+    domains whose sources had at least ten lines."""
+    of, trained = domains(evidence), evidence.per("train/source/{source}/loss")
+    found: dict[str, float] = {}
+    for domain, held_out in validation_by_domain(evidence).items():
+        step = int(held_out.steps[-1])
+        own = [
+            series.finite.between(step - max(10, evidence.step // 10), step + 1)
+            for name, series in trained.items()
+            if of.get(name) == domain
+        ]
+        losses = [one.median for one in own if len(one) >= 10]
+        if losses:
+            found[domain] = held_out.last - sum(losses) / len(losses)
+    return found
+
+
+RULE = Rule(
+    "validation-leak",
+    "Held-out text is among the training text, so that validation is too good.",
+    "data",
+    ("too-good",),
+    _check,
+    "What is held out of one source may stand in another one, or in a copy of the same document. Validation then measures memory, and "
+    "overfitting stays hidden. lmworks holds copies of a document out together and drops training documents with held-out passages; both "
+    "can be turned off, and imported token files are searched only if corpus.decontaminate is on. Reported in parameter-golf#2127 and "
+    "marin#6742.",
+    needs=("validation/{domain}/loss",),
+    stages=("pretrain",),
+    outranks=("validation-gap",),
+    look_alikes={"validation-gap": "held-out text that is easier, without being in the training text"},
+)

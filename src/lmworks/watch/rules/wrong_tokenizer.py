@@ -1,0 +1,138 @@
+"""The token ids are not those of the tokenizer, or stand in an order without meaning."""
+
+from __future__ import annotations
+
+import math
+
+from lmworks.watch import trends
+from lmworks.watch.data_facts import number, validation_by_domain
+from lmworks.watch.evidence import Evidence
+from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
+
+_FLOOR = 0.97
+_FLAT, _BYTES = 0.02, 0.1
+_FEWEST = 60  # lines
+_LARGEST = 64 << 20  # bytes of a tokenizer.json that is hashed
+
+
+def _check(evidence: Evidence) -> Finding | None:
+    made, now = evidence.document("shards/manifest.json").get("tokenizer_sha256"), _sha256(evidence)
+    if isinstance(made, str) and now and made != now:
+        return _finding(
+            evidence,
+            [
+                Measurement(
+                    "hash of the tokenizer that differs from the token files'", 1, high=0, source="sha256 of tokenizer/tokenizer.json"
+                )
+            ],
+            True,
+        )
+    if (wrong := _wrong_bytes(evidence)) is not None:
+        return _finding(evidence, [wrong], False)
+    loss = evidence.series("train/loss").finite
+    if len(loss) < _FEWEST:
+        raise NotJudged(f"fewer than {_FEWEST} lines")
+    floor = number(evidence.document("shards/overlap.json"), "unigram_nats")
+    if not math.isfinite(floor):
+        raise NotJudged("no entropy of single tokens in shards/overlap.json")
+    late = loss.part(0.5, 1)
+    flat = 1 - late.part(0.75, 1).median / late.part(0, 0.25).median
+    early = 1 - loss.part(0.1, 0.5).median / loss.first
+    measured = [
+        Measurement(
+            "train/loss relative to the entropy of single tokens",
+            late.median / floor,
+            high=_FLOOR,
+            source=f"{floor:.3g} nats: what a model has that knows the frequencies of tokens and nothing else",
+        ),
+        Measurement(
+            "fall of train/loss over the second half", flat, low=_FLAT, source="measured: at least 0.03 in healthy runs of make doctor"
+        ),
+    ]
+    ratio = trends.at(evidence.series("optim/update_ratio"), evidence.step // 2)
+    if not (all(one.abnormal for one in measured) and early > 0.05) or ratio > 0.025:
+        return None
+    return _finding(evidence, measured, False)
+
+
+def _finding(evidence: Evidence, measured: list[Measurement], exact: bool) -> Finding:
+    loss = evidence.series("train/loss").finite
+    vocabulary = evidence.number("model.vocab_size")
+    return Finding(
+        measured,
+        steps=(int(loss.steps[0]), int(loss.steps[-1])) if len(loss) else None,
+        exact=exact,
+        excluded=[
+            Exclusion("init-too-wide", f"the first loss, {loss.first:.3g}, is that of equal probabilities, {math.log(vocabulary):.3g}"),
+            Exclusion("learning-rate-too-high", "the loss does not move, and updates are of a normal size"),
+        ]
+        if len(loss) and vocabulary > 1 and not exact
+        else [],
+        changes=[
+            Change(
+                advice="make the token files again with the tokenizer of this run (delete shards/), or set tokenizer.path to theirs; "
+                "lmworks data batch RUN 1 shows rows as text",
+                cost="start again from step 0",
+            )
+        ],
+        check_afterwards="train/loss is below the entropy of single tokens within the first fifth of the steps",
+        next_measurement="lmworks data batch RUN 1, which shows rows as text",
+    )
+
+
+def _sha256(evidence: Evidence) -> str:
+    import hashlib
+
+    if evidence.files.size("tokenizer/tokenizer.json") > _LARGEST:
+        return ""
+    try:
+        with evidence.files.open("tokenizer/tokenizer.json") as handle:
+            return hashlib.sha256(handle.read(_LARGEST)).hexdigest()
+    except OSError:
+        return ""
+
+
+def _wrong_bytes(evidence: Evidence) -> Measurement | None:
+    """Bytes per token as validation counts them, relative to those that the tokenizer's report has measured on the same text."""
+    report = {
+        str(one.get("domain")): number(one, "bytes_per_token")
+        for one in evidence.document("tokenizer/report.json").get("evaluation") or []
+        if isinstance(one, dict) and one.get("tokenizer") == "this"
+    }
+    worst: tuple[float, str] = (0.0, "")
+    for domain, loss in validation_by_domain(evidence).items():
+        bits = evidence.series(f"validation/{domain}/bits_per_byte").finite
+        if len(bits) and report.get(domain, 0.0) > 0 and bits.last > 0:
+            counted = loss.last / math.log(2) / bits.last / report[domain]
+            worst = max(worst, (abs(math.log(max(counted, 1e-9))), domain))
+    if worst[0] <= math.log(1 + 4 * _BYTES):  # a part of the held-out text is read, which may be cut otherwise
+        return None
+    return Measurement(
+        f"bytes per token of {worst[1]} in validation relative to the tokenizer's report",
+        math.exp(worst[0]),
+        0.9,
+        1.1,
+        "tokenizer/report.json",
+    )
+
+
+RULE = Rule(
+    "wrong-tokenizer",
+    "The token ids are not those of this tokenizer, or their order has no meaning.",
+    "data",
+    ("not-decreasing", "bad-answers"),
+    _check,
+    "Token files that were written with another vocabulary, read at the wrong byte, or shuffled within rows still have frequencies, "
+    "which a "
+    "model learns in its first steps. Their order has no meaning, so the loss stays at the entropy of single tokens. lmworks keeps the "
+    "hash "
+    "of the tokenizer with the token files. Where bytes per token are wrong, bits per byte are too (nanochat#693: 0.95 instead of 1.13).",
+    needs=("train/loss",),
+    stages=("pretrain",),
+    look_alikes={
+        "init-too-wide": "starts above the loss of equal probabilities",
+        "noisy-source": "one domain alone",
+        "learning-rate-too-high": "large updates",
+        "learning-rate-too-low": "tiny updates, and a loss that still falls",
+    },
+)
