@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from lmworks.io.files import write_json
 from lmworks.io.jsonl import line
 from lmworks.io.run_layout import of_stage
 from lmworks.recipe.load import load_recipe_text
 from lmworks.recipe.timeline import Schedules, Timeline
 from lmworks.watch.ledger import LEDGER
 
-Values = Sequence[float | EllipsisType | None]
-"""Of a metric, one for each line: None stands for null, which is a value that was not finite, and ... for a line without it."""
+Values = Sequence[float | EllipsisType | None] | Mapping[int, float]
+"""Of a metric, one for each line: None stands for null, which is a value that was not finite, and ... for a line without it. Or by step."""
 
 RECIPE = """
 name: written
@@ -32,26 +33,35 @@ train:
 
 def write_run(
     folder: Path, metrics: Mapping[str, Values] = {}, events: Iterable[Mapping[str, Any]] = (), stage: str = "pretrain",
-    overrides: Sequence[str] = (), steps: Sequence[int] | None = None,
+    overrides: Sequence[str] = (), steps: Sequence[int] | None = None, documents: Mapping[str, Any] = {},
 ) -> Path:  # fmt: skip
-    """A run folder: `metrics` by name with a value for each line (of steps 1, 2, ... or `steps`), and `events` of the ledger, after the
-    stage's start."""
+    """A run folder: `metrics` by name with a value for each line (of steps 1, 2, ... or `steps`), `events` of the ledger, after the stage's
+    start, and JSON `documents` by their path."""
     folder.mkdir(parents=True, exist_ok=True)
     load_recipe_text(RECIPE, overrides).save(folder)
-    count = max((len(values) for values in metrics.values()), default=0)
+    count = max((len(values) for values in metrics.values() if not isinstance(values, Mapping)), default=0)
     at = list(range(1, count + 1)) if steps is None else list(steps)
     place = of_stage(stage).place(folder)
     place.mkdir(exist_ok=True)
     with open(place / "metrics.jsonl", "ab") as file:
         for number, step in enumerate(at):
-            values = {name: series[number] for name, series in metrics.items() if number < len(series) and series[number] is not ...}
+            values = {name: value for name, series in metrics.items() if (value := _value(series, number, step)) is not ...}
             file.write(line({"step": step, "time": 1.0e9 + 10.0 * step, **values}))
     with open(folder / LEDGER, "ab") as file:
         last = max(at, default=0)
         file.write(line({"time": 1.0e9, "event": "start", "stage": stage, "steps": last, "tokens": 1024 * last}))
         for event in events:
             file.write(line({"time": 1.0e9 + 1, "stage": stage, **event}))
+    for path, document in documents.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        write_json(folder / path, document)
     return folder
+
+
+def _value(series: Values, number: int, step: int) -> float | EllipsisType | None:
+    if isinstance(series, Mapping):
+        return series.get(step, ...)
+    return series[number] if number < len(series) else ...
 
 
 def healthy(steps: int = 200, overrides: Sequence[str] = ()) -> dict[str, list[Any]]:

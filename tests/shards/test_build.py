@@ -66,7 +66,7 @@ def test_documents_are_shuffled_and_shards_have_their_size(manifest: Manifest, s
 
 
 def test_only_finished_files_are_left(manifest: Manifest, shards_dir: Path) -> None:
-    expected = {"manifest.json", "token_bytes.npy"}
+    expected = {"manifest.json", "report.json", "token_bytes.npy"}
     for source in manifest.sources:
         for split in (source.train, source.validation):
             assert split is not None

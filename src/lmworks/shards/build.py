@@ -25,6 +25,7 @@ from lmworks.shards.decontaminate import decontaminate
 from lmworks.shards.encode import Encoded, encode_part, find_encoded, open_parquet
 from lmworks.shards.indexed import token_dtype, with_ending
 from lmworks.shards.manifest import MANIFEST, TOKEN_BYTES, Manifest, Shard, SourceShards, Split, SplitName
+from lmworks.shards.report import write_report
 from lmworks.shards.row_plans import FOLDER as ROWS
 from lmworks.shards.shuffle import shard_borders, write_shard
 from lmworks.tokenizer import Tokenizer
@@ -84,6 +85,7 @@ def _build(
     imported = tuple(_imported(recipe, manifest, tokenizer, out_dir, decontaminator, protected_sha256))
     manifest = manifest.model_copy(update={"sources": (*manifest.sources, *imported)})
     _remove_stale_files(out_dir, manifest)
+    write_report(out_dir, manifest, _processes(recipe.threads or 1, sum(source.train.tokens for source in manifest.sources)))
     manifest.save(out_dir / MANIFEST)
     if (out_dir / _ASIDE).exists():
         shutil.rmtree(out_dir / _ASIDE)

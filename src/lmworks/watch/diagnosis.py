@@ -45,6 +45,8 @@ def diagnose(evidence: Evidence, apply: Iterable[Rule] | None = None) -> Diagnos
         if rule.stages and evidence.stage not in rule.stages:
             continue
         try:
+            if not rule.applies(evidence):
+                continue
             finding = rule.judge(evidence)
         except NotJudged as reason:
             lacking[rule.code] = str(reason)
@@ -62,7 +64,10 @@ def diagnose(evidence: Evidence, apply: Iterable[Rule] | None = None) -> Diagnos
 
 
 def _causes_first(found: Sequence[Finding]) -> list[Finding]:
-    """Exact findings first, then by the number of abnormal measurements; a cause before its consequences."""
-    ordered = sorted(found, key=lambda one: (not one.exact, -sum(m.abnormal for m in one.evidence)))
+    """Exact findings first, then by the number of abnormal measurements, those that only cost time last; a cause before its
+    consequences."""
+    ordered = sorted(
+        found, key=lambda one: (all_rules()[one.code].symptoms == ("slow",), not one.exact, -sum(m.abnormal for m in one.evidence))
+    )
     below = {code for one in found for code in all_rules()[one.code].outranks}
     return [one for one in ordered if one.code not in below] + [one for one in ordered if one.code in below]

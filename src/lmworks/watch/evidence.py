@@ -217,6 +217,21 @@ class Evidence:
             self._documents[name] = read_document(self.files, name)
         return self._documents[name]
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return self.value("model.moe") is not None or self.has("experts/load_cv")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that trained the stage together, the most of all its starts; 1 if it is not recorded."""
+        return max((event["ranks"] for event in self.of("start", "resume") if isinstance(event.get("ranks"), int)), default=1)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computed."""
+        return any(event.get("device") not in (None, "cpu") for event in self.of("start", "resume"))
+
     def phase_starts(self) -> list[tuple[int, str]]:
         """The steps at which phases began, with their names."""
         return [(event["step"], str(event.get("phase"))) for event in self.of("phase") if isinstance(event.get("step"), int)]

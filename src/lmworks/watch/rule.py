@@ -117,7 +117,8 @@ class Rule:
 
     code: stable, lower case with hyphens. sentence: stands alone. area: of the summary. symptoms: keys of `SYMPTOMS`.
     needs: metrics without which the rule cannot judge (a name with braces: at least one of them). stages: to which it applies; all if
-    empty. check: returns a `Finding`, or None if the cause is not there; raises `NotJudged` if the evidence is too little.
+    empty. applies: whether the run has what the cause concerns, such as experts or several ranks; otherwise it is not mentioned.
+    check: returns a `Finding`, or None if the cause is not there; raises `NotJudged` if the evidence is too little.
     look_alikes: by code, what tells that cause from this one. explain: how the cause comes about, what it does, and how it is mended; a
     paragraph, with its sources. outranks: codes of causes that are consequences of this one where both are found.
     cheap: also run during training, every few minutes.
@@ -133,6 +134,7 @@ class Rule:
     stages: tuple[str, ...] = ()
     look_alikes: Mapping[str, str] = field(default_factory=dict)
     outranks: tuple[str, ...] = ()
+    applies: Callable[[Evidence], bool] = lambda evidence: True
     cheap: bool = True
 
     def judge(self, evidence: Evidence) -> Finding | None:

@@ -112,8 +112,8 @@ def _write(data: ChatData, rows: Iterator[Row], recipe: Recipe, tokenizer: Token
     assert recipe.tune is not None
     left_out, limit, to_validation = LeftOut(), data.limit, _chooser(recipe.tune.validation_fraction)
     chosen = Drawn(_good(rows, left_out, held_out), limit, recipe.seed, data.name)
-    counts = {split: Counter(conversations=0, tokens=0, learned_tokens=0) for split in ("train", "validation")}
-    kept, answers, forms = 0, 0, Counter[str]()
+    counts = {split: Counter(conversations=0, tokens=0, learned_tokens=0, ended=0, whole=0) for split in ("train", "validation")}
+    kept, answers, forms, stops = 0, 0, Counter[str](), list(tokenizer.stop_ids)
     searched = decontamination.search(chosen, lambda row: Contents(row.origin, row.messages, (row.tools, row.segments)))
     encoded = _encoded(searched, left_out, tokenizer, int(recipe.tune.sequence_length) + 1, data)
     with ExitStack() as stack:
@@ -126,7 +126,10 @@ def _write(data: ChatData, rows: Iterator[Row], recipe: Recipe, tokenizer: Token
             forms.update([row.form] if row.form else [])
             progress.advance(1)
             writers[split].add(ids, mask)
-            counts[split].update(conversations=1, tokens=len(ids), learned_tokens=int(mask.sum()))
+            counts[split].update(
+                conversations=1, tokens=len(ids), learned_tokens=int(mask.sum()), whole=int(mask[1:].all()),
+                ended=int(bool(np.isin(ids[mask], stops).any())),
+            )  # fmt: skip
     if not kept:
         raise UserError(f"tune.data.{data.name} yields no conversation ({left_out.said()})")
     progress.advance((limit or kept) - kept)

@@ -52,6 +52,7 @@ RULE = Rule(
     "sigmoid "
     "router lie between 0 and 1, so a rate of 0.1 sends all tokens to an expert in one step and away from it in the next; the biases run "
     "to their clamp, and the choice of experts follows them rather than the token. DeepSeek-V3 uses 0.001, and 0 at the end.",
+    applies=lambda evidence: evidence.has_experts,
     needs=("experts/load_cv", "experts/bias_max"),
     look_alikes={"experts-collapsed": "no balancing, or a normal update rate"},
 )

@@ -55,6 +55,7 @@ RULE = Rule(
     "A process that is killed by a signal leaves no message. Its parent knows the signal: SIGKILL comes from a user, a scheduler or the "
     "kernel, SIGSEGV and SIGBUS from broken code or memory, SIGABRT from a library. The other ranks then fail in the next collective, and "
     "their errors name neighbours, not the cause. Of the interruptions of Llama 3, 148 of 419 were faults of a GPU.",
+    applies=lambda evidence: evidence.ranks > 1 or bool(evidence.of("rank_exit", "restart")),
     look_alikes={
         "out-of-memory-killed": "the kernel has counted a kill for want of memory",
         "hung-rank": "alive, or stopped, while the others waited",

@@ -65,6 +65,7 @@ RULE = Rule(
     _check,
     "Where experts are on several ranks, a step waits for the rank whose experts got most tokens; so time follows the load of the busiest "
     "expert, up to the number of ranks times as long (verl#4103).",
+    applies=lambda evidence: evidence.has_experts,
     needs=("experts/load_max", "perf/step_seconds"),
     look_alikes={"machine-oversubscribed": "time does not follow the load", "experts-collapsed": "experts without a token"},
 )

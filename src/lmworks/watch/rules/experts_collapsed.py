@@ -74,6 +74,7 @@ RULE = Rule(
     "smaller one. A load out of balance in the first steps is normal. Reported in torchtitan#1246, #1304 and #1593: no balancing, or "
     "loads "
     "that were counted per micro-batch.",
+    applies=lambda evidence: evidence.has_experts,
     needs=("experts/load_cv", "experts/load_max", "experts/dead"),
     look_alikes={"bias-rate-too-high": "a bias at its clamp, and an update rate far above 0.001"},
 )

@@ -40,5 +40,6 @@ RULE = Rule(
     _check,
     "If no rank is missing and heartbeats go on, the stall is on the devices or in the network between them: a link that has gone down, a "
     "driver, a kernel that waits for ever. In marin#7344, 512 GPUs stood at one step without an error.",
+    applies=lambda evidence: evidence.ranks > 1 or bool(evidence.of("rank_exit", "restart")),
     look_alikes={"hung-rank": "one rank was missing", "dead-rank": "one rank had ended"},
 )

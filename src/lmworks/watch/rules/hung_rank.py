@@ -62,6 +62,7 @@ RULE = Rule(
     "A process that is stopped, swapped out or stuck in a driver or a file system enters no collective. The others wait there until "
     "launch.timeout, and fail; what they report is the collective, not the rank. Each rank writes at every step what it is about to do, "
     "from which the missing one is known.",
+    applies=lambda evidence: evidence.ranks > 1 or bool(evidence.of("rank_exit", "restart")),
     look_alikes={
         "dead-rank": "its process had ended before",
         "hung-collective": "no rank was missing",

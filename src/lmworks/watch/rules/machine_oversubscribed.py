@@ -37,8 +37,7 @@ def times(evidence: Evidence) -> Times:
         raise NotJudged(f"fewer than {_FEWEST} lines")
     start = int(seconds.part(0.1, 1).steps[0])  # the first steps compile and warm up
     waited, saved, used = (_total(evidence, f"perf/{name}", start) for name in ("data_wait", "save_seconds", "cpu_seconds"))
-    on_gpu = any(event.get("device") not in (None, "cpu") for event in evidence.of("start", "resume"))
-    granted = math.nan if on_gpu else used / max(_wall(evidence, start) - waited - saved, 1e-9)
+    granted = math.nan if evidence.on_gpu else used / max(_wall(evidence, start) - waited - saved, 1e-9)
     return Times(trends.integral(seconds, start), waited, used, granted, start, int(seconds.steps[-1]))
 
 

@@ -59,6 +59,7 @@ RULE = Rule(
     "Tensors of changing sizes, as of packed rows or long answers, leave holes between them that no later tensor fits into. The allocator "
     "then frees its cache and tries again, which waits for the GPU, and late in a run memory is not enough although much of it is free "
     "(pytorch#35901).",
+    applies=lambda evidence: evidence.on_gpu,
     needs=("perf/memory_reserved", "perf/memory", "perf/alloc_retries"),
     look_alikes={"memory-growing": "memory of the host"},
 )

@@ -8,7 +8,7 @@ from lmworks.watch.data_facts import domain_shares, domains, fall, middle, mixtu
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
-_FALL = 0.4
+_FALL = 0.5
 _BITS = 1.5
 _FEWEST = 3  # validations
 

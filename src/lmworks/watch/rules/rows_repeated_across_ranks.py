@@ -49,6 +49,7 @@ RULE = Rule(
     "Ranks of the data-parallel axes share a step's rows out among them. If all read the same ones, the batch is as small as that of one "
     "rank, and the loss curve is that of one rank at a multiple of its cost (mistral#194, TinyLlama#67). The hashes of the rows of all "
     "ranks are compared every twenty steps.",
+    applies=lambda evidence: evidence.ranks > 1,
     needs=("train/repeated_rows",),
     look_alikes={"duplicated-data": "rows of one rank repeat too"},
 )

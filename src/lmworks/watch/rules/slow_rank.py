@@ -68,6 +68,7 @@ RULE = Rule(
     "In a synchronous step every rank waits for the slowest one, so that their times are equal and the total time does not tell which "
     "one it "
     "is. Every twenty steps the time outside of collectives and a fixed matrix multiplication are compared.",
+    applies=lambda evidence: evidence.ranks > 1,
     needs=("perf/slowest_rank",),
     look_alikes={
         "hung-rank": "it does not go on",

@@ -12,7 +12,7 @@ from lmworks.watch.data_facts import Stretch, stretches, validation_by_domain
 from lmworks.watch.evidence import Evidence, Series
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
-_SOURCES, _MEMORY, _UNSTEADY = 0.7, 0.35, 0.5
+_SOURCES, _MEMORY, _UNSTEADY = 0.7, 0.35, 0.4
 _PER_SOURCE = 2  # sequences of a step for each source: with fewer, a step cannot hold all of them
 _FEWEST = 40  # lines
 
@@ -65,7 +65,8 @@ def unsteadiness(evidence: Evidence) -> float:
 
 def _rises(series: Series) -> float:
     moves = np.diff(series.values)
-    return moves[moves > 0].sum() / max(-moves[moves < 0].sum(), 1e-9)
+    ratio = moves[moves > 0].sum() / max(-moves[moves < 0].sum(), 1e-9)
+    return ratio if ratio < 1 else 0.0  # a domain that gets worse on the whole
 
 
 def _check(evidence: Evidence) -> Finding | None:
@@ -95,6 +96,8 @@ def _check(evidence: Evidence) -> Finding | None:
             source="measured: at most 0.4 in healthy runs of make doctor",
         ),
     ]
+    if len(worst.sources) and not measured[0].abnormal:
+        return None
     abnormal = [one for one in measured if one.abnormal and math.isfinite(one.value)]
     if not abnormal or (len(abnormal) < 2 and abnormal[0] is not measured[0]):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lmworks.watch import trends
-from lmworks.watch.data_facts import number, validation_by_domain
+from lmworks.watch.data_facts import number, tokens_by_source, validation_by_domain
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
@@ -32,9 +32,9 @@ def _check(evidence: Evidence) -> Finding | None:
     loss = evidence.series("train/loss").finite
     if len(loss) < _FEWEST:
         raise NotJudged(f"fewer than {_FEWEST} lines")
-    floor = number(evidence.document("shards/overlap.json"), "unigram_nats")
+    floor = _unigram_nats(evidence)
     if not math.isfinite(floor):
-        raise NotJudged("no entropy of single tokens in shards/overlap.json")
+        raise NotJudged("no entropy of single tokens in shards/report.json, which an earlier version has made")
     late = loss.part(0.5, 1)
     flat = 1 - late.part(0.75, 1).median / late.part(0, 0.25).median
     early = 1 - loss.part(0.1, 0.5).median / loss.first
@@ -78,6 +78,13 @@ def _finding(evidence: Evidence, measured: list[Measurement], exact: bool) -> Fi
         check_afterwards="train/loss is below the entropy of single tokens within the first fifth of the steps",
         next_measurement="lmworks data batch RUN 1, which shows rows as text",
     )
+
+
+def _unigram_nats(evidence: Evidence) -> float:
+    """The entropy of single tokens, mean over what was trained on, where a model knows which source it reads; NaN if it is not known."""
+    tokens = tokens_by_source(evidence)
+    nats = {name: number(evidence.document("shards/report.json"), "unigram_nats", name) for name in tokens}
+    return sum(nats[name] * count for name, count in tokens.items()) / max(sum(tokens.values()), 1) if tokens else math.nan
 
 
 def _sha256(evidence: Evidence) -> str:

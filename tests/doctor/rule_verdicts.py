@@ -1,0 +1,47 @@
+"""What the rules find in a written run: for tables of signatures that must be named and look-alikes that must not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmworks.io.run_layout import of_stage
+from lmworks.watch.diagnosis import all_rules
+from lmworks.watch.evidence import Evidence
+from lmworks.watch.rule import Finding, NotJudged
+from lmworks.watch.run_files import open_run
+from written_run import write_run
+
+STEPS = 200
+
+
+def judge(folder: Path, code: str, stage: str = "pretrain", **run: Any) -> Finding | str | None:
+    """What the rule with a code finds in a run that is written with `run`; why it could not judge, as text."""
+    path = write_run(folder / f"run-{len(list(folder.iterdir()))}", stage=stage, **run)
+    try:
+        return all_rules()[code].judge(Evidence(open_run(path), of_stage(stage)))
+    except NotJudged as reason:
+        return str(reason)
+
+
+def verdict(found: Finding | str | None) -> str:
+    """In a word: named, unsure, note, silent, or not judged."""
+    if found is None:
+        return "silent"
+    if isinstance(found, str):
+        return "not judged"
+    return "note" if found.note else "named" if found.sure else "unsure"
+
+
+def falling(first: float = 6.0, last: float = 3.5, count: int = STEPS, noise: float = 0.03, seed: int = 0) -> np.ndarray:
+    """A loss curve: fast at first, then slower, with noise of each step."""
+    at = np.linspace(0, 1, count)
+    return last + (first - last) * np.exp(-5 * at) + np.random.default_rng(seed).normal(0, noise, count)
+
+
+def at_validations(values: np.ndarray | list[float], count: int = STEPS) -> dict[int, float]:
+    """Values for a metric that is only in some of `count` lines, evenly spread, the last line among them."""
+    places = [round((number + 1) * count / len(values)) for number in range(len(values))]
+    return dict(zip(places, map(float, values), strict=True))
