@@ -52,7 +52,7 @@ def test_a_healthy_run_ends_with_0_and_says_what_could_not_be_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = doctor(monkeypatch, capsys, write_run(tmp_path / "run", {"train/loss": [5.0 - 0.01 * i for i in range(60)]}))
-    assert code == 0 and "0 problems" in out and "could not run: " in out and "no optim/update_ratio" in out and "experts" not in out
+    assert code == 0 and "0 problems" in out and "could not run: no " in out and "experts" not in out
 
 
 def test_every_cause_can_be_explained_and_its_look_alikes_are_causes(

@@ -28,6 +28,8 @@ def _check(evidence: Evidence) -> Finding | None:
     if len(rows) < _FEWEST:
         raise NotJudged(f"fewer than {_FEWEST} lines of train/repeated_rows")
     read = passes(evidence)
+    if not read:
+        raise NotJudged("no shards/manifest.json, which tells copies from a second pass over the text")
     weights: dict[str, float] = {}
     for one in stretches(evidence):
         weights |= {name: max(weight, weights.get(name, 0.0)) for name, weight in one.mixture.items()}
