@@ -22,7 +22,7 @@ FIRST, COMMAND, RECIPE, BEGINNING, LATER, DAMAGE = "FIRST", "COMMAND", "RECIPE",
 
 FOLDERS = {
     "ablate": COMMAND, "api": COMMAND, "cli": COMMAND, "deploy": COMMAND, "pages": COMMAND, "preflight": COMMAND, "handover": COMMAND,
-    "init": COMMAND, "ladder": COMMAND, "doctor": COMMAND,
+    "init": COMMAND, "ladder": COMMAND, "doctor": COMMAND, "bundle": COMMAND,
     "launch": COMMAND, "quantize": COMMAND, "serve": COMMAND, "corpus.analysis": COMMAND, "evaluate.harness": COMMAND,
     "evaluate.comparison": COMMAND, "evaluate.compared_models": COMMAND, "evaluate.results": COMMAND,
     "shards.import_tokens": COMMAND, "recipe": RECIPE, "checkpoint": DAMAGE, "watch": DAMAGE,

@@ -81,6 +81,8 @@ def hard_run(run: Path) -> Path:
         ],
     )
     with Ledger(run / "ledger.jsonl") as ledger:
+        ledger.write("save_failed", stage="pretrain", step=900, reason="[Errno 28] No space left on device", in_a_row=1)
+        ledger.write("finding", stage="pretrain", step=905, code="bad-batch", sentence=LONG)
         for n, word in enumerate([*WORDS, LONG, "x"]):
             ledger.write("phase", stage="pretrain", phase=word, step=330 * n, sequence_length=2048)
         for step in (1234, 1235, 1240):

@@ -18,9 +18,7 @@ from lmworks.host import machine
 from lmworks.io.masking import mask
 from lmworks.ui.exit_codes import ExitCode
 
-app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, help="Train language models, from raw text to serving."
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Train language models, from raw text to serving.")
 COMPLETE = "_LMWORKS_COMPLETE"  # set by the shell function of `lmworks --show-completion`
 _INTERRUPTED = "interrupted; finished work is kept, and the same command resumes it"
 
@@ -46,6 +44,7 @@ def command_tree() -> Any:
     from lmworks.cli import (
         ablate_commands,
         advice_commands,
+        bundle_command,
         comparison_commands,
         data_commands,
         deploy_commands,
@@ -64,7 +63,7 @@ def command_tree() -> Any:
         init_command.register,
         run_commands.register, comparison_commands.register, ablate_commands.register, launch_commands.register, recipe_commands.register,
         advice_commands.register, ladder_commands.register, advice_commands.register_preflight, doctor_command.register,
-        health_command.register,
+        health_command.register, bundle_command.register,
         data_commands.register,
         comparison_commands.register_quantize, serve_commands.register, deploy_commands.register, deploy_commands.register_handover,
         reference_commands.register,

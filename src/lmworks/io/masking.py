@@ -11,7 +11,7 @@ MASK = "***"
 USER = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*)://([^\s/?#\"]*)@")
 _QUERY = re.compile(r"([?&;]([^=&;?#\s\"]{1,100})=)([^&;#\s\"]*)")
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # Azure: the part before the @ is not a user
-_SECRET_NAME = re.compile(r"key|token|secret|sig|pass|pwd|auth|cred|session|jwt", re.IGNORECASE)
+SECRET_NAME = re.compile(r"key|token|secret|sig|pass|pwd|auth|cred|session|jwt", re.IGNORECASE)
 _SECRET_LOOK = re.compile(r"(?=[^\d]*\d)(?=[^A-Za-z]*[A-Za-z])[\w%+/=.~-]{24,}")
 
 
@@ -43,5 +43,5 @@ def _without_user(found: re.Match[str]) -> str:
 
 
 def _without_value(found: re.Match[str]) -> str:
-    secret = found[3] and (_SECRET_NAME.search(found[2]) or _SECRET_LOOK.fullmatch(found[3]))
+    secret = found[3] and (SECRET_NAME.search(found[2]) or _SECRET_LOOK.fullmatch(found[3]))
     return found[1] + MASK if secret else found[0]

@@ -14,7 +14,10 @@ from lmworks.ui.amounts import SHOWN
 
 Gap = tuple[float, None]  # at this x a value was not finite: the line is interrupted
 Style = Literal["line", "smooth", "thin", "faint", "dashed", "area"]
-WORDS = {"bad": "bad step", "recipe": "recipe changed", "resume": "resumed", "corruption": "silent corruption", "slow_rank": "slow rank"}
+WORDS = {
+    "bad": "bad step", "recipe": "recipe changed", "resume": "resumed", "corruption": "silent corruption", "slow_rank": "slow rank",
+    "finding": "named by the doctor",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

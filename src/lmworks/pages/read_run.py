@@ -9,6 +9,7 @@ from typing import Any
 from lmworks.errors import UserError
 from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.pages import record_files
+from lmworks.pages.findings import read_findings
 from lmworks.pages.record_files import MOST, conform, lines, number, read_document, read_stages, run_state
 from lmworks.pages.run_records import Json, Mark, Run, Series, Start, Training
 from lmworks.recipe.former import translated
@@ -36,6 +37,7 @@ def read_run(run_dir: Path) -> Run:
         _metrics(stage.place(run_dir) / "metrics.jsonl", training[stage.stage])
         _read_samples(stage.place(run_dir) / "samples.jsonl", training[stage.stage])
     _followed(run_dir / "follow.jsonl", training)
+    findings = read_findings(run_dir, training)
     omitted = [one.stage for one in MODEL_STAGES[1:] if tree.get(one.stage) is None and not one.place(run_dir).is_dir()]
     if recipe is not None and not recipe.has_text:  # a base model is tuned
         omitted += [name for name in ("corpus", "shards") if not (run_dir / name).is_dir()]
@@ -55,6 +57,7 @@ def read_run(run_dir: Path) -> Run:
         stages,
         run_state(run_dir, stages, training, bool(events)),
         reason,
+        findings,
     )
 
 
@@ -168,7 +171,7 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
     return [*first, *rest], shown - len(first) - len(rest), reason
 
 
-_FAULTS = ("spike", "rollback", "corruption", "slow_rank")
+_FAULTS = ("spike", "rollback", "corruption", "slow_rank", "finding")
 
 
 def _describe_fault(event: Json) -> str:
@@ -177,6 +180,8 @@ def _describe_fault(event: Json) -> str:
             return f"spike of the loss or gradient norm ({event.get('action', '')})"
         case "rollback":
             return f"rolled back to step {event.get('to_step')}"
+        case "finding":
+            return f"{event.get('code')}: {event.get('sentence') or ''}"
         case "corruption":
             return f"silent corruption on rank {', '.join(map(str, _list(event.get('ranks'))))}"
         case _:

@@ -79,6 +79,7 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
         run.state == "running",
         heading=overview.heading(run),
         comparison=overview.comparison([run, *others]),
+        findings=run.findings,
         stale={stage: run.stale(stage) for stage in ("evaluate", "export")},
         tiles=overview.tiles(run, cluster),
         charts=charts,

@@ -189,6 +189,7 @@ class Run:
     stages: list[Json]  # name, state (done | stale: of an earlier model | begun | open), seconds
     state: str
     reason: str
+    findings: list[Json]  # of the doctor, the worst first
 
     @property
     def pretrain(self) -> Training:

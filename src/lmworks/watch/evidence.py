@@ -20,7 +20,7 @@ from lmworks.io.run_layout import BASE, MODEL_STAGES, ModelStage
 from lmworks.recipe.former import translated
 from lmworks.recipe.schema.units import Bytes, Duration, Seconds, Tokens
 from lmworks.watch.ledger import LEDGER, since_start_over
-from lmworks.watch.run_files import Json, RunFiles, read_document, read_lines
+from lmworks.watch.run_files import INDEX, Json, RunFiles, read_document, read_lines
 
 _MOST = 1e100  # the square of a larger value is no number
 _MOST_NAMES = 20_000  # of metrics
@@ -165,11 +165,14 @@ class Evidence:
 
     @cached_property
     def running(self) -> bool | None:
-        """Whether a process works on the run; None if that cannot be known, as for a bundle or a run on another machine."""
+        """Whether a process works on the run, or did when its bundle was made; None if that cannot be known, as on another machine."""
+        if self.files.folder is None:
+            known = read_document(self.files, INDEX).get("running")
+            return known if isinstance(known, bool) else None
         holder = read_document(self.files, "lock")
         pid = holder.get("pid")
-        if self.files.folder is None or not isinstance(pid, int) or not 0 < pid < 1 << 31:
-            return None if self.files.folder is None else False
+        if not isinstance(pid, int) or not 0 < pid < 1 << 31:
+            return False
         return machine.is_running(pid) if holder.get("host") == socket.gethostname() else None
 
     @property

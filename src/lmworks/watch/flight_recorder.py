@@ -84,6 +84,12 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} in a record of collectives")
 
 
+def plain_record(data: bytes) -> dict[str, Any]:
+    """The contents of a file of the flight recorder, of plain values. Raises `pickle.UnpicklingError` for anything else in it, and what
+    damaged pickles raise."""
+    return _load(data)
+
+
 def _load(data: bytes) -> dict[str, Any]:
     return dict(_Plain(io.BytesIO(data)).load())
 

@@ -18,6 +18,8 @@ from lmworks.io.files import open_regular
 
 Json = dict[str, Any]
 
+INDEX = "bundle.json"  # in an archive: what it contains, and the sizes of all files of the run
+
 _HEAD, _TAIL, _WINDOW, _WINDOWS = 8 << 20, 24 << 20, 1 << 16, 256
 """Bytes of a file of lines that are read whole at its two ends, and the samples between them: 48 MiB in all, a second of parsing. A run of
 90 days that writes 3 kB every 10 s has 2.3 GB."""
@@ -42,7 +44,10 @@ class RunFiles(Protocol):
         """All paths, sorted."""
 
     def size(self, name: str) -> int:
-        """Bytes of a file; -1 if there is none."""
+        """Bytes of a file as it can be read here; -1 if there is none."""
+
+    def size_in_run(self, name: str) -> int:
+        """Bytes of a file in the run; -1 if there is none. A bundle knows it of files that it does not have."""
 
     def open(self, name: str) -> BinaryIO:
         """A seekable file. Raises `OSError` if there is none."""
@@ -79,6 +84,9 @@ class FolderFiles:
         except OSError:
             return -1
 
+    def size_in_run(self, name: str) -> int:
+        return self.size(name)
+
     def open(self, name: str) -> BinaryIO:
         return open_regular(self._path(name))
 
@@ -102,12 +110,20 @@ class BundleFiles:
         if len(members) > _MOST_NAMES or sum(member.file_size for member in members) > _LARGEST_ARCHIVE:
             raise UserError(f"{path} is larger than any bundle that lmworks writes, and was not opened")
         self._members = {member.filename: member for member in members if not member.is_dir()}
+        self._listed: dict[str, int] = {}
+        listed = read_document(self, INDEX).get("files")
+        listed = listed if isinstance(listed, dict) else {}
+        self._listed = {name: size for name, size in listed.items() if isinstance(size, int) and 0 <= size < 1 << 60}
 
     def names(self) -> Sequence[str]:
-        return sorted(self._members)
+        """The files of the run, of which the archive has some."""
+        return sorted(self._listed.keys() | self._members.keys())
 
     def size(self, name: str) -> int:
         return self._members[name].file_size if name in self._members else -1
+
+    def size_in_run(self, name: str) -> int:
+        return self._listed.get(name, -1)
 
     def open(self, name: str) -> BinaryIO:
         if name not in self._members:

@@ -44,9 +44,7 @@ def _check(evidence: Evidence) -> Finding | None:
 
 
 def _wrong_sizes(evidence: Evidence) -> Iterator[str]:
-    """The files of the stage's checkpoints that have not the size of their manifest; a bundle has no checkpoints."""
-    if evidence.files.folder is None:
-        return
+    """The files of the stage's checkpoints that have not the size of their manifest."""
     prefix = "checkpoints/" if evidence.stage == "pretrain" else f"{evidence.stage}/checkpoints/"
     for name in evidence.files.names()[:_MOST]:
         folder, _, last = name.rpartition("/")
@@ -58,7 +56,7 @@ def _wrong_sizes(evidence: Evidence) -> Iterator[str]:
 
 def _difference(evidence: Evidence, name: str, entry: Json) -> Iterator[str]:
     wanted = entry.get("bytes") if isinstance(entry, dict) else None
-    found = evidence.files.size(name)
+    found = evidence.files.size_in_run(name)
     if isinstance(wanted, int) and found != wanted:
         yield f"{name} has {found:,} bytes instead of {wanted:,}" if found >= 0 else f"{name} is missing"
 
