@@ -107,6 +107,7 @@ def collect(run_dir: Path, preflight: Sequence[Mapping[str, Any]] | None = None)
     index = {
         "format": _FORMAT, "lmworks": __version__, "running": stages[0].running, "pseudonyms": redactor.pseudonyms.counts,
         "members": {one.name: {"bytes": one.size} | ({"note": one.note} if one.note else {}) for one in packer.members},
+        "sha256": {name: redactor.text(files.sha256(name)) for name in contents.HASHED if name in names},
         "omitted": packer.omitted, **contents.listing(files, redactor),
     }  # fmt: skip
     members = [_member(INDEX, contents.as_bytes(index)), *packer.members]

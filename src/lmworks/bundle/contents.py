@@ -100,6 +100,9 @@ def _last_lines(files: RunFiles, name: str) -> Sequence[str]:
     return [one[:_LONGEST_LOG_LINE] for one in lines if one.strip()][-LOG_LINES:]
 
 
+HASHED = ("tokenizer/tokenizer.json",)
+"""Files that a bundle does not have, and whose hashes it has: rules compare them with those that other files have recorded."""
+
 _STAGE = rf"(?:(?:{_STAGES})/)?"
 CONTENTS = (
     Content(r"resolved\.json|origins\.json", _document),
@@ -115,7 +118,7 @@ CONTENTS = (
     Content(_MANIFEST.pattern, _manifest, "checkpoints"),
     Content(rf"{_STAGE}checkpoints/[^/]+/meta\.json", _document, "checkpoints"),
     Content(rf"(?:corpus|tokenizer|shards|{_STAGES}|evaluate|export|{_STAGE}checkpoints)/stage\.json", _document),
-    Content(r"(?:corpus|tokenizer)/report\.json|corpus/manifest\.json|shards/manifest\.json", _document),
+    Content(r"(?:corpus|tokenizer)/report\.json|corpus/manifest\.json|shards/(?:manifest|report)\.json", _document),
     Content(rf"(?:{_STAGES})/data/(?:manifest|prompts)\.json", _document),
     Content(r"evaluate/results\.json|export/parity\.json|preflight\.json|oom/[^/]+\.json", _document),
 )

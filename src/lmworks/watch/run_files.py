@@ -6,6 +6,7 @@ file of lines, the beginning, the end and samples in between are read.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zipfile
@@ -49,6 +50,10 @@ class RunFiles(Protocol):
     def size_in_run(self, name: str) -> int:
         """Bytes of a file in the run; -1 if there is none. A bundle knows it of files that it does not have."""
 
+    def sha256(self, name: str) -> str:
+        """What identifies the bytes of a file in the run: equal for equal bytes of this run, empty if it is not known or the file is too
+        large. In a bundle it is a pseudonym, as is every other hash there."""
+
     def open(self, name: str) -> BinaryIO:
         """A seekable file. Raises `OSError` if there is none."""
 
@@ -87,6 +92,13 @@ class FolderFiles:
     def size_in_run(self, name: str) -> int:
         return self.size(name)
 
+    def sha256(self, name: str) -> str:
+        try:
+            with self.open(name) as handle:
+                return hashlib.file_digest(handle, "sha256").hexdigest() if self.size(name) <= _LARGEST_DOCUMENT else ""
+        except OSError:
+            return ""
+
     def open(self, name: str) -> BinaryIO:
         return open_regular(self._path(name))
 
@@ -111,7 +123,9 @@ class BundleFiles:
             raise UserError(f"{path} is larger than any bundle that lmworks writes, and was not opened")
         self._members = {member.filename: member for member in members if not member.is_dir()}
         self._listed: dict[str, int] = {}
-        listed = read_document(self, INDEX).get("files")
+        index = read_document(self, INDEX)
+        listed, hashes = index.get("files"), index.get("sha256")
+        self._hashes = hashes if isinstance(hashes, dict) else {}
         listed = listed if isinstance(listed, dict) else {}
         self._listed = {name: size for name, size in listed.items() if isinstance(size, int) and 0 <= size < 1 << 60}
 
@@ -124,6 +138,9 @@ class BundleFiles:
 
     def size_in_run(self, name: str) -> int:
         return self._listed.get(name, -1)
+
+    def sha256(self, name: str) -> str:
+        return str(self._hashes.get(name, ""))
 
     def open(self, name: str) -> BinaryIO:
         if name not in self._members:

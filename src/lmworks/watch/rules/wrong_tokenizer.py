@@ -12,11 +12,10 @@ from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudge
 _FLOOR = 0.97
 _FLAT, _BYTES = 0.02, 0.1
 _FEWEST = 60  # lines
-_LARGEST = 64 << 20  # bytes of a tokenizer.json that is hashed
 
 
 def _check(evidence: Evidence) -> Finding | None:
-    made, now = evidence.document("shards/manifest.json").get("tokenizer_sha256"), _sha256(evidence)
+    made, now = evidence.document("shards/manifest.json").get("tokenizer_sha256"), evidence.files.sha256("tokenizer/tokenizer.json")
     if isinstance(made, str) and now and made != now:
         return _finding(
             evidence,
@@ -85,18 +84,6 @@ def _unigram_nats(evidence: Evidence) -> float:
     tokens = tokens_by_source(evidence)
     nats = {name: number(evidence.document("shards/report.json"), "unigram_nats", name) for name in tokens}
     return sum(nats[name] * count for name, count in tokens.items()) / max(sum(tokens.values()), 1) if tokens else math.nan
-
-
-def _sha256(evidence: Evidence) -> str:
-    import hashlib
-
-    if evidence.files.size("tokenizer/tokenizer.json") > _LARGEST:
-        return ""
-    try:
-        with evidence.files.open("tokenizer/tokenizer.json") as handle:
-            return hashlib.sha256(handle.read(_LARGEST)).hexdigest()
-    except OSError:
-        return ""
 
 
 def _wrong_bytes(evidence: Evidence) -> Measurement | None:
