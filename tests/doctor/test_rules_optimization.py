@@ -9,6 +9,12 @@ from typing import Any
 import pytest
 from judged import Metrics, judge, named
 
+from lmworks.recipe.load import load_recipe_text
+from lmworks.watch.diagnosis import diagnose
+from lmworks.watch.evidence import Evidence
+from lmworks.watch.run_files import open_run
+from written_run import RECIPE
+
 Change = Callable[[Metrics], None]
 
 
@@ -49,22 +55,46 @@ EARLY = ['train.phases.0.lr_schedule={"kind": "multistep", "milestone_fractions"
 COSINE = ['train.phases.0.lr_schedule={"kind": "cosine", "warmup": "2%", "min_lr_ratio": 0.0}']
 DECAY = ['train.phases.0.lr_schedule={"kind": "wsd", "warmup": "5%", "decay": "10%", "min_lr_ratio": 0.0}']
 
-grown = all_of(times(40, *LOGITS), times(1000, *ACTIVATIONS), times(6, "optim/weight_norm"))
+
+def without_layers(metrics: Metrics) -> None:
+    for name in [*metrics]:
+        if name.startswith("layers/") or name == "optim/weight_norm":
+            del metrics[name]
+
+
+def unclipped(metrics: Metrics) -> None:
+    metrics["optim/grad_norm"] = [60.0 if at % 20 == 10 else value for at, value in enumerate(metrics["optim/grad_norm"])]
+
+
+def noise(of: float) -> Change:
+    return loss(lambda at, value: value + of * (1 if at * 2654435761 % 4294967296 > 2147483648 else -1))
+
+
+def put(values: Callable[[int], float], *names: str) -> Change:
+    """Other values, of the lines that have the metric."""
+
+    def change(metrics: Metrics) -> None:
+        for name in names:
+            metrics[name] = [... if value is ... else values(at) for at, value in enumerate(metrics[name])]
+
+    return change
+
+
+grown = all_of(put(lambda at: 20 + 10 * at, *LOGITS), put(lambda at: 5 * at, *ACTIVATIONS), times(6, "optim/weight_norm"))
 still = all_of(
     times(0.02, "optim/update_ratio"),
     lambda metrics: metrics.update({"optim/weight_norm": [17.0 if value is not ... else ... for value in metrics["optim/weight_norm"]]}),
     loss(lambda at, value: 6.9 - 0.001 * at),
 )
 flat = loss(lambda at, value: value if at < 100 else 4.0 + 0.05 * (at % 2))
+NO_WARMUP = ['train.phases.0.lr_schedule={"kind": "wsd", "warmup": "0%", "decay": "20%"}', *HIGH]
+EPS = ["optimizer.kind=adamw", "optimizer.eps=0.01"]
+UNCLIPPED = ["optimizer.max_grad_norm=0"]
+SMALL = ["train.phases.0.global_batch_tokens=64 tokens"]
 NAMED: dict[str, tuple[Change, list[str], str]] = {
     "weights, activations and scores grow": (grown, HIGH, "learning-rate-too-high"),
     "the loss rises at the peak, and there are no lines of layers": (
-        all_of(
-            loss(lambda at, value: 7.5 if at > 20 else value),
-            lambda metrics: (
-                [metrics.pop(name) for name in [*metrics] if name.startswith("layers/") or name == "optim/weight_norm"] and None
-            ),
-        ),
+        all_of(loss(lambda at, value: 7.5 if at > 20 else value), without_layers),
         HIGH,
         "learning-rate-too-high",
     ),
@@ -75,17 +105,49 @@ NAMED: dict[str, tuple[Change, list[str], str]] = {
         ["model.initializer_range=0.5"],
         "init-too-wide",
     ),
+    "the gradients are below eps": (times(0.2, "optim/update_ratio"), EPS, "eps-too-large"),
+    "the weights move and do not grow": (times(0.5, "optim/weight_norm"), ["optimizer.weight_decay=10"], "weight-decay-too-strong"),
+    "the scores double again and again, and nothing else grows": (
+        put(lambda at: 0.1 * 2 ** (at / 15), *LOGITS),
+        [],
+        "attention-logits-growing",
+    ),
+    "the head grows in the decay": (
+        all_of(put(lambda at: 5 + max(0, at - 150) ** 1.2, "optim/head_norm"), times(2.0, "train/z_loss", first=170)),
+        [],
+        "head-norm-growing",
+    ),
 }
+NAMED_FROM_EVERY_LINE: dict[str, tuple[Change, list[str], str]] = {
+    "the second step is worse than the first": (loss(lambda at, value: 7.3 if at == 1 else value), NO_WARMUP, "no-warmup"),
+    "every twentieth gradient is large": (unclipped, UNCLIPPED, "no-clipping"),
+    "noise of half a nat, and a batch of 64 tokens": (
+        all_of(noise(0.5), put(lambda at: 64.0, "train/batch_tokens")),
+        SMALL,
+        "batch-too-small",
+    ),
+}
+
+
+def assert_named(case: tuple[Change, list[str], str], every: int, folder: Path) -> None:
+    change, overrides, code = case
+    found = judge(folder, change, overrides=overrides, every=every)
+    assert named(found)[:1] == [code]
+    for one in [*found.problems, *found.unsure]:
+        assert one.sure and one.changes and one.check_afterwards and one.excluded and all(m.source for m in one.evidence if m.healthy)
+        for advised in one.changes:
+            load_recipe_text(RECIPE, [*overrides, *([f"{advised.key}={advised.value}"] if advised.key else [])])
 
 
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize("case", NAMED)
 def test_a_signature_is_named(case: str, every: int, tmp_path: Path) -> None:
-    change, overrides, code = NAMED[case]
-    found = judge(tmp_path, change, overrides=overrides, every=every)
-    assert named(found)[:1] == [code]
-    for one in [*found.problems, *found.unsure]:
-        assert one.sure and one.changes and one.check_afterwards and one.excluded and all(m.source for m in one.evidence if m.healthy)
+    assert_named(NAMED[case], every, tmp_path)
+
+
+@pytest.mark.parametrize("case", NAMED_FROM_EVERY_LINE)
+def test_a_signature_in_single_steps_is_named(case: str, tmp_path: Path) -> None:
+    assert_named(NAMED_FROM_EVERY_LINE[case], 1, tmp_path)
 
 
 SILENT: dict[str, tuple[Change, list[str]]] = {
@@ -99,6 +161,15 @@ SILENT: dict[str, tuple[Change, list[str]]] = {
     "every step is clipped": (lambda metrics: metrics.update({"optim/clipped": [1.0] * 200}), []),
     "attention scores grow at a good rate": (times(5, *LOGITS), []),
     "the rate is low at the end, and the loss falls": (loss(lambda at, value: 6.9 - 0.015 * at), EARLY),
+    "no warm-up that hurts nothing": (times(1, "train/loss"), NO_WARMUP[:1]),
+    "no clipping, and no large gradient": (times(1, "train/loss"), UNCLIPPED),
+    "large gradients that are clipped": (unclipped, []),
+    "noise of half a nat at the batch of the law": (noise(0.5), []),
+    "a small batch without noise": (put(lambda at: 64.0, "train/batch_tokens"), SMALL),
+    "eps far below the gradients": (times(0.2, "optim/update_ratio"), ["optimizer.kind=adamw", "optimizer.eps=1e-6"]),
+    "weight decay of 0.3": (times(0.5, "optim/weight_norm"), ["optimizer.weight_decay=0.3"]),
+    "scores of 60 that stay": (put(lambda at: 60.0, *LOGITS), []),
+    "a head that grows at the peak": (put(lambda at: 5.0 + min(at, 150), "optim/head_norm"), []),
     "a narrow deviation of the initial weights": (times(1, "train/loss"), ["model.initializer_range=0.05"]),
 }
 
@@ -116,6 +187,29 @@ def test_a_rate_that_is_too_low_is_told_from_eps_and_from_a_short_run(tmp_path: 
     assert named(judge(tmp_path / "eps", still, overrides=eps, only="learning-rate-too-low")) == []
     assert named(judge(tmp_path / "short", still, steps=50, overrides=LOW, only="learning-rate-too-low")) == []
     assert "steps are done" in judge(tmp_path / "begun", still, steps=40, planned=400, overrides=LOW).not_judged["learning-rate-too-low"]
+
+
+def test_a_run_of_few_steps_has_too_few_tokens_once_it_has_ended(tmp_path: Path) -> None:
+    end = {"event": "finish", "step": 25, "tokens": 25_600}
+    falling = loss(lambda at, value: 6.9 - 0.08 * at)
+    found = judge(tmp_path / "ended", falling, [end], steps=25)
+    assert named(found) == ["too-few-tokens"] and found.problems[0].changes[0].key == "train.phases.0.tokens"
+    assert "not ended" in judge(tmp_path / "going", falling, steps=25).not_judged["too-few-tokens"]
+    assert named(judge(tmp_path / "longer", falling, [end | {"step": 150}], steps=150)) == []
+    early = {"event": "early_stop", "step": 25}
+    assert named(judge(tmp_path / "stopped", falling, [early, end], steps=25)) == []
+
+
+def test_what_hurts_for_all_of_the_run_is_not_called_a_missing_warm_up(tmp_path: Path) -> None:
+    change = all_of(loss(lambda at, value: 7.3 if at == 1 else value), grown)
+    assert named(judge(tmp_path, change, overrides=NO_WARMUP))[0] == "learning-rate-too-high"
+
+
+def test_a_recipe_that_cannot_be_read_is_not_judged(tmp_path: Path) -> None:
+    judge(tmp_path)
+    (tmp_path / "resolved.json").write_text('{"model": {"vocab_size": -3}, "optimizer": {"eps": "x"}}')
+    found = diagnose(Evidence(open_run(tmp_path)))
+    assert not found.problems and "cannot be read" in found.not_judged["learning-rate-too-high"]
 
 
 def test_a_rate_is_judged_during_the_run_and_lowered_to_the_law(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""Weight decay removes what was learned faster than it is learned."""
+
+from __future__ import annotations
+
+import math
+
+from lmworks.watch import trends
+from lmworks.watch.evidence import Evidence
+from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
+
+_DECAY = 0.5
+"""optimizer.weight_decay: published models have 0.01 to 0.1, up to 0.3 for small ones."""
+_HORIZON = 0.1
+"""Steps after which decay alone has halved a weight's share twice over, 1 / (rate * decay), relative to all steps (arXiv:2405.13698 finds
+the best near one epoch)."""
+_UNGROWN = 1.55
+"""Path of the weights over their growth. Measured on healthy runs: 0.7 to 1.53; 1.56 to 1.7 with a decay of 2 and 10."""
+
+
+def _check(evidence: Evidence) -> Finding | None:
+    decay, peak = evidence.number("optimizer.weight_decay"), trends.peak_rate(evidence)
+    if math.isnan(decay) or math.isnan(peak):
+        raise NotJudged("no optimizer.weight_decay, or no learning rate")
+    if not decay > _DECAY or trends.starts_from_weights(evidence):
+        return None
+    facts, weights = trends.model_facts(evidence), evidence.series("optim/weight_norm").finite
+    growth = weights.last / facts.initial_norm if len(weights) else math.nan
+    steps, horizon = max(evidence.steps, evidence.step), 1 / (peak * decay) if peak > 0 else math.inf
+    ratio = trends.path(evidence) * (evidence.step / max(1, steps)) / growth
+    found = [
+        Measurement("optimizer.weight_decay", decay, high=_DECAY, source="GPT-3, Llama 3, OLMo 2, DeepSeek-V3: 0.1"),
+        Measurement(
+            "steps after which decay has forgotten a step, 1 / (rate * decay), over all steps",
+            horizon / steps,
+            low=_HORIZON,
+            source="arXiv:2405.13698",
+        ),
+        Measurement("path of the weights over their growth", ratio, high=_UNGROWN, source="measured: make doctor"),
+    ]
+    known = [one for one in found if not math.isnan(one.value)]
+    if sum(one.abnormal for one in known) < 2 and evidence.step < 0.5 * steps:
+        raise NotJudged("less than half of the steps are done")
+    better = max(0.01, min(0.1, 1 / (peak * steps * 0.5)))
+    return Finding(
+        known,
+        steps=(1, evidence.step),
+        excluded=[
+            Exclusion("learning-rate-too-high", f"the norm of the weights has grown {growth:.3g} times"),
+            Exclusion("learning-rate-too-low", f"the weights moved by {trends.path(evidence):.2g} of their norm over all steps"),
+        ],
+        changes=[
+            Change(
+                "optimizer.weight_decay",
+                f"{better:.2g}",
+                cost=f"resume: the weights recover in some {min(steps, 5 * horizon):,.0f} steps; better, start again",
+            )
+        ],
+        check_afterwards=f"optim/weight_norm rises, and held-out loss falls faster, within {max(10, round(5 * horizon)):,} steps",
+        next_measurement="optim/weight_norm and optim/update_ratio: --set metrics.detail_every=5%",
+    )
+
+
+RULE = Rule(
+    "weight-decay-too-strong",
+    "Weight decay is so strong that the weights forget what they learned.",
+    "optimization",
+    ("not-decreasing",),
+    _check,
+    "With decoupled weight decay, weights are a moving average of their updates over 1 / (rate * decay) steps. Where that is a small part "
+    "of the run, everything older is forgotten, attention stays uniform, and the loss stalls. In several epochs over little data more "
+    "decay than usual helps; there this is only a note of the cause, so compare with a run at 0.1.",
+    needs=("optim/learning_rate",),
+    stages=("pretrain",),
+    look_alikes={"learning-rate-too-high": "the weights grow", "learning-rate-too-low": "the weights do not move"},
+)
