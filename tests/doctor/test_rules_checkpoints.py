@@ -64,6 +64,10 @@ REFUSED = {"event": "checkpoint_refused", "path": "checkpoints/step-00000150", "
 CORRUPT = {"event": "corruption", "step": 69, "ranks": [3], "certain": True, "what": "the output of layer 0 was another one"}
 RECHECK = ["stability.recheck_every=10 steps"]
 
+RESTART = {"event": "restart", "step": 120, "ranks": [0], "hosts": ["a"], "in_a_row": 1}
+SAVING = "rank 0 on a (process 7) was alive but did not enter the collective: it had been at step 120 (saving) for 640 s"
+BUSY = "rank 0 on a (process 7) was alive but did not enter the collective: it had been at step 120 (data) for 640 s"
+
 NAMED: dict[str, tuple[Any, list[dict[str, Any]], list[str], list[str]]] = {
     "a checkpoint is refused": (unchanged, [REFUSED], [], ["damaged-checkpoint"]),
     "moments are reset": (unchanged, [RESET, RESUME], [], ["optimizer-state-lost"]),
@@ -73,6 +77,7 @@ NAMED: dict[str, tuple[Any, list[dict[str, Any]], list[str], list[str]]] = {
     "the rate jumps at a resume": (rate_times(0.25), [RESUME], [], ["schedule-changed"]),
     "the rate is another one from the first step": (rate_times(0.5, 0), [], [], ["schedule-changed"]),
     "saves take a sixth of the time": (save_seconds(17.0, 10), [], [], ["slow-saves"]),
+    "a rank was still saving": (unchanged, [RESTART | {"reason": SAVING}], [], ["save-timeout"]),
     "the second computation differs": (unchanged, [CORRUPT], RECHECK, ["silent-corruption"]),
 }
 
@@ -95,6 +100,7 @@ SILENT: dict[str, tuple[Any, list[dict[str, Any]], list[str]]] = {
     "rows come again before the resume, too": (repeated(1.0), [RESUME, FIRST | {"repeated": 1.0}], []),
     "the rate is lowered after a spike": (rate_times(0.3, 120), [{"event": "spike", "step": 119, "action": "reduce_lr"}], []),
     "saves take a hundredth of the time": (save_seconds(1.0, 10), [], []),
+    "a rank was missing, and not saving": (unchanged, [RESTART | {"reason": BUSY}], []),
     "the second computation is the same": (unchanged, [], RECHECK),
 }
 

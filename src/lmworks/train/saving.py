@@ -146,7 +146,7 @@ def open_stage(
         PeriodicDiagnosis(run_dir, stage.stage, recipe.metrics.diagnose_every if ranks.is_first else None, ledger.write),
     ):  # fmt: skip
         keep = stability.save_bad_batches if ranks.is_first else 0
-        bad_steps = BadSteps(folder / "bad_batches", stability.max_bad_steps, keep, ledger.write)
+        bad_steps = BadSteps(folder / "bad_batches", stability.max_bad_steps, keep, partial(ledger.write, stage=stage.stage))
         yield StageFiles(folder, checkpoints, ledger, bad_steps, make_sampler(folder / "samples.jsonl" if ranks.is_first else None))
 
 

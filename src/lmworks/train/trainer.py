@@ -390,6 +390,7 @@ class Trainer:
     def _save(self, wait: bool) -> UserError | None:
         """Save; returns why a save for which this waits has failed."""
         began = time.monotonic()
+        self.heartbeat.beat(self.step, "saving")
         self._saver.wait(self.step)
         phase = self._boundary.phase
         meta = {
