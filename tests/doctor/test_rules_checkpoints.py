@@ -68,6 +68,13 @@ RESTART = {"event": "restart", "step": 120, "ranks": [0], "hosts": ["a"], "in_a_
 SAVING = "rank 0 on a (process 7) was alive but did not enter the collective: it had been at step 120 (saving) for 640 s"
 BUSY = "rank 0 on a (process 7) was alive but did not enter the collective: it had been at step 120 (data) for 640 s"
 
+FULL = {
+    "event": "save_failed",
+    "step": 41,
+    "in_a_row": 1,
+    "reason": "the checkpoint of step 40 was not saved: the disk of runs/a/checkpoints is full (2.0 MB free); free some space",
+}
+
 NAMED: dict[str, tuple[Any, list[dict[str, Any]], list[str], list[str]]] = {
     "a checkpoint is refused": (unchanged, [REFUSED], [], ["damaged-checkpoint"]),
     "moments are reset": (unchanged, [RESET, RESUME], [], ["optimizer-state-lost"]),
@@ -77,7 +84,8 @@ NAMED: dict[str, tuple[Any, list[dict[str, Any]], list[str], list[str]]] = {
     "the rate jumps at a resume": (rate_times(0.25), [RESUME], [], ["schedule-changed"]),
     "the rate is another one from the first step": (rate_times(0.5, 0), [], [], ["schedule-changed"]),
     "saves take a sixth of the time": (save_seconds(17.0, 10), [], [], ["slow-saves"]),
-    "a rank was still saving": (unchanged, [RESTART | {"reason": SAVING}], [], ["save-timeout"]),
+    "a save finds the disk full": (unchanged, [FULL], [], ["disk-full"]),
+    "a rank was still saving": (unchanged, [RESTART | {"reason": SAVING}], [], ["save-timeout", "hung-rank"]),
     "the second computation differs": (unchanged, [CORRUPT], RECHECK, ["silent-corruption"]),
 }
 
@@ -100,7 +108,7 @@ SILENT: dict[str, tuple[Any, list[dict[str, Any]], list[str]]] = {
     "rows come again before the resume, too": (repeated(1.0), [RESUME, FIRST | {"repeated": 1.0}], []),
     "the rate is lowered after a spike": (rate_times(0.3, 120), [{"event": "spike", "step": 119, "action": "reduce_lr"}], []),
     "saves take a hundredth of the time": (save_seconds(1.0, 10), [], []),
-    "a rank was missing, and not saving": (unchanged, [RESTART | {"reason": BUSY}], []),
+    "a save fails for another reason": (unchanged, [FULL | {"reason": "the file system is read-only"}], []),
     "the second computation is the same": (unchanged, [], RECHECK),
 }
 
@@ -126,6 +134,10 @@ def test_a_checkpoint_whose_files_are_cut_is_found_before_a_resume(tmp_path: Pat
 def test_the_change_restores_the_former_rate(tmp_path: Path) -> None:
     (found,) = judge(tmp_path, rate_times(2), [ALLOWED, RESUME], only="schedule-changed").problems
     assert [(one.key, one.value) for one in found.changes] == [("optimizer.learning_rate", "0.01")] and found.steps == (120, 200)
+
+
+def test_a_rank_that_is_missing_and_does_not_save_has_another_cause(tmp_path: Path) -> None:
+    assert named(judge(tmp_path, events=[RESTART | {"reason": BUSY}])) == ["hung-rank"]
 
 
 def test_runs_of_earlier_versions_are_not_judged(tmp_path: Path) -> None:

@@ -56,5 +56,6 @@ RULE = Rule(
     _check,
     "While one rank writes, the others wait in a collective, which ends after launch.timeout (torchtune#2093, accelerate#2912). The report "
     "then names the collective, and not the save. Each rank's heartbeat says what it was doing: the missing one was saving.",
+    outranks=("hung-rank", "hung-collective", "dead-rank"),
     look_alikes={"hung-rank": "the missing rank was not saving", "slow-saves": "the saves end within the limit"},
 )
