@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from lmworks.io.run_layout import of_stage
+from lmworks.recipe.load import load_recipe_text
 from lmworks.watch.diagnosis import all_rules
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Finding, NotJudged
 from lmworks.watch.run_files import open_run
-from written_run import write_run
+from written_run import RECIPE, write_run
 
 STEPS = 200
 
@@ -21,9 +22,17 @@ def judge(folder: Path, code: str, stage: str = "pretrain", **run: Any) -> Findi
     """What the rule with a code finds in a run that is written with `run`; why it could not judge, as text."""
     path = write_run(folder / f"run-{len(list(folder.iterdir()))}", stage=stage, **run)
     try:
-        return all_rules()[code].judge(Evidence(open_run(path), of_stage(stage)))
+        found = all_rules()[code].judge(Evidence(open_run(path), of_stage(stage)))
     except NotJudged as reason:
         return str(reason)
+    if found is not None:
+        assert found.changes and found.check_afterwards and found.excluded, f"{code} says less than a finding must"
+        assert found.note or found.sure or found.next_measurement
+        for change in found.changes:
+            assert change.key or change.advice
+            if change.key:  # a change that the recipe refuses helps nobody
+                load_recipe_text(RECIPE, [*run.get("overrides", ()), f"{change.key}={change.value}"])
+    return found
 
 
 def verdict(found: Finding | str | None) -> str:

@@ -148,7 +148,10 @@ def mixture_with(evidence: Evidence, shares: Mixture) -> str:
     rest = {name: weight for name, weight in stretches(evidence)[-1].mixture.items() if name not in shares}
     scale = (1 - sum(shares.values())) / sum(rest.values())
     found = {name: weight * scale for name, weight in rest.items()} | {name: share for name, share in shares.items() if share}
-    return "{" + ", ".join(f"{name}: {weight:.6g}" for name, weight in found.items()) + "}"
+    rounded = {name: round(weight, 4) for name, weight in found.items()}
+    last = next(reversed(rounded))
+    rounded[last] = round(1 - sum(weight for name, weight in rounded.items() if name != last), 4)  # weights must sum to one
+    return "{" + ", ".join(f"{name}: {weight:g}" for name, weight in rounded.items()) + "}"
 
 
 def fall(series: Series) -> float:

@@ -8,7 +8,7 @@ from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Measurement, NotJudged
 
 FATES = ("wrong", "solved", "empty", "truncated", "unparsed", "failed")
-_EQUAL, _SHARE = 0.9, 0.7
+EQUAL, _SHARE = 0.75, 0.7
 _FEWEST = 8  # lines
 
 
@@ -25,13 +25,13 @@ class Groups:
     def fate(self, *names: str) -> float:
         return sum(self.fates[name] for name in names)
 
-    def measured(self, what: str, *names: str, high: float = _SHARE) -> list[Measurement]:
+    def measured(self, what: str, *names: str, high: float = _SHARE, equal: float = EQUAL) -> list[Measurement]:
         """The two measurements of a cause: no signal, and one fate for nearly all answers."""
         return [
             Measurement(
                 "share of the groups whose rewards are equal",
                 self.equal,
-                high=_EQUAL,
+                high=equal,
                 source="0.3 to 0.7 in published runs (arXiv:2503.14476)",
             ),
             Measurement(
@@ -43,13 +43,13 @@ class Groups:
         ]
 
 
-def groups(evidence: Evidence) -> Groups | None:
-    """None if the groups have a signal. Raises `NotJudged`."""
+def groups(evidence: Evidence, limit: float = EQUAL) -> Groups | None:
+    """None if at most `limit` of the groups have equal rewards. Raises `NotJudged`."""
     equal = evidence.series("grpo/equal_groups").finite
     if len(equal) < _FEWEST:
         raise NotJudged(f"fewer than {_FEWEST} lines")
     late = equal.part(0.5, 1)
-    if not float(late.values.mean()) > _EQUAL:
+    if not float(late.values.mean()) > limit:
         return None
     fates = {name: float(one.values.mean()) if len(one := evidence.series(f"grpo/{name}").finite.part(0.5, 1)) else 0.0 for name in FATES}
     reward = evidence.series("grpo/reward").finite.part(0.5, 1)

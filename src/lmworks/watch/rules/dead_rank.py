@@ -6,6 +6,8 @@ from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, Rule
 from lmworks.watch.rules._ranks import failures, hung, place
 
+_NO_KILL = "no process of its control group was killed for want of memory while it ran"
+
 
 def _check(evidence: Evidence) -> Finding | None:
     for one in reversed(failures(evidence)):
@@ -26,9 +28,10 @@ def _check(evidence: Evidence) -> Finding | None:
             steps=(one.step, one.step),
             where=f"{where}{f': {one.reason}' if one.reason else ''}",
             exact=exact,
-            excluded=[Exclusion("out-of-memory-killed", "no process of its control group was killed for want of memory while it ran")]
-            if found.get("oom_kill") is False
-            else [],
+            excluded=[
+                Exclusion("hung-rank", "its process had ended when the others gave up"),
+                *([Exclusion("out-of-memory-killed", _NO_KILL)] if found.get("oom_kill") is False else []),
+            ],
             changes=[
                 Change(
                     advice="run the same command again: it resumes from the last checkpoint", cost="the steps since the last checkpoint"

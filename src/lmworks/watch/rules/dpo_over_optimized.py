@@ -7,7 +7,7 @@ import math
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
-_NATS, _DROP, _FORGOT = 40.0, 0.05, 0.2
+_NATS, _DROP, _FORGOT = 100.0, 0.05, 0.2
 _FEWEST = 8  # lines
 
 
@@ -16,30 +16,23 @@ def _check(evidence: Evidence) -> Finding | None:
     if len(chosen) < _FEWEST:
         raise NotJudged(f"fewer than {_FEWEST} lines")
     beta = evidence.number("dpo.beta")
-    away = -chosen.part(0.75, 1).median / beta
+    rejected = evidence.series("dpo/reward_rejected").finite
+    away = max(-one.part(0.75, 1).median / beta for one in (chosen, rejected) if len(one))
     accuracy = evidence.series("validation/reward_accuracy").finite
     drop = float(accuracy.values.max() - accuracy.last) if len(accuracy) > 1 else math.nan
     general, rise = (evidence.series(f"validation/{name}").finite for name in ("general_bits_per_byte", "forgetting"))
     forgot = rise.last / (general.last - rise.last) if len(rise) else math.nan
     measured = [
         Measurement(
-            "fall of the log-probability of a chosen answer since the start",
+            "fall of the log-probability of an answer since the start",
             away,
             high=_NATS,
             unit="nats",
-            source="measured: at most 15 in healthy runs of make doctor",
+            source="20 to 50 at the end of published runs: rewards of -2 to -5 at beta 0.1",
         ),
+        Measurement("fall of validation/reward_accuracy from its highest", drop, high=_DROP, source="two standard errors of 200 pairs"),
         Measurement(
-            "fall of validation/reward_accuracy from its highest",
-            drop,
-            high=_DROP,
-            source="measured: at most 0.03 in healthy runs of make doctor",
-        ),
-        Measurement(
-            "rise of general text relative to its beginning",
-            forgot,
-            high=_FORGOT,
-            source="measured: at most 0.05 in healthy runs of make doctor",
+            "rise of general text relative to its beginning", forgot, high=_FORGOT, source="measured: at most 0.05 in healthy runs"
         ),
         Measurement("dpo/margin in the last quarter", margin.part(0.75, 1).median),
     ]
@@ -49,7 +42,7 @@ def _check(evidence: Evidence) -> Finding | None:
     return Finding(
         [one for one in measured if math.isfinite(one.value)],
         steps=(int(chosen.steps[0]), int(chosen.steps[-1])),
-        excluded=[Exclusion("forgetting", f"the chosen answers themselves have become less likely by {away:.0f} nats")],
+        excluded=[Exclusion("forgetting", f"answers of the pairs themselves have become less likely by {away:.0f} nats")],
         changes=[
             Change("dpo.learning_rate", f"{rate / 10:.3g}", cost="start the stage again"),
             Change("dpo.beta", f"{max(0.1, 3 * beta):.3g}", "a stronger pull to the reference", "start the stage again"),

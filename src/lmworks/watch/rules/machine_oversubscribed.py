@@ -14,7 +14,7 @@ from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudge
 
 _GRANTED, _NOTED = 0.35, 0.7
 _FEWEST = 20  # lines
-_THREADS = 1.5
+_THREADS, _WAITS = 1.5, 0.2
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _check(evidence: Evidence) -> Finding | None:
     return Finding(
         found,
         steps=(spent.first, spent.last),
-        note=not short,
+        note=not short or spent.data_wait > _WAITS * spent.steps,
         excluded=[Exclusion("slow-loader", f"{spent.data_wait / max(spent.steps, 1e-9):.1%} of the time of steps waits for data")],
         changes=changes,
         check_afterwards="perf/cpu_seconds per second of steps is near the number of threads",

@@ -8,7 +8,7 @@ from lmworks.watch.data_facts import passes, validation_by_domain
 from lmworks.watch.evidence import Evidence, Series
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
-_RISE, _FALL = 0.02, 0.01
+_RISE, _FALL, _NATS = 0.02, 0.01, 0.03
 _FEWEST = 4  # validations
 _PASSES = 4.0  # up to which repeated text is nearly as good as new text: arXiv:2305.16264
 
@@ -21,11 +21,12 @@ def _check(evidence: Evidence) -> Finding | None:
     at = int(held_out.steps[lowest])
     after = held_out.values[lowest:]
     rise = after[-1] / after[0] - 1
-    if len(after) < 3 or not rise > _RISE:
+    if len(after) < 3 or not rise > _RISE or after[-1] - after[0] < _NATS:
         return None
     before, end = _around(loss, at, evidence.step), _around(loss, evidence.step, evidence.step)
     falling = 1 - end / before
     read = _passes(evidence)
+    grown = (after[-1] - end) - (after[0] - before)
     measured = [
         Measurement(
             "rise of validation/loss since its lowest", rise, high=_RISE, source="measured: at most 0.01 in healthy runs of make doctor"
@@ -37,8 +38,8 @@ def _check(evidence: Evidence) -> Finding | None:
         Measurement("passes over the text", read, high=_PASSES, source="arXiv:2305.16264"),
     ]
     rising = [name for name, one in validation_by_domain(evidence).items() if one.last > one.values.min() * (1 + _RISE)]
-    if not measured[1].abnormal:
-        return None  # it diverges, or the mixture has changed
+    if not measured[1].abnormal or not grown > _NATS or not after[-2] > after[0] * (1 + _RISE / 2):
+        return None  # it diverges, the mixture has changed, or one validation is noise
     section = "train" if evidence.stage == "pretrain" else evidence.stage
     patience = Change(f"{section}.early_stopping", "{patience: 2}", "end once validation no longer improves", "start the stage again")
     best = Change(

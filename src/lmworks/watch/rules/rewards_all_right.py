@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from lmworks.watch.evidence import Evidence
-from lmworks.watch.rule import Change, Exclusion, Finding, Rule
+from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, Rule
 from lmworks.watch.rules._groups import groups
+
+_EQUAL, _SOLVED = 0.5, 0.85
+"""A few answers that are cut make rewards of a group unequal, although there is nothing to learn from the others."""
 
 
 def _check(evidence: Evidence) -> Finding | None:
-    found = groups(evidence)
-    if found is None or not found.fate("solved") > 0.5:
+    found = groups(evidence, _EQUAL)
+    if found is None or not found.fate("solved") > _SOLVED:
         return None
+    begun = evidence.series("grpo/solved").finite.part(0, 0.1).values.mean()
     return Finding(
-        found.measured("have the full reward", "solved"),
+        [
+            *found.measured("have the full reward", "solved", high=_SOLVED, equal=_EQUAL),
+            Measurement("the same share in the first tenth of the steps", float(begun)),
+        ],
         steps=found.steps,
+        note=begun < 0.5 * found.fate("solved"),  # it was learned
         excluded=[
             Exclusion("rewards-all-wrong", f"{found.fate('wrong', 'unparsed', 'empty'):.0%} of the answers are wrong"),
             Exclusion("reward-failing", f"the reward failed on {found.fate('failed'):.0%}"),
@@ -31,7 +39,7 @@ def _check(evidence: Evidence) -> Finding | None:
                 "allowed on resume; a step takes longer",
             ),
         ],
-        check_afterwards="grpo/equal_groups is below 0.9 within ten steps",
+        check_afterwards="grpo/equal_groups is below 0.75 within ten steps",
     )
 
 

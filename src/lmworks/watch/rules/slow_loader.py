@@ -34,13 +34,12 @@ def _check(evidence: Evidence) -> Finding | None:
     ]
     found = [one for one in measured if math.isfinite(one.value)]
     cached = evidence.value("shards.cache") is not None
-    change = (
-        Change("shards.cache.prefetch", "8", "read further ahead; or move the token files closer", "allowed on resume")
-        if cached
-        else Change(
-            "shards.cache", "{}", "a cache on this machine that reads ahead; or put the token files on a faster disk", "allowed on resume"
-        )
-    )
+    if cached:
+        steps = "256 steps"
+        change = Change("shards.cache.prefetch", steps, "read further ahead; or move the token files closer", "allowed on resume")
+    else:
+        where = "{dir: /tmp/lmworks-cache, max_bytes: 20GB}"
+        change = Change("shards.cache", where, "a cache on a disk of this machine, which reads ahead", "allowed on resume")
     return Finding(
         found,
         steps=(spent.first, spent.last),
@@ -48,7 +47,7 @@ def _check(evidence: Evidence) -> Finding | None:
         excluded=[Exclusion("machine-oversubscribed", f"computation had {spent.granted:.0%} of the processor time that it asked for")]
         if math.isfinite(spent.granted)
         else [],
-        changes=[change],
+        changes=[change, Change(advice="or put the token files on a faster disk, and leave a processor for reading", cost="resume")],
         check_afterwards="perf/data_wait is below 5% of perf/step_seconds over fifty steps",
         next_measurement="lmworks profile RUN, which shows the reads of a step",
     )

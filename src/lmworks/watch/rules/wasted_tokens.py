@@ -36,15 +36,12 @@ def _check(evidence: Evidence) -> Finding | None:
     length = evidence.series("train/sequence_length").last
     if not filled < _USED:
         return None
-    key = "tune.sequence_length" if evidence.stage == "tune" else f"train.phases.{_phase(evidence)}.sequence_length"
-    changes = [
-        Change(
-            key,
-            f"{max(2 ** round(math.log2(max(mean * 8, 64))), 64)} tokens",
-            "rows that hold several documents",
-            "allowed on resume for new steps only: start again, or add a phase",
-        )
-    ]
+    key = "tune" if evidence.stage == "tune" else f"train.phases.{_phase(evidence)}"
+    longer = next((int(length * factor) for factor in (8, 4, 2) if batch.last % (length * factor) == 0), 0)
+    changes = []
+    if longer:
+        row = Change(f"{key}.sequence_length", f"{longer} tokens", "rows that hold several documents", "start the stage again")
+        changes.append(row)
     if evidence.stage == "pretrain" and evidence.value("shards.packing") == "best_fit":
         changes.insert(
             0, Change("shards.packing", "concatenate", "fill rows to their end; documents are cut at it", "start again: the order changes")
@@ -63,7 +60,7 @@ def _check(evidence: Evidence) -> Finding | None:
         steps=(int(valid.steps[0]), int(valid.steps[-1])),
         exact=True,
         excluded=[Exclusion("slow-loader", "the tokens were counted; the time of a step has no part in it")],
-        changes=changes,
+        changes=changes or [Change(advice="longer rows that divide the batch, or longer documents", cost="start the stage again")],
         check_afterwards="train/valid_tokens relative to train/batch_tokens, in the first line",
     )
 

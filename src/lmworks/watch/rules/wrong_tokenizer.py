@@ -61,12 +61,9 @@ def _finding(evidence: Evidence, measured: list[Measurement], exact: bool) -> Fi
         measured,
         steps=(int(loss.steps[0]), int(loss.steps[-1])) if len(loss) else None,
         exact=exact,
-        excluded=[
-            Exclusion("init-too-wide", f"the first loss, {loss.first:.3g}, is that of equal probabilities, {math.log(vocabulary):.3g}"),
-            Exclusion("learning-rate-too-high", "the loss does not move, and updates are of a normal size"),
-        ]
-        if len(loss) and vocabulary > 1 and not exact
-        else [],
+        excluded=_excluded(loss.first, vocabulary)
+        if not exact
+        else [Exclusion("init-too-wide", "the hashes differ, whatever the losses are")],
         changes=[
             Change(
                 advice="make the token files again with the tokenizer of this run (delete shards/), or set tokenizer.path to theirs; "
@@ -77,6 +74,13 @@ def _finding(evidence: Evidence, measured: list[Measurement], exact: bool) -> Fi
         check_afterwards="train/loss is below the entropy of single tokens within the first fifth of the steps",
         next_measurement="lmworks data batch RUN 1, which shows rows as text",
     )
+
+
+def _excluded(first: float, vocabulary: float) -> list[Exclusion]:
+    return [
+        Exclusion("init-too-wide", f"the first loss, {first:.3g}, is that of equal probabilities, {math.log(max(vocabulary, 1)):.3g}"),
+        Exclusion("learning-rate-too-high", "the loss does not move, and updates are of a normal size"),
+    ]
 
 
 def _unigram_nats(evidence: Evidence) -> float:

@@ -1,0 +1,195 @@
+"""Rules of the machine, of experts and of ranks: each signature is named, and what looks like it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rule_verdicts import STEPS, judge, verdict
+
+from lmworks.watch.rule import Finding
+
+EVERY = range(1, STEPS + 1)
+
+
+def run(metrics: Mapping[str, Any] = {}, *overrides: str, events: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """A run whose lines are ten seconds apart, on one core of its own."""
+    columns: dict[str, Any] = {
+        "perf/step_seconds": [9.8] * STEPS, "perf/data_wait": [0.05] * STEPS, "perf/save_seconds": [0.0] * STEPS,
+        "perf/cpu_seconds": [9.7] * STEPS, "perf/gap_seconds": [0.01] * STEPS, "perf/resident_memory": [1e9] * STEPS,
+        "system/load": [0.9] * STEPS, "system/cpu_pressure": [0.02] * STEPS, "system/memory": [4e9] * STEPS,
+        "system/throttled_seconds": [0.0] * STEPS,
+    }  # fmt: skip
+    return {"metrics": {**columns, **metrics}, "overrides": overrides, "events": events}
+
+
+CACHE = 'shards.cache={"dir": "/tmp/cache", "max_bytes": "1GB"}'
+CROWDED = {"perf/cpu_seconds": [2.0] * STEPS, "system/cpu_pressure": [0.95] * STEPS, "system/load": [5.0] * STEPS}
+
+
+def test_waiting_for_data_is_a_slow_loader_and_short_waits_are_not(tmp_path: Path) -> None:
+    waits = {"perf/data_wait": [4.0] * STEPS, "perf/cpu_seconds": [5.7] * STEPS}
+    starved = {"event": "data_starved", "step": 60, "share": 0.4, "steps": 10}
+    found = judge(tmp_path, "slow-loader", **run(waits, events=[starved]))
+    assert verdict(found) == "named" and isinstance(found, Finding) and found.changes[0].key == "shards.cache"
+    cached = judge(tmp_path, "slow-loader", **run(waits, CACHE, events=[starved]))
+    assert isinstance(cached, Finding) and cached.changes[0].key == "shards.cache.prefetch"
+    assert verdict(judge(tmp_path, "slow-loader", **run(waits))) == "unsure"
+    assert verdict(judge(tmp_path, "slow-loader", **run(waits | {"system/io_pressure": [0.6] * STEPS}))) == "named"
+    assert verdict(judge(tmp_path, "slow-loader", **run())) == "silent"
+    first = {"perf/data_wait": [300.0] + [0.05] * (STEPS - 1)}  # a cold start
+    assert verdict(judge(tmp_path, "slow-loader", **run(first))) == "silent"
+
+
+def test_a_crowded_machine_is_named_a_shared_one_noted_and_a_slow_loader_neither(tmp_path: Path) -> None:
+    assert verdict(judge(tmp_path, "machine-oversubscribed", **run(CROWDED))) == "named"
+    held = {"perf/cpu_seconds": [2.5] * STEPS, "system/throttled_seconds": [7.0] * STEPS}
+    assert verdict(judge(tmp_path, "machine-oversubscribed", **run(held))) == "named"
+    shared = {"perf/cpu_seconds": [6.0] * STEPS, "system/cpu_pressure": [0.7] * STEPS}
+    assert verdict(judge(tmp_path, "machine-oversubscribed", **run(shared))) == "note"
+    assert verdict(judge(tmp_path, "machine-oversubscribed", **run())) == "silent"
+    loader = {"perf/data_wait": [6.0] * STEPS, "perf/cpu_seconds": [3.7] * STEPS}  # it is not waiting for a processor
+    assert verdict(judge(tmp_path, "machine-oversubscribed", **run(loader))) == "silent"
+    idle = {"perf/cpu_seconds": [2.0] * STEPS}  # little processor time, and nobody who takes it: disks, a network, a GPU
+    assert verdict(judge(tmp_path, "machine-oversubscribed", **run(idle))) == "silent"
+
+
+def test_a_stop_between_two_lines_is_no_lack_of_processor_time(tmp_path: Path) -> None:
+    given = run(events=[{"event": "resume", "step": 100, "steps": STEPS}])
+    from written_run import write_run
+
+    folder = write_run(tmp_path / "stopped", **given)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    later = [line if number < 100 else line.replace('"time":1000001', '"time":1000901') for number, line in enumerate(lines)]
+    assert later != lines
+    (folder / "metrics.jsonl").write_text("\n".join(later) + "\n")
+    from lmworks.watch.diagnosis import all_rules
+    from lmworks.watch.evidence import Evidence
+    from lmworks.watch.run_files import open_run
+
+    assert all_rules()["machine-oversubscribed"].judge(Evidence(open_run(folder))) is None
+
+
+def pauses(every: Sequence[int], seconds: float = 30.0) -> dict[str, Any]:
+    return {"perf/gap_seconds": [seconds if step in every else 0.01 for step in EVERY]}
+
+
+def test_pauses_with_a_period_are_named_and_pauses_at_random_are_not(tmp_path: Path) -> None:
+    found = judge(tmp_path, "periodic-pause", **run(pauses(range(20, STEPS, 20))))
+    assert verdict(found) == "named" and isinstance(found, Finding)
+    assert verdict(judge(tmp_path, "periodic-pause", **run(pauses([11, 25, 90, 101, 160, 199])))) == "silent"
+    assert verdict(judge(tmp_path, "periodic-pause", **run(pauses(range(20, STEPS, 20), 0.5)))) == "silent"
+    assert verdict(judge(tmp_path, "periodic-pause", **run(pauses([1])))) == "silent"  # a slow first step
+
+
+def test_memory_that_grows_is_named_and_memory_that_settles_is_not(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).normal(0, 5e6, STEPS)
+    grows = {"perf/resident_memory": 1e9 + 1e7 * np.arange(STEPS) + noise}
+    assert verdict(judge(tmp_path, "memory-growing", **run(grows))) == "named"
+    settles = {"perf/resident_memory": 1e9 + 2e9 * (1 - np.exp(-np.arange(STEPS) / 25)) + noise}
+    assert verdict(judge(tmp_path, "memory-growing", **run(settles))) == "silent"
+    step = {"perf/resident_memory": np.where(np.arange(STEPS) > 120, 2e9, 1e9) + noise}  # a longer sequence, a validation
+    assert verdict(judge(tmp_path, "memory-growing", **run(step))) == "silent"
+    again = [{"event": "resume", "step": 180}]
+    assert verdict(judge(tmp_path, "memory-growing", **run(grows, events=again))) == "not judged"
+
+
+def test_fragments_are_named_by_allocations_that_had_to_try_again(tmp_path: Path) -> None:
+    full = {"perf/memory": [5e10] * STEPS, "perf/memory_reserved": [7.6e10] * STEPS}
+    assert verdict(judge(tmp_path, "memory-fragmented", **run(full | {"perf/alloc_retries": [0.0, 1.0] * 100}))) == "named"
+    assert verdict(judge(tmp_path, "memory-fragmented", **run(full | {"perf/alloc_retries": [0.0] * STEPS}))) == "silent"
+    tight = {"perf/memory": [7.4e10] * STEPS, "perf/memory_reserved": [7.6e10] * STEPS, "perf/alloc_retries": [0.0, 1.0] * 100}
+    assert verdict(judge(tmp_path, "memory-fragmented", **run(tight))) == "unsure"
+
+
+def moe(load_cv: float, load_max: float, dead: float, bias: float = 0.2, rate: float = 0.001, method: str = "bias") -> dict[str, Any]:
+    balance = f'"balance": {{"method": "{method}", "bias_update_rate": {rate}}}'
+    recipe = f'model.moe={{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, {balance}}}'
+    early = 40  # a router that begins out of balance is healthy
+    columns = {"load_cv": load_cv, "load_max": load_max, "dead": dead, "bias_max": bias}
+    starts = {"load_cv": 1.5, "load_max": 3.9, "dead": 5.0, "bias_max": 0.0}
+    metrics = {f"experts/{name}": [starts[name]] * early + [value] * (STEPS - early) for name, value in columns.items()}
+    return run({**metrics, "experts/load_cv/0": metrics["experts/load_cv"], "train/batch_tokens": [1024.0] * STEPS}, recipe)
+
+
+@pytest.mark.parametrize(
+    ("given", "collapsed", "fast"),
+    [
+        (moe(0.16, 1.3, 0), "silent", "silent"),
+        (moe(1.6, 3.8, 5, 0.0, 0.0, "none"), "named", "silent"),
+        (moe(1.1, 3.4, 3, 1.0, 0.3), "silent", "named"),
+        (moe(0.4, 1.7, 0, 0.3, 0.003), "silent", "silent"),
+        (moe(0.2, 1.4, 0, 0.4, 0.1), "silent", "silent"),  # fast, and balanced all the same
+    ],
+)
+def test_collapsed_experts_and_a_bias_that_is_too_fast_are_told_apart(
+    given: dict[str, Any], collapsed: str, fast: str, tmp_path: Path
+) -> None:
+    assert verdict(judge(tmp_path, "experts-collapsed", **given)) == collapsed
+    assert verdict(judge(tmp_path, "bias-rate-too-high", **given)) == fast
+
+
+def test_time_that_follows_the_load_of_the_busiest_expert_is_named(tmp_path: Path) -> None:
+    load = 1.2 + 1.5 * np.arange(STEPS) / STEPS
+    given = moe(0.5, 2.0, 0)
+    given["metrics"] |= {"experts/load_max": load, "perf/step_seconds": 5 * load}
+    assert verdict(judge(tmp_path, "expert-imbalance-slow", **given)) == "named"
+    given["metrics"] |= {"perf/step_seconds": np.full(STEPS, 9.0) + np.random.default_rng(0).normal(0, 0.2, STEPS)}
+    assert verdict(judge(tmp_path, "expert-imbalance-slow", **given)) == "silent"
+
+
+def restart(reason: str, ranks: Sequence[int] = (1,), time: float = 1.0e9 + 60) -> dict[str, Any]:
+    return {"time": time, "event": "restart", "step": 40, "ranks": list(ranks), "hosts": ["a"], "reason": reason, "in_a_row": 1}
+
+
+def ended(rank: int, at: float, signal: str | None = None, code: int = 1, oom: bool | None = False) -> dict[str, Any]:
+    return {"time": 1.0e9 + 55, "event": "rank_exit", "rank": rank, "host": "a", "code": code, "signal": signal, "ended": 1.0e9 + at,
+            "oom_kill": oom}  # fmt: skip
+
+
+SILENT_END = "rank 1 on a (process 7) ended without an error message (perhaps out of memory); its last heartbeat was at step 40 (forward)"
+FROZEN = "rank 1 on a (process 7) stopped responding (frozen, or its machine is down); its last heartbeat was at step 40 (data)"
+SAVING = "rank 1 on a (process 7) was alive but did not enter the collective: it had been at step 40 (save) for 600 s"
+TOGETHER = "no rank was missing from a collective; rank 0 on a (process 6): Timed out waiting 600000ms for recv operation to complete"
+KILLED = ended(1, 10, "SIGKILL", -9)
+RANKS = ("dead-rank", "hung-rank", "out-of-memory-killed", "hung-collective")
+
+FAILURES: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "killed": ([KILLED, ended(0, 12), restart(SILENT_END)], "dead-rank"),
+    "killed, and the run has ended": ([KILLED, ended(0, 12)], "dead-rank"),
+    "an exception": ([ended(1, 10), ended(0, 12), restart("rank 1 on a (process 7) failed at step 40: KeyError: 'x'")], "dead-rank"),
+    "out of memory": ([ended(1, 10, "SIGKILL", -9, True), ended(0, 12), restart(SILENT_END)], "out-of-memory-killed"),
+    "frozen": ([ended(0, 70), ended(1, 75, "SIGKILL", -9), restart(FROZEN)], "hung-rank"),
+    "frozen, by an earlier version": ([restart(FROZEN)], "hung-rank"),
+    "all in one collective": ([ended(0, 70), ended(1, 70), restart(TOGETHER, (0, 1))], "hung-collective"),
+    "saving": ([ended(0, 70), ended(1, 75), restart(SAVING)], ""),
+    "stopped by its user": ([ended(1, 10, "SIGINT", -2), ended(0, 11, "SIGINT", -2)], ""),
+    "stopped by a scheduler": ([ended(0, 10, "SIGTERM", -15), ended(1, 11, "SIGTERM", -15)], ""),
+    "refused": ([ended(0, 10, None, 2), ended(1, 10, None, 2)], ""),
+    "killed and resumed, alone": ([{"event": "resume", "step": 40, "time": 1.0e9 + 30}], ""),
+    "killed after the end": ([{"event": "finish", "step": STEPS, "time": 1.0e9 + 5}, KILLED], ""),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_the_ends_of_ranks_are_told_apart(case: str, tmp_path: Path) -> None:
+    events, code = FAILURES[case]
+    found = {name: verdict(judge(tmp_path, name, **run(events=events))) for name in RANKS}
+    assert found == {name: "named" if name == code else "silent" for name in RANKS}
+
+
+def test_an_end_that_nobody_recorded_is_not_sure(tmp_path: Path) -> None:
+    assert verdict(judge(tmp_path, "dead-rank", **run(events=[restart(SILENT_END)]))) == "unsure"
+
+
+def test_the_rank_for_which_all_wait_is_named(tmp_path: Path) -> None:
+    compared = dict.fromkeys(range(20, STEPS + 1, 20), 1.0)
+    warned = {"event": "slow_rank", "step": 60, "rank": 1, "what": "arithmetic", "seconds": 0.4, "median": 0.1}
+    found = judge(tmp_path, "slow-rank", **run({"perf/slowest_rank": compared}, events=[warned]))
+    assert verdict(found) == "named" and isinstance(found, Finding) and found.where.startswith("rank 1")
+    assert verdict(judge(tmp_path, "slow-rank", **run({"perf/slowest_rank": compared}))) == "silent"  # one of them is the slowest
+    changing = {step: float(step // 20 % 2) for step in compared}
+    assert verdict(judge(tmp_path, "slow-rank", **run({"perf/slowest_rank": changing}, events=[warned]))) == "silent"
