@@ -196,8 +196,8 @@ def test_token_files_of_another_tokenizer_are_known_by_its_hash(tmp_path: Path) 
     assert verdict(found) == "named" and isinstance(found, Finding) and found.exact
 
 
-@pytest.mark.parametrize(("valid", "expected"), [(1024.0, "silent"), (800.0, "silent"), (560.0, "named")])
-def test_padding_of_more_than_two_fifths_is_waste(valid: float, expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("valid", "expected"), [(1024.0, "silent"), (900.0, "silent"), (690.0, "named")])
+def test_padding_of_more_than_a_quarter_is_waste(valid: float, expected: str, tmp_path: Path) -> None:
     given = run(metrics={"train/valid_tokens": [valid] * STEPS}, overrides=["shards.packing=best_fit"])
     found = judge(tmp_path, "wasted-tokens", **given)
     assert verdict(found) == expected

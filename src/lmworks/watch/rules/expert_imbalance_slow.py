@@ -19,8 +19,8 @@ def _check(evidence: Evidence) -> Finding | None:
     width = max(5, len(load) // 20)
     a, b = (trends.running_median(one.values, width) for one in (load, seconds))
     together = float(np.corrcoef(_ranks(a), _ranks(b))[0, 1]) if a.std() and b.std() else 0.0
-    slow = load.values > np.quantile(load.values, 0.8)
-    slower = float(np.median(seconds.values[slow]) / np.median(seconds.values[load.values < np.quantile(load.values, 0.2)])) - 1
+    slow, quick = load.values >= np.quantile(load.values, 0.8), load.values <= np.quantile(load.values, 0.2)
+    slower = float(np.median(seconds.values[slow]) / np.median(seconds.values[quick])) - 1
     measured = [
         Measurement(
             "experts/load_max in its highest fifth",

@@ -8,7 +8,7 @@ from lmworks.watch.data_facts import number, text_of_sources
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
-_USED = 0.6
+_USED = 0.75
 _FEWEST = 5  # lines
 
 

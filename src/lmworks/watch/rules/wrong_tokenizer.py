@@ -9,8 +9,9 @@ from lmworks.watch.data_facts import number, tokens_by_source, validation_by_dom
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
-_FLOOR = 0.97
-_FLAT, _BYTES = 0.02, 0.1
+_FLOOR, _ABOVE = 0.97, 1.1
+_FLAT, _BYTES = 0.03, 0.1
+_LARGE, _TINY = 0.025, 1e-3  # of optim/update_ratio
 _FEWEST = 60  # lines
 
 
@@ -45,12 +46,14 @@ def _check(evidence: Evidence) -> Finding | None:
             source=f"{floor:.3g} nats: what a model has that knows the frequencies of tokens and nothing else",
         ),
         Measurement(
-            "fall of train/loss over the second half", flat, low=_FLAT, source="measured: at least 0.03 in healthy runs of make doctor"
+            "fall of train/loss over the second half", flat, low=_FLAT, source="measured: at least 0.04 in healthy runs of make doctor"
         ),
     ]
     ratio = trends.at(evidence.series("optim/update_ratio"), evidence.step // 2)
-    if not (all(one.abnormal for one in measured) and early > 0.05) or ratio > 0.025:
-        return None
+    if not all(one.abnormal for one in measured) or late.median > _ABOVE * floor or not early > 0.05:
+        return None  # it is learning, or has not begun to
+    if ratio > _LARGE or ratio < _TINY or loss.first > 1.15 * math.log(max(evidence.number("model.vocab_size"), 2)):
+        return None  # a rate that is too high or too low, weights that began too wide
     return _finding(evidence, measured, False)
 
 
