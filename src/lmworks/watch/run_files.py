@@ -95,7 +95,7 @@ class FolderFiles:
     def sha256(self, name: str) -> str:
         try:
             with self.open(name) as handle:
-                return hashlib.file_digest(handle, "sha256").hexdigest() if self.size(name) <= _LARGEST_DOCUMENT else ""
+                return hashlib.sha256(handle.read()).hexdigest() if self.size(name) <= _LARGEST_DOCUMENT else ""
         except OSError:
             return ""
 
