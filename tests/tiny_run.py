@@ -186,7 +186,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def curve(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what a clock or the machine decides, or what depends on where a process began."""
-    of_process = ("perf/", "system/", "train/repeated_rows")
+    """The lines of metrics.jsonl without what a clock or the machine decides, or what depends on where a process began: there it knows no
+    rows yet, and writes a line of details."""
+    details = ("layers/", "optim/weight_norm", "optim/update_ratio", "optim/unchanged_weights")
+    of_process = ("perf/", "system/", "train/repeated_rows", *details)
     keep: Callable[[str], bool] = lambda name: name != "time" and not name.startswith(of_process)  # noqa: E731
-    return [{name: value for name, value in line.items() if keep(name)} for line in read(run_dir)]
+    lines = [{name: value for name, value in line.items() if keep(name)} for line in read(run_dir)]
+    return [line for line in lines if line.keys() > {"step"}]

@@ -22,7 +22,7 @@ from lmworks.preflight.small_model import LONGER
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Lora
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import IGNORE, Batch
+from lmworks.shards.batch import IGNORE, Batch, one_hot
 from lmworks.train.step import StepResult, train_step
 from small_config import small_config
 
@@ -89,7 +89,8 @@ def model_of(kind: str, ranks: Ranks) -> tuple[ParallelModel, Lora | None]:
 
 
 def batch_of(step: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
-    """Random documents of random lengths; the last label of each is ignored, and some rows have hardly a label."""
+    """Random documents of random lengths; the last label of each is ignored, and some rows have hardly a label. Of three sources, and a
+    row of none."""
     draw = np.random.default_rng(step)
     tokens = draw.integers(0, 64, (rows, length + 1)).astype(np.int32)
     labels = tokens[:, 1:].copy()
@@ -99,7 +100,8 @@ def batch_of(step: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
         cuts = np.sort(draw.choice(np.arange(1, length), size=int(draw.integers(0, 4)), replace=False))
         labels[row, cuts - 1] = IGNORE
         begins += [row * length, *(row * length + cuts)]
-    return Batch(tokens[:, :-1].copy(), labels, np.array([*begins, rows * length], np.int32), 0, step)
+    sources = one_hot([-1 if row == 3 else row % 3 for row in range(rows)], 3)
+    return Batch(tokens[:, :-1].copy(), labels, np.array([*begins, rows * length], np.int32), 0, step, sources=sources)
 
 
 def train(
@@ -126,6 +128,7 @@ def train(
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
         extras += [float(value) for value in (result.z_loss, result.auxiliary_loss, result.mtp_loss) if value is not None]
+        extras += [] if result.sources_S is None else result.sources_S.tolist()
         if step == 0:
             grads = {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
         counts = result.counts_LE

@@ -94,7 +94,8 @@ def _train(
     counters.clear()
     shapes: set[tuple[int, ...]] = set()
     compiled: list[tuple[int, int]] = []
-    batch_of, train_step, inputs, compile_layers = parity.batch_of, parity.train_step, ParallelModel._inputs, Transformer.compile
+    batch_of, train_step, compile_layers = parity.batch_of, parity.train_step, Transformer.compile
+    inputs = ParallelModel._inputs_and_sources
 
     def noting(model: ParallelModel, batch: Any) -> Any:
         shapes.add(batch.tokens.shape)
@@ -108,7 +109,7 @@ def _train(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parity, "batch_of", lambda step, rows, length: batch_of(step, rows, LONGER if step == parity.STEPS - 1 else length))
         patch.setattr(parity, "train_step", step)
-        patch.setattr(ParallelModel, "_inputs", noting)
+        patch.setattr(ParallelModel, "_inputs_and_sources", noting)
         patch.setattr(Transformer, "compile", lambda part, **options: compile_layers(part, backend=backend, **options))
         trained = parity.train(layout, kind, 2, rows, compile=backend is not None, activation_checkpointing=checkpointing)
     return trained, compiled, list(counters["graph_break"])

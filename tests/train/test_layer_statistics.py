@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +18,18 @@ from lmworks.metrics.log import read
 from lmworks.model import Transformer, attention
 from lmworks.model.init import initialize
 from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.model import Model
+from lmworks.shards.batch import Batch
 from lmworks.shards.batches import Batches
+from lmworks.train import trainer
 from lmworks.train.build import build_model
-from lmworks.train.observe.layer_statistics import largest_score, observe_pass, record_activations
+from lmworks.train.observe.detail_lines import DetailLines
+from lmworks.train.observe.layer_statistics import LayerStatistics, beginning, largest_score, observe_pass, record_activations
+from lmworks.train.step import StepResult
+from lmworks.ui.terminal import Interrupted
 from small_config import small_config
-from tiny_run import Tiny
+from tiny_run import FIRST, Tiny, before_each_step
 
 
 def model() -> Transformer:
@@ -78,14 +89,16 @@ def test_nothing_is_left_behind():
 
 
 def test_a_run_that_is_asked_tells_of_its_layers(tiny: Tiny, tmp_path: Path) -> None:
-    """Every fifth step, without changing a bit of what is trained; also where a test for corruption drops the gradients."""
+    """Every fifth step and in the first, without changing a bit of what is trained; also where a test for corruption drops the
+    gradients."""
     plain, asked = tiny.copy(tmp_path / "plain"), tiny.copy(tmp_path / "asked")
     plain.pretrain()
     asked.pretrain("metrics.detail_every=5 steps", "stability.recheck_every=10 steps")
     expected, found = read(plain.run_dir), read(asked.run_dir)
     assert [line["train/loss"] for line in found] == [line["train/loss"] for line in expected]
     lines = [line for line in found if "layers/0/grad_norm" in line]
-    assert [line["step"] for line in lines] == [line["step"] for line in found if line["step"] % 5 == 0]
+    assert [line["step"] for line in lines] == [1, *(line["step"] for line in found if line["step"] % 5 == 0)]
+    assert [line["step"] for line in expected if "layers/0/grad_norm" in line] == [1, 10]
     layers = asked.resolve().recipe.model.num_hidden_layers
     assert layers
     for line in lines:
@@ -95,6 +108,80 @@ def test_a_run_that_is_asked_tells_of_its_layers(tiny: Tiny, tmp_path: Path) -> 
         assert 0 < line["optim/update_ratio"] < line["optim/weight_norm"] < 100
         for name in ("activation_rms", "attention_logit_max", "update_ratio"):
             assert all(0 < line[f"layers/{layer}/{name}"] < 100 for layer in range(layers))
+
+
+def test_a_sample_of_the_weights_stands_for_all(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates of which half of the elements are none: estimated from a part of each tensor as from all, with a copy that is bounded."""
+    monkeypatch.setattr("lmworks.train.observe.layer_statistics._SAMPLED", 500)
+    recipe = tiny.resolve().recipe
+    found = build_model(recipe)
+    batch = Batches(recipe, tiny.run_dir / "shards").batch(0)
+    statistics = {whole: LayerStatistics(found, whole) for whole in (True, False)}
+    assert max(part.numel() for part in statistics[False]._before.values()) <= 500
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            moved = torch.rand(parameter.shape, generator=generator) < 0.5
+            parameter += moved * 0.01 * torch.randn(parameter.shape, generator=generator)
+    exact, sampled = (statistics[whole].metrics(batch) for whole in (True, False))
+    assert exact.keys() == sampled.keys() and exact["optim/weight_norm"] == sampled["optim/weight_norm"]
+    assert exact["optim/unchanged_weights"] == pytest.approx(0.5, abs=0.01)
+    assert sampled["optim/unchanged_weights"] == pytest.approx(0.5, abs=0.05)
+    for name in ("optim/update_ratio", *(f"layers/{layer}/update_ratio" for layer in range(3))):
+        assert sampled[name] == pytest.approx(exact[name], rel=0.15)
+
+
+def test_the_beginning_of_a_batch_has_the_documents_that_begin_in_it() -> None:
+    tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
+    batch = Batch(tokens, tokens, np.array([0, 3, 7, 12, 14, 20, 24], np.int32), 0, 0)
+    short = beginning(batch, 5)
+    assert short.tokens.tolist() == [[0, 1, 2, 3, 4], [12, 13, 14, 15, 16]] and short.cu_seqlens.tolist() == [0, 3, 5, 7, 10]
+    assert beginning(batch, 12) is batch
+
+
+def test_the_step_after_an_event_is_looked_at_as_often_as_its_cost_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("lmworks.train.observe.detail_lines.time.monotonic", lambda: now[0])
+    lines, taken = DetailLines(True), []
+    for step in range(1, 500):
+        now[0] += 1.0
+        lines.event()  # in every step
+        if lines.due(step):
+            taken.append(step)
+            lines.taken(0.5)
+    assert taken == [1, 10, 100, 200, 300, 400]  # 0.5 s in 100 s
+    quiet = DetailLines(True)
+    assert [step for step in range(1, 500) if quiet.due(step)] == [1, 10, 100]
+    assert not DetailLines(False).due(1)
+
+
+@pytest.mark.parametrize("event", ["bad step", "resume", "phase"])
+def test_an_event_is_followed_by_a_line_of_details(tiny_copy: Tiny, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although nothing asks for details; with a clock that has time for them."""
+    monkeypatch.setattr("lmworks.train.observe.detail_lines._SHARE", 0)
+    options = ["train.log_every=100 steps", "train.validate_every=100%", "train.save_every=100 steps"]
+    if event == "bad step":
+        poison(monkeypatch, 14)
+    elif event == "resume":
+        with pytest.MonkeyPatch.context() as patch:
+            before_each_step(patch, lambda now: os.kill(os.getpid(), signal.SIGINT) if now == 12 else None)
+            with pytest.raises(Interrupted):
+                tiny_copy.pretrain(*options)
+    tiny_copy.pretrain(*options)
+    details = [line["step"] for line in read(tiny_copy.run_dir) if "optim/unchanged_weights" in line]
+    phases = [1, 10, FIRST + 1]
+    assert details == sorted({*phases, *{"bad step": [16], "resume": [14], "phase": []}[event]})
+
+
+def poison(patch: pytest.MonkeyPatch, step: int) -> None:
+    """The loss of a step is not a number."""
+    honest = trainer.train_step
+
+    def poisoned(model: ParallelModel, optimizer: Any, batch: Any, **options: Any) -> StepResult:
+        result = honest(model, optimizer, batch, **options)
+        return replace(result, loss=result.loss * math.nan) if batch.step == step else result
+
+    patch.setattr(trainer, "train_step", poisoned)
 
 
 def scores_of_a_pass(tiny: Tiny, ranks: int) -> dict[str, float]:

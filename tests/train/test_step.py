@@ -12,12 +12,14 @@ import torch
 
 from lmworks.model import Transformer
 from lmworks.optim.clip import LossScaler
+from lmworks.optim.groups import KINDS, kind_of
 from lmworks.optim.optimizer import Optimizer, build_optimizer
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.batch import IGNORE, Batch
 from lmworks.shards.batches import Batches
 from lmworks.train.build import build_model
-from lmworks.train.step import Limits, StepResult, dropout_seed, seed_dropout, train_step
+from lmworks.train.observe.step_metrics import source_metrics
+from lmworks.train.step import Limits, StepResult, StepValues, dropout_seed, seed_dropout, train_step
 from tiny_run import Tiny, same_bits
 
 
@@ -274,3 +276,46 @@ def test_dropout_is_seeded_where_it_is_drawn(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(torch.rand(4), drawn) and not seeded
     seed_dropout(1, 2, 3, torch.device("cuda"))
     assert seeded == [dropout_seed(1, 2, 3)]
+
+
+def test_the_loss_of_each_source_is_that_of_its_rows(tiny: Tiny, batch: Batch) -> None:
+    """However the batch is cut into micro-batches, which may mix sources; a row without a source counts for none."""
+    sources = np.zeros((8, 3), np.float32)
+    for row, source in enumerate((2, 0, 2, 0, 2, 2, 0)):
+        sources[row, source] = 1
+    whole = replace(batch, sources=sources)
+    model, _ = make(tiny)
+    model.eval()
+    of_rows = model.token_cross_entropy(batch).sum(1).double()
+    expected = [float(of_rows[[1, 3, 6]].sum()), 0.0, float(of_rows[[0, 2, 4, 5]].sum())]
+    for micro_batch in (1, 3, 8):
+        found = step(*make(tiny), whole, micro_batch)
+        assert found.sources_S is not None
+        np.testing.assert_allclose(found.sources_S.numpy(), expected, rtol=2e-5)
+    assert whole.tokens_by_source == (32 + 1 + 17, 0, 2 + 9 + 30 + 4)
+
+
+def test_gradients_and_ends_are_measured_before_clipping(tiny: Tiny, batch: Batch) -> None:
+    model, optimizer = make(tiny)
+    clipped, unclipped = (step(*make(tiny), batch, 4, max_grad_norm=limit) for limit in (0.01, 0.0))
+    step(model, optimizer, batch, 4)
+    assert clipped.grad_squares_G is not None and torch.equal(clipped.grad_squares_G, unclipped.grad_squares_G)
+    squares = [0.0] * len(KINDS)
+    for name, gradient in gradients(model).items():
+        squares[kind_of(name, gradient)] += float(gradient.double().square().sum())
+    np.testing.assert_allclose(clipped.grad_squares_G.numpy(), squares, rtol=1e-5)
+    assert sum(squares) == pytest.approx(float(clipped.grad_norm) ** 2, rel=1e-5)
+    assert all(squares), "the model has all kinds"
+    assert model.trained_by_kind == [sum(p.numel() for n, p in model.named_parameters() if kind_of(n, p) == k) for k in range(len(KINDS))]
+    ends = [float(parameter.detach().norm()) for name, parameter in model.named_parameters() if name in ("embedding.weight", "head.weight")]
+    found = model.end_norms()
+    assert found is not None
+    np.testing.assert_allclose(found.numpy(), ends, rtol=1e-5)
+
+
+def test_a_line_has_the_sources_of_its_step() -> None:
+    found = StepValues(1.0, 0.0, None, None, 1.0, None, 30, 1.0, False, None, None, torch.tensor([30.0, 0.0, 20.0], dtype=torch.float64))
+    values = source_metrics(("web", "code", "books"), (10, 0, 10), found)
+    assert values == {"train/source/web/loss": 3.0, "train/source/books/loss": 2.0, "train/effective_sources": pytest.approx(2.0)}
+    assert source_metrics(("web",), (7,), replace(found, sources_S=None)) == {"train/effective_sources": 1.0}
+    assert source_metrics((), (), found) == source_metrics(("web",), (0,), found) == {}

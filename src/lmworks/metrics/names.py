@@ -24,7 +24,7 @@ class Metric:
 
 
 _MOE = "model.moe"
-_DETAIL = "metrics.detail_every"
+DETAIL = "metrics.detail_every, steps 1, 10 and 100, and the step after an event"
 _NEEDLE = "a phase with needle"
 _EVALUATION = "evaluate.benchmarks and evaluate.every"
 _SCORE = "eval/{set}/{form}"
@@ -33,6 +33,9 @@ _DPO, _KTO, _GRPO = "dpo", "dpo.loss: kto", "grpo"
 _NVML = "an NVIDIA GPU and lmworks[gpu]"
 _CUDA = "an NVIDIA GPU"
 _RANKS = "several ranks"
+OWN = "no train.deepspeed"
+HEAD = "model.tie_word_embeddings: false"
+SOURCES = "pretrain or tune, with at most 64 sources"
 PRESSURE = "a kernel with pressure stall information"
 GROUP = "a control group of the CPU"
 KILLS = "a kernel that counts kills for want of memory"
@@ -59,6 +62,14 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("train/bad_steps", "steps", "steps without an update since the start, because a value was not finite"),
     ("train/spikes", "steps", "steps without an update since the start, because loss or gradient norm was far above the last ones"),
     (
+        "train/source/{source}/loss", "nats/token", "cross-entropy of the step over the valid tokens of a source of the mixture, or of a "
+        "set of tune.data", SOURCES, "lower",
+    ),
+    (
+        "train/effective_sources", "", "exp of the entropy of the sources of the step's valid tokens: 1 if all are from one source",
+        SOURCES,
+    ),
+    (
         "train/repeated_rows", "", "share of the first rank's sequences since the line before that equal one of its last 65,536; or, where "
         "ranks are compared, of the sequences of a step that several ranks have read",
     ),
@@ -79,14 +90,21 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("optim/learning_rate", "", "rate of the matrices at this step"),
     ("optim/adam_learning_rate", "", "rate of what AdamW trains under muon"),
     ("optim/grad_norm", "", "global gradient norm before clipping"),
+    (
+        "optim/grad_rms/{group}", "", "root mean square of the gradients of a group before clipping: embedding, head, matrices, experts, "
+        "router, vectors", OWN,
+    ),
+    ("optim/embedding_norm", "", "norm of the weights of the embedding", OWN),
+    ("optim/head_norm", "", "norm of the weights of the head", HEAD),
     ("optim/clipped", "", "1 where the gradient was clipped"),
     ("optim/loss_scale", "", "dynamic loss scale of fp16", "train.precision: fp16"),
-    ("optim/weight_norm", "", "global norm of the weights", _DETAIL),
-    ("optim/update_ratio", "", "norm of the update relative to the norm of the weights before it", _DETAIL),
-    ("layers/{layer}/activation_rms", "", "root mean square of what leaves a layer, over some rows of the first rank", _DETAIL),
-    ("layers/{layer}/attention_logit_max", "", "largest attention score before the softmax, over the same rows", _DETAIL),
-    ("layers/{layer}/grad_norm", "", "norm of the gradients of a layer, after clipping", _DETAIL),
-    ("layers/{layer}/update_ratio", "", "norm of a layer's update relative to the norm of its weights", _DETAIL),
+    ("optim/weight_norm", "", "global norm of the weights", DETAIL),
+    ("optim/update_ratio", "", "norm of the update relative to the norm of the weights before it", DETAIL),
+    ("optim/unchanged_weights", "", "share of the trained weights that the step has left as they were, to the bit", DETAIL),
+    ("layers/{layer}/activation_rms", "", "root mean square of what leaves a layer, over some rows of the first rank", DETAIL),
+    ("layers/{layer}/attention_logit_max", "", "largest attention score before the softmax, over the same rows", DETAIL),
+    ("layers/{layer}/grad_norm", "", "norm of the gradients of a layer, after clipping", DETAIL),
+    ("layers/{layer}/update_ratio", "", "norm of a layer's update relative to the norm of its weights", DETAIL),
     ("perf/tokens_per_second", "tokens/s", "since the previous metrics line, without saves and validation", "", "higher"),
     ("perf/step_seconds", "s", "wall time of the step", "", "lower"),
     ("perf/mfu", "", "model FLOPs relative to the measured matrix-multiply peak of the machine", "", "higher"),

@@ -14,9 +14,17 @@ from torch import Tensor
 from lmworks.optim.groups import local, local_grad, shards
 
 
-@torch.no_grad()
 def global_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, holders: int | None = None) -> Tensor:
-    """The Euclidean norm over all elements of all tensors; 0-d fp32, not finite if any element is not.
+    """The Euclidean norm over all elements of all tensors; 0-d fp32, not finite if any element is not. See `norm_and_squares`."""
+    return norm_and_squares(tensors, group, holders)[0]
+
+
+@torch.no_grad()
+def norm_and_squares(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, holders: int | None = None, kinds: Sequence[int] = (), count: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The Euclidean norm over all elements of all tensors, 0-d fp32, not finite if any element is not; and with the kind of each tensor, a
+    number below `count`, the sum of squares of each kind: (count,).
 
     With `group` the norm is over the tensors of all its ranks, each element once. `holders`: number of ranks with a shard or a replica of
     a tensor (`Ranks.size("weights")`), all by default; with pipeline stages it is smaller, because stages have different tensors.
@@ -24,6 +32,7 @@ def global_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = Non
     On CPU it is computed row by row: torch sums a whole tensor in fp32, with an error of 1e-3 at 20M elements.
     """
     here = [local(tensor) for tensor in tensors]
+    squares = torch.zeros(count, device=here[0].device if here else None)
     if not here:
         norm = torch.zeros(())
     else:
@@ -35,20 +44,37 @@ def global_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = Non
             # With H holders and S shards, H / S ranks hold the same shard, so each contributes S / H of it.
             sharers = dist.get_world_size(group) if holders is None else holders
             torch._foreach_mul_(norms, [(shards(tensor) / sharers) ** 0.5 for tensor in tensors])
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        norms_n = torch.stack(norms)
+        norm = torch.linalg.vector_norm(norms_n)
+        if count:
+            squares = torch.stack([_sum_of_squares(norms, kinds, kind) for kind in range(count)])
     if group is not None:
-        square = norm.double().square()
-        dist.all_reduce(square, group=group)
-        norm = square.sqrt().float()
-    return norm
+        sums = torch.cat((norm.double().square()[None], squares.double()))
+        dist.all_reduce(sums, group=group)
+        norm, squares = sums[0].sqrt().float(), sums[1:]
+    return norm, squares
 
 
-@torch.no_grad()
+def _sum_of_squares(norms: Sequence[Tensor], kinds: Sequence[int], kind: int) -> Tensor:
+    members = [norm for norm, one in zip(norms, kinds, strict=True) if one == kind]
+    return torch.linalg.vector_norm(torch.stack(members)).square() if members else norms[0].new_zeros(())
+
+
 def clip_gradients(
     parameters: Iterable[Tensor], max_grad_norm: float, group: dist.ProcessGroup | None = None, holders: int | None = None,
     copies: Collection[Tensor] = (),
 ) -> Tensor:  # fmt: skip
-    """Scale the gradients in place so that their global norm is at most `max_grad_norm` (0: no clipping); returns the norm before.
+    """Clip the gradients; returns the norm before. See `clip_and_measure`."""
+    return clip_and_measure(parameters, max_grad_norm, group, holders, copies)[0]
+
+
+@torch.no_grad()
+def clip_and_measure(
+    parameters: Iterable[Tensor], max_grad_norm: float, group: dist.ProcessGroup | None = None, holders: int | None = None,
+    copies: Collection[Tensor] = (), kind_of: Mapping[int, int] | None = None, count: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Scale the gradients in place so that their global norm is at most `max_grad_norm` (0: no clipping); returns the norm before, and the
+    sum of squares of the gradients of each kind, (count,). `kind_of`: the kind of a parameter by its id.
 
     `group` and `holders` as in `global_norm`; collective over the group. `copies`: parameters that another pipeline stage has too and
     counts (a tied embedding); they are scaled here but not counted.
@@ -56,13 +82,16 @@ def clip_gradients(
     """
     parameters, elsewhere = list(parameters), {id(parameter) for parameter in copies}
     grads = [grad for parameter in parameters if (grad := local_grad(parameter)) is not None]
-    counted = [parameter.grad for parameter in parameters if parameter.grad is not None and id(parameter) not in elsewhere]
+    here = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None and id(parameter) not in elsewhere]
+    counted = [grad for _, grad in here]
+    kinds = [kind_of[id(parameter)] for parameter, _ in here] if kind_of and counted else [0]
     # A rank without gradients still takes part in the all-reduce, with an empty tensor on its device.
-    norm = global_norm(counted or [parameter.new_zeros(0) for parameter in map(local, parameters[:1])], group, holders)
+    measured = counted or [parameter.new_zeros(0) for parameter in map(local, parameters[:1])]
+    norm, squares = norm_and_squares(measured, group, holders, kinds if count else (), count)
     # On CPU the norm is known, so multiplying all gradients by one can be skipped.
     if max_grad_norm and grads and not (norm.device.type == "cpu" and norm.item() <= max_grad_norm):
         torch._foreach_mul_(grads, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+    return norm, squares
 
 
 class LossScaler:

@@ -50,6 +50,18 @@ def is_matrix(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2 and not is_adapter(name) and (_LAYER.search(name) is not None or _MTP.search(name) is not None)
 
 
+KINDS = ("embedding", "head", "matrices", "experts", "router", "vectors")
+
+
+def kind_of(name: str, parameter: Tensor) -> int:
+    """The number in `KINDS` of what a parameter is, for statistics: vectors are norms, biases and gates; adapters count by their shape."""
+    if name in ("embedding.weight", "head.weight"):
+        return KINDS.index(name.split(".")[0])
+    if parameter.ndim < 2:
+        return KINDS.index("vectors")
+    return KINDS.index("router" if ".router." in name else "matrices" if parameter.ndim == 2 else "experts")
+
+
 def decays(name: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay applies: to matrices, adapters and the head; never to norms, biases and embeddings (a tied head is one)."""
     return is_matrix(name, parameter) or name == "head.weight" or is_adapter(name)

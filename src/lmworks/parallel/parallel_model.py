@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,32 +18,37 @@ from lmworks.model.balance import set_loads, update_biases
 from lmworks.model.moe import MoE
 from lmworks.model.transfers import HostToDevice, to_host
 from lmworks.model.transformer import Loss
-from lmworks.optim.clip import clip_gradients
-from lmworks.optim.groups import shards
+from lmworks.optim.clip import clip_and_measure
+from lmworks.optim.groups import KINDS, kind_of, local, shards
 from lmworks.optim.optimizer import Ema
 from lmworks.parallel import context, data
 from lmworks.parallel.mesh import Ranks, alone
-from lmworks.parallel.pipeline import Pipeline
+from lmworks.parallel.pipeline import Pipeline, sum_by_source
 from lmworks.parallel.pipeline_stages import pipelined_micro_batch, runnable
 from lmworks.recipe.schema.model import Model, is_adapter
 from lmworks.shards.batch import IGNORE, Batch
 from lmworks.shards.order import sequences_of_rank
 
+_ENDS = ("embedding.weight", "head.weight")
+
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over the valid tokens of a rank's share of a step, and the tokens per expert of each of its MoE layers."""
+    """Sums over the valid tokens of a rank's share of a step, and the tokens per expert of each of its MoE layers. `sources_S` is the
+    cross-entropy of each source (`Batch.sources`), None where they are not known."""
 
     cross_entropy: Tensor
     z: Tensor
     auxiliary: Tensor
     mtp: Tensor
     counts_LE: Tensor | None
+    sources_S: Tensor | None = None
 
     def __add__(self, more: StepSums) -> StepSums:
         counts = None if self.counts_LE is None or more.counts_LE is None else self.counts_LE + more.counts_LE
         sums = self.cross_entropy + more.cross_entropy, self.z + more.z, self.auxiliary + more.auxiliary, self.mtp + more.mtp
-        return StepSums(*sums, counts)
+        sources = None if self.sources_S is None or more.sources_S is None else self.sources_S + more.sources_S
+        return StepSums(*sums, counts, sources)
 
 
 class ParallelModel:
@@ -192,22 +198,30 @@ class ParallelModel:
         if self.pipeline:
             return self._pipelined(self.pipeline, batch, rows, micro_batch_size, scale)
         (model,) = self.parts
-        sums, counts = [], []
+        sums, counts, by_source = [], [], []
         largest = -(-rows // self.ranks.size("dp"))
         pieces = list(micro_batches(batch, -(-largest // micro_batch_size), micro_batch_size))
         if self.config.moe is not None and self.config.moe.balance.method == "aux" and self.training:
             self._set_step_loads(model, pieces, self.config.moe.num_experts_per_tok)
         for index, (piece, real) in enumerate(pieces):
-            loss = self._backward(model, self._inputs(piece), scale if real else 0.0, last=index == len(pieces) - 1)
+            inputs, sources_SB = self._inputs_and_sources(piece)
+            loss = self._backward(model, inputs, scale if real else 0.0, last=index == len(pieces) - 1)
             if real:
                 none = torch.zeros_like(loss.head.z)
                 auxiliary, mtp = (none if value is None else value.detach() for value in (loss.experts.aux, loss.mtp))
                 sums.append(torch.stack((loss.head.cross_entropy, loss.head.z, auxiliary, mtp)))
+                if sources_SB is not None:
+                    by_source.append(sum_by_source(loss.head.of_tokens_N, sources_SB))
             if loss.experts.counts is not None:
                 counts.append(loss.experts.counts * float(real))
         scalars = torch.stack(sums).sum(0) if sums else torch.zeros(4, device=self.device)
         cross_entropy, z, auxiliary, mtp = scalars
-        return StepSums(cross_entropy, z, auxiliary, mtp, torch.stack(counts).sum(0) if counts else None)
+        found = torch.stack(by_source).sum(0) if by_source else self._no_sources(batch)
+        return StepSums(cross_entropy, z, auxiliary, mtp, torch.stack(counts).sum(0) if counts else None, found)
+
+    def _no_sources(self, batch: Batch) -> Tensor | None:
+        """The sums of a rank that has no rows."""
+        return None if batch.sources is None else torch.zeros(batch.sources.shape[1], device=self.device)
 
     @torch.no_grad()
     def _set_step_loads(self, model: Transformer, pieces: list[tuple[Batch, bool]], top_k: int) -> None:
@@ -231,7 +245,37 @@ class ParallelModel:
 
     def clip_gradients(self, max_grad_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most `max_grad_norm` (0 leaves them unchanged); returns the norm before."""
-        return clip_gradients(self.parameters(), max_grad_norm, self.ranks.world_group, self.ranks.size("weights"), self.duplicates)
+        return self.clip_and_measure(max_grad_norm)[0]
+
+    def clip_and_measure(self, max_grad_norm: float) -> tuple[Tensor, Tensor | None]:
+        """`clip_gradients`; also the sum of squares of the gradients of each of `KINDS` before, (G,), None where it is not known."""
+        kinds = {id(parameter): kind_of(name, parameter) for name, parameter in self.named_parameters()}
+        return clip_and_measure(
+            self.parameters(), max_grad_norm, self.ranks.world_group, self.ranks.size("weights"), self.duplicates, kinds, len(KINDS)
+        )  # fmt: skip
+
+    @cached_property
+    def trained_by_kind(self) -> list[int]:
+        """The trained elements of the whole model of each of `KINDS`; collective, when it is asked for first."""
+        held, sizes = {id(duplicate) for duplicate in self.duplicates}, [0] * len(KINDS)
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad and id(parameter) not in held:
+                sizes[kind_of(name, parameter)] += parameter.numel()
+        if self.ranks.size("pp") == 1:
+            return sizes
+        return list(self.ranks.all_reduce(torch.tensor(sizes, device=self.device), "pp").tolist())
+
+    @torch.no_grad()
+    def end_norms(self) -> Tensor | None:
+        """The norms of the embedding and of the head, 0 for a head that is tied to it: (2,) fp64 on the device. None where this rank cannot
+        see weights."""
+        held, squares = {id(duplicate) for duplicate in self.duplicates}, torch.zeros(2, dtype=torch.float64, device=self.device)
+        for name, parameter in self.named_parameters():
+            if name in _ENDS and id(parameter) not in held and local(parameter).numel():
+                share = shards(parameter) / self.ranks.size("weights")
+                norm = torch.linalg.vector_norm(torch.linalg.vector_norm(local(parameter), dim=-1, dtype=torch.float32))
+                squares[_ENDS.index(name)] += norm.double().square() * share
+        return self.ranks.all_reduce(self.ranks.all_reduce(squares, "weights"), "pp").sqrt()
 
     def norm(self, values: Mapping[str, Tensor]) -> Tensor:
         """The Euclidean norm of `values`, which has one tensor per parameter name with this rank's part; 0-d fp64."""
@@ -256,9 +300,10 @@ class ParallelModel:
         micro_batch_size = 1 if rest else pipelined_micro_batch(self.ranks.layout, own, micro_batch_size) or 1
         count = runnable(self.ranks.layout, (own + bool(rest)) // micro_batch_size)
         pieces = list(micro_batches(batch, count, micro_batch_size, blank=micro_batch_size))
-        found, counts_LE = pipeline.forward_backward([self._inputs(piece) for piece, _ in pieces], [real for _, real in pieces], scale)
-        cross_entropy, z, auxiliary, mtp = found
-        return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE)
+        inputs, sources = zip(*(self._inputs_and_sources(piece) for piece, _ in pieces), strict=True)
+        found, counts_LE = pipeline.forward_backward(inputs, [real for _, real in pieces], scale, sources)
+        cross_entropy, z, auxiliary, mtp, *_ = found
+        return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE, None if batch.sources is None else found[4:])
 
     @torch.no_grad()
     def sum_over_ranks(self, sums: StepSums) -> StepSums:
@@ -266,6 +311,7 @@ class ParallelModel:
         if not self.ranks.distributed:
             return sums
         scalars = torch.stack((sums.cross_entropy, sums.z, sums.auxiliary, sums.mtp))
+        scalars = scalars if sums.sources_S is None else torch.cat((scalars, sums.sources_S))
         scalars = self.ranks.all_reduce(self.ranks.all_reduce(scalars, "loss"), "pp")
         counts_LE = None
         layers = self.num_moe_layers - (0 if self.training or self.config.mtp is None else self.config.mtp.num_nextn_predict_layers)
@@ -274,8 +320,8 @@ class ParallelModel:
             if sums.counts_LE is not None:
                 counts_LE.index_copy_(0, self._moe_indices[: len(sums.counts_LE)], sums.counts_LE.float())
             counts_LE = self.ranks.all_reduce(self.ranks.all_reduce(counts_LE, "loss"), "pp")
-        cross_entropy, z, auxiliary, mtp = scalars
-        return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE)
+        cross_entropy, z, auxiliary, mtp, *_ = scalars
+        return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE, None if sums.sources_S is None else scalars[4:])
 
     def update_biases(self, counts_LE: Tensor, bias_update_rate: float, apply: Tensor | None = None) -> None:
         """Update the expert biases of this rank's MoE layers from the counts of all ranks (`model/balance.py`); none in evaluation mode,
@@ -338,11 +384,18 @@ class ParallelModel:
 
     def _inputs(self, batch: Batch) -> tuple[Any, ...]:
         """A micro-batch as the arguments of `Transformer.loss`."""
-        tokens, labels, cu_seqlens, weights = self._to_device(batch.tokens, batch.labels, batch.cu_seqlens, batch.weights)
+        return self._inputs_and_sources(batch)[0]
+
+    def _inputs_and_sources(self, batch: Batch) -> tuple[tuple[Any, ...], Tensor | None]:
+        """The same, and the sources of its rows (S, B), copied together."""
+        sources_SB = None if batch.sources is None else batch.sources.T
+        tokens, labels, cu_seqlens, weights, sources = self._to_device(
+            batch.tokens, batch.labels, batch.cu_seqlens, batch.weights, sources_SB
+        )  # fmt: skip
         assert tokens is not None and labels is not None and cu_seqlens is not None
         if self.ranks.size("cp") > 1:
-            return context.split(tokens, labels, cu_seqlens, self.ranks, len(self.parts[-1].mtp), weights)
-        return tokens, labels, cu_seqlens, None, None, weights
+            return context.split(tokens, labels, cu_seqlens, self.ranks, len(self.parts[-1].mtp), weights), sources
+        return (tokens, labels, cu_seqlens, None, None, weights), sources
 
     @torch.no_grad()
     def largest_biases(self) -> Tensor:
@@ -376,7 +429,8 @@ def micro_batches(batch: Batch, count: int, rows: int, blank: int = 1) -> Iterat
             nothing = np.zeros((blank, length), np.int32)
             starts = np.arange(blank + 1, dtype=np.int32) * length
             weights = None if batch.weights is None else np.zeros(nothing.shape, np.float32)
-            yield Batch(nothing, np.full_like(nothing, IGNORE), starts, batch.phase, batch.step, weights=weights), False
+            sources = None if batch.sources is None else np.zeros((blank, batch.sources.shape[1]), np.float32)
+            yield Batch(nothing, np.full_like(nothing, IGNORE), starts, batch.phase, batch.step, weights=weights, sources=sources), False
 
 
 def _moe_layer_indices(part: Transformer) -> list[int]:

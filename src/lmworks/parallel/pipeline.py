@@ -59,6 +59,11 @@ def shares_embedding(model: Transformer) -> bool:
     return model.config.tie_word_embeddings or model.config.mtp is not None
 
 
+def sum_by_source(of_tokens_N: Tensor, sources_SB: Tensor) -> Tensor:
+    """The sum of a value of each token over the rows of each source; (S,) fp32. A product of matrices, whose bits do not vary."""
+    return sources_SB @ of_tokens_N.view(sources_SB.shape[1], -1).sum(1, dtype=torch.float32)
+
+
 @dataclass
 class Step:
     """The micro-batches of a step, whether each is real or blank, the factor of the loss, and the results of this rank's stages."""
@@ -66,7 +71,9 @@ class Step:
     inputs: Sequence[Inputs]
     real: Sequence[bool]
     scale: float | Tensor
-    scalars: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by stage and micro-batch: cross-entropy, z, auxiliary, mtp
+    sources_SB: Sequence[Tensor | None] = ()  # of each micro-batch, where they are known
+    # by stage and micro-batch: cross-entropy, z, auxiliary, mtp, cross-entropy of each source
+    scalars: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     counts_LE: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     of_tokens_N: dict[int, Tensor] = field(default_factory=dict)  # by micro-batch: the cross-entropy of each token, without gradients
 
@@ -96,12 +103,15 @@ class Pipeline:
     def _is_last(self) -> bool:
         return self.numbers[-1] == self.stages - 1
 
-    def forward_backward(self, inputs: Sequence[Inputs], real: Sequence[bool], scale: float | Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward_backward(
+        self, inputs: Sequence[Inputs], real: Sequence[bool], scale: float | Tensor, sources_SB: Sequence[Tensor | None] = ()
+    ) -> tuple[Tensor, Tensor | None]:
         """Accumulate the gradients of `scale` times the summed loss of micro-batches of one shape; blank ones contribute nothing.
 
-        Returns the sums of this rank's stages (cross-entropy, z, auxiliary, mtp), and the tokens per expert of its MoE layers.
+        Returns the sums of this rank's stages (cross-entropy, z, auxiliary, mtp, cross-entropy of each source), and the tokens per expert
+        of its MoE layers.
         """
-        self._step = Step(inputs, real, scale)
+        self._step = Step(inputs, real, scale, sources_SB)
         number = torch.arange(len(inputs))
         self._schedule_for(len(inputs), inputs[0][0].shape).step(number=number, target=number)
         self._sum_duplicate_gradients()
@@ -158,21 +168,25 @@ class Pipeline:
         spans = part.spans(tokens_BT, cu_seqlens, cache)
         x_BTD, experts = part.blocks(received[0] if received else part.embed(tokens_BT), spans, cache)
         if stage < self.stages - 1:
-            self._record(stage, index, experts, x_BTD.new_zeros(3, dtype=torch.float32))
+            self._record(stage, index, experts, x_BTD.new_zeros(3, dtype=torch.float32), None)
             return x_BTD if experts.aux is None else _WithAuxiliaryLoss.apply(x_BTD, experts.aux * part.auxiliary_factor * scale)
         loss = part.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead, weights_BT)
         if not torch.is_grad_enabled():
             self._step.of_tokens_N[index] = loss.head.of_tokens_N
         mtp = torch.zeros_like(loss.head.z) if loss.mtp is None else loss.mtp.detach()
-        self._record(stage, index, loss.experts, torch.stack((loss.head.cross_entropy, loss.head.z, mtp)))
+        self._record(stage, index, loss.experts, torch.stack((loss.head.cross_entropy, loss.head.z, mtp)), loss.head.of_tokens_N)
         return (loss.total * scale)[None]
 
-    def _record(self, stage: int, index: int, experts: ExpertStats, head: Tensor) -> None:
-        """Record the results of a stage for a micro-batch; zeros for a blank one."""
+    def _record(self, stage: int, index: int, experts: ExpertStats, head: Tensor, of_tokens_N: Tensor | None) -> None:
+        """Record the results of a stage for a micro-batch; zeros for a blank one. `of_tokens_N`: of the last stage."""
         aux = head.new_zeros(()) if experts.aux is None else experts.aux.detach()
         cross_entropy, z, mtp = head
         real = self._step.real[index]
-        self._step.scalars[stage, index] = torch.stack((cross_entropy, z, aux, mtp)) * real
+        scalars = torch.stack((cross_entropy, z, aux, mtp))
+        if self._step.sources_SB and (sources_SB := self._step.sources_SB[index]) is not None:
+            sums = head.new_zeros(len(sources_SB)) if of_tokens_N is None else sum_by_source(of_tokens_N, sources_SB)
+            scalars = torch.cat((scalars, sums))
+        self._step.scalars[stage, index] = scalars * real
         if experts.counts is not None:
             self._step.counts_LE[stage, index] = experts.counts * float(real)
 

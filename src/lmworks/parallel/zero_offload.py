@@ -127,6 +127,13 @@ class ZeroModel(ParallelModel):
         for piece, _ in micro_batches(batch, -(-largest // micro_batch_size), micro_batch_size):
             self.parts[0].loss(*self._inputs(piece))
 
+    def clip_and_measure(self, max_grad_norm: float) -> tuple[Tensor, Tensor | None]:
+        """DeepSpeed has the gradients."""
+        return self.clip_gradients(max_grad_norm), None
+
+    def end_norms(self) -> Tensor | None:
+        return None
+
     def clip_gradients(self, max_grad_norm: float) -> Tensor:
         """The global norm of the gradients; DeepSpeed clips by it in its own step."""
         optimizer = self.engine.optimizer

@@ -5,6 +5,7 @@ The arrays that a step trains on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,16 @@ import numpy as np
 
 IGNORE = -100  # a label without loss, as `ignore_index` of torch.nn.functional.cross_entropy
 PADDING = 0  # the token in places that no document fills
+
+
+MOST_SOURCES = 64  # whose losses are told apart
+
+
+def one_hot(source: Sequence[int], count: int) -> np.ndarray | None:
+    """`Batch.sources` from the number of each row's source, -1 for a row without one; None for too many sources."""
+    if count > MOST_SOURCES:
+        return None
+    return (np.asarray(source)[:, None] == np.arange(count)).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,7 @@ class Batch:
         document. The attention mask and the positions both derive from it.
     sequence_bytes: (B,) int64 or None, the bytes of text of the valid labels of each sequence (validation only).
     weights: (B, T) float32 or None, factors of the loss of each label (preference optimization and reinforcement learning only).
+    sources: (B, S) float32 or None, 1 for the source that a sequence comes from, of S sources, else 0; all 0 in a row that fills up.
     """
 
     tokens: np.ndarray
@@ -33,6 +45,7 @@ class Batch:
     step: int
     sequence_bytes: np.ndarray | None = None
     weights: np.ndarray | None = None
+    sources: np.ndarray | None = None
 
     def rows(self, start: int, stop: int) -> Batch:
         """Rows [start, stop) as a batch: the share of a rank, or a micro-batch."""
@@ -46,12 +59,20 @@ class Batch:
             self.step,
             None if self.sequence_bytes is None else self.sequence_bytes[start:stop],
             None if self.weights is None else self.weights[start:stop],
+            None if self.sources is None else self.sources[start:stop],
         )
 
     @cached_property
     def valid_tokens(self) -> int:
         """The number of labels with loss."""
         return int(np.count_nonzero(self.labels != IGNORE))
+
+    @cached_property
+    def tokens_by_source(self) -> tuple[int, ...]:
+        """The number of labels with loss of each source; empty if the sources are not known."""
+        if self.sources is None:
+            return ()
+        return tuple(map(int, (self.labels != IGNORE).sum(axis=1) @ self.sources))
 
     @property
     def text_bytes(self) -> int:

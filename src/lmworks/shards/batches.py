@@ -17,7 +17,7 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import Batch
+from lmworks.shards.batch import Batch, one_hot
 from lmworks.shards.lineage import DocumentSpan, Lineage, SequenceDocuments
 from lmworks.shards.manifest import Manifest
 from lmworks.shards.order import LocatedSequences, MixtureOverride, Order
@@ -38,6 +38,9 @@ class Batches:
         self._streams = {
             source.name: self.manifest.stream(self.shards_dir, source.name, open_file=self._files) for source in self.manifest.sources
         }
+        self.sources = tuple(source.name for source in self.manifest.sources)
+        """The columns of `Batch.sources`: all sources that a mixture may name, also one that is changed during the run."""
+        self._source_numbers = {name: number for number, name in enumerate(self.sources)}
         self._plans: RowPlans | None = None
         if recipe.shards.packing == "best_fit":
             self._plans = RowPlans(self.shards_dir, self.manifest, self._streams, recipe.threads or 1)
@@ -82,7 +85,8 @@ class Batches:
         self._check_vocabulary(filled, step)
         rows = np.arange(0, filled.tokens.size, filled.tokens.shape[1])
         begins = np.append(filled.begins if self.recipe.train.phases[phase].mask_documents else rows, filled.tokens.size).astype(np.int32)
-        return Batch(filled.tokens, filled.labels, begins, phase, step)
+        sources = one_hot([self._source_numbers[order.sources[one]] for one in found.source.tolist()], len(self.sources))
+        return Batch(filled.tokens, filled.labels, begins, phase, step, sources=sources)
 
     def fill_cache(self, step: int) -> None:
         """Read everything that the batch of a step needs into the cache (`shards.cache`)."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.recipe.timeline import rows_read, steps_of
-from lmworks.shards.batch import IGNORE, Batch
+from lmworks.shards.batch import IGNORE, Batch, one_hot
 from lmworks.shards.epochs import derive_key, permute
 from lmworks.shards.indexed import IndexedFile
 from lmworks.shards.lineage import DocumentSpan, Lineage
@@ -188,26 +188,34 @@ class TuningBatches:
         tokens, labels = np.empty(shape, np.int32), np.empty(shape, np.int32)
         places = np.arange(step * self._rows, (step + 1) * self._rows)
         begins: list[int] = []
+        sources = [-1] * self._rows
         for row, found in enumerate(self._mixed(places) if self._epochs is None else self._each_once(places)):
             if found is None:
                 tokens[row], labels[row] = PADDING, IGNORE
                 begins.append(row * self._length)
             else:
-                packed, where = found
+                sources[row], where = found
+                packed = self._packed[self.sources[sources[row]]]
                 begins += [row * self._length + at for at in packed.fill(where, tokens[row], labels[row])]
-        return Batch(tokens, labels, np.array([*begins, tokens.size], np.int32), 0, step)
+        known = one_hot(sources, len(self.sources))
+        return Batch(tokens, labels, np.array([*begins, tokens.size], np.int32), 0, step, sources=known)
 
-    def _mixed(self, places: np.ndarray) -> Iterator[tuple[PackedRows, int]]:
-        """The dataset and the row at each place, by the weights of the mixture."""
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The datasets, which are the columns of `Batch.sources`."""
+        return tuple(self._mixture.names)
+
+    def _mixed(self, places: np.ndarray) -> Iterator[tuple[int, int]]:
+        """The number of the dataset and the row at each place, by the weights of the mixture."""
         turn, taken = self._mixture.locate(places)
         for source, k in zip(turn.tolist(), taken.tolist(), strict=True):
             name = self._mixture.names[source]
             packed = self._packed[name]
             epoch, position = divmod(k, len(packed))
             key = derive_key(self._seed, "tune", name, epoch)
-            yield packed, int(permute(np.array([position]), len(packed), key)[0])
+            yield source, int(permute(np.array([position]), len(packed), key)[0])
 
-    def _each_once(self, places: np.ndarray) -> Iterator[tuple[PackedRows, int] | None]:
+    def _each_once(self, places: np.ndarray) -> Iterator[tuple[int, int] | None]:
         """The same, each row of all datasets once per epoch; None past the last epoch."""
         rows = int(self._ends[-1])
         read = rows_read(rows, self._epochs or 0)
@@ -218,4 +226,4 @@ class TuningBatches:
             epoch, position = divmod(place, rows)
             at = int(permute(np.array([position]), rows, derive_key(self._seed, "tune", "epoch", epoch))[0])
             source = int(np.searchsorted(self._ends, at, side="right"))
-            yield self._packed[self._mixture.names[source]], at - int(self._ends[source - 1] if source else 0)
+            yield source, at - int(self._ends[source - 1] if source else 0)

@@ -60,6 +60,11 @@ class Curriculum(Protocol):
     steps: int
     tokens: int
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the sources of the batches (`Batch.sources`), for metrics; empty where they are not known."""
+        return ()
+
     def sequences(self, step: int) -> int:
         """Sequences of the whole batch of a step, over all ranks and micro-batches."""
 
@@ -92,6 +97,10 @@ class PretrainingCurriculum:
         self.steps, self.tokens = self.timeline.steps, sum(phase.tokens for phase in self.timeline.phases)
         self.phases = phase_settings(recipe, self.timeline)
         self._schedules = Schedules(recipe.train.phases, [phase.steps for phase in self.timeline.phases], self.timeline.tokens_before)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.batches.sources
 
     def sequences(self, step: int) -> int:
         return self.batches.order.sequences(step)[1]
@@ -204,6 +213,11 @@ class TuningCurriculum(StageCurriculum):
         self.batches, replayed = tuning_batches(recipe, data)
         super().__init__("tune", recipe, options, self.batches.steps, options.ewc)
         self.replay = Replay(recipe, options.replay, self._shards, self.steps, replayed, self._length) if options.replay else None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The datasets of `tune.data`; and, with `tune.replay`, the sources of the corpus as `replay.NAME`."""
+        return (*self.batches.sources, *(f"replay.{name}" for name in (self.replay.sources if self.replay else ())))
 
     def sequences(self, step: int) -> int:
         return self._batch // self._length

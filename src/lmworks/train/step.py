@@ -58,7 +58,8 @@ class StepResult:
     """Means over the valid tokens of the step (`auxiliary_loss`: over all tokens), on all ranks, still on the device: nothing here has made
     the host wait.
 
-    `applied` is whether the update was applied; `counts_LE` are the tokens per expert.
+    `applied` is whether the update was applied; `counts_LE` are the tokens per expert, `sources_S` the summed cross-entropy of each source,
+    `grad_squares_G` the sum of squares of the gradients of each kind of weight (`optim.groups.KINDS`) before clipping.
     """
 
     loss: Tensor
@@ -69,6 +70,8 @@ class StepResult:
     applied: Tensor
     counts_LE: Tensor | None
     valid_tokens: int
+    sources_S: Tensor | None = None
+    grad_squares_G: Tensor | None = None
 
 
 def seed_dropout(seed: int, step: int, rank: int, device: torch.device) -> None:
@@ -168,7 +171,7 @@ def apply_gradients(
         torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], 1 / scaler.scale)
     if penalty is not None:
         penalty.add_gradients()
-    grad_norm = model.clip_gradients(max_grad_norm)
+    grad_norm, squares_G = model.clip_and_measure(max_grad_norm)
     loss = sums.cross_entropy / tokens
     finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
     apply = finite & (loss < limits.loss) & (grad_norm < limits.grad_norm)
@@ -179,7 +182,8 @@ def apply_gradients(
         model.update_biases(sums.counts_LE, bias_update_rate, apply)
     return StepResult(
         loss, sums.z / tokens, None if sums.counts_LE is None else sums.auxiliary / positions,
-        sums.mtp / tokens if model.config.mtp else None, grad_norm, apply, sums.counts_LE, gradients.valid_tokens,
+        sums.mtp / tokens if model.config.mtp else None, grad_norm, apply, sums.counts_LE, gradients.valid_tokens, sums.sources_S,
+        squares_G,
     )  # fmt: skip
 
 
@@ -189,6 +193,8 @@ class StepFlags:
 
     valid_tokens: tokens of the step that carry loss, over all data-parallel ranks.
     rows: the hash of the rows of the step, a sum over them (`observe/trained_rows.py`).
+    detail: the first rank has time for statistics of the layers in this step (`observe/detail_lines.py`).
+    sources: valid tokens of each source of the curriculum; empty where they are not known.
     stop: a rank has received a signal to stop. preempted: the signal came from a scheduler.
     save_due: the time after which a checkpoint is due has passed (`Saver.every_seconds`), by the clock of the first rank.
     save_failed: the asynchronous save has failed on a rank.
@@ -202,19 +208,25 @@ class StepFlags:
     save_due: bool
     save_failed: bool
     mixture_changed: bool
+    detail: bool = False
+    sources: tuple[int, ...] = ()
 
 
 def all_reduce_flags(own: StepFlags, ranks: Ranks) -> StepFlags:
     """The flags of all ranks: tokens are summed over the data-parallel ranks, and a flag is set where any rank has set it."""
     rows = own.rows if all(ranks.rank(axis) == 0 for axis in ("pp", "cp", "tp")) else 0  # once from the ranks that read the same
-    values = (own.valid_tokens, rows, own.stop, own.preempted, own.save_due and ranks.is_first, own.save_failed, own.mixture_changed)
+    detail, save_due = own.detail and ranks.is_first, own.save_due and ranks.is_first
+    values = (own.valid_tokens, rows, own.stop, own.preempted, save_due, own.save_failed, own.mixture_changed, detail)
     if not ranks.distributed:
-        return StepFlags(*values)
-    sums = torch.tensor(values, dtype=torch.int64)
+        return StepFlags(*values, own.sources)
+    sums = torch.tensor((*values, *own.sources), dtype=torch.int64)
     torch.distributed.all_reduce(sums)
-    valid_tokens, rows, *flags = sums.tolist()
+    summed = sums.tolist()
+    (valid_tokens, rows, *flags), sources = summed[: len(values)], summed[len(values) :]
     copies = ranks.world // ranks.size("dp")  # ranks that read the same sequences
-    return StepFlags(valid_tokens // copies, rows, *map(bool, flags))
+    stop, preempted, save_due, save_failed, mixture_changed, detail = map(bool, flags)
+    by_source = tuple(tokens // copies for tokens in sources)
+    return StepFlags(valid_tokens // copies, rows, stop, preempted, save_due, save_failed, mixture_changed, detail, by_source)
 
 
 @dataclass(frozen=True)
@@ -236,15 +248,20 @@ class StepValues:
     scale_exhausted: bool
     biases_L: Tensor | None
     penalty: float | None
+    sources_S: Tensor | None = None
+    grad_squares_G: Tensor | None = None
+    end_norms: Tensor | None = None
 
 
 def read_values(
-    result: StepResult, scaler: LossScaler | None, biases_L: Tensor | None = None, penalty: Tensor | None = None
+    result: StepResult, scaler: LossScaler | None, biases_L: Tensor | None = None, penalty: Tensor | None = None,
+    end_norms: Tensor | None = None,
 ) -> StepValues:  # fmt: skip
     """Wait for the step, once, and read what it has found."""
     optional = {
         "auxiliary_loss": result.auxiliary_loss, "mtp_loss": result.mtp_loss, "counts_LE": result.counts_LE, "biases_L": biases_L,
-        "penalty": penalty, "scale": None if scaler is None else scaler.scale, "exhausted": None if scaler is None else scaler.exhausted,
+        "penalty": penalty, "sources_S": result.sources_S, "grad_squares_G": result.grad_squares_G, "end_norms": end_norms,
+        "scale": None if scaler is None else scaler.scale, "exhausted": None if scaler is None else scaler.exhausted,
     }  # fmt: skip
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     loss, norm, z, *rest = to_host(result.loss, result.grad_norm, result.z_loss, *given.values())
@@ -256,4 +273,5 @@ def read_values(
     return StepValues(
         float(loss), float(z), number("auxiliary_loss"), number("mtp_loss"), float(norm), found.get("counts_LE"), result.valid_tokens,
         float(found.get("scale", 1.0)), bool(found.get("exhausted", False)), found.get("biases_L"), number("penalty"),
+        found.get("sources_S"), found.get("grad_squares_G"), found.get("end_norms"),
     )  # fmt: skip

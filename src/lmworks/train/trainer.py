@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,8 +35,9 @@ from lmworks.shards.batches import Batches, Prefetch
 from lmworks.train.curriculum import Curriculum, PhaseBoundary
 from lmworks.train.data.mixture import MixtureUpdates
 from lmworks.train.fault_handler import FaultHandler
+from lmworks.train.observe.detail_lines import DetailLines
 from lmworks.train.observe.layer_statistics import LayerStatistics
-from lmworks.train.observe.step_metrics import FlopsPerToken, StepMetrics
+from lmworks.train.observe.step_metrics import FlopsPerToken, StepMetrics, source_metrics
 from lmworks.train.observe.trained_rows import StepRecord, combined, row_hashes
 from lmworks.train.saving import Intervals, Saver, StageFiles, TrainingState, all_finite, is_due, refuse_if_all_damaged
 from lmworks.train.step import (
@@ -122,6 +123,7 @@ class Trainer:
             setup.validate, model, self.curriculum, files.ledger, stage=self.stage, keep_best=recipe.checkpoints.keep_best,
             early_stopping=setup.early_stopping, use_best=setup.use_best,
         )  # fmt: skip
+        self._details = DetailLines(recipe.train.deepspeed is None)
         self._record = StepRecord(self.stage, files.ledger.write)
         self._metrics = StepMetrics(
             recipe, model, optimizer, self.curriculum, self._state, self._boundary, self._faults, self._record.rows, flops_per_token
@@ -209,7 +211,7 @@ class Trainer:
                 if self._boundary.phase is None:  # all that were left: the model has the RoPE of the recipe's beginning, not its weights'
                     self._enter_phase(max(self._saver.saved, 1) - 1)
                 self._save_last(stop)
-            self._stop_if_requested(self._reduce_flags(0, 0, stop), stop)
+            self._stop_if_requested(self._reduce_flags(stop), stop)
         self.files.ledger.write("finish", stage=self.stage, step=self.step, tokens=total)
 
     def _train_until(self, end: int, batches: Prefetch, stop: Stop, bar: terminal.Bar) -> None:
@@ -221,9 +223,12 @@ class Trainer:
             batch = next(batches)
             own, saved = time.monotonic() - began, self._metrics.clock.save
             hashes = row_hashes(batch) if self.objective is None else []  # an objective makes rows of its own
-            flags = self._reduce_flags(batch.valid_tokens, combined(hashes), stop)
+            flags = self._reduce_flags(stop, batch.valid_tokens, combined(hashes), batch.tokens_by_source)
             self._act_on(flags, batches, stop)
-            found, batch, rollback, statistics = self._train_step(batch, flags.valid_tokens)
+            spikes = self._faults.policy.spike_total
+            found, batch, rollback, statistics = self._train_step(batch, flags.valid_tokens, flags.detail)
+            if self._faults.policy.bad_steps.in_a_row or self._faults.policy.spike_total > spikes:
+                self._details.event()
             if rollback is not None and self._roll_back(rollback, bar):
                 return
             self._record.add(self.step, hashes, flags.rows, found.loss, self._metrics.learning_rate(self._lr_factor))
@@ -234,29 +239,37 @@ class Trainer:
                 seconds=seconds, own=own, data_wait=batches.waited, tokens=tokens, sequence_length=batch.tokens.shape[1]
             )  # fmt: skip
             self._faults.observe_data_wait(self.step, batches.waited, seconds)
-            self._observe(found, batch, statistics, bar)
+            self._observe(found, batch, statistics, flags.sources, bar)
             if self._done:
                 self._save_last(stop)
             elif self._validator.is_best(self.step) or self._saver.is_due(self.step, self._boundary.phase):
                 self._save(wait=False)
 
-    def _train_step(self, batch: Batch, valid_tokens: int) -> tuple[StepValues, Batch, RollbackRequest | None, dict[str, float]]:
+    def _train_step(
+        self, batch: Batch, valid_tokens: int, detail: bool
+    ) -> tuple[StepValues, Batch, RollbackRequest | None, dict[str, float]]:
         """Train one step: what it has found, the rows that this rank trained on, the rollback that it calls for, and the statistics of its
-        layers where they are due."""
+        layers where they are due, or asked for by `detail`."""
         phase = self._boundary.phase
         assert phase is not None
         self._begin_step()
         limits = Limits() if self.objective else self._faults.policy.limits(self.step, self.curriculum.steady_since(self.step))
         self._lr_factor = self.curriculum.lr_factor(self.step) * self._faults.policy.lr_factor(self.step)
         self.heartbeat.beat(self.step, "update")
-        layers = LayerStatistics(self.model) if is_due(self.step + 1, self._intervals.detail) else None
+        began, whole = time.monotonic(), is_due(self.step + 1, self._intervals.detail)
+        layers = LayerStatistics(self.model, whole) if whole or detail else None
+        spent = time.monotonic() - began
         watched = FirstNonFinite(self.model.parts) if self.recipe.stability.detect_anomaly else None
         with watched or nullcontext():
             if self.objective is None:
                 result = self._update(batch, sequences=self.curriculum.sequences(self.step), valid_tokens=valid_tokens, limits=limits)
             else:
                 result, batch = self._optimize(self.objective)
-        statistics = {} if layers is None else layers.metrics(batch)  # now: what follows may drop the gradients
+        statistics: dict[str, float] = {}
+        if layers is not None:
+            began = time.monotonic()
+            statistics = layers.metrics(batch)  # now: what follows may drop the gradients
+            self._details.taken(spent + time.monotonic() - began)
         self._state.add_expert_counts(result)
         found = self._metrics.read(result, for_line=self._may_end_in_a_line(self.step + 1))
         first = None if watched is None else watched.found
@@ -292,8 +305,11 @@ class Trainer:
         )  # fmt: skip
         return replace(results[-1], loss=loss.mean(), grad_norm=norm.amax(), applied=applied.bool().all()), batch
 
-    def _observe(self, found: StepValues, batch: Batch, values: dict[str, float], bar: terminal.Bar) -> None:
-        """Validate, evaluate, write metrics and samples, each when it is due. `values` are the metrics that the step has so far."""
+    def _observe(
+        self, found: StepValues, batch: Batch, values: dict[str, float], tokens_by_source: Sequence[int], bar: terminal.Bar
+    ) -> None:
+        """Validate, evaluate, write metrics and samples, each when it is due. `values` are the metrics that the step has so far, and
+        `tokens_by_source` the valid tokens of each source of the whole step."""
         if self._done or is_due(self.step, self._intervals.validate):
             self.heartbeat.beat(self.step, "validation")
             values |= self._validator.run(self.step, self.optimizer.ema)
@@ -307,6 +323,7 @@ class Trainer:
         self._metrics.clock.measuring += values.get("perf/validation_seconds", 0.0) + values.get("perf/evaluation_seconds", 0.0)
         if done or is_due(self.step, self._intervals.log):
             values |= self._metrics.line(self.step, found, batch.tokens.shape[1], self._lr_factor, self._inspector.bad_steps)
+            values |= source_metrics(self.curriculum.sources, tokens_by_source, found)
             if self.objective is not None:
                 values = {name: value for name, value in values.items() if name not in _NEXT_TOKEN} | self.objective.metrics()
         if values:
@@ -336,12 +353,14 @@ class Trainer:
         phase = self.curriculum.phase(step)
         if phase != self._boundary.phase:
             self._saver.begin_phase(phase)
+            self._details.event()
             self._boundary.enter(phase, self.step, self._saver.saved, self._state.loss_scale)
 
-    def _reduce_flags(self, valid_tokens: int, rows: int, stop: Stop) -> StepFlags:
+    def _reduce_flags(self, stop: Stop, valid_tokens: int = 0, rows: int = 0, sources: tuple[int, ...] = ()) -> StepFlags:
         changed = self.mixture is not None and self.mixture.has_pending()
         failed, save_due = self.files.checkpoints.failed, self._saver.is_due_by_time()
-        own = StepFlags(valid_tokens, rows, stop.requested, stop.preempted, save_due, failed, changed)
+        detail = self._details.due(self.step + 1)
+        own = StepFlags(valid_tokens, rows, stop.requested, stop.preempted, save_due, failed, changed, detail, sources)
         return all_reduce_flags(own, self.model.ranks)
 
     def _act_on(self, flags: StepFlags, batches: Prefetch, stop: Stop) -> None:
@@ -446,6 +465,7 @@ class Trainer:
             return
         self.resumed_meta = meta
         self._record.resumed()
+        self._details.event()
         steps, tokens = self.curriculum.steps, self.curriculum.tokens  # more than at the start where a phase was added
         self.files.ledger.write(
             "resume", stage=self.stage, step=self.step, tokens=self.curriculum.tokens_before(self.step),
@@ -482,6 +502,7 @@ class Trainer:
         self._log.rewind(self._saver.saved + 1)
         self.files.sampler.truncate(self._saver.saved + 1)
         self._boundary.phase = None
+        self._details.event()
         self._metrics.restart_clock()
         return True
 

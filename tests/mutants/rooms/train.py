@@ -1,7 +1,7 @@
 """Mistakes in training steps, phases, saves and resumes."""
 
 MUTANTS = [
-    ("train.step:all_reduce_flags", "StepFlags(valid_tokens // copies,", "StepFlags(own.valid_tokens,",
+    ("train.step:all_reduce_flags", "StepFlags(valid_tokens // copies, rows,", "StepFlags(own.valid_tokens, rows,",
      "The loss of a step is divided by the valid tokens of all ranks.", "train/test_ranks.py::test_two_ranks_equal_one_process"),
     ("train.step:all_reduce_flags", "valid_tokens // copies", "valid_tokens",
      "Ranks that read the same sequences count their tokens once.", "train/test_ranks.py::test_two_ranks_equal_one_process"),

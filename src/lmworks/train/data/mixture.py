@@ -148,7 +148,7 @@ class Replay:
     def __init__(self, recipe: Recipe, options: Options, shards_dir: Path, steps: int, rows: int, sequence_length: int) -> None:
         mixture = _mixture(recipe, options, shards_dir)
         self._batches = text_batches(recipe, "replay", mixture, shards_dir, steps, rows, sequence_length)
-        self.digests = self._batches.manifest.digests()
+        self.digests, self.sources = self._batches.manifest.digests(), self._batches.sources
 
     def batch(self, step: int) -> Batch:
         """The sequences of a step."""
@@ -179,10 +179,16 @@ def replayed_rows(options: Options, rows: int) -> int:
 
 
 def append_rows(first: Batch, second: Batch) -> Batch:
-    """The sequences of two batches of the same step, one after the other."""
+    """The sequences of two batches of the same step, one after the other; the sources of the second follow those of the first."""
+    sources = None
+    if first.sources is not None and second.sources is not None:
+        (rows, known), (more, others) = first.sources.shape, second.sources.shape
+        sources = np.zeros((rows + more, known + others), np.float32)
+        sources[:rows, :known], sources[rows:, known:] = first.sources, second.sources
     return Batch(
         np.concatenate([first.tokens, second.tokens]), np.concatenate([first.labels, second.labels]),
         np.concatenate([first.cu_seqlens[:-1], second.cu_seqlens + np.int32(first.tokens.size)]), first.phase, first.step,
+        sources=sources,
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Statistics of each layer (`layers/...`, every `metrics.detail_every`), from hooks that are registered for one forward pass.
+"""Statistics of each layer (`layers/...`, every `metrics.detail_every`, and when `detail_lines.py` says so), from hooks that are registered
+for one forward pass.
 
 Shapes: B batch, H heads, K key/value heads, T queries, S keys, C head dimension.
 """
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,19 +24,26 @@ from lmworks.watch.monitors import tensors_in
 _STATISTICS = ("activation_rms", "attention_logit_max", "grad_norm", "update_ratio")
 
 
+_SAMPLED = 1 << 18  # elements of a tensor of a rank, from which its update is estimated: to 0.2%, for independent elements
+_SHORT = 1024  # tokens of the sequence that a sampled pass is over
+
+
 class LayerStatistics:
     """The statistics of one step. Construct before the update, call `metrics` after it; holds a copy of the weights in between.
+
+    Without `whole`, it needs little memory and time, whatever the model and its sequences: it copies evenly spaced elements of each tensor,
+    1 MB at most, from which it estimates the updates, and its forward pass is over the beginning of one sequence.
 
     Collective. Activations and attention scores are those of the sequences of rank 0, gradients and updates those of all ranks.
     """
 
-    def __init__(self, model: ParallelModel) -> None:
-        self._model = model
+    def __init__(self, model: ParallelModel, whole: bool = True) -> None:
+        self._model, self._whole = model, whole
         self._blocks = {
             int(name.split(".")[1]): block
             for part in model.parts for name, block in part.named_modules() if isinstance(block, Block) and name.startswith("layers.")
         }  # fmt: skip
-        self._before = {name: local(weight).detach().clone() for name, weight in model.named_parameters()}
+        self._before = {name: self._part(weight).clone() for name, weight in model.named_parameters()}
         self._names = {id(weight): name for name, weight in model.named_parameters()}
 
     @torch.no_grad()
@@ -43,7 +52,7 @@ class LayerStatistics:
         some sequences of `batch`, this rank's share of the step."""
         model, layers = self._model, self._model.config.num_hidden_layers
         assert layers
-        seen = observe_pass(model, batch)
+        seen = observe_pass(model, batch) if self._whole else observe_pass(model, beginning(batch, _SHORT), rows=1)
         # the last column: squares of the weights
         found = torch.zeros(layers, len(_STATISTICS) + 1, dtype=torch.float64, device=model.device)
         activations, logits = seen.activations(), seen.logits()
@@ -56,17 +65,63 @@ class LayerStatistics:
                 share = shards(weight) / model.ranks.size("weights")  # each rank with the same part counts for some of it
                 grad = local_grad(weight)
                 if grad is not None:
-                    found[layer, 2] += share * grad.double().square().sum()
-                found[layer, 3] += share * (local(weight) - before).double().square().sum()
-                found[layer, 4] += share * before.double().square().sum()
+                    found[layer, 2] += share * _square(grad)
+                share *= local(weight).numel() / max(1, before.numel())  # what is sampled stands for all
+                found[layer, 3] += share * _square(self._part(weight) - before)
+                found[layer, 4] += share * _square(before)
         found = model.ranks.all_reduce(model.ranks.all_reduce(found, "weights"), "pp")
-        weights = {name: local(weight).detach() for name, weight in model.named_parameters()}
-        changes = {name: weight - self._before[name] for name, weight in weights.items()}
-        found, update, norm, before = to_host(found, model.norm(changes), model.norm(weights), model.norm(self._before))
+        found, sums = to_host(found, self._sums())
         columns = (found[:, 0].sqrt(), found[:, 1], found[:, 2].sqrt(), (found[:, 3] / found[:, 4].clamp_min(1e-30)).sqrt())
         named = list(zip(_STATISTICS, columns, strict=True))
-        whole = {"optim/weight_norm": float(norm), "optim/update_ratio": float(update / before.clamp_min(1e-15))}
-        return whole | {f"layers/{layer}/{name}": float(values[layer]) for layer in range(layers) for name, values in named}
+        update, before, norm, same, trained = sums.tolist()
+        values = {"optim/weight_norm": norm**0.5, "optim/update_ratio": (update / max(before, 1e-30)) ** 0.5}
+        values |= {"optim/unchanged_weights": same / trained} if trained else {}
+        return values | {f"layers/{layer}/{name}": float(column[layer]) for layer in range(layers) for name, column in named}
+
+    def _part(self, weight: Tensor) -> Tensor:
+        """The elements of a tensor that are compared: all, or evenly spaced ones; a view."""
+        flat = local(weight).detach().reshape(-1)
+        return flat if self._whole else flat[:: max(1, -(-flat.numel() // _SAMPLED))]
+
+    def _sums(self) -> Tensor:
+        """Of the whole model: squares of the update, of the weights before it and of those after it; trained weights that are as before to
+        the bit, and all trained weights. (5,) fp64 on the device."""
+        model, held = self._model, {id(duplicate) for duplicate in self._model.duplicates}
+        sums = torch.zeros(5, dtype=torch.float64, device=model.device)
+        for name, weight in model.named_parameters():
+            if id(weight) in held:
+                continue
+            before, now = self._before[name], self._part(weight)
+            share, count = shards(weight) / model.ranks.size("weights"), local(weight).numel()
+            of_part = share * count / max(1, before.numel())
+            sums[0] += of_part * _square(now - before)
+            sums[1] += of_part * _square(before)
+            sums[2] += share * _square(local(weight).detach())
+            if weight.requires_grad:
+                sums[3] += of_part * (now == before).sum()
+                sums[4] += share * count
+        return model.ranks.all_reduce(model.ranks.all_reduce(sums, "weights"), "pp")
+
+
+def _square(tensor: Tensor) -> Tensor:
+    """The sum of squares, without a copy of the tensor in another type: row by row, as torch adds up a whole tensor in fp32."""
+    if tensor.numel() == 0:
+        return tensor.new_zeros((), dtype=torch.float64)
+    rows = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32) if tensor.ndim > 1 else tensor
+    return rows.double().square().sum()
+
+
+def beginning(batch: Batch, length: int) -> Batch:
+    """The first `length` tokens of each row; the whole batch if its rows are no longer."""
+    rows, whole = batch.tokens.shape
+    if whole <= length:
+        return batch
+    row, place = np.divmod(batch.cu_seqlens[:-1], whole)
+    starts = (row * length + place)[place < length]
+    return Batch(
+        batch.tokens[:, :length], batch.labels[:, :length], np.append(starts, rows * length).astype(np.int32), batch.phase, batch.step,
+        weights=None if batch.weights is None else batch.weights[:, :length],
+    )  # fmt: skip
 
 
 def observe_pass(model: ParallelModel, batch: Batch, rows: int = 4) -> ActivationStatistics:

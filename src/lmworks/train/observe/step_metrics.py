@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lmworks.metrics import system
 from lmworks.model.balance import load_statistics, temperature
+from lmworks.optim.groups import KINDS
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.model import Model, Moe
@@ -94,7 +95,7 @@ class StepMetrics:
         """Wait for a step and read what it has found, with what a metrics line needs besides if there is to be one; collective."""
         biases_L = self._model.largest_biases() if for_line and result.counts_LE is not None else None
         penalty = self._boundary.penalty.penalty() if for_line and self._boundary.penalty is not None else None
-        return read_values(result, self._state.scaler, biases_L, penalty)
+        return read_values(result, self._state.scaler, biases_L, penalty, self._model.end_norms() if for_line else None)
 
     def line(self, step: int, found: StepValues, sequence_length: int, lr_factor: float, bad_steps: int) -> dict[str, float]:
         """All metrics after `step` steps, whose last has found this; all ranks call it together. Restarts the clock."""
@@ -118,7 +119,7 @@ class StepMetrics:
         if self._state.scaler is not None:
             values["optim/loss_scale"] = found.loss_scale
         clock = self.clock.metrics(self._peak)
-        values |= loss_metrics(found) | clock | expert_metrics(moe, found)
+        values |= loss_metrics(found) | clock | expert_metrics(moe, found) | weight_metrics(self._model.trained_by_kind, found)
         if (repeated := self._rows.take_share()) is not None:
             values["train/repeated_rows"] = repeated
         values |= self._process.metrics() | (self._machine.metrics() if self._model.ranks.is_first else {}) | self._compared_ranks(step)
@@ -154,6 +155,30 @@ def loss_metrics(found: StepValues) -> dict[str, float]:
         values["train/auxiliary_loss"] = found.auxiliary_loss
     if found.mtp_loss is not None:
         values["train/mtp_loss"] = found.mtp_loss
+    return values
+
+
+def weight_metrics(trained_by_kind: Sequence[int], found: StepValues) -> dict[str, float]:
+    """The root mean square of the gradients of each kind of weight, and the norms of the embedding and of the head."""
+    values: dict[str, float] = {}
+    if found.grad_squares_G is not None:
+        known = zip(KINDS, trained_by_kind, found.grad_squares_G.tolist(), strict=True)
+        values |= {f"optim/grad_rms/{kind}": math.sqrt(square / count) for kind, count, square in known if count}
+    if found.end_norms is not None:
+        named = zip(("optim/embedding_norm", "optim/head_norm"), found.end_norms.tolist(), strict=True)
+        values |= {name: norm for name, norm in named if norm}
+    return values
+
+
+def source_metrics(names: Sequence[str], tokens_S: Sequence[int], found: StepValues) -> dict[str, float]:
+    """The loss of each source that the step has tokens of, and how many sources it mixes. Empty where the sources are not known."""
+    if not sum(tokens_S) or len(names) != len(tokens_S):
+        return {}
+    shares = [tokens / sum(tokens_S) for tokens in tokens_S if tokens]
+    values = {"train/effective_sources": math.exp(-sum(share * math.log(share) for share in shares))}
+    if found.sources_S is not None:
+        known = zip(names, tokens_S, found.sources_S.tolist(), strict=True)
+        values |= {f"train/source/{name}/loss": loss / tokens for name, tokens, loss in known if tokens}
     return values
 
 
