@@ -11,6 +11,8 @@ MUTANTS = [
      "metrics/test_metric_log.py metrics/test_names.py"),
     ("metrics.system:GpuSignals.metrics", "torch.cuda.utilization() / 100", "torch.cuda.utilization()",
      "perf/gpu_utilization is a share, not per cent.", "metrics/test_system.py"),
+    ("metrics.system:MachineSignals.metrics", "ended + _SHARE * (ended - began)", "ended",
+     "Reading the machine takes half a per cent of the time at most.", "metrics/test_system.py"),
     ("metrics.log:_Live._known", "if time.monotonic() >= self._read_again:", "if True:",
      "A scrape does not read the heartbeats more often than ranks write them.", "metrics/test_sinks.py"),
 ]  # fmt: skip
