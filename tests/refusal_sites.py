@@ -50,7 +50,8 @@ PLACES = (
         corpus.read.markup require
         corpus.read.warc parts
         corpus.read.repository parts
-        metrics.log _import _taken
+        metrics.log _taken
+        metrics.trackers import_package
         parallel.zero_offload require_library(2)
         run.refusals _export_packages
         train.rewards make_judge

@@ -273,10 +273,10 @@ def test_a_request_to_stop_that_comes_at_the_end_does_not_keep_the_end_from_bein
     """The first rank hears of it from the others, and of the request itself a moment later."""
     honest = LaunchDir.conclude
 
-    def conclude(self: LaunchDir, code: int, rank: int, message: str = "") -> None:
+    def conclude(self: LaunchDir, code: int, rank: int, **said: str) -> None:
         os.kill(os.getpid(), by)
         time.sleep(0.01)
-        honest(self, code, rank, message)
+        honest(self, code, rank, **said)
 
     monkeypatch.setattr(LaunchDir, "conclude", conclude)
     folder.request_stop(by)

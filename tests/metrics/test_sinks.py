@@ -1,14 +1,19 @@
-"""TensorBoard, Weights & Biases, Prometheus: with the real packages where they are installed, and what is said where not."""
+"""TensorBoard, W&B, Trackio, MLflow, Prometheus: with the real packages where they are installed, and what is said where not."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
+import sqlite3
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +21,7 @@ from lmworks.errors import UserError
 from lmworks.metrics import MetricLog
 from lmworks.metrics import log as sinks
 from lmworks.metrics.log import read
+from lmworks.metrics.trackers import mlflow_name
 from lmworks.recipe.schema.artifacts import Metrics
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.heartbeat import Heartbeat, read_beats
@@ -27,6 +33,8 @@ from tiny_run import STEPS, before_each_step
     ({"tensorboard": True}, "tensorboard", "tensorboard"),
     ({"wandb_project": "p"}, "wandb", "wandb"),
     ({"prometheus_port": 9999}, "prometheus_client", "prometheus"),
+    ({"trackio_project": "p"}, "trackio", "trackio"),
+    ({"mlflow_experiment": "p"}, "mlflow", "mlflow"),
 ])
 def test_a_missing_package_is_named_with_its_extra(tmp_path, options, module, extra):
     code = f"""
@@ -120,6 +128,97 @@ def test_weights_and_biases_goes_on_in_the_same_run(tiny_copy, monkeypatch):
     kept = [(line["step"], {name: value for name, value in line.items() if "/" in name}) for line in lines]
     assert [step for step, _ in both] == [step for step, _ in kept] == list(range(1, STEPS + 1))
     assert both == kept
+
+
+def in_trackio(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """Step and values of every line in the only database of a folder, by step."""
+    (path,) = folder.glob("*.db")
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        found = connection.execute("SELECT step, metrics FROM metrics ORDER BY step, id").fetchall()
+        assert len(connection.execute("SELECT DISTINCT run_id, run_name FROM metrics").fetchall()) == 1
+    return [(step, json.loads(values)) for step, values in found]
+
+
+def in_mlflow(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """Step and last values of every line in the only run of a store."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=folder.as_uri())
+    (run,) = client.search_runs([one.experiment_id for one in client.search_experiments() if one.name == "lmworks-test"])
+    assert run.info.status == "FINISHED" and run.info.run_name == "run"
+    found: dict[int, dict[str, float]] = {}
+    for name in run.data.metrics:
+        for metric in client.get_metric_history(run.info.run_id, name):
+            found.setdefault(metric.step, {})[name] = metric.value
+    return sorted(found.items())
+
+
+@pytest.mark.slow  # trackio and mlflow and what they pull in are installed for it alone
+@pytest.mark.parametrize(("key", "package", "values", "folder"), [
+    ("metrics.trackio_project", "trackio", in_trackio, "trackio"), ("metrics.mlflow_experiment", "mlflow", in_mlflow, "mlflow"),
+])
+def test_a_local_store_goes_on_in_the_same_run(tiny_copy, monkeypatch, capfd, key, package, values, folder):
+    """Stopped by Ctrl-C, killed after lines that no checkpoint has, and resumed: one run with each step of metrics.jsonl and its values, in
+    the run directory, although no connection can be made."""
+    pytest.importorskip(package, reason=f"{package} is not installed (extra: {package})")
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: (_ for _ in ()).throw(AssertionError("it connects to something")))
+    options = (f"{key}=lmworks-test", "train.save_every=100%")
+    with monkeypatch.context() as patch:
+        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 9 else None)
+        with pytest.raises(Interrupted):
+            tiny_copy.pretrain(*options)
+    with monkeypatch.context() as patch:
+        before_each_step(patch, lambda step: (_ for _ in ()).throw(RuntimeError("dies")) if step == 15 else None)
+        with pytest.raises(RuntimeError, match="dies"):
+            tiny_copy.pretrain(*options)
+    assert len(values(tiny_copy.run_dir / folder) if folder == "trackio" else read(tiny_copy.run_dir)) > 9
+    tiny_copy.pretrain(*options)
+    kept = [(line["step"], {name: value for name, value in line.items() if "/" in name}) for line in read(tiny_copy.run_dir)]
+    assert [step for step, _ in kept] == list(range(1, STEPS + 1))
+    found = values(tiny_copy.run_dir / folder)
+    assert [step for step, _ in found] == [step for step, _ in kept]
+    named = mlflow_name if package == "mlflow" else str
+    assert all(one[named(name)] == pytest.approx(line[name]) for (_, one), (_, line) in zip(found, kept, strict=True) for name in line)
+    assert "Trackio" not in capfd.readouterr().out
+
+
+class Recorded:
+    """A package in place of the real one, that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **named: (self.lines.append((name, (given, named))), self)[1]
+
+
+def test_trackers_are_told_every_line_and_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With packages that only record: the real ones are in the slow test above."""
+    for name in ("MLFLOW_TRACKING_URI", "TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    trackio, client = Recorded(), Recorded()
+    storage = SimpleNamespace(SQLiteStorage=SimpleNamespace(get_project_db_path=lambda project: tmp_path / "none.db"))
+    entities = SimpleNamespace(Metric=lambda name, value, time, step: (name, value, step))
+    client.info = SimpleNamespace(run_id="id-1", experiment_id="0")  # type: ignore[attr-defined]
+    client.experiment_id = "0"  # type: ignore[attr-defined]
+    opened: list[str] = []
+    for name, module in {
+        "trackio": trackio, "trackio.utils": SimpleNamespace(), "trackio.sqlite_storage": storage,
+        "mlflow": SimpleNamespace(MlflowClient=lambda tracking_uri: (opened.append(tracking_uri), client)[1]), "mlflow.entities": entities,
+        "mlflow.exceptions": SimpleNamespace(MlflowException=type("MlflowException", (Exception,), {})),
+    }.items():  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, module)
+    for resume in (0, 2):
+        with MetricLog(tmp_path, Metrics(trackio_project="p", mlflow_experiment="e"), resume_step=resume) as log:
+            log.write(1 + resume, {"train/loss": 3.0})
+    assert [one for one in trackio.lines if one[0] == "log"] == [
+        ("log", (({"train/loss": 3.0},), {"step": 1})), ("log", (({"train/loss": 3.0},), {"step": 3})),
+    ]  # fmt: skip
+    assert [name for name, _ in trackio.lines] == ["init", "log", "finish"] * 2
+    assert trackio.lines[0][1][1]["resume"] == "allow" and tmp_path / "trackio" == storage.TRACKIO_DIR  # type: ignore[attr-defined]
+    assert [one[1][0] for one in client.lines if one[0] == "log_batch"] == [("id-1", [("train/loss", 3.0, step)]) for step in (1, 3)]
+    assert [name for name, _ in client.lines].count("create_run") == 1 and [name for name, _ in client.lines].count("set_terminated") == 2
+    assert opened == [(tmp_path / "mlflow").as_uri()] * 2
 
 
 def test_heartbeats_are_read_no_more_often_than_ranks_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,16 @@ MASK = "***"
 # The user info of a URL: everything between :// and the last @ before the path.
 USER = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*)://([^\s/?#\"]*)@")
 _QUERY = re.compile(r"([?&;]([^=&;?#\s\"]{1,100})=)([^&;#\s\"]*)")
+# Webhooks of Slack, Discord and Telegram, whose path is the secret.
+_WEBHOOK = re.compile(r"(://[^\s/?#\"]+/(?:services/|api/webhooks/|bot(?=\d+:)))[^\s?#\"]+")
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # Azure: the part before the @ is not a user
 SECRET_NAME = re.compile(r"key|token|secret|sig|pass|pwd|auth|cred|session|jwt", re.IGNORECASE)
 _SECRET_LOOK = re.compile(r"(?=[^\d]*\d)(?=[^A-Za-z]*[A-Za-z])[\w%+/=.~-]{24,}")
 
 
 def mask(text: str) -> str:
-    """`text` with *** for the user info of each URL, and for query values that are secret by name or form."""
-    return mask_values(USER.sub(_without_user, text)) if "://" in text else text
+    """`text` with *** for the user info of each URL, for query values that are secret by name or form, and for the path of a webhook."""
+    return mask_values(_WEBHOOK.sub(rf"\1{MASK}", USER.sub(_without_user, text))) if "://" in text else text
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.io.files import explain_os_errors, read_json, sync_directory, write_bytes, write_json, write_text
-from lmworks.watch.ledger import LEDGER, Ledger
+from lmworks.ui.exit_codes import ExitCode
+from lmworks.watch.ledger import LEDGER, Ledger, events_of
 
 VARIABLE = "LMWORKS_LAUNCH"  # environment variable with the path of the directory
 COMMAND = "LMWORKS_COMMAND"  # environment variable with the command that resumes the run
 _OUTCOME_BYTES = 4096  # reserved for outcome.json, so that it can be written when the disk is full
+_LONGEST_REASON = 500  # characters, of up to six bytes in JSON
 
 
 def file_name(host: str) -> str:
@@ -97,9 +99,11 @@ class LaunchDir:
         except (FileNotFoundError, KeyError):
             return None
 
-    def conclude(self, code: int, rank: int, message: str = "") -> None:
-        """Record that the run is over, with this exit code. Needs no disk space beyond the file that `begin` reserved."""
-        text = json.dumps({"code": code, "rank": rank, "message": message}).encode() + b"\n"
+    def conclude(self, code: int, rank: int, message: str = "", reason: str = "") -> None:
+        """Record that the run is over, with this exit code. Needs no disk space beyond the file that `begin` reserved. `message` is printed
+        by the launcher; `reason` is what the rank has printed itself."""
+        outcome = {"code": code, "rank": rank, "message": message} | ({"reason": reason[:_LONGEST_REASON]} if reason else {})
+        text = json.dumps(outcome).encode() + b"\n"
         path = self.path / "outcome.json"
         if not self._reserved.exists():
             write_bytes(path, text)
@@ -140,3 +144,17 @@ class LaunchDir:
             hosts.append(path.read_text(encoding="utf-8"))
             path.unlink()
         return hosts
+
+
+def reason_of_end(run_dir: Path) -> str:
+    """Why a launch has ended, from what its ranks have left."""
+    folder = LaunchDir.of(run_dir)
+    outcome = folder.outcome()
+    if outcome is None or outcome["code"] == ExitCode.OK:
+        return ""
+    if found := outcome["message"] or outcome.get("reason"):
+        return str(found)
+    if outcome["rank"]:
+        return f"rank {outcome['rank']} ended the run; see {folder.logs}/rank-{outcome['rank']}.log"
+    restarts = events_of(run_dir, "restart")
+    return f"the last failure of its ranks: {restarts[-1].get('reason')}" if restarts else ""

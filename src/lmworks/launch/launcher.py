@@ -14,12 +14,14 @@ from lmworks.errors import UserError
 from lmworks.health.report import Report
 from lmworks.io.files import write_text
 from lmworks.launch.host_health import HostChecker, compare
-from lmworks.launch.launch_dir import LaunchDir, file_name
+from lmworks.launch.launch_dir import LaunchDir, file_name, reason_of_end
 from lmworks.launch.supervisor import Supervisor
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_table
 from lmworks.parallel.process_group import layout_for, min_world_size
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.ui.terminal import console
+from lmworks.watch.alerting import alerting
+from lmworks.watch.run_end import RunEnd
 
 
 @contextmanager
@@ -87,6 +89,18 @@ class Launch:
 
     def run(self) -> int:
         """Start the ranks, and restart them after failures; returns the exit code of the run."""
+        if self.arguments[:1] == ["preflight"]:  # which changes nothing in the run
+            return self._supervise()
+        with alerting(self.recipe, self.run_dir, owner=True):
+            try:
+                code = self._supervise()
+            except BaseException as error:
+                RunEnd.of_error(error).record(self.run_dir)
+                raise
+            RunEnd.of_code(code, reason_of_end(self.run_dir)).record(self.run_dir)
+        return code
+
+    def _supervise(self) -> int:
         folder, options = LaunchDir.of(self.run_dir), self.recipe.launch
         folder.begin()
         table = HostTable(folder.hosts, list(self.hosts))

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.ui.exit_codes import ExitCode
 from lmworks.watch.heartbeat import shared_interval
+from lmworks.watch.run_end import remember, remembered
 
 _POLL_INTERVAL = 0.5  # seconds
 _ASKED_TO_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -35,6 +36,7 @@ def run_rank(folder: LaunchDir, rank: int, work: Callable[[], None]) -> int:
         reason = f"the ranks were started {_MAX_FAILED_STARTS} times without a successful rendezvous; see {folder.logs}"
         folder.conclude(1, rank, f"{reason}, fix the cause and launch again")
         return 0
+    remember(None)
     with _output(folder, rank), _messages(folder):
         code = _exit_code(work)
         for number in _ASKED_TO_STOP:  # one that comes now asks for what is under way, and would end it before it is recorded
@@ -44,7 +46,7 @@ def run_rank(folder: LaunchDir, rank: int, work: Callable[[], None]) -> int:
         elif code and (code not in _STOPPED or folder.stop_signal() is None):
             return code
         elif rank == 0:  # all ranks end with the same code, so rank 0 records it for all
-            folder.conclude(code, rank)
+            folder.conclude(code, rank, reason=_reason())
         return 0
 
 
@@ -75,7 +77,13 @@ def _conclude_unless_rank_0_does(folder: LaunchDir, code: int, rank: int) -> Non
     while folder.outcome() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     if folder.outcome() is None:
-        folder.conclude(code, rank)
+        folder.conclude(code, rank, reason=_reason())
+
+
+def _reason() -> str:
+    """Why the run of this process ended, where it had begun."""
+    end = remembered()
+    return "" if end is None else end.reason
 
 
 @contextmanager

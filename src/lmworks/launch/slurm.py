@@ -16,13 +16,15 @@ from lmworks.errors import UserError
 from lmworks.io.files import rendered, write_text
 from lmworks.io.urls import reveal
 from lmworks.launch.agent import report_exits
-from lmworks.launch.launch_dir import VARIABLE, LaunchDir
+from lmworks.launch.launch_dir import VARIABLE, LaunchDir, reason_of_end
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_table
 from lmworks.parallel.process_group import layout_for
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.ui.exit_codes import ExitCode
+from lmworks.watch.alerting import alerting
 from lmworks.watch.heartbeat import HOST
 from lmworks.watch.ledger import LEDGER, Ledger
+from lmworks.watch.run_end import RunEnd
 
 REQUEUE = ExitCode.PREEMPTED.value
 # Rendezvous endpoint and id, known only inside the job. The port is below Linux's range of ephemeral ports.
@@ -125,7 +127,16 @@ class JobResult:
 
 def finish_job(recipe: Recipe, run_dir: Path, code: int) -> JobResult:
     """Decide whether a job is requeued, and write it to the ledger: a preempted job is, a job that is done or has a user error is not, and
-    a crashed one is at most `launch.max_restarts` times in a row without a new checkpoint."""
+    a crashed one is at most `launch.max_restarts` times in a row without a new checkpoint. Sends the alert of the end."""
+    with alerting(recipe, run_dir, owner=True):
+        found = _decide(recipe, run_dir, code)
+        if found.code != REQUEUE:
+            over = LaunchDir.of(run_dir).outcome() is not None
+            RunEnd.of_code(found.code, reason_of_end(run_dir) if over else found.reason).record(run_dir)
+    return found
+
+
+def _decide(recipe: Recipe, run_dir: Path, code: int) -> JobResult:
     folder = LaunchDir.of(run_dir)
     outcome = folder.outcome()
     report_exits(folder, run_dir)

@@ -1,4 +1,4 @@
-"""The log of metrics: JSONL always, and on request other sinks: TensorBoard, Weights & Biases, Prometheus."""
+"""The log of metrics: JSONL always, and on request other sinks: TensorBoard, Weights & Biases, Trackio, MLflow, Prometheus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from lmworks.errors import UserError, all_refusals
@@ -18,6 +17,7 @@ from lmworks.host import machine
 from lmworks.io import jsonl
 from lmworks.io.files import explain_os_errors, write_text
 from lmworks.metrics.names import describe
+from lmworks.metrics.trackers import MLflow, Trackio, import_package
 from lmworks.recipe.schema.artifacts import Metrics
 from lmworks.ui.terminal import console
 from lmworks.watch.heartbeat import Beat, read_beats, shared_interval
@@ -42,6 +42,10 @@ def open_sinks(run_dir: Path, options: Metrics, resume_step: int, heartbeats: Pa
         sinks.append(TensorBoard(run_dir, resume_step))
     if options.wandb_project:
         sinks.append(WeightsAndBiases(run_dir, options.wandb_project))
+    if options.trackio_project:
+        sinks.append(Trackio(run_dir, options.trackio_project, resume_step))
+    if options.mlflow_experiment:
+        sinks.append(MLflow(run_dir, options.mlflow_experiment))
     if options.prometheus_port:
         sinks.append(Prometheus(options.prometheus_port, run_dir, heartbeats))
     return sinks
@@ -52,7 +56,9 @@ def refusals(options: Metrics) -> Iterator[UserError]:
     import socket
 
     yield from all_refusals(
-        partial(_import, module, f"metrics.{setting}", extra) for setting, (module, extra) in _PACKAGES.items() if getattr(options, setting)
+        partial(import_package, module, f"metrics.{setting}", extra)
+        for setting, (module, extra) in _PACKAGES.items()
+        if getattr(options, setting)
     )
     if options.prometheus_port:
         with socket.socket() as probe:
@@ -65,6 +71,7 @@ def refusals(options: Metrics) -> Iterator[UserError]:
 
 _PACKAGES = {
     "tensorboard": ("torch.utils.tensorboard", "tensorboard"), "wandb_project": ("wandb", "wandb"),
+    "trackio_project": ("trackio", "trackio"), "mlflow_experiment": ("mlflow", "mlflow"),
     "prometheus_port": ("prometheus_client", "prometheus"),
 }  # fmt: skip
 
@@ -73,20 +80,11 @@ def _taken(port: int, error: OSError) -> UserError:
     return UserError(f"metrics.prometheus_port: cannot listen on port {port} ({error.strerror}); choose another")
 
 
-def _import(module: str, setting: str, extra: str) -> ModuleType:
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise UserError(f"{setting} needs a package that is not installed: pip install 'lmworks[{extra}]'") from None
-
-
 class TensorBoard:
     """Event files in `run_dir/tensorboard`; steps that are run again replace the old ones."""
 
     def __init__(self, run_dir: Path, resume_step: int) -> None:
-        tensorboard = _import("torch.utils.tensorboard", "metrics.tensorboard", "tensorboard")
+        tensorboard = import_package("torch.utils.tensorboard", "metrics.tensorboard", "tensorboard")
         self._open = lambda step: tensorboard.SummaryWriter(str(run_dir / "tensorboard"), purge_step=step or None, flush_secs=1)
         self._writer = self._open(resume_step)
 
@@ -109,7 +107,7 @@ class WeightsAndBiases:
     """One W&B run per run directory; its id is kept in `run_dir/wandb_id`, so that a resumed run continues it."""
 
     def __init__(self, run_dir: Path, project: str) -> None:
-        wandb = _import("wandb", "metrics.wandb_project", "wandb")
+        wandb = import_package("wandb", "metrics.wandb_project", "wandb")
         path = run_dir / "wandb_id"
         known = path.read_text(encoding="utf-8").strip() if path.exists() else None
         self._run: Any = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), id=known, resume="allow")
@@ -142,11 +140,11 @@ class Prometheus:
     given no sign of life."""
 
     def __init__(self, port: int, run_dir: Path, heartbeats: Path | None = None) -> None:
-        self._client = _import("prometheus_client", "metrics.prometheus_port", "prometheus")
+        self._client = import_package("prometheus_client", "metrics.prometheus_port", "prometheus")
         self._registry = self._client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         self._registry.register(
-            _Live(_import("prometheus_client.core", "metrics.prometheus_port", "prometheus").GaugeMetricFamily, run_dir, heartbeats)
+            _Live(import_package("prometheus_client.core", "metrics.prometheus_port", "prometheus").GaugeMetricFamily, run_dir, heartbeats)
         )
         try:
             self._server, self._thread = self._client.start_http_server(port, addr="127.0.0.1", registry=self._registry)

@@ -26,6 +26,8 @@ _KINDS = {
     "spike": "bad",
     "spike_accepted": "bad",
     "finding": "bad",
+    "stall": "bad",
+    "alert_failed": "bad",
     "not_finite": "bad",
     "weights_not_finite": "bad",
     "rollback": "bad",
@@ -104,6 +106,15 @@ def _words(event: Json) -> tuple[str, str]:
                 return "Spike", f"{step}: {'; '.join(over)}; action: {event['action']}"
             case "spike_accepted":
                 return "Spike accepted", f"{step}: there was no rollback, so the new level counts as normal"
+            case "stall":
+                waited, limit = span(event["seconds"]), span(event["limit"])
+                return "Stall", f"{step}: no progress for {waited} ({event['doing']}), at most {limit} were expected"
+            case "alert_sent":
+                return "Alert", f"{event['kind'].replace('_', ' ')}, to {event['target']}"
+            case "alert_failed":
+                return "Alert not delivered", f"{event['kind'].replace('_', ' ')}, to {event['target']}: {event['reason']}"
+            case "run_ended":
+                return f"The run {'was ' if event['outcome'] in ('stopped', 'preempted') else 'has '}{event['outcome']}", event["reason"]
             case "finding":
                 return "Finding", f"{step + ': ' if step else ''}{event['sentence']} ({event['code']})"
             case "not_finite":

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.preflight import data, disks, environment, layouts, saving, steps
+from lmworks.preflight import alerts, data, disks, environment, evaluation, layouts, saving, steps
 from lmworks.preflight.check_result import CheckContext, CheckResult, MissingInput
 
 
@@ -36,6 +36,8 @@ CHECKS = (
     Check("shuffled", "batches are shuffled by sequence", data.shuffled),
     Check("saving", "save, kill, resume on another layout, on the real storage", saving.resumes),
     Check("export", "an export computes what was trained", saving.export_round_trip),
+    Check("evaluation", "what is measured during and after training, on a few items", evaluation.dry_run),
+    Check("alerts", "a test alert reaches its targets", alerts.sent),
 )
 
 

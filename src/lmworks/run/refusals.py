@@ -22,6 +22,7 @@ from lmworks.plan.stages import StageData
 from lmworks.recipe.schema.align import PreferenceData, RewardTask
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import ChatData
+from lmworks.run.stages import STAGES
 
 if TYPE_CHECKING:
     from lmworks.evaluate.protection import Protection
@@ -287,6 +288,12 @@ def _data(stage: str) -> Look:
     return look
 
 
+def _alerts(before: Before) -> Iterator[UserError]:
+    from lmworks.watch.alert_targets import refusals
+
+    return refusals(before.recipe.alerts)
+
+
 def _packages(before: Before) -> Iterator[UserError]:
     from lmworks.metrics.log import refusals
 
@@ -370,6 +377,7 @@ def _disk(before: Before) -> None:
 
 _TRAINED = ("tune", "dpo", "grpo")
 CHECKS = (
+    *(Check(stage.name, _alerts) for stage in STAGES),
     Check("pretrain", _start),
     Check("pretrain", _phases, here=False),
     Check("pretrain", _mixtures, here=False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +42,7 @@ from lmworks.run.run_dir import (
 )
 from lmworks.run.stages import STAGES, STAMP, Stage, StageContext, clear, stages_for
 from lmworks.ui.terminal import Interrupted
+from lmworks.watch import run_end
 from lmworks.watch.ledger import LEDGER, Ledger, RunLock
 from lmworks.weights.frozen_tokenizer import require_same, weights_of
 
@@ -80,12 +81,56 @@ def run_stages(
     stages_for(recipe, last)
     urls.load(run_dir)
     allow_other_data = any(_affects_tokens(recipe, name) for name in allow)
-    with _join_ranks(StageContext(recipe, run_dir, resume_command, allow_other_data, resolved.path.parent)) as context:
-        if context.ranks is not None and not context.ranks.is_first:
-            _run_other_rank(context)
-        else:
-            _run_first_rank(context, resolved, last, allow, on_event, began)
+    context = StageContext(recipe, run_dir, resume_command, allow_other_data, resolved.path.parent)
+    try:
+        with _alerting(context) as context, _join_ranks(context) as context:
+            if context.ranks is not None and not context.ranks.is_first:
+                _run_other_rank(context)
+            else:
+                _run_first_rank(context, resolved, last, allow, on_event, began)
+    except BaseException as error:
+        run_end.remember(run_end.RunEnd.of_error(error))
+        raise
     return run_dir
+
+
+@contextmanager
+def _alerting(context: StageContext) -> Iterator[StageContext]:
+    """Send alerts from this process if it is the only one or the first rank. The end of launched ranks is reported by their launcher."""
+    recipe, run_dir, rank = context.recipe, context.run_dir, os.environ.get("RANK")
+    if not recipe.alerts.targets or rank not in (None, "0"):
+        yield context
+        return
+    from lmworks.launch.launch_dir import LaunchDir
+    from lmworks.watch.alerting import alerting
+    from lmworks.watch.heartbeat import Heartbeat
+
+    if rank is not None:
+        with alerting(recipe, run_dir, owner=False, heartbeats=LaunchDir.of(run_dir).heartbeats):
+            yield context
+        return
+    folder = run_dir.absolute() / "alerts"  # which names the heartbeats of this process; nothing is written there
+    heartbeat = Heartbeat(folder, shares=False)
+    try:
+        with alerting(recipe, run_dir, owner=True, heartbeats=folder):
+            yield replace(context, heartbeat=heartbeat)
+    finally:
+        heartbeat.end("left")
+
+
+@contextmanager
+def _record_end(run_dir: Path, last: str | None) -> Iterator[None]:
+    """Record in the ledger how the run ended. The launcher does it for the ranks that it has started, and is told the reason by one."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if "RANK" not in os.environ:
+            end = run_end.RunEnd.of_error(error) if error is not None else run_end.RunEnd.of_code(0)
+            end.record(run_dir, last)
 
 
 @contextmanager
@@ -132,7 +177,7 @@ def _run_first_rank(
 
     try:
         require_own_run_dir(run_dir, resolved.text)
-        with RunLock(run_dir):
+        with RunLock(run_dir), ExitStack() as stack:
             settled = time_budget.recorded_budget(resolved, run_dir)
             recipe = (settled or resolved).recipe
             time_budget.require_kept(recipe, last)
@@ -146,6 +191,7 @@ def _run_first_rank(
                 _look_ahead(context, recipe, state, stages if not trains else stages_for(recipe), on_event)
             require_same(run_dir, weights_of(run_dir))
             _record_layout(run_dir, recipe)
+            stack.enter_context(_record_end(run_dir, last))
             (settled or resolved).save(run_dir)
             if state.files != recorded_files(run_dir):
                 write_json(run_dir / SOURCES, state.files)

@@ -21,7 +21,7 @@ from lmworks.train.data.forms import PromptRow, convert_prompt
 from lmworks.train.data.row_columns import NoRow, described_columns
 from lmworks.train.data.row_files import read_files, skipped_files
 from lmworks.train.data.sets import TASK_SEEDS, Drawn, LeftOut, report_set, require_sets
-from lmworks.train.rewards import AnswerCheck, Judge, answer_check, answer_of, check_file, make_judge
+from lmworks.train.rewards import AnswerCheck, Judge, Reward, answer_check, answer_of, check_file, make_judge, score
 from lmworks.train.rollouts import Prompt
 
 
@@ -112,6 +112,17 @@ def read_prompts(
     order = np.random.default_rng(recipe.seed).permutation(len(found)).tolist()
     held_out = min(options.validation_prompts, len(found) // 2)
     return Prompts([found[i] for i in order[held_out:]], [found[i] for i in order[:held_out]], judges, sets)
+
+
+def try_rewards(recipe: Recipe) -> Iterator[tuple[str, Reward]]:
+    """The reward of a made-up reply to the first prompt of every set that has one. Raises `UserError` if a reward cannot run here."""
+    assert recipe.grpo is not None
+    for data in recipe.grpo.data:
+        verifiers: dict[str, Any] = {}
+        key = f"grpo.data.{data.name}"
+        first = next((row for row in _rows(data, recipe, verifiers, answer_check(data, key)) if isinstance(row, PromptRow)), None)
+        if first is not None:
+            yield data.name, score(make_judge(data, key, verifiers), "The answer is 42.", first.row, truncated=False)
 
 
 def _encode(row: PromptRow, tokenizer: Tokenizer, most: int, judge: int, lost: LeftOut) -> tuple[Prompt | None, str]:

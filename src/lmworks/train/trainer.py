@@ -330,6 +330,7 @@ class Trainer:
             self._log.write(self.step, values)
         bar.note(self._note(found.loss, values))
         if (done or is_due(self.step, self._intervals.sample)) and self.model.whole is not None and math.isfinite(found.loss):
+            self.heartbeat.beat(self.step, "samples")
             began = time.monotonic()
             with self.model.ema_weights(self.optimizer.ema):
                 self.files.sampler.write(self.model.whole, self.step)

@@ -68,13 +68,14 @@ class Heartbeat:
 
     The main thread only writes the local file, one `pwrite` of half a kilobyte into memory (a few microseconds), so a shared folder that
     is slow or hangs does not delay it. The operating system has the heartbeat when the call returns: that of a killed rank is not lost
-    (`recover_beats`). Where no local file can be made, only what was shared is known of a killed rank.
+    (`recover_beats`). Where no local file can be made, only what was shared is known of a killed rank. Without `shares` the heartbeats stay
+    on this machine.
     """
 
-    def __init__(self, directory: Path | None, rank: int = 0) -> None:
+    def __init__(self, directory: Path | None, rank: int = 0, shares: bool = True) -> None:
         self._local = self._shared = -1  # file descriptors
         self._lock, self._sharing, machine = threading.Lock(), threading.Lock(), socket.gethostname()
-        self.directory, self._ended = directory, directory is None
+        self.directory, self._ended, self._shares = directory, directory is None, shares
         self._last = Beat(rank, os.environ.get(HOST, machine), machine, os.getpid(), time=time.time())
         if directory is not None:
             with suppress(OSError):
@@ -102,7 +103,7 @@ class Heartbeat:
         with self._sharing:
             with self._lock:
                 beat = self._last
-            if self.directory is None or self._ended:
+            if self.directory is None or self._ended or not self._shares:
                 return False
             try:
                 if self._shared < 0:
@@ -128,7 +129,7 @@ class Heartbeat:
             for fd in (self._local, self._shared):
                 if fd >= 0:
                     os.close(fd)
-            if self.directory is not None and self._local >= 0 and shared:
+            if self.directory is not None and self._local >= 0 and (shared or not self._shares):
                 _local_file(self.directory, self._last.rank).unlink(missing_ok=True)
             self._local = self._shared = -1
 

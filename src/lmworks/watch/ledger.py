@@ -14,8 +14,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,18 @@ from lmworks.io.masking import map_strings, mask
 
 LEDGER = "ledger.jsonl"
 START_OVER = "start_over"
+_listeners: list[Callable[[Path, Mapping[str, Any]], None]] = []
+
+
+@contextmanager
+def listening(listener: Callable[[Path, Mapping[str, Any]], None]) -> Iterator[None]:
+    """Within the block `listener` is called with the file and the line of every event that this process writes, before it is written: also
+    of those that a full disk keeps out."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 class Ledger(ClosesAtEnd):
@@ -47,6 +59,8 @@ class Ledger(ClosesAtEnd):
     def write(self, event: str, **fields: Any) -> None:
         """Append one line. `fields` are JSON values; paths become strings, non-finite numbers become null."""
         record = {"time": round(time.time(), 3), "event": event, **map_strings(fields, mask)}
+        for listener in list(_listeners):
+            listener(self.path, record)
         with self._lock, explain_os_errors(self.path):
             if self._waiting is not None:
                 self._waiting.append(self._fd, record)

@@ -9,13 +9,25 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _SAME_REQUEST = 1.0
 """Seconds within which a repeated signal counts as the same request: a terminal and a launcher both deliver Ctrl-C to a process."""
+
+_listeners: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """Within the block `listener` is called with the name of the signal that asks the run to stop, inside the handler of the signal."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 class Stop:
@@ -50,6 +62,8 @@ class Stop:
                 os.kill(os.getpid(), number)
             return
         self.signal, self._since = signal.Signals(number), time.monotonic()
+        for listener in _listeners:
+            listener(self.signal.name)
         # os.write, because a print inside a handler could deadlock on the lock of the print that it interrupted.
         more = b"; press Ctrl-C again to stop at once, without saving" if number == signal.SIGINT else b""
         os.write(2, b"\nstopping after this step" + more + b"\n")

@@ -169,6 +169,14 @@ class Metrics(DeviceCost):
 
     tensorboard: bool = Field(False, description="also write TensorBoard events")
     wandb_project: str | None = Field(None, description="also log to this Weights & Biases project")
+    trackio_project: str | None = Field(
+        None,
+        description="also log to this Trackio project, in the run directory unless TRACKIO_DIR, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is "
+        "set",
+    )
+    mlflow_experiment: str | None = Field(
+        None, description="also log to this MLflow experiment, in the run directory unless MLFLOW_TRACKING_URI is set"
+    )
     prometheus_port: int | None = Field(None, gt=0, description="also serve /metrics on this loopback port")
     detail_every: Duration | None = Field(
         None, description="interval between per-layer metrics (activations, attention logits, gradients, updates); never when omitted"

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from lmworks.recipe.schema.alerts import Alerts
 from lmworks.recipe.schema.align import Dpo, Grpo
 from lmworks.recipe.schema.artifacts import Checkpoints, Export, Metrics, Shards, Tokenizer
 from lmworks.recipe.schema.base import NO_EFFECT, RESUME_ONLY, Node, read_by
@@ -65,6 +66,7 @@ class Recipe(Node):
     export: Export = Export()
     layout: Layout = Layout()
     launch: Launch = Launch()
+    alerts: Alerts = Alerts()
 
     @property
     def later_stages(self) -> dict[str, Tune | Dpo | Grpo]:
