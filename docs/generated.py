@@ -1,7 +1,7 @@
 """Print a page, or a part of one, that is made from the code: python docs/generated.py rules > docs/rules.md
 
 `rules` is docs/rules.md; `ablations` are the keys of all kinds in docs/ablations.md; `coming-from` is docs/coming-from.md with the keys of
-other tools between its markers.
+other tools between its markers; `troubleshooting` is docs/troubleshooting.md with the causes of the doctor between its markers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from lmworks.ablate.file import Ablation
 from lmworks.ablate.kinds import kinds
 from lmworks.corpus.transform.rule_measures import STOP_WORDS, Text
 from lmworks.corpus.transform.rule_table import RULES, Rule, rules_for
+from lmworks.doctor.answers import ANSWERS, REFUSED
 from lmworks.recipe.names import FOREIGN
 from lmworks.text.letters import SPACELESS_LANGUAGES
+from lmworks.watch.diagnosis import all_rules
+from lmworks.watch.rule import SYMPTOMS
 
 _SCRIPTS = ("prose", "facts", "math", "other")
 _HEAD = """# Quality rules
@@ -104,7 +107,65 @@ def coming_from() -> str:
     return text.rstrip("\n")
 
 
-PARTS = {"rules": rules, "ablations": ablations, "coming-from": coming_from}
+_BY_SYMPTOM = """## Symptoms and causes
+
+`lmworks doctor RUN` judges all of these causes on the records of a run, and rules out those that look alike. Where a cause is not in its
+answer, the last lines say which checks could not run. `lmworks doctor --explain CODE` prints what this page says of a cause.
+"""
+_GUIDE = """## Issues of other guides
+
+The issues and causes of a widely copied guide, and who answers each here.
+
+| issue | cause | answered by |
+|---|---|---|"""
+_REFUSED = """## Advice that is not ours
+
+| advice | why not |
+|---|---|"""
+
+
+def troubleshooting() -> str:
+    """docs/troubleshooting.md, with what the doctor's rules declare between the markers."""
+    text = (Path(__file__).parent / "troubleshooting.md").read_text(encoding="utf-8")
+    head, tail = "<!-- causes -->", "<!-- end of causes -->"
+    before, rest = text.split(head)
+    return "\n".join([f"{before}{head}", *_causes(), tail + rest.split(tail)[1]]).rstrip("\n")
+
+
+def _causes() -> Iterator[str]:
+    rules_by_code = all_rules()
+    yield _BY_SYMPTOM
+    for symptom, words in SYMPTOMS.items():
+        found = [rule for rule in rules_by_code.values() if symptom in rule.symptoms]
+        yield f"### {words}\n"
+        yield "| code | cause |\n|---|---|"
+        yield from (f"| {_link(rule.code)} | {rule.sentence} |" for rule in found)
+        yield ""
+    yield "## Causes\n"
+    for code, rule in rules_by_code.items():
+        yield f"### `{code}`\n"
+        yield f"{rule.sentence} {rule.explain}\n"
+        for other, tells in rule.look_alikes.items():
+            yield f"- Not {_link(other) if other in rules_by_code else f'`{other}`'}: that {tells}."
+        if rule.needs:
+            yield f"- Judged by {', '.join(f'`{name}`' for name in rule.needs)}."
+        if rule.look_alikes or rule.needs:
+            yield ""
+    yield _GUIDE
+    for answer in ANSWERS:
+        parts = [", ".join(_link(code) for code in answer.codes), answer.elsewhere]
+        yield f"| {answer.issue} | {answer.cause} | {'; '.join(part for part in parts if part)} |"
+    yield ""
+    yield _REFUSED
+    yield from (f"| {advice} | {why} |" for advice, why in REFUSED)
+    yield ""
+
+
+def _link(code: str) -> str:
+    return f"[`{code}`](#{code})"
+
+
+PARTS = {"rules": rules, "ablations": ablations, "coming-from": coming_from, "troubleshooting": troubleshooting}
 
 if __name__ == "__main__":
     print(PARTS[sys.argv[1]]())

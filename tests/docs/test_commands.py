@@ -46,6 +46,8 @@ LISTED = {
     ".venv/bin/python -m": "the test suite, or a generator of a page that its own test compares",
     "python -m torch.distributed.flight_recorder.fr_trace": "run by tests/launch/test_supervision.py on what ranks have left",
     "pip install": "changes the environment",
+    "lmworks doctor runs/quickstart": "its exit code says what it found; tests/docs/test_doctor_page.py and tests/doctor run it",
+    "lmworks doctor report.zip": "as above; tests/bundle runs it on an archive",
     "lmworks evaluate --follow": "reads the sets of the recipe; tests/cli/test_follow_command.py runs it",
     "lmworks evaluate runs/quickstart --tasks arc-easy": "downloads the sets; tests/evaluate reads them, and tests/cli runs the command",
     "lmworks evaluate runs/quickstart --harness arc_easy": "downloads the sets; tests/evaluate and tests/cli run such tasks",
