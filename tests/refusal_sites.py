@@ -269,6 +269,7 @@ PLACES = (
         run.checkpoint_commands find(2) require_own_weights rollback(2) prune average
         io.store Store.document
         run.copy restore_run(2) _restore_checkpoint(2)
+        run.fill_cache CacheFiller.__init__
         run.prediction measured_mfu(4)
         run.replay replay(2) require_whole_weights load_bad
         shards.lineage document_at

@@ -55,6 +55,7 @@ LISTED = {
     "lmworks plan domain.yaml": "run by tests/cli/test_continue_pretraining.py on a small base model",
     "lmworks run domain.yaml": "run by tests/cli/test_continue_pretraining.py on a small base model",
     "lmworks compare runs/start runs/domain": "run by tests/cli/test_continue_pretraining.py on a small base model",
+    "lmworks preflight recipes/quickstart.yaml --hosts local": "a minute; run by tests/preflight/test_preflight_hosts.py, slow",
     "lmworks health": "judges the machine that the tests are on; run by tests/health/test_health_command.py on recordings",
     "vllm serve": "run by tests/export/test_serving_docs.py where the engine is",
     "llama-server": "run by tests/export/test_serving_docs.py where the engine is",

@@ -150,7 +150,7 @@ def test_foreign_output_of_dcgmi_has_no_results(said: str) -> None:
 
 
 def test_a_disk_that_is_slow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.5))
+    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(1.0))
     found = disks.write(Node(), tmp_path, 1)
     assert found.status == "fail" and "a save would take minutes per gigabyte" in found.text
     monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.1))

@@ -282,3 +282,22 @@ def test_a_request_to_stop_that_comes_at_the_end_does_not_keep_the_end_from_bein
     folder.request_stop(by)
     assert run_rank(folder, 0, ends_with(75)) == 0
     assert folder.outcome() == {"code": 75, "rank": 0, "message": ""}
+
+
+def test_spares_are_hosts_that_run_nothing_at_first(tmp_path: Path) -> None:
+    hosts = [Host("a", 4), Host("b", 4), Host("c", 4)]
+    made = launcher.launch_on_hosts(recipe(), tmp_path, hosts, None, [], "head", spares=1)
+    assert (made.size, made.min_hosts) == (2, 2) and "--nnodes=2:2" in made.script(hosts[2], 29400)
+    with pytest.raises(UserError, match="--spares 3 leaves none of the 3 hosts of the file to run on"):
+        launcher.launch_on_hosts(recipe(), tmp_path, hosts, None, [], None, spares=3)
+    with pytest.raises(UserError, match="--least 3 is not between 1 and the 2 hosts that are no spares"):
+        launcher.launch_on_hosts(recipe(), tmp_path, hosts, 3, [], None, spares=1)
+    with pytest.raises(UserError, match="c is a spare with 2 slots, so all hosts need as many"):
+        launcher.launch_on_hosts(recipe(), tmp_path, [*hosts[:2], Host("c", 2)], None, [], None, spares=1)
+
+
+def test_a_spare_fills_its_cache_with_a_command_that_ends_with_the_launcher(tmp_path: Path) -> None:
+    made = launcher.launch_on_hosts(recipe(), tmp_path, [Host("a", 1), Host("b", 1)], None, [], "head", spares=1)
+    script = made.agent(made.hosts[1], 29400).cache_script("b", Path.cwd(), tmp_path)
+    assert f"lmworks.cli.main data cache {tmp_path} --follow {tmp_path}/launch/spares/b.json" in script
+    assert subprocess.run(["sh", "-n"], input=script, encoding="utf-8", check=False).returncode == 0

@@ -58,8 +58,8 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def test_a_sound_run_passes_and_is_left_as_it_was(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every check but the one of saving, which starts worlds of processes and has a slow test of its own below."""
-    asked = [check.name for check in checks.CHECKS if check.name != "saving"]
+    """Every check but the one of saving, which starts worlds of processes and has a slow test of its own below, and that of this machine."""
+    asked = [check.name for check in checks.CHECKS if check.name not in ("saving", "health")]
     only(monkeypatch, *asked)
     honest = disks.read_times  # how fast and even this machine's disks are just now, and of what kind, is no matter of the run's soundness
     monkeypatch.setattr(disks, "write_times", lambda folder: [0.01] * 8)
@@ -70,7 +70,7 @@ def test_a_sound_run_passes_and_is_left_as_it_was(tiny: Tiny, monkeypatch: pytes
     assert command(monkeypatch, str(tiny.recipe), *sets, "--json") == 0
     answers = json.loads(capfd.readouterr().out)
     # one rank has nobody to talk to, nor to differ from (several: below); the recipe has no alerts, no benchmarks and no rewards
-    one_rank = dict.fromkeys(("collectives", "parallel", "alerts", "evaluation"), "skip")
+    one_rank = dict.fromkeys(("collectives", "parallel", "spare", "alerts", "evaluation"), "skip")
     assert {answer["name"]: answer["result"] for answer in answers} == dict.fromkeys(asked, "ok") | one_rank, answers
     assert [answer["name"] for answer in answers] == asked
     assert all(answer["text"] for answer in answers)
@@ -93,7 +93,7 @@ def test_a_failed_check_gives_exit_code_1_and_says_what_to_do(
 def test_before_anything_is_prepared_it_says_what_to_run_first(tiny: Tiny, tmp_path: Path) -> None:
     resolved = tiny.resolve(f"run_dir={tmp_path}/none")
     context = CheckContext(resolved.recipe, resolved.fingerprint, name="tiny.yaml")
-    found = {check.name: checks.ask(check, context) for check in checks.CHECKS if check.name != "saving"}
+    found = {check.name: checks.ask(check, context) for check in checks.CHECKS if check.name not in ("saving", "health")}
     assert not [name for name, finding in found.items() if finding.result == "fail"], found
     for name in ("reading", "hashes", "first-batches", "shuffled"):
         assert found[name].result == "skip" and "lmworks shards build tiny.yaml" in found[name].advice

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -131,14 +132,20 @@ def preflight(
     cluster: Annotated[
         str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, with its mesh layout; by default this machine.")
     ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option("--hosts", metavar="FILE", help="Host file, or local: lose one of three hosts in a small run."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check machines, disks, data, first batches, layout, checkpoints and export. Changes nothing; exit code 1 if a check fails."""
+    from lmworks.launch.torchrun import read_hosts
     from lmworks.parallel.process_group import destroy_ranks, init_ranks, is_launched
     from lmworks.plan.layout import devices
     from lmworks.plan.stages import stages_as_phases
     from lmworks.preflight import checks
     from lmworks.preflight.check_result import CheckContext
+    from lmworks.preflight.hosts import LOCAL, local_hosts
     from lmworks.recipe.load import load_cluster, load_recipe
     from lmworks.run.start import choose_mesh, choose_mesh_here
 
@@ -153,7 +160,8 @@ def preflight(
     ranks = init_ranks(here.layout, float(here.launch.timeout), here.threads) if is_launched() else None
     if ranks is not None:
         here = here.model_copy(update={"layout": ranks.layout})
-    context = CheckContext(stages_as_phases(here), resolved.fingerprint, where, recipe, ranks)
+    chosen = [] if hosts is None else local_hosts() if hosts == LOCAL else read_hosts(Path(hosts))
+    context = CheckContext(stages_as_phases(here), resolved.fingerprint, where, recipe, ranks, chosen)
     if ranks is not None and not ranks.is_first:
         checks.follow(context)
         destroy_ranks()

@@ -12,6 +12,9 @@ from lmworks.recipe.schema.layout import Cluster, Layout, world_size
 from lmworks.recipe.schema.recipe import Recipe
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmworks.launch.torchrun import Host
     from lmworks.parallel.mesh import Ranks
     from lmworks.plan.plan import Plan
     from lmworks.shards.batches import Batches
@@ -48,6 +51,7 @@ class CheckContext:
     cluster: Cluster | None = None
     name: str = "RECIPE"
     ranks: Ranks | None = None
+    hosts: Sequence[Host] = ()  # of the rehearsal in which one is lost
     memory: dict[str, Any] = field(default_factory=dict)  # measurements shared by several checks
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.preflight import alerts, data, disks, environment, evaluation, layouts, saving, steps
+from lmworks.preflight import alerts, data, disks, environment, evaluation, hosts, layouts, saving, steps
 from lmworks.preflight.check_result import CheckContext, CheckResult, MissingInput
 
 
@@ -24,6 +24,7 @@ class Check:
 
 CHECKS = (
     Check("versions", "environment and versions", environment.versions),
+    Check("health", "health of the hosts", hosts.healthy, all_ranks=True),
     Check("plan", "plan for these machines", environment.planned),
     Check("disks", "free space, bandwidth and stalls of every disk that is written to", disks.written),
     Check("reading", "bandwidth and stalls of the token files' disk", disks.read),
@@ -35,6 +36,7 @@ CHECKS = (
     Check("parallel", "several ranks compute the same as one", layouts.same_steps),
     Check("shuffled", "batches are shuffled by sequence", data.shuffled),
     Check("saving", "save, kill, resume on another layout, on the real storage", saving.resumes),
+    Check("spare", "a host that is lost is replaced by a spare, and training resumes", hosts.replaced),
     Check("export", "an export computes what was trained", saving.export_round_trip),
     Check("evaluation", "what is measured during and after training, on a few items", evaluation.dry_run),
     Check("alerts", "a test alert reaches its targets", alerts.sent),

@@ -27,14 +27,13 @@ from lmworks.export.huggingface import write_model
 from lmworks.export.parity import compare, require_parity
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
-from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.plan.layout import describe
 from lmworks.preflight import small_model
 from lmworks.preflight.check_result import CheckContext, CheckResult
 from lmworks.preflight.disks import nearest, scratch
 from lmworks.preflight.layouts import OF_UPDATE, TOLERANCE
-from lmworks.preflight.small_model import HEADS, RATE, STEPS, first_weights, one_step, small_recipe, whole
+from lmworks.preflight.small_model import HEADS, RATE, STEPS, first_weights, one_step, small_recipe, state_of, whole
 from lmworks.recipe.families.registry import class_for
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
@@ -94,7 +93,7 @@ def keep_saving(recipe: Recipe, layout: Layout, folder: Path) -> None:
     checkpoints = Checkpoints(folder, options, {})
     for step in itertools.count(1):
         one_step(recipe, model, optimizer, step)
-        checkpoints.save(step, model.without_duplicates(_state(model, optimizer)), {"step": step})
+        checkpoints.save(step, model.without_duplicates(state_of(model, optimizer)), {"step": step})
 
 
 @dataclass(frozen=True)
@@ -114,16 +113,12 @@ def go_on(recipe: Recipe, layout: Layout, path: Path | None, saved: int) -> Cour
         for step in range(1, saved + 1):
             one_step(recipe, model, optimizer, step)
     else:
-        state = _state(model, optimizer, values=False)
+        state = state_of(model, optimizer, values=False)
         load(path, state)
         model.state_loaded(state)
     then = _weights(model)
     losses = [float(one_step(recipe, model, optimizer, step).loss) for step in range(saved + 1, saved + 1 + STEPS)]
     return Course(then, losses, _weights(model))
-
-
-def _state(model: ParallelModel, optimizer: Updates, values: bool = True) -> dict[str, Any]:
-    return {"model": model.state_dict(values), "optimizer": optimizer.state_dict(values)}
 
 
 def _weights(model: ParallelModel) -> dict[str, np.ndarray]:

@@ -137,6 +137,11 @@ def one_step(recipe: Recipe, model: ParallelModel, optimizer: Updates, step: int
     )  # fmt: skip
 
 
+def state_of(model: ParallelModel, optimizer: Updates, values: bool = True) -> dict[str, Any]:
+    """What a checkpoint has of the model; without `values`, what one is loaded into."""
+    return {"model": model.state_dict(values), "optimizer": optimizer.state_dict(values)}
+
+
 def random_batch(step: int, length: int = LENGTH) -> Batch:
     """Random tokens in random documents, the last label of each ignored."""
     draw = np.random.default_rng(step)
