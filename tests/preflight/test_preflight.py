@@ -58,7 +58,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def test_a_sound_run_passes_and_is_left_as_it_was(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every check but the one of saving, which starts worlds of processes and has a slow test of its own below, and that of this machine."""
+    """Every check but the one of saving, which starts worlds of processes and has a slow test below, and that of this machine."""
     asked = [check.name for check in checks.CHECKS if check.name not in ("saving", "health")]
     only(monkeypatch, *asked)
     honest = disks.read_times  # how fast and even this machine's disks are just now, and of what kind, is no matter of the run's soundness

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from tiny_run import Tiny
 
 
 def report(host: str, status: Status, text: str = "fine") -> Report:
-    return Report(host, 1.0, 2.0, [Checked("write", "write test", Result(status, text)), Checked("dcgm", "diagnostics", Result("skip", "none"))])
+    checks = [Checked("write", "write test", Result(status, text)), Checked("dcgm", "diagnostics", Result("skip", "none"))]
+    return Report(host, 1.0, 2.0, checks)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,6 @@ def test_a_spare_that_is_sick_is_found_before_money_is_spent(tiny: Tiny, tmp_pat
     ssh = tmp_path / "ssh"
     ssh.write_text(f'#!/bin/sh\nexport LMWORKS_MACHINE=recorded={tmp_path}/$1\nexec sh -c "$2"\n')
     ssh.chmod(0o755)
-    os.environ.pop("RANK", None)
     recipe = tiny.resolve(f"launch.ssh={ssh}").recipe
     found = hosts.replaced(CheckContext(recipe, hosts=[Host(f"n{number}", 1) for number in range(3)]))
     assert found.result == "fail" and "1 hosts are left, and at least 2 are needed" in found.text, found
