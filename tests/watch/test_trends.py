@@ -11,7 +11,7 @@ import pytest
 from lmworks.watch import trends
 from lmworks.watch.evidence import Evidence, Series
 from lmworks.watch.run_files import open_run
-from written_run import write_run
+from written_run import budget, healthy, write_run
 
 
 def evidence(folder: Path, values: list[float], **more: object) -> Evidence:
@@ -64,3 +64,17 @@ def test_the_recipe_prescribes_the_rate_of_every_step(tmp_path: Path) -> None:
     assert trends.schedule_key(found, 50) == "train.phases.0.lr_schedule" and trends.rate_key(found) == "optimizer.learning_rate"
     (tmp_path / "resolved.json").write_text('{"train": {"phases": [{"name": 3}]}}')
     assert trends.planned_rates(Evidence(open_run(tmp_path)), np.arange(5)) is None
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_the_path_of_the_weights_is_the_same_from_few_lines(every: int, tmp_path: Path) -> None:
+    metrics = healthy(1000)
+    steps = [step for step in range(1, 1001) if step % every == 0]
+    ratios = [0.6 * rate for rate in metrics["optim/learning_rate"]]  # proportional to the rate, 0.006 at its peak
+    lines = {
+        "optim/learning_rate": [metrics["optim/learning_rate"][step - 1] for step in steps],
+        "optim/update_ratio": [ratios[step - 1] for step in steps],
+    }
+    found = Evidence(open_run(write_run(tmp_path, lines, overrides=[budget(1000)], steps=steps)))
+    assert trends.path(found) == pytest.approx(sum(ratios), rel=0.02)
+    assert math.isnan(trends.path(evidence(tmp_path / "none", [0.01] * 5)))

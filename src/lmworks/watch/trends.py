@@ -197,13 +197,21 @@ def rate_of_law(evidence: Evidence) -> float:
     return scaling_laws.peak_learning_rate(max(1, model_facts(evidence).hidden), int(tokens))
 
 
-def path(evidence: Evidence) -> float:
-    """The length of the path of the weights over the whole stage, relative to their norm: the sum of `optim/update_ratio` over the steps
-    so far, scaled to the planned steps. NaN without the metric."""
-    ratios = evidence.series("optim/update_ratio").finite
-    if not len(ratios):
-        return math.nan
-    return integral(ratios) * max(evidence.steps, evidence.step) / max(1, int(ratios.steps[-1]))
+def path(evidence: Evidence, done: bool = False) -> float:
+    """The length of the path of the weights over all planned steps (those that are done, if `done`), relative to their norm: the sum of
+    `optim/update_ratio` over the steps. It is written at few of them, so it is taken as proportional to the learning rate, by the median
+    over its lines, and summed over the rates of all steps. NaN without a line whose rate is at least a tenth of the peak."""
+    ratios, rates = evidence.series("optim/update_ratio").finite, rate(evidence)
+    found = [
+        value / now
+        for step, value in zip(ratios.steps.tolist(), ratios.values.tolist(), strict=True)
+        if (now := at(rates.between(step, step + 1), step)) >= 0.1 * peak_rate(evidence) and now > 0
+    ]
+    last = evidence.step if done else max(evidence.steps, evidence.step)
+    steps = np.unique(np.linspace(1, max(last, 1), 400).astype(int))
+    planned = planned_rates(evidence, steps)
+    mean = float(planned.mean()) if planned is not None else float(np.interp(steps, rates.steps, rates.values).mean()) if len(rates) else 0
+    return float(np.median(found)) * mean * last if found else math.nan
 
 
 def highest(evidence: Evidence, pattern: str, start: float = 0, stop: float = math.inf) -> float:

@@ -115,5 +115,5 @@ RULE = Rule(
         "init-too-wide": "is there at step 0",
         "attention-logits-growing": "at a rate near the law's, and weights that have not grown",
     },
-    outranks=("attention-logits-growing", "no-clipping"),
+    outranks=("attention-logits-growing",),
 )
