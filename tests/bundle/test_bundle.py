@@ -108,6 +108,7 @@ def test_the_doctor_names_the_same_for_the_bundle_and_the_bytes_are_the_same(tmp
     assert _codes(files) == _codes(of_run) and "disk-full" in str(_codes(files))
     assert [one["step"] for one in read_lines(files, "metrics.jsonl")[0]] == list(range(1, 301))
     assert "doctor.json" not in of_run.names() and files.size_in_run("recipe.yaml") == of_run.size("recipe.yaml") > 0
+    assert read_document(files, "origins.json")["optimizer.learning_rate"]["kind"] == "recipe"
     assert files.size("recipe.yaml") == -1, "it is listed, and not in the archive"
     assert read_document(files, "doctor.json")["stages"][0]["problems"][0]["code"] == "disk-full"
 

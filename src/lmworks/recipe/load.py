@@ -81,12 +81,14 @@ class Resolved:
         return _resolve(replace(self.source, overrides=[*self.source.overrides, *overrides]), {})
 
     def save(self, directory: Path) -> None:
-        """Write `recipe.yaml` (as the user wrote it) and `resolved.json` (every value) into the run directory, and apart from them the
-        credentials of URLs."""
+        """Write `recipe.yaml` (as the user wrote it), `resolved.json` (every value) and `origins.json` (where each came from) into the run
+        directory, and apart from them the credentials of URLs. Origins are kept where the recipe is that of the run itself."""
         tree = as_tree(self.recipe)
         urls.save(directory, tree)
         write_text(directory / "recipe.yaml", self.text)
         write_json(directory / "resolved.json", tree)
+        if self.path.name != "resolved.json" or not (directory / "origins.json").exists():
+            write_json(directory / "origins.json", {path: {"kind": one.kind, "detail": one.detail} for path, one in self.origins.items()})
 
 
 def shipped_folder(name: Literal["recipes", "docs"] = "recipes") -> Path:
