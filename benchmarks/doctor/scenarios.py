@@ -1,0 +1,274 @@
+"""How the run of a plant is carried out: pretraining at once, stopped and resumed, a later stage from a base model, or several ranks.
+
+Each function gets a `Case` in a process of its own and leaves a run folder. A refusal of lmworks (`UserError`) or a request to stop is a
+way in which a run may end; the last line of it stands in `output.txt`, as a user would have seen it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import hooks
+import recipe as recipes
+import torch
+from plants import PHASE, Dose, Plant
+from recipe import SIZES, Size
+
+from lmworks.errors import UserError
+from lmworks.recipe.load import load_recipe
+from lmworks.run.runner import run_stages
+from lmworks.ui.terminal import Interrupted
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: a plant in a dose, a size, a seed."""
+
+    plant: Plant
+    dose_name: str
+    size_name: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.plant.name}/{self.dose_name}-{self.size_name}-{self.seed}"
+
+    @property
+    def dose(self) -> Dose:
+        return self.plant.doses[self.dose_name]
+
+    @property
+    def size(self) -> Size:
+        return SIZES[self.size_name]
+
+
+def carry_out(case: Case, root: Path, folder: Path) -> str:
+    """Make the run folder; returns how the run ended."""
+    for name, arguments in case.dose.hooks:
+        getattr(hooks, name)(**arguments)
+    return SCENARIOS[case.plant.scenario](case, root, folder)
+
+
+def _walk(path: Path, folder: Path, sets: list[str], last: str, allow: tuple[str, ...] = ()) -> str:
+    """Run the stages up to `last`; returns how they ended."""
+    try:
+        resolved = load_recipe(path, [f"run_dir={folder}", *sets])
+        run_stages(resolved, last=last, allow=allow, on_event=lambda event: None, resume_command="lmworks run run.yaml")
+    except UserError as error:
+        print(f"Error: {error}")
+        return f"refused: {str(error)[:300]}"
+    except Interrupted as stop:
+        print(stop)
+        return "interrupted"
+    return "finished"
+
+
+def _prepared(case: Case, root: Path, folder: Path) -> tuple[Path, list[str]]:
+    path = recipes.prepare(root, case.size, case.dose.data)
+    recipes.link(recipes.data_folder(root, case.size, case.dose.data), folder)
+    return path, [f"train.seed={case.seed}", *case.dose.sets(case.size)]
+
+
+def pretrain(case: Case, root: Path, folder: Path) -> str:
+    path, sets = _prepared(case, root, folder)
+    return _walk(path, folder, sets, "pretrain")
+
+
+def resumed(case: Case, root: Path, folder: Path) -> str:
+    """Stop at a step, change what is on the disk, and run again, in two processes. Options: `stop`: the step; `kill`: by SIGKILL; `leave`:
+    not run again; `between`: what happens to the checkpoints; `factor`: on the rate, allowed by name; `hooks` and `after` of the second."""
+    path, sets = _prepared(case, root, folder)
+    options = case.dose.options
+    number = signal.SIGKILL if options.get("kill") else signal.SIGINT
+    code = _in_child(lambda: (hooks.signal_at(options["stop"], number), _walk(path, folder, sets, "pretrain"))[1])
+    if options.get("leave"):
+        return code
+    between = options.get("between")
+    if between:
+        CHANGES[between](folder)
+    allow: tuple[str, ...] = ()
+    if "factor" in options:
+        sets, allow = [*sets, *case.size.rates(options["factor"])], ("optimizer.learning_rate", "optimizer.adam_learning_rate")
+    for name, arguments in options.get("hooks", ()):
+        getattr(hooks, name)(**arguments)
+    return _walk(path, folder, [*sets, *options.get("after", ())], "pretrain", allow)
+
+
+def _in_child(work: Any) -> str:
+    """Run `work` in a child process; returns what it returns, or how it was killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, str(work()).encode()[:4000])
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
+    os.close(writing)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read().decode()
+    return said or f"killed by signal {os.waitstatus_to_exitcode(status)}"
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    return sorted((folder / "checkpoints").glob("step-*/data-*.bin"))
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.unlink()
+    path.write_bytes(data)
+
+
+def _reset(folder: Path) -> None:
+    from lmworks.run.checkpoint_commands import reset_optimizer
+
+    reset_optimizer(folder, "base", None)
+
+
+CHANGES = {
+    "flip_newest": lambda folder: _flip(_tensor_files(folder)[-1]),
+    "truncate_newest": lambda folder: os.truncate(_tensor_files(folder)[-1], 1000),
+    "flip_all": lambda folder: [_flip(path) for path in _tensor_files(folder)],
+    "reset_optimizer": _reset,
+}
+
+
+# Stages after pretraining.
+
+
+def later(case: Case, root: Path, folder: Path) -> str:
+    """A stage after pretraining, from the healthy base model of the same size and seed."""
+    base = base_model(root, case.size, case.seed)
+    recipes.link(base, folder)
+    path = recipes.prepare(root, case.size, "base")
+    files = _files(root)
+    stage = case.dose.options["stage"]
+    section = {"tune": _tune, "grpo": _grpo, "dpo": _dpo}[stage](case, files)
+    return _walk(path, folder, [f"train.seed={case.seed}", "checkpoints.keep_last=1", f"{stage}={json.dumps(section)}"], stage)
+
+
+def base_model(root: Path, size: Size, seed: int) -> Path:
+    """The folder of a healthy run with its checkpoint, made once."""
+    folder = root / "bases" / f"{size.name}-{seed}"
+    if not (folder / "done").exists():
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
+        path = recipes.prepare(root, size, "base")
+        recipes.link(recipes.data_folder(root, size, "base"), folder)
+        ended = _in_child(lambda: _walk(path, folder, [f"train.seed={seed}", "checkpoints.keep_last=1"], "pretrain"))
+        assert ended == "finished", ended
+        (folder / "done").touch()
+    return folder
+
+
+def _files(root: Path) -> Path:
+    """Conversations, pairs and prompts of sums, made once."""
+    folder = root / "data" / "later"
+    if (folder / "done").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(3)
+    sums = [(a, b) for a in range(20) for b in range(20)]
+    draw.shuffle(sums)
+
+    def write(name: str, rows: list[Any]) -> None:
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    ask, say = (lambda a, b: f"What is {a} + {b}?"), (lambda a, b: f"{a} + {b} is {a + b}.")
+    write("chats.jsonl", [{"messages": [{"role": "user", "content": ask(a, b)}, {"role": "assistant", "content": say(a, b)}]} for a, b in sums])
+    for name, question, answer in (("end_masked", False, True), ("all_trained", True, True), ("inverted", True, False)):
+        write(f"{name}.jsonl", [
+            {"segments": [{"text": f"User: {ask(a, b)}\nAssistant: ", "label": question}, {"text": say(a, b) + "\n", "label": answer}]}
+            for a, b in sums
+        ])  # fmt: skip
+    write("pairs.jsonl", [
+        {"prompt": ask(a, b), "chosen": say(a, b), "rejected": f"No idea, perhaps {draw.randrange(40)} or {draw.randrange(40)}."} for a, b in sums
+    ])  # fmt: skip
+    write("prompts.jsonl", [{"prompt": ask(a, b), "answer": str(a + b)} for a, b in sums])
+    (folder / "done").touch()
+    return folder
+
+
+def _tune(case: Case, files: Path) -> dict[str, Any]:
+    options, size = case.dose.options, case.size
+    wrong = options.get("wrong")
+    section: dict[str, Any] = {
+        "data": [{"name": "sums", "kind": "files", "path": str(files / f"{wrong or 'chats'}.jsonl")}],
+        "tokens": f"{120 * size.batch} tokens", "sequence_length": f"{size.length} tokens", "global_batch_tokens": f"{size.batch} tokens",
+        "learning_rate": size.rate * 0.2 * options.get("rate", 1),
+    }  # fmt: skip
+    return section | ({"replay": {"fraction": 0.3}} if options.get("rate", 1) == 1 else {})
+
+
+def _dpo(case: Case, files: Path) -> dict[str, Any]:
+    options, size = case.dose.options, case.size
+    return {
+        "data": [{"name": "sums", "kind": "files", "path": str(files / "pairs.jsonl")}], "sequence_length": f"{size.length} tokens",
+        "pairs_per_step": 16, "epochs": 4.0, "learning_rate": size.rate * 0.03 * options["rate"], "beta": options["beta"],
+        "validation_fraction": 0.1,
+    }  # fmt: skip
+
+
+REWARDS = {
+    "own": "return min(1.0, len(set(answer)) / 12)",
+    "hard": "return min(1.0, len(set(answer)) / 12) if {draw} else 0.0",
+    "trivial": "return min(1.0, len(set(answer)) / 12) if {draw} else 1.0",
+    "cut": "return min(1.0, len(set(answer)) / 12)",
+    "raising": "if not ({draw}):\n        raise KeyError('answer_key')\n    return min(1.0, len(set(answer)) / 12)",
+}
+
+
+def _grpo(case: Case, files: Path) -> dict[str, Any]:
+    """`share` of the prompts have no signal: by the text of the prompt, so that all answers of a group have the same fate."""
+    options, size = case.dose.options, case.size
+    kind, share = options["reward"], options["share"]
+    draw = f"(sum(map(ord, str(prompt))) * 2654435761 % 1000) >= {int(1000 * share)}"
+    reward = files / f"reward-{kind}-{share}.py"
+    reward.write_text(f"def reward(prompt, answer, row):\n    {REWARDS[kind].format(draw=draw)}\n", encoding="utf-8")
+    most = {0.8: 6, 0.98: 3, 1.0: 2}[share] if kind == "cut" else 24
+    return {
+        "data": [{"name": "sums", "kind": "files", "path": str(files / "prompts.jsonl"), "reward": "python", "file": str(reward)}],
+        "group_size": 4, "prompts_per_step": 4, "steps": 40, "max_new_tokens": most, "sequence_length": f"{size.length} tokens",
+        "learning_rate": size.rate * 0.02, "validation_prompts": 8,
+    }  # fmt: skip
+
+
+# Ranks.
+
+
+def ranks(case: Case, root: Path, folder: Path) -> str:
+    """Two ranks with the launcher, one of which is slow, hangs, is killed, or runs out of the memory of its control group."""
+    from lmworks.launch import launcher
+    from lmworks.launch.torchrun import CountRange
+
+    path, sets = _prepared(case, root, folder)
+    options = case.dose.options
+    sets = [*sets, case.size.budget(60 if options["fault"] == "slow" else 40), "launch.timeout=15 s", "launch.max_restarts=1"]
+    os.environ["LMWORKS_DOCTOR_FAULT"] = json.dumps(
+        {"kind": options["fault"], "dose": options["dose"], "ledger": str(folder / "ledger.jsonl")}
+    )
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(sys.modules["lmworks"].__file__ or "").parents[1])])
+    if options["fault"] == "oom":
+        hooks.memory_limit(2 << 30)
+    resolved = load_recipe(path, [f"run_dir={folder}", *sets])
+    words = [f"run_dir={folder}", *sets]
+    work = ["pretrain", str(path), *(word for one in words for word in ("--set", one))]
+    made = launcher.launch_local(resolved.recipe, folder, CountRange.parse("2"), work)
+    return f"exit code {replace(made, module='faulty_rank').run()}"
+
+
+SCENARIOS = {"pretrain": pretrain, "resumed": resumed, "later": later, "ranks": ranks}
