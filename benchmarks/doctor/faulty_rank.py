@@ -33,7 +33,8 @@ def plant(kind: str, dose: int) -> None:
 
 if __name__ == "__main__":
     fault = json.loads(os.environ["LMWORKS_DOCTOR_FAULT"])
-    restarted = any(json.loads(line)["event"] == "restart" for line in Path(fault["ledger"]).read_text().splitlines() if line)
+    events = Path(fault["ledger"]).read_text(encoding="utf-8").splitlines()
+    restarted = any(json.loads(line)["event"] == "restart" for line in events)
     if os.environ["RANK"] == "1" and (fault["kind"] == "slow" or not restarted):
         plant(fault["kind"], fault["dose"])
     runpy.run_module("lmworks.cli.rank", run_name="__main__")

@@ -31,7 +31,7 @@ class Dose:
 
 @dataclass(frozen=True)
 class Plant:
-    """`code`: the cause, empty for a run that must stay silent. `starred`: users meet it most. `accepted`: other codes that are right too."""
+    """`code`: the cause; empty for a run that must stay silent. `starred`: users meet it most. `accepted`: other causes that are right."""
 
     name: str
     code: str
@@ -48,6 +48,21 @@ class Plant:
 
 
 PLANTS: dict[str, Plant] = {}
+
+CODES: dict[str, tuple[str, ...]] = {
+    "A1": ("learning-rate-too-high",), "A2": ("learning-rate-too-low",), "A4": ("schedule-ends-early",), "A5": ("no-clipping",),
+    "A6": ("eps-too-large",), "A7": ("weight-decay-too-strong",), "A8": ("init-too-wide",), "A9": ("batch-too-small",),
+    "B1": ("fp16-overflow",), "B2": ("bad-batch",), "B3": ("operator-explodes",), "B4": ("silent-corruption",),
+    "C1": ("unshuffled-data", "order-changed"), "C2": ("noisy-source",), "C3": ("duplicated-data",), "C4": ("validation-leak",),
+    "C5": ("missing-domain",), "C6": ("wrong-tokenizer",), "C7": ("wasted-tokens",), "D1": ("overfitting",), "D2": ("forgetting",),
+    "D3": ("too-few-tokens",), "E1": ("damaged-checkpoint",), "E2": ("optimizer-state-lost",), "E3": ("data-position-lost",),
+    "E4": ("schedule-changed",), "E5-full": ("disk-full",), "E5-slow": ("slow-saves",), "M1": ("experts-collapsed",),
+    "M2": ("bias-rate-too-high",), "T1": ("end-token-not-trained", "prompt-not-masked", "labels-all-masked"),
+    "G1-hard": ("rewards-all-wrong",), "G1-trivial": ("rewards-all-right",), "G1-cut": ("answers-cut",), "G1-raising": ("reward-failing",),
+    "G2": ("dpo-over-optimized",), "S1": ("slow-loader",), "S2": ("machine-oversubscribed",), "S3-slow": ("slow-rank",),
+    "S3-hung": ("rank-hung",), "S3-dead": ("rank-killed",), "S3-oom": ("out-of-memory",),
+}  # fmt: skip
+"""The codes of lmworks doctor that name a planted cause."""
 
 
 def plant(name: str, code: str, about: str, weak: Dose, clear: Dose, strong: Dose, **more: Any) -> None:
@@ -87,8 +102,6 @@ def _moe(**balance: Any) -> str:
 
 plant("A1", "A1", "learning rate too high", _rate(10), _rate(30), _rate(100), starred=True)
 plant("A2", "A2", "learning rate too low", _rate(0.03), _rate(0.01), _rate(0.003), starred=True)
-_no_warmup = _schedule(kind="wsd", warmup="0%", decay="20%")
-plant("A3", "A3", "no warm-up", _rate(5, _no_warmup), _rate(10, _no_warmup), _rate(20, _no_warmup))
 
 
 def _early(end: float) -> Dose:
@@ -105,8 +118,12 @@ plant(
 _adamw = "optimizer.kind=adamw"
 plant("A6", "A6", "eps too large", *(_set(_adamw, f"optimizer.eps={eps}") for eps in (1e-3, 1e-2, 1e-1)))
 plant(
-    "A7", "A7", "weight decay too strong",
-    _set("optimizer.weight_decay=2"), _set("optimizer.weight_decay=10"), _rate(2, "optimizer.weight_decay=10"),
+    "A7",
+    "A7",
+    "weight decay too strong",
+    _set("optimizer.weight_decay=2"),
+    _set("optimizer.weight_decay=10"),
+    _rate(2, "optimizer.weight_decay=10"),
 )
 plant("A8", "A8", "initial weights too large", *(_set(f"model.initializer_range={value}") for value in (0.2, 0.5, 1.0)))
 
@@ -128,25 +145,35 @@ plant("A9", "A9", "batch too small", _small_batch(1, 1), _small_batch(1, 4), _sm
 
 _fp16 = "train.precision=fp16"
 plant(
-    "B1", "B1", "fp16 overflows", starred=True,
-
+    "B1",
+    "B1",
+    "fp16 overflows",
+    starred=True,
     weak=_set(_fp16, "model.initializer_range=2", "stability.max_rollbacks=0"),
     clear=_set(_fp16, "model.initializer_range=6", "stability.max_rollbacks=0"),
     strong=_set(_fp16, "model.initializer_range=20", "stability.max_rollbacks=0"),
 )
 plant(
-    "B2", "B2", "bad rows in the data",
+    "B2",
+    "B2",
+    "bad rows in the data",
     _hook("bad_rows", "stability.spike.action=rollback", "stability.skip_steps=1", first=120, steps=1, share=0.5),
     _hook("bad_rows", "stability.spike.action=rollback", "stability.skip_steps=1", first=120, steps=3, share=1.0),
     _hook("bad_rows", "stability.spike.action=rollback", "stability.skip_steps=1", first=120, steps=8, share=1.0),
     starred=True,
 )
 plant(
-    "B3", "B3", "one operator explodes",
-    _hook("exploding", factor=1e39, first=60, every=7), _hook("exploding", factor=1e39, first=60), _hook("exploding", factor=1e39, first=0),
+    "B3",
+    "B3",
+    "one operator explodes",
+    _hook("exploding", factor=1e39, first=60, every=7),
+    _hook("exploding", factor=1e39, first=60),
+    _hook("exploding", factor=1e39, first=0),
 )
 plant(
-    "B4", "B4", "silent corruption",
+    "B4",
+    "B4",
+    "silent corruption",
     _hook("flipped_bit", "stability.recheck_every=10 steps", first=60, bit=12, every=3),
     _hook("flipped_bit", "stability.recheck_every=10 steps", first=60, bit=20, every=3),
     _hook("flipped_bit", "stability.recheck_every=10 steps", first=60, bit=27, every=3),
@@ -184,8 +211,11 @@ def _leaked(share: float) -> Dose:
 
 plant("C4", "C4", "validation text among the training text", _leaked(0.1), _leaked(0.4), _leaked(0.8))
 plant(
-    "C5", "C5", "a domain is missing",
-    _set(_mixture(speeches=1, chats=1, docs=1, stories=0.05)), _set(_mixture(speeches=1, chats=1, stories=1)),
+    "C5",
+    "C5",
+    "a domain is missing",
+    _set(_mixture(speeches=1, chats=1, docs=1, stories=0.05)),
+    _set(_mixture(speeches=1, chats=1, stories=1)),
     _set(_mixture(speeches=1)),
 )
 plant("C6", "C6", "tokens of another tokenizer", *(_hook("mixed_tokens", share=share) for share in (0.4, 1.0, 1.0)))
@@ -216,7 +246,13 @@ def _overfit(data: str, width: int, steps: int) -> Dose:
 
 
 plant(
-    "D1", "D1", "overfitting", _overfit("tiny-40k", 96, 300), _overfit("tiny-20k", 128, 300), _overfit("tiny-10k", 128, 300), starred=True,
+    "D1",
+    "D1",
+    "overfitting",
+    _overfit("tiny-40k", 64, 160),
+    _overfit("tiny-20k", 96, 160),
+    _overfit("tiny-10k", 128, 160),
+    starred=True,
 )
 plant("D3", "D3", "too few tokens", *(Dose(lambda size, steps=steps: [size.budget(steps)]) for steps in (50, 25, 10)))
 
@@ -224,7 +260,9 @@ plant("D3", "D3", "too few tokens", *(Dose(lambda size, steps=steps: [size.budge
 
 _stop = {"stop": 120}
 plant(
-    "E1", "E1", "a damaged checkpoint", *(Dose(options=_stop | {"between": how}) for how in ("flip_newest", "truncate_newest", "flip_all")),
+    "E1", "E1", "a damaged checkpoint",
+    *(Dose(lambda size: ["checkpoints.keep_last=2"], options=_stop | {"between": how})
+      for how in ("truncate_newest", "flip_newest", "flip_all")),
     starred=True, scenario="resumed",
 )  # fmt: skip
 plant(
@@ -244,25 +282,29 @@ plant(
 )  # fmt: skip
 _sync = "checkpoints.asynchronous=false"
 plant(
-    "E5-full", "E5", "the disk is full",
+    "E5-full", "E5-full", "the disk is full",
     *(_hook("full_disk", "train.save_every=10 steps", "stability.max_failed_saves=3", after=after) for after in (6, 3, 0)), starred=True,
 )  # fmt: skip
 plant(
-    "E5-slow", "E5", "saves are slow", *(_hook("slow_saves", "train.save_every=10 steps", _sync, seconds=s) for s in (0.1, 0.4, 1.0)),
+    "E5-slow", "E5-slow", "saves are slow", *(_hook("slow_saves", "train.save_every=10 steps", _sync, seconds=s) for s in (0.1, 0.4, 1.0)),
     starred=True,
 )  # fmt: skip
 
 # Experts.
 
 plant(
-    "M1", "M1", "experts collapse",
+    "M1",
+    "M1",
+    "experts collapse",
     Dose(lambda size: [_moe(bias_update_rate=0.003)], hooks=(("rich_experts", {}),)),
     Dose(lambda size: [*size.rates(3), _moe(method="none")]),
     Dose(lambda size: [_moe(bias_update_rate=0.05)], hooks=(("rich_experts", {}),)),
     starred=True,
 )
 plant(
-    "M2", "M2", "the balancing rate of the experts is too high",
+    "M2",
+    "M2",
+    "the balancing rate of the experts is too high",
     *(_set(_moe(bias_update_rate=rate)) for rate in (0.1, 0.3, 1.0)),
 )
 
@@ -279,33 +321,61 @@ plant("S2", "S2", "the machine is oversubscribed", *(_hook("quota", share=share)
 # Later stages, from the base model of the same seed.
 
 plant(
-    "D2", "D2", "forgetting", starred=True, scenario="later", sizes=("small", "medium"),
-    weak=Dose(options={"stage": "tune", "rate": 3}), clear=Dose(options={"stage": "tune", "rate": 10}),
+    "D2",
+    "D2",
+    "forgetting",
+    starred=True,
+    scenario="later",
+    sizes=("small", "medium"),
+    weak=Dose(options={"stage": "tune", "rate": 3}),
+    clear=Dose(options={"stage": "tune", "rate": 10}),
     strong=Dose(options={"stage": "tune", "rate": 30}),
 )
 plant(
-    "T1", "T1", "mask or end token wrong", starred=True, scenario="later",
-    weak=Dose(options={"stage": "tune", "wrong": "end_masked"}), clear=Dose(options={"stage": "tune", "wrong": "all_trained"}),
+    "T1",
+    "T1",
+    "mask or end token wrong",
+    starred=True,
+    scenario="later",
+    weak=Dose(options={"stage": "tune", "wrong": "end_masked"}),
+    clear=Dose(options={"stage": "tune", "wrong": "all_trained"}),
     strong=Dose(options={"stage": "tune", "wrong": "inverted"}),
 )
 for _kind, _about in (
-    ("hard", "no answer is right"), ("trivial", "every answer is right"), ("cut", "answers are cut"), ("raising", "the reward fails"),
+    ("hard", "no answer is right"),
+    ("trivial", "every answer is right"),
+    ("cut", "answers are cut"),
+    ("raising", "the reward fails"),
 ):
     plant(
-        f"G1-{_kind}", "G1", f"reinforcement learning without signal: {_about}", starred=True, scenario="later",
+        f"G1-{_kind}",
+        f"G1-{_kind}",
+        f"reinforcement learning without signal: {_about}",
+        starred=True,
+        scenario="later",
         weak=Dose(options={"stage": "grpo", "reward": _kind, "share": 0.8}),
         clear=Dose(options={"stage": "grpo", "reward": _kind, "share": 0.98}),
         strong=Dose(options={"stage": "grpo", "reward": _kind, "share": 1.0}),
     )
 plant(
-    "G2", "G2", "preferences over-optimized", scenario="later",
-    weak=Dose(options={"stage": "dpo", "rate": 10, "beta": 0.05}), clear=Dose(options={"stage": "dpo", "rate": 100, "beta": 0.01}),
+    "G2",
+    "G2",
+    "preferences over-optimized",
+    scenario="later",
+    weak=Dose(options={"stage": "dpo", "rate": 10, "beta": 0.05}),
+    clear=Dose(options={"stage": "dpo", "rate": 100, "beta": 0.01}),
     strong=Dose(options={"stage": "dpo", "rate": 300, "beta": 0.01}),
 )
 for _kind in ("slow", "hung", "dead", "oom"):
     plant(
-        f"S3-{_kind}", "S3", f"a rank is {_kind}", starred=True, scenario="ranks", sizes=("small",),
-        weak=Dose(options={"fault": _kind, "dose": 0}), clear=Dose(options={"fault": _kind, "dose": 1}),
+        f"S3-{_kind}",
+        f"S3-{_kind}",
+        f"a rank is {_kind}",
+        starred=True,
+        scenario="ranks",
+        sizes=("small",),
+        weak=Dose(options={"fault": _kind, "dose": 0}),
+        clear=Dose(options={"fault": _kind, "dose": 1}),
         strong=Dose(options={"fault": _kind, "dose": 2}),
     )
 
@@ -331,26 +401,28 @@ def _two_phases(second: dict[str, Any]) -> Sets:
         }  # fmt: skip
         changed = {key: value(size) if callable(value) else value for key, value in second.items()}
         late = {"warmup": "0%", "kind": "linear", "min_lr_ratio": 0.1}
-        return [
-            "train.phases=" + json.dumps([first, first | {"name": "late", "tokens": f"{60 * size.batch} tokens", "lr_schedule": late} | changed])
-        ]  # fmt: skip
+        after = first | {"name": "late", "tokens": f"{60 * size.batch} tokens", "lr_schedule": late} | changed
+        return [f"train.phases={json.dumps([first, after])}"]
 
     return sets
 
 
 healthy("N2", "a jump where the mixture changes", Dose(_two_phases({"mixture": {"docs": 0.8, "speeches": 0.2}})))
 healthy(
-    "N3", "longer sequences and another RoPE",
+    "N3",
+    "longer sequences and another RoPE",
     Dose(_two_phases({"sequence_length": lambda size: f"{4 * size.length} tokens", "rope": {"theta": 50000.0}})),
 )
 healthy("N4", "a drop in the decay of WSD", _set(_schedule(kind="wsd", warmup="5%", decay="10%", min_lr_ratio=0.0)))
 healthy(
-    "N5", "a batch ramp",
+    "N5",
+    "a batch ramp",
     Dose(lambda size: [f"{PHASE}.batch_ramp=" + json.dumps({"start_tokens": f"{size.batch // 4} tokens", "over": "40 steps"})]),
 )
 healthy("N6", "a slow machine that is shared", _hook("quota", share=0.6))
 healthy(
-    "N7", "a noisy small batch",
+    "N7",
+    "a noisy small batch",
     Dose(lambda size: [f"{PHASE}.global_batch_tokens={size.batch // 4} tokens", size.budget(200, size.batch // 4)]),
 )
 healthy(
@@ -363,13 +435,16 @@ healthy("N10", "DPO: the chosen reward falls, accuracy rises", Dose(options={"st
 healthy("N11", "GRPO: the loss is 0", Dose(options={"stage": "grpo", "reward": "own", "share": 0.0}), scenario="later")
 healthy("N12", "fp16 halves its scale now and then", _set(_fp16))
 healthy("N13", "every step is clipped", _set("optimizer.max_grad_norm=0.05"))
-healthy("N14", "killed and resumed", Dose(options={"stop": 120, "kill": True, "after": ["train.micro_batch_sequences=4"]}), scenario="resumed")
+healthy(
+    "N14", "killed and resumed", Dose(options={"stop": 120, "kill": True, "after": ["train.micro_batch_sequences=4"]}), scenario="resumed"
+)
 healthy("N15", "experts out of balance in the first steps", _set(_moe(bias_update_rate=0.003)))
 healthy("N16", "a slow first step", _hook("slow_start", seconds=1.5))
 healthy("N17", "domains with unequal losses", _set(_mixture(speeches=0.55, chats=0.15, stories=0.15, docs=0.15)))
 healthy("N18", "attention across documents", _set(f"{PHASE}.mask_documents=false"))
 healthy(
-    "N19", "early stopping",
+    "N19",
+    "early stopping",
     _set("train.early_stopping=" + json.dumps({"patience": 1, "min_delta": 0.08})),
 )
 healthy("N20", "stopped with Ctrl-C", Dose(options={"stop": 120, "leave": True}), scenario="resumed")

