@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)-oldest
 
-.PHONY: quickstart assistant test oldest slow mutants gpu gpu-wheels chaos fuzz lint docs site clean
+.PHONY: quickstart assistant test oldest slow mutants doctor gpu gpu-wheels chaos fuzz lint docs site clean
 
 quickstart: $(VENV)/quickstart.stamp
 	$(BIN)/lmworks run recipes/quickstart.yaml
@@ -38,6 +38,14 @@ slow: $(VENV)/slow.stamp
 MUTANTS ?=
 mutants: $(VENV)/mutants.stamp
 	$(BIN)/python tests/mutants/campaign.py $(_PART) $(MUTANTS)
+
+# Makes runs with planted causes and healthy ones that look odd, and publishes how often `lmworks doctor` is right: about 2,000 runs of 5 to
+# 20 s of one core. SLICE, UNTIL and going on as above; DOCTOR='--only A1 H-base --seeds 0,1' makes a few. Runs are below DOCTOR_OUT.
+DOCTOR ?=
+DOCTOR_OUT ?= runs/doctor
+doctor: $(VENV)/doctor.stamp
+	$(BIN)/python benchmarks/doctor/runs.py --out $(DOCTOR_OUT) $(_PART) $(DOCTOR)
+	$(BIN)/python benchmarks/doctor/matrix.py --out $(DOCTOR_OUT) --page docs/doctor-measured.md --measured src/lmworks/doctor/measured.json
 
 # The first ten minutes on a GPU: ten checks, a line of JSON for each thing found, also in GPU_OUT. COMMAND=second and COMMAND=third are the
 # next ten minutes each. It installs nothing: PYTHON has torch, and packages that it lacks come from wheels. TOY=--toy runs every check at a
@@ -107,6 +115,10 @@ $(OLDEST)/dev.stamp: pyproject.toml constraints-2.11.txt
 
 $(VENV)/mutants.stamp: $(VENV)/dev.stamp
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	touch $@
+
+$(VENV)/doctor.stamp: $(VENV)/dev.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[doctor]'
 	touch $@
 
 $(VENV)/site.stamp: $(VENV)/bin/python pyproject.toml constraints.txt

@@ -133,7 +133,7 @@ def _small_batch(rows: int, divide: int) -> Dose:
         length = size.length // divide
         return [
             f"{PHASE}.global_batch_tokens={rows * length} tokens", f"{PHASE}.sequence_length={length} tokens",
-            size.budget(400, rows * length),
+            size.budget(300, rows * length),
         ]  # fmt: skip
 
     return Dose(sets)
@@ -157,9 +157,9 @@ plant(
     "B2",
     "B2",
     "bad rows in the data",
-    _hook("bad_rows", "stability.spike.action=rollback", "stability.skip_steps=1", first=120, steps=1, share=0.5),
-    _hook("bad_rows", "stability.spike.action=rollback", "stability.skip_steps=1", first=120, steps=3, share=1.0),
-    _hook("bad_rows", "stability.spike.action=rollback", "stability.skip_steps=1", first=120, steps=8, share=1.0),
+    _hook("bad_rows", "stability.spike.action=rollback", "stability.skip_steps=1", first=110, steps=1, share=0.5),
+    _hook("bad_rows", "stability.spike.action=rollback", "stability.skip_steps=1", first=110, steps=3, share=1.0),
+    _hook("bad_rows", "stability.spike.action=rollback", "stability.skip_steps=1", first=110, steps=8, share=1.0),
     starred=True,
 )
 plant(
@@ -225,7 +225,7 @@ def _wasted(length: float) -> Dose:
     def sets(size: Size) -> list[str]:
         tokens = int(size.length * length)
         return [
-            f"{PHASE}.sequence_length={tokens} tokens", f"{PHASE}.global_batch_tokens={8 * tokens} tokens", size.budget(200, 8 * tokens),
+            f"{PHASE}.sequence_length={tokens} tokens", f"{PHASE}.global_batch_tokens={8 * tokens} tokens", size.budget(160, 8 * tokens),
             "shards.packing=best_fit",
         ]  # fmt: skip
 
@@ -258,7 +258,7 @@ plant("D3", "D3", "too few tokens", *(Dose(lambda size, steps=steps: [size.budge
 
 # Checkpoints and resumption: stopped at a step, changed, and run again.
 
-_stop = {"stop": 120}
+_stop = {"stop": 100}
 plant(
     "E1", "E1", "a damaged checkpoint",
     *(Dose(lambda size: ["checkpoints.keep_last=2"], options=_stop | {"between": how})
@@ -273,7 +273,7 @@ plant(
 plant(
     "E3", "E3", "data position lost at a resume",
     *(Dose(lambda size: ["shards.max_epochs=1000"], data=data, options={"stop": stop, "hooks": [("rows_again", {"offset": stop})]})
-      for data, stop in (("base", 60), ("base", 120), ("base", 160))),
+      for data, stop in (("base", 50), ("base", 90), ("base", 120))),
     scenario="resumed",
 )  # fmt: skip
 plant(
@@ -395,13 +395,13 @@ healthy("N1", "a high but stable rate", _rate(3))
 def _two_phases(second: dict[str, Any]) -> Sets:
     def sets(size: Size) -> list[str]:
         first = {
-            "name": "general", "tokens": f"{140 * size.batch} tokens", "mixture": dict.fromkeys(SOURCES, 0.25),
+            "name": "general", "tokens": f"{110 * size.batch} tokens", "mixture": dict.fromkeys(SOURCES, 0.25),
             "sequence_length": f"{size.length} tokens", "global_batch_tokens": f"{size.batch} tokens",
             "lr_schedule": {"kind": "wsd", "warmup": "5%", "decay": "0%"},
         }  # fmt: skip
         changed = {key: value(size) if callable(value) else value for key, value in second.items()}
         late = {"warmup": "0%", "kind": "linear", "min_lr_ratio": 0.1}
-        after = first | {"name": "late", "tokens": f"{60 * size.batch} tokens", "lr_schedule": late} | changed
+        after = first | {"name": "late", "tokens": f"{50 * size.batch} tokens", "lr_schedule": late} | changed
         return [f"train.phases={json.dumps([first, after])}"]
 
     return sets
@@ -423,11 +423,11 @@ healthy("N6", "a slow machine that is shared", _hook("quota", share=0.6))
 healthy(
     "N7",
     "a noisy small batch",
-    Dose(lambda size: [f"{PHASE}.global_batch_tokens={size.batch // 4} tokens", size.budget(200, size.batch // 4)]),
+    Dose(lambda size: [f"{PHASE}.global_batch_tokens={size.batch // 4} tokens", size.budget(160, size.batch // 4)]),
 )
 healthy(
     "N8", "three epochs, validation falls",
-    Dose(lambda size: [_mixture(stories=1.0), f"{PHASE}.global_batch_tokens={size.batch // 2} tokens", size.budget(200, size.batch // 2)],
+    Dose(lambda size: [_mixture(stories=1.0), f"{PHASE}.global_batch_tokens={size.batch // 2} tokens", size.budget(160, size.batch // 2)],
          data="tiny-80k"),
 )  # fmt: skip
 healthy("N9", "one spike that recovers", _hook("one_large_step", at=110, factor=30.0))
@@ -436,7 +436,7 @@ healthy("N11", "GRPO: the loss is 0", Dose(options={"stage": "grpo", "reward": "
 healthy("N12", "fp16 halves its scale now and then", _set(_fp16))
 healthy("N13", "every step is clipped", _set("optimizer.max_grad_norm=0.05"))
 healthy(
-    "N14", "killed and resumed", Dose(options={"stop": 120, "kill": True, "after": ["train.micro_batch_sequences=4"]}), scenario="resumed"
+    "N14", "killed and resumed", Dose(options={"stop": 100, "kill": True, "after": ["train.micro_batch_sequences=4"]}), scenario="resumed"
 )
 healthy("N15", "experts out of balance in the first steps", _set(_moe(bias_update_rate=0.003)))
 healthy("N16", "a slow first step", _hook("slow_start", seconds=1.5))
@@ -447,7 +447,7 @@ healthy(
     "early stopping",
     _set("train.early_stopping=" + json.dumps({"patience": 1, "min_delta": 0.08})),
 )
-healthy("N20", "stopped with Ctrl-C", Dose(options={"stop": 120, "leave": True}), scenario="resumed")
+healthy("N20", "stopped with Ctrl-C", Dose(options={"stop": 100, "leave": True}), scenario="resumed")
 healthy("N21", "healthy tuning with replay", Dose(options={"stage": "tune", "rate": 1}), scenario="later")
 
 PAIRS = (("A1", "S1"), ("C5", "S1"), ("A2", "E5-slow"), ("C2", "S1"), ("A8", "C5"), ("B2", "S1"))

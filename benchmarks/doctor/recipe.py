@@ -47,7 +47,7 @@ class Size:
     vocabulary: int
     length: int  # tokens of a sequence
     batch: int  # tokens of a step
-    steps: int = 200
+    steps: int = 160
     rate: float = 0.01
 
     def rates(self, factor: float) -> list[str]:
@@ -133,7 +133,7 @@ def _jsonl(name: str, path: str, domain: str) -> Tree:
 
 def _from_files(tree: Tree, root: Path) -> None:
     """Read the sources from files with their text: drawing it from the packages takes longer than a run."""
-    first = data_folder(root, SIZES["small"], "base")
+    first = data_folder(root, SIZES["small"], "raw")
     tree["corpus"]["sources"] = [
         _jsonl(one["name"], _write(root / "data" / "texts", one["name"], _texts(first, one["name"])), one["domain"])
         for one in tree["corpus"]["sources"]
@@ -195,7 +195,7 @@ def halves(tree: Tree, made: Path, files: Path) -> None:
 
 
 DATA: dict[str, Callable[[Tree, Path, Path], None] | None] = {
-    "base": None, "noise": noise, "copies-4": copies(4), "copies-16": copies(16), "copies-60": copies(60), "leak": leak,
+    "raw": None, "base": None, "noise": noise, "copies-4": copies(4), "copies-16": copies(16), "copies-60": copies(60), "leak": leak,
     "tiny-10k": tiny("10kB"), "tiny-20k": tiny("20kB"), "tiny-40k": tiny("40kB"), "tiny-80k": tiny("80kB"), "halves": halves,
 }  # fmt: skip
 
@@ -217,8 +217,8 @@ def prepare(root: Path, size: Size, data: str) -> Path:
         shutil.rmtree(old, ignore_errors=True)
     tree = base(size)
     change = DATA[data]
-    if (size.name, data) != ("small", "base"):
-        prepare(root, SIZES["small"], "base")
+    if data != "raw":
+        prepare(root, SIZES["small"], "raw")
         _from_files(tree, root)
     if change is not None:
         prepare(root, size, "base")

@@ -2,7 +2,7 @@
 
     python benchmarks/doctor/runs.py [--out runs/doctor] [--slice K/N] [--until SECONDS] [--only TEXT] [--seeds 0,2,4] [--doses clear]
 
-What `results.jsonl` records under the same sources is not repeated; runs that are missing come before runs whose sources have changed. A
+What `results.jsonl` records under the same sources is not repeated. A
 child has one thread, a limit of processor time and of wall time, and ends with all processes that it started.
 """
 
@@ -198,10 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = [one for one in cases() if _is_wanted(one, options)]
     todo = [(case, key_of(case, sources)) for number, case in enumerate(wanted) if number % pieces == piece]
     known = {case.name: found.get(f"runs/{case.name}") for case, _ in todo}
-    missing = [one for one in todo if known[one[0].name] is None]
-    stale = [one for one in todo if known[one[0].name] is not None and known[one[0].name]["key"] != one[1]]  # type: ignore[index]
-    print(f"{len(todo)} runs: {len(missing)} are missing, {len(stale)} were made by other sources", flush=True)
-    left = missing + ([] if options.keep_stale else stale)
+    left = [(case, key) for case, key in todo if (row := known[case.name]) is None or (row["key"] != key and not options.keep_stale)]
+    print(f"{len(todo)} runs, {len(todo) - len(left)} of them recorded before", flush=True)
     if left:
         warm(out)
     began, spent = time.time(), 0.0

@@ -41,6 +41,7 @@ LISTED = {
     "make site": "installs Sphinx; tests/docs/test_site.py builds the site, slow",
     "make slow": "hours, with foreign engines",
     "make mutants": "hours of planted mistakes; tests/mutants/test_mutants.py plants one",
+    "make doctor": "hours of runs with planted causes; tests/doctor/test_plants.py makes some",
     "make chaos": "an hour of runs that are killed",
     "make fuzz": "an hour of hostile input",
     ".venv/bin/python -m": "the test suite, or a generator of a page that its own test compares",
