@@ -103,12 +103,28 @@ def rows_again(offset: int) -> None:
     Batches.batch = again  # type: ignore[method-assign]
 
 
-def slow_data(seconds: float, share: float = 1.0, after: int = 0) -> None:
-    """Reading a batch takes so much longer, in a share of the steps."""
+def slow_data(factor: float, share: float = 1.0) -> None:
+    """Reading a batch takes `factor` times as long as the rest of a step, in a share of the steps."""
+    from lmworks.train import trainer
+
+    honest, began, own = trainer.Trainer._train_step, [0.0], [0.02]
+
+    def timed(self: Any, batch: Batch, valid_tokens: int) -> Any:
+        began[0] = time.monotonic()
+        return honest(self, batch, valid_tokens)
+
+    observe = trainer.Trainer._observe
+
+    def observed(self: Any, *given: Any) -> Any:
+        found = observe(self, *given)
+        own[0] += 0.3 * (time.monotonic() - began[0] - own[0])
+        return found
+
+    trainer.Trainer._train_step, trainer.Trainer._observe = timed, observed  # type: ignore[method-assign]
 
     def change(batches: Batches, batch: Batch) -> Batch:
-        if batch.step >= after and (batch.step * 0.6180339887) % 1 < share:
-            time.sleep(seconds)
+        if (batch.step * 0.6180339887) % 1 < share:
+            time.sleep(factor * own[0])
         return batch
 
     change_rows(change)

@@ -60,7 +60,7 @@ CODES: dict[str, tuple[str, ...]] = {
     "M2": ("bias-rate-too-high",), "T1": ("end-token-not-trained", "prompt-not-masked", "labels-all-masked"),
     "G1-hard": ("rewards-all-wrong",), "G1-trivial": ("rewards-all-right",), "G1-cut": ("answers-cut",), "G1-raising": ("reward-failing",),
     "G2": ("dpo-over-optimized",), "S1": ("slow-loader",), "S2": ("machine-oversubscribed",), "S3-slow": ("slow-rank",),
-    "S3-hung": ("rank-hung",), "S3-dead": ("rank-killed",), "S3-oom": ("out-of-memory",),
+    "S3-hung": ("hung-rank", "hung-collective"), "S3-dead": ("dead-rank",), "S3-oom": ("out-of-memory-killed",),
 }  # fmt: skip
 """The codes of lmworks doctor that name a planted cause."""
 
@@ -296,9 +296,9 @@ plant(
     "M1",
     "M1",
     "experts collapse",
-    Dose(lambda size: [_moe(bias_update_rate=0.003)], hooks=(("rich_experts", {}),)),
     Dose(lambda size: [*size.rates(3), _moe(method="none")]),
-    Dose(lambda size: [_moe(bias_update_rate=0.05)], hooks=(("rich_experts", {}),)),
+    Dose(lambda size: [_moe(bias_update_rate=0.02)], hooks=(("rich_experts", {}),)),
+    Dose(lambda size: [_moe(bias_update_rate=0.1)], hooks=(("rich_experts", {}),)),
     starred=True,
 )
 plant(
@@ -311,11 +311,7 @@ plant(
 # The machine.
 
 
-def _share_of_a_step(seconds: float, share: float = 1.0) -> Dose:
-    return _hook("slow_data", seconds=seconds, share=share)
-
-
-plant("S1", "S1", "slow storage", _share_of_a_step(0.04), _share_of_a_step(0.08), _share_of_a_step(0.25, 0.5), starred=True)
+plant("S1", "S1", "slow storage", *(_hook("slow_data", factor=factor) for factor in (1.5, 2.5, 5.0)), starred=True)
 plant("S2", "S2", "the machine is oversubscribed", *(_hook("quota", share=share) for share in (0.5, 0.25, 0.12)), starred=True)
 
 # Later stages, from the base model of the same seed.
@@ -448,7 +444,7 @@ healthy(
     _set("train.early_stopping=" + json.dumps({"patience": 1, "min_delta": 0.08})),
 )
 healthy("N20", "stopped with Ctrl-C", Dose(options={"stop": 100, "leave": True}), scenario="resumed")
-healthy("N21", "healthy tuning with replay", Dose(options={"stage": "tune", "rate": 1}), scenario="later")
+healthy("N21", "healthy tuning with replay", Dose(options={"stage": "tune", "rate": 3, "replay": True}), scenario="later")
 
 PAIRS = (("A1", "S1"), ("C5", "S1"), ("A2", "E5-slow"), ("C2", "S1"), ("A8", "C5"), ("B2", "S1"))
 """Two faults at once: the first is the primary one."""

@@ -186,7 +186,7 @@ def tiny(size: str) -> Callable[[Tree, Path, Path], None]:
 def halves(tree: Tree, made: Path, files: Path) -> None:
     """Sentences of a little more than half of a row, for a packing that keeps documents whole."""
     length = int(str(tree["train"]["phases"][0]["sequence_length"]).split()[0])
-    characters = int(1.7 * 0.58 * length)  # a token of these small vocabularies has about 1.7
+    characters = int(2.1 * 0.6 * length)  # a token of these small vocabularies has 2.1 and more
     text = " ".join(part for source in SOURCES for part in _texts(made, source, "train"))[: 800 * characters]
     pieces = [text[at : at + characters] for at in range(0, len(text), characters)]
     tree["corpus"]["steps"] = []
@@ -250,5 +250,5 @@ def link(made: Path, run_dir: Path) -> None:
             shutil.copy2(source, target)
 
     own = {"ledger.jsonl", "metrics.jsonl", "samples.jsonl"}  # are appended to
-    ignore = lambda folder, names: {"lock", "report.html"} & set(names)  # noqa: E731
+    ignore = lambda folder, names: {"lock", "report.html", "done"} & set(names)  # noqa: E731
     shutil.copytree(made, run_dir, copy_function=lambda a, b: shutil.copy2(a, b) if Path(a).name in own else place(a, b), ignore=ignore)

@@ -112,7 +112,7 @@ def run_case(case: Case, out: Path) -> dict[str, Any]:
     note.unlink(missing_ok=True)
     scenarios.in_child(lambda: prepare(out, case.size, case.dose.data))
     if case.plant.scenario == "later":
-        scenarios.base_model(out, case.size, case.seed)
+        scenarios.start_of(case, out)
     began = time.time()
     child = os.fork()
     if child == 0:

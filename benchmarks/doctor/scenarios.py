@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 from dataclasses import dataclass, replace
@@ -146,29 +147,38 @@ CHANGES = {
 
 
 def later(case: Case, root: Path, folder: Path) -> str:
-    """A stage after pretraining, from the healthy base model of the same size and seed."""
-    base = base_model(root, case.size, case.seed)
-    recipes.link(base, folder)
-    path = recipes.prepare(root, case.size, "base")
-    files = _files(root)
-    stage = case.dose.options["stage"]
-    section = {"tune": _tune, "grpo": _grpo, "dpo": _dpo}[stage](case, files)
-    return _walk(path, folder, [f"train.seed={case.seed}", "checkpoints.keep_last=1", f"{stage}={json.dumps(section)}"], stage)
+    """A stage after pretraining, from the healthy model of the same size and seed."""
+    path, stage, files = recipes.prepare(root, case.size, "base"), case.dose.options["stage"], _files(root)
+    recipes.link(start_of(case, root), folder)
+    sets = [f"train.seed={case.seed}", "checkpoints.keep_last=1"]
+    if stage != "tune":
+        sets.append(f"tune={json.dumps(_tune({'rate': 3, 'replay': True}, case.size, files))}")
+    section = {"tune": _tune, "grpo": _grpo, "dpo": _dpo}[stage](case.dose.options, case.size, files)
+    return _walk(path, folder, [*sets, f"{stage}={json.dumps(section)}"], stage)
 
 
-def base_model(root: Path, size: Size, seed: int) -> Path:
-    """The folder of a healthy run with its checkpoint, made once."""
-    folder = root / "bases" / f"{size.name}-{seed}"
+def start_of(case: Case, root: Path) -> Path:
+    """The folder of a healthy run with its checkpoints, made once: pretrained, and tuned where another stage than tuning follows."""
+    path, size, files = recipes.prepare(root, case.size, "base"), case.size, _files(root)
+    sets = [f"train.seed={case.seed}", "checkpoints.keep_last=1"]
+    folder = root / "bases" / f"{size.name}-{case.seed}"
     if not (folder / "done").exists():
-        import shutil
-
         shutil.rmtree(folder, ignore_errors=True)
-        path = recipes.prepare(root, size, "base")
         recipes.link(recipes.data_folder(root, size, "base"), folder)
-        ended = in_child(lambda: _walk(path, folder, [f"train.seed={seed}", "checkpoints.keep_last=1"], "pretrain"))
+        ended = in_child(lambda: _walk(path, folder, sets, "pretrain"))
         assert ended == "finished", ended
         (folder / "done").touch()
-    return folder
+    if case.dose.options["stage"] == "tune":
+        return folder
+    tuned = folder.with_name(f"{folder.name}-tuned")
+    if not (tuned / "done").exists():
+        shutil.rmtree(tuned, ignore_errors=True)
+        recipes.link(folder, tuned)
+        section = _tune({"rate": 3, "replay": True}, size, files)
+        ended = in_child(lambda: _walk(path, tuned, [*sets, f"tune={json.dumps(section)}"], "tune"))
+        assert ended == "finished", ended
+        (tuned / "done").touch()
+    return tuned
 
 
 def _files(root: Path) -> Path:
@@ -203,19 +213,17 @@ def _files(root: Path) -> Path:
     return folder
 
 
-def _tune(case: Case, files: Path) -> dict[str, Any]:
-    options, size = case.dose.options, case.size
+def _tune(options: dict[str, Any], size: Size, files: Path) -> dict[str, Any]:
     wrong = options.get("wrong")
     section: dict[str, Any] = {
         "data": [{"name": "sums", "kind": "files", "path": str(files / f"{wrong or 'chats'}.jsonl")}],
-        "tokens": f"{120 * size.batch} tokens", "sequence_length": f"{size.length} tokens", "global_batch_tokens": f"{size.batch} tokens",
+        "tokens": f"{80 * size.batch} tokens", "sequence_length": f"{size.length} tokens", "global_batch_tokens": f"{size.batch} tokens",
         "learning_rate": size.rate * 0.2 * options.get("rate", 1),
     }  # fmt: skip
-    return section | ({"replay": {"fraction": 0.3}} if options.get("rate", 1) == 1 else {})
+    return section | ({"replay": {"fraction": 0.3}} if options.get("replay") else {})
 
 
-def _dpo(case: Case, files: Path) -> dict[str, Any]:
-    options, size = case.dose.options, case.size
+def _dpo(options: dict[str, Any], size: Size, files: Path) -> dict[str, Any]:
     return {
         "data": [{"name": "sums", "kind": "files", "path": str(files / "pairs.jsonl")}], "sequence_length": f"{size.length} tokens",
         "pairs_per_step": 16, "epochs": 4.0, "learning_rate": size.rate * 0.03 * options["rate"], "beta": options["beta"],
@@ -224,17 +232,16 @@ def _dpo(case: Case, files: Path) -> dict[str, Any]:
 
 
 REWARDS = {
-    "own": "return min(1.0, len(set(answer)) / 12)",
-    "hard": "return min(1.0, len(set(answer)) / 12) if {draw} else 0.0",
-    "trivial": "return min(1.0, len(set(answer)) / 12) if {draw} else 1.0",
-    "cut": "return min(1.0, len(set(answer)) / 12)",
-    "raising": "if not ({draw}):\n        raise KeyError('answer_key')\n    return min(1.0, len(set(answer)) / 12)",
+    "own": "return float(len(set(answer)) >= 9)",
+    "hard": "return float(len(set(answer)) >= 9) if {draw} else 0.0",
+    "trivial": "return float(len(set(answer)) >= 9) if {draw} else 1.0",
+    "cut": "return float(len(set(answer)) >= 9)",
+    "raising": "if not ({draw}):\n        raise KeyError('answer_key')\n    return float(len(set(answer)) >= 9)",
 }
 
 
-def _grpo(case: Case, files: Path) -> dict[str, Any]:
+def _grpo(options: dict[str, Any], size: Size, files: Path) -> dict[str, Any]:
     """`share` of the prompts have no signal: by the text of the prompt, so that all answers of a group have the same fate."""
-    options, size = case.dose.options, case.size
     kind, share = options["reward"], options["share"]
     draw = f"(sum(map(ord, str(prompt))) * 2654435761 % 1000) >= {int(1000 * share)}"
     reward = files / f"reward-{kind}-{share}.py"
