@@ -7,6 +7,7 @@ without a copy. Everything comes from packages of the index by hash, as in `reci
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import random
@@ -211,7 +212,8 @@ def prepare(root: Path, size: Size, data: str) -> Path:
 
     folder = data_folder(root, size, data)
     path, made_by = folder.with_suffix(".yaml"), folder.with_suffix(".sources")
-    if made_by.exists() and made_by.read_text() == _sources():
+    key = _key(size, data)
+    if made_by.exists() and made_by.read_text() == key:
         return path
     for old in (folder, folder.with_name(f"{folder.name}-files")):
         shutil.rmtree(old, ignore_errors=True)
@@ -226,14 +228,21 @@ def prepare(root: Path, size: Size, data: str) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     run_stages(load_recipe(path, [f"run_dir={folder}"]), last="shards", on_event=lambda event: None, resume_command="make doctor")
-    made_by.write_text(_sources())
+    made_by.write_text(key)
     return path
+
+
+def _key(size: Size, data: str) -> str:
+    """Names what the data depend on."""
+    change = DATA[data]
+    parts = [_sources(), json.dumps(base(size), sort_keys=True), "" if change is None else inspect.getsource(change)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 @cache
 def _sources() -> str:
     """Names the sources that the data are made by."""
-    digest = hashlib.sha256(Path(__file__).read_bytes())
+    digest = hashlib.sha256()
     for room in ("corpus", "tokenizer", "shards"):
         for path in sorted((Path(__file__).parents[2] / "src" / "lmworks" / room).rglob("*.py")):
             digest.update(path.read_bytes())

@@ -20,7 +20,6 @@ import inspect
 import json
 import resource
 import shutil
-import signal
 import sys
 import time
 import traceback
@@ -39,20 +38,19 @@ from recipe import DATA, MOE, SIZES, base, prepare
 ROOT = Path(__file__).parents[2]
 _ROOMS = ("train", "shards", "optim", "model", "metrics", "watch", "parallel", "checkpoint", "run", "recipe/schema")
 _CPU, _WALL = 90, 240  # seconds that a run may take
-STARRED_SEEDS, SEEDS = 10, 6
+HEALTHY_SEEDS, STARRED_SEEDS, SEEDS = 22, 10, 6  # with the odd runs, 302 healthy runs are published
 _MOE_OF_WARM = f"model.moe={json.dumps(MOE)}"
 
 
 def cases(plants: Sequence[Plant] | None = None) -> Iterator[Case]:
     """All runs, the most useful first: seed by seed, within a seed the clear dose of every plant, then the others."""
     chosen = list(PLANTS.values()) if plants is None else list(plants)
-    order = [*range(0, STARRED_SEEDS, 2), *range(1, STARRED_SEEDS, 2)]
+    order = [*range(0, HEALTHY_SEEDS, 2), *range(1, HEALTHY_SEEDS, 2)]
     for seed in order:
         for dose in ("clear", "weak", "strong"):
             for size in SIZES:
                 for one in chosen:
-                    healthy_more = one.name.startswith("H-")
-                    most = STARRED_SEEDS if (one.starred and dose == "clear") or healthy_more else SEEDS
+                    most = HEALTHY_SEEDS if one.name.startswith("H-") else STARRED_SEEDS if one.starred and dose == "clear" else SEEDS
                     if dose in one.doses and size in one.sizes and seed < most:
                         yield Case(one, dose, size, seed)
 
@@ -157,15 +155,33 @@ def _wait(child: int, began: float) -> tuple[str, resource.struct_rusage]:
             break
         if time.time() - began > _WALL:
             outcome = "out of time"
-            os.killpg(child, signal.SIGKILL)
+            _end_children(began)
         time.sleep(0.05)
-    with suppress(OSError):
-        os.killpg(child, signal.SIGKILL)  # what it has started
+    _end_children(began)
     for group in Path("/sys/fs/cgroup").glob("*/lmworks-doctor-*"):
         time.sleep(0.1)  # until its last process is gone
         with suppress(OSError):
             group.rmdir()
     return outcome, usage
+
+
+def _adopt() -> None:
+    """Become the parent of what a child leaves behind, such as the agents and ranks of a launch, so that it can be ended."""
+    import ctypes
+
+    subreaper = 36  # PR_SET_CHILD_SUBREAPER
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(subreaper, 1, 0, 0, 0)
+
+
+def _end_children(since: float) -> None:
+    """End all that this process has started since then, and what that has started. The child of the run is waited for elsewhere."""
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if process.create_time() >= since - 0.1:
+                process.kill()
 
 
 def _slim(folder: Path, case: Case) -> None:
@@ -201,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     left = [(case, key) for case, key in todo if (row := known[case.name]) is None or (row["key"] != key and not options.keep_stale)]
     print(f"{len(todo)} runs, {len(todo) - len(left)} of them recorded before", flush=True)
     if left:
+        _adopt()
         warm(out)
     began, spent = time.time(), 0.0
     for number, (case, key) in enumerate(left, 1):

@@ -56,3 +56,73 @@ def made(out: Path, name: str, dose: str = "clear", steps: int = 0, seed: int = 
 
 
 NAMED = (("B1", "clear", 0), ("E5-full", "strong", 30), ("S1", "strong", 50))
+
+
+@pytest.mark.parametrize(("name", "dose", "steps"), NAMED)
+def test_a_planted_cause_is_named(out: Path, name: str, dose: str, steps: int) -> None:
+    found = made(out, name, dose, steps)
+    assert found["named"] == plants.PLANTS[name].code, found["codes"] + found["unsure"]
+
+
+@pytest.mark.parametrize("name", ["H-base", "N13"])
+def test_a_healthy_run_is_silent(out: Path, name: str) -> None:
+    found = made(out, name, steps=60)
+    assert not found["training"] and found["named"] in (matrix.HEALTHY, matrix.UNSURE), found["codes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [one.name for one in plants.PLANTS.values() if one.starred and one.scenario in ("pretrain", "resumed")])
+def test_starred_causes_are_named_at_full_length(out: Path, name: str) -> None:
+    assert made(out, name, seed=2)["named"] == plants.PLANTS[name].code
+
+
+def row(plant: str, named: str, **more: Any) -> dict[str, Any]:
+    known = {"plant": plant, "code": plants.PLANTS[plant].code, "named": named, "dose": "clear", "training": [], "first": None, "folder": "f"}
+    return known | {"right": named == plants.PLANTS[plant].code, "anywhere": False, "trainproof": "PASS", "six_sigma": False} | more
+
+
+def test_rates_count_runs_of_other_causes_against_precision() -> None:
+    rows = [row("A1", "A1"), row("A1", "A1"), row("A1", matrix.UNSURE), row("A2", "A1"), row("H-base", "A1", training=["x"])]
+    found = matrix.rates(rows, "A1")
+    assert found["precision"][0] == 0.5 and found["recall"][0] == pytest.approx(2 / 3) and found["runs"] == 3
+    assert found["f1"] == pytest.approx(2 * 0.5 * (2 / 3) / (0.5 + 2 / 3))
+    table = matrix.tables(rows)
+    assert table["silent"]["training_causes"] == 1 and table["abstained"] == {"A1": 1, "A2": 0}
+    assert table["confusions"]["A2"] == {"A1": 1} and table["macro_f1"] == pytest.approx(found["f1"] / 2)
+
+
+def test_intervals_are_wilsons() -> None:
+    assert matrix.wilson(0, 60)[2] == pytest.approx(0.0602, abs=1e-4)
+    assert matrix.wilson(9, 10)[1:] == (pytest.approx(0.5958, abs=1e-4), pytest.approx(0.9821, abs=1e-4))
+    assert math.isnan(matrix.wilson(0, 0)[0])
+
+
+def test_a_machine_that_is_shared_in_truth_is_not_held_against_the_doctor() -> None:
+    said = {"problems": ["machine-oversubscribed"], "unsure": [], "training": [], "cpu_share": 0.3}
+    assert matrix._scored(row("H-base", "") | said)["right"]
+    assert not matrix._scored(row("H-base", "") | said | {"cpu_share": 0.95})["right"]
+    assert matrix._scored(row("S2", "") | said)["named"] == "S2"
+
+
+def test_six_sigma_sees_a_jump_and_no_trend() -> None:
+    falling = [{"train/loss": 6.0 - 0.01 * step + 0.05 * math.sin(step), "optim/grad_norm": 1.0} for step in range(300)]
+    assert not baselines.six_sigma(falling)
+    assert baselines.six_sigma([*falling, {"train/loss": 9.0, "optim/grad_norm": 1.0}])
+    assert baselines.six_sigma([*falling, {"train/loss": None, "optim/grad_norm": 1.0}])
+
+
+def test_every_plant_has_its_codes_and_every_dose_a_recipe(out: Path) -> None:
+    from lmworks.recipe.load import load_recipe
+
+    path = out / "data" / "small-base.yaml"
+    for plant in plants.PLANTS.values():
+        assert plant.silent or plant.code in plants.CODES
+        for dose in plant.doses.values():
+            if dose.data == "base":
+                load_recipe(path, dose.sets(recipe.SIZES["small"]))
+
+
+def test_keys_of_runs_depend_on_what_is_planted() -> None:
+    one, other = (Case(plants.PLANTS["B2"], dose, "small", 0) for dose in ("weak", "clear"))
+    assert runs.key_of(one, "s") == runs.key_of(one, "s") != runs.key_of(other, "s") != runs.key_of(other, "t")
+    assert len({case.name for case in runs.cases()}) == sum(1 for _ in runs.cases()) > 1000
