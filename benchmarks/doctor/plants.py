@@ -116,7 +116,7 @@ plant(
       for factor, scale in ((1, 30.0), (3, 100.0), (5, 1000.0))),
 )  # fmt: skip
 _adamw = "optimizer.kind=adamw"
-plant("A6", "A6", "eps too large", *(_set(_adamw, f"optimizer.eps={eps}") for eps in (1e-3, 1e-2, 1e-1)))
+plant("A6", "A6", "eps too large", *(_rate(0.3, _adamw, f"optimizer.eps={eps}") for eps in (1e-3, 1e-2, 1e-1)))
 plant(
     "A7",
     "A7",
@@ -145,14 +145,9 @@ plant("A9", "A9", "batch too small", _small_batch(1, 1), _small_batch(1, 4), _sm
 
 _fp16 = "train.precision=fp16"
 plant(
-    "B1",
-    "B1",
-    "fp16 overflows",
-    starred=True,
-    weak=_set(_fp16, "model.initializer_range=2", "stability.max_rollbacks=0"),
-    clear=_set(_fp16, "model.initializer_range=6", "stability.max_rollbacks=0"),
-    strong=_set(_fp16, "model.initializer_range=20", "stability.max_rollbacks=0"),
-)
+    "B1", "B1", "fp16 overflows",
+    *(_hook("exploding", _fp16, factor=factor, first=first) for factor, first in ((3e5, 60), (1e7, 40), (1e9, 0))), starred=True,
+)  # fmt: skip
 plant(
     "B2",
     "B2",
@@ -378,7 +373,7 @@ for _kind in ("slow", "hung", "dead", "oom"):
 # Runs that must stay silent: healthy, some of them odd.
 
 healthy("H-base", "the recipe as it is", Dose())
-healthy("H-adamw", "AdamW for all weights", _set(_adamw))
+healthy("H-adamw", "AdamW for all weights", _rate(0.3, _adamw))
 healthy("H-cosine", "a cosine schedule", _set(_schedule(kind="cosine", warmup="10%", min_lr_ratio=0.0)))
 healthy("H-linear", "a linear schedule", _set(_schedule(kind="linear", warmup="2%", min_lr_ratio=0.0)))
 healthy("H-norms", "norms of queries and keys", _set("model.use_qk_norm=true"))

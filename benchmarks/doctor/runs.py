@@ -36,7 +36,10 @@ from scenarios import Case
 from recipe import DATA, MOE, SIZES, base, prepare
 
 ROOT = Path(__file__).parents[2]
-_ROOMS = ("train", "shards", "optim", "model", "metrics", "watch", "parallel", "checkpoint", "run", "recipe/schema")
+_MADE_BY = (
+    "train/**", "shards/*", "optim/*", "model/*", "metrics/*", "checkpoint/*", "parallel/*", "watch/ledger", "watch/policy",
+    "watch/monitors", "watch/heartbeat", "launch/*",
+)  # fmt: skip
 _CPU, _WALL = 90, 240  # seconds that a run may take
 HEALTHY_SEEDS, STARRED_SEEDS, SEEDS = 22, 10, 6  # with the odd runs, 302 healthy runs are published
 _MOE_OF_WARM = f"model.moe={json.dumps(MOE)}"
@@ -69,10 +72,9 @@ def key_of(case: Case, sources: str) -> str:
 
 def sources_digest() -> str:
     digest = hashlib.sha256()
-    for room in _ROOMS:
-        for path in sorted((ROOT / "src" / "lmworks" / room).rglob("*.py")):
-            if "rules" not in path.parts and path.name != "evidence.py":
-                digest.update(path.read_bytes())
+    for pattern in _MADE_BY:
+        for path in sorted((ROOT / "src" / "lmworks").glob(f"{pattern}.py" if not pattern.endswith("**") else f"{pattern}/*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Some of the runs of `make doctor`, shortened: planted causes are named and healthy runs are silent. And what the campaign computes with."""
+"""Some of the runs of `make doctor`, shortened: planted causes are named, healthy runs are silent. And what the campaign computes with."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "doctor"))
 import baselines
 import matrix
 import plants
-import recipe
 import runs
 from scenarios import Case
+
+import recipe
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +78,9 @@ def test_starred_causes_are_named_at_full_length(out: Path, name: str) -> None:
 
 
 def row(plant: str, named: str, **more: Any) -> dict[str, Any]:
-    known = {"plant": plant, "code": plants.PLANTS[plant].code, "named": named, "dose": "clear", "training": [], "first": None, "folder": "f"}
-    return known | {"right": named == plants.PLANTS[plant].code, "anywhere": False, "trainproof": "PASS", "six_sigma": False} | more
+    code = plants.PLANTS[plant].code
+    known = {"plant": plant, "code": code, "named": named, "dose": "clear", "training": [], "first": None, "folder": plant}
+    return known | {"right": named == code, "anywhere": False, "trainproof": "PASS", "six_sigma": False} | more
 
 
 def test_rates_count_runs_of_other_causes_against_precision() -> None:
