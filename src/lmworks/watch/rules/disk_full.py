@@ -33,6 +33,11 @@ def _check(evidence: Evidence) -> Finding | None:
     )
 
 
+def _is_full(reason: str) -> bool:
+    """Whether a save failed on a full disk: by our own words (`checkpoint/save.py`), which replace those of the system, or by these."""
+    return re.search(r"the disk of .* is full", reason) is not None or is_full_disk(reason)
+
+
 RULE = Rule(
     "disk-full",
     "A checkpoint could not be saved because the disk was full.",
