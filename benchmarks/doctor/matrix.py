@@ -101,6 +101,7 @@ def judge_all(out: Path, half: str, processes: int) -> list[Row]:
     records = {
         folder: row for folder, row in read_results(out).items()
         if row["plant"] in PLANTS and not row["outcome"].startswith("failed") and (half == "all" or row["seed"] % 2 == parity[half])
+        and (out / folder / "ledger.jsonl").exists()  # it may be made again at this moment
     }  # fmt: skip
     with ProcessPoolExecutor(processes) as pool:
         said = list(pool.map(_judged, [(str(out), folder) for folder in records], chunksize=4))
@@ -118,11 +119,11 @@ def _scored(row: Row) -> Row:
     wanted = {plant.code, *plant.accepted} - {""}
     busy = row["cpu_share"] < _OWN_CORE and plant.scenario != "ranks"
     named = [(code, causes_of(code)) for code in row["problems"]]
-    if busy and not wanted & _BESIDE:
-        named = [(code, causes) for code, causes in named if not causes or not causes <= _BESIDE]
+    beside = _BESIDE - wanted if busy else set()
+    named = [(code, causes) for code, causes in named if not causes or not causes <= beside]
     first = named[0] if named else None
     if first is None:
-        unsure = [code for code in row["unsure"] if not busy or not causes_of(code) <= _BESIDE or not causes_of(code)]
+        unsure = [code for code in row["unsure"] if not causes_of(code) or not causes_of(code) <= beside]
         label = UNSURE if unsure else HEALTHY
     elif wanted & first[1]:
         label = plant.code

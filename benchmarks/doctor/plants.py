@@ -227,7 +227,7 @@ def _wasted(length: float) -> Dose:
     return Dose(sets, data="halves")
 
 
-plant("C7", "C7", "most of each row is padding", _wasted(0.9), _wasted(1.0), _wasted(1.5))
+plant("C7", "C7", "most of each row is padding", _wasted(0.8), _wasted(1.0), _wasted(1.08))
 
 
 def _overfit(data: str, width: int, steps: int) -> Dose:

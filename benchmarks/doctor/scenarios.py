@@ -152,9 +152,13 @@ def later(case: Case, root: Path, folder: Path) -> str:
     recipes.link(start_of(case, root), folder)
     sets = [f"train.seed={case.seed}", "checkpoints.keep_last=1"]
     if stage != "tune":
-        sets.append(f"tune={json.dumps(_tune({'rate': 3, 'replay': True}, case.size, files))}")
+        sets.append(f"tune={json.dumps(_tune(ANSWERS, case.size, files))}")
     section = {"tune": _tune, "grpo": _grpo, "dpo": _dpo}[stage](case.dose.options, case.size, files)
     return _walk(path, folder, [*sets, f"{stage}={json.dumps(section)}"], stage)
+
+
+ANSWERS = {"rate": 6, "replay": True, "steps": 150}
+"""How the model is tuned that preferences and rewards start from: it ends most of its answers."""
 
 
 def start_of(case: Case, root: Path) -> Path:
@@ -162,23 +166,23 @@ def start_of(case: Case, root: Path) -> Path:
     path, size, files = recipes.prepare(root, case.size, "base"), case.size, _files(root)
     sets = [f"train.seed={case.seed}", "checkpoints.keep_last=1"]
     folder = root / "bases" / f"{size.name}-{case.seed}"
-    if not (folder / "done").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        recipes.link(recipes.data_folder(root, size, "base"), folder)
-        ended = in_child(lambda: _walk(path, folder, sets, "pretrain"))
-        assert ended == "finished", ended
-        (folder / "done").touch()
+    _once(folder, recipes.data_folder(root, size, "base"), path, sets, "pretrain")
     if case.dose.options["stage"] == "tune":
         return folder
     tuned = folder.with_name(f"{folder.name}-tuned")
-    if not (tuned / "done").exists():
-        shutil.rmtree(tuned, ignore_errors=True)
-        recipes.link(folder, tuned)
-        section = _tune({"rate": 3, "replay": True}, size, files)
-        ended = in_child(lambda: _walk(path, tuned, [*sets, f"tune={json.dumps(section)}"], "tune"))
-        assert ended == "finished", ended
-        (tuned / "done").touch()
+    _once(tuned, folder, path, [*sets, f"tune={json.dumps(_tune(ANSWERS, size, files))}"], "tune")
     return tuned
+
+
+def _once(folder: Path, before: Path, path: Path, sets: list[str], stage: str) -> None:
+    done, key = folder / "done", json.dumps([path.read_text(encoding="utf-8"), sets, before.name])
+    if done.exists() and done.read_text(encoding="utf-8") == key:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    recipes.link(before, folder)
+    ended = in_child(lambda: _walk(path, folder, sets, stage))
+    assert ended == "finished", ended
+    done.write_text(key, encoding="utf-8")
 
 
 def _files(root: Path) -> Path:
@@ -217,7 +221,7 @@ def _tune(options: dict[str, Any], size: Size, files: Path) -> dict[str, Any]:
     wrong = options.get("wrong")
     section: dict[str, Any] = {
         "data": [{"name": "sums", "kind": "files", "path": str(files / f"{wrong or 'chats'}.jsonl")}],
-        "tokens": f"{80 * size.batch} tokens", "sequence_length": f"{size.length} tokens", "global_batch_tokens": f"{size.batch} tokens",
+        "tokens": f"{options.get('steps', 60) * size.batch} tokens", "sequence_length": f"{size.length} tokens", "global_batch_tokens": f"{size.batch} tokens",
         "learning_rate": size.rate * 0.2 * options.get("rate", 1),
     }  # fmt: skip
     return section | ({"replay": {"fraction": 0.3}} if options.get("replay") else {})
@@ -249,7 +253,8 @@ def _grpo(options: dict[str, Any], size: Size, files: Path) -> dict[str, Any]:
     most = {0.8: 6, 0.98: 3, 1.0: 2}[share] if kind == "cut" else 24
     return {
         "data": [{"name": "sums", "kind": "files", "path": str(files / "prompts.jsonl"), "reward": "python", "file": str(reward)}],
-        "group_size": 4, "prompts_per_step": 4, "steps": 40, "max_new_tokens": most, "sequence_length": f"{size.length} tokens",
+        "group_size": 4, "prompts_per_step": 4, "steps": 40, "temperature": 0.5, "max_new_tokens": most,
+        "sequence_length": f"{size.length} tokens",
         "learning_rate": size.rate * 0.02, "validation_prompts": 8,
     }  # fmt: skip
 
