@@ -235,15 +235,15 @@ def prepare(root: Path, size: Size, data: str) -> Path:
 def _key(size: Size, data: str) -> str:
     """Names what the data depend on."""
     change = DATA[data]
-    parts = [_sources(), json.dumps(base(size), sort_keys=True), "" if change is None else inspect.getsource(change)]
+    parts = [_sources(("corpus",) if data == "raw" else ("corpus", "tokenizer", "shards")), json.dumps(base(size), sort_keys=True), "" if change is None else inspect.getsource(change)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 @cache
-def _sources() -> str:
-    """Names the sources that the data are made by."""
+def _sources(rooms: tuple[str, ...]) -> str:
+    """Names the sources of some packages."""
     digest = hashlib.sha256()
-    for room in ("corpus", "tokenizer", "shards"):
+    for room in rooms:
         for path in sorted((Path(__file__).parents[2] / "src" / "lmworks" / room).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -221,7 +221,8 @@ def _tune(options: dict[str, Any], size: Size, files: Path) -> dict[str, Any]:
     wrong = options.get("wrong")
     section: dict[str, Any] = {
         "data": [{"name": "sums", "kind": "files", "path": str(files / f"{wrong or 'chats'}.jsonl")}],
-        "tokens": f"{options.get('steps', 60) * size.batch} tokens", "sequence_length": f"{size.length} tokens", "global_batch_tokens": f"{size.batch} tokens",
+        "tokens": f"{options.get('steps', 60) * size.batch} tokens", "global_batch_tokens": f"{size.batch} tokens",
+        "sequence_length": f"{size.length} tokens",
         "learning_rate": size.rate * 0.2 * options.get("rate", 1),
     }  # fmt: skip
     return section | ({"replay": {"fraction": 0.3}} if options.get("replay") else {})
