@@ -235,7 +235,8 @@ def prepare(root: Path, size: Size, data: str) -> Path:
 def _key(size: Size, data: str) -> str:
     """Names what the data depend on."""
     change = DATA[data]
-    parts = [_sources(("corpus",) if data == "raw" else ("corpus", "tokenizer", "shards")), json.dumps(base(size), sort_keys=True), "" if change is None else inspect.getsource(change)]
+    rooms = ("corpus",) if data == "raw" else ("corpus", "tokenizer", "shards")
+    parts = [_sources(rooms), json.dumps(base(size), sort_keys=True), "" if change is None else inspect.getsource(change)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -56,7 +56,7 @@ def made(out: Path, name: str, dose: str = "clear", steps: int = 0, seed: int = 
     return matrix._scored(record | matrix.judge(out / record["folder"]))
 
 
-NAMED = (("B1", "clear", 0), ("E5-full", "strong", 30), ("S1", "strong", 50))
+NAMED = (("E5-full", "strong", 24), ("S1", "clear", 30), ("M1", "strong", 40))
 
 
 @pytest.mark.parametrize(("name", "dose", "steps"), NAMED)
