@@ -293,7 +293,7 @@ plant(
     "experts collapse",
     Dose(lambda size: [*size.rates(3), _moe(method="none")]),
     Dose(lambda size: [_moe(bias_update_rate=0.02)], hooks=(("rich_experts", {}),)),
-    Dose(lambda size: [_moe(bias_update_rate=0.1)], hooks=(("rich_experts", {}),)),
+    Dose(lambda size: [_moe(bias_update_rate=0.05)], hooks=(("rich_experts", {}),)),
     starred=True,
 )
 plant(

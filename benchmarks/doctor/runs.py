@@ -95,13 +95,9 @@ def warm(out: Path) -> None:
     import lmworks.train.grpo
     import lmworks.train.pretrain
     import lmworks.train.tune
-    from lmworks.run import runner
-
     assert lmworks.train.tune and lmworks.train.dpo and lmworks.train.grpo and lmworks.train.pretrain and lmworks.evaluate.in_loop
     assert lmworks.plan.counts and lmworks.export.huggingface and lmworks.run.start_weights and lmworks.launch.launcher
-    runner.write_page = lambda *given, **more: None  # the page is drawn from files that stay
-    for size in SIZES.values():
-        prepare(out, size, "base")
+    prepare(out, SIZES["small"], "base")
     folder = out / "warm"
     shutil.rmtree(folder, ignore_errors=True)
     first = Case(Plant("warm", "", "five steps", {"clear": Dose(lambda size: [size.budget(5), _MOE_OF_WARM])}), "clear", "small", 0)
@@ -138,6 +134,9 @@ def run_case(case: Case, out: Path) -> dict[str, Any]:
 
 
 def _child(case: Case, out: Path, folder: Path, note: Path) -> None:
+    from lmworks.run import runner
+
+    runner.write_page = lambda *given, **more: None  # the page is drawn from files that stay
     os.setsid()
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU, _CPU + 5))
     output = os.open(folder.with_name(f".{folder.name}.txt"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
