@@ -52,7 +52,7 @@ PLANTS: dict[str, Plant] = {}
 CODES: dict[str, tuple[str, ...]] = {
     "A1": ("learning-rate-too-high",), "A2": ("learning-rate-too-low",), "A4": ("schedule-ends-early",), "A5": ("no-clipping",),
     "A6": ("eps-too-large",), "A7": ("weight-decay-too-strong",), "A8": ("init-too-wide",), "A9": ("batch-too-small",),
-    "B1": ("fp16-overflow",), "B2": ("bad-batch",), "B3": ("operator-explodes",), "B4": ("silent-corruption",),
+    "B1": ("fp16-overflow",), "B2": ("bad-batch",), "B3": ("operator-overflow",), "B4": ("silent-corruption",),
     "C1": ("unshuffled-data", "order-changed"), "C2": ("noisy-source",), "C3": ("duplicated-data",), "C4": ("validation-leak",),
     "C5": ("missing-domain",), "C6": ("wrong-tokenizer",), "C7": ("wasted-tokens",), "D1": ("overfitting",), "D2": ("forgetting",),
     "D3": ("too-few-tokens",), "E1": ("damaged-checkpoint",), "E2": ("optimizer-state-lost",), "E3": ("data-position-lost",),
