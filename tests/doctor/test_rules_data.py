@@ -109,6 +109,11 @@ def test_unshuffled_data_is_named_with_and_without_the_count_of_sources(tmp_path
     assert verdict(judge(tmp_path, "unshuffled-data", **run(metrics={"train/loss": ordered_loss()}))) == "silent"
     assert verdict(judge(tmp_path, "unshuffled-data", **run(metrics={"train/loss": falling(noise=0.3)}))) == "silent"
     assert verdict(judge(tmp_path, "unshuffled-data", **run(validation=SWAYING))) == "silent"
+    # a spike and its recovery, in all domains alike
+    spike = 0.8 * np.exp(-np.arange(STEPS - 100) / 15)
+    hit = {domain: np.linspace(5.0, 3.6, 10) + np.where(np.arange(10) == 5, 0.8, 0.0) for domain in SOURCES.values()}
+    recovering = {"train/loss": falling() + np.concatenate([np.zeros(100), spike])}
+    assert verdict(judge(tmp_path, "unshuffled-data", **run(validation=hit, metrics=recovering))) == "silent"
     # a batch of three rows cannot hold all sources, and that is no fault
     rows = {"train/batch_tokens": [192.0] * STEPS, "train/effective_sources": [1.9] * STEPS}
     assert verdict(judge(tmp_path, "unshuffled-data", **run(metrics=rows))) == "silent"

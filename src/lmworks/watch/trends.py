@@ -21,6 +21,7 @@ from lmworks.watch.rule import NotJudged
 
 _MOST_POINTS = 300
 """Of a Theil-Sen slope, which compares all pairs: 45,000 of them take a few milliseconds."""
+_MOST_AROUND = 100
 
 
 def slope(x: np.ndarray, y: np.ndarray) -> float:
@@ -35,16 +36,22 @@ def slope(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def running_median(values: np.ndarray, width: int) -> np.ndarray:
-    """The median of the `width` values around each one, fewer at the two ends; NaN where all of them are NaN."""
+    """The median of the `width` values around each one, fewer at the two ends; NaN where all of them are NaN. Of wide windows, at most
+    `_MOST_AROUND` values in equal distances: a long run has windows of thousands."""
     if not len(values):
         return np.zeros(0)
     half = max(width, 1) // 2
     padded = np.concatenate([np.full(half, np.nan), values.astype(float), np.full(half, np.nan)])
-    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)[:, :: 1 + 2 * half // _MOST_AROUND]
     known = ~np.isnan(windows).all(1)
     found = np.full(len(values), np.nan)
     found[known] = np.nanmedian(windows[known], 1)
     return found
+
+
+def binned(series: Series, bins: int = 60) -> np.ndarray:
+    """The medians of the finite values in equal groups of consecutive lines, at most `bins`, without the noise of single lines."""
+    return np.array([np.median(group) for group in np.array_split(series.finite.values, bins) if len(group)])
 
 
 def spread(values: np.ndarray) -> float:

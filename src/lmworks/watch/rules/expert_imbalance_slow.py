@@ -16,8 +16,7 @@ def _check(evidence: Evidence) -> Finding | None:
     load, seconds = evidence.series("experts/load_max").finite.part(0.1, 1), evidence.series("perf/step_seconds").finite.part(0.1, 1)
     if len(load) < _FEWEST or len(load) != len(seconds):
         raise NotJudged(f"fewer than {_FEWEST} lines")
-    width = max(5, len(load) // 20)
-    a, b = (trends.running_median(one.values, width) for one in (load, seconds))
+    a, b = trends.binned(load), trends.binned(seconds)
     together = float(np.corrcoef(_ranks(a), _ranks(b))[0, 1]) if a.std() and b.std() else 0.0
     slow, quick = load.values >= np.quantile(load.values, 0.8), load.values <= np.quantile(load.values, 0.2)
     slower = float(np.median(seconds.values[slow]) / np.median(seconds.values[quick])) - 1

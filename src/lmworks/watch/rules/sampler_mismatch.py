@@ -15,9 +15,9 @@ def _check(evidence: Evidence) -> Finding | None:
     if len(mean) < _FEWEST:
         raise NotJudged(f"fewer than {_FEWEST} lines")
     late = mean.part(0.75, 1).median
-    smooth = trends.running_median(reward.values, max(5, len(reward) // 10))
-    peak = int(smooth.argmax())
-    drop = 1 - float(smooth[-max(3, len(smooth) // 10) :].mean()) / max(float(smooth[peak]), 1e-9)
+    levels = trends.binned(reward, 20)
+    highest = float(levels.max())
+    drop = 1 - float(levels[-2:].mean()) / max(highest, 1e-9)
     growth = late / max(mean.part(0, 0.25).median, 1e-9)
     measured = [
         Measurement(
@@ -40,7 +40,7 @@ def _check(evidence: Evidence) -> Finding | None:
     return Finding(
         measured,
         steps=(int(mean.steps[0]), int(mean.steps[-1])),
-        excluded=[Exclusion("rewards-all-wrong", f"the reward was {smooth[peak]:.3g} at step {int(reward.steps[peak]):,}")],
+        excluded=[Exclusion("rewards-all-wrong", f"the reward was {highest:.3g} before")],
         changes=[
             *changes,
             Change("grpo.learning_rate", f"{evidence.number('grpo.learning_rate') / 3:.3g}", cost="roll back to before the reward fell"),
