@@ -8,7 +8,6 @@ from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _RISE, _RATE = 0.15, 0.5
-_OWN = 0.0
 
 
 def _check(evidence: Evidence) -> Finding | None:
@@ -51,6 +50,7 @@ def _check(evidence: Evidence) -> Finding | None:
         if len(own) > 1
         else [],
         changes=changes,
+        next_measurement="validation/forgetting at the next validations: whether it goes on rising",
         check_afterwards=f"validation/forgetting stays below {limit:.2g} bits per byte at each validation",
     )
 
