@@ -25,6 +25,7 @@ def _check(evidence: Evidence) -> Finding | None:
             Change("grpo.max_new_tokens", str(4 * most), f"room for whole answers{room}", "allowed on resume; a step takes longer"),
             Change(advice="if answers are long because the model does not stop, tune first, and see end-token-not-trained"),
         ],
+        next_measurement="grpo/samples.jsonl: some answers and what they earned",
         check_afterwards="grpo/truncated is below 0.3 in the first steps",
     )
 

@@ -41,6 +41,7 @@ def _check(evidence: Evidence) -> Finding | None:
                 "allowed on resume; a step takes longer",
             ),
         ],
+        next_measurement="grpo/samples.jsonl: some answers and what they earned",
         check_afterwards="grpo/equal_groups is below 0.75 within ten steps",
     )
 
