@@ -78,10 +78,13 @@ def test_starred_causes_are_named_at_full_length(out: Path, name: str) -> None:
     assert made(out, name, seed=2)["named"] == plants.PLANTS[name].code
 
 
+OTHERS = {"cpu_share": 1.0, "plain": {"problems": [], "unsure": []}}
+
+
 def row(plant: str, named: str, **more: Any) -> dict[str, Any]:
     code = plants.PLANTS[plant].code
     known = {"plant": plant, "code": code, "named": named, "dose": "clear", "training": [], "first": None, "folder": plant}
-    return known | {"right": named == code, "anywhere": False, "trainproof": "PASS", "six_sigma": False} | more
+    return known | {"right": named == code, "anywhere": False, "trainproof": "PASS", "six_sigma": False} | OTHERS | more
 
 
 def test_rates_count_runs_of_other_causes_against_precision() -> None:
