@@ -46,6 +46,10 @@ def rise(nats: float, steps: Any, norm: float = 10.0, heal: float = 0.0) -> Any:
     return change
 
 
+def smooth(metrics: Metrics) -> None:
+    metrics["train/loss"] = [6.9 - 0.015 * at for at in range(200)]
+
+
 def scale(values: Any) -> Any:
     def change(metrics: Metrics) -> None:
         metrics["optim/loss_scale"] = [float(values(step)) for step in range(200)]
@@ -142,12 +146,24 @@ def test_a_signature_is_named(case: str, tmp_path: Path) -> None:
         load_recipe_text(RECIPE, [f"{advised.key}={advised.value}"] if advised.key else [])
 
 
+NAMED |= {
+    "an eighth of many rows is bad": (both(rise(0.8, [120]), rows(128)), [], [], "bad-batch"),
+    "a few of many rows are bad, and nothing is noisy": (both(smooth, rise(0.5, [120]), rows(128)), [], [], "bad-batch"),
+    "bad rows early in the run": (both(rise(4.0, [50]), rows(8)), [], [], "bad-batch"),
+    "two bursts of bad rows": (both(rise(4.0, [60, 61]), rise(4.0, range(120, 124)), rows(8)), [], [], "bad-batch"),
+    "bad rows that leave a little behind": (both(rise(4.0, [120]), rise(0.4, range(121, 160), norm=1.0), rows(8)), [], [], "bad-batch"),
+}
+
 SILENT: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     "the scale halves now and then": (scale(lambda at: 65536 / 2 ** (at // 60)), [FP16, *(bad([at])[0] for at in (1, 60, 120))]),
     "the first steps find the scale": (scale(lambda at: 4096), [FP16, *bad(range(4))]),
     "not finite in fp32 once": (nulls(60, 61), [FP32, first(60), *bad([60])]),
     "a spike that recovers": (both(rise(2.0, [110], heal=25), rows(8)), []),
     "one odd row of two": (both(rise(4.0, [120]), rows(2)), []),
+    "a rise of eight times the noise": (both(rise(0.4, [120]), rows(128)), []),
+    "a rise of a fifth of a nat without noise": (both(smooth, rise(0.2, [120]), rows(128)), []),
+    "half of the rise stays": (both(rise(4.0, [120]), rise(2.0, range(121, 160), norm=1.0), rows(8)), []),
+    "thirty steps of another kind of text": (both(rise(2.5, range(120, 150)), rows(8)), []),
     "odd rows all the time": (both(rise(3.0, range(30, 200, 12)), rows(8)), []),
     "a jump that stays": (both(rise(3.0, range(120, 200)), rows(8)), []),
     "different operators": (

@@ -87,6 +87,8 @@ still = all_of(
     loss(lambda at, value: 6.9 - 0.001 * at),
 )
 flat = loss(lambda at, value: value if at < 100 else 4.0 + 0.05 * (at % 2))
+slow = loss(lambda at, value: 6.9 - 0.02 * min(at, 100) - 0.003 * max(0, at - 100))
+moves_little = all_of(still, put(lambda at: 0.0075 / (1 + at / 50), "optim/update_ratio"))
 NO_WARMUP = ['train.phases.0.lr_schedule={"kind": "wsd", "warmup": "0%", "decay": "20%"}', *HIGH]
 EPS = ["optimizer.kind=adamw", "optimizer.eps=0.01"]
 UNCLIPPED = ["optimizer.max_grad_norm=0"]
@@ -107,8 +109,8 @@ NAMED: dict[str, tuple[Change, list[str], str]] = {
     ),
     "the gradients are below eps": (times(0.2, "optim/update_ratio"), EPS, "eps-too-large"),
     "the weights move and do not grow": (times(0.5, "optim/weight_norm"), ["optimizer.weight_decay=10"], "weight-decay-too-strong"),
-    "the scores double again and again, and nothing else grows": (
-        put(lambda at: 0.1 * 2 ** (at / 15), *LOGITS),
+    "the scores grow and grow, and nothing else does": (
+        put(lambda at: 1.0 + 2 * at, *LOGITS),
         [],
         "attention-logits-growing",
     ),
@@ -139,6 +141,22 @@ def assert_named(case: tuple[Change, list[str], str], every: int, folder: Path) 
             load_recipe_text(RECIPE, [*overrides, *([f"{advised.key}={advised.value}"] if advised.key else [])])
 
 
+LATE = ['train.phases.0.lr_schedule={"kind": "multistep", "milestone_fractions": [0.7, 0.71], "gamma": 0.07}']
+NAMED |= {
+    "the weights move by less than half of their norm": (moves_little, LOW, "learning-rate-too-low"),
+    "the rate ends at half of the steps, and the loss falls a little": (slow, EARLY, "schedule-ends-early"),
+}
+
+
+NAMED_FROM_EVERY_LINE |= {
+    "the rate ends at 0.5% of the peak at 70% of the steps": (
+        loss(lambda at, value: value if at < 140 else 3.6 + 0.05 * (at % 2)),
+        LATE,
+        "schedule-ends-early",
+    ),
+}
+
+
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize("case", NAMED)
 def test_a_signature_is_named(case: str, every: int, tmp_path: Path) -> None:
@@ -160,7 +178,10 @@ SILENT: dict[str, tuple[Change, list[str]]] = {
     "one spike that recovers": (loss(lambda at, value: value + 3 * (at == 120)), []),
     "every step is clipped": (lambda metrics: metrics.update({"optim/clipped": [1.0] * 200}), []),
     "attention scores grow at a good rate": (times(5, *LOGITS), []),
-    "the rate is low at the end, and the loss falls": (loss(lambda at, value: 6.9 - 0.015 * at), EARLY),
+    "the rate is low at the end, and the loss falls": (
+        loss(lambda at, value: 6.9 - 0.02 * min(at, 100) - 0.012 * max(0, at - 100)),
+        EARLY,
+    ),
     "no warm-up that hurts nothing": (times(1, "train/loss"), NO_WARMUP[:1]),
     "no clipping, and no large gradient": (times(1, "train/loss"), UNCLIPPED),
     "large gradients that are clipped": (unclipped, []),
@@ -169,6 +190,8 @@ SILENT: dict[str, tuple[Change, list[str]]] = {
     "eps far below the gradients": (times(0.2, "optim/update_ratio"), ["optimizer.kind=adamw", "optimizer.eps=1e-6"]),
     "weight decay of 0.3": (times(0.5, "optim/weight_norm"), ["optimizer.weight_decay=0.3"]),
     "scores of 60 that stay": (put(lambda at: 60.0, *LOGITS), []),
+    "scores of 200 that stay": (put(lambda at: 200.0, *LOGITS), []),
+    "scores that grow to 60": (put(lambda at: 0.3 * at, *LOGITS), []),
     "a head that grows at the peak": (put(lambda at: 5.0 + min(at, 150), "optim/head_norm"), []),
     "a narrow deviation of the initial weights": (times(1, "train/loss"), ["model.initializer_range=0.05"]),
 }

@@ -10,13 +10,13 @@ from lmworks.watch import trends
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
-_HEAD, _Z = 1.1, 1.3
-"""Growth in the steps behind 80% of the peak rate. Measured on healthy runs: the head by at most 1.03, train/z_loss by at most 1.05."""
+_HEAD, _Z = 1.25, 1.3
+"""Growth in the steps whose rate is below half of its peak. Measured on healthy runs from 80% on: at most 1.22 and 1.17."""
 
 
 def _check(evidence: Evidence) -> Finding | None:
     head, z = evidence.series("optim/head_norm").finite, evidence.series("train/z_loss").finite
-    begin = trends.decay_begins(evidence)
+    begin = trends.decay_begins(evidence, 0.5)
     late_head, late_z = head.between(begin, math.inf), z.between(begin, math.inf)
     if len(late_head) < 2:
         raise NotJudged("fewer than 2 lines with optim/head_norm in the decay of the rate")

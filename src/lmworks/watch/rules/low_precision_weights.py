@@ -9,8 +9,8 @@ from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _UNCHANGED = 0.9
-"""Share of the weights that a step near the peak rate leaves as they are. Measured with fp32 weights: below 0.05; rows of the embedding
-whose token did not come yet stay, too, so the first lines do not count."""
+"""Share of the weights that a step near the peak rate leaves as they are. Measured with fp32 weights: 0.23 in the first step, 0.03 to 0.08
+later; rows of the embedding whose token did not come yet stay, so the first lines do not count."""
 _FALL = 0.02  # nats over the second half
 
 
