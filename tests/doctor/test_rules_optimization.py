@@ -62,8 +62,14 @@ def without_layers(metrics: Metrics) -> None:
             del metrics[name]
 
 
-def unclipped(metrics: Metrics) -> None:
-    metrics["optim/grad_norm"] = [60.0 if at % 20 == 10 else value for at, value in enumerate(metrics["optim/grad_norm"])]
+def large_gradients(factor: float, every: int) -> Change:
+    def change(metrics: Metrics) -> None:
+        metrics["optim/grad_norm"] = [0.7 * factor if at % every == 15 else value for at, value in enumerate(metrics["optim/grad_norm"])]
+
+    return change
+
+
+unclipped = large_gradients(80, 20)
 
 
 def noise(of: float) -> Change:
@@ -143,12 +149,19 @@ def assert_named(case: tuple[Change, list[str], str], every: int, folder: Path) 
 
 LATE = ['train.phases.0.lr_schedule={"kind": "multistep", "milestone_fractions": [0.7, 0.71], "gamma": 0.07}']
 NAMED |= {
+    "eps is a third of the gradients": (times(0.2, "optim/update_ratio"), ["optimizer.kind=adamw", "optimizer.eps=0.001"], "eps-too-large"),
+    "a decay of 1.5, and weights that move and do not grow": (
+        times(0.4, "optim/weight_norm"),
+        ["optimizer.weight_decay=1.5"],
+        "weight-decay-too-strong",
+    ),
     "the weights move by less than half of their norm": (moves_little, LOW, "learning-rate-too-low"),
     "the rate ends at half of the steps, and the loss falls a little": (slow, EARLY, "schedule-ends-early"),
 }
 
 
 NAMED_FROM_EVERY_LINE |= {
+    "one of forty gradients is twenty times the others": (large_gradients(25, 40), UNCLIPPED, "no-clipping"),
     "the rate ends at 0.5% of the peak at 70% of the steps": (
         loss(lambda at, value: value if at < 140 else 3.6 + 0.05 * (at % 2)),
         LATE,
@@ -182,8 +195,16 @@ SILENT: dict[str, tuple[Change, list[str]]] = {
         loss(lambda at, value: 6.9 - 0.02 * min(at, 100) - 0.012 * max(0, at - 100)),
         EARLY,
     ),
+    "a batch of 60% of the law, and noise": (all_of(noise(0.5), put(lambda at: 750.0, "train/batch_tokens")), []),
+    "eps at a fortieth of the gradients": (times(0.2, "optim/update_ratio"), ["optimizer.kind=adamw", "optimizer.eps=5e-5"]),
+    "weight decay of 0.3, and weights that move far": (
+        times(0.3, "optim/weight_norm"),
+        ["optimizer.weight_decay=0.3", "optimizer.learning_rate=0.05"],
+    ),
     "no warm-up that hurts nothing": (times(1, "train/loss"), NO_WARMUP[:1]),
     "no clipping, and no large gradient": (times(1, "train/loss"), UNCLIPPED),
+    "gradients of six times the median": (large_gradients(6, 20), UNCLIPPED),
+    "two large gradients": (large_gradients(80, 100), UNCLIPPED),
     "large gradients that are clipped": (unclipped, []),
     "noise of half a nat at the batch of the law": (noise(0.5), []),
     "a small batch without noise": (put(lambda at: 64.0, "train/batch_tokens"), SMALL),
