@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from lmworks.optim.groups import local
-from lmworks.optim.optimizer import Ema
+from lmworks.optim.optimizer import Ema, build_optimizer
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout
-from parallel.parity import Trained, alone, batch_of, compare, model_of, train
+from lmworks.train.observe.layer_statistics import LayerStatistics
+from parallel.parity import ROWS, Trained, alone, batch_of, compare, model_of, recipe_of, step_of, train
 from rank_pool import RankPool
 
 LAYOUTS = [
@@ -75,3 +76,27 @@ def _losses(layout: dict[str, Any]) -> list[float]:
     with model.ema_weights(ema):
         within = model.summed_cross_entropy(batch)
     return [before, within, model.summed_cross_entropy(batch)]
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2, "zero": 0}, {"dp_shard": 2, "zero": 2}, {"dp_shard": 2, "zero": 3}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("whole", [True, False], ids=["all elements", "a sample"])
+def test_statistics_of_layers_are_those_of_one_process(ranks: RankPool, layout: dict[str, Any], whole: bool) -> None:
+    """After a pass in evaluation mode, behind which no backward pass frees the gathered weights; and training goes on."""
+    expected, after = _statistics({}, whole)
+    for found, loss in ranks.run(_statistics, 2, layout, whole):
+        assert found == {name: pytest.approx(value, rel=1e-3, abs=1e-7) for name, value in expected.items()}
+        assert loss == pytest.approx(after, rel=1e-4)
+
+
+def _statistics(layout: dict[str, Any], whole: bool) -> tuple[dict[str, float], float]:
+    """Of the second of three steps, and the loss of the third."""
+    model, _ = model_of("moe", Ranks(Layout(**layout)))
+    optimizer = build_optimizer(model, recipe_of("moe").optimizer)
+    model.train()
+    step_of(model, optimizer, batch_of(0), None, 1)
+    statistics = LayerStatistics(model, whole)
+    step_of(model, optimizer, batch_of(1), None, 1)
+    found = statistics.metrics(batch_of(1).rows(*model.rank_sequences(ROWS)))
+    of_own_rows = ("activation_rms", "attention_logit_max")
+    loss = float(step_of(model, optimizer, batch_of(2), None, 1).loss)
+    return {name: value for name, value in found.items() if not name.endswith(of_own_rows)}, loss

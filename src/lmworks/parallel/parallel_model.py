@@ -147,12 +147,12 @@ class ParallelModel:
         if ema is None:
             yield
             return
-        self._release()
+        self.release()
         with ema.in_place():
             try:
                 yield
             finally:
-                self._release()
+                self.release()
 
     @contextmanager
     def exact_logprobs(self) -> Iterator[None]:
@@ -173,7 +173,8 @@ class ParallelModel:
             for one in models:
                 one.compute_dtype = torch.float32
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Free gathered weights: the parameters are those of this rank again."""
         for part in self.parts:
             data.release(part)
 

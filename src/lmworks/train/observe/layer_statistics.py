@@ -136,6 +136,7 @@ def observe_pass(model: ParallelModel, batch: Batch, rows: int = 4) -> Activatio
             model.summed_cross_entropy_on_device(batch.rows(0, min(rows * model.ranks.size("dp"), len(batch.tokens))))
     finally:
         model.train(training)
+        model.release()  # no backward pass follows, which would do it, and the statistics are of this rank's shards
     return seen
 
 
