@@ -22,7 +22,7 @@ FIRST, COMMAND, RECIPE, BEGINNING, LATER, DAMAGE = "FIRST", "COMMAND", "RECIPE",
 
 FOLDERS = {
     "ablate": COMMAND, "api": COMMAND, "cli": COMMAND, "deploy": COMMAND, "pages": COMMAND, "preflight": COMMAND, "handover": COMMAND,
-    "init": COMMAND, "ladder": COMMAND, "doctor": COMMAND, "bundle": COMMAND,
+    "init": COMMAND, "ladder": COMMAND, "doctor": COMMAND, "bundle": COMMAND, "profile": COMMAND,
     "launch": COMMAND, "quantize": COMMAND, "serve": COMMAND, "corpus.analysis": COMMAND, "evaluate.harness": COMMAND,
     "evaluate.comparison": COMMAND, "evaluate.compared_models": COMMAND, "evaluate.results": COMMAND,
     "shards.import_tokens": COMMAND, "recipe": RECIPE, "checkpoint": DAMAGE, "watch": DAMAGE,
@@ -245,6 +245,9 @@ PLACES = (
         corpus.read.part quarantine_errors
         weights.quantized _Dequantized.get_slice _Slice.__getitem__
         weights.huggingface load_weights _read_slice(2) _refuse_wrong_size
+    """),
+    (LATER, "memory that runs out, which is known when it does; what a step needs is estimated before the first stage", """
+        run.out_of_memory explain_out_of_memory
     """),
     (RECIPE, "values that loading derives, and the machine as LMWORKS_MACHINE says it is", """
         host.machine overrides(2)

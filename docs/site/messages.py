@@ -14,7 +14,8 @@ SOURCES = Path(__file__).resolve().parents[2] / "src" / "lmworks"
 SUBJECTS = {
     "recipe": ("Recipes", "recipe/README.md", "changes.md"),
     "init": ("First recipe", "own-data.md"), "run": ("Runs", "running.md"), "plan": ("Plans", "sizing.md"),
-    "preflight": ("Checks before a run", "running.md"), "corpus": ("Corpus", "own-data.md", "quality.md"),
+    "preflight": ("Checks before a run", "running.md"), "profile": ("Profiles", "running.md"),
+    "corpus": ("Corpus", "own-data.md", "quality.md"),
     "tokenizer": ("Tokenizer and chat templates", "existing-models.md", "tuning.md"),
     "shards": ("Token files and batches", "data-order.md"), "model": ("Model", "recipe/model.md"),
     "optim": ("Optimizer", "recipe/optimizer.md"), "parallel": ("Layouts", "running.md"),

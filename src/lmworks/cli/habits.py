@@ -27,6 +27,7 @@ WORDS = {
     "show": "config print-config validate check-config dump inspect cfg",
     "plan": "estimate memory cost size calc dry-run flops calculator",
     "preflight": "gpus devices hardware env nvidia-smi check test-env",
+    "profile": "profiler trace prof flamegraph nsys bottleneck oom",
     "init": "new create setup configure wizard quickstart template scaffold",
     "ablate": "sweep search grid hyperparameter tune-hyperparameters hpo",
     "ladder run": "scaling scaling-laws scaling-law",

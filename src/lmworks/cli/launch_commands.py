@@ -51,7 +51,7 @@ class _Asked:
         str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, for the number of ranks and the mesh layout.")
     ] = None
     to: Annotated[
-        str | None, typer.Option("--to", metavar="STAGE", help="Last stage to run, such as pretrain; or preflight.")
+        str | None, typer.Option("--to", metavar="STAGE", help="Last stage to run, such as pretrain; or preflight or profile.")
     ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, and start nothing.")] = False
 
@@ -76,7 +76,7 @@ class _Run:
         self.recipe = load_recipe(asked.recipe, overrides, size).recipe
         assert self.recipe.run_dir
         self.run_dir = Path(self.recipe.run_dir)
-        if to != "preflight":
+        if to not in ("preflight", "profile"):
             stages_for(self.recipe, to)
         # The command that the ranks print for resuming.
         os.environ[COMMAND] = shlex.join(["lmworks", *(word for word in sys.argv[1:] if word != "--dry-run")])

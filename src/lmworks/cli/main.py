@@ -53,6 +53,7 @@ def command_tree() -> Any:
         init_command,
         ladder_commands,
         launch_commands,
+        profile_command,
         recipe_commands,
         reference_commands,
         run_commands,
@@ -63,7 +64,7 @@ def command_tree() -> Any:
         init_command.register,
         run_commands.register, comparison_commands.register, ablate_commands.register, launch_commands.register, recipe_commands.register,
         advice_commands.register, ladder_commands.register, advice_commands.register_preflight, doctor_command.register,
-        health_command.register, bundle_command.register,
+        health_command.register, bundle_command.register, profile_command.register,
         data_commands.register,
         comparison_commands.register_quantize, serve_commands.register, deploy_commands.register, deploy_commands.register_handover,
         reference_commands.register,
@@ -110,6 +111,9 @@ def main() -> None:
             message = error.format_message() and (answer(arguments, command) or error.format_message())
             _fail(error, message and f"error: {message}", ExitCode.USER_ERROR, debug)
         what = " ".join(f"{type(error).__name__}: {error}".split())
+        if machine.is_out_of_memory(error):
+            advice = "close other programs, or use a machine or a device with more memory"
+            _fail(error, f"error: memory ran out ({what}); {advice}", ExitCode.USER_ERROR, debug)
         _fail(error, f"error: {what} (this is a bug in lmworks; --debug shows the traceback)", ExitCode.BUG, debug)
 
 

@@ -9,6 +9,7 @@ The C library's memory allocator, for training on CPUs.
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import os
 import shutil
@@ -164,6 +165,18 @@ def available_memory() -> int:
         return min([int(psutil.virtual_memory().available), *(left for _, left in _memory_limits())])
 
     return override_or("available", measure)
+
+
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory: you tried to allocate", "out of memory", "std::bad_alloc", "alloc_failed")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory has run out: of a GPU, of this process (`ulimit -v`), or of the machine."""
+    if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
 
 
 def require_memory(needed: float, what: str, remedy: str) -> None:

@@ -19,6 +19,7 @@ _KINDS = {
     "checkpoint": "checkpoint",
     "checkpoint_refused": "bad",
     "bad_step": "bad",
+    "out_of_memory": "bad",
     "stopped": "bad",
     "recipe_changed": "recipe",
     "stage_began": "stage",
@@ -119,6 +120,9 @@ def _words(event: Json) -> tuple[str, str]:
                 return "Finding", f"{step + ': ' if step else ''}{event['sentence']} ({event['code']})"
             case "not_finite":
                 return "Not finite", f"{step}: first in {event['first']}"
+            case "out_of_memory":
+                used = f"{short_size(event['in_use'])} of {short_size(event['limit'])} in use"
+                return "Out of memory", f"{step}, in the {event['doing']}: {used}; largest item: {event['largest']}"
             case "weights_not_finite":
                 return "Weights not finite", f"{step}: not saved"
             case "rollback":

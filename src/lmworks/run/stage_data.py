@@ -91,7 +91,7 @@ def _read(
 ) -> StageData:  # fmt: skip
     counted = SAMPLED if sampled else EXACT
     if tokenizer is None:
-        tokenizer, counted = _bytes_tokenizer(folder / "tokenizer"), BY_BYTES
+        tokenizer, counted = bytes_tokenizer(folder / "tokenizer"), BY_BYTES
     scale = BYTES_PER_TOKEN if counted == BY_BYTES else 1
     seen = _scaled(recipe, stage, scale, _SAMPLE if sampled else None)
     if stage == "grpo":
@@ -199,7 +199,7 @@ def _extrapolated(recipe: Recipe, stage: str, found: StageData) -> StageData:
     )
 
 
-def _bytes_tokenizer(folder: Path) -> Tokenizer:
+def bytes_tokenizer(folder: Path) -> Tokenizer:
     """lmworks's tokenizer with the 256 bytes as its vocabulary, and its chat template."""
     from lmworks.tokenizer import load, special
     from lmworks.tokenizer.chat import shipped_template

@@ -152,8 +152,12 @@ def training_context(context: StageContext) -> TrainingContext:
     )  # fmt: skip
 
 
-def _train(context: StageContext, stage: Callable[[TrainingContext], None]) -> None:
-    stage(training_context(context))
+def _train(context: StageContext, name: str, stage: Callable[[TrainingContext], None]) -> None:
+    from lmworks.run.out_of_memory import explain_out_of_memory
+
+    training = training_context(context)
+    with explain_out_of_memory(training, name):
+        stage(training)
 
 
 def record_pretraining_text(context: StageContext) -> None:
@@ -171,25 +175,25 @@ def _pretrain(context: StageContext) -> None:
     from lmworks.train.stage import save_start
 
     record_pretraining_text(context)
-    _train(context, pretrain if context.recipe.trains_base else save_start)
+    _train(context, "pretrain", pretrain if context.recipe.trains_base else save_start)
 
 
 def _tune(context: StageContext) -> None:
     from lmworks.train.tune import tune
 
-    _train(context, tune)
+    _train(context, "tune", tune)
 
 
 def _dpo(context: StageContext) -> None:
     from lmworks.train.dpo import dpo
 
-    _train(context, dpo)
+    _train(context, "dpo", dpo)
 
 
 def _grpo(context: StageContext) -> None:
     from lmworks.train.grpo import grpo
 
-    _train(context, grpo)
+    _train(context, "grpo", grpo)
 
 
 def _protect(recipe: Recipe, folder: Path) -> tuple[set[str], Decontaminator | None]:

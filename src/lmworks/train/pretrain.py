@@ -40,7 +40,7 @@ def pretrain(context: TrainingContext) -> None:
     Raises `Interrupted` when asked to stop, and `UserError`.
     """
     with open_pretraining(context) as trainer:
-        trainer.run()
+        context.run(trainer)
 
 
 @contextmanager

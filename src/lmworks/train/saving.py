@@ -168,6 +168,10 @@ class Saver:
         self._saved_at = self._began_at = time.monotonic()
         self._began = step
 
+    def every(self, interval: int) -> None:
+        """Save every `interval` steps from now on."""
+        self._interval = interval
+
     def step_seconds(self, step: int) -> float:
         """Seconds per step so far, with everything that is done between steps."""
         return (time.monotonic() - self._began_at) / max(1, step - self._began)

@@ -46,6 +46,7 @@ from lmworks.train.curriculum import stage_schedules
 from lmworks.train.data.mixture import replayed_rows
 from lmworks.train.data.sets import require_sets
 from lmworks.train.observe.forgetting import GENERAL, RISE, ForgettingMonitor
+from lmworks.train.observe.memory_kinds import Held
 from lmworks.train.observe.sampling import ChatSampler, Sampler, prompts
 from lmworks.train.observe.step_metrics import FlopsPerToken
 from lmworks.train.saving import open_stage
@@ -113,6 +114,8 @@ class TrainingContext:
     load_start: fills the model with the weights of `start_from`; returns what they were.
     load_adapter: fills adapters from the folder that `lora.init_from` names.
     make_evaluation: prepares what is evaluated every `evaluate.every`, in batches of so many rows of so many tokens.
+    run: trains with the trainer of the stage; a profile measures here.
+    held: what the stage holds, for a report when memory runs out.
     """
 
     recipe: Recipe
@@ -126,6 +129,8 @@ class TrainingContext:
     load_start: LoadStart | None = None
     load_adapter: LoadAdapter | None = None
     make_evaluation: MakeEvaluation | None = None
+    run: Callable[[Trainer], None] = Trainer.run
+    held: Held = field(default_factory=Held)
 
 
 @dataclass
@@ -150,7 +155,7 @@ class BaseWeights:
 def random_or_start_weights(context: TrainingContext) -> BaseWeights:
     """Build the model with random weights, or with those of `start_from` if the run has no checkpoint yet."""
     recipe, communicator = context.recipe, world_communicator()
-    model = build_model(recipe, context.ranks)
+    model = context.held.model = build_model(recipe, context.ranks)
     if recipe.start_from is None:
         return BaseWeights(model, communicator)
     if communicator.broadcast(communicator.is_first and listing.has_checkpoints(context.run_dir / "checkpoints")):
@@ -165,7 +170,7 @@ def weights_before(context: TrainingContext, stage: ModelStage, lora: Lora | Non
     is set."""
     recipe, run_dir = context.recipe, context.run_dir
     reset_memory_peak()
-    model = build_model(recipe, context.ranks, lora)
+    model = context.held.model = build_model(recipe, context.ranks, lora)
     model.eval()
     communicator, found = world_communicator(), []
     before = stages_of(recipe, before=stage)[-1].model
@@ -187,7 +192,7 @@ def run_stage(context: TrainingContext, stage: ModelStage, base: BaseWeights, ma
     """Train `stage` from its newest good checkpoint, or from `base`, to its end. `make_setup` gets the model as it is trained, still with
     the weights of the start. Raises `Interrupted` when asked to stop, and `UserError`."""
     with open_trainer(context, stage, base, make_setup, tokenizer) as trainer:
-        trainer.run()
+        context.run(trainer)
 
 
 @contextmanager
@@ -197,6 +202,7 @@ def open_trainer(
     """The trainer of a stage with its files, resumed from the newest good checkpoint; see `run_stage`."""
     recipe, run_dir = context.recipe, context.run_dir
     model, optimizer = with_optimizer(recipe, base.model)
+    context.held.model, context.held.optimizer = model, optimizer
     setup = make_setup(model)
     meta = {"recipe": fingerprint(recipe)} | ({"base": base.checkpoint.name} if base.checkpoint is not None else {})
     setup.meta = meta | setup.meta | {META: digest(run_dir)} | base.meta
@@ -213,7 +219,9 @@ def open_trainer(
             validate = setup.validate
             setup.validate = lambda step: validate(step) | monitor.measure()
         trainer = Trainer(recipe, model, optimizer, setup, files, stage, context.flops_per_token, context.heartbeat, context.resume_command)
+        context.held.trainer = trainer
         trainer.resume()
+        context.held.first_step = trainer.step
         if stage is BASE and recipe.start_from is not None:
             _keep_start(trainer, run_dir)
         setup.prepare(trainer)

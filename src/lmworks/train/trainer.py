@@ -34,6 +34,7 @@ from lmworks.shards.batch import Batch
 from lmworks.shards.batches import Batches, Prefetch
 from lmworks.train.curriculum import Curriculum, PhaseBoundary
 from lmworks.train.data.mixture import MixtureUpdates
+from lmworks.train.ewc import EwcPenalty
 from lmworks.train.fault_handler import FaultHandler
 from lmworks.train.observe.detail_lines import DetailLines
 from lmworks.train.observe.layer_statistics import LayerStatistics
@@ -134,6 +135,11 @@ class Trainer:
         """The step of the newest checkpoint; 0 without one."""
         return self._saver.saved
 
+    @property
+    def penalty(self) -> EwcPenalty | None:
+        """The penalty of the phase that is being trained (`ewc`)."""
+        return self._boundary.penalty
+
     def run(self) -> None:
         """Train to the end of the curriculum, and write metrics. Raises `Interrupted` after saving when asked to stop."""
         with self.metric_log():
@@ -145,6 +151,11 @@ class Trainer:
         log = (self.files.folder, self.recipe.metrics, self._saver.saved + 1, self.heartbeat.directory)
         with MetricLog(*log) if self.model.ranks.is_first else NoMetrics() as self._log:
             yield self._log
+
+    def measure_at(self, step: int) -> None:
+        """Save and validate after `step` steps, and do nothing else besides the steps before: for a profile, before `run`."""
+        self._intervals = replace(self._intervals, save=step, validate=step, log=1, sample=2 * self.curriculum.steps + 1, evaluate=None)
+        self._saver.every(step)
 
     def begin_steps(self) -> None:
         """Prepare for `accumulate` and `update`, by which a caller trains in place of `run`, inside of `metric_log`."""

@@ -1,0 +1,179 @@
+"""`lmworks profile`: the largest item is the one that was planted, a run is left as it was, and what is measured is what there is."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lmworks.cli.main import main
+from lmworks.errors import UserError
+from lmworks.profile.report import Profile, from_plain
+from lmworks.profile.run import profile
+from lmworks.profile.target import open_target
+from lmworks.recipe.parameters import parameters
+from lmworks.shards.batch import Batch
+from lmworks.shards.batches import Batches
+from tiny_run import Tiny
+
+LONG = (
+    "train.phases.general.sequence_length=256", "train.phases.general.global_batch_tokens=1024", "train.phases.general.tokens=16Ki",
+    "train.phases.general.batch_ramp=null", "train.phases.general.lr_schedule={kind: constant, warmup: 0%}",
+    "model.max_position_embeddings=512",
+)  # fmt: skip
+
+
+def measured(
+    tiny: Tiny, *overrides: str, run_dir: Path | None = None, warm_up: int = 0, timed: int = 1, trace: Path | None = None
+) -> Profile:  # fmt: skip
+    sets = [f"run_dir={run_dir or tiny.run_dir}", *overrides]
+    found = profile(open_target(str(tiny.recipe), sets, None, None, None), warm_up, timed, trace)
+    assert found is not None
+    return found
+
+
+def everything(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_memory_is_what_the_model_has_and_the_plan_says(tiny: Tiny, tmp_path: Path) -> None:
+    """Weights, gradients and optimizer state are exact; activations and logits within the plan's own error."""
+    before = everything(tiny.run_dir)
+    trace = tmp_path / "trace.json"
+    found = measured(tiny, trace=trace)
+    recipe = tiny.resolve().recipe
+    count = sum(one.size for one in parameters(recipe.model))
+    assert found.memory["weights"].measured == found.memory["gradients"].measured == 4 * count
+    assert found.memory["optimizer state"].measured == pytest.approx(found.memory["optimizer state"].planned, rel=1e-3)
+    for kind in ("activations", "logits"):
+        item = found.memory[kind]
+        assert item.planned is not None and 0.5 * item.planned < item.measured < 1.5 * item.planned, (kind, item)
+    parts = {name: item.measured for name, item in found.time.items()}
+    inside = sum(parts.get(name, 0.0) for name in ("data", "forward", "backward", "optimizer", "collectives", "gap"))
+    assert inside == pytest.approx(found.step_seconds, rel=0.2)
+    assert min(parts[name] for name in ("forward", "backward", "optimizer", "validation", "save")) > 0
+    assert found.kernels and sum(float(one["share"]) for one in found.kernels) <= 1
+    assert from_plain(json.loads(json.dumps(found.plain()))) == found
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"lmworks: forward", "lmworks: optimizer"} <= {event["name"] for event in events}
+    assert everything(tiny.run_dir) == before and not list(tiny.run_dir.parent.glob(".lmworks-profile-*"))
+
+
+def test_activations_that_are_kept_are_the_largest_memory_and_checkpointing_takes_off_what_is_said(tiny: Tiny) -> None:
+    found = measured(tiny, *LONG, "train.micro_batch_sequences=4", "model.num_hidden_layers=4")
+    largest = found.largest_memory
+    assert largest.name == "activations" and largest.remedy is not None and largest.remedy.key == "train.activation_checkpointing"
+    after = measured(tiny, *LONG, "train.micro_batch_sequences=4", "model.num_hidden_layers=4", largest.remedy.change)
+    saved = largest.measured - after.memory["activations"].measured
+    assert saved == pytest.approx(largest.remedy.saves, rel=0.25)
+    assert after.memory["weights"] == found.memory["weights"]
+
+
+@pytest.mark.slow
+def test_a_large_head_is_the_largest_memory_and_its_chunk_the_key(tiny: Tiny) -> None:
+    head = (*LONG, "model.vocab_size=8192", "model.num_hidden_layers=1", "model.moe=null", "train.micro_batch_sequences=4")
+    found = measured(tiny, *head)
+    largest = found.largest_memory
+    assert largest.name == "logits" and largest.remedy is not None and largest.remedy.key == "train.logit_chunk_tokens"
+    after = measured(tiny, *head, largest.remedy.change)
+    assert largest.measured - after.memory["logits"].measured == pytest.approx(largest.remedy.saves, rel=0.25)
+
+
+def test_a_slow_loader_is_the_largest_time_and_the_largest_waste_of_data(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest: Callable[..., Batch] = Batches.batch
+
+    def slow(self: Batches, *given: int) -> Batch:
+        time.sleep(0.6)
+        return honest(self, *given)
+
+    monkeypatch.setattr(Batches, "batch", slow)
+    found = measured(tiny, "train.validate_every=100%", "train.save_every=100%", warm_up=4)
+    assert found.largest_time.name == "data" and found.largest_time.remedy is not None
+    assert found.largest_time.remedy.key == "shards.cache" and found.time["data"].measured > 0.2
+    assert found.largest_data.name == "waiting" and found.data["waiting"] > 0.4
+    assert found.data["read_bytes_per_second"] < 2 * found.data["needed_bytes_per_second"]
+
+
+def test_a_recipe_without_data_reads_random_tokens(tiny: Tiny, tmp_path: Path) -> None:
+    found = measured(tiny, run_dir=tmp_path / "none")
+    assert any("random tokens" in note for note in found.notes)
+    assert not list(tmp_path.iterdir())
+    assert found.data["padding"] == 0
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has pretrained and tuned."""
+    copy = tiny.copy(tmp_path_factory.mktemp("trained") / "run")
+    copy.walk(last="tune")
+    return copy.run_dir
+
+
+def test_a_run_is_read_and_never_changed(trained: Path) -> None:
+    """The latest stage, on its own data and weights; and pretraining, which has ended, in its last steps."""
+    before = everything(trained)
+    tuning = profile(open_target(str(trained), [], None, None, None), 1, 2, None)
+    assert tuning is not None and tuning.stage == "tune" and tuning.data["without_loss"] > 0.2 and not tuning.notes
+    assert 0.02 < tuning.data["padding"] < 0.5  # rows of whole conversations
+    ended = profile(open_target(str(trained), [], None, "pretrain", None), 1, 2, None)
+    assert ended is not None and ended.phase == "long" and ended.first_step == 33 - 4 and ended.sequence_length == 64
+    first = profile(open_target(str(trained), ["train.micro_batch_sequences=2"], None, "pretrain", "general"), 1, 2, None)
+    assert first is not None and first.first_step == 0 and first.micro_batch_size == 4  # sequences of half the longest phase
+    assert everything(trained) == before
+    assert not list(trained.parent.glob(".lmworks-profile-*"))
+
+
+def test_what_cannot_be_profiled_is_refused(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
+    def refused(*words: str | None) -> str:
+        name, stage, phase = words
+        sets = [f"run_dir={tmp_path}/none"] if name == str(tiny.recipe) else []
+        with pytest.raises(UserError) as error:
+            profile(open_target(str(name), sets, None, stage, phase), 1, 2, None)
+        return str(error.value)
+
+    assert "--stage 'tuned' is not a stage" in refused(str(trained), "tuned", None)
+    assert "--phase 'longer' is not a phase" in refused(str(trained), "pretrain", "longer")
+    assert "it has none" in refused(str(trained), "tune", "long")
+    assert "profile pretraining" in refused(str(tiny.recipe), "tune", None)
+    assert "resolved.json" in refused(str(tmp_path), None, None)
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["lmworks", "profile", *words])
+    try:
+        main()
+    except SystemExit as left:
+        return int(left.code or 0)
+    return 0
+
+
+def test_the_command_prints_three_tables_with_their_largest_items(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = (str(tiny.recipe), "--set", f"run_dir={tiny.run_dir}", "--steps", "1", "--warm-up", "1")
+    assert command(monkeypatch, *words) == 0
+    out = capfd.readouterr().out
+    for text in ("Memory of the rank", "planned", "measured", "Time of a step", "Data", "MFU of the measured peak", "largest: "):
+        assert text in out, text
+    assert out.count("largest: ") == 3
+    assert command(monkeypatch, *words, "--trace", "/nowhere/trace.json") == 2
+    assert "the folder does not exist" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ranks_are_started_and_the_slowest_named(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = (str(tiny.recipe), "--set", f"run_dir={tiny.run_dir}", "--set", "layout.dp_shard=2", "--set", "layout.zero=3", "--steps", "2")
+    assert command(monkeypatch, *words, "--json") == 0
+    found = from_plain(json.loads(capfd.readouterr().out))
+    assert [one.rank for one in found.ranks] == [0, 1] and found.slowest in (0, 1)
+    assert found.time["collectives"].measured > 0 and found.layout.startswith("DP2")
+    slowest = max(found.ranks, key=lambda one: one.own + one.data)
+    assert slowest.rank == found.slowest
+    assert command(monkeypatch, *words[:2], words[2], "--set", "layout.dp_shard=512", "--steps", "2") == 2
+    assert "has room for" in capfd.readouterr().err
