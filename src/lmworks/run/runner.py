@@ -298,7 +298,7 @@ def _run_stage(context: StageContext, stage: Stage, recipe: Recipe, state: _Stat
         with explain_full_disk(folder):
             result = stage.work(context)
     except (Interrupted, UserError):
-        with suppress(OSError, UserError):  # what ended the stage is what the user has to see
+        with suppress(OSError, UserError, MemoryError):  # what ended the stage is what the user has to see
             write_page(context.run_dir)
         raise
     seconds = time.monotonic() - began
