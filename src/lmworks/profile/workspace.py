@@ -112,7 +112,8 @@ def _prepared(target: Target, recipe: Recipe, stage: str, work: Path) -> Recipe:
     later: dict[str, Any] = {name: None for name in recipe.later_stages if name != stage}
     before = {name: os.environ.pop(name) for name in _RANKS if name in os.environ}  # this rank prepares for all
     try:
-        run_stages(target.resolved.overridden([f"run_dir={work}"]), last="pretrain", on_event=lambda event: None, resume_command="")
+        little = target.resolved.overridden([f"run_dir={work}", "alerts.targets=[]"])
+        run_stages(little, last="pretrain", on_event=lambda event: None, resume_command="")
     finally:
         os.environ.update(before)
     return recipe.model_copy(update=later)
