@@ -9,10 +9,11 @@ from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Finding, Measurement, Rule
 
 _OURS = re.compile(r"the disk of .{0,2000}? is full \(", re.DOTALL)
-"""What a run says of a full disk, in place of the operating system's words."""
+"""What a run says of a full disk, in place of the operating system's words (`checkpoint/save.py`)."""
 
 
 def _is_full(reason: str) -> bool:
+    """Whether a save failed on a full disk."""
     return is_full_disk(reason) or _OURS.search(reason) is not None
 
 
@@ -31,11 +32,6 @@ def _check(evidence: Evidence) -> Finding | None:
         ],
         check_afterwards="the next checkpoint in the ledger",
     )
-
-
-def _is_full(reason: str) -> bool:
-    """Whether a save failed on a full disk: by our own words (`checkpoint/save.py`), which replace those of the system, or by these."""
-    return re.search(r"the disk of .* is full", reason) is not None or is_full_disk(reason)
 
 
 RULE = Rule(
