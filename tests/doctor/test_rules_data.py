@@ -187,6 +187,8 @@ def test_the_entropy_of_single_tokens_is_the_floor_of_text_without_order(tmp_pat
     assert verdict(judge(tmp_path, "wrong-tokenizer", **run(metrics=stuck, documents=floor))) == "named"
     assert verdict(judge(tmp_path, "wrong-tokenizer", **run(documents=floor))) == "silent"
     assert verdict(judge(tmp_path, "wrong-tokenizer", **run(metrics=stuck))) == "not judged"
+    few = stuck | {"train/tokens": [16.0 * (step + 1) for step in range(STEPS)]}  # tiny steps: too few tokens for more than frequencies
+    assert verdict(judge(tmp_path, "wrong-tokenizer", **run(metrics=few, documents=floor))) == "not judged"
     # a rate that is too low has not come so far, and still falls; a rate that is too high makes large updates
     slow = {"train/loss": np.linspace(6.2, 5.2, STEPS)}
     assert verdict(judge(tmp_path, "wrong-tokenizer", **run(metrics=slow, documents=floor))) == "silent"

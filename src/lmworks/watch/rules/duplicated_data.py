@@ -92,10 +92,11 @@ RULE = Rule(
     "those of the rows before. A second pass over a source repeats its rows too, and is no fault.",
     needs=("train/repeated_rows",),
     stages=("pretrain",),
-    outranks=("overfitting",),
+    outranks=("overfitting", "validation-leak"),
     look_alikes={
         "overfitting": "more than one pass",
         "data-position-lost": "begins at a resume",
         "rows-repeated-across-ranks": "within one step",
+        "validation-leak": "a copy of a held-out document is one of the copies",
     },
 )

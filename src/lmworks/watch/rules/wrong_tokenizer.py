@@ -12,7 +12,7 @@ from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudge
 _FLOOR, _ABOVE = 0.97, 1.1
 _FLAT, _BYTES = 0.03, 0.1
 _LARGE, _TINY = 0.025, 1e-3  # of optim/update_ratio
-_FEWEST = 60  # lines
+_FEWEST, _SEEN = 60, 50  # lines; tokens for each entry of the vocabulary
 
 
 def _check(evidence: Evidence) -> Finding | None:
@@ -32,6 +32,9 @@ def _check(evidence: Evidence) -> Finding | None:
     loss = evidence.series("train/loss").finite
     if len(loss) < _FEWEST:
         raise NotJudged(f"fewer than {_FEWEST} lines")
+    seen = evidence.series("train/tokens").finite.last / max(evidence.number("model.vocab_size"), 1)
+    if not seen >= _SEEN:
+        raise NotJudged(f"fewer than {_SEEN} tokens for each entry of the vocabulary, too few to learn more than their frequencies")
     floor = _unigram_nats(evidence)
     if not math.isfinite(floor):
         raise NotJudged("no entropy of single tokens in shards/report.json, which an earlier version has made")
