@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -75,7 +76,7 @@ class Change:
     cost: str = ""
 
     def __str__(self) -> str:
-        setting = f"--set {self.key}={self.value}" if self.key else ""
+        setting = f"--set {shlex.quote(f'{self.key}={self.value}')}" if self.key else ""
         return ": ".join(part for part in (setting, self.advice) if part)
 
 

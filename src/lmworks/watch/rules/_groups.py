@@ -38,7 +38,7 @@ class Groups:
                 f"share of the answers that {what}",
                 self.fate(*names),
                 high=high,
-                source="measured: at most 0.5 in healthy runs of make doctor",
+                source="measured: at most 0.7 in healthy runs of make doctor",
             ),
         ]
 

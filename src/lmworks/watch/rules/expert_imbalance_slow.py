@@ -25,13 +25,13 @@ def _check(evidence: Evidence) -> Finding | None:
             "experts/load_max in its highest fifth",
             float(np.median(load.values[slow])),
             high=_LOAD,
-            source="1.2 to 1.4 with balancing; measured: at most 1.5",
+            source="measured: 1.3 in balanced runs of make doctor",
         ),
         Measurement(
             "time of the steps in it relative to the lowest fifth, minus 1",
             slower,
             high=_SLOWER,
-            source="measured: within 0.1 in balanced runs",
+            source="chosen: above the noise of step times",
         ),
         Measurement(
             "rank correlation of load and time of a step", together, high=_TOGETHER, source="0 where time does not depend on the load"

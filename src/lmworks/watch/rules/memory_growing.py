@@ -32,7 +32,7 @@ def _check(evidence: Evidence) -> Finding | None:
     total = evidence.series("system/memory").finite.last
     measured = [
         Measurement(
-            "growth of resident memory over the last three quarters", growth, high=_GROWTH, source="measured: at most 0.05 in healthy runs"
+            "growth of resident memory over the last three quarters", growth, high=_GROWTH, source="measured: at most 0.01 in healthy runs"
         ),
         Measurement("share of the eighths that end higher than the one before", steady, high=_STEADY, source="0.5 for noise"),
         Measurement("slope of the second half relative to the whole", second, high=0.5, source="0 where memory settles"),

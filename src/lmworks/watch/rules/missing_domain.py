@@ -35,7 +35,7 @@ def _check(evidence: Evidence) -> Finding | None:
             f"fall of validation/{worst}/loss relative to that of the other domains",
             falls[worst] / typical,
             low=_FALL,
-            source="measured: at least 0.6 for domains with a share, in healthy runs of make doctor",
+            source="measured: 0.8 to 1.2 in healthy runs of make doctor",
         ),
     ]
     if not measured[1].abnormal:

@@ -29,7 +29,10 @@ def _check(evidence: Evidence) -> Finding | None:
     grown = (after[-1] - end) - (after[0] - before)
     measured = [
         Measurement(
-            "rise of validation/loss since its lowest", rise, high=_RISE, source="measured: at most 0.01 in healthy runs of make doctor"
+            "rise of validation/loss since its lowest",
+            rise,
+            high=_RISE,
+            source="measured: at most 0.006 in healthy runs, 0.02 where the mixture changes",
         ),
         Measurement(
             "fall of train/loss over the same steps", falling, high=_FALL, source="both rise or both fall where the model is not memorizing"

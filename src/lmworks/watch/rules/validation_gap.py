@@ -26,7 +26,7 @@ def _check(evidence: Evidence) -> Finding | None:
                 gaps[worst],
                 -_GAP,
                 _GAP,
-                "measured: within 0.3 in healthy runs of make doctor",
+                "chosen: a factor of 1.6 in perplexity",
             )
         ],
         steps=(1, evidence.step),

@@ -30,7 +30,7 @@ def _check(evidence: Evidence) -> Finding | None:
             f"validation/{lowest}/loss minus the training loss of its sources, in nats",
             gap,
             low=_GAP,
-            source="measured: at least -0.1 in healthy runs of make doctor",
+            source="chosen: a seventh of the perplexity",
         ),
     ]
     proved = measured[0].abnormal and math.isfinite(found)
