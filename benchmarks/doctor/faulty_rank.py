@@ -34,7 +34,7 @@ def plant(kind: str, dose: int) -> None:
 if __name__ == "__main__":
     fault = json.loads(os.environ["LMWORKS_DOCTOR_FAULT"])
     events = Path(fault["ledger"]).read_text(encoding="utf-8").splitlines()
-    restarted = any(json.loads(line)["event"] == "restart" for line in events)
+    restarted = any(json.loads(line)["event"] == "start" for line in events)  # this is not the first start
     if os.environ["RANK"] == "1" and (fault["kind"] == "slow" or not restarted):
         plant(fault["kind"], fault["dose"])
     runpy.run_module("lmworks.cli.rank", run_name="__main__")
