@@ -48,7 +48,7 @@ LISTED = {
     "python -m torch.distributed.flight_recorder.fr_trace": "run by tests/launch/test_supervision.py on what ranks have left",
     "pip install": "changes the environment",
     "lmworks doctor runs/quickstart": "its exit code says what it found; tests/docs/test_doctor_page.py and tests/doctor run it",
-    "lmworks doctor report.zip": "as above; tests/bundle runs it on an archive",
+    "lmworks doctor report.zip": "its exit code says what it found; run by tests/bundle/test_bundle.py",
     "lmworks evaluate --follow": "reads the sets of the recipe; tests/cli/test_follow_command.py runs it",
     "lmworks evaluate runs/quickstart --tasks arc-easy": "downloads the sets; tests/evaluate reads them, and tests/cli runs the command",
     "lmworks evaluate runs/quickstart --harness arc_easy": "downloads the sets; tests/evaluate and tests/cli run such tasks",
