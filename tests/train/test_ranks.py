@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from lmworks.metrics.log import read
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout
 from lmworks.train.pretrain import pretrain
@@ -61,6 +62,10 @@ def test_two_ranks_equal_one_process(ranks: Any, tiny: Tiny, tiny_copy: Tiny, al
         values, others = ([line[name] for line in lines if name in line] for lines in (found, expected))
         assert values, name
         np.testing.assert_allclose(values, others, rtol=1e-3, err_msg=name)
+    for name in ("optim/update_ratio", "optim/weight_norm", "layers/1/grad_norm", "layers/1/update_ratio"):  # of the steps 1 and 10
+        values, others = ([line[name] for line in read(run.run_dir) if name in line] for run in (tiny_copy, alone))
+        assert values, name
+        np.testing.assert_allclose(values, others, rtol=1e-2, err_msg=name)
     one, other = checkpoint(tiny_copy.run_dir), checkpoint(alone.run_dir)
     for kind in ("model/", "average/"):
         print(kind, farthest(one, other, kind))
