@@ -81,7 +81,7 @@ def _losses(layout: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "zero": 0}, {"dp_shard": 2, "zero": 2}, {"dp_shard": 2, "zero": 3}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize("whole", [True, False], ids=["all elements", "a sample"])
 def test_statistics_of_layers_are_those_of_one_process(ranks: RankPool, layout: dict[str, Any], whole: bool) -> None:
-    """After a pass in evaluation mode, behind which no backward pass frees the gathered weights; and training goes on."""
+    """Before and after passes in evaluation mode, behind which no backward pass frees the gathered weights; and training goes on."""
     expected, after = _statistics({}, whole)
     for found, loss in ranks.run(_statistics, 2, layout, whole):
         assert found == {name: pytest.approx(value, rel=1e-3, abs=1e-7) for name, value in expected.items()}
@@ -94,6 +94,9 @@ def _statistics(layout: dict[str, Any], whole: bool) -> tuple[dict[str, float], 
     optimizer = build_optimizer(model, recipe_of("moe").optimizer)
     model.train()
     step_of(model, optimizer, batch_of(0), None, 1)
+    model.eval()
+    model.summed_cross_entropy(batch_of(3))  # a validation
+    model.train()
     statistics = LayerStatistics(model, whole)
     step_of(model, optimizer, batch_of(1), None, 1)
     found = statistics.metrics(batch_of(1).rows(*model.rank_sequences(ROWS)))

@@ -43,11 +43,9 @@ class LayerStatistics:
             int(name.split(".")[1]): block
             for part in model.parts for name, block in part.named_modules() if isinstance(block, Block) and name.startswith("layers.")
         }  # fmt: skip
-        # As they are now: a forward pass without a backward pass leaves gathered weights, other objects, in the places of a rank's own.
-        self._weights = dict(model.named_parameters())
-        self._before = {name: self._part(weight).clone() for name, weight in self._weights.items()}
-        names = {id(weight): name for name, weight in self._weights.items()}
-        self._of_layer = {layer: [names[id(weight)] for weight in block.parameters()] for layer, block in self._blocks.items()}
+        model.release()  # a forward pass without a backward pass, as of a validation, leaves gathered weights in the places of a rank's own
+        self._before = {name: self._part(weight).clone() for name, weight in model.named_parameters()}
+        self._names = {id(weight): name for name, weight in model.named_parameters()}
 
     @torch.no_grad()
     def metrics(self, batch: Batch) -> dict[str, float]:
@@ -59,12 +57,12 @@ class LayerStatistics:
         # the last column: squares of the weights
         found = torch.zeros(layers, len(_STATISTICS) + 1, dtype=torch.float64, device=model.device)
         activations, logits = seen.activations(), seen.logits()
-        for layer, names in self._of_layer.items():
+        for layer, block in self._blocks.items():
             if model.ranks.rank("weights") == 0:
                 squares, count = activations.get(str(layer), (0.0, 1))
                 found[layer, 0], found[layer, 1] = squares / count, logits.get(str(layer), 0.0)
-            for name in names:
-                weight, before = self._weights[name], self._before[name]
+            for weight in block.parameters():
+                before = self._before[self._names[id(weight)]]
                 share = shards(weight) / model.ranks.size("weights")  # each rank with the same part counts for some of it
                 grad = local_grad(weight)
                 if grad is not None:
@@ -91,7 +89,7 @@ class LayerStatistics:
         the bit, and all trained weights. (5,) fp64 on the device."""
         model, held = self._model, {id(duplicate) for duplicate in self._model.duplicates}
         sums = torch.zeros(5, dtype=torch.float64, device=model.device)
-        for name, weight in self._weights.items():
+        for name, weight in model.named_parameters():
             if id(weight) in held:
                 continue
             before, now = self._before[name], self._part(weight)
@@ -139,7 +137,7 @@ def observe_pass(model: ParallelModel, batch: Batch, rows: int = 4) -> Activatio
             model.summed_cross_entropy_on_device(batch.rows(0, min(rows * model.ranks.size("dp"), len(batch.tokens))))
     finally:
         model.train(training)
-        model.release()  # no backward pass follows, which would do it, and the statistics are of this rank's shards
+        model.release()
     return seen
 
 
