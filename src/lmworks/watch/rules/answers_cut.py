@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Rule
 from lmworks.watch.rules._groups import groups
@@ -11,7 +13,7 @@ def _check(evidence: Evidence) -> Finding | None:
     found = groups(evidence)
     if found is None or not found.fate("truncated") > 0.5:
         return None
-    most = int(evidence.number("grpo.max_new_tokens"))
+    most = evidence.number("grpo.max_new_tokens")  # NaN without a recipe that can be read
     length = evidence.series("train/sequence_length").last
     room = "" if not length < 6 * most else f"; grpo.sequence_length ({length:.0f}) must hold the prompt too"
     return Finding(
@@ -22,7 +24,12 @@ def _check(evidence: Evidence) -> Finding | None:
             Exclusion("reward-failing", f"the reward failed on {found.fate('failed'):.0%}"),
         ],
         changes=[
-            Change("grpo.max_new_tokens", str(4 * most), f"room for whole answers{room}", "allowed on resume; a step takes longer"),
+            Change(
+                "" if math.isnan(most) else "grpo.max_new_tokens",
+                f"{4 * most:.0f}",
+                f"room for whole answers{room}" if most > 0 else "raise grpo.max_new_tokens",
+                "allowed on resume; a step takes longer",
+            ),
             Change(advice="if answers are long because the model does not stop, tune first, and see end-token-not-trained"),
         ],
         next_measurement="grpo/samples.jsonl: some answers and what they earned",

@@ -16,6 +16,8 @@ def _check(evidence: Evidence) -> Finding | None:
     if len(chosen) < _FEWEST:
         raise NotJudged(f"fewer than {_FEWEST} lines")
     beta = evidence.number("dpo.beta")
+    if not beta > 0:
+        raise NotJudged("no recipe with dpo.beta, which turns rewards into log-probabilities")
     rejected = evidence.series("dpo/reward_rejected").finite
     away = max(-one.part(0.75, 1).median / beta for one in (chosen, rejected) if len(one))
     accuracy = evidence.series("validation/reward_accuracy").finite

@@ -79,5 +79,5 @@ RULE = Rule(
         "bad-batch": "only some batches",
         "init-too-wide": "the first loss is finite",
     },
-    outranks=("operator-overflow", "init-too-wide", "learning-rate-too-high"),
+    outranks=("operator-overflow", "init-too-wide", "learning-rate-too-high", "learning-rate-too-low"),
 )

@@ -35,8 +35,12 @@ def _check(evidence: Evidence) -> Finding | None:
     share = valid.median / batch.median
     lost = math.nan
     if evidence.stage == "tune":
-        counts = tuning_counts(evidence)
-        lost = counts["masked"] / max(counts["masked"] + counts["conversations"], 1)
+        try:
+            counts = tuning_counts(evidence)
+            lost = counts["masked"] / max(counts["masked"] + counts["conversations"], 1)
+        except NotJudged:
+            if not share < _VALID:  # what is trained says enough
+                raise
     measured = [
         Measurement(
             "rows that were left out because nothing in them is trained, relative to all",

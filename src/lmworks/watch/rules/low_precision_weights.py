@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from lmworks.watch import trends
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, Series
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _UNCHANGED = 0.9
@@ -17,9 +19,9 @@ _FALL = 0.02  # nats over the second half
 def _check(evidence: Evidence) -> Finding | None:
     unchanged = evidence.series("optim/unchanged_weights").finite
     start, stop = trends.near_peak(evidence, 0.3)
-    late = unchanged.between(max(start, 0.3 * evidence.step), stop)
+    late = _with_gradient(evidence, unchanged.between(max(start, 0.3 * evidence.step), stop))
     if len(late) < 2:
-        raise NotJudged("fewer than 2 lines with optim/unchanged_weights near the peak rate")
+        raise NotJudged("fewer than 2 lines with optim/unchanged_weights near the peak rate and a gradient")
     loss = evidence.series("train/loss").finite
     fall = loss.part(0.4, 0.6).median - loss.part(0.9, 1).median if len(loss) > 10 else math.nan
     ratio = evidence.series("optim/update_ratio").finite.between(start, stop).median
@@ -46,6 +48,14 @@ def _check(evidence: Evidence) -> Finding | None:
         check_afterwards="optim/unchanged_weights is below 0.5 at the peak rate",
         next_measurement="lmworks doctor RUN --probe, which compares two checkpoints weight by weight",
     )
+
+
+def _with_gradient(evidence: Evidence, unchanged: Series) -> Series:
+    """Without the lines whose gradient was 0 or not finite: such a step has no update that rounding could lose."""
+    norm = evidence.series("optim/grad_norm")
+    none = norm.steps[~(np.isfinite(norm.values) & (norm.values > 0))]
+    keep = ~np.isin(unchanged.steps, none)
+    return Series(unchanged.steps[keep], unchanged.values[keep])
 
 
 RULE = Rule(
