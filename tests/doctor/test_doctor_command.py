@@ -161,3 +161,10 @@ def test_a_run_of_an_earlier_version_is_judged_by_the_names_of_now(
     assert evidence.number("train.phases.0.lr_schedule.warmup") == 4 and evidence.number("launch.timeout") == 600
     code, out, _ = doctor(monkeypatch, capsys, run)
     assert code == 1 and "disk-full" in out and "damaged" not in out
+
+
+def test_without_a_recipe_rules_say_so(full: Path) -> None:
+    write_run(full, {"train/loss": [5.0 - 0.01 * i for i in range(300)]})
+    (full / "resolved.json").unlink()
+    found = diagnose(Evidence(open_run(full)))
+    assert not [reason for reason in found.not_judged.values() if "damaged" in reason]

@@ -14,6 +14,7 @@ import numpy as np
 
 from lmworks.recipe.schema.units import Duration, Tokens
 from lmworks.watch.evidence import Evidence, Series
+from lmworks.watch.rule import NotJudged
 
 Mixture = Mapping[str, float]
 
@@ -52,7 +53,7 @@ def tokens_of(value: Any) -> float:
 
 def stretches(evidence: Evidence) -> list[Stretch]:
     """The stretches of pretraining with one mixture each, in order. They begin with a phase, or with a change of the mixture within it, by
-    the recipe or by the ledger."""
+    the recipe or by the ledger. Raises `NotJudged` without a recipe that has phases."""
     phases = {str(one.get("name")): one for one in evidence.value("train.phases", []) if isinstance(one, dict)}
     begun = [(float(step), name) for step, name in evidence.phase_starts() if name in phases]
     if not begun and phases:
@@ -66,6 +67,8 @@ def stretches(evidence: Evidence) -> list[Stretch]:
         if math.isfinite(step):
             begins[step] = next((name for start, name in reversed(begun) if start <= step), ""), _mixture(event.get("mixture"))
     starts = sorted(begins)
+    if not starts:
+        raise NotJudged("no phases of training in resolved.json")
     return [Stretch(begins[a][0], a, b, begins[a][1]) for a, b in zip(starts, [*starts[1:], math.inf], strict=True)]
 
 
