@@ -439,7 +439,7 @@ ELSEWHERE = {
     "corpus.read.markup require": INSTALLED,
     "corpus.read.warc parts": INSTALLED,
     "corpus.read.repository parts": INSTALLED,
-    "metrics.log _import": INSTALLED,
+    "metrics.trackers import_package": INSTALLED,
     "parallel.zero_offload require_library": INSTALLED,
     "weights.gguf gguf_package": INSTALLED,
     "corpus.transform.rewrite _Rewriter.__init__": "tests/corpus/test_steps_rewrite.py; made by the same call as a step of your own",

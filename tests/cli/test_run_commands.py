@@ -176,7 +176,7 @@ def test_a_tokenizer_is_compared(lmworks: Lmworks, finished: Tiny) -> None:
     other = str(finished.run_dir / "tokenizer" / "tokenizer.json")
     rows = json.loads(lmworks("tokenizer", "eval", finished.run_dir, "--against", other, "--json").out)
     assert {row["tokenizer"] for row in rows} == {"this", other}
-    assert read_ledger(finished.run_dir / "ledger.jsonl")[-1]["event"] == "stage_ended"
+    assert read_ledger(finished.run_dir / "ledger.jsonl")[-1]["event"] == "run_ended"
 
 
 def test_a_new_domain_and_the_vocabulary_size_are_judged(lmworks: Lmworks, finished: Tiny) -> None:

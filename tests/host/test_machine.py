@@ -59,7 +59,7 @@ def test_where_nothing_is_said_the_machine_answers(group: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("said", "error"),
     [
-        ("bf17=yes", r"LMWORKS_MACHINE: 'bf17' is not known; it takes NAME=VALUE,... with bf16, cores, .*sandbox$"),
+        ("bf17=yes", r"LMWORKS_MACHINE: 'bf17' is not known; it takes NAME=VALUE,... with bf16, cores, .*sandbox, recorded$"),
         ("cores", r"LMWORKS_MACHINE: 'cores' is not valid; cores is a whole number from 1$"),
         ("cores=0", r"'cores=0' is not valid"),
         ("cores=2,cores=1.5", r"'cores=1.5' is not valid"),

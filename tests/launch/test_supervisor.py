@@ -206,7 +206,7 @@ def test_hosts_and_spares_that_are_sick_run_nothing(tmp_path: Path) -> None:
     Ledger(launch.run_dir / "ledger.jsonl").close()
     launch.folder.conclude(0, 0)
     assert launch.end() == 0
-    assert [host for host, _ in host_events(launch)] == [*"bdbab", "e"]
+    assert sorted(host for host, _ in host_events(launch)) == [*"abbbde"], "a fails while b is checked again, in either order"
 
 
 def test_too_many_sick_hosts_end_the_launch_before_it_begins(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ ALL = ["corpus", "tokenizer", "shards", "pretrain", "tune", "evaluate", "export"
 # What holds a time or a speed: the lock names the last process, the page says when it was written, the tokenizer's report how fast it is.
 CLOCKED = {"lock", "report.html", "ledger.jsonl", "metrics.jsonl", "tokenizer/report.json"}
 # Rewritten with the same content; a copy also says where it lies.
-RECIPES = {"recipe.yaml", "resolved.json"}
+RECIPES = {"recipe.yaml", "resolved.json", "origins.json"}
 
 
 def hashes(folder: Path) -> dict[str, str]:

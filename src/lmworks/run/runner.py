@@ -119,18 +119,24 @@ def _alerting(context: StageContext) -> Iterator[StageContext]:
 
 
 @contextmanager
-def _record_end(run_dir: Path, last: str | None) -> Iterator[None]:
-    """Record in the ledger how the run ended. The launcher does it for the ranks that it has started, and is told the reason by one."""
+def _record_end(run_dir: Path, last: str | None, alerts: bool) -> Iterator[None]:
+    """Record in the ledger how the run ended. The launcher does it for the ranks that it has started, and is told the reason by one. Where
+    all stages were done before, nothing is written, unless somebody has asked for alerts."""
     error: BaseException | None = None
+    before = _size(run_dir / LEDGER)
     try:
         yield
     except BaseException as raised:
         error = raised
         raise
     finally:
-        if "RANK" not in os.environ:
+        if "RANK" not in os.environ and (error is not None or alerts or _size(run_dir / LEDGER) != before):
             end = run_end.RunEnd.of_error(error) if error is not None else run_end.RunEnd.of_code(0)
             end.record(run_dir, last)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 @contextmanager
@@ -191,7 +197,7 @@ def _run_first_rank(
                 _look_ahead(context, recipe, state, stages if not trains else stages_for(recipe), on_event)
             require_same(run_dir, weights_of(run_dir))
             _record_layout(run_dir, recipe)
-            stack.enter_context(_record_end(run_dir, last))
+            stack.enter_context(_record_end(run_dir, last, bool(context.recipe.alerts.targets)))
             (settled or resolved).save(run_dir)
             if state.files != recorded_files(run_dir):
                 write_json(run_dir / SOURCES, state.files)

@@ -129,7 +129,7 @@ class TrainingContext:
     load_start: LoadStart | None = None
     load_adapter: LoadAdapter | None = None
     make_evaluation: MakeEvaluation | None = None
-    run: Callable[[Trainer], None] = Trainer.run
+    run: Callable[[Trainer], None] = lambda trainer: trainer.run()
     held: Held = field(default_factory=Held)
 
 

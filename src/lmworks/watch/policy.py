@@ -20,9 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
 from lmworks.io.files import atomic_path
@@ -30,7 +28,11 @@ from lmworks.recipe.schema.launch import Spike, Stability
 from lmworks.ui.terminal import console
 from lmworks.watch.ledger import Rollback
 
-Arrays = Mapping[str, np.ndarray]
+if TYPE_CHECKING:
+    import numpy as np
+
+
+Arrays = Mapping[str, "np.ndarray"]
 
 
 def _ignore(event: str, **fields: object) -> None:
@@ -78,6 +80,8 @@ class BadSteps:
     def save(self, step: int, batch: Arrays | Callable[[], Arrays]) -> Path | None:
         """Save a batch for replay if fewer than `keep` have been saved; returns its path, or None, also where it cannot be written: a full
         disk is for the next save to judge."""
+        import numpy as np  # here: commands that only read a ledger do not wait for it
+
         path = self.directory / f"step-{step:08d}.npz"
         if not path.exists() and len(list(self.directory.glob("step-*.npz"))) >= self.keep:
             return None
@@ -95,6 +99,8 @@ class BadSteps:
 
 def load_bad_batch(path: Path) -> dict[str, np.ndarray]:
     """Read the arrays of a saved batch, for replay. Raises `UserError` if the file cannot be read."""
+    import numpy as np
+
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
