@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from lmworks.cli import main
+from lmworks.watch import evidence as evidence_module
 from lmworks.watch import run_files
 from lmworks.watch.diagnosis import all_rules, diagnose
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, stages_in
 from lmworks.watch.rule import SYMPTOMS, Finding, Measurement, Rule
 from lmworks.watch.run_files import open_run
 from written_run import write_run
@@ -168,3 +169,10 @@ def test_without_a_recipe_rules_say_so(full: Path) -> None:
     (full / "resolved.json").unlink()
     found = diagnose(Evidence(open_run(full)))
     assert not [reason for reason in found.not_judged.values() if "damaged" in reason]
+
+
+def test_the_ledger_is_read_once_for_all_stages(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, honest = [], evidence_module.read_lines
+    monkeypatch.setattr(evidence_module, "read_lines", lambda files, name: read.append(name) or honest(files, name))
+    write_run(full, {"train/loss": [1.0, 2.0]}, stage="tune")
+    assert [one.stage for one in stages_in(open_run(full))] == ["pretrain", "tune"] and read.count("ledger.jsonl") == 1

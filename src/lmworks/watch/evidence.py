@@ -78,24 +78,37 @@ class Series:
         return float((values > above).mean()) if len(values) else float("nan")
 
 
+@dataclass(frozen=True)
+class WholeRun:
+    """What all stages of a run share, read once: the recipe with all values, the events of the ledger, and its lines that are none."""
+
+    tree: Json
+    events: Sequence[Json]
+    unreadable: int
+
+    @classmethod
+    def read(cls, files: RunFiles) -> WholeRun:
+        lines, unreadable = read_lines(files, LEDGER)
+        events = [event for event in lines if isinstance(event.get("event"), str)]
+        return cls(translated(read_document(files, "resolved.json")), events, unreadable + len(lines) - len(events))
+
+
 class Evidence:
-    """What is known of one stage of a run.
+    """What is known of one stage of a run; `whole` is read where it is not given.
 
     stage: which one. tree: the recipe with all values; empty if the run has none that can be read. events: those of the ledger that belong
     to this stage or to none, oldest first, since the stage last started over. lines: those of the metrics.
     unreadable: lines of the ledger and of the metrics that are no JSON object.
     """
 
-    def __init__(self, files: RunFiles, stage: ModelStage = BASE) -> None:
-        self.files, self.stage = files, stage.stage
-        self.tree: Json = translated(read_document(files, "resolved.json"))
-        ledger, unreadable = read_lines(files, LEDGER)
-        events = [event for event in ledger if isinstance(event.get("event"), str)]
+    def __init__(self, files: RunFiles, stage: ModelStage = BASE, whole: WholeRun | None = None) -> None:
+        whole = WholeRun.read(files) if whole is None else whole
+        self.files, self.stage, self.tree = files, stage.stage, whole.tree
         self.events: Sequence[Json] = [
-            dict(event) for event in since_start_over(events, self.stage) if event.get("stage", self.stage) == self.stage
+            dict(event) for event in since_start_over(whole.events, self.stage) if event.get("stage", self.stage) == self.stage
         ]
         self.lines, more = read_lines(files, f"{stage.folder}/metrics.jsonl" if stage.folder else "metrics.jsonl")
-        self.unreadable = unreadable + more + len(ledger) - len(events)
+        self.unreadable = whole.unreadable + more
         self._documents: dict[str, Json] = {}
 
     # Metrics.
@@ -259,9 +272,10 @@ def _ascending(steps: list[int], values: list[float]) -> Series:
 
 def stages_in(files: RunFiles) -> Iterator[Evidence]:
     """The evidence of every stage that has begun, in their order; of the first stage if none has."""
+    whole = WholeRun.read(files)
     found = [
         evidence
         for stage in MODEL_STAGES
-        if (evidence := Evidence(files, stage)).lines or any(event.get("stage") == stage.stage for event in evidence.events)
+        if (evidence := Evidence(files, stage, whole)).lines or any(event.get("stage") == stage.stage for event in evidence.events)
     ]
-    yield from found or [Evidence(files)]
+    yield from found or [Evidence(files, BASE, whole)]
