@@ -8,7 +8,9 @@ from types import EllipsisType
 from typing import Any
 
 import numpy as np
+import pytest
 
+from lmworks.cli import main
 from lmworks.io.files import write_json
 from lmworks.io.jsonl import line
 from lmworks.io.run_layout import of_stage
@@ -100,3 +102,15 @@ def healthy(steps: int = 200, overrides: Sequence[str] = ()) -> dict[str, list[A
 def budget(steps: int) -> str:
     """The override for so many steps."""
     return f"train.phases.0.tokens={1024 * steps} tokens"
+
+
+def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """`lmworks ARGUMENTS` in this process: its exit code, standard output and standard error."""
+    monkeypatch.setattr("sys.argv", ["lmworks", *map(str, arguments)])
+    code = 0
+    try:
+        main.main()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    said = capsys.readouterr()
+    return code, said.out, said.err

@@ -24,7 +24,7 @@ from lmworks.errors import UserError
 from lmworks.watch.diagnosis import diagnose
 from lmworks.watch.evidence import stages_in
 from lmworks.watch.run_files import open_run, read_document, read_lines
-from written_run import write_run
+from written_run import command_line, write_run
 
 FULL = {"event": "save_failed", "step": 30, "reason": "No space left on device", "in_a_row": 1}
 
@@ -228,14 +228,7 @@ def test_what_the_rules_read_is_in_the_bundle() -> None:
 
 
 def bundle(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["lmworks", "bundle", *map(str, arguments)])
-    code = 0
-    try:
-        main.main()
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    return command_line(monkeypatch, capsys, "bundle", *arguments)
 
 
 def test_the_command_shows_the_files_asks_and_overwrites_nothing(

@@ -9,27 +9,19 @@ from typing import Any
 
 import pytest
 
-from lmworks.cli import main
 from lmworks.watch import evidence as evidence_module
 from lmworks.watch import run_files
 from lmworks.watch.diagnosis import all_rules, diagnose
 from lmworks.watch.evidence import Evidence, stages_in
 from lmworks.watch.rule import SYMPTOMS, Finding, Measurement, Rule
 from lmworks.watch.run_files import open_run
-from written_run import write_run
+from written_run import command_line, write_run
 
 FULL = {"event": "save_failed", "step": 30, "reason": "No space left on device", "in_a_row": 1}
 
 
 def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["lmworks", "doctor", *map(str, arguments)])
-    code = 0
-    try:
-        main.main()
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    return command_line(monkeypatch, capsys, "doctor", *arguments)
 
 
 @pytest.fixture

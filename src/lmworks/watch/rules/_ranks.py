@@ -9,7 +9,9 @@ from typing import Any
 
 from lmworks.watch.data_facts import number
 from lmworks.watch.evidence import Evidence
+from lmworks.watch.rule import Change
 
+AGAIN = Change(advice="run the same command again: it resumes from the last checkpoint", cost="the steps since the last checkpoint")
 ASKED = ("SIGINT", "SIGTERM")  # of a user, a scheduler, or the launcher when another rank has failed
 
 
@@ -31,6 +33,11 @@ class Failure:
         """The first rank that was killed by a signal that nobody asked for, before any other rank ended; empty if there is none."""
         one = self.exits[0] if self.exits else {}
         return one if one.get("signal") and one["signal"] not in ASKED else {}
+
+
+def has_ranks(evidence: Evidence) -> bool:
+    """Whether the run has several ranks, or one that a launcher has started."""
+    return evidence.ranks > 1 or bool(evidence.of("rank_exit", "restart"))
 
 
 def failures(evidence: Evidence) -> list[Failure]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, Rule
-from lmworks.watch.rules._ranks import failures, hung, place
+from lmworks.watch.rules._ranks import AGAIN, failures, has_ranks, hung, place
 
 _NO_KILL = "no process of its control group was killed for want of memory while it ran"
 
@@ -33,9 +33,7 @@ def _check(evidence: Evidence) -> Finding | None:
                 *([Exclusion("out-of-memory-killed", _NO_KILL)] if found.get("oom_kill") is False else []),
             ],
             changes=[
-                Change(
-                    advice="run the same command again: it resumes from the last checkpoint", cost="the steps since the last checkpoint"
-                ),
+                AGAIN,
                 Change(
                     "launch.exclude_after_failures",
                     "1",
@@ -58,7 +56,7 @@ RULE = Rule(
     "A process that is killed by a signal leaves no message. Its parent knows the signal: SIGKILL comes from a user, a scheduler or the "
     "kernel, SIGSEGV and SIGBUS from broken code or memory, SIGABRT from a library. The other ranks then fail in the next collective, and "
     "their errors name neighbours, not the cause. Of the interruptions of Llama 3, 148 of 419 were faults of a GPU.",
-    applies=lambda evidence: evidence.ranks > 1 or bool(evidence.of("rank_exit", "restart")),
+    applies=has_ranks,
     look_alikes={
         "out-of-memory-killed": "the kernel has counted a kill for want of memory",
         "hung-rank": "alive, or stopped, while the others waited",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, Rule
-from lmworks.watch.rules._ranks import failures
+from lmworks.watch.rules._ranks import AGAIN, failures, has_ranks
 
 
 def _check(evidence: Evidence) -> Finding | None:
@@ -21,9 +21,7 @@ def _check(evidence: Evidence) -> Finding | None:
             exact=True,
             excluded=[Exclusion("hung-rank", "every rank had entered the collective"), Exclusion("dead-rank", "no rank had ended")],
             changes=[
-                Change(
-                    advice="run the same command again: it resumes from the last checkpoint", cost="the steps since the last checkpoint"
-                ),
+                AGAIN,
                 Change("launch.environment.NCCL_DEBUG", "INFO", "if it happens again: which link is it", "resume; larger logs"),
                 Change(advice="lmworks health on all hosts: links, clocks, errors of the GPU"),
             ],
@@ -40,6 +38,6 @@ RULE = Rule(
     _check,
     "If no rank is missing and heartbeats go on, the stall is on the devices or in the network between them: a link that has gone down, a "
     "driver, a kernel that waits for ever. In marin#7344, 512 GPUs stood at one step without an error.",
-    applies=lambda evidence: evidence.ranks > 1 or bool(evidence.of("rank_exit", "restart")),
+    applies=has_ranks,
     look_alikes={"hung-rank": "one rank was missing", "dead-rank": "one rank had ended"},
 )

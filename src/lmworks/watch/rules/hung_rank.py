@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, Rule
-from lmworks.watch.rules._ranks import failures, hung, place
+from lmworks.watch.rules._ranks import AGAIN, failures, has_ranks, hung, place
 
 
 def _check(evidence: Evidence) -> Finding | None:
@@ -37,9 +37,7 @@ def _check(evidence: Evidence) -> Finding | None:
             exact=True,
             excluded=[Exclusion("dead-rank", "its process had not ended when the others gave up")],
             changes=[
-                Change(
-                    advice="run the same command again: it resumes from the last checkpoint", cost="the steps since the last checkpoint"
-                ),
+                AGAIN,
                 Change(
                     "launch.exclude_after_failures",
                     "1",
@@ -62,7 +60,7 @@ RULE = Rule(
     "A process that is stopped, swapped out or stuck in a driver or a file system enters no collective. The others wait there until "
     "launch.timeout, and fail; what they report is the collective, not the rank. Each rank writes at every step what it is about to do, "
     "from which the missing one is known.",
-    applies=lambda evidence: evidence.ranks > 1 or bool(evidence.of("rank_exit", "restart")),
+    applies=has_ranks,
     look_alikes={
         "dead-rank": "its process had ended before",
         "hung-collective": "no rank was missing",

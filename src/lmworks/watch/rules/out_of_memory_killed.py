@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, Rule
-from lmworks.watch.rules._ranks import failures, place
+from lmworks.watch.rules._ranks import failures, has_ranks, place
 
 
 def _check(evidence: Evidence) -> Finding | None:
@@ -56,7 +56,7 @@ RULE = Rule(
     "When the memory of a machine or of a container is used up, the kernel kills a process with SIGKILL, which leaves no message and "
     "looks "
     "like a rank that has vanished. The container counts these kills, and the parent of the ranks compares the counter before and after.",
-    applies=lambda evidence: evidence.ranks > 1 or bool(evidence.of("rank_exit", "restart")),
+    applies=has_ranks,
     outranks=("dead-rank",),
     look_alikes={"dead-rank": "no kill was counted", "memory-growing": "the memory grew with the steps before"},
 )
