@@ -20,7 +20,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.checkpoint_commands import find
 from lmworks.run.replay import forward_backward, model_at, require_whole_weights
 from lmworks.run.run_dir import require_run
-from lmworks.shards.batch import Batch
+from lmworks.shards.batch import IGNORE, Batch
 from lmworks.shards.batches import Batches
 from lmworks.train.data.mixture import read_changes
 from lmworks.watch.ledger import LEDGER, Skips, read_ledger, rollbacks
@@ -67,13 +67,13 @@ class Recomputation:
         skips = Skips(rollbacks(read_ledger(self.run_dir / LEDGER), BASE.stage))
         return [step for step in range(self.step - 1, -1, -1) if step not in skips][:last]
 
-    def row_losses(self, batch: Batch) -> np.ndarray:
-        """The mean loss of each row of a batch, (B,) fp64, in nats per valid token; NaN for a row without any."""
-        _, model, _ = self.model()
+    def row_losses(self, batch: Batch, step: int | None = None) -> np.ndarray:
+        """The mean loss of each row of a batch, (B,) fp64, in nats per valid token, with the weights of a step (see `model`); 0 for a row
+        without valid tokens."""
+        _, model, _ = self.model(step)
         model.eval()
         losses = model.token_cross_entropy(batch, 8).double().numpy()
-        valid = (batch.labels >= 0).sum(1)
-        return np.where(valid > 0, losses.sum(1) / np.maximum(valid, 1), np.nan)
+        return np.asarray(losses.sum(1) / np.maximum((batch.labels != IGNORE).sum(1), 1))
 
     def repeat(self, step: int, batch: Batch, precision: str | None = None) -> tuple[float, float, str | None]:
         """Forward and backward of a batch with the weights of a step: loss, gradient norm, and the first operator whose result was not
@@ -87,12 +87,13 @@ class Recomputation:
         return loss, norm, first
 
     def sampled_rows(self, steps: list[int], rows: int = ROWS) -> Iterator[tuple[str, Batch]]:
-        """Up to `rows` single-sequence batches of these steps, each with its source."""
+        """Of the first `rows` sequences of these steps, those with valid tokens as batches of one, each with its source."""
         left = rows
         for step in steps:
             batch, documents = self.batch(step), self.batches.documents(step)
             for number in range(min(left, len(batch.tokens))):
-                yield documents[number].source, batch.rows(number, number + 1)
+                if (row := batch.rows(number, number + 1)).valid_tokens:
+                    yield documents[number].source, row
             left -= min(left, len(batch.tokens))
             if not left:
                 return

@@ -47,8 +47,7 @@ def find_rows(run: Recomputation, step: int) -> list[Row]:
     saved = load_bad(kept[step], step, run.recipe) if step in kept else None
     own = saved is None or np.array_equal(saved.tokens, batch.tokens)  # a batch of a rank, or of data that was changed since
     batch = batch if saved is None else saved
-    run.model(step)
-    losses = _row_losses(run, step, batch)
+    losses = run.row_losses(batch, step)
     middle = float(np.nanmedian(losses[np.isfinite(losses)])) if np.isfinite(losses).any() else math.nan
     order = sorted(range(len(losses)), key=lambda row: -math.inf if not math.isfinite(losses[row]) else -losses[row])
     rows = []
@@ -58,13 +57,6 @@ def find_rows(run: Recomputation, step: int) -> list[Row]:
         repeated = float(np.bincount(one.tokens.ravel()).max() / one.tokens.size)
         rows.append(Row(row, float(losses[row]), float(losses[row] / middle), norm, repeated, documents[row] if own else None))
     return sorted(rows, key=lambda found: (math.isfinite(found.loss) and not math.isinf(found.grad_norm), -found.loss))
-
-
-def _row_losses(run: Recomputation, step: int, batch: Batch) -> np.ndarray:
-    _, model, _ = run.model(step)
-    model.eval()
-    losses = model.token_cross_entropy(batch, 8).double().numpy()
-    return np.asarray(losses.sum(1) / np.maximum((batch.labels != IGNORE).sum(1), 1))
 
 
 def expert_use(run: Recomputation, path: Path) -> dict[str, Any]:
