@@ -69,7 +69,7 @@ def test_it_learns(kind: str) -> None:
     first = backward(model, 0)
     for step in range(40):
         backward(model, step)
-        finite = torch.isfinite(clip_gradients(model.parameters(), 1.0))
+        finite = torch.isfinite(clip_gradients(model.parameters(), 1.0)[0])
         optimizer.step(1.0, finite)
     assert backward(model, 0) < 0.5 * first
 

@@ -57,7 +57,7 @@ def take(optimizer: Optimizer, grads: Mapping[str, Tensor], **how: Any) -> float
     """One step as the trainer makes it; the norm before clipping."""
     for name, parameter in optimizer.parameters.items():
         parameter.grad = grads[name].detach()
-    norm = clip_gradients(optimizer.parameters.values(), LIMIT, **how)
+    norm, _ = clip_gradients(optimizer.parameters.values(), LIMIT, **how)
     optimizer.step(0.7, torch.isfinite(norm))
     return norm.item()
 

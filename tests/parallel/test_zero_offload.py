@@ -104,7 +104,7 @@ def trained(
     recipe, model, optimizer = engine(kind, zero, options, world, **train)
     found, clip = Found(), model.clip_gradients
 
-    def noting(limit: float) -> torch.Tensor:
+    def noting(limit: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not found.grads:
             found.grads = {name: gradient(parameter) for name, parameter in model.named_parameters()}
         return clip(limit)

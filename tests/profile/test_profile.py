@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from lmworks.cli.main import main
 from lmworks.errors import UserError
 from lmworks.profile.report import Profile, from_plain
 from lmworks.profile.run import profile
+from lmworks.profile.spans import Spans
 from lmworks.profile.target import open_target
 from lmworks.recipe.parameters import parameters
 from lmworks.shards.batch import Batch
@@ -61,6 +64,24 @@ def test_memory_is_what_the_model_has_and_the_plan_says(tiny: Tiny, tmp_path: Pa
     events = json.loads(trace.read_text())["traceEvents"]
     assert {"lmworks: forward", "lmworks: optimizer"} <= {event["name"] for event in events}
     assert everything(tiny.run_dir) == before and not list(tiny.run_dir.parent.glob(".lmworks-profile-*"))
+
+
+def test_every_method_that_is_timed_is_called_in_a_step(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that a step no longer calls would leave its part without this time, and nothing else would show it."""
+    timed, calls, given = Spans.timed, Counter[str](), []
+
+    def counting(spans: Spans, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        given.append(function.__name__)
+
+        def call(*args: Any, **options: Any) -> Any:
+            calls[function.__name__] += 1
+            return function(*args, **options)
+
+        return timed(spans, name, call)
+
+    monkeypatch.setattr(Spans, "timed", counting)
+    measured(tiny)
+    assert given and calls.keys() == set(given)
 
 
 def test_activations_that_are_kept_are_the_largest_memory_and_checkpointing_takes_off_what_is_said(tiny: Tiny) -> None:

@@ -60,16 +60,8 @@ def _sum_of_squares(norms: Sequence[Tensor], kinds: Sequence[int], kind: int) ->
     return torch.linalg.vector_norm(torch.stack(members)).square() if members else norms[0].new_zeros(())
 
 
-def clip_gradients(
-    parameters: Iterable[Tensor], max_grad_norm: float, group: dist.ProcessGroup | None = None, holders: int | None = None,
-    copies: Collection[Tensor] = (),
-) -> Tensor:  # fmt: skip
-    """Clip the gradients; returns the norm before. See `clip_and_measure`."""
-    return clip_and_measure(parameters, max_grad_norm, group, holders, copies)[0]
-
-
 @torch.no_grad()
-def clip_and_measure(
+def clip_gradients(
     parameters: Iterable[Tensor], max_grad_norm: float, group: dist.ProcessGroup | None = None, holders: int | None = None,
     copies: Collection[Tensor] = (), kind_of: Mapping[int, int] | None = None, count: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

@@ -18,7 +18,7 @@ from lmworks.model.balance import set_loads, update_biases
 from lmworks.model.moe import MoE
 from lmworks.model.transfers import HostToDevice, to_host
 from lmworks.model.transformer import Loss
-from lmworks.optim.clip import clip_and_measure
+from lmworks.optim.clip import clip_gradients
 from lmworks.optim.groups import KINDS, kind_of, local, shards
 from lmworks.optim.optimizer import Ema
 from lmworks.parallel import context, data
@@ -244,14 +244,11 @@ class ParallelModel:
         (loss.total * scale).backward()
         return loss
 
-    def clip_gradients(self, max_grad_norm: float) -> Tensor:
-        """Scale the gradients so that their global norm is at most `max_grad_norm` (0 leaves them unchanged); returns the norm before."""
-        return self.clip_and_measure(max_grad_norm)[0]
-
-    def clip_and_measure(self, max_grad_norm: float) -> tuple[Tensor, Tensor | None]:
-        """`clip_gradients`; also the sum of squares of the gradients of each of `KINDS` before, (G,), None where it is not known."""
+    def clip_gradients(self, max_grad_norm: float) -> tuple[Tensor, Tensor | None]:
+        """Scale the gradients so that their global norm is at most `max_grad_norm` (0 leaves them unchanged); returns the norm before, and
+        the sum of squares of the gradients of each of `KINDS` before, (G,), None where it is not known."""
         kinds = {id(parameter): kind_of(name, parameter) for name, parameter in self.named_parameters()}
-        return clip_and_measure(
+        return clip_gradients(
             self.parameters(), max_grad_norm, self.ranks.world_group, self.ranks.size("weights"), self.duplicates, kinds, len(KINDS)
         )  # fmt: skip
 

@@ -127,20 +127,17 @@ class ZeroModel(ParallelModel):
         for piece, _ in micro_batches(batch, -(-largest // micro_batch_size), micro_batch_size):
             self.parts[0].loss(*self._inputs(piece))
 
-    def clip_and_measure(self, max_grad_norm: float) -> tuple[Tensor, Tensor | None]:
-        """DeepSpeed has the gradients."""
-        return self.clip_gradients(max_grad_norm), None
-
     def end_norms(self) -> Tensor | None:
         return None
 
-    def clip_gradients(self, max_grad_norm: float) -> Tensor:
-        """The global norm of the gradients; DeepSpeed clips by it in its own step."""
+    def clip_gradients(self, max_grad_norm: float) -> tuple[Tensor, Tensor | None]:
+        """The global norm of the gradients, by which DeepSpeed clips in its own step; it has the gradients, so that nothing is known of
+        their kinds."""
         optimizer = self.engine.optimizer
         # ZeRO-3 has no public name for its norm (DeepSpeed 0.19).
         norms = optimizer._get_norm_groups() if self._sharded else [optimizer.scaled_global_norm()]
         norm = torch.stack([norm.float().to(self.device) for norm in norms])
-        return torch.linalg.vector_norm(torch.where(norm < 0, torch.nan, norm))  # -1 means not finite
+        return torch.linalg.vector_norm(torch.where(norm < 0, torch.nan, norm)), None  # -1 means not finite
 
     def optimizer(self) -> ZeroOptimizer:
         """The optimizer of this model."""

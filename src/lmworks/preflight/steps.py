@@ -72,7 +72,7 @@ def first_batches(context: CheckContext) -> CheckResult:
             own, share = whole.rows(*model.rank_sequences(taken)), valid / whole.tokens.size
             sums = model.sum_over_ranks(model.forward_backward(own, taken, micro, 1 / valid, share))
         loss = float(sums.cross_entropy) / valid
-        norm = float(model.clip_gradients(0.0))
+        norm = float(model.clip_gradients(0.0)[0])
         if updates is not None:
             updates.step(apply=False)  # drops the gradients, wherever DeepSpeed has them
         for parameter in model.parameters():

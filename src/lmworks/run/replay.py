@@ -136,7 +136,7 @@ def forward_backward(model: ParallelModel, recipe: Recipe, batch: Batch) -> tupl
     valid, length = max(batch.valid_tokens, 1), batch.tokens.shape[1]
     with FirstNonFinite(model.parts) as watched:
         sums = model.forward_backward(batch, len(batch.tokens), micro_batch_of(recipe, length), 1 / valid, valid / batch.tokens.size)
-    norm = float(model.clip_gradients(0.0))
+    norm = float(model.clip_gradients(0.0)[0])
     norms = {name: float(torch.linalg.vector_norm(p.grad.float())) for name, p in model.named_parameters() if p.grad is not None}
     largest = sorted(norms, key=lambda name: -norms[name] if math.isfinite(norms[name]) else -math.inf)[:_SHOWN]
     return float(sums.cross_entropy) / valid, norm, watched.found, [{"parameter": name, "grad_norm": norms[name]} for name in largest]

@@ -46,7 +46,7 @@ class EwcPenalty:
                 self._drop_gradients()
                 share = valid / batch.tokens.size
                 model.forward_backward(batch.rows(*model.rank_sequences(1)), 1, 1, loss_scale / max(valid, 1), share)
-                if not torch.isfinite(model.clip_gradients(0.0)):  # overflow in fp16
+                if not torch.isfinite(model.clip_gradients(0.0)[0]):  # overflow in fp16
                     continue
                 self._add_squares(valid, loss_scale)
                 tokens += valid

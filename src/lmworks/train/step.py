@@ -171,7 +171,7 @@ def apply_gradients(
         torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], 1 / scaler.scale)
     if penalty is not None:
         penalty.add_gradients()
-    grad_norm, squares_G = model.clip_and_measure(max_grad_norm)
+    grad_norm, squares_G = model.clip_gradients(max_grad_norm)
     loss = sums.cross_entropy / tokens
     finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
     apply = finite & (loss < limits.loss) & (grad_norm < limits.grad_norm)

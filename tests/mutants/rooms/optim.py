@@ -45,9 +45,9 @@ MUTANTS = [
      "The model gets its own weights back after evaluation.", "optim/test_ema.py"),
     ("optim.optimizer:Optimizer.step", "            self.ema.step(on_device)\n", "            pass\n", "The average follows the weights.",
      "optim/test_optimizer_step.py train/test_average.py"),
-    ("optim.clip:clip_and_measure", "and id(parameter) not in elsewhere", "",
+    ("optim.clip:clip_gradients", "and id(parameter) not in elsewhere", "",
      "A tied embedding on two pipeline stages is counted once in the gradient norm.", "optim/test_clip.py"),
-    ("optim.clip:clip_and_measure",
+    ("optim.clip:clip_gradients",
      ' and not (norm.device.type == "cpu" and norm.item() <= max_grad_norm):\n'
      "        torch._foreach_mul_(grads, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0))",
      ":\n        torch._foreach_mul_(grads, max_grad_norm / (norm + 1e-6))", "Gradients below the limit are not scaled up.",
