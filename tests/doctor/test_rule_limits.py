@@ -14,6 +14,8 @@ from test_rules_machine import run as on_machine
 from test_rules_tuning import COUNT, dpo, forgotten, tune
 from test_rules_tuning import manifest as conversations
 
+from lmworks.watch.rule import Finding
+
 
 @pytest.mark.parametrize(
     ("load_cv", "load_max", "dead", "expected"),
@@ -24,6 +26,17 @@ from test_rules_tuning import manifest as conversations
 )  # fmt: skip
 def test_collapsed_experts(load_cv: float, load_max: float, dead: float, expected: str, tmp_path: Path) -> None:
     assert verdict(judge(tmp_path, "experts-collapsed", **moe(load_cv, load_max, dead, method="none"))) == expected
+
+
+@pytest.mark.parametrize(("dead", "expected"), [(0.0, "silent"), (1.2, "named")])
+def test_experts_that_tuning_uses_unevenly_have_not_collapsed_while_all_are_used(dead: float, expected: str, tmp_path: Path) -> None:
+    """The tokens of a dialogue go to the experts that know dialogues: 0.81 and 2.6 in tuning of the quickstart."""
+    given = moe(0.9, 3.0, dead)
+    given["overrides"] = [*given["overrides"], "tune={data: [{name: chats, kind: files, path: chats.jsonl}]}"]
+    given["metrics"] |= {"optim/learning_rate": [0.003] * STEPS}
+    found = judge(tmp_path, "experts-collapsed", stage="tune", **given)
+    assert verdict(found) == expected
+    assert not isinstance(found, Finding) or [(one.key, one.value) for one in found.changes] == [("tune.learning_rate", "0.001")]
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(128.0, "named"), (64.0, "not judged")])

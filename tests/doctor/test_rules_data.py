@@ -114,9 +114,14 @@ def test_unshuffled_data_is_named_with_and_without_the_count_of_sources(tmp_path
     hit = {domain: np.linspace(5.0, 3.6, 10) + np.where(np.arange(10) == 5, 0.8, 0.0) for domain in SOURCES.values()}
     recovering = {"train/loss": falling() + np.concatenate([np.zeros(100), spike])}
     assert verdict(judge(tmp_path, "unshuffled-data", **run(validation=hit, metrics=recovering))) == "silent"
-    # a batch of three rows cannot hold all sources, and that is no fault
-    rows = {"train/batch_tokens": [192.0] * STEPS, "train/effective_sources": [1.9] * STEPS}
-    assert verdict(judge(tmp_path, "unshuffled-data", **run(metrics=rows))) == "silent"
+    # two sequences hold two sources at most, also where the phase before had more; in one order they hold one
+    length = {"train/sequence_length": [64.0] * (STEPS // 2) + [512.0] * (STEPS // 2)}
+    shared = {"train/effective_sources": [2.98] * (STEPS // 2) + [2.0] * (STEPS // 2)}
+    mixture = {"event": "mixture_changed", "step": STEPS // 2, "mixture": {"chats": 0.3, "docs": 0.3, "news": 0.4}}
+    assert verdict(judge(tmp_path, "unshuffled-data", **run(metrics=length | shared, events=[mixture]))) == "silent"
+    assert verdict(judge(tmp_path, "unshuffled-data", **run(metrics=shared, events=[mixture]))) == "unsure"
+    one = {"train/effective_sources": [2.98] * (STEPS // 2) + [1.0] * (STEPS // 2)}
+    assert verdict(judge(tmp_path, "unshuffled-data", **run(metrics=length | one, events=[mixture]))) == "unsure"
 
 
 def test_an_order_that_changes_late_is_told_from_one_that_never_was_mixed(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from written_run import write_run
 FULL = {"event": "save_failed", "step": 30, "reason": "No space left on device", "in_a_row": 1, "stage": "pretrain"}
 
 
-def wait_for(condition: Any, seconds: float = 30.0) -> bool:
+def wait_for(condition: Any, seconds: float = 120.0) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)

@@ -28,12 +28,17 @@ class Stretch:
     stop: float
     mixture: Mixture
 
-    @property
-    def effective_sources(self) -> float:
-        """exp of the entropy of the mixture."""
+    def effective_sources(self, sequences: float) -> float:
+        """exp of the entropy of the sources of so many sequences that are shared out by the mixture; at least 1. Four sequences hold at
+        most four of eight sources."""
         weights = np.array([weight for weight in self.mixture.values() if weight > 0])
-        weights = weights / weights.sum() if len(weights) else np.ones(1)
-        return float(np.exp(-(weights * np.log(weights)).sum()))
+        if not len(weights) or not sequences >= 1:
+            return 1.0
+        quotas = weights / weights.sum() * int(sequences)
+        counts = np.floor(quotas)
+        counts[np.argsort(counts - quotas, kind="stable")[: int(sequences) - int(counts.sum())]] += 1  # largest remainders
+        shares = counts[counts > 0] / counts.sum()
+        return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
 def number(tree: Any, *path: str) -> float:

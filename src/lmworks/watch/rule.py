@@ -34,7 +34,8 @@ SYMPTOMS = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """A number with its healthy range, and the `source` of the range: a measurement, a paper, a public report. Bounds are inclusive."""
+    """A number with its healthy range, and the `source` of the range: a measurement, a paper, a public report. Bounds are inclusive. NaN:
+    it was not measured, which is no sign of anything, and a finding does not show it."""
 
     name: str
     value: float
@@ -45,8 +46,8 @@ class Measurement:
 
     @property
     def abnormal(self) -> bool:
-        """Whether it lies outside the healthy range. NaN, where a number should be, does."""
-        return not self.low <= self.value <= self.high
+        """Whether it was measured and lies outside the healthy range."""
+        return self.value < self.low or self.value > self.high
 
     @property
     def healthy(self) -> str:
@@ -102,6 +103,9 @@ class Finding:
     sentence: str = ""
     area: str = ""
     stage: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "evidence", tuple(one for one in self.evidence if not math.isnan(one.value)))
 
     @property
     def sure(self) -> bool:

@@ -42,7 +42,7 @@ def _check(evidence: Evidence) -> Finding | None:
         return None
     rate = evidence.number("dpo.learning_rate")
     return Finding(
-        [one for one in measured if math.isfinite(one.value)],
+        measured,
         steps=(int(chosen.steps[0]), int(chosen.steps[-1])),
         excluded=[Exclusion("forgetting", f"answers of the pairs themselves have become less likely by {away:.0f} nats")],
         changes=[

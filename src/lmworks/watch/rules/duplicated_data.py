@@ -58,7 +58,7 @@ def _check(evidence: Evidence) -> Finding | None:
         if not dedup[key]
     ]
     return Finding(
-        [one for one in measured if math.isfinite(one.value)],
+        measured,
         steps=(int(rows.steps[rows.values > 0][0]), int(rows.steps[-1])),
         exact=True,
         excluded=[

@@ -42,7 +42,7 @@ def _check(evidence: Evidence) -> Finding | None:
     if evidence.value(f"{section}.lora") is None:
         changes.append(Change(f"{section}.lora", "{rank: 16}", "train adapters instead of the weights", "start the stage again"))
     return Finding(
-        [one for one in measured if math.isfinite(one.value)],
+        measured,
         steps=(int(rise.steps[0]), int(rise.steps[-1])),
         excluded=[
             Exclusion("overfitting", f"the stage's own loss went from {own.first:.3g} to {own.last:.3g}; what rose is text of another kind")

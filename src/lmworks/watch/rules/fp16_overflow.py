@@ -33,14 +33,13 @@ def _check(evidence: Evidence) -> Finding | None:
         ),
         Measurement("smallest loss scale", lowest, low=2.0, source="DeepSpeed#697: 1 means that every step overflows"),
     ]
-    known = [one for one in found if not math.isnan(one.value)]
     if in_a_row <= _IN_A_ROW and not lowest <= 1:
         return None
     steps = evidence.steps_of("bad_step")
     first = str(forward[0].get("first")) if forward else ""
     wide = evidence.number("model.initializer_range")
     return Finding(
-        [*known, Measurement("share of the steps that were not finite", share)],
+        [*found, Measurement("share of the steps that were not finite", share)],
         steps=(min(steps), max(steps)) if steps else None,
         where=first[:200],
         excluded=[

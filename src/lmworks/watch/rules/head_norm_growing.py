@@ -26,13 +26,12 @@ def _check(evidence: Evidence) -> Finding | None:
         Measurement("optim/head_norm now over that at the begin of the decay", grown, high=_HEAD, source="measured: make doctor"),
         Measurement("train/z_loss now over that at the begin of the decay", grown_z, high=_Z, source="measured: make doctor"),
     ]
-    known = [one for one in found if not math.isnan(one.value)]
     rising = trends.slope(late_head.steps, np.log(np.maximum(late_head.values, 1e-30))) > 0
     if not all(one.abnormal for one in found) or not rising or trends.starts_from_weights(evidence):
         return None
     weight = evidence.number("model.z_loss_weight")
     return Finding(
-        known,
+        found,
         steps=(begin, evidence.step),
         excluded=[Exclusion("learning-rate-too-high", f"it grows while the rate falls to {trends.rate(evidence).last:.3g}")],
         changes=[

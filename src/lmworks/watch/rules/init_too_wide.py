@@ -36,7 +36,7 @@ def _check(evidence: Evidence) -> Finding | None:
     if not first > _FIRST:
         return None
     return Finding(
-        [one for one in found if not math.isnan(one.value)],
+        found,
         steps=(int(loss.steps[0]), int(loss.steps[0])),
         excluded=[
             Exclusion("wrong-tokenizer", f"that starts at ln V = {facts.loss:.3g}; this at {loss.first:.3g}"),

@@ -50,7 +50,7 @@ def _check(evidence: Evidence) -> Finding | None:
         ),
         Measurement("share of the tokens of a step that carry loss", share, low=_VALID, source="0.2 and more in sets of chats"),
     ]
-    found = [one for one in measured if one.abnormal and math.isfinite(one.value)]
+    found = [one for one in measured if one.abnormal]
     if not found:
         return None
     length = evidence.document("tune/data/manifest.json").get("sequence_length")
@@ -64,7 +64,7 @@ def _check(evidence: Evidence) -> Finding | None:
         else []
     )
     return Finding(
-        [one for one in measured if math.isfinite(one.value)],
+        measured,
         exact=True,
         excluded=[Exclusion("wasted-tokens", "the labels were counted, and are not padding")],
         changes=[

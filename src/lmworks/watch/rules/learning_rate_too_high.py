@@ -63,7 +63,6 @@ def _check(evidence: Evidence) -> Finding | None:
         ),
         Measurement("rise of train/loss near the peak rate above its first value", rise, high=_RISE, source=_MEASURED, unit="nats"),
     ]
-    known = [one for one in measured if not math.isnan(one.value)]
     grown = logits > _LOGITS or activations / facts.initializer_range > _ACTIVATIONS
     pushed = growth > _GROWTH or trends.peak_rate(evidence) / law > _RATE
     without_layers = math.isnan(logits) and math.isnan(activations)
@@ -72,7 +71,7 @@ def _check(evidence: Evidence) -> Finding | None:
     if activations / facts.initializer_range > 1e9:
         return None  # operator-overflow: no rate makes this out of sane weights
     return Finding(
-        known,
+        measured,
         steps=(peak, int(min(stop, evidence.step + 1)) - 1),
         excluded=[
             Exclusion("init-too-wide", f"the first loss, {first:.3g}, is that of a uniform guess, {facts.loss:.3g}"),

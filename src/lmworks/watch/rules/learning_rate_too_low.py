@@ -31,16 +31,12 @@ def _check(evidence: Evidence) -> Finding | None:
     path, law = trends.path(evidence), trends.rate_of_law(evidence)
     peak = trends.peak_rate(evidence)
     growth = weights.last / facts.initial_norm if len(weights) and evidence.step > 0.5 * evidence.steps else math.nan
-    known = [
-        one
-        for one in (
-            Measurement("path of the weights over all steps, in units of their norm", path, low=_PATH, source=_MEASURED),
-            Measurement("optim/weight_norm over its initial value", growth, low=_GROWTH, source=_MEASURED),
-            Measurement("peak rate over that of the Step Law", peak / law, low=_RATE, source="arXiv:2503.04715; measured: make doctor"),
-        )
-        if not math.isnan(one.value)
+    measured = [
+        Measurement("path of the weights over all steps, in units of their norm", path, low=_PATH, source=_MEASURED),
+        Measurement("optim/weight_norm over its initial value", growth, low=_GROWTH, source=_MEASURED),
+        Measurement("peak rate over that of the Step Law", peak / law, low=_RATE, source="arXiv:2503.04715; measured: make doctor"),
     ]
-    if not any(one.abnormal for one in known) or loss.first > 1.05 * facts.loss or path >= _PATH or not peak > 0:
+    if not any(one.abnormal for one in measured) or loss.first > 1.05 * facts.loss or path >= _PATH or not peak > 0:
         return None
     attenuated = _attenuation(evidence, facts.parameters)
     if attenuated > 0.5:
@@ -48,7 +44,7 @@ def _check(evidence: Evidence) -> Finding | None:
     raised = law if law > 3 * peak else peak * 10
     late = trends.slope(loss.part(0.7, 1).steps, loss.part(0.7, 1).values) * evidence.step
     return Finding(
-        [*known, Measurement("fall of train/loss in as many steps again, at its last slope", -late, unit="nats")],
+        [*measured, Measurement("fall of train/loss in as many steps again, at its last slope", -late, unit="nats")],
         steps=(int(loss.steps[0]), evidence.step),
         excluded=[
             Exclusion("eps-too-large", f"eps takes {attenuated:.1%} of an update"),

@@ -33,7 +33,7 @@ def _check(evidence: Evidence) -> Finding | None:
     if not found[0].abnormal:
         return None
     return Finding(
-        [one for one in found if not math.isnan(one.value)],
+        found,
         steps=(int(late.steps[0]), int(late.steps[-1])),
         excluded=[Exclusion("frozen-gradient", f"the median gradient norm is {evidence.series('optim/grad_norm').median:.3g}")],
         changes=[

@@ -78,10 +78,9 @@ def _check(evidence: Evidence) -> Finding | None:
         Measurement("system/load", load, high=2.0, source="runnable tasks per processor; up to 1"),
         Measurement("threads per core", threads / cores, high=_THREADS, source="1: see pytorch#19825"),
     ]
-    found = [one for one in measured if math.isfinite(one.value)]
     short = spent.granted < _GRANTED
     mild = spent.granted < _NOTED
-    crowded = any(one.abnormal for one in found[1:]) if math.isfinite(spent.granted) else sum(one.abnormal for one in found) > 1
+    crowded = any(one.abnormal for one in measured[1:]) if math.isfinite(spent.granted) else sum(one.abnormal for one in measured) > 1
     if not crowded or (math.isfinite(spent.granted) and not mild):
         return None
     changes = [
@@ -94,7 +93,7 @@ def _check(evidence: Evidence) -> Finding | None:
     if threads > cores:
         changes.insert(0, Change("threads", f"{int(cores)}", "as many threads as cores", "resume"))
     return Finding(
-        found,
+        measured,
         steps=(spent.first, spent.last),
         note=not short or spent.data_wait > _WAITS * spent.steps,
         excluded=[Exclusion("slow-loader", f"{spent.data_wait / max(spent.steps, 1e-9):.1%} of the time of steps waits for data")],

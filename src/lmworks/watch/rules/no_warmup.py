@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from lmworks.watch import trends
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
@@ -43,7 +41,7 @@ def _check(evidence: Evidence) -> Finding | None:
         return None
     tail = loss.part(0.5, 0.8).median
     return Finding(
-        [one for one in found if not math.isnan(one.value)],
+        found,
         steps=(1, 1 + length),
         excluded=[
             Exclusion(

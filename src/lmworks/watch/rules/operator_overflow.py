@@ -30,7 +30,6 @@ def _check(evidence: Evidence) -> Finding | None:
         Measurement("reports that begin with the same operator", times, high=0, source="the operators of the step, run again"),
         Measurement("activation_rms of a layer over that of the layer before", ratio, high=_BETWEEN_LAYERS, source="measured: make doctor"),
     ]
-    known = [one for one in found if not math.isnan(one.value)]
     overflows = len(bad) >= _BATCHES and times > 0 and times == sum(counted.values())
     if fp16 or not (overflows or ratio > _BETWEEN_LAYERS):
         return None
@@ -39,7 +38,7 @@ def _check(evidence: Evidence) -> Finding | None:
     if runup > _CALM:
         return None  # the loss rose before it: learning-rate-too-high, seen at its end
     return Finding(
-        known,
+        found,
         steps=(first, bad[-1] if bad else evidence.step),
         where=operator or f"layer {layer}",
         excluded=[

@@ -50,7 +50,7 @@ def _check(evidence: Evidence) -> Finding | None:
     )
     fewer = Change(advice=f"train for {at:,} steps, or on more text", cost="start the stage again")
     return Finding(
-        [one for one in measured if math.isfinite(one.value)],
+        measured,
         steps=(at, evidence.step),
         where=f"domains {', '.join(sorted(rising))}" if rising else "",
         excluded=[

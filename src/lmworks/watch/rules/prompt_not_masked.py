@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 from lmworks.watch.rules.labels_all_masked import tuning_counts
@@ -40,7 +38,7 @@ def _check(evidence: Evidence) -> Finding | None:
     if counts.get("documents", 0) > 0 or not measured[0].abnormal:
         return None
     return Finding(
-        [one for one in measured if math.isfinite(one.value)],
+        measured,
         excluded=[Exclusion("forgetting", "the labels were counted, whatever the losses are")],
         changes=[
             Change(

@@ -36,7 +36,7 @@ def _check(evidence: Evidence) -> Finding | None:
     ]
     index = trends.schedule_key(evidence, begin)
     return Finding(
-        [one for one in found if not math.isnan(one.value)],
+        found,
         steps=(begin, evidence.step),
         excluded=[
             Exclusion("learning-rate-too-low", f"the peak rate was {rates.values.max():.3g}, and the loss fell until step {begin}"),

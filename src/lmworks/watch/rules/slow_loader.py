@@ -32,7 +32,6 @@ def _check(evidence: Evidence) -> Finding | None:
         Measurement("warnings of starvation in the ledger", len(starved), high=0, source="over windows of 50 steps"),
         Measurement("system/io_pressure", io, high=0.3, source="share of the time in which a task waits for a disk"),
     ]
-    found = [one for one in measured if math.isfinite(one.value)]
     cached = evidence.value("shards.cache") is not None
     if cached:
         steps = "256 steps"
@@ -41,7 +40,7 @@ def _check(evidence: Evidence) -> Finding | None:
         where = "{dir: /tmp/lmworks-cache, max_bytes: 20GB}"
         change = Change("shards.cache", where, "a cache on a disk of this machine, which reads ahead", "allowed on resume")
     return Finding(
-        found,
+        measured,
         steps=(spent.first, spent.last),
         where=f"rank {rank.median:.0f}" if len(rank) else "",
         excluded=[Exclusion("machine-oversubscribed", f"computation had {spent.granted:.0%} of the processor time that it asked for")]

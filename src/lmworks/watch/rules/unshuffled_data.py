@@ -13,14 +13,15 @@ from lmworks.watch.evidence import Evidence, Series
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _SOURCES, _MEMORY, _UNSTEADY = 0.7, 0.3, 1.2
-_PER_SOURCE = 2  # sequences of a step for each source: with fewer, a step cannot hold all of them
+_MIXED = 1.3  # effective sources, below which a step of one source is no sign
 _FEWEST = 40  # lines
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """How the sources are mixed in a stretch of steps. sources: effective number of sources per step, relative to the mixture's, a value
-    per line. memory: autocorrelation of the training loss around its trend; NaN if there are too few lines."""
+    """How the sources are mixed in a stretch of steps. sources: effective number of sources per step, relative to what its sequences hold
+    where the mixture shares them out, a value per line; empty where that is about one. memory: autocorrelation of the training loss around
+    its trend; NaN if there are too few lines."""
 
     stretch: Stretch
     sources: Series
@@ -30,7 +31,7 @@ class Mixing:
 def mixing(evidence: Evidence) -> list[Mixing]:
     """Of each stretch of pretraining with one mixture of several sources. Raises `NotJudged` if there is none with enough lines."""
     found = []
-    rows = evidence.series("train/batch_tokens").median / evidence.series("train/sequence_length").median
+    tokens, length = evidence.series("train/batch_tokens"), evidence.series("train/sequence_length")
     for one in stretches(evidence):
         loss = evidence.series("train/loss").finite.between(one.start + 1, one.stop + 1)
         # the loss falls fastest in the first fifth, where no low polynomial follows it
@@ -38,9 +39,11 @@ def mixing(evidence: Evidence) -> list[Mixing]:
         if len(settled) < _FEWEST:
             continue
         sources = evidence.series("train/effective_sources").finite.between(one.start + 1, one.stop + 1)
-        if rows < _PER_SOURCE * one.effective_sources or one.effective_sources < 1.3:
+        sequences = (series.between(one.start + 1, one.stop + 1).median for series in (tokens, length))
+        most = one.effective_sources(next(sequences) / next(sequences))
+        if most < _MIXED:
             sources = sources.between(0, 0)
-        found.append(Mixing(one, Series(sources.steps, sources.values / one.effective_sources), _memory(settled)))
+        found.append(Mixing(one, Series(sources.steps, sources.values / most), _memory(settled)))
     if not found:
         raise NotJudged(f"fewer than {_FEWEST} lines of one mixture")
     return found
@@ -99,11 +102,11 @@ def _check(evidence: Evidence) -> Finding | None:
     ]
     if len(worst.sources) and not measured[0].abnormal:
         return None
-    abnormal = [one for one in measured if one.abnormal and math.isfinite(one.value)]
+    abnormal = [one for one in measured if one.abnormal]
     if not abnormal or (len(abnormal) < 2 and abnormal[0] is not measured[0]):
         return None
     return Finding(
-        [one for one in measured if math.isfinite(one.value)],
+        measured,
         steps=(int(worst.stretch.start) + 1, min(int(min(worst.stretch.stop, 1 << 53)), evidence.step)),
         excluded=[Exclusion("order-changed", "it is so from the first step on")],
         changes=[

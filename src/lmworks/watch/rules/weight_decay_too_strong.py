@@ -37,12 +37,11 @@ def _check(evidence: Evidence) -> Finding | None:
         ),
         Measurement("path of the weights over their growth", ratio, high=_UNGROWN, source="measured: make doctor"),
     ]
-    known = [one for one in found if not math.isnan(one.value)]
-    if sum(one.abnormal for one in known) < 2 and evidence.step < 0.5 * steps:
+    if sum(one.abnormal for one in found) < 2 and evidence.step < 0.5 * steps:
         raise NotJudged("less than half of the steps are done")
     better = max(0.01, min(0.1, 1 / (peak * steps * 0.5)))
     return Finding(
-        known,
+        found,
         steps=(1, evidence.step),
         excluded=[
             Exclusion("learning-rate-too-high", f"the norm of the weights has grown {growth:.3g} times"),
