@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lmworks.recipe.schema.units import Duration, Tokens
-from lmworks.watch.evidence import Evidence, Series
+from lmworks.recipe.schema.units import Duration
+from lmworks.watch.evidence import Evidence, Series, quantity
 from lmworks.watch.rule import NotJudged
 
 Mixture = Mapping[str, float]
@@ -45,15 +45,7 @@ def number(tree: Any, *path: str) -> float:
     """A number in nested objects; NaN if there is none."""
     for part in path:
         tree = tree.get(part) if isinstance(tree, dict) else None
-    return float(tree) if isinstance(tree, int | float) and not isinstance(tree, bool) else math.nan
-
-
-def tokens_of(value: Any) -> float:
-    """Tokens as a resolved recipe has them ("512 tokens"); NaN if they are none."""
-    try:
-        return float(Tokens.parse(value)) if isinstance(value, str) else math.nan
-    except ValueError:
-        return math.nan
+    return quantity(tree)
 
 
 def stretches(evidence: Evidence) -> list[Stretch]:
@@ -79,7 +71,7 @@ def stretches(evidence: Evidence) -> list[Stretch]:
 
 def _steps(at: Any, phase: Mapping[str, Any]) -> float:
     try:
-        step, tokens = int(tokens_of(phase.get("global_batch_tokens"))), int(tokens_of(phase.get("tokens")))
+        step, tokens = int(number(phase, "global_batch_tokens")), int(number(phase, "tokens"))
         return float(Duration.parse(str(at)).steps(step_tokens=step, phase_tokens=tokens))
     except ValueError:
         return 0.0

@@ -222,10 +222,7 @@ class Evidence:
 
     def number(self, path: str) -> float:
         """The same, as a number: tokens, bytes, seconds or steps of a value with such a unit; NaN if it is none."""
-        found = self.value(path)
-        if isinstance(found, str):
-            return _quantity(found)
-        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else float("nan")
+        return quantity(self.value(path))
 
     def document(self, name: str) -> Json:
         """A JSON file of the run by its path, such as `corpus/report.json`; empty if there is none that can be read."""
@@ -253,12 +250,15 @@ class Evidence:
         return [(event["step"], str(event.get("phase"))) for event in self.of("phase") if isinstance(event.get("step"), int)]
 
 
-def _quantity(text: str) -> float:
+def quantity(value: Any) -> float:
+    """A value of a recipe as a number: tokens, bytes, seconds or steps of a text with such a unit; NaN if it is none."""
+    if not isinstance(value, str):
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
     for unit in (Tokens, Bytes, Seconds):
         with suppress(ValueError):
-            return float(unit.parse(text))
+            return float(unit.parse(value))
     with suppress(ValueError):
-        if (duration := Duration.parse(text)).unit == "steps":
+        if (duration := Duration.parse(value)).unit == "steps":
             return float(duration.value)
     return float("nan")
 
