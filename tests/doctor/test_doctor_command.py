@@ -17,6 +17,7 @@ from lmworks.watch.rule import SYMPTOMS, Finding, Measurement, Rule
 from lmworks.watch.run_files import open_run
 from written_run import command_line, write_run
 
+RUNS = Path(__file__).parent / "runs_of_recipes"
 FULL = {"event": "save_failed", "step": 30, "reason": "No space left on device", "in_a_row": 1}
 
 
@@ -46,6 +47,17 @@ def test_a_healthy_run_ends_with_0_and_says_what_could_not_be_judged(
 ) -> None:
     code, out, _ = doctor(monkeypatch, capsys, write_run(tmp_path / "run", {"train/loss": [5.0 - 0.01 * i for i in range(60)]}))
     assert code == 0 and "0 problems" in out and "could not run: no " in out and "experts" not in out
+
+
+@pytest.mark.parametrize(("recipe", "passed"), [("quickstart", 69), ("assistant", 25)])
+def test_finished_runs_of_the_shipped_recipes_have_no_findings(
+    recipe: str, passed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bundles of whole runs on two cores: phases of unequal length, a tune that uses experts unevenly, a busy machine."""
+    code, out, _ = doctor(monkeypatch, capsys, RUNS / f"{recipe}.zip", "--json")
+    stages = json.loads(out)["stages"]
+    assert code == 0 and not [one for stage in stages for one in (*stage["problems"], *stage["unsure"], *stage["notes"])]
+    assert sum(len(stage["passed"]) for stage in stages) >= passed  # a rule that can no longer judge would be silent too
 
 
 def test_every_cause_can_be_explained_and_its_look_alikes_are_causes(

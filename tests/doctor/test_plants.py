@@ -81,6 +81,21 @@ def test_starred_causes_are_named_at_full_length(out: Path, name: str) -> None:
 OTHERS = {"cpu_share": 1.0, "plain": {"problems": [], "unsure": []}}
 
 
+HOOKED = {
+    name: (plant.name, dose)
+    for plant in plants.PLANTS.values()
+    for dose, chosen in plant.doses.items()
+    for name, _ in (*chosen.hooks, *chosen.options.get("hooks", ()))
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", HOOKED)
+def test_every_hook_fits_the_code_that_it_changes(out: Path, hook: str) -> None:
+    name, dose = HOOKED[hook]
+    made(out, name, dose, steps=12)
+
+
 def row(plant: str, named: str, **more: Any) -> dict[str, Any]:
     code = plants.PLANTS[plant].code
     known = {"plant": plant, "code": code, "named": named, "dose": "clear", "training": [], "first": None, "folder": plant}
