@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ def judge(folder: Path, code: str, stage: str = "pretrain", **run: Any) -> Findi
     """What the rule with a code finds in a run that is written with `run`; why it could not judge, as text."""
     path = write_run(folder / f"run-{len(list(folder.iterdir()))}", stage=stage, **run)
     try:
-        found = all_rules()[code].judge(Evidence(open_run(path), of_stage(stage)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # a mean of nothing, which a user would see
+            found = all_rules()[code].judge(Evidence(open_run(path), of_stage(stage)))
     except NotJudged as reason:
         return str(reason)
     if found is not None:

@@ -163,6 +163,7 @@ FAILURES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "an exception": ([ended(1, 10), ended(0, 12), restart("rank 1 on a (process 7) failed at step 40: KeyError: 'x'")], "dead-rank"),
     "out of memory": ([ended(1, 10, "SIGKILL", -9, True), ended(0, 12), restart(SILENT_END)], "out-of-memory-killed"),
     "frozen": ([ended(0, 70), ended(1, 75, "SIGKILL", -9), restart(FROZEN)], "hung-rank"),
+    "frozen, and killed by its neighbour before that ended": ([ended(1, 70, "SIGKILL", -9), ended(0, 70), restart(FROZEN)], "hung-rank"),
     "frozen, by an earlier version": ([restart(FROZEN)], "hung-rank"),
     "all in one collective": ([ended(0, 70), ended(1, 70), restart(TOGETHER, (0, 1))], "hung-collective"),
     "saving": ([ended(0, 70), ended(1, 75), restart(SAVING)], ""),

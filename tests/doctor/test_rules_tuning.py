@@ -126,6 +126,7 @@ def test_a_loss_of_zero_is_no_cause_and_a_set_that_was_learned_is_a_note(tmp_pat
     learned = {"grpo/solved": np.minimum(1.0, np.linspace(0.1, 2.0, 40)), "grpo/equal_groups": np.linspace(0.2, 0.95, 40)}
     assert verdict(grpo(tmp_path, "rewards-all-right", metrics=learned)) == "note"
     assert verdict(grpo(tmp_path, "rewards-all-wrong", count=4, **SIGNALS["rewards-all-wrong"])) == "not judged"
+    assert verdict(grpo(tmp_path, "rewards-all-right", count=8, **SIGNALS["rewards-all-right"])) == "named"
     # a stage that ended because its reward failed on every answer has a few lines
     assert verdict(grpo(tmp_path, "reward-failing", count=3, **SIGNALS["reward-failing"])) == "named"
 

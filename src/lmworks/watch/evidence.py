@@ -63,6 +63,12 @@ class Series:
         return float(np.median(values)) if len(values) else float("nan")
 
     @property
+    def mean(self) -> float:
+        """Of the finite values; NaN without any."""
+        values = self.values[np.isfinite(self.values)]
+        return float(values.mean()) if len(values) else float("nan")
+
+    @property
     def first(self) -> float:
         """The first value; NaN without any."""
         return float(self.values[0]) if len(self) else float("nan")

@@ -49,8 +49,8 @@ def groups(evidence: Evidence, limit: float = EQUAL) -> Groups | None:
     if len(equal) < _FEWEST:
         raise NotJudged(f"fewer than {_FEWEST} lines")
     late = equal.part(0.5, 1)
-    if not float(late.values.mean()) > limit:
+    if not late.mean > limit:
         return None
-    fates = {name: float(one.values.mean()) if len(one := evidence.series(f"grpo/{name}").finite.part(0.5, 1)) else 0.0 for name in FATES}
+    fates = {name: one.mean if len(one := evidence.series(f"grpo/{name}").finite.part(0.5, 1)) else 0.0 for name in FATES}
     reward = evidence.series("grpo/reward").finite.part(0.5, 1)
-    return Groups(float(late.values.mean()), fates, float(reward.values.mean()), (int(late.steps[0]), int(late.steps[-1])))
+    return Groups(late.mean, fates, reward.mean, (int(late.steps[0]), int(late.steps[-1])))

@@ -30,8 +30,9 @@ class Failure:
 
     @property
     def first(self) -> dict[str, Any]:
-        """The first rank that was killed by a signal that nobody asked for, before any other rank ended; empty if there is none."""
-        one = self.exits[0] if self.exits else {}
+        """The first rank that was killed by a signal that nobody asked for, before any other rank ended; empty if there is none. A rank
+        that stopped responding is killed by its neighbours, before they end."""
+        one = self.exits[0] if self.exits and not hung(self) else {}
         return one if one.get("signal") and one["signal"] not in ASKED else {}
 
 

@@ -33,7 +33,7 @@ def _check(evidence: Evidence) -> Finding | None:
     raised = whole if whole > batch else 4 * batch
     clipped = evidence.series("optim/clipped").finite
     if len(clipped):
-        found.append(Measurement("share of the steps that were clipped", float(clipped.values.mean())))
+        found.append(Measurement("share of the steps that were clipped", clipped.mean))
     return Finding(
         found,
         steps=(int(loss.steps[0]), int(loss.steps[-1])),

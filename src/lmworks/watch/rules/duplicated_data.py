@@ -35,7 +35,7 @@ def _check(evidence: Evidence) -> Finding | None:
         weights |= {name: max(weight, weights.get(name, 0.0)) for name, weight in one.mixture.items()}
     again = sum(weights.get(name, 0.0) for name, count in read.items() if count > 1)
     late = rows.part(0.5, 1)
-    mean = float(late.values.mean())
+    mean = late.mean
     if not mean - again > _REPEATED:
         return None
     if _begins_at_resume(evidence, rows):

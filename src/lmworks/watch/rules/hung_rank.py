@@ -15,7 +15,6 @@ def _check(evidence: Evidence) -> Finding | None:
         saving = "(save" in one.reason
         if saving:
             continue  # save-timeout
-        last = bool(one.exits) and one.exits[-1].get("rank") == rank
         measured = [
             Measurement(
                 "ranks that were missing from a collective in which others timed out",
@@ -27,7 +26,8 @@ def _check(evidence: Evidence) -> Finding | None:
         if one.exits:
             measured.append(
                 Measurement(
-                    "ranks that ended after the others had given up", float(last), high=0, source="the order in which processes ended"
+                    "ranks that did not end by themselves", float(one.exit_of(rank).get("signal") == "SIGKILL"), high=0,
+                    source="the signal by which the process ended",
                 )
             )
         return Finding(

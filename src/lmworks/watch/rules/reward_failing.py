@@ -14,10 +14,10 @@ def _check(evidence: Evidence) -> Finding | None:
     if len(failed) < _FEWEST:
         raise NotJudged(f"fewer than {_FEWEST} lines")
     late = failed.part(0.5, 1)
-    share = float(late.values.mean())
+    share = late.mean
     if not share > _FAILED:
         return None
-    equal = float(evidence.series("grpo/equal_groups").finite.part(0.5, 1).values.mean())
+    equal = evidence.series("grpo/equal_groups").finite.part(0.5, 1).mean
     reasons = [str(event.get("reason", ""))[:120] for event in evidence.of("reward_failed")]
     return Finding(
         [

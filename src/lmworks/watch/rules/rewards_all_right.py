@@ -14,11 +14,12 @@ def _check(evidence: Evidence) -> Finding | None:
     found = groups(evidence, _EQUAL)
     if found is None or not found.fate("solved") > _SOLVED:
         return None
-    begun = evidence.series("grpo/solved").finite.part(0, 0.1).values.mean()
+    solved = evidence.series("grpo/solved").finite
+    begun = solved.part(0, max(0.1, 1 / len(solved))).mean
     return Finding(
         [
             *found.measured("have the full reward", "solved", high=_SOLVED, equal=_EQUAL),
-            Measurement("the same share in the first tenth of the steps", float(begun)),
+            Measurement("the same share in the first tenth of the steps", begun),
         ],
         steps=found.steps,
         note=begun < 0.5 * found.fate("solved"),  # it was learned
