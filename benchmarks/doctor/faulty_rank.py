@@ -6,21 +6,38 @@ import json
 import os
 import runpy
 import signal
-import time
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import hooks
 
+SLOW_FROM = 120  # of two ranks each is compared with its own past: five comparisons, one every twenty steps
 _KEPT: list[bytearray] = []
+_RUNS = 0.002  # seconds between two stops: less than the computation by which ranks are compared takes
+_PACE = """
+import os, signal, sys, time
+rank, runs, stops = os.getppid(), *map(float, sys.argv[1:])
+while os.getppid() == rank:
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(stops)
+    os.kill(rank, signal.SIGCONT)
+    time.sleep(runs)
+"""
+
+
+def pace(factor: float) -> None:
+    """From now on this process takes `factor` times as long for everything, as on a processor whose clock was lowered."""
+    subprocess.Popen([sys.executable, "-c", _PACE, str(_RUNS), str(_RUNS * (factor - 1))])
 
 
 def plant(kind: str, dose: int) -> None:
-    """The second rank, from step 12 on: takes longer, stops, is killed, or needs ever more memory."""
+    """The second rank becomes slow, or, from step 12 on, stops, is killed, or needs ever more memory."""
 
     def act(step: int, model: Any) -> None:
-        if kind == "slow" and step >= 12:
-            time.sleep((0.1, 0.3, 1.0)[dose])
+        if kind == "slow" and step == SLOW_FROM:
+            pace((1.5, 3.0, 6.0)[dose])
         elif kind == "hung" and step == (30, 20, 12)[dose]:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif kind == "dead" and step == (30, 20, 12)[dose]:

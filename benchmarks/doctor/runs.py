@@ -65,12 +65,14 @@ def key_of(case: Case, sources: str) -> str:
     parts = [
         sources, case.name, json.dumps(base(case.size), sort_keys=True), json.dumps(dose.sets(case.size)), json.dumps(dose.hooks),
         json.dumps(dose.options, sort_keys=True), "" if change is None else inspect.getsource(change), *map(inspect.getsource, functions),
-        inspect.getsource(scenarios.SCENARIOS[case.plant.scenario]), *_of_later_stages(case),
+        inspect.getsource(scenarios.SCENARIOS[case.plant.scenario]), *_of_scenario(case),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _of_later_stages(case: Case) -> list[str]:
+def _of_scenario(case: Case) -> list[str]:
+    if case.plant.scenario == "ranks":
+        return [Path(__file__).with_name("faulty_rank.py").read_text(encoding="utf-8")]
     if case.plant.scenario != "later":
         return []
     return [json.dumps(scenarios.ANSWERS), *map(inspect.getsource, (scenarios._tune, scenarios._dpo, scenarios._grpo, scenarios._files))]

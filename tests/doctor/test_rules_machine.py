@@ -193,4 +193,7 @@ def test_the_rank_for_which_all_wait_is_named(tmp_path: Path) -> None:
     assert verdict(found) == "named" and isinstance(found, Finding) and found.where.startswith("rank 1")
     assert verdict(judge(tmp_path, "slow-rank", **run({"perf/slowest_rank": compared}))) == "silent"  # one of them is the slowest
     changing = {step: float(step // 20 % 2) for step in compared}
+    later = changing | {step: 1.0 for step in compared if step >= 120}  # it has become slow: the comparisons of 120, 140 and 160 showed it
+    assert verdict(judge(tmp_path, "slow-rank", **run({"perf/slowest_rank": later}, events=[warned | {"step": 160}]))) == "named"
+    assert verdict(judge(tmp_path, "slow-rank", **run({"perf/slowest_rank": later}, events=[warned | {"step": 80}]))) == "silent"
     assert verdict(judge(tmp_path, "slow-rank", **run({"perf/slowest_rank": changing}, events=[warned]))) == "silent"

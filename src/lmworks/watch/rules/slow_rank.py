@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.data_facts import number
+from lmworks.watch.evidence import Evidence, Series
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _RATIO, _SAME = 1.25, 0.8
@@ -17,10 +18,14 @@ def _check(evidence: Evidence) -> Finding | None:
     compared = evidence.series("perf/slowest_rank").finite.part(0.1, 1)
     if len(compared) < _FEWEST:
         raise NotJudged(f"fewer than {_FEWEST} comparisons of ranks")
+    warned = evidence.of("slow_rank")
+    if warned:  # from the comparisons on that led to the first warning
+        first = max(0, int(np.searchsorted(compared.steps, number(warned[0], "step"))) - (_FEWEST - 1))
+        compared = Series(compared.steps[first:], compared.values[first:])
     ranks, counts = np.unique(compared.values, return_counts=True)
     rank, same = int(ranks[counts.argmax()]), float(counts.max() / len(compared))
-    warned = [event for event in evidence.of("slow_rank") if event.get("rank") == rank]
-    ratios = [event["seconds"] / max(event["median"], 1e-9) for event in warned]
+    warned = [event for event in warned if event.get("rank") == rank]
+    ratios = [number(event, "seconds") / max(number(event, "median"), 1e-9) for event in warned]
     measured = [
         Measurement(
             "share of the comparisons in which this rank held up the others most",
