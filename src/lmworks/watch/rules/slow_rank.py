@@ -72,7 +72,9 @@ RULE = Rule(
     _check,
     "In a synchronous step every rank waits for the slowest one, so that their times are equal and the total time does not tell which "
     "one it "
-    "is. Every twenty steps the time outside of collectives and a fixed matrix multiplication are compared.",
+    "is. Every twenty steps the time outside of collectives and a fixed matrix multiplication are compared. Of "
+    "two ranks each is compared with its own past, so that one which is slow from the first step on is not found; nor is time that a rank "
+    "loses within a step and not in arithmetic: lmworks profile times the parts of a step per rank.",
     applies=lambda evidence: evidence.ranks > 1,
     needs=("perf/slowest_rank",),
     look_alikes={
