@@ -9,11 +9,12 @@ import pickle
 import zipfile
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from planted_run import SECRETS, TRACES, sentences, write_planted
 
-from lmworks.bundle import archive
+from lmworks.bundle import archive, contents
 from lmworks.bundle.archive import MOST_BYTES, collect
 from lmworks.bundle.contents import CONTENTS, HASHED, thinned
 from lmworks.bundle.log_lines import redact_log
@@ -33,7 +34,7 @@ FULL = {"event": "save_failed", "step": 30, "reason": "No space left on device",
 def planted(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("planted")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("API_KEY", "OPENAI_TOKEN", "NCCL_SOCKET_IFNAME", "TORCH_HOME", "CUDA_VISIBLE_DEVICES", "LMWORKS_HOST"):
+        for name in ("API_KEY", "HF_TOKEN", "OPENAI_TOKEN", "NCCL_SOCKET_IFNAME", "TORCH_HOME", "CUDA_VISIBLE_DEVICES", "LMWORKS_HOST"):
             patch.setenv(name, SECRETS["api key"])
         patch.setattr("socket.gethostname", lambda: SECRETS["host"])
         patch.setattr("getpass.getuser", lambda: SECRETS["user"])
@@ -61,7 +62,8 @@ def test_what_tells_causes_apart_is_still_there(planted: zipfile.ZipFile) -> Non
     beats = [json.loads(planted.read(f"launch/heartbeats/{rank}.json")) for rank in (12, 0)]
     hosts = json.loads(planted.read("launch/hosts.json"))["hosts"]
     assert beats[0]["host"] == hosts[12]["name"], "one host has one pseudonym everywhere"
-    assert json.loads(planted.read("environment.json"))["environment"]["NCCL_SOCKET_IFNAME"].startswith("host-")
+    environment = json.loads(planted.read("environment.json"))["environment"]
+    assert environment["NCCL_SOCKET_IFNAME"].startswith("host-") and not {"API_KEY", "HF_TOKEN", "OPENAI_TOKEN"} & set(environment)
 
 
 @pytest.mark.parametrize("secret", SECRETS.values(), ids=SECRETS)
@@ -98,6 +100,52 @@ def test_a_frame_of_an_installed_package_keeps_its_file_and_another_does_not() -
     ]  # fmt: skip
 
 
+def test_a_path_through_a_package_to_another_file_is_no_path_of_the_package(tmp_path: Path) -> None:
+    import torch
+
+    (tmp_path / "quokka.py").touch()
+    package = Path(torch.__file__).parent
+    (line,) = redact_log([f'  File "{package}/{os.path.relpath(tmp_path / "quokka.py", package)}", line 3, in forward'], Redactor())
+    assert line == '  File "path-1.py", line 3, in forward'
+
+
+def test_of_a_long_log_the_last_lines_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", {"train/loss": [1.0] * 5})
+    (run / "launch" / "logs").mkdir(parents=True)
+    said = [f"Timed out waiting {number}ms for recv operation to complete\n" for number in range(40_000)]
+    (run / "launch" / "logs" / "rank-0.log").write_text("".join(said))
+    for least, limit in ((1000, archive._SHARES["logs"]), (10, 800)):
+        monkeypatch.setattr(archive, "_SHARES", archive._SHARES | {"logs": limit})
+        (kept,) = [one for one in collect(run).members if one.name == "launch/logs/rank-0.log"]
+        lines = kept.data.decode().splitlines(keepends=True)
+        assert lines == said[-len(lines) :] and least <= len(lines) <= 1000 and (kept.note == "") == (len(lines) == 1000)
+
+
+def test_checkpoints_that_do_not_fit_are_the_oldest_and_are_listed_as_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = {f"data-{part}.bin": {"bytes": 1, "blake3": hashlib.sha256(bytes([part])).hexdigest()} for part in range(20)}
+    places = [f"checkpoints/step-{step:08d}/manifest.json" for step in range(8, 80, 8)]
+    run = write_run(tmp_path / "run", {"train/loss": [1.0] * 80}, documents={place: {"format": 2, "files": entries} for place in places})
+    monkeypatch.setattr(archive, "_SHARES", archive._SHARES | {"checkpoints": 5000})
+    _, said, _ = bundle(monkeypatch, capsys, run, "--list", "--json")
+    found = json.loads(said)
+    kept = [one["name"] for one in found["members"] if one["name"] in places]
+    assert 1 < len(kept) < len(places) and kept == places[: -len(kept) - 1 : -1]
+    assert set(found["omitted"]) == set(places) - set(kept)
+    assert all("exceed what is left of the 5,000 bytes for checkpoints" in reason for reason in found["omitted"].values())
+
+
+def test_how_ranks_ended_is_the_same_in_the_bundle(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"train/loss": [1.0] * 50})
+    (run / "launch" / "exits").mkdir(parents=True)
+    (run / "launch" / "exits" / "n1.jsonl").write_text('{"time": 1e9, "rank": 1, "code": -9, "signal": "SIGKILL"}\n')
+    collect(run).write(tmp_path / "a.zip")
+    (name,) = [one for one in open_run(tmp_path / "a.zip").names() if one.startswith("launch/exits/")]
+    ((line,), _) = read_lines(open_run(tmp_path / "a.zip"), name)
+    assert (line["rank"], line["code"], line["signal"]) == (1, -9, "SIGKILL")
+
+
 def test_the_doctor_names_the_same_for_the_bundle_and_the_bytes_are_the_same(tmp_path: Path) -> None:
     values = {"train/loss": [5.0 - 0.01 * i for i in range(300)], "optim/update_ratio": [0.5] * 300, "optim/learning_rate": [0.01] * 300}
     run = write_run(tmp_path / "run", values | {"validation/quokka/loss": [3.0] * 300}, [FULL])
@@ -113,8 +161,12 @@ def test_the_doctor_names_the_same_for_the_bundle_and_the_bytes_are_the_same(tmp
     assert read_document(files, "doctor.json")["stages"][0]["problems"][0]["code"] == "disk-full"
 
 
-def test_a_truncated_checkpoint_is_named_by_the_sizes_that_the_bundle_lists(tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_named_by_the_sizes_that_the_bundle_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many other files there are."""
+    monkeypatch.setattr(contents, "_MOST_LISTED", 1)
     run = write_run(tmp_path / "run", {"train/loss": [1.0] * 50})
+    for number in range(3):
+        (run / f"a file {number}").touch()
     place = run / "checkpoints" / "step-00000040"
     place.mkdir(parents=True)
     (place / "data-00000-00000.bin").write_bytes(b"x" * 90)
@@ -174,13 +226,26 @@ def test_lines_are_thinned_from_the_middle() -> None:
     assert len(kept) == 100 and kept[:25] == list(range(25)) and kept[-50:] == list(range(950, 1000)) and kept == sorted(set(kept))
 
 
-def test_a_secret_that_would_get_through_stops_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+URLS = {"s3://***@a": "s3://me:open-sesame@a", "https://***@c": "https://lone-token@c", "https://b/x?sig=***&v=20260101": "https://b/x?sig=sesame-query&v=20260101"}
+
+
+@pytest.mark.parametrize(("said", "what"), [
+    ("qwertzuiop123", "the variable SOME_API_KEY"), ("open-sesame", "a credential of url_credentials.json"),
+    ("lone-token", "a credential of url_credentials.json"),
+    ("sesame-query", "a credential of url_credentials.json"), ("/home/quokka/x", "the home folder"), ("v=20260101", ""),
+])  # fmt: skip
+def test_a_secret_that_would_get_through_stops_the_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], said: str, what: str
+) -> None:
     """The last look does not rely on the redaction: here it is switched off."""
-    run = write_run(tmp_path / "run", {"train/loss": [1.0] * 5}, [{"event": "stopped", "reason": "used qwertzuiop123"}])
+    run = write_run(tmp_path / "run", {"train/loss": [1.0] * 5}, [{"event": "stopped", "reason": f"used {said}"}])
+    (run / "url_credentials.json").write_text(json.dumps(URLS))
     monkeypatch.setenv("SOME_API_KEY", "qwertzuiop123")
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/quokka"))
     monkeypatch.setattr(Redactor, "text", lambda self, text, depth=0: text)
-    with pytest.raises(UserError, match="would contain the variable SOME_API_KEY"):
-        collect(run)
+    code, _, error = bundle(monkeypatch, capsys, run, "--out", tmp_path / "out.zip", "--yes")
+    assert (code == 2 and f"would contain {what}; please report this" in error) if what else (code == 0 and said)
+    assert (tmp_path / "out.zip").exists() == (not what)
 
 
 def test_a_hostile_record_of_collectives_is_not_unpickled(tmp_path: Path) -> None:
@@ -254,3 +319,16 @@ def test_the_command_shows_the_files_asks_and_overwrites_nothing(
     with pytest.raises(SystemExit) as ended:
         main.main()
     assert ended.value.code == 1 and "disk-full" in capsys.readouterr().out
+
+
+def test_the_checks_of_preflight_are_in_the_archive_if_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, asked = write_run(tmp_path / "run", {"train/loss": [1.0] * 5}), []
+    answer = SimpleNamespace(plain=lambda: {"check": "disk", "status": "fail", "text": f"{tmp_path}/quokka is full"})
+    monkeypatch.setattr("lmworks.preflight.checks.preflight", lambda context, *_: asked.append(context.recipe.name) or [answer])
+    for name, words in (("without", ()), ("with", ("--preflight",))):
+        assert bundle(monkeypatch, capsys, run, "--out", tmp_path / f"{name}.zip", "--yes", *words)[0] == 0
+    assert asked == ["written"] and "preflight.json" not in zipfile.ZipFile(tmp_path / "without.zip").namelist()
+    (found,) = read_document(open_run(tmp_path / "with.zip"), "preflight.json")["checks"]
+    assert (found["check"], found["status"]) == ("disk", "fail") and "quokka" not in found["text"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import io
 import os
+import re
 import socket
 import zipfile
 import zlib
@@ -20,7 +21,7 @@ from lmworks.bundle.redact import Redactor
 from lmworks.doctor.report import as_document
 from lmworks.errors import UserError
 from lmworks.io.files import write_bytes
-from lmworks.io.masking import SECRET_NAME
+from lmworks.io.masking import MASK, SECRET_NAME
 from lmworks.io.urls import NAME as CREDENTIALS
 from lmworks.watch.diagnosis import diagnose
 from lmworks.watch.evidence import stages_in
@@ -35,6 +36,7 @@ _MOST_MEMBERS = 4000
 _SHORTEST_SECRET = 6
 _FORMAT = 1
 _TIME = (1980, 1, 1, 0, 0, 0)
+_VALUE = re.compile(r"[?&;][^=&;?#\s]+=([^&;#\s]*)")  # of the query of a URL
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def collect(run_dir: Path, preflight: Sequence[Mapping[str, Any]] | None = None)
     packer.add("doctor.json", redactor.value(diagnosis), "documents")
     packer.add("environment.json", machine.describe(run_dir, redactor), "documents")
     if preflight is not None:
-        packer.add("preflight.json", redactor.value([dict(one) for one in preflight]), "documents")
+        packer.add("preflight.json", redactor.value({"checks": [dict(one) for one in preflight]}), "documents")
     for content in contents.CONTENTS:
         for name in sorted(names, key=_newest_first):
             if content.fits(name) and not (name == "preflight.json" and preflight is not None):
@@ -175,11 +177,10 @@ def _users() -> Iterator[str]:
 
 def _refuse_secrets(members: Sequence[Member], files: FolderFiles, redactor: Redactor) -> None:
     """A second look by other means: no credential that this machine knows may be in any member."""
-    secrets = {f"the variable {name}": value for name, value in os.environ.items() if SECRET_NAME.search(name)}
-    for real in _credentials(read_document(files, CREDENTIALS)):
-        secrets[f"a credential of {CREDENTIALS}"] = real
-    secrets["the home folder"] = str(Path.home())
-    for what, secret in secrets.items():
+    secrets = [(f"the variable {name}", value) for name, value in os.environ.items() if SECRET_NAME.search(name)]
+    secrets += [(f"a credential of {CREDENTIALS}", secret) for secret in _credentials(read_document(files, CREDENTIALS))]
+    secrets.append(("the home folder", str(Path.home())))
+    for what, secret in secrets:
         data = secret.encode()
         if len(data) < _SHORTEST_SECRET or redactor.is_public(secret):
             continue
@@ -190,9 +191,14 @@ def _refuse_secrets(members: Sequence[Member], files: FolderFiles, redactor: Red
                 )
 
 
-def _credentials(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for one in value.values():
-            yield from _credentials(one)
-    elif isinstance(value, str) and "@" in value:
-        yield value.rpartition("@")[0].rpartition(":")[2]
+def _credentials(known: Mapping[str, Any]) -> Iterator[str]:
+    """Passwords and tokens before the @, and masked values of the query, of URLs by their masked form."""
+    for masked, real in known.items():
+        if not isinstance(real, str):
+            continue
+        user, at, _ = real.rpartition("@")
+        if at:
+            yield user.rpartition(":")[2].removeprefix("//")  # a token may stand alone
+        for shown, value in zip(_VALUE.findall(masked), _VALUE.findall(real), strict=False):
+            if shown == MASK:
+                yield value
