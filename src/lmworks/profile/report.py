@@ -222,7 +222,7 @@ def _time(target: Target, one: Measured, plan: PhasePlan | None) -> dict[str, It
         step = _median(one, "wall")
         measured["save"] = one.save / max(1.0, min(_steps_between(train.save_every, one), by_time / step))
     planned = _planned_parts(plan)
-    return {part: Item(planned.get(part), measured[part]) for part in PARTS if measured.get(part) or planned.get(part)}
+    return {part: Item(planned.get(part), measured.get(part, 0.0)) for part in PARTS if measured.get(part) or planned.get(part)}
 
 
 def _steps_between(every: Duration, one: Measured) -> float:
