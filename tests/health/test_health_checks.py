@@ -5,24 +5,28 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import node_recording
 from lmworks.health import checks, disks, network, stress
 from lmworks.health.checks import CHECKS, Check, Request, check_node, judged
 from lmworks.health.gpu import diagnostics
-from lmworks.health.node import Node, NotThere, Process, record_processes
+from lmworks.health.node import DRIVER, Node, NotThere, Process, record_processes
 from lmworks.health.report import Report, Result, Status
 from lmworks.watch.ledger import RunLock
 from node_recording import CHRONYC, LIMITS, XID_LINE, measured, record
+from patience import PATIENCE
 
 
 @pytest.fixture
@@ -83,6 +87,7 @@ DCGM, diagnosed = "programs/dcgmi", node_recording.diagnostics
 MOUNTS = "proc/self/mounts"
 HOT = "sys/devices/system/cpu/cpu1/thermal_throttle/package_throttle_total_time_ms"
 RANK = Process(4242, 1, "ada", "S", "python -m lmworks.cli.rank run", 5.0, "/runs/old/launch")
+SERVED = replace(RANK, parent=500)
 SICK: list[tuple[str, Callable[[Path], None], str, Status, str]] = [
     ("uncorrected ECC", gpu(3, ecc_volatile=2), "gpu_errors", "fail", "GPU 3: uncorrected ECC errors since the driver was loaded: 2"),
     ("remapping failed", gpu(0, rows_failed=1), "gpu_errors", "fail", "GPU 0: row remapping failed"),
@@ -96,6 +101,7 @@ SICK: list[tuple[str, Callable[[Path], None], str, Status, str]] = [
     ("narrow PCIe", gpu(2, pcie_width=8), "gpu_clocks", "warn", "GPU 2: PCIe x8 instead of x16"),
     ("NVLink", gpu(4, nvlinks=[1] * 17 + [0]), "nvlink", "fail", "GPU 4 has 17 active links, others have 18"),
     ("orphan", both(gpu(0, processes=[[4242, 7e10]]), processes(RANK)), "gpu_processes", "fail", "70.0 GB of GPU 0 are held by process"),
+    ("busy", both(gpu(0, processes=[[4242, 7e10]]), processes(SERVED)), "gpu_processes", "warn", "are held by process 4242"),
     ("unseen", gpu(0, processes=[[99, 1e9]]), "gpu_processes", "warn", "held by process 99, which cannot be seen here"),
     ("no port", text(f"{IB}/state", "1: DOWN"), "infiniband", "warn", "mlx5_3/1 is down (LinkUp)"),
     ("slow port", text(f"{IB}/rate", "100 Gb/sec (4X EDR)"), "infiniband", "fail", "mlx5_3/1 runs at 100 Gb/s, others"),
@@ -109,9 +115,13 @@ SICK: list[tuple[str, Callable[[Path], None], str, Status, str]] = [
     ("no clock server", text("programs/chronyc", CHRONYC.replace("Normal", "Not synchronised")), "clock", "warn", "not synchronized"),
     ("before time", text("clock_offset", "-1e9"), "clock", "fail", "which is before 2026"),
     ("file server's clock", text("clock_offset", "-3600"), "write", "fail", "this clock is 3,600 s behind that of the file system"),
+    ("clock ahead", text("clock_offset", "3600"), "write", "fail", "this clock is 3,600 s ahead of that of the file system"),
+    ("stopped rank", processes(replace(SERVED, state="T")), "leftovers", "fail", "is a rank of /runs/old/launch that is stopped"),
     ("leftover rank", processes(RANK), "leftovers", "fail", "process 4242 of ada (python -m lmworks.cli.rank run) is a rank of /runs"),
     ("stale mount", text(MOUNTS, "filer:/gone /gone/away nfs rw 0 0\n"), "mounts", "fail", "/gone/away (nfs) cannot be read: No"),
     ("read-only", text("proc/self/mounts", "/dev/sda1 / ext4 ro 0 0\n"), "mounts", "fail", "/ is mounted read-only"),
+    ("read-only below", lambda root: text(MOUNTS, f"/dev/a / ext4 rw 0 0\n/dev/b {root.parent} ext4 ro 0 0\n")(root), "mounts", "fail",
+     "is mounted read-only"),
     ("fallen mount", text(MOUNTS, "/dev/a / ext4 rw 0 0\n/dev/b /b xfs ro,emergency_ro 0 0\n"), "mounts", "warn", "/b may have become"),
     ("core's bits", text("programs/stress", faster("core 2", equal=False)), "stress", "fail", "core 2 computed other bits the second time"),
     ("GPU's bits", text("programs/stress", faster("GPU 2", digest="1")), "stress", "fail", "GPU 2 computed other bits than the other"),
@@ -138,6 +148,60 @@ def test_a_gpu_that_the_driver_has_lost_is_missed(node: Node) -> None:
     assert node.recorded
     lost_gpu(node.recorded)
     assert results(node)["gpu_errors"].text == "the driver finds 7 of 8 GPUs on the PCI bus"
+
+
+def test_locked_memory_is_limited_without_harm_where_no_adapter_needs_it(node: Node) -> None:
+    assert node.recorded
+    (node.recorded / "proc/self/limits").write_text(LIMITS.replace("unlimited", "8388608"))
+    shutil.rmtree(node.recorded / "sys/class/infiniband")
+    assert results(node)["limits"].status == "ok"
+
+
+class Nvml:
+    """The package that reads GPUs, with one GPU; what it is not told here it does not support. Constants have their names as values."""
+
+    __spec__ = object()
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = {"nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": 1, "nvmlDeviceGetHandleByIndex": "gpu",
+                        "nvmlSystemGetDriverVersion": b"570.1"} | answers  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("NVML_"):
+            return 18 if name == "NVML_NVLINK_MAX_LINKS" else name
+
+        def call(*given: Any) -> Any:
+            answer = self.answers.get(name, self.NVMLError("not supported"))
+            answer = answer(*given) if callable(answer) else answer
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return call
+
+
+WORN = {
+    "nvmlDeviceGetRemappedRows": (2, 0, 1, 0),  # by correctable and by uncorrectable errors, pending, failed
+    "nvmlDeviceGetTotalEccErrors": lambda gpu, kind, counter: 5 if kind == "NVML_MEMORY_ERROR_TYPE_CORRECTED" else 0,
+}
+
+
+@pytest.mark.parametrize(("package", "status", "said"), [
+    (Nvml(**WORN), "warn", "GPU 0: a row waits for a reset to be remapped"),
+    (Nvml(nvmlDeviceGetRemappedRows=(0, 1, 0, 1)), "fail", "GPU 0: row remapping failed"),
+    (Nvml(nvmlInit=Nvml.NVMLError("Driver Not Loaded")), "fail", "NVML finds no GPU (Driver Not Loaded)"),
+    (None, "unknown", "nvidia-ml-py is not installed"),
+])  # fmt: skip
+def test_gpus_are_read_through_the_package_of_their_maker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: Nvml | None, status: Status, said: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", package)
+    monkeypatch.setattr(Node, "read", lambda self, path: "NVRM version" if path == DRIVER else None)
+    found = judged(Node(), Request(tmp_path, 20.0), CHECKS[0])
+    assert CHECKS[0].name == "gpu_errors" and found.status == status and found.text.startswith(said), found
 
 
 def test_every_check_has_a_plant() -> None:
@@ -184,6 +248,15 @@ def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("override", "status"), [("disk=1e6", "fail"), ("disk=1e18", "ok")])
 def test_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, status: str) -> None:
     monkeypatch.setenv("LMWORKS_MACHINE", override)
+    assert disks.space(tmp_path).status == status
+
+
+@pytest.mark.parametrize(("free", "size", "status"), [(2e9, 1e13, "warn"), (5e8, 1e13, "fail"), (5e8, 2e9, "ok"), (1e8, 2e9, "fail")])
+def test_a_gigabyte_or_a_tenth_of_a_small_disk_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, size: float, status: str
+) -> None:
+    for name, value in (("free_disk", int(free)), ("disk_size", int(size)), ("inodes", (0, 0))):
+        monkeypatch.setattr(f"lmworks.host.machine.{name}", lambda path, value=value: value)
     assert disks.space(tmp_path).status == status
 
 
@@ -238,7 +311,7 @@ def test_the_lock_of_a_run_is_said(node: Node) -> None:
 
 
 def hang(node: Node, request: Request) -> Result:
-    time.sleep(1000)
+    time.sleep(200)
     raise AssertionError
 
 
@@ -255,7 +328,8 @@ def absent(node: Node, request: Request) -> Result:
 
 
 def test_a_check_that_hangs_or_crashes_costs_one_check(tmp_path: Path) -> None:
-    """A driver that does not answer is broken; of another check nothing is known."""
+    """A driver that does not answer is broken; of another check nothing is known. What hangs is killed."""
+    others = {one.pid for one in psutil.Process().children()}
     wanted = [Check("driver", "", hang, "the driver hangs"), Check("other", "", hang), Check("crash", "", crash), Check("bug", "", fails)]
     began = time.monotonic()
     report = check_node(Node(), Request(tmp_path, 1.0), [*wanted, Check("absent", "", absent), Check("late", "", hang, alone=True)])
@@ -267,6 +341,20 @@ def test_a_check_that_hangs_or_crashes_costs_one_check(tmp_path: Path) -> None:
         "absent": ("skip", "no such thing"), "late": ("unknown", "not ended within 1 s"),
     }  # fmt: skip
     assert report.code == 1 and report.failures == [": the driver hangs: no answer within 1 s"]
+    assert not psutil.wait_procs([one for one in psutil.Process().children() if one.pid not in others], timeout=PATIENCE)[1]
+
+
+def test_a_check_that_measures_runs_beside_no_other(tmp_path: Path) -> None:
+    def busy(node: Node, request: Request) -> Result:
+        time.sleep(0.5)
+        (tmp_path / "ended").touch()
+        return Result("ok", "")
+
+    def measures(node: Node, request: Request) -> Result:
+        return Result("ok" if (tmp_path / "ended").exists() else "fail", "")
+
+    report = check_node(Node(), Request(tmp_path, 60.0), [Check("measures", "", measures, alone=True), Check("busy", "", busy)])
+    assert [(one.name, one.result.status) for one in report.checks] == [("measures", "ok"), ("busy", "ok")]
 
 
 def report(*found: Status) -> Report:
@@ -286,7 +374,8 @@ def test_exit_codes(found: tuple[Status, ...], code: int) -> None:
 
 @pytest.mark.parametrize(
     "said",
-    ["", "null", "[]", '{"version": 2}', '{"version": 1}', "[" * 100_000, json.dumps(report("ok").to_json()).replace('"ok"', '"fine"')],
+    ["", "null", "[]", '{"version": 1}', "[" * 100_000, json.dumps(report("ok").to_json()).replace('"ok"', '"fine"'),
+     json.dumps(report("ok").to_json() | {"version": 2})],
 )
 def test_what_is_no_report_is_refused(said: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):

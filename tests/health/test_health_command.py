@@ -6,14 +6,18 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lmworks.health.checks import Check
 from node_recording import record
+from written_run import command_line
 
 
 def health(*words: str, recorded: Path | None = None, prefix: tuple[str, ...] = ()) -> tuple[int, str]:
@@ -38,8 +42,31 @@ def test_the_exit_code_is_that_of_the_node(tmp_path: Path) -> None:
     tree = json.loads(said)
     assert code == tree["code"] == 1 and tree["verdict"] == "failed" and tree["versions"]["nvidia driver"] == "570.86.15"
     assert "stress" not in checks(said) and checks(said)["memory_errors"]["status"] == "fail"
+    assert checks(said)["write"]["text"].startswith("4 blocks of 4 MiB")
     (root / "programs" / "stress").write_text("")
-    assert health("--only", "stress", recorded=root)[0] == 2
+    code, said = health("--only", "stress", "--quick", "--json", recorded=root)
+    assert code == 2 and checks(said)["stress"]["status"] == "unknown", "what is asked for by name is done"
+
+
+def test_ports_and_addresses_that_are_given_are_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def asked(*words: object) -> tuple[int, str]:
+        code, out, _ = command_line(monkeypatch, capsys, "health", "--json", *words)
+        return code, json.loads(out)["checks"][0]["text"]
+
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        code, said = asked("--only", "ports", "--port", port)
+        assert code == 1 and f"cannot listen on {port}: " in said
+        assert asked("--only", "reach", "--reach", f"127.0.0.1:{port}") == (0, f"127.0.0.1:{port} can be reached")
+    code, said = asked("--only", "reach", "--reach", f"127.0.0.1:{port}")
+    assert code == 1 and f"cannot connect to 127.0.0.1:{port}" in said
+
+
+def test_the_limit_that_is_given_ends_a_check_that_hangs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    hangs = Check("driver", "driver", lambda node, request: time.sleep(1000), "the driver hangs")  # type: ignore[func-returns-value]
+    monkeypatch.setattr("lmworks.health.checks.CHECKS", (hangs,))
+    code, out, _ = command_line(monkeypatch, capsys, "health", "--quick", "--timeout", "1")
+    assert code == 1 and "the driver hangs: no answer within 1 s" in out
 
 
 @pytest.mark.slow

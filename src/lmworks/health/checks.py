@@ -124,8 +124,9 @@ def _run(node: Node, request: Request, checks: Sequence[Check], until: float) ->
                 continue
             del running[reading]
             os.close(reading)
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child, signal.SIGKILL)  # also what it has started; the child itself has ended, or is late
+            for end in (os.kill, os.killpg):  # the child, which has ended or is late, and may have no group yet; and what it has started
+                with suppress(ProcessLookupError, PermissionError):
+                    end(child, signal.SIGKILL)
             if ready:
                 os.waitpid(child, 0)
             found.append(Checked(check.name, check.title, _result(check, bytes(said), bool(ready), request), time.monotonic() - began))
