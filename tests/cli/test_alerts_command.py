@@ -194,11 +194,14 @@ def test_a_target_that_cannot_be_used_is_refused_before_the_first_stage(
 ) -> None:
     new = Tiny(tiny.recipe, tmp_path / "run")
     monkeypatch.setenv("HOOK", "hooks.example/x")
+    monkeypatch.setenv("BAD_TOKEN", "s3cr3t\nX-Header: y")
     for target, error in (
         ({"command": ["no-such-program-4711"]}, "there is no program no-such-program-4711 here"),
         ({"url_variable": "NO_SUCH_VARIABLE"}, "the environment variable NO_SUCH_VARIABLE is not set"),
         ({"url_variable": "HOOK"}, "HOOK: it is not a URL of the form https://HOST/PATH"),
         ({"url": "https://a.example/", "token_variable": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE is not set"),
+        ({"url": "https://a.example/", "token_variable": "BAD_TOKEN"}, "BAD_TOKEN is not a token: it has characters that"),
+        ({"command": ["true"], "token_variable": "BAD_TOKEN"}, "token_variable is for a URL"),
         ({"url": "ftp://a.example/"}, "it is not a URL of the form"),
         ({"url": "https://hooks.slack.com/services/T0/B0/s3cr3t"}, "looks like a secret"),
         ({"url": "https://a.example/x", "command": ["true"]}, "give one of url, url_variable and command, not url and command"),
@@ -207,6 +210,7 @@ def test_a_target_that_cannot_be_used_is_refused_before_the_first_stage(
         done = pretrain(lmworks, new, [{"name": "web", **target}])
         assert error in done.error, done.err
         assert "s3cr3t" not in done.out + done.err
+    assert "alerts.targets lists web twice" in pretrain(lmworks, new, [{"name": "web", "command": ["true"]}] * 2).error
     assert not (new.run_dir / "ledger.jsonl").exists()
 
 

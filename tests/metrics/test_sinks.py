@@ -216,6 +216,21 @@ def test_trackers_are_told_every_line_and_the_end(tmp_path: Path, monkeypatch: p
         ("log", (({"train/loss": 3.0},), {"step": 1})), ("log", (({"train/loss": 3.0},), {"step": 3})),
     ]  # fmt: skip
     assert [name for name, _ in trackio.lines] == ["init", "log", "finish"] * 2
+    database = tmp_path / "trackio" / "p.db"
+    storage.SQLiteStorage.get_project_db_path = lambda project: database
+    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute("CREATE TABLE metrics (run_name TEXT, step INTEGER)")
+        both = [(name, step) for name in (tmp_path.name, "other") for step in range(6)]
+        connection.executemany("INSERT INTO metrics VALUES (?, ?)", both)
+
+    def steps(name: str) -> list[int]:
+        with contextlib.closing(sqlite3.connect(database)) as connection:
+            return [step for (step,) in connection.execute("SELECT step FROM metrics WHERE run_name = ? ORDER BY step", (name,))]
+
+    with MetricLog(tmp_path, Metrics(trackio_project="p"), resume_step=4) as log:
+        assert steps(tmp_path.name) == [0, 1, 2, 3], "steps that are run again replace the old ones"
+        log.rewind(2)
+        assert steps(tmp_path.name) == [0, 1] and steps("other") == [*range(6)]
     assert trackio.lines[0][1][1]["resume"] == "allow" and tmp_path / "trackio" == storage.TRACKIO_DIR  # type: ignore[attr-defined]
     assert [one[1][0] for one in client.lines if one[0] == "log_batch"] == [("id-1", [("train/loss", 3.0, step)]) for step in (1, 3)]
     assert [name for name, _ in client.lines].count("create_run") == 1 and [name for name, _ in client.lines].count("set_terminated") == 2

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from alert_receiver import Receiver, appending, lines, receiver
+from lmworks.launch import slurm
+from lmworks.launch.launcher import Launch
+from lmworks.launch.torchrun import Host
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.watch.alert_process import Dispatcher, Orders
-from lmworks.watch.alert_targets import NotDelivered, Target
+from lmworks.run.runner import _alerting
+from lmworks.run.stages import StageContext
+from lmworks.watch import alert_process
+from lmworks.watch.alert_process import Dispatcher, Orders, Watch
+from lmworks.watch.alert_targets import NotDelivered, Target, open_target
 from lmworks.watch.alerting import alerting
 from lmworks.watch.alerts import Alert
-from lmworks.watch.ledger import LEDGER, Ledger, read_ledger
+from lmworks.watch.heartbeat import Heartbeat
+from lmworks.watch.ledger import LEDGER, Ledger, events_of, read_ledger
+from lmworks.watch.stop_signals import graceful_stop
+from patience import PATIENCE
 from ports import free_port
 
 
@@ -136,15 +152,16 @@ def test_after_an_hour_the_same_cause_is_sent_again(tmp_path: Path, server: Rece
     with Ledger(tmp_path / LEDGER) as ledger:
         ledger.write("alert_sent", target="web", kind="finding", cause="finding/a")
         ledger.write("alert_sent", target="web", kind="finding", cause="finding/b")
+        ledger.write("alert_sent", target="other", kind="finding", cause="finding/c")
     book = tmp_path / LEDGER
-    first, second = book.read_text(encoding="utf-8").splitlines()
+    first, *others = book.read_text(encoding="utf-8").splitlines()
     (old,) = {line["time"] for line in read_ledger(book)[:1]}
-    book.write_text(first.replace(str(old), str(round(old - 3601, 3))) + "\n" + second + "\n", encoding="utf-8")
+    book.write_text(first.replace(str(old), str(round(old - 3601, 3))) + "\n" + "\n".join(others) + "\n", encoding="utf-8")
     sender = Dispatcher(orders(tmp_path, {"name": "web", "url": server.url}))
-    for code in ("a", "b"):
+    for code in ("a", "b", "c"):
         sender.send(finding(code))
     sender.drain()
-    assert [one["cause"] for one in server.alerts] == ["finding/a"]
+    assert [one["cause"] for one in server.alerts] == ["finding/a", "finding/c"]
 
 
 def test_a_sender_that_is_gone_or_stopped_never_delays_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +177,151 @@ def test_a_sender_that_is_gone_or_stopped_never_delays_the_run(tmp_path: Path, m
             for step in range(500):
                 ledger.write("finding", stage="pretrain", step=step, code=f"C{step}", sentence="long " * 100)
         assert time.monotonic() - began < 20
+
+
+def test_a_cause_whose_alert_failed_is_tried_again_after_a_while(tmp_path: Path, server: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alert_process, "_RETRY_FAILED", -1.0)
+    server.answers[:] = [(500, {}, 0)]
+    sender = Dispatcher(orders(tmp_path, {"name": "web", "url": server.url}))
+    for _ in range(3):
+        sender.send(finding("a"))
+        sender.drain()
+    assert [line["event"] for line in read_ledger(tmp_path / LEDGER)] == ["alert_failed", "alert_sent"] and len(server.requests) == 2
+
+
+def test_a_target_that_never_answers_is_in_the_ledger_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(Target, "deliver_patiently", lambda *_: answer.wait(PATIENCE))
+    sender = Dispatcher(orders(tmp_path, {"name": "web"}))
+    sender.send(finding("a"))
+    sender.drain()
+    (line,) = read_ledger(tmp_path / LEDGER)
+    assert (line["event"], line["target"], line["reason"]) == ("alert_failed", "web", "it does not answer")
+    answer.set()
+    assert replace(orders(tmp_path), attempts=3, timeout=10.0).patience >= 3 * 10 + 1 + 2, "all attempts, and the pauses between them"
+
+
+def test_a_target_gets_the_kinds_that_it_wants(tmp_path: Path, server: Receiver) -> None:
+    sender = Dispatcher(orders(tmp_path, {"name": "web", "url": server.url, "on": ["failed"]}))
+    sender.send(finding("a"))
+    sender.drain()
+    assert server.alerts == []
+
+
+@pytest.mark.parametrize(("owner", "messages", "ends"), [
+    (True, [], [("failed", "ended without a last word, as when it is killed")]), (False, [], []), (True, [{"ended": True}], []),
+    (True, [{"stopping": "SIGINT"}], [("stopped", "was killed after SIGINT, before it had saved")]),
+    (True, [{"stopping": "SIGTERM"}], [("failed", "was killed after SIGTERM, before it had saved")]),
+])  # fmt: skip
+def test_the_end_of_a_run_that_was_killed_is_reported_by_the_process_of_its_owner(
+    tmp_path: Path, owner: bool, messages: list[dict[str, Any] | None], ends: list[tuple[str, str]]
+) -> None:
+    Watch(replace(orders(tmp_path), owner=owner)).run(iter(messages))
+    found = events_of(tmp_path, "run_ended")
+    assert [event["outcome"] for event in found] == [outcome for outcome, _ in ends]
+    assert all(text in event["reason"] for event, (_, text) in zip(found, ends, strict=True))
+
+
+@pytest.mark.parametrize(("message", "of", "stalls"), [(None, 0, 1), ({"idle": True}, 0, 0), (None, 1, 0)])
+def test_a_stall_is_one_of_the_parent_and_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: dict[str, Any] | None, of: int, stalls: int
+) -> None:
+    """Nothing is expected after the end of training, nor from the heartbeats that another process has left."""
+    now = [0.0]
+    monkeypatch.setattr(alert_process, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=time.sleep))
+    heartbeat = Heartbeat(tmp_path / "alerts", shares=False)
+    heartbeat.beat(3, "update")
+
+    def messages() -> Iterator[dict[str, Any] | None]:
+        for now[0] in (0.0, 5000.0, 10_000.0):
+            yield None
+            yield message
+
+    about = replace(orders(tmp_path), owner=False, heartbeats=str(tmp_path / "alerts"), parent=os.getpid() + of)
+    Watch(about).run(messages())
+    heartbeat.end("left")
+    assert len(events_of(tmp_path, "stall")) == stalls
+
+
+def recipe(*targets: dict[str, Any]) -> Recipe:
+    return Recipe.model_validate({"name": "tiny", "alerts": {"targets": [{"name": "x", **one} for one in targets]}})
+
+
+def test_what_the_ledger_and_signals_say_is_told_to_the_process_beside_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmworks.watch import alerting as module
+
+    told = tmp_path / "told"
+    copies = f"import sys; open({str(told)!r}, 'wb').write(sys.stdin.buffer.read())"
+    monkeypatch.setattr(module, "COMMAND", [sys.executable, "-S", "-c", copies])
+    with alerting(recipe({"command": ["true"]}), tmp_path, owner=True):
+        with Ledger(tmp_path / "other" / LEDGER) as other:
+            other.write("finding", code="A", sentence="It is of another run.")
+        with Ledger(tmp_path / LEDGER) as ledger:
+            ledger.write("phase", step=3)
+            ledger.write("finding", code="B", sentence="It is so.")
+            ledger.write("finish", step=5)
+        with graceful_stop():
+            os.kill(os.getpid(), signal.SIGTERM)
+    _, *messages = [json.loads(line) for line in told.read_text().splitlines()]
+    shown = [message["alert"]["cause"] if "alert" in message else message for message in messages]
+    assert shown == [{"unsettled": True}, "finding//B", {"idle": True}, {"stopping": "SIGTERM"}, {"ended": True}]
+
+
+def test_a_signal_that_is_meant_for_the_run_does_not_end_the_process_beside_it(tmp_path: Path) -> None:
+    file, before = tmp_path / "got.jsonl", {one.pid for one in psutil.Process().children()}
+    with alerting(recipe({"command": appending(file)}), tmp_path, owner=True), Ledger(tmp_path / LEDGER) as ledger:
+        ledger.write("finding", code="A", sentence="It is so.")
+        until = time.monotonic() + PATIENCE
+        while not file.exists():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        for beside in psutil.Process().children():
+            if beside.pid not in before:
+                beside.send_signal(signal.SIGTERM)
+        ledger.write("finding", code="B", sentence="It is so, too.")
+    assert [one["code"] for one in lines(file)] == ["A", "B"]
+
+
+def test_the_credentials_of_a_command_are_not_in_the_recipe_and_reach_it() -> None:
+    url = "https://me:pass-sesame@example.org/x"
+    (options,) = recipe({"command": ["true", url]}).alerts.targets
+    assert "sesame" not in str(options) and open_target(options).command == ("true", url)
+
+
+@contextmanager
+def noted(asked: list[bool]) -> Iterator[pytest.MonkeyPatch]:
+    """Whoever enters `alerting` is noted, as owner or not."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        @contextmanager
+        def alerting(recipe: Recipe, run_dir: Path, *, owner: bool, heartbeats: Path | None = None) -> Iterator[None]:
+            asked.append(owner)
+            yield
+
+        for name in ("lmworks.watch.alerting", "lmworks.launch.launcher", "lmworks.launch.slurm"):
+            patch.setattr(f"{name}.alerting", alerting)
+        yield patch
+
+
+@pytest.mark.parametrize(("rank", "asked"), [(None, [True]), ("0", [False]), ("1", [])])
+def test_the_end_of_launched_ranks_is_left_to_the_launcher(tmp_path: Path, rank: str | None, asked: list[bool]) -> None:
+    found: list[bool] = []
+    with noted(found) as patch:
+        patch.delenv("RANK", raising=False)
+        if rank is not None:
+            patch.setenv("RANK", rank)
+        with _alerting(StageContext(recipe({"command": ["true"]}), tmp_path, "")):
+            pass
+    assert found == asked
+
+
+def test_a_launcher_and_the_end_of_a_slurm_job_report_how_the_run_ended(tmp_path: Path) -> None:
+    found: list[bool] = []
+    with noted(found) as patch:
+        patch.setattr(Launch, "_supervise", lambda self: 3)
+        launch = Launch(recipe({"command": ["true"]}), tmp_path / "a", [Host("local-0", 1)], 1, "127.0.0.1", ["pretrain"])
+        assert launch.run() == 3 and found == [True]
+        asked = recipe({"command": ["true"]}).model_copy(update={"launch": launch.recipe.launch.model_copy(update={"max_restarts": 0})})
+        assert slurm.finish_job(asked, tmp_path / "b", 1).code == 1 and found == [True, True]
+    for name in ("a", "b"):
+        assert [event["outcome"] for event in events_of(tmp_path / name, "run_ended")] == ["failed"]

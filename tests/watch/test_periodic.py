@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from lmworks.io.jsonl import line
 from lmworks.watch import periodic
 from lmworks.watch.ledger import LEDGER, events_of
 from lmworks.watch.periodic import PeriodicDiagnosis
+from lmworks.watch.rule import Finding, Measurement, Rule
 from tiny_run import Tiny, before_each_step
 from written_run import write_run
 
@@ -55,6 +57,24 @@ def test_the_end_of_a_run_does_not_wait_for_a_diagnosis_that_hangs(tmp_path: Pat
         assert wait_for(lambda: diagnosis._process is not None)
         process, began = diagnosis._process, time.monotonic()
     assert time.monotonic() - began < 10 and process is not None and process.wait(10) < 0
+
+
+def test_a_diagnosis_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(periodic, "_TIMEOUT", 0.1)
+    diagnosis = PeriodicDiagnosis(tmp_path, "pretrain", None, lambda *_, **__: None)
+    diagnosis._command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    assert diagnosis._diagnose() == []
+
+
+def test_rules_that_judge_a_whole_run_wait_for_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proof = Finding((Measurement("a", 2.0, high=1.0),), exact=True)
+    both = [Rule(code, "It is so.", "data", ("spikes",), lambda _: proof, "", cheap=code == "cheap") for code in ("cheap", "dear")]
+    monkeypatch.setattr("lmworks.watch.diagnosis.all_rules", lambda: {one.code: one for one in both})
+    monkeypatch.setattr(os, "nice", lambda more: 0)
+    periodic.main(str(write_run(tmp_path / "run", {"train/loss": [1.0] * 5})), "pretrain")
+    assert [one["code"] for one in json.loads(capsys.readouterr().out)] == ["cheap"]
 
 
 def test_the_process_imports_no_torch_and_has_low_priority(tmp_path: Path) -> None:

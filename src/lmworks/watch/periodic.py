@@ -58,12 +58,13 @@ class PeriodicDiagnosis:
         """The problems that are sure; none if the process fails."""
         try:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            with self._process as process:
-                out, _ = process.communicate(timeout=_TIMEOUT)
+            with self._process as process:  # whose end the block waits for
+                try:
+                    out, _ = process.communicate(timeout=_TIMEOUT)
+                finally:
+                    process.kill()
             found = json.loads(out)
         except (OSError, ValueError, subprocess.TimeoutExpired):
-            if self._process is not None:
-                self._process.kill()
             return []
         finally:
             self._process = None

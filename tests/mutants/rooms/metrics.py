@@ -15,4 +15,12 @@ MUTANTS = [
      "Reading the machine takes half a per cent of the time at most.", "metrics/test_system.py"),
     ("metrics.log:_Live._known", "if time.monotonic() >= self._read_again:", "if True:",
      "A scrape does not read the heartbeats more often than ranks write them.", "metrics/test_sinks.py"),
+    ("metrics.trackers:Trackio.__init__", "        self._drop_from(resume_step)\n", "", "A resumed run has each step once in Trackio.",
+     "metrics/test_sinks.py"),
+    ("metrics.trackers:Trackio._drop_from", "run_name = ? AND step >= ?\", (self._name, step)", "step >= ?\", (step,)",
+     "A resumed run deletes no steps of another run in Trackio.", "metrics/test_sinks.py"),
+    ("metrics.trackers:Trackio.rewind", "            self._drop_from(step)\n", "", "A rollback leaves each step once in Trackio.",
+     "metrics/test_sinks.py"),
+    ("metrics.trackers:MLflow.__init__", "                    self._id = known\n", "                    pass\n",
+     "A resumed run goes on in its run of MLflow.", "metrics/test_sinks.py"),
 ]  # fmt: skip
