@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lmworks.watch import evidence as evidence_module
 from lmworks.watch import run_files
 from lmworks.watch.diagnosis import all_rules, diagnose
 from lmworks.watch.evidence import Evidence, stages_in
-from lmworks.watch.rule import SYMPTOMS, Finding, Measurement, Rule
+from lmworks.watch.rule import SYMPTOMS, Exclusion, Finding, Measurement, Rule
 from lmworks.watch.run_files import open_run
 from written_run import command_line, write_run
 
@@ -135,8 +136,8 @@ def test_a_bundle_is_read_like_the_folder(full: Path, tmp_path: Path) -> None:
     assert [one.code for one in bundle.problems] == [one.code for one in folder.problems] == ["disk-full"]
 
 
-def rule(code: str, *evidence: Measurement, **more: Any) -> Rule:
-    return Rule(code, "It is so.", "data", ("spikes",), lambda _: Finding(evidence), "", **more)
+def rule(code: str, *evidence: Measurement, finding: Mapping[str, Any] = {}, **more: Any) -> Rule:
+    return Rule(code, "It is so.", "data", ("spikes",), lambda _: Finding(evidence, **finding), "", **more)
 
 
 def test_one_signal_is_not_sure_and_two_are(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +146,27 @@ def test_one_signal_is_not_sure_and_two_are(full: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("lmworks.watch.diagnosis.all_rules", lambda: {one.code: one for one in both})
     found = diagnose(Evidence(open_run(full)))
     assert [one.code for one in found.unsure] == ["one"] and [one.code for one in found.problems] == ["worse", "two"]
+
+
+def test_a_cause_that_is_not_sure_is_said_with_what_was_ruled_out_and_what_to_measure(
+    full: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"excluded": (Exclusion("two", "b is 3"),), "next_measurement": "lmworks ckpt verify RUN"}
+    one = rule("one", Measurement("a", 2.0, high=1.0), finding=found)
+    monkeypatch.setattr("lmworks.watch.diagnosis.all_rules", lambda: {"one": one})
+    code, out, _ = doctor(monkeypatch, capsys, full)
+    assert code == 0 and "0 problems, 1 not sure, 0 checks passed" in out
+    assert "two: b is 3" in out and "one signal alone; next: lmworks ckpt verify RUN" in out
+    (stage,) = json.loads(doctor(monkeypatch, capsys, full, "--json")[1])["stages"]
+    assert [one["code"] for one in stage["unsure"]] == ["one"]
+
+
+def test_a_problem_of_a_later_stage_is_one(full: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (full / "ledger.jsonl").unlink()
+    write_run(full)
+    write_run(full, {"train/loss": [5.0 - 0.01 * i for i in range(60)]}, [FULL], stage="tune")
+    code, out, _ = doctor(monkeypatch, capsys, full)
+    assert code == 1 and "tune, step 30" in out and "pretrain, step" not in out
 
 
 def test_a_rule_that_meets_what_no_run_writes_does_not_end_the_others(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ import pytest
 from test_doctor_command import doctor
 
 from lmworks.doctor import against
-from lmworks.doctor.probe import Probed, confirmed, probe
+from lmworks.doctor import probe as probe_module
+from lmworks.doctor.probe import PROBES, Probed, confirmed, probe
 from lmworks.doctor.recompute import Recomputation
 from lmworks.doctor.rows import expert_use, find_rows
 from lmworks.errors import UserError
 from lmworks.shards import epochs
+from lmworks.shards.batch import Batch
 from lmworks.watch.diagnosis import Diagnosis, all_rules
 from lmworks.watch.evidence import Evidence
+from lmworks.watch.ledger import LEDGER, Ledger
 from lmworks.watch.rule import Finding, Measurement
 from lmworks.watch.run_files import open_run
 from tiny_run import Tiny, prepare
@@ -87,6 +91,83 @@ def test_probes_confirm_exclude_and_add() -> None:
     assert found.problems[1].sentence == all_rules()["disk-full"].sentence
 
 
+def test_what_the_command_measures_again_changes_its_answer(
+    trained: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proof = Probed("disk-full", Measurement("blocks that are full", 1.0, high=0), exact=True)
+    assert "disk-full: " not in doctor(monkeypatch, capsys, trained.run_dir)[1]
+    monkeypatch.setattr(probe_module, "PROBES", {"the disk": lambda run: iter([proof])})
+    code, out, _ = doctor(monkeypatch, capsys, trained.run_dir, "--probe")
+    assert code == 1 and "disk-full: " in out and "blocks that are full = 1; healthy: at most 0" in out
+
+
+@pytest.mark.parametrize(("own", "in_fp32", "other", "cause"), [
+    (False, True, True, "fp16-overflow"), (False, False, True, "bad-batch"), (False, False, False, "operator-overflow"),
+    (True, True, True, None),
+])  # fmt: skip
+def test_a_step_that_was_not_finite_is_told_apart_by_fp32_and_by_another_batch(
+    trained: Tiny, monkeypatch: pytest.MonkeyPatch, own: bool, in_fp32: bool, other: bool, cause: str | None
+) -> None:
+    run = Recomputation.open(trained.run_dir)
+
+    def repeat(self: Recomputation, step: int, batch: Batch, precision: str | None = None) -> tuple[float, float, str | None]:
+        finite = in_fp32 if precision == "fp32" else own if batch.step == step else other
+        return (1.0, 1.0, None) if finite else (float("nan"), 1.0, "layers.1")
+
+    monkeypatch.setattr(Recomputation, "repeat", repeat)
+    found = list(PROBES["a bad step in fp32"](run))
+    assert [one.code for one in found if one.measurement.abnormal] == ([cause] if cause else [])
+    assert {one.where for one in found} == {"" if cause is None else "layers.1"}
+
+
+def test_a_step_that_repeats_with_another_loss_is_corrupt(trained: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter((1.0, 1.5))
+    monkeypatch.setattr(Recomputation, "repeat", lambda *_: (next(losses), 1.0, None))
+    (found,) = PROBES["a step twice"](Recomputation.open(trained.run_dir))
+    assert found.code == "silent-corruption" and found.measurement.abnormal
+
+
+@pytest.mark.parametrize(("unread", "abnormal"), [(3.0, True), (1.0, False)])
+def test_text_to_come_that_is_worse_than_text_that_was_read_is_overfitting(
+    trained: Tiny, monkeypatch: pytest.MonkeyPatch, unread: float, abnormal: bool
+) -> None:
+    run = replace(Recomputation.open(trained.run_dir), step=6)
+    monkeypatch.setattr(Recomputation, "row_losses", lambda self, row: np.array([unread if row.step >= 6 else 2.0]))
+    (found,) = PROBES["read and unread text"](run)
+    assert found.code == "overfitting" and found.measurement.abnormal == abnormal
+
+
+def test_a_step_that_was_skipped_was_not_trained(trained: Tiny, tmp_path: Path) -> None:
+    run = trained.copy(tmp_path / "run").run_dir
+    before = Recomputation.open(run).trained_steps(256)
+    with Ledger(run / LEDGER) as ledger:
+        ledger.write("rollback", stage="pretrain", step=9, to_step=4, skip=[5, 8], reason="a spike")
+    after = Recomputation.open(run).trained_steps(256)
+    assert sorted(set(before) - set(after)) == [5, 6, 7]
+
+
+def test_a_row_that_is_not_finite_comes_first_and_hides_no_other(trained: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Recomputation.open(trained.run_dir)
+    rows = find_rows(run, 12)
+    losses, repeat = Recomputation.row_losses, Recomputation.repeat
+    (worst, *_, best), tokens = (row.sequence for row in rows), run.batch(12).tokens
+
+    def without(self: Recomputation, batch: Batch, step: int | None = None) -> np.ndarray:
+        found = losses(self, batch, step)
+        found[worst] = np.nan
+        return found
+
+    def explodes(self: Recomputation, step: int, batch: Batch, precision: str | None = None) -> tuple[float, float, str | None]:
+        loss, norm, first = repeat(self, step, batch, precision)
+        return loss, float("inf") if np.array_equal(batch.tokens[0], tokens[best]) else norm, first
+
+    monkeypatch.setattr(Recomputation, "row_losses", without)
+    monkeypatch.setattr(Recomputation, "repeat", explodes)
+    first, second, *others = find_rows(run, 12)
+    assert {first.sequence, second.sequence} == {worst, best}
+    assert all(np.isfinite(row.loss_over_median) for row in others)
+
+
 def test_the_command_probes_and_leaves_the_run_as_it_was(
     trained: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +211,9 @@ def test_experts_of_a_text(trained: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
     code, out, _ = doctor(monkeypatch, capsys, trained.run_dir, "--experts", text)
     assert code == 0 and "layer 1: effectively" in out
     assert doctor(monkeypatch, capsys, trained.run_dir, "--experts", tmp_path / "none")[0] == 2
+    monkeypatch.setattr("lmworks.doctor.rows._MOST_TEXT", 10)
+    code, _, err = doctor(monkeypatch, capsys, trained.run_dir, "--experts", text)
+    assert code == 2 and "is larger than" in err
 
 
 def curve(folder: Path, shift: Any, **more: Any) -> Path:
@@ -142,12 +226,15 @@ def curve(folder: Path, shift: Any, **more: Any) -> Path:
 def test_two_curves_part_where_one_was_shifted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = curve(tmp_path / "one", lambda steps: 0.1 * (steps > 400), events=[{"event": "resume", "step": 400}], overrides=["seed=7"])
+    resumed = [{"event": "resume", "step": step} for step in (400, 700)]
+    one = curve(tmp_path / "one", lambda steps: 0.1 * (steps > 400), events=resumed, overrides=["seed=7"])
     other = curve(tmp_path / "other", lambda steps: 0 * steps, seed=1)
     found = against.compare(*(Evidence(open_run(path)) for path in (one, other)))
     assert found.parted_at is not None and 390_000 < found.parted_at < 520_000
     assert found.difference == pytest.approx(0.1, abs=0.01) and found.before == ["resume at step 400"]
     assert found.keys["seed"][0] == 7 and "run_dir" not in found.keys
+    better = against.compare(*(Evidence(open_run(path)) for path in (other, one)))
+    assert better.parted_at == found.parted_at, "a run that becomes better parts, too"
     code, out, _ = doctor(monkeypatch, capsys, one, "--against", other)
     assert code == 1 and "the losses part at" in out and "seed: 7 here" in out
 
