@@ -34,6 +34,7 @@ def register(app: typer.Typer) -> None:
     for way in (local, hosts, slurm):
         noun.command()(spread(way))
     noun.command()(readmit)
+    noun.command(hidden=True)(spread(nodes))
     noun.command(hidden=True)(job)
     app.add_typer(noun, name="launch")
 
@@ -59,7 +60,7 @@ class _Asked:
 class _Run:
     """The run to launch, and the command that every rank runs."""
 
-    def __init__(self, asked: _Asked) -> None:
+    def __init__(self, asked: _Asked, resume: str | None = None) -> None:
         from lmworks.recipe.load import load_cluster, load_recipe
         from lmworks.run.stages import stages_for
 
@@ -78,8 +79,8 @@ class _Run:
         self.run_dir = Path(self.recipe.run_dir)
         if to not in ("preflight", "profile"):
             stages_for(self.recipe, to)
-        # The command that the ranks print for resuming.
-        os.environ[COMMAND] = shlex.join(["lmworks", *(word for word in sys.argv[1:] if word != "--dry-run")])
+        # The command that the ranks print for resuming: this one, or `resume`.
+        os.environ[COMMAND] = resume or shlex.join(["lmworks", *(word for word in sys.argv[1:] if word != "--dry-run")])
 
     def settle(self, ranks: int, per_host: int) -> None:
         """Choose the mesh layout of `layout: auto`, now that the number of ranks is known."""
@@ -92,11 +93,20 @@ class _Run:
     @property
     def work(self) -> list[str]:
         """The command of a rank."""
-        to, size = self._asked.to, self._asked.size
+        to = self._asked.to
         command = {None: ["run"], "corpus": ["corpus", "prepare"], "tokenizer": ["tokenizer", "train"], "shards": ["shards", "build"]}
+        return [*command.get(to, [str(to)]), *self._words]
+
+    @property
+    def again(self) -> list[str]:
+        """The recipe and the options of the same launch."""
+        return [*self._words, *(["--to", self._asked.to] if self._asked.to else [])]
+
+    @property
+    def _words(self) -> list[str]:
         options = [("--set", one) for one in self._overrides] + [("--allow", one) for one in self._asked.allow]
-        options += [("--size", size)] if size else []
-        return [*command.get(to, [str(to)]), self._asked.recipe, *(word for option in options for word in option)]
+        options += [("--size", self._asked.size)] if self._asked.size else []
+        return [self._asked.recipe, *(word for option in options for word in option)]
 
 
 def local(
@@ -147,6 +157,7 @@ def slurm(
         str | None, typer.Option("--nodes", metavar="N", help="Number of nodes, or a range such as 6:8 to continue on at least 6.")
     ] = None,
     ranks_per_node: Annotated[int | None, typer.Option("--ranks-per-node", metavar="M", min=1, help="Ranks per node.")] = None,
+    spares: Annotated[int, typer.Option("--spares", metavar="N", min=0, help="Further nodes, which only replace others that fail.")] = 0,
 ) -> None:
     """Submit a Slurm job that saves a checkpoint when it is preempted, and requeues itself."""
     from lmworks.launch.slurm import job_for
@@ -160,11 +171,27 @@ def slurm(
     sizes = CountRange.parse(count)
     run.settle(sizes.maximum * each, each)
     gpus = each if run.cluster and not run.cluster.on_cpu else None
-    made = job_for(run.recipe, run.run_dir, sizes, each, run.work, gpus)
+    made = job_for(run.recipe, run.run_dir, sizes, each, run.work, gpus, spares, run.again)
     if asked.dry_run:
         print(plain(mask(made.script())))
     else:
         console().out(f"submitted job {made.submit()}; its output is in {run.run_dir}/launch")
+
+
+def nodes(
+    asked: _Asked,
+    file: Annotated[Path, typer.Option("--hosts", metavar="FILE")],
+    least: Annotated[int, typer.Option("--least", metavar="N")],
+    spares: Annotated[int, typer.Option("--spares", metavar="N")],
+    address: Annotated[str, typer.Option("--address", metavar="A")],
+) -> None:
+    """Runs within a Slurm job that has spares: starts the ranks on its nodes, and replaces nodes that fail."""
+    from lmworks.launch.slurm import launch_on_nodes
+    from lmworks.launch.torchrun import read_hosts
+
+    run = _Run(asked, os.environ.get(COMMAND))  # the command that submitted the job
+    launch = launch_on_nodes(run.recipe, run.run_dir, read_hosts(file), least, run.work, address, spares)
+    raise typer.Exit(launch.supervise())
 
 
 def readmit(run: RunArgument, host: Annotated[str, typer.Argument(metavar="HOST", help="Host name as in RUN/launch/hosts.json.")]) -> None:

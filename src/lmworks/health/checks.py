@@ -25,6 +25,7 @@ from lmworks.health.node import DRIVER, Broken, CannotJudge, Node, NotThere
 from lmworks.health.report import Checked, Report, Result
 
 _PACKAGES = ("lmworks", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy")
+QUICK_SECONDS, FULL_SECONDS = 20.0, 55.0  # that the checks of a node may take; Slurm ends a HealthCheckProgram after 60
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 

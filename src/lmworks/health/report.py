@@ -1,4 +1,4 @@
-"""The result of each check of a node, and the report of all: its verdict, its exit code and its JSON, which is stable."""
+"""The result of each check of a node, the report of all, and that of several hosts: verdict, exit code and JSON, which is stable."""
 
 from __future__ import annotations
 
@@ -47,11 +47,7 @@ class Report:
 
     @property
     def code(self) -> ExitCode:
-        """0 healthy, 1 a check failed, 2 nothing failed and at least one check could not judge."""
-        found = {checked.result.status for checked in self.checks}
-        if "fail" in found:
-            return ExitCode.FAILED
-        return ExitCode.USER_ERROR if "unknown" in found or found <= {"skip"} else ExitCode.OK
+        return code_of(self.checks)
 
     @property
     def failures(self) -> list[str]:
@@ -59,11 +55,9 @@ class Report:
         return [f"{checked.title}: {checked.result.text}" for checked in self.checks if checked.result.status == "fail"]
 
     def to_json(self) -> dict[str, Any]:
-        checks = [{"name": one.name, "title": one.title, **asdict(one.result), "seconds": round(one.seconds, 3)} for one in self.checks]
-        verdict = {ExitCode.OK: "healthy", ExitCode.FAILED: "failed"}.get(self.code, "unknown")
         return {
-            "version": VERSION, "host": self.host, "began": round(self.began, 3), "ended": round(self.ended, 3), "verdict": verdict,
-            "code": int(self.code), "versions": dict(self.versions), "checks": checks,
+            "version": VERSION, "host": self.host, "began": round(self.began, 3), "ended": round(self.ended, 3),
+            "verdict": _verdict(self.code), "code": int(self.code), "versions": dict(self.versions), "checks": _plain(self.checks),
         }  # fmt: skip
 
     @classmethod
@@ -86,6 +80,42 @@ class Report:
             return cls(str(tree["host"])[:200], float(tree["began"]), float(tree["ended"]), checks, versions)
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+@dataclass(frozen=True)
+class HostsReport:
+    """The reports of several hosts by name, and the `checks` in which all of them take part."""
+
+    hosts: Mapping[str, Report]
+    checks: Sequence[Checked] = ()
+
+    @property
+    def code(self) -> ExitCode:
+        """That of the worst host or check."""
+        found = {*(report.code for report in self.hosts.values()), *([code_of(self.checks)] if self.checks else [])}
+        return next((code for code in (ExitCode.FAILED, ExitCode.USER_ERROR) if code in found), ExitCode.OK)
+
+    def to_json(self) -> dict[str, Any]:
+        hosts = [report.to_json() for report in self.hosts.values()]
+        return {
+            "version": VERSION, "verdict": _verdict(self.code), "code": int(self.code), "hosts": hosts, "checks": _plain(self.checks),
+        }  # fmt: skip
+
+
+def code_of(checks: Sequence[Checked]) -> ExitCode:
+    """0 healthy, 1 a check failed, 2 nothing failed and at least one check could not judge."""
+    found = {checked.result.status for checked in checks}
+    if "fail" in found:
+        return ExitCode.FAILED
+    return ExitCode.USER_ERROR if "unknown" in found or found <= {"skip"} else ExitCode.OK
+
+
+def _verdict(code: ExitCode) -> str:
+    return {ExitCode.OK: "healthy", ExitCode.FAILED: "failed"}.get(code, "unknown")
+
+
+def _plain(checks: Sequence[Checked]) -> list[dict[str, Any]]:
+    return [{"name": one.name, "title": one.title, **asdict(one.result), "seconds": round(one.seconds, 3)} for one in checks]
 
 
 def _status(value: Any) -> Status:

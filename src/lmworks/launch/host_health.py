@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lmworks.health.checks import FULL_SECONDS, QUICK_SECONDS
 from lmworks.health.report import Checked, Report, Result
 from lmworks.launch.torchrun import Host
 
-_QUICK, _FULL = 20.0, 55.0  # seconds that the checks of a host may take
 _CONNECT = 30.0  # seconds more, to reach the host and to start Python there
 _AT_ONCE = 64  # hosts that are asked at the same time
 _SKEW = 1.0  # seconds by which the clock of a host may differ from that of this process
@@ -31,22 +31,27 @@ _MUST_AGREE = ("torch", "lmworks", "nvidia driver", "nvidia-nccl-cu12", "nvidia-
 @dataclass(frozen=True)
 class HostChecker:
     """Checks hosts. `command` makes a command of this machine from a shell script and the host on which it is to run; `reach`: HOST:PORT to
-    which the hosts must be able to connect."""
+    which the hosts must be able to connect; `ports` must be free there; `only`: the names of the checks, by default all; `limit`: of the
+    checks of a host, in seconds."""
 
     command: Callable[[str, Host], Sequence[str]]
     run_dir: Path
     reach: tuple[str, ...] = ()
     quick: bool = True
+    only: tuple[str, ...] = ()
+    ports: tuple[int, ...] = ()
+    limit: float | None = None
 
     @property
     def seconds(self) -> float:
-        return _QUICK if self.quick else _FULL
+        return self.limit or (QUICK_SECONDS if self.quick else FULL_SECONDS)
 
     def script(self) -> str:
         """Shell commands that print the report of a host."""
         words = [sys.executable, "-P", "-m", "lmworks.cli.main", "health", str(self.run_dir.absolute()), "--json"]
         words += ["--timeout", f"{self.seconds:g}", *(["--quick"] if self.quick else [])]
-        words += [word for address in self.reach for word in ("--reach", address)]
+        repeated = (("--reach", self.reach), ("--only", self.only), ("--port", self.ports))
+        words += [word for option, values in repeated for value in values for word in (option, str(value))]
         return f"cd {shlex.quote(str(Path.cwd()))} || exit 255\nexec {shlex.join(words)}\n"
 
     def check(self, hosts: Sequence[Host]) -> dict[str, Report]:
@@ -94,14 +99,19 @@ def with_check(report: Report, checked: Checked) -> Report:
     return replace(report, checks=[*report.checks, checked])
 
 
+def answered(report: Report) -> bool:
+    """Whether a host gave this report itself."""
+    return all(checked.name != "answer" for checked in report.checks)
+
+
 def compare(reports: dict[str, Report]) -> dict[str, Report]:
     """Add to each report of several hosts what differs from the other hosts: versions, adapters, the speed of the disk."""
-    answered = [report for report in reports.values() if report.checks[0].name != "answer"]
-    if len(answered) < 2:
+    given = [report for report in reports.values() if answered(report)]
+    if len(given) < 2:
         return reports
-    usual = {name: Counter(report.versions.get(name, "none") for report in answered).most_common(1)[0] for name in _MUST_AGREE}
-    rates = [rate for report in answered if (rate := _figure(report, "write", "write_bytes_per_second"))]
-    ports = [count for report in answered if (count := _figure(report, "infiniband", "active_ports"))]
+    usual = {name: Counter(report.versions.get(name, "none") for report in given).most_common(1)[0] for name in _MUST_AGREE}
+    rates = [rate for report in given if (rate := _figure(report, "write", "write_bytes_per_second"))]
+    ports = [count for report in given if (count := _figure(report, "infiniband", "active_ports"))]
 
     def differs(report: Report) -> Result:
         found, slow = [], ""
@@ -109,9 +119,9 @@ def compare(reports: dict[str, Report]) -> dict[str, Report]:
             own = report.versions.get(name, "none")
             if own != version:
                 # of two hosts with two versions, both are named: nobody knows which one is meant
-                found.append(f"{name} {own}, {count} of {len(answered)} hosts have {version}")
-            elif count * 2 <= len(answered) and count < len(answered):
-                others = sorted({other.versions.get(name, "none") for other in answered} - {own})
+                found.append(f"{name} {own}, {count} of {len(given)} hosts have {version}")
+            elif count * 2 <= len(given) and count < len(given):
+                others = sorted({other.versions.get(name, "none") for other in given} - {own})
                 found.append(f"{name} {own}, others have {', '.join(others)}")
         own_ports = _figure(report, "infiniband", "active_ports")
         if own_ports and own_ports < statistics.median(ports):
@@ -123,10 +133,10 @@ def compare(reports: dict[str, Report]) -> dict[str, Report]:
             return Result("fail", "; ".join([*found, *filter(None, [slow])]), "install the same versions, and repair what is missing")
         if slow:  # the hosts may write to one file server, so this alone does not show a broken host
             return Result("warn", slow, "see whether its disk is slow when it alone writes: lmworks health --only write")
-        return Result("ok", f"versions, adapters and disk are those of the {len(answered)} hosts")
+        return Result("ok", f"versions, adapters and disk are those of the {len(given)} hosts")
 
     return {
-        name: with_check(report, Checked("others", "beside the other hosts", differs(report))) if report in answered else report
+        name: with_check(report, Checked("others", "beside the other hosts", differs(report))) if report in given else report
         for name, report in reports.items()
     }
 

@@ -78,6 +78,12 @@ class LaunchDir:
     def hosts(self) -> Path:
         return self.path / "hosts.json"
 
+    def last_words(self) -> str:
+        """The last line of the newest log that has one."""
+        logs = sorted(self.logs.glob("*.log"), key=lambda path: path.stat().st_mtime)
+        lines = [line for path in logs for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        return " ".join(lines[-1].split())[:200] if lines else ""
+
     def begin(self) -> None:
         """Remove the messages of an earlier launch, before the first rank starts."""
         for name in ("stop", "outcome.json", "failed", "unmet"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from lmworks.io.files import write_text
 from lmworks.launch.host_health import HostChecker, compare
 from lmworks.launch.launch_dir import LaunchDir, file_name, reason_of_end
 from lmworks.launch.supervisor import Supervisor
-from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_table
+from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, command_on, read_table
 from lmworks.parallel.process_group import layout_for, min_world_size
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.ui.terminal import console
@@ -46,7 +45,8 @@ _THIS_MACHINE = ("localhost", _LOOPBACK)
 @dataclass(frozen=True)
 class Launch:
     """`min_hosts`: hosts without which the run ends; `address`: where the agents reach this process; `arguments`: those of every rank;
-    `ssh`: the ssh command, None for this machine; `spares`: hosts at the end that run ranks only after another has failed."""
+    `ssh`: the ssh command, None for this machine; `spares`: hosts at the end that run ranks only after another has failed; `limit`: seconds
+    after which the ranks are ended."""
 
     recipe: Recipe
     run_dir: Path
@@ -57,6 +57,7 @@ class Launch:
     ssh: str | None = None
     module: str = "lmworks.cli.rank"
     spares: int = 0
+    limit: float = float("inf")
 
     @property
     def size(self) -> int:
@@ -85,22 +86,23 @@ class Launch:
         return self.agent(host, port).script(host.name, Path.cwd())
 
     def command(self, script: str, host: Host) -> list[str]:
-        return ["sh", "-c", script] if self.ssh is None else [*shlex.split(self.ssh), host.name, script]
+        return command_on(host, script, self.ssh)
 
     def run(self) -> int:
         """Start the ranks, and restart them after failures; returns the exit code of the run."""
         if self.arguments[:1] == ["preflight"]:  # which changes nothing in the run
-            return self._supervise()
+            return self.supervise()
         with alerting(self.recipe, self.run_dir, owner=True):
             try:
-                code = self._supervise()
+                code = self.supervise()
             except BaseException as error:
                 RunEnd.of_error(error).record(self.run_dir)
                 raise
             RunEnd.of_code(code, reason_of_end(self.run_dir)).record(self.run_dir)
         return code
 
-    def _supervise(self) -> int:
+    def supervise(self) -> int:
+        """Like `run`, but how the run ends is left to the caller to record."""
         folder, options = LaunchDir.of(self.run_dir), self.recipe.launch
         folder.begin()
         table = HostTable(folder.hosts, list(self.hosts))
@@ -118,7 +120,7 @@ class Launch:
             checker = HostChecker(self.command, self.run_dir, (f"{self.address}:{port}",))
             return Supervisor(
                 folder, self.run_dir, table, self.min_hosts, options.exclude_after_failures, start, self.size,
-                _failures_by(checker) if checks else None, prepare if self.recipe.shards.cache is not None else None,
+                _failures_by(checker) if checks else None, prepare if self.recipe.shards.cache is not None else None, self.limit,
             ).run()  # fmt: skip
 
     def _started_as(self, host: Host, script: str, ending: str) -> list[str]:

@@ -17,6 +17,7 @@ from lmworks.io.files import rendered, write_text
 from lmworks.io.urls import reveal
 from lmworks.launch.agent import report_exits
 from lmworks.launch.launch_dir import VARIABLE, LaunchDir, reason_of_end
+from lmworks.launch.launcher import Launch
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_table
 from lmworks.parallel.process_group import layout_for
 from lmworks.recipe.schema.recipe import Recipe
@@ -29,12 +30,19 @@ from lmworks.watch.run_end import RunEnd
 REQUEUE = ExitCode.PREEMPTED.value
 # Rendezvous endpoint and id, known only inside the job. The port is below Linux's range of ephemeral ports.
 _ENDPOINT = '"$head:$((16000 + SLURM_JOB_ID % 16000))"'
+_ON_NODE = """bash -c 'on_node "$@"' job"""  # the function of the script, in place of ssh
+_NODES = "nodes"  # file of the launch directory: the nodes that the job has got, as a host file
+_LMWORKS = (sys.executable, "-P", "-m", "lmworks.cli.main", "launch")
 _RENDEZVOUS_ID = '"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"'
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run on `nodes` nodes (it continues while the minimum number is left) with `ranks` ranks and `gpus` GPUs on each."""
+    """A run on `nodes` nodes (it continues while the minimum number is left) with `ranks` ranks and `gpus` GPUs on each.
+
+    `spares`: further nodes, which replace those that fail. `again`: recipe and options of the launch, with which a job that has spares
+    supervises its nodes (`lmworks launch nodes`).
+    """
 
     recipe: Recipe
     run_dir: Path
@@ -42,6 +50,8 @@ class Job:
     ranks: int
     arguments: Sequence[str]
     gpus: int = 0
+    spares: int = 0
+    again: Sequence[str] = ()
 
     def script(self) -> str:
         """The script for `sbatch`. The job ends when the run is done, requeues itself after a preemption or a crash, and omits excluded
@@ -52,8 +62,9 @@ class Job:
         return rendered(
             "lmworks.launch", "job.sh.jinja", sbatch=self._sbatch_options(), elastic=self.nodes.minimum < self.nodes.maximum,
             options=options, setup=reveal(options.setup), here=str(Path.cwd()), environment=agent.environment(),
-            job=shlex.join([sys.executable, "-P", "-m", "lmworks.cli.main", "launch", "job", str(folder.path.parent)]),
-            variable=VARIABLE, host=HOST, agent=" \\\n  ".join(_lines(agent.command())), requeue=REQUEUE,
+            job=shlex.join([*_LMWORKS, "job", str(folder.path.parent)]), spares=self.spares, ranks=self.ranks,
+            variable=VARIABLE, host=HOST, agent=" \\\n  ".join(_lines(agent.command())), requeue=REQUEUE, nodes=str(folder.path / _NODES),
+            supervisor=shlex.join([*_LMWORKS, "nodes", *self.again, "--least", str(self.nodes.minimum), "--spares", str(self.spares)]),
         )  # fmt: skip
 
     @property
@@ -69,7 +80,7 @@ class Job:
             "account": options.account,
             "qos": options.qos,
             "time": options.time_limit,
-            "nodes": str(self.nodes.maximum) if self.nodes.minimum == self.nodes.maximum else f"{self.nodes.minimum}-{self.nodes.maximum}",
+            "nodes": "-".join(str(count + self.spares) for count in sorted({self.nodes.minimum, self.nodes.maximum})),
             "exclude": ",".join(host.name for host in read_table(folder.hosts) if host.excluded),
             "ntasks-per-node": "1",
             "gpus-per-node": str(self.gpus) if self.gpus else None,
@@ -100,15 +111,25 @@ def _lines(command: Sequence[str]) -> list[str]:
     return [shlex.join(command[:first]), *options, shlex.join(command[last:])]
 
 
-def job_for(recipe: Recipe, run_dir: Path, nodes: CountRange, ranks: int, arguments: Sequence[str], gpus: int | None = None) -> Job:
-    """The job of a run. `gpus` per node is the default for `launch.slurm.gpus_per_node`.
+def job_for(
+    recipe: Recipe, run_dir: Path, nodes: CountRange, ranks: int, arguments: Sequence[str], gpus: int | None = None, spares: int = 0,
+    again: Sequence[str] = (),
+) -> Job:  # fmt: skip
+    """The job of a run. `gpus` per node is the default for `launch.slurm.gpus_per_node`; `spares`, `again`: see `Job`.
 
     Raises `UserError` if the layout does not fit some number of nodes in the range.
     """
     for count in range(nodes.minimum, nodes.maximum + 1):
         layout_for(recipe.layout, count * ranks)
     given = recipe.launch.slurm.gpus_per_node
-    return Job(recipe, run_dir, nodes, ranks, arguments, (gpus or 0) if given is None else given)
+    return Job(recipe, run_dir, nodes, ranks, arguments, (gpus or 0) if given is None else given, spares, again)
+
+
+def launch_on_nodes(
+    recipe: Recipe, run_dir: Path, nodes: Sequence[Host], min_nodes: int, arguments: Sequence[str], address: str, spares: int
+) -> Launch:
+    """The launch within a job that has spares, at the end of `nodes`; the script of the job says how a node is reached."""
+    return Launch(recipe, run_dir, nodes, min_nodes, address, arguments, _ON_NODE, spares=spares)
 
 
 def begin(run_dir: Path) -> None:

@@ -19,6 +19,7 @@ from lmworks.io.files import read_json
 from lmworks.launch.agent import report_exits
 from lmworks.launch.launch_dir import LaunchDir, file_name
 from lmworks.launch.torchrun import Host, HostTable, log_of
+from lmworks.ui.exit_codes import ExitCode
 from lmworks.ui.terminal import console
 from lmworks.watch.ledger import LEDGER, read_ledger
 
@@ -34,7 +35,8 @@ class Supervisor:
 
     `exclude_after_failures`: number of failures in a row, caused by the ranks of one host, after which the host is excluded if
     enough hosts are left. `size`: hosts that run ranks at the same time, by default all; the others of the table are spares. `check`
-    returns the failures of each host's health check. `prepare(host)` returns the command that a spare runs until it is needed.
+    returns the failures of each host's health check. `prepare(host)` returns the command that a spare runs until it is needed. `limit`:
+    seconds after which the ranks are ended.
     """
 
     folder: LaunchDir
@@ -46,6 +48,7 @@ class Supervisor:
     size: int | None = None
     check: Callable[[Sequence[Host]], Mapping[str, Sequence[str]]] | None = None
     prepare: Callable[[Host], Sequence[str]] | None = None
+    limit: float = float("inf")
     _agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _preparing: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _started: set[str] = field(default_factory=set)  # hosts with a place among those that run ranks
@@ -74,8 +77,12 @@ class Supervisor:
                     self._vacant.append(host.name)
             self._fill(checked=True)
             self._prepare_spares()
+            until = time.monotonic() + self.limit
             while self._agents:
                 time.sleep(_POLL_INTERVAL)
+                if time.monotonic() > until:
+                    self.folder.conclude(ExitCode.FAILED, 0, f"the ranks did not end within {self.limit:.0f} s")
+                    self._end(list(self._agents))
                 self._collect()
                 self._exclude_failing()
                 self._readmit()
@@ -96,6 +103,10 @@ class Supervisor:
         self._agents[host.name] = subprocess.Popen(self.start(host), stdin=subprocess.PIPE, start_new_session=True)
         self._started.add(host.name)
 
+    def _is_ending(self) -> bool:
+        """Whether the run is over, or somebody has asked it to stop: this process, or the script of a Slurm job."""
+        return self._stop_time is not None or self.folder.stop_signal() is not None or self.folder.outcome() is not None
+
     def _spares(self) -> list[Host]:
         return [host for host in self.table.active() if host.name not in self._agents]
 
@@ -108,7 +119,7 @@ class Supervisor:
 
     def _fill(self, checked: bool = False) -> None:
         """Start a healthy spare in place of each host that was excluded. Raises `UserError` if too few hosts are left."""
-        while self._vacant and self._stop_time is None and self.folder.outcome() is None and (spares := self._spares()):
+        while self._vacant and not self._is_ending() and (spares := self._spares()):
             host, lost = spares[0], self._vacant[0]
             self._stop_preparing([host.name])
             if not checked:
@@ -150,7 +161,7 @@ class Supervisor:
             if code is None:
                 continue
             _close(self._agents.pop(name))
-            if code and self._stop_time is None and self.folder.outcome() is None:
+            if code and not self._is_ending():
                 self._exclude(name, self._agent_failure(name, code))
 
     def _exclude_failing(self) -> None:

@@ -43,28 +43,45 @@ def read_hosts(path: Path) -> list[Host]:
             lines = handle.read(_MOST).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         raise UserError(f"{path} is not a host file; write one host per line, such as: node-1 slots=8") from None
+    return _parsed(lines, str(path))
+
+
+def find_hosts(text: str) -> list[Host]:
+    """The hosts of a host file, or those of names such as `node-1,node-2`, each with one slot. Raises `UserError` like `read_hosts`."""
+    if "/" in text or Path(text).exists():
+        return read_hosts(Path(text))
+    return _parsed([name.strip() for name in text.split(",")], "--hosts")
+
+
+def _parsed(lines: Sequence[str], source: str) -> list[Host]:
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, 1):
         if text := line.partition("#")[0].strip():
             found = _LINE.match(text)
             if not found or found[2] == "0" or found[1].startswith("-"):
-                raise UserError(f"{path}:{number}: {text!r} is not a host; write for example: node-1 slots=8")
+                raise UserError(f"{source}:{number}: {text!r} is not a host; write for example: node-1 slots=8")
             if found[1] in hosts:
-                raise UserError(f"{path}:{number}: {found[1]} is listed twice; give all of its slots on one line")
+                raise UserError(f"{source}:{number}: {found[1]} is listed twice; give all of its slots on one line")
             hosts[found[1]] = Host(found[1], int(found[2] or 1))
     if not hosts:
-        raise UserError(f"{path} names no host; write one per line, such as: node-1 slots=8")
+        raise UserError(f"{source} names no host; write one per line, such as: node-1 slots=8")
     return list(hosts.values())
+
+
+def command_on(host: Host, script: str, ssh: str | None) -> list[str]:
+    """The command of this machine that runs a shell script on a host; `ssh` is None for this machine itself."""
+    return ["sh", "-c", script] if ssh is None else [*shlex.split(ssh), host.name, script]
 
 
 class HostTable:
     """Active and excluded hosts, stored in RUN/launch/hosts.json. Excluded hosts stay excluded in later launches until they are
-    readmitted."""
+    readmitted, also those that a launch in between did not have: each Slurm job gets other nodes."""
 
     def __init__(self, path: Path, hosts: list[Host]) -> None:
         self.path = path
         before = {host.name: host for host in read_table(path)}
         self._hosts = {host.name: replace(before.get(host.name, host), slots=host.slots) for host in hosts}
+        self._absent = {name: host for name, host in before.items() if host.excluded is not None and name not in self._hosts}
         self._write()
 
     def all(self) -> list[Host]:
@@ -78,16 +95,18 @@ class HostTable:
         self._write()
 
     def readmit(self, name: str) -> bool:
-        """Make a host active again; False if it is unknown or was not excluded."""
+        """Make a host active again; False if it is unknown, was not excluded or is not of this launch."""
         host = self._hosts.get(name)
         if host is None or host.excluded is None:
+            if self._absent.pop(name, None) is not None:
+                self._write()
             return False
         self._hosts[name] = Host(name, host.slots)
         self._write()
         return True
 
     def _write(self) -> None:
-        write_json(self.path, {"hosts": [asdict(host) for host in self.all()]})
+        write_json(self.path, {"hosts": [asdict(host) for host in (*self.all(), *self._absent.values())]})
 
 
 def read_table(path: Path) -> list[Host]:
@@ -187,9 +206,10 @@ class Agent:
             f"export {exports}",
             *before,
             "exec 3<&0",
+            "trap : TERM USR1",  # Slurm signals this shell with the agent, which needs time to end its ranks
             f"{shlex.join(command)} 2>>{log} </dev/null 3<&- & agent=$!",
             "{ cat <&3 >/dev/null; kill $agent; } >/dev/null 2>&1 & watch=$!",
-            "exec 3<&-; wait $agent; code=$?; kill $watch; exit $code",
+            "exec 3<&-; while wait $agent; code=$?; kill -0 $agent 2>/dev/null; do :; done; kill $watch; exit $code",
             "",
         ))  # fmt: skip
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 
-import torch
-import torch.distributed as dist
-
-from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.bandwidth import all_reduce_speed
 from lmworks.preflight.check_result import CheckContext, CheckResult
 from lmworks.recipe.schema.layout import world_size
 from lmworks.recipe.schema.recipe import Recipe
@@ -87,17 +83,12 @@ def planned(context: CheckContext) -> CheckResult:
     return CheckResult("ok", text, figures=figures)
 
 
-_LARGE = 4 << 20  # fp32 numbers
-_SMALL_TIMES, _LARGE_TIMES = 20, 4
 _SHARE_OF_NETWORK = 0.5  # of the stated bandwidth; less indicates a wrong route or a bad cable
 _SHARE_OF_STEP = 0.5  # of a step for gradient communication; less can overlap with the backward pass
 
 
 def network(context: CheckContext) -> CheckResult:
-    """Latency and bus bandwidth of an all-reduce along every axis with more than one rank; collective.
-
-    Bus bandwidth is 2 (n - 1) / n times the bytes over the time: the traffic of each link in a ring, comparable with the link for any n.
-    """
+    """Latency and bus bandwidth of an all-reduce along every axis with more than one rank; collective."""
     ranks = context.ranks
     if ranks is None:
         wanted = world_size(context.layout)
@@ -111,7 +102,7 @@ def network(context: CheckContext) -> CheckResult:
     for axis in ("tp", "cp", "pp", "fsdp", "dp_replicate", "ep"):
         if ranks.size(axis) == 1:
             continue
-        latency, bandwidth = _measure(ranks, axis)
+        latency, bandwidth = all_reduce_speed(ranks, axis)
         figures |= {f"{axis}/latency_seconds": latency, f"{axis}/bytes_per_second": bandwidth}
         texts.append(f"{axis} of {ranks.size(axis)}: {1e6 * latency:,.0f} us, {size(bandwidth)}/s")
         if axis in ("fsdp", "dp_replicate"):
@@ -132,29 +123,3 @@ def network(context: CheckContext) -> CheckResult:
         if travel > _SHARE_OF_STEP * step:
             return CheckResult("warn", text, "use a larger batch, layout.dp_replicate across slow links, or a faster network", figures)
     return CheckResult("ok", text, figures=figures)
-
-
-def _measure(ranks: Ranks, axis: str) -> tuple[float, float]:
-    """Seconds of a minimal all-reduce, and bytes per second and link of a large one; those of the slowest rank, on all ranks."""
-    device = torch.device(ranks.mesh(axis).device_type)
-    n = ranks.size(axis)
-
-    def seconds(count: int, times: int) -> float:
-        tensor = torch.ones(count, device=device)
-        dist.all_reduce(tensor, group=ranks.group(axis))
-        _finish(tensor)
-        began = time.perf_counter()
-        for _ in range(times):
-            dist.all_reduce(tensor, group=ranks.group(axis))
-        _finish(tensor)
-        slowest = torch.tensor((time.perf_counter() - began) / times, device=device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return float(slowest)
-
-    latency, large = seconds(1, _SMALL_TIMES), seconds(_LARGE, _LARGE_TIMES)
-    return latency, 2 * (n - 1) / n * 4 * _LARGE / large
-
-
-def _finish(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize()

@@ -7,12 +7,8 @@ training must end with the losses that nobody has interrupted.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import socket
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +31,7 @@ from lmworks.preflight.layouts import TOLERANCE
 from lmworks.preflight.small_model import small_recipe
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.units import Seconds
-from lmworks.ui import terminal
+from lmworks.ui.terminal import output_to
 from lmworks.watch.ledger import events_of
 
 LOCAL = "local"  # in place of a host file: agents on this machine
@@ -92,7 +88,7 @@ def replaced(context: CheckContext) -> CheckResult:
     recipe = recipe.model_copy(
         update={"launch": recipe.launch.model_copy(update=launch_options), "layout": Layout(), "threads": 1, "name": "preflight"}
     )
-    with scratch(nearest(context.run_dir)) as folder, _output_to(folder / "output.log"):
+    with scratch(nearest(context.run_dir)) as folder, output_to(folder / "output.log"):
         write_text(folder / RECIPE, recipe.model_dump_json())
         hosts = [Host(host.name, 1) for host in context.hosts[: _HOSTS + 1]]
         if len(hosts) <= _HOSTS:
@@ -113,7 +109,8 @@ def _judged(recipe: str, folder: Path, hosts: Sequence[Host], code: int) -> Chec
     excluded = {event["host"]: event["reason"] for event in events_of(folder, "host_excluded")}
     lines = jsonl.read(folder / LOSSES) if (folder / LOSSES).exists() else []
     if code or not started or hosts[1].name not in excluded:
-        text = f"{hosts[1].name} was lost at step {STEPS // 2 + 1}, and the run ended with code {code}{_last_words(folder)}"
+        last = LaunchDir.of(folder).last_words()
+        text = f"{hosts[1].name} was lost at step {STEPS // 2 + 1}, and the run ended with code {code}{f': {last}' if last else ''}"
         return CheckResult("fail", text, "see that the hosts reach each other and this machine, and share the run directory")
     found = {line["step"]: line["loss"] for line in lines}
     expected, *_ = small_model.run_ranks(losses_of, _HOSTS, recipe)
@@ -133,33 +130,6 @@ def _judged(recipe: str, folder: Path, hosts: Sequence[Host], code: int) -> Chec
     return CheckResult("ok", text, figures=figures)
 
 
-def _last_words(folder: Path) -> str:
-    logs = sorted(LaunchDir.of(folder).logs.glob("*.log"), key=lambda path: path.stat().st_mtime)
-    lines = [line for path in logs for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return f": {json.dumps(lines[-1][:200])}" if lines else ""
-
-
 def local_hosts() -> list[Host]:
     """Agents on this machine that play the hosts of the rehearsal."""
     return [Host(f"{LOCAL}-{number}", 1) for number in range(_HOSTS + 1)]
-
-
-@contextmanager
-def _output_to(path: Path) -> Iterator[None]:
-    """Send the output of this process and of those that it starts to a file."""
-    before, quiet = [os.dup(stream) for stream in (1, 2)], terminal.console.quiet
-    sys.stdout.flush()
-    sys.stderr.flush()
-    terminal.console.quiet = True
-    with open(path, "wb") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        terminal.console.quiet = quiet
-        for stream, kept in zip((1, 2), before, strict=True):
-            os.dup2(kept, stream)
-            os.close(kept)

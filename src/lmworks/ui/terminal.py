@@ -7,10 +7,13 @@ Exceptions of a run that stops on request.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -59,6 +62,29 @@ class Terminal(Console):
 
 
 console = Terminal(stderr=True)
+
+
+@contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """Send the output of this process and of those that it starts to a file."""
+    before, quiet = [os.dup(stream) for stream in (1, 2)], console.quiet
+    sys.stdout.flush()
+    sys.stderr.flush()
+    console.quiet = True
+    with open(path, "wb") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        console.quiet = quiet
+        for stream, kept in zip((1, 2), before, strict=True):
+            os.dup2(kept, stream)
+            os.close(kept)
+
+
 _LOG_EVERY_SECONDS = 15.0
 
 
