@@ -1,4 +1,4 @@
-"""A Slurm of one node on this machine, for as long as a test lasts; jobs of the partition `urgent` pre-empt those of `all`."""
+"""A Slurm on this machine, for as long as a test lasts; jobs of the partition `urgent` pre-empt those of `all`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue")
+_NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=4000 Gres=gpu:2 State=UNKNOWN"
 _CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -20,13 +21,12 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 SlurmctldPort={controller}
-SlurmdPort={daemon}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -40,7 +40,7 @@ SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+{nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=120 State=UP
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF State=UP
 """
@@ -62,23 +62,25 @@ def _free_port() -> int:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[Path]:
-    """Begin the daemons; yields the configuration file for SLURM_CONF, and ends them."""
-    for name in ("state", "spool"):
-        (folder / name).mkdir()
+def cluster(folder: Path, nodes: int = 1) -> Iterator[Path]:
+    """Begin the daemons of nodes n1, n2, ...; yields the configuration file for SLURM_CONF, and ends them."""
+    names = [f"n{number + 1}" for number in range(nodes)]
+    (folder / "state").mkdir()
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o600)
     conf = folder / "slurm.conf"
     host = socket.gethostname()
-    conf.write_text(_CONF.format(folder=folder, host=host, controller=_free_port(), daemon=_free_port(), cpus=os.cpu_count()))
+    lines = "\n".join(_NODE.format(name=name, host=host, port=_free_port(), cpus=os.cpu_count()) for name in names)
+    conf.write_text(_CONF.format(folder=folder, host=host, controller=_free_port(), nodes=lines))
     for number in range(2):  # GPUs to be asked for; nothing opens them
         (folder / f"gpu{number}").touch()
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
     aside = {name: f"{folder}/munge.{name}" for name in ("socket", "pid", "seed", "log")}
     munge = ["munged", "--foreground", "--force", "--key-file", str(key), "--socket", aside["socket"], "--pid-file", aside["pid"],
              "--seed-file", aside["seed"], "--log-file", aside["log"]]  # fmt: skip
-    commands = (munge, ["slurmctld", "-D", "-f", str(conf)], ["slurmd", "-D", "-f", str(conf)])
+    daemons = [["slurmd", "-D", "-f", str(conf), "-N", name] for name in names]
+    commands = (munge, ["slurmctld", "-D", "-f", str(conf)], *daemons)
     environment = os.environ | {"PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin", "SLURM_CONF": str(conf)}
     running = []
     try:
@@ -87,8 +89,9 @@ def cluster(folder: Path) -> Iterator[Path]:
             running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
             time.sleep(1)
         for _ in range(60):
-            told = subprocess.run(["sinfo", "-h", "--format=%T"], env=environment, capture_output=True, encoding="utf-8", check=False)
-            if "idle" in told.stdout:
+            ask = ["sinfo", "-h", "--Node", "--partition=all", "--format=%T"]
+            told = subprocess.run(ask, env=environment, capture_output=True, encoding="utf-8", check=False)
+            if told.stdout.split() == ["idle"] * nodes:
                 break
             time.sleep(1)
         else:

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 from lmworks.health.checks import Check
+from lmworks.health.report import Checked, HostsReport, Report, Result, Status
 from node_recording import record
 from written_run import command_line
 
 
-def health(*words: str, recorded: Path | None = None, prefix: tuple[str, ...] = ()) -> tuple[int, str]:
+def health(*words: str, recorded: Path | None = None, prefix: tuple[str, ...] = (), ssh: Path | None = None) -> tuple[int, str]:
     environment = os.environ | ({"LMWORKS_MACHINE": f"recorded={recorded}"} if recorded else {})
+    environment |= {"PATH": f"{ssh.parent}{os.pathsep}{os.environ['PATH']}"} if ssh else {}
     command = [*prefix, sys.executable, "-P", "-m", "lmworks.cli.main", "health", *words]
     done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=False)
     return done.returncode, done.stdout + done.stderr
@@ -77,9 +79,73 @@ def test_this_machine_is_checked_within_the_limit_of_slurm(tmp_path: Path) -> No
     assert found["stress"]["figures"]["core/lowest_flops"] > 1e8 and json.loads(said)["ended"] - json.loads(said)["began"] < 55
 
 
+SSH = """\
+#!/bin/sh
+# `ssh -o BatchMode=yes HOST SCRIPT` with recordings for hosts.
+[ -e {folder}/$3 ] || {{ echo "ssh: connect to host $3: No route to host" >&2; exit 255; }}
+LMWORKS_MACHINE=recorded={folder}/$3 exec sh -c "$4"
+"""
+
+
+def hosts_of(tmp_path: Path, *names: str) -> Path:
+    """The ssh command of a network with these hosts."""
+    for name in names:
+        record(tmp_path / name, tmp_path)
+    ssh = tmp_path / "ssh"
+    ssh.write_text(SSH.format(folder=tmp_path))
+    ssh.chmod(0o755)
+    return ssh
+
+
+def test_several_hosts_are_one_table_and_the_worst_decides(tmp_path: Path) -> None:
+    ssh = hosts_of(tmp_path, "n1", "n2")
+    words = (str(tmp_path), "--hosts", "n1,n2,n3", "--only", "memory_errors", "--only", "clock", "--only", "stress")
+    (tmp_path / "n2/sys/devices/system/edac/mc/mc0/ue_count").write_text("1")
+    (tmp_path / "n2/programs/stress").write_text("")
+    code, said = health(*words, ssh=ssh)
+    assert code == 1 and "Traceback" not in said
+    rows = [line.split() for line in said.splitlines() if line.startswith(("ok", "fail", "unknown"))]
+    assert [(row[0], row[1]) for row in rows if "memory errors" in " ".join(row)] == [("ok", "n1"), ("fail", "n2")]
+    (lost,) = (" ".join(row) for row in rows if row[1] == "n3")
+    assert lost.endswith("answer: the check exited with code 255: ssh: connect to host n3: No route to host")
+    assert "1 of 3 hosts are healthy; failed: n2, n3" in said.splitlines()
+    (tmp_path / "n2/sys/devices/system/edac/mc/mc0/ue_count").write_text("0")
+    (tmp_path / "hosts").write_text("n1 slots=8\nn2 slots=8\n")
+    code, said = health(str(tmp_path), "--hosts", str(tmp_path / "hosts"), *words[3:], "--json", ssh=ssh)
+    tree = json.loads(said[said.index("{") : said.rindex("}") + 1])
+    assert code == tree["code"] == 2 and tree["verdict"] == "unknown" and tree["checks"] == []
+    assert {host["host"]: host["verdict"] for host in tree["hosts"]} == {"n1": "healthy", "n2": "unknown"}
+    skew = [check["figures"]["skew_seconds"] for host in tree["hosts"] for check in host["checks"] if check["name"] == "skew"]
+    assert len(skew) == 2
+
+
+def test_the_worst_is_a_failure_before_a_doubt() -> None:
+    def report(status: Status) -> Report:
+        return Report("n", 0.0, 1.0, [Checked("clock", "clock", Result(status, ""))])
+
+    def code(*hosts: Status, between: tuple[Status, ...] = ()) -> int:
+        checks = [Checked("links", "links", Result(status, "")) for status in between]
+        return HostsReport({str(place): report(status) for place, status in enumerate(hosts)}, checks).code
+
+    assert [code("ok", "ok"), code("ok", "unknown"), code("unknown", "fail"), code("fail", "unknown")] == [0, 2, 1, 1]
+    assert [code("ok", between=(one,)) for one in ("ok", "fail", "unknown", "skip")] == [0, 1, 2, 0]
+
+
+@pytest.mark.slow
+def test_the_links_of_hosts_are_measured(tmp_path: Path) -> None:
+    ssh = hosts_of(tmp_path, "n1", "n2")
+    words = (str(tmp_path), "--hosts", "n1,n2,n3", "--only", "clock", "--links", "--address", "127.0.0.1", "--json")
+    code, said = health(*words, ssh=ssh)
+    tree = json.loads(said[said.index("{") : said.rindex("}") + 1])
+    found = {check["name"]: check for check in tree["checks"]}
+    assert code == 1 and {host["host"]: host["code"] for host in tree["hosts"]} == {"n1": 0, "n2": 0, "n3": 1}
+    assert found["links_between"]["figures"]["n1-n2/bytes_per_second"] > 0 and found["links_between"]["status"] == "ok"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("--hosts", "n1,n1"), "--hosts:2: n1 is listed twice"),
         (("--only", "gpus"), "--only 'gpus' is no check; these are: gpu_errors,"),
         (("--reach", "head"), "--reach 'head' is not an address; write HOST:PORT"),
     ],

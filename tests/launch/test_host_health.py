@@ -64,7 +64,7 @@ def test_a_host_without_a_report_fails(tmp_path: Path, program: str, said: str) 
 
 def test_a_host_that_does_not_answer_and_a_command_that_is_not_there_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_health, "_CONNECT", 0.5)
-    monkeypatch.setattr(host_health, "_QUICK", 0.0)
+    monkeypatch.setattr(host_health, "QUICK_SECONDS", 0.0)
     began = time.monotonic()
     assert says(tmp_path, "import time; time.sleep(1000)").failures == ["answer: no answer within 0 s"]
     assert time.monotonic() - began < 20
@@ -116,6 +116,14 @@ def test_of_two_hosts_with_two_versions_both_are_named() -> None:
 def test_one_host_and_hosts_without_a_report_are_compared_with_nobody() -> None:
     lost = host_health.unreachable("n2", 1.0, "no route")
     assert compare({"n1": report(), "n2": lost}) == {"n1": report(), "n2": lost}
+
+
+def test_what_is_asked_of_a_host_is_what_was_asked_for(tmp_path: Path) -> None:
+    made = HostChecker(lambda script, host: [], tmp_path, ("head:29400",), False, ("clock", "ports"), (80, 81), 7.0)
+    said = made.script().split(" health ")[1].split()
+    assert "--quick" not in said and said[said.index("--timeout") + 1] == "7" and said[said.index("--reach") + 1] == "head:29400"
+    assert [said[place + 1] for place, word in enumerate(said) if word in ("--only", "--port")] == ["clock", "ports", "80", "81"]
+    assert HostChecker(made.command, tmp_path).seconds < HostChecker(made.command, tmp_path, quick=False).seconds
 
 
 def test_the_script_is_one_that_a_shell_runs(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from lmworks.errors import UserError
 from lmworks.launch import launcher, rank, slurm
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.rank import run_rank
-from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_hosts, read_table
+from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, find_hosts, read_hosts, read_table
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.ledger import Ledger, read_ledger
 from patience import PATIENCE
@@ -83,6 +84,29 @@ def test_an_excluded_host_stays_out_of_later_launches_until_it_is_readmitted(tmp
     assert len(HostTable(folder.hosts, hosts).active()) == 2
 
 
+def test_a_host_that_a_launch_does_not_have_stays_excluded_for_the_next_one(tmp_path: Path) -> None:
+    """A job that is requeued gets other nodes."""
+    folder = LaunchDir.of(tmp_path)
+    HostTable(folder.hosts, [Host("a", 2), Host("bad", 2)]).exclude("bad", "its disk")
+    between = HostTable(folder.hosts, [Host("a", 2), Host("c", 2)])
+    assert [host.name for host in between.all()] == ["a", "c"]
+    assert [host.name for host in read_table(folder.hosts) if host.excluded] == ["bad"]
+    assert [host.name for host in HostTable(folder.hosts, [Host("bad", 2), Host("c", 2)]).active()] == ["c"]
+    again = HostTable(folder.hosts, [Host("a", 2)])
+    assert not again.readmit("bad") and [host.name for host in read_table(folder.hosts)] == ["a"]
+
+
+def test_hosts_of_a_file_or_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ours").write_text("node-1 slots=8\n")
+    assert find_hosts("ours") == find_hosts(f"{tmp_path}/ours") == [Host("node-1", 8)]
+    assert find_hosts("node-1, me@node-2") == [Host("node-1", 1), Host("me@node-2", 1)] and find_hosts("node-1") == [Host("node-1", 1)]
+    wrong = {"./absent": "is not a host file", "a,a": "a is listed twice", "a,-oProxyCommand=x": "is not a host", ",": "names no host"}
+    for text, message in wrong.items():
+        with pytest.raises(UserError, match=message):
+            find_hosts(text)
+
+
 def test_local_agents_have_as_many_ranks_as_the_layout_needs(tmp_path: Path) -> None:
     fixed = launcher.launch_local(recipe(), tmp_path, CountRange(4, 4), [])
     assert [host.slots for host in fixed.hosts] == [4] and fixed.min_hosts == 1
@@ -135,6 +159,25 @@ def test_the_end_of_whoever_started_an_agent_is_the_agents_end(tmp_path: Path, m
     assert shell.wait(PATIENCE) == 3 and told.read_text() == "15"
 
 
+def test_the_shell_of_an_agent_lives_for_as_long_as_its_ranks_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm signals every process of a node at a preemption, and ends the others when the shell has ended."""
+    made = launcher.launch_on_hosts(recipe(), tmp_path, [Host("n2", 1)], None, [], "head")
+    LaunchDir.of(tmp_path).begin()
+    ready = tmp_path / "ready"
+    stand_in = (
+        "import signal, time, sys, pathlib\nsignal.signal(15, lambda *_: (time.sleep(0.3), sys.exit(5)))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(600)"
+    )
+    monkeypatch.setattr("lmworks.launch.torchrun.Agent.command", lambda self: [sys.executable, "-c", stand_in])
+    script = replace(made, module="os").script(made.hosts[0], 1)
+    shell = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, start_new_session=True)
+    while not ready.exists():
+        assert shell.poll() is None
+        time.sleep(0.02)
+    os.killpg(shell.pid, signal.SIGTERM)
+    assert shell.wait(PATIENCE) == 5
+
+
 SCRIPT = {"partition": "gpu", "time_limit": "2:00:00", "memory": "100G", "options": ["--constraint=h100"], "setup": ["module load python"]}
 
 
@@ -152,6 +195,48 @@ def test_the_slurm_script_says_what_the_recipe_asks_for(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n"], input=script, encoding="utf-8", check=False).returncode == 0
     with pytest.raises(UserError, match=r"3 ranks are not a multiple of 2 \(layout tp 2\)"):
         slurm.job_for(asked, tmp_path, CountRange(1, 2), 3, [])
+
+
+PROGRAMS = {
+    # What Slurm does: a node is this machine, and a shell there has the environment of the job.
+    "scontrol": 'printf "n1\\nn2\\nn3\\n"',
+    "srun": 'echo "$@" >"$OUT/srun"; while [ "$1" != bash ]; do shift; done; exec "$@"',
+    # In place of `lmworks launch`; `nodes` runs a script on a node, as the supervisor does.
+    "launch": """case "$*" in
+      "nodes "*) echo "$@" >"$OUT/nodes"; eval "on_node=($ON_NODE)"; echo hello | "${on_node[@]}" n2 "$SCRIPT";;
+      *" end "*) echo "$@" >"$OUT/end";;
+    esac""",
+}
+# Slurm signals the shell of a step at a preemption.
+ON_A_NODE = 'read said; echo $said >"$OUT/said"; kill -TERM $PPID; sleep 0.3; exit 3'
+
+
+def test_a_job_with_spares_supervises_all_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(slurm, "_LMWORKS", (str(tmp_path / "launch"),))
+    folder = LaunchDir.of(tmp_path / "a run")
+    folder.begin()
+    made = slurm.job_for(
+        recipe(), tmp_path / "a run", CountRange(1, 2), 4, ["run", "it.yaml"], spares=1, again=["it's.yaml", "--to", "pretrain"]
+    )
+    script = made.script()
+    assert {"#SBATCH --nodes=2-3", "#SBATCH --no-kill"} <= set(script.splitlines())
+    launch = slurm.launch_on_nodes(recipe(), tmp_path / "a run", [Host("n1", 4), Host("n2", 4)], 1, [], "n1", 1)
+    *on_node, host, last = launch.command("SCRIPT", launch.hosts[0])
+    assert (host, last, launch.size) == ("n1", "SCRIPT", 1)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
+    variables |= {"ON_NODE": shlex.join(on_node), "SCRIPT": ON_A_NODE}
+    assert subprocess.run(["bash", "-c", script], env=os.environ | variables, check=False, timeout=PATIENCE).returncode == 0
+    assert read_hosts(folder.path / "nodes") == [Host("n1", 4), Host("n2", 4), Host("n3", 4)]
+    words = (tmp_path / "nodes").read_text().strip()
+    assert words == f"nodes it's.yaml --to pretrain --least 1 --spares 1 --hosts {folder.path}/nodes --address n1"
+    assert (tmp_path / "said").read_text() == "hello\n", "a script on a node ends with the pipe of its supervisor, so it has to get it"
+    options = (tmp_path / "srun").read_text()
+    assert "--overlap --nodes=1 --ntasks=1" in options and "--nodelist=n2" in options
+    assert folder.stop_signal() == signal.SIGUSR1, "all ranks are asked to save"
+    assert (tmp_path / "end").read_text().split()[-2:] == ["--code", "3"]
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,36 @@ def told(number: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.needs("slurm")
+def test_nodes_of_a_slurm_job_that_are_sick_or_fail_are_replaced_by_spares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of four nodes has a memory error, and a rank is killed on another; two are needed."""
+    (tmp_path / "slurm").mkdir()
+    run_dir = tmp_path / "the run"
+    for name in ("healthy", "sick"):
+        record(tmp_path / name, tmp_path)
+    (tmp_path / "sick/sys/devices/system/edac/mc/mc0/ue_count").write_text("1")
+    machine = tmp_path / "machine.sh"  # each shell of a node begins with it
+    machine.write_text(f'[ "$SLURMD_NODENAME" = n2 ] && name=sick || name=healthy; export LMWORKS_MACHINE=recorded={tmp_path}/$name\n')
+    options = {"partition": "all", "setup": [f"export BASH_ENV={machine}"]}
+    recipe = prepare(run_dir, {"rank": 1, "step": 7, "kind": "kill"}, slurm=options, exclude_after_failures=1, timeout="60 s")
+    (run_dir / "resolved.json").write_text(recipe.model_dump_json())
+    monkeypatch.setattr(slurm, "_LMWORKS", (sys.executable, str(TOY / "toy_job.py")))
+    with cluster(tmp_path / "slurm", nodes=4) as conf:
+        monkeypatch.setenv("SLURM_CONF", str(conf))
+        again = [str(run_dir), str(STEPS)]
+        number = slurm.job_for(recipe, run_dir, CountRange(2, 2), 1, again, spares=2, again=again).submit()
+        wait_for(lambda: any(f"JobState={state}" in told(number) for state in ("COMPLETED", "FAILED")))
+        assert "JobState=COMPLETED" in told(number), next((run_dir / "launch").glob("slurm-*.log")).read_text()
+    require_every_step(run_dir)
+    excluded = {host.name: str(host.excluded) for host in read_table(LaunchDir.of(run_dir).hosts) if host.excluded}
+    assert len(excluded) == 2 and "1 uncorrected" in excluded["n2"], excluded
+    (lost,) = excluded.keys() - {"n2"}
+    assert "its ranks failed 1 times in a row" in excluded[lost]
+    assert [(event["host"], event["instead_of"]) for event in events(run_dir, "host_started")] == [("n3", "n2"), ("n4", lost)]
+    assert {event["ranks"] for event in events(run_dir, "step")} == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.needs("slurm")
 def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First a warning before the time limit, then a preemption by a job of a partition with priority; the run resumes each time."""
     (tmp_path / "slurm").mkdir()

@@ -213,3 +213,22 @@ def test_too_many_sick_hosts_end_the_launch_before_it_begins(tmp_path: Path) -> 
     launch = Launch(tmp_path / "run", "abc", least=2, spares=1, sick="bc")
     assert "1 hosts are left, and at least 2 are needed (b: its health check failed" in str(launch.run_now())
     assert launch.started == [] and not (launch.run_dir / "ledger.jsonl").exists()
+
+
+def test_agents_that_leave_because_a_job_is_preempted_exclude_no_host(tmp_path: Path) -> None:
+    """The script of the job asks them to stop, and not this process; an agent may leave before the first rank has said so."""
+    leaves = "while [ ! -e launch/stop ]; do read -t 0.05 line; done; exit 1"
+    launch = Launch(tmp_path / "run", "abc", least=2, spares=1, agents={"b": leaves})
+    launch.begin()
+    launch.folder.request_stop(signal.SIGUSR1)
+    wait_for(lambda: "b" not in launch.supervisor._agents)
+    launch.folder.conclude(75, 0)
+    assert launch.end() == 75
+    assert launch.active == "abc" and launch.started == [*"ab"]
+
+
+def test_ranks_that_exceed_their_limit_are_ended(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", "ab", least=2)
+    launch.supervisor.limit = 0.1
+    assert launch.run_now() == 1
+    assert (launch.folder.outcome() or {})["message"] == "the ranks did not end within 0 s"

@@ -92,7 +92,8 @@ class HostsReport:
     @property
     def code(self) -> ExitCode:
         """That of the worst host or check."""
-        found = {*(report.code for report in self.hosts.values()), *([code_of(self.checks)] if self.checks else [])}
+        asked = [checked for checked in self.checks if checked.result.status != "skip"]  # one host alone has no links
+        found = {*(report.code for report in self.hosts.values()), *([code_of(asked)] if asked else [])}
         return next((code for code in (ExitCode.FAILED, ExitCode.USER_ERROR) if code in found), ExitCode.OK)
 
     def to_json(self) -> dict[str, Any]:

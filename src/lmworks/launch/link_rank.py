@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +30,29 @@ _PASSES = 2
 
 
 def measure(folder: Path) -> None:
-    """Measure an all-reduce over all ranks, each pair, and the clock of each host."""
+    """Measure the links, and write the result on the first rank."""
     recipe = Recipe.model_validate_json((folder / RECIPE).read_text(encoding="utf-8"))
     with rank_context(recipe, folder) as (ranks, heartbeat):
-        hosts: list[str] = [""] * ranks.world
-        dist.all_gather_object(hosts, os.environ[HOST])
-        heartbeat.beat(0, "all-reduce")
-        whole = all_reduce_speed(ranks, "fsdp")
-        heartbeat.beat(1, "clocks")
-        clocks = _clocks(ranks, hosts)
-        heartbeat.beat(2, "pairs")
-        own = _pairs(ranks, hosts)
-        found: list[Any] = [None] * ranks.world
-        dist.all_gather_object(found, own)
+        found = measured(ranks, os.environ[HOST], heartbeat.beat)
         if ranks.is_first:
-            pairs = [[*pair, *speed] for one in found for pair, speed in sorted(one.items())]
-            tree = {"backend": dist.get_backend(ranks.group("fsdp")), "hosts": hosts, "all_reduce": whole, "pairs": pairs, "clocks": clocks}
-            write_json(folder / FOUND, tree)
+            write_json(folder / FOUND, found)
+
+
+def measured(ranks: Ranks, host: str, beat: Callable[[int, str], None]) -> dict[str, Any]:
+    """An all-reduce over all ranks, each pair, and the clock of each host, as `lmworks.launch.links.judge` reads it; collective. `host`:
+    the name of this rank's; `beat` is told what begins."""
+    hosts: list[str] = [""] * ranks.world
+    dist.all_gather_object(hosts, host)
+    beat(0, "all-reduce")
+    whole = all_reduce_speed(ranks, "fsdp")
+    beat(1, "clocks")
+    clocks = _clocks(ranks, hosts)
+    beat(2, "pairs")
+    own = _pairs(ranks, hosts)
+    found: list[Any] = [None] * ranks.world
+    dist.all_gather_object(found, own)
+    pairs = [[*pair, *speed] for one in found for pair, speed in sorted(one.items())]
+    return {"backend": dist.get_backend(ranks.group("fsdp")), "hosts": hosts, "all_reduce": whole, "pairs": pairs, "clocks": clocks}
 
 
 def _pairs(ranks: Ranks, hosts: list[str]) -> dict[tuple[int, int], tuple[float, float]]:

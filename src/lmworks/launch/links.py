@@ -153,14 +153,21 @@ def _count(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+_ONE_RANK = Checked("links", "links between ranks", Result("skip", "there is only one rank"))
+
+
 def measure_here(options: LaunchOptions, parent: Path, ranks: int) -> list[Checked]:
     """Measure the links between ranks on this machine. `parent`: a folder in which files are made for a while."""
+    if ranks < 2:
+        return [_ONE_RANK]
     return _measure(options, parent, lambda recipe, folder: launch_local(recipe, folder, CountRange(ranks, ranks), [str(folder)]))
 
 
 def measure_hosts(options: LaunchOptions, parent: Path, hosts: Sequence[Host], address: str | None) -> list[Checked]:
     """Measure the links between hosts, with `slots` ranks on each. `parent`: a folder that all see under this path; `address`: where they
     reach this machine."""
+    if sum(host.slots for host in hosts) < 2:
+        return [_ONE_RANK]
     return _measure(options, parent, lambda recipe, folder: launch_on_hosts(recipe, folder, hosts, None, [str(folder)], address))
 
 
@@ -169,24 +176,26 @@ def _measure(options: LaunchOptions, parent: Path, launch: Callable[[Recipe, Pat
     own = {"timeout": Seconds.parse(_TIMEOUT), "max_restarts": 0, "health_check": False, "grace_period": Seconds.parse("5 s")}
     recipe = Recipe(name="links", launch=options.model_copy(update=own))
     try:
-        with temporary_folder(parent, ".lmworks-links-") as folder, output_to(folder / "output.log"):
+        with temporary_folder(parent, ".lmworks-links-") as folder:
             write_text(folder / RECIPE, recipe.model_dump_json())
             made = launch(recipe, folder)
             rounds = rounds_of([host.name for host in made.hosts for _ in range(host.slots)])
+            files = LaunchDir.of(folder)
+            files.logs.mkdir(parents=True)
             try:
-                code = replace(made, module="lmworks.launch.link_rank", limit=_START + _ROUND * len(rounds)).run()
+                with output_to(files.logs / "output.log"):  # also what ssh says
+                    code = replace(made, module="lmworks.launch.link_rank", limit=_START + _ROUND * len(rounds)).run()
                 if code == ExitCode.INTERRUPTED:
                     raise KeyboardInterrupt
                 if code == ExitCode.OK:
                     return judge(read_json(folder / FOUND))
+                why = reason_of_end(folder)
             except UserError as error:
                 why = str(error)
-            else:
-                why = f"{reason_of_end(folder)}; the last line of their logs: {LaunchDir.of(folder).last_words()}"
             # a host that the launcher has excluded says more than that too few are left
-            lost = [f"{host.name}: {host.excluded}" for host in read_table(LaunchDir.of(folder).hosts) if host.excluded]
-            why = "; ".join(lost) or why
-            why = why.replace(f"{LaunchDir.of(folder).logs}/", "")
+            lost = [f"{host.name}: {host.excluded}" for host in read_table(files.hosts) if host.excluded]
+            why = ("; ".join(lost) or why).replace(f"{files.logs}/", "")
+            why += f"; their last line: {words}" if (words := files.last_words()) and words not in why else ""
     except OSError as error:
         return [_not_measured(f"{parent} cannot be written ({error.strerror or error})", "choose a folder that all hosts can write")]
     return [_not_measured(why, "see that the hosts reach each other and this machine (--address), and share this folder")]

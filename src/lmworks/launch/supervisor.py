@@ -81,7 +81,8 @@ class Supervisor:
             while self._agents:
                 time.sleep(_POLL_INTERVAL)
                 if time.monotonic() > until:
-                    self.folder.conclude(ExitCode.FAILED, 0, f"the ranks did not end within {self.limit:.0f} s")
+                    if self.folder.outcome() is None:
+                        self.folder.conclude(ExitCode.FAILED, 0, f"the ranks did not end within {self.limit:.0f} s")
                     self._end(list(self._agents))
                 self._collect()
                 self._exclude_failing()

@@ -41,7 +41,8 @@ def all_reduce_speed(ranks: Ranks, axis: str) -> tuple[float, float]:
 
 
 def pair_speed(peer: int, first: bool, device: torch.device) -> tuple[float, float]:
-    """Seconds that a minimal message takes to another rank, and bytes per second of large ones in the slower direction.
+    """Seconds that a minimal message takes to another rank, and bytes per second of large acknowledged ones in the slower
+    direction.
 
     Called on both ranks of the pair, with `first` on one of them; both return the same.
     """
@@ -69,7 +70,7 @@ def pair_speed(peer: int, first: bool, device: torch.device) -> tuple[float, flo
         dist.send(found, peer)
     else:
         dist.recv(found, peer)
-    return float(found[0]), 4 * _LARGE / max(float(found[1]) - float(found[0]), 1e-9)
+    return float(found[0]), 4 * _LARGE / float(found[1])
 
 
 def clock_offset(peer: int, first: bool) -> tuple[float, float]:
