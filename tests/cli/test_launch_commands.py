@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from command import Lmworks
 
 from lmworks.errors import UserError
 from lmworks.launch.launch_dir import COMMAND
+from lmworks.launch.launcher import Launch
 from lmworks.run import runner
 
 CLUSTER = """
@@ -128,3 +130,29 @@ def test_a_launcher_ends_with_the_exit_code_of_its_ranks(lmworks: Lmworks, tmp_p
     ended = f"from pathlib import Path; from lmworks.launch.launch_dir import LaunchDir; {launch_dir}.conclude(75, 0)"
     monkeypatch.setattr("lmworks.launch.torchrun.Agent.command", lambda self: [sys.executable, "-c", ended])
     assert lmworks("launch", "local", "quickstart", "--ranks", "2", "--set", f"run_dir={tmp_path}").code == 75
+
+
+def test_a_job_with_spares_asks_for_more_nodes_and_supervises_them(lmworks: Lmworks, tmp_path: Path) -> None:
+    (tmp_path / "ours.yaml").write_text(CLUSTER.format(device="H100"))
+    words = ("launch", "slurm", "quickstart", "--cluster", tmp_path / "ours.yaml", "--set", f"run_dir={tmp_path}", "--to", "pretrain")
+    done = lmworks(*words, "--spares", "1", "--dry-run")
+    assert done.code == 0, done.err
+    assert "#SBATCH --nodes=3\n" in done.out and "#SBATCH --no-kill\n" in done.out
+    (line,) = (line for line in done.out.splitlines() if " launch nodes quickstart --set " in line)
+    assert line.endswith("--to pretrain --least 2 --spares 1 \\") and "--set layout.pp=2" in line
+    assert " launch nodes " not in lmworks(*words, "--dry-run").out
+
+
+def test_the_supervisor_of_a_job_starts_what_the_launch_asked_for(
+    lmworks: Lmworks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Launch] = []
+    monkeypatch.setattr(Launch, "supervise", lambda self: launched.append(self) or 75)
+    monkeypatch.setenv(COMMAND, "lmworks launch slurm quickstart --spares 1")
+    (tmp_path / "nodes").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
+    nodes = ("--hosts", tmp_path / "nodes", "--least", "1", "--spares", "1", "--address", "n1")
+    assert lmworks("launch", "nodes", "quickstart", "--to", "pretrain", "--set", f"run_dir={tmp_path}", *nodes).code == 75
+    (made,) = launched
+    assert (made.size, made.min_hosts, made.spares, made.address) == (2, 1, 1, "n1")
+    assert made.arguments == ["pretrain", "quickstart", "--set", f"run_dir={tmp_path}"]
+    assert os.environ[COMMAND] == "lmworks launch slurm quickstart --spares 1", "what a user repeats is not what the job runs"
