@@ -119,3 +119,18 @@ def test_fragments(retries: int, expected: str, tmp_path: Path) -> None:
 def test_masked_labels(masked: int, valid: float, expected: str, tmp_path: Path) -> None:
     given = conversations(left_out={"wrong mask": masked})
     assert verdict(tune(tmp_path, "labels-all-masked", given, {"train/valid_tokens": [valid] * COUNT})) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "moved", "expected"),
+    [(1, 12.0, 0, "named"), (1, 8.0, 0, "note"), (2, 8.0, 0, "named"), (1, 0.4, 0, "silent"), (8, 0.6, 0, "note"), (64, 0.6, 0, "named"),
+     (1, 12.0, 1, "named"), (1, 12.0, 2, "silent")],
+)  # fmt: skip
+def test_pauses_by_their_length_on_all_ranks_and_their_regularity(
+    ranks: int, seconds: float, moved: int, expected: str, tmp_path: Path
+) -> None:
+    """Every 20 of 200 steps of 9.8 s; `moved`: pauses that come 7 steps late, each of which breaks two of the nine intervals."""
+    every = {step + 7 * (step in (90, 150)[:moved]) for step in range(10, STEPS, 20)}
+    gap = {"perf/gap_seconds": [seconds if step in every else 0.01 for step in range(1, STEPS + 1)]}
+    given = on_machine(gap, events=[{"event": "resume", "step": 0, "ranks": ranks}])
+    assert verdict(judge(tmp_path, "periodic-pause", **given)) == expected

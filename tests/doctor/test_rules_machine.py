@@ -80,9 +80,33 @@ def pauses(every: Sequence[int], seconds: float = 30.0) -> dict[str, Any]:
 def test_pauses_with_a_period_are_named_and_pauses_at_random_are_not(tmp_path: Path) -> None:
     found = judge(tmp_path, "periodic-pause", **run(pauses(range(20, STEPS, 20))))
     assert verdict(found) == "named" and isinstance(found, Finding)
-    assert verdict(judge(tmp_path, "periodic-pause", **run(pauses([11, 25, 90, 101, 160, 199])))) == "silent"
-    assert verdict(judge(tmp_path, "periodic-pause", **run(pauses(range(20, STEPS, 20), 0.5)))) == "silent"
+    assert [one.value for one in found.evidence][1:4] == [1.0, 20.0, pytest.approx(29.99)] and not found.changes[0].key
+    assert verdict(judge(tmp_path, "periodic-pause", **run(pauses([11, 25, 30, 77, 90, 101, 133, 160, 199])))) == "silent"
+    assert verdict(judge(tmp_path, "periodic-pause", **run(pauses(range(20, STEPS, 20), 0.4)))) == "silent"  # 4% of a step
     assert verdict(judge(tmp_path, "periodic-pause", **run(pauses([1])))) == "silent"  # a slow first step
+
+
+def test_pauses_that_a_run_makes_of_its_own_accord_are_not_named(tmp_path: Path) -> None:
+    """After saves, validations and samples, and where the rules judge the run."""
+    every = range(20, STEPS, 20)
+    measured: list[Any] = [1.0 if step in every else ... for step in EVERY]
+    after = pauses([step + 1 for step in every])
+    for given in (pauses(every), after):
+        for name in ("perf/save_seconds", "perf/validation_seconds", "perf/evaluation_seconds"):
+            assert verdict(judge(tmp_path, "periodic-pause", **run(given | {name: measured}))) == "silent", name
+        assert verdict(judge(tmp_path, "periodic-pause", **run(given, 'train.sample_every="20 steps"'))) == "silent"
+    assert verdict(judge(tmp_path, "periodic-pause", **run(after))) == "named"
+    assert verdict(judge(tmp_path, "periodic-pause", **run(after, 'metrics.diagnose_every="226 s"'))) == "silent"
+    found = judge(tmp_path, "periodic-pause", **run(after, 'metrics.detail_every="20 steps"'))
+    assert isinstance(found, Finding) and found.changes[0].key == "metrics.detail_every"
+
+
+@pytest.mark.parametrize(("cpu", "computed"), [(9.7, 0.0), (39.7, 1.0)])
+def test_a_pause_in_which_the_process_computes_is_told_from_one_in_which_it_waits(cpu: float, computed: float, tmp_path: Path) -> None:
+    every = range(20, STEPS, 20)
+    seconds = {"perf/cpu_seconds": [cpu if step in every else 9.7 for step in EVERY]}
+    found = judge(tmp_path, "periodic-pause", **run(pauses(every) | seconds))
+    assert isinstance(found, Finding) and found.evidence[-1].value == pytest.approx(computed, abs=0.01)
 
 
 def test_memory_that_grows_is_named_and_memory_that_settles_is_not(tmp_path: Path) -> None:
