@@ -274,7 +274,7 @@ PLACES = (
         run.copy restore_run(2) _restore_checkpoint(2)
         run.fill_cache CacheFiller.__init__
         run.prediction measured_mfu(4)
-        run.replay replay(2) require_whole_weights load_bad
+        run.replay replay(2) require_next_token_loss load_bad
         shards.lineage document_at
         tokenizer.evaluate _ImportedTokenizer.__init__
         tokenizer.train evaluate_sizes _mean

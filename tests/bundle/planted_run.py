@@ -103,8 +103,16 @@ def write_planted(folder: Path) -> Path:
         (folder / name).mkdir()
     document = {"sources": [{"name": one, "path": one, one: {one: one}} for one in every], "samples": [{"prompt": one} for one in texts]}
     for name in ("corpus/report.json", "corpus/manifest.json", "corpus/stage.json", "tokenizer/report.json", "shards/manifest.json",
-                 "evaluate/results.json", "export/parity.json", "oom/rank-0.json", "preflight.json", "lock"):  # fmt: skip
+                 "evaluate/results.json", "export/parity.json", "oom/rank-0.json", "lock"):  # fmt: skip
         (folder / name).write_text(json.dumps(document))
+    check = {"number": 1, "result": "fail"}
+    kept = [check | dict.fromkeys(("name", "title", "text", "advice"), secret) | {"figures": {secret: 1.0}} for secret in every]
+    (folder / "preflight.json").write_text(json.dumps({"time": 1e9, "checks": kept}))
+    number = {"code": "noisy-source", "value": 2.0, "high": 1.0}
+    probed = [number | dict.fromkeys(("name", "source", "unit", "where"), one) for one in texts]
+    probes = {"step": 40, "time": 2e9, "checkpoint": every[0], "lacking": dict(zip(every, every, strict=True)), "probed": probed}
+    for place in (folder, folder / "tune"):
+        (place / "probes.json").write_text(json.dumps(probes))
     (folder / "lock").write_text(json.dumps({"pid": 3, "host": SECRETS["host"]}))
     for name in ("corpus/rejected.jsonl", "bad_batches/step-1.json", "url_credentials.json", "sources.json", "samples.jsonl", "core"):
         (folder / name).write_text(json.dumps(document))

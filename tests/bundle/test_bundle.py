@@ -22,8 +22,10 @@ from lmworks.bundle.redact import Redactor
 from lmworks.cli import main
 from lmworks.doctor.report import as_document
 from lmworks.errors import UserError
-from lmworks.watch.diagnosis import diagnose
+from lmworks.preflight import checks
+from lmworks.preflight.check_result import CheckResult
 from lmworks.watch.evidence import stages_in
+from lmworks.watch.probes import diagnose_probed
 from lmworks.watch.run_files import open_run, read_document, read_lines
 from written_run import command_line, write_run
 
@@ -161,6 +163,30 @@ def test_the_doctor_names_the_same_for_the_bundle_and_the_bytes_are_the_same(tmp
     assert read_document(files, "doctor.json")["stages"][0]["problems"][0]["code"] == "disk-full"
 
 
+def test_the_last_preflight_is_in_the_bundle_and_the_doctor_notes_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kept by `lmworks preflight` in the folder of a run, and measured again with `--preflight`."""
+    run = write_run(tmp_path / "run", {"train/loss": [1.0] * 50})
+    (check, other) = checks.CHECKS[3], checks.CHECKS[5]
+    full = CheckResult("fail", f"{run} has 3 bytes free", "make room on the file system of the run", {"bytes": 3.0})
+    answers = [checks.Answer(4, check, full, 1.5), checks.Answer(6, other, CheckResult("ok", "2 GB/s"), 0.5)]
+    checks.keep(answers, tmp_path / "none")
+    assert not (tmp_path / "none").exists(), "a preflight makes no folder"
+    checks.keep(answers, run)
+    collect(run).write(tmp_path / "kept.zip")
+    mended = [checks.Answer(4, check, CheckResult("ok", "room"), 1.5)]
+    monkeypatch.setattr(checks, "preflight", lambda context, begin, end: mended)
+    assert command_line(monkeypatch, capsys, "bundle", run, "--preflight", "--yes", "--out", tmp_path / "now.zip")[0] == 0
+    for path, failed in ((run, True), (tmp_path / "kept.zip", True), (tmp_path / "now.zip", False)):
+        code, out, _ = command_line(monkeypatch, capsys, "doctor", path, "--json")
+        notes = [one for one in json.loads(out)["stages"][0]["notes"] if one["code"] == "preflight-failed"]
+        assert code == 0 and [one["where"] for one in notes] == ["disks"] * failed, path
+    kept = read_document(open_run(tmp_path / "kept.zip"), "preflight.json")["checks"]
+    assert [(one["name"], one["result"]) for one in kept] == [("disks", "fail"), ("collectives", "ok")]
+    assert str(tmp_path) not in json.dumps(kept) and kept[0]["advice"] == "make room on the file system of the run"
+
+
 def test_a_truncated_checkpoint_is_named_by_the_sizes_that_the_bundle_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many other files there are."""
     monkeypatch.setattr(contents, "_MOST_LISTED", 1)
@@ -197,7 +223,7 @@ def _codes(files: object) -> object:
     keep = ("code", "steps", "sure", "evidence")
     return [
         [{key: one[key] for key in keep} for kind in ("problems", "unsure", "notes") for one in stage[kind]]
-        for stage in as_document("", [diagnose(one) for one in stages_in(files)])["stages"]  # type: ignore[arg-type]
+        for stage in as_document("", [diagnose_probed(one) for one in stages_in(files)])["stages"]  # type: ignore[arg-type]
     ]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import replace
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,22 @@ import numpy as np
 import pytest
 from test_doctor_command import doctor
 
+from lmworks.bundle.archive import collect
 from lmworks.doctor import against
 from lmworks.doctor import probe as probe_module
-from lmworks.doctor.probe import PROBES, Probed, confirmed, probe
+from lmworks.doctor.probe import PROBES, probe
 from lmworks.doctor.recompute import Recomputation
 from lmworks.doctor.rows import expert_use, find_rows
 from lmworks.errors import UserError
+from lmworks.io.run_layout import of_stage
+from lmworks.pages.read_run import read_run
 from lmworks.shards import epochs
 from lmworks.shards.batch import Batch
 from lmworks.watch.diagnosis import Diagnosis, all_rules
 from lmworks.watch.evidence import Evidence
-from lmworks.watch.ledger import LEDGER, Ledger
+from lmworks.watch.ledger import LEDGER, Ledger, RunLock
+from lmworks.watch.probes import KEPT, Probed, ProbeRecord, confirmed, diagnose_probed
+from lmworks.watch.probes import kept as kept_probes
 from lmworks.watch.rule import Finding, Measurement
 from lmworks.watch.run_files import open_run
 from tiny_run import Tiny, prepare
@@ -40,10 +46,10 @@ def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def measured(run: Tiny) -> dict[str, list[bool]]:
     """By code, which measurements are abnormal."""
-    found, lacking = probe(Recomputation.open(run.run_dir))
-    assert set(lacking) == {"read and unread text", "loss by source"}, "all text was read, and too little to judge what was learned"
+    record = probe(Recomputation.open(run.run_dir))
+    assert set(record.lacking) == {"read and unread text", "loss by source"}, "all text was read, and too little to judge what was learned"
     codes: dict[str, list[bool]] = {}
-    for one in found:
+    for one in record.probed:
         codes.setdefault(one.code, []).append(one.measurement.abnormal)
     return codes
 
@@ -85,7 +91,9 @@ def test_probes_confirm_exclude_and_add() -> None:
         return Finding((bad,), code=code, sentence="It is so.", area="data", stage="pretrain")
 
     before = Diagnosis("pretrain", [], [unsure("confirmed"), unsure("excluded"), unsure("open")], [], ["disk-full"], {})
-    found = confirmed(before, [Probed("confirmed", bad), Probed("excluded", fine), Probed("disk-full", bad, exact=True, where="rank 3")])
+    measured = [Probed("confirmed", bad), Probed("excluded", fine), Probed("disk-full", bad, exact=True, where="rank 3")]
+    found = confirmed(before, ProbeRecord("pretrain", 8, "step-00000008", 1.0, measured))
+    assert found.probes is not None and list(found.probes.excluded) == ["excluded"]
     assert [(one.code, one.where) for one in found.problems] == [("confirmed", ""), ("disk-full", "rank 3")]
     assert [one.code for one in found.unsure] == ["open"] and list(found.passed) == ["excluded"]
     assert found.problems[1].sentence == all_rules()["disk-full"].sentence
@@ -131,7 +139,7 @@ def test_a_step_that_repeats_with_another_loss_is_corrupt(trained: Tiny, monkeyp
 def test_text_to_come_that_is_worse_than_text_that_was_read_is_overfitting(
     trained: Tiny, monkeypatch: pytest.MonkeyPatch, unread: float, abnormal: bool
 ) -> None:
-    run = replace(Recomputation.open(trained.run_dir), step=6)
+    run = dataclasses.replace(Recomputation.open(trained.run_dir), step=6)
     monkeypatch.setattr(Recomputation, "row_losses", lambda self, row: np.array([unread if row.step >= 6 else 2.0]))
     (found,) = PROBES["read and unread text"](run)
     assert found.code == "overfitting" and found.measurement.abnormal == abnormal
@@ -171,10 +179,124 @@ def test_a_row_that_is_not_finite_comes_first_and_hides_no_other(trained: Tiny, 
 def test_the_command_probes_and_leaves_the_run_as_it_was(
     trained: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = {path: path.stat().st_mtime_ns for path in trained.run_dir.rglob("*")}
+    files = {path: path.stat().st_mtime_ns for path in trained.run_dir.rglob("*") if path.is_file()}
     _, out, _ = doctor(monkeypatch, capsys, trained.run_dir, "--probe", "--json")
     assert "probe: read and unread text" in json.loads(out)["stages"][0]["not_judged"]
-    assert {path: path.stat().st_mtime_ns for path in trained.run_dir.rglob("*")} == files
+    after = {path: path.stat().st_mtime_ns for path in trained.run_dir.rglob("*") if path.is_file()}
+    assert after.pop(trained.run_dir / KEPT) and after == files
+    _, again, _ = doctor(monkeypatch, capsys, trained.run_dir, "--json")
+    assert json.loads(again) == json.loads(out), "the next diagnosis has what was measured"
+
+
+EQUAL = Measurement("relative difference of two computations", 0.5, high=0.0, source="recomputed")
+BITS = ProbeRecord("pretrain", 40, "step-00000040", 2.0e9, [Probed("silent-corruption", EQUAL, exact=True, where="layer 1")], {"a": "no b"})
+
+
+def test_measurements_are_kept_with_a_run_that_is_going_on_and_shown_with_their_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", {"train/loss": [5.0 - 0.01 * i for i in range(60)]})
+    ledger = (run / "ledger.jsonl").read_bytes()
+    with RunLock(run):
+        BITS.keep(run)
+        code, out, _ = doctor(monkeypatch, capsys, run)
+    assert (run / "ledger.jsonl").read_bytes() == ledger
+    assert code == 1 and "silent-corruption" in out and "(recomputed at step 40)" in out and "pretrain, layer 1" in out
+    assert "1 measurement of probes, at step 40 (step-00000040)" in out
+    (found,) = [one for one in read_run(run).findings if one["code"] == "silent-corruption"]
+    assert found["evidence"][0][3] == "recomputed at step 40" and found["kind"] == "problem"
+    collect(run).write(tmp_path / "bundle.zip")
+    code, out, _ = doctor(monkeypatch, capsys, tmp_path / "bundle.zip", "--json")
+    (found,) = json.loads(out)["stages"][0]["problems"]
+    assert code == 1 and found["code"] == "silent-corruption" and found["evidence"][0]["value"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("events", "holds"),
+    [
+        ([], True),
+        ([{"event": "resume", "step": 40}], True),
+        ([{"event": "mixture_changed", "step": 50, "time": 1.0e9}], True),  # before it was measured
+        ([{"event": "mixture_changed", "step": 50}], False),
+        ([{"event": "optimizer_reset", "step": 40}], False),
+        ([{"event": "optimizer_reset", "step": 60}], True),  # the run has not trained beyond it; see below
+        ([{"event": "recipe_changed", "allowed": [{"key": "optimizer.learning_rate"}]}], False),
+        ([{"event": "recipe_changed", "allowed": [], "harmless": [{"key": "train.log_every"}]}], True),
+        ([{"event": "rollback", "step": 60, "to_step": 32, "skip": None}], False),
+        ([{"event": "rollback", "step": 60, "to_step": 48, "skip": None}], True),
+        ([{"event": "start", "steps": 60}], False),
+    ],
+)
+def test_a_measurement_holds_until_the_run_has_trained_beyond_it_after_a_change(
+    events: list[dict[str, Any]], holds: bool, tmp_path: Path
+) -> None:
+    measured = 60 if events and events[0].get("step") == 60 and events[0]["event"] == "optimizer_reset" else 40
+    later = [{"time": 3.0e9, **event} for event in events]
+    run = write_run(tmp_path / "run", {"train/loss": [5.0 - 0.01 * i for i in range(60)]}, later)
+    dataclasses.replace(BITS, step=measured).keep(run)
+    assert (kept_probes(Evidence(open_run(run))) is not None) == holds
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["[]", "{", '{"step": "a"}', '{"step": 1, "time": 1, "probed": [3, {"code": []}, {"code": "no-such"}]}',
+     '{"step": 1, "time": 1' + "0" * 400 + ', "probed": []}'],
+)  # fmt: skip
+def test_a_damaged_record_is_none(damage: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"train/loss": [5.0 - 0.01 * i for i in range(60)]})
+    (run / KEPT).write_text(damage, encoding="utf-8")
+    assert not diagnose_probed(Evidence(open_run(run))).problems
+
+
+def test_what_is_not_finite_is_kept_and_what_was_not_measured_is_not(tmp_path: Path) -> None:
+    values = (math.inf, math.nan, 0.0)
+    run = write_run(tmp_path / "run", {"train/loss": [1.0] * 60})
+    probed = [Probed("bad-batch", Measurement("a", value, low=-1.0)) for value in values]
+    dataclasses.replace(BITS, probed=probed).keep(run)
+    found = kept_probes(Evidence(open_run(run)))
+    assert found is not None and found.lacking == BITS.lacking
+    assert [one.measurement for one in found.probed] == [Measurement("a", value, low=-1.0) for value in (math.inf, 0.0)]
+
+
+def test_a_folder_that_cannot_be_written_still_gives_the_report(
+    trained: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained.copy(tmp_path / "run").run_dir
+    (run / KEPT).unlink(missing_ok=True)
+    (run / KEPT).mkdir()  # nothing can be renamed to it
+    monkeypatch.setattr("lmworks.doctor.probe.PROBES", {"one": lambda _: iter(BITS.probed)})
+    code, out, _ = doctor(monkeypatch, capsys, run, "--probe", "--json")
+    assert code == 1 and "silent-corruption" in [one["code"] for one in json.loads(out)["stages"][0]["problems"]]
+
+
+@pytest.mark.parametrize("lora", [(), ("tune.lora.rank=4", "tune.lora.dropout=0.1")], ids=["whole weights", "adapters"])
+def test_tuning_is_probed(
+    lora: tuple[str, ...], trained: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned = trained.copy(tmp_path / "run")
+    tuned.walk(*SHORT, *lora, "tune.tokens=2Ki", "tune.learning_rate=0.001", "train.save_every=2 steps", last="tune")
+    record = probe(opened := Recomputation.open(tuned.run_dir, of_stage("tune")))
+    assert record.step == 8 and record.checkpoint == "step-00000008"
+    assert set(record.lacking) == {"order of the data", "loss by source"}
+    found = {one.code: one.measurement for one in record.probed}
+    assert set(found) == {"optimizer-state-lost", "low-precision-weights", "silent-corruption", "overfitting", "fp16-overflow",
+                          "bad-batch", "operator-overflow"}  # fmt: skip
+    assert not [code for code, one in found.items() if one.abnormal and code != "overfitting"]
+    assert found["low-precision-weights"].value < 0.2 and found["silent-corruption"].value == 0
+    # The loss of the line of a step is that of its batch with the weights before it.
+    metrics = {line["step"]: line["train/loss"] for line in map(json.loads, (tuned.run_dir / "tune" / "metrics.jsonl").open())}
+    if not lora:  # dropout draws others
+        assert opened.repeat(6, opened.batch(6))[0] == pytest.approx(metrics[7], rel=1e-4)
+    rows = find_rows(opened, 6)
+    assert {row.source for row in rows} <= {"sums", ""} and "sums" in {row.source for row in rows} and rows[0].documents is None
+    code, out, _ = doctor(monkeypatch, capsys, tuned.run_dir, "--find-rows", 6, "--model", "tuned")
+    assert code == 0 and ", source sums" in out
+
+
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+def test_stages_with_another_objective_say_why_they_cannot_be_probed(stage: str, trained: Tiny) -> None:
+    with pytest.raises(UserError, match=f"the batches of {stage} cannot be computed again: its .*; those of pretraining and tuning can"):
+        Recomputation.open(trained.run_dir, of_stage(stage))
 
 
 def test_the_row_of_random_tokens_comes_first_and_the_others_name_their_documents(

@@ -27,6 +27,7 @@ from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.layout import Layout, world_size
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards import epochs
+from lmworks.watch.run_files import PREFLIGHT
 from rank_pool import RankPool
 from tiny_run import Tiny
 
@@ -37,8 +38,9 @@ def context_of(tiny: Tiny, *overrides: str) -> CheckContext:
 
 
 def everything(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file with its size and time: what must not change."""
-    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+    """Every file with its size and time: what must not change. The results are kept beside them."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != PREFLIGHT]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
 # The command
@@ -73,6 +75,7 @@ def test_a_sound_run_passes_and_is_left_as_it_was(tiny: Tiny, monkeypatch: pytes
     one_rank = dict.fromkeys(("collectives", "parallel", "spare", "alerts", "evaluation"), "skip")
     assert {answer["name"]: answer["result"] for answer in answers} == dict.fromkeys(asked, "ok") | one_rank, answers
     assert [answer["name"] for answer in answers] == asked
+    assert json.loads((tiny.run_dir / PREFLIGHT).read_text())["checks"] == answers
     assert all(answer["text"] for answer in answers)
     assert everything(tiny.run_dir) == before
 

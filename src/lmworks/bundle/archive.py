@@ -23,9 +23,9 @@ from lmworks.errors import UserError
 from lmworks.io.files import write_bytes
 from lmworks.io.masking import MASK, SECRET_NAME
 from lmworks.io.urls import NAME as CREDENTIALS
-from lmworks.watch.diagnosis import diagnose
 from lmworks.watch.evidence import stages_in
-from lmworks.watch.run_files import INDEX, FolderFiles, RunFiles, read_document
+from lmworks.watch.probes import diagnose_probed
+from lmworks.watch.run_files import INDEX, PREFLIGHT, FolderFiles, RunFiles, read_document
 
 MOST_BYTES = 20_000_000
 _SHARES = {
@@ -82,8 +82,8 @@ class Bundle:
         return len(data)
 
 
-def collect(run_dir: Path, preflight: Sequence[Mapping[str, Any]] | None = None) -> Bundle:
-    """What a bundle of a run contains. `preflight`: answers of `lmworks preflight`, as JSON.
+def collect(run_dir: Path, preflight: Mapping[str, Any] | None = None) -> Bundle:
+    """What a bundle of a run contains. `preflight`: the results of a preflight that was made now, in place of the last one of the run.
 
     Raises `UserError` if the folder is no run, or if a secret of this machine would get into the archive.
     """
@@ -96,15 +96,15 @@ def collect(run_dir: Path, preflight: Sequence[Mapping[str, Any]] | None = None)
         raise UserError(f"{run_dir} has no records of a run: neither resolved.json, ledger.jsonl nor metrics.jsonl of lmworks")
     redactor = Redactor(_run_dirs(run_dir, stages[0].tree), _names(files, stages[0].tree))
     packer = _Packer()
-    diagnosis = as_document("RUN", [diagnose(one) for one in stages])
+    diagnosis = as_document("RUN", [diagnose_probed(one) for one in stages])
     del diagnosis["verdict"]  # a sentence of what the lists below it say
     packer.add("doctor.json", redactor.value(diagnosis), "documents")
     packer.add("environment.json", machine.describe(run_dir, redactor), "documents")
     if preflight is not None:
-        packer.add("preflight.json", redactor.value({"checks": [dict(one) for one in preflight]}), "documents")
+        packer.add(PREFLIGHT, redactor.value(dict(preflight)), "documents")
     for content in contents.CONTENTS:
         for name in sorted(names, key=_newest_first):
-            if content.fits(name) and not (name == "preflight.json" and preflight is not None):
+            if content.fits(name) and not (name == PREFLIGHT and preflight is not None):
                 packer.add(f"{redactor.member(name)}{content.suffix}", content.read(files, name, redactor), content.share)
     index = {
         "format": _FORMAT, "lmworks": __version__, "running": stages[0].running, "pseudonyms": redactor.pseudonyms.counts,

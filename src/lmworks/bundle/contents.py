@@ -20,7 +20,8 @@ from lmworks.io.jsonl import line as json_line
 from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.watch import flight_recorder
 from lmworks.watch.ledger import LEDGER
-from lmworks.watch.run_files import RunFiles, read_document, read_lines
+from lmworks.watch.probes import KEPT
+from lmworks.watch.run_files import PREFLIGHT, RunFiles, read_document, read_lines
 
 LOG_LINES = 1000
 _LONGEST_LOG_LINE = 4000
@@ -109,6 +110,7 @@ CONTENTS = (
     Content(re.escape(LEDGER), _lines, "ledger"),
     Content(rf"{_STAGE}metrics\.jsonl", _lines, "metrics"),
     Content(r"follow\.jsonl", _lines, "metrics"),
+    Content(rf"{_STAGE}{re.escape(KEPT)}", _document),
     Content(r"lock", _document),
     Content(r"launch/(?:outcome|hosts)\.json", _document),
     Content(r"launch/heartbeats/\d+\.json", _document, "ranks"),
@@ -120,7 +122,8 @@ CONTENTS = (
     Content(rf"(?:corpus|tokenizer|shards|{_STAGES}|evaluate|export|{_STAGE}checkpoints)/stage\.json", _document),
     Content(r"(?:corpus|tokenizer)/report\.json|corpus/manifest\.json|shards/(?:manifest|report)\.json", _document),
     Content(rf"(?:{_STAGES})/data/(?:manifest|prompts)\.json", _document),
-    Content(r"evaluate/results\.json|export/parity\.json|preflight\.json|oom/[^/]+\.json", _document),
+    Content(r"evaluate/results\.json|export/parity\.json|oom/[^/]+\.json", _document),
+    Content(re.escape(PREFLIGHT), _document),
 )
 
 

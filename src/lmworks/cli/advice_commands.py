@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -138,7 +139,10 @@ def preflight(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check machines, disks, data, first batches, layout, checkpoints and export. Changes nothing; exit code 1 if a check fails."""
+    """Check machines, disks, data, first batches, layout, checkpoints and export; exit code 1 if a check fails.
+
+    Changes nothing of a run, and keeps the results in its folder if it has one (preflight.json), for lmworks doctor and lmworks bundle.
+    """
     from lmworks.launch.torchrun import read_hosts
     from lmworks.parallel.process_group import destroy_ranks, init_ranks, is_launched
     from lmworks.plan.layout import devices
@@ -182,6 +186,10 @@ def preflight(
             out.print(Text.assemble(f"{'':15}", ("do:", "bold"), f" {found.advice}"))
 
     answers = checks.preflight(context, begin, end)
+    try:
+        checks.keep(answers, context.run_dir)
+    except (UserError, OSError) as error:
+        print(f"the results are not kept with the run: {error}", file=sys.stderr)
     failed = [answer for answer in answers if answer.finding.result == "fail"]
     if as_json:
         print_json([answer.plain() for answer in answers])

@@ -30,7 +30,7 @@ def bundle(
     list_only: Annotated[bool, typer.Option("--list", help="Show what the archive would contain, and write nothing.")] = False,
     names: Annotated[bool, typer.Option("--names", help="Also show what each pseudonym stands for; this is not in the archive.")] = False,
     preflight: Annotated[
-        bool, typer.Option("--preflight", help="Run the checks of lmworks preflight, which take minutes, and add them.")
+        bool, typer.Option("--preflight", help="Run the checks of lmworks preflight now, which take minutes; without, the last ones.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Write the archive without asking.")] = False,
     as_json: JsonOption = False,
@@ -82,7 +82,7 @@ def _confirmed(out: Path) -> bool:
     return typer.confirm(f"write {out}?", default=True, err=True)
 
 
-def _preflight(run_dir: Path) -> list[dict[str, Any]]:
+def _preflight(run_dir: Path) -> dict[str, Any]:
     from lmworks.plan.stages import stages_as_phases
     from lmworks.preflight import checks
     from lmworks.preflight.check_result import CheckContext
@@ -91,4 +91,4 @@ def _preflight(run_dir: Path) -> list[dict[str, Any]]:
 
     resolved = choose_mesh_here(load_recipe(str(run_dir)))
     context = CheckContext(stages_as_phases(resolved.recipe), resolved.fingerprint, None, str(run_dir), None)
-    return [answer.plain() for answer in checks.preflight(context, lambda number, check: None, lambda answer: None)]
+    return checks.document(checks.preflight(context, lambda number, check: None, lambda answer: None))

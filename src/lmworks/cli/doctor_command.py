@@ -11,12 +11,16 @@ from rich.text import Text
 
 from lmworks.cli.options import JsonOption, console, print_json
 from lmworks.errors import UserError
+from lmworks.io.run_layout import BASE
 from lmworks.recipe.keys import nearest_or_all
 from lmworks.ui.exit_codes import ExitCode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lmworks.doctor.rows import Row
     from lmworks.watch.diagnosis import Diagnosis
+    from lmworks.watch.evidence import Evidence
     from lmworks.watch.rule import Finding
 
 _MARKS = {"ok": ("✓", "green"), "fail": ("✗", "red"), "warn": ("?", "yellow"), "skip": ("-", "dim")}
@@ -40,6 +44,7 @@ def doctor(
         typer.Option("--find-rows", metavar="STEP", help="The sequences behind a spike or a NaN of a step, with their documents.",
                      show_default=False),
     ] = None,
+    model: Annotated[str, typer.Option("--model", help="Of --find-rows: the model that the step trained, base or tuned.")] = BASE.model,
     experts: Annotated[
         Path | None, typer.Option("--experts", metavar="FILE", help="Which experts a text uses.", show_default=False)
     ] = None,
@@ -54,7 +59,8 @@ def doctor(
 ) -> None:  # fmt: skip
     """Name the cause of what went wrong in a run, with the evidence, the key to change, and what to check afterwards.
 
-    Reads files only, also of a run that is still going or has died. Exit code 0: nothing found; 1: a problem; 2: nothing could be judged.
+    Reads files, also of a run that is still going or has died; --probe keeps what it measured in probes.json. Exit code 0: nothing found;
+    1: a problem; 2: nothing could be judged.
     """
     if explain is not None:
         _explain(explain, as_json)
@@ -64,7 +70,7 @@ def doctor(
     if sum((probe, find_rows is not None, experts is not None, against is not None)) > 1:
         raise UserError("--probe, --find-rows, --experts and --against are different questions; ask one at a time")
     if find_rows is not None:
-        _find_rows(Path(run), find_rows, as_json)
+        _find_rows(Path(run), model, find_rows, as_json)
     elif experts is not None:
         _experts(Path(run), experts, as_json)
     elif against is not None:
@@ -75,19 +81,17 @@ def doctor(
 
 def _diagnose(run: Path, probe: bool, as_json: bool) -> None:
     from lmworks.doctor.report import as_document
-    from lmworks.watch.diagnosis import diagnose
     from lmworks.watch.evidence import stages_in
+    from lmworks.watch.probes import diagnose_probed
     from lmworks.watch.run_files import open_run
 
     files = open_run(run)
     stages = list(stages_in(files))
     if not any(evidence.events or evidence.lines for evidence in stages):
         raise UserError(f"{run} has no records that can be judged: neither ledger.jsonl nor metrics.jsonl of lmworks")
-    diagnoses = [diagnose(evidence) for evidence in stages]
-    if probe:
-        if files.folder is None:
-            raise UserError(f"{run} is a bundle, which has neither weights nor text; --probe needs the run directory")
-        diagnoses = [_probed(run, diagnoses[0]), *diagnoses[1:]]
+    if probe and files.folder is None:
+        raise UserError(f"{run} is a bundle, which has neither weights nor text; --probe needs the run directory")
+    diagnoses = _probed(run, stages) if probe else [diagnose_probed(evidence) for evidence in stages]
     if as_json:
         print_json(as_document(files.label, diagnoses))
     else:
@@ -96,14 +100,27 @@ def _diagnose(run: Path, probe: bool, as_json: bool) -> None:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _probed(run: Path, diagnosis: Diagnosis) -> Diagnosis:
-    """The diagnosis of pretraining after the probes."""
+def _probed(run: Path, stages: Sequence[Evidence]) -> list[Diagnosis]:
+    """The diagnoses of all stages after the probes of those that can be computed again, whose measurements are kept with the run. Raises
+    `UserError` if no stage can."""
     from lmworks.doctor import probe
     from lmworks.doctor.recompute import Recomputation
+    from lmworks.io.run_layout import of_stage
     from lmworks.ui import terminal
+    from lmworks.watch.probes import diagnose_probed
 
-    terminal.console.print("recomputing; nothing of the run is changed", style="dim")
-    with terminal.bar("probe", len(probe.PROBES)) as bar:
+    opened: dict[str, Recomputation] = {}
+    closed: dict[str, UserError] = {}
+    for evidence in stages:
+        try:
+            opened[evidence.stage] = Recomputation.open(run, of_stage(evidence.stage))
+        except UserError as error:
+            closed[evidence.stage] = error
+    if not opened:
+        raise next(iter(closed.values()))
+    terminal.console.print("recomputing; of the run, only probes.json is written", style="dim")
+    found = []
+    with terminal.bar("probe", len(opened) * len(probe.PROBES)) as bar:
         begun = False
 
         def began(title: str) -> None:
@@ -112,17 +129,27 @@ def _probed(run: Path, diagnosis: Diagnosis) -> Diagnosis:
             begun = True
             bar.note(title)
 
-        measured, lacking = probe.probe(Recomputation.open(run), began)
+        for evidence in stages:
+            if evidence.stage in closed:
+                one = diagnose_probed(evidence)
+                found.append(replace(one, not_judged={**one.not_judged, "probes": str(closed[evidence.stage])}))
+                continue
+            record = probe.probe(opened.pop(evidence.stage), began)
+            try:
+                record.keep(run)
+            except (UserError, OSError) as error:
+                terminal.console.print(f"the measurements are not kept with the run: {error}", style="yellow")
+            found.append(diagnose_probed(evidence, record))
         bar.advance(1)
-    found = probe.confirmed(diagnosis, measured)
-    return replace(found, not_judged={**found.not_judged, **{f"probe: {title}": reason for title, reason in lacking.items()}})
+    return found
 
 
-def _find_rows(run: Path, step: int, as_json: bool) -> None:
+def _find_rows(run: Path, model: str, step: int, as_json: bool) -> None:
     from lmworks.doctor.recompute import Recomputation
     from lmworks.doctor.rows import find_rows
+    from lmworks.io.run_layout import of_model
 
-    rows = find_rows(Recomputation.open(run), step)
+    rows = find_rows(Recomputation.open(run, of_model(model)), step)
     if as_json:
         print_json([asdict(row) for row in rows])
         return
@@ -139,7 +166,7 @@ def _find_rows(run: Path, step: int, as_json: bool) -> None:
 
 def _row_text(row: Row) -> str:
     norm = "" if row.grad_norm != row.grad_norm and row.loss == row.loss else f", gradient norm {row.grad_norm:.4g}"
-    source = f", source {row.documents.source}" if row.documents else ""
+    source = f", source {row.source}" if row.source else ""
     more = f", {row.repeated:.0%} one token" if row.repeated > 0.3 else ""
     return f"  sequence {row.sequence}: loss {row.loss:.4f}, {row.loss_over_median:.2f} times the median{norm}{more}{source}"
 
@@ -190,7 +217,7 @@ def _print_comparison(found: Any, run: Path, reference: Path) -> None:
 
 
 def _print(label: str, diagnoses: list[Diagnosis]) -> None:
-    from lmworks.doctor.report import areas, verdict
+    from lmworks.doctor.report import areas, probes_text, verdict
 
     out = console()
     out.print(Text(label, "bold"))
@@ -198,6 +225,8 @@ def _print(label: str, diagnoses: list[Diagnosis]) -> None:
         for area, result, words in areas(diagnosis):
             mark, style = _MARKS[result]
             out.print(Text.assemble(f"  {diagnosis.stage:9}", (mark, style), f" {area:13}", words), soft_wrap=True)
+        if words := probes_text(diagnosis):
+            out.print(Text(f"  {diagnosis.stage:9}  {words}", "dim"), soft_wrap=True)
     for diagnosis in diagnoses:
         for kind, style in (("problems", "red"), ("unsure", "yellow"), ("notes", "cyan")):
             for finding in getattr(diagnosis, kind):

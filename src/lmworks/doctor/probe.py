@@ -7,9 +7,9 @@ excludes it.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from lmworks.errors import UserError
 from lmworks.io.run_layout import BASE
 from lmworks.recipe.timeline import Timeline
 from lmworks.run.replay import bad_batches, load_bad
-from lmworks.watch.diagnosis import Diagnosis, all_rules
-from lmworks.watch.rule import Finding, Measurement
+from lmworks.watch.probes import Probed, ProbeRecord
+from lmworks.watch.rule import Measurement
 from lmworks.weights.run_models import folder
 
 _SAMPLED = 1 << 22  # elements of the weights, and of the optimizer's state, that are compared
@@ -32,19 +32,8 @@ _LEARNED = 40  # tokens per entry of the vocabulary, after which a model knows m
 _HERE = "recomputed"
 
 
-@dataclass(frozen=True)
-class Probed:
-    """A measurement that decides about a cause. `exact`: it proves the cause alone, if it is abnormal. `where`: a place, such as an
-    operator or a source."""
-
-    code: str
-    measurement: Measurement
-    exact: bool = False
-    where: str = ""
-
-
-def probe(run: Recomputation, began: Callable[[str], None] = lambda title: None) -> tuple[list[Probed], dict[str, str]]:
-    """Run all probes; the measurements, and by title why a probe could not run. `began` is called with the title of each."""
+def probe(run: Recomputation, began: Callable[[str], None] = lambda title: None) -> ProbeRecord:
+    """Run all probes; what they measured, and by title why a probe could not run. `began` is called with the title of each."""
     found: list[Probed] = []
     lacking: dict[str, str] = {}
     for title, one in PROBES.items():
@@ -53,45 +42,12 @@ def probe(run: Recomputation, began: Callable[[str], None] = lambda title: None)
             found += one(run)
         except (UserError, ValueError, LookupError, RuntimeError) as error:  # the last: out of memory, a damaged tensor
             lacking[title] = (str(error).splitlines() or [type(error).__name__])[0][:200]
-    return found, lacking
-
-
-def confirmed(diagnosis: Diagnosis, probed: Sequence[Probed]) -> Diagnosis:
-    """A diagnosis of pretraining with what was measured: causes that the probes confirm are sure, those that they exclude are gone, and
-    causes that only a probe shows are added."""
-    by_code: Mapping[str, list[Probed]] = defaultdict(list)
-    for one in probed:
-        by_code[one.code].append(one)
-    problems, unsure, passed = list[Finding](), list[Finding](), list(diagnosis.passed)
-    for finding in (*diagnosis.problems, *diagnosis.unsure):
-        measured = by_code.get(finding.code, [])
-        merged = _merge(finding, measured)
-        if finding.sure or merged.sure:
-            problems.append(merged)
-        elif measured and not any(one.measurement.abnormal for one in measured):
-            passed.append(finding.code)
-        else:
-            unsure.append(merged)
-    known = {one.code for one in (*problems, *unsure)}
-    for code, measured in by_code.items():
-        if code in known or code not in all_rules() or not any(one.measurement.abnormal for one in measured):
-            continue
-        rule = all_rules()[code]
-        new = _merge(Finding((), code=code, sentence=rule.sentence, area=rule.area, stage=diagnosis.stage), measured)
-        (problems if new.sure else unsure).append(new)
-        passed = [one for one in passed if one != code]
-    return replace(diagnosis, problems=problems, unsure=unsure, passed=passed)
-
-
-def _merge(finding: Finding, measured: Sequence[Probed]) -> Finding:
-    where = next((one.where for one in measured if one.where and one.measurement.abnormal), finding.where)
-    exact = finding.exact or any(one.exact and one.measurement.abnormal for one in measured)
-    return replace(finding, evidence=(*finding.evidence, *(one.measurement for one in measured)), exact=exact, where=where)
+    return ProbeRecord(run.stage.stage, run.step, run.checkpoint.name, round(time.time(), 3), found, lacking)
 
 
 def _not_finite(run: Recomputation) -> Iterator[Probed]:
     """The step that was not finite, in its precision and in fp32, and another batch with the same weights."""
-    kept = bad_batches(run.run_dir, BASE.model)
+    kept = bad_batches(run.run_dir, run.stage.model)
     step = max(kept) if kept else max(run.step - 1, 0)
     batch = load_bad(kept[step], step, run.recipe) if kept else run.batch(step, ROWS)
     other = run.batch(max(step - 1, 0), ROWS)
@@ -132,6 +88,7 @@ def _same_bits(run: Recomputation) -> Iterator[Probed]:
 
 def _sources(run: Recomputation) -> Iterator[Probed]:
     """The loss of each source relative to the entropy of its token frequencies: a model that has learned nothing but these has 1."""
+    _only_pretraining(run, "the labels of conversations repeat, and no healthy range of their loss was measured")
     trained = Timeline(run.recipe.train.phases).tokens_before(run.step)
     if trained < _LEARNED * int(run.recipe.model.vocab_size or 0):
         raise UserError(f"{trained:,} tokens are too few to tell what the model has learned")
@@ -162,24 +119,21 @@ def _entropy(counts: Counter[int]) -> float:
 
 
 def _gap(run: Recomputation) -> Iterator[Probed]:
-    """Text that the run has read against text of the same sources that it will read later."""
-    future = list(range(run.step, min(run.step + 64, run.batches.steps)))
-    if not future:
-        raise UserError("the run has read all of its text; held-out text is measured by validation")
-    seen, unseen = (
-        np.array([float(run.row_losses(row)[0]) for _, row in run.sampled_rows(steps, 2 * ROWS)])
-        for steps in (run.trained_steps(64), future)
+    """Text that the stage has read against text of the same kind that it has not read."""
+    unseen, seen = (
+        np.array([float(run.row_losses(row)[0]) for _, row in rows])
+        for rows in (run.unread_rows(2 * ROWS), run.sampled_rows(run.trained_steps(64), 2 * ROWS))
     )  # fmt: skip
     error = math.sqrt(np.nanvar(seen) / max(len(seen), 1) + np.nanvar(unseen) / max(len(unseen), 1))
     gap = float(np.nanmean(unseen) - np.nanmean(seen))
     limit = max(3 * error, 0.02 * float(np.nanmean(seen)))
-    name = "loss of text that comes next, minus that of text that was read"
+    name = "loss of text that was not read, minus that of text that was read"
     yield Probed("overfitting", Measurement(name, gap, high=limit, source=f"{_HERE}; 3 standard errors", unit="nats"))
 
 
 def _optimizer_state(run: Recomputation) -> Iterator[Probed]:
     """The share of the optimizer's state that is zero."""
-    path = listing.directories(folder(run.run_dir, BASE.model))[-1]
+    path = listing.directories(folder(run.run_dir, run.stage.model))[-1]
     zeros = total = 0
     reader = Reader(path)
     for name, record in reader.table.items():
@@ -195,8 +149,9 @@ def _optimizer_state(run: Recomputation) -> Iterator[Probed]:
 
 
 def _unchanged(run: Recomputation) -> Iterator[Probed]:
-    """The share of weights that are equal in the two newest checkpoints."""
-    paths = listing.directories(folder(run.run_dir, BASE.model))[-2:]
+    """The share of weights that are equal in the two newest checkpoints, without embeddings of tokens and experts: those that the steps did
+    not use are equal in any precision, and tuning uses few."""
+    paths = listing.directories(folder(run.run_dir, run.stage.model))[-2:]
     if len(paths) < 2:
         raise UserError("there is one checkpoint only")
     before, after = (Reader(path) for path in paths)
@@ -204,22 +159,27 @@ def _unchanged(run: Recomputation) -> Iterator[Probed]:
     for name, record in after.table.items():
         if not name.startswith("model/") or len(record.shape) < 2 or name not in before.table or total >= _SAMPLED:
             continue
+        if name.startswith("model/embedding.") or ".experts." in name:
+            continue
         offsets, sizes = split_rows(record)[0]
         one, other = (reader.read_slice(name, offsets, sizes) for reader in (before, after))
         equal, total = equal + int((one == other).sum()), total + one.numel()
     apart = listing.step_of(paths[1]) - listing.step_of(paths[0])
+    if not total:
+        raise UserError("the two newest checkpoints have no matrices in common")
     name = f"share of weights that are equal after {apart:,} steps"
-    yield Probed("low-precision-weights", Measurement(name, equal / max(total, 1), high=0.2, source=_HERE))
+    yield Probed("low-precision-weights", Measurement(name, equal / total, high=0.2, source=_HERE))
 
 
 def _order(run: Recomputation) -> Iterator[Probed]:
     """Documents that begin with the same tokens, and sequences that follow each other as they do in their source."""
+    _only_pretraining(run, "conversations begin alike, and their rows are drawn from all of them")
     begins: dict[bytes, set[str]] = defaultdict(set)
     last: dict[str, int] = {}
     follows = sequences = 0
     for step in reversed(run.trained_steps(256)):
         batch = run.batch(step)
-        for row, found in zip(batch.tokens, run.batches.documents(step), strict=True):
+        for row, found in zip(batch.tokens, run.documents(step), strict=True):
             if found.epoch:
                 continue
             sequences += 1
@@ -238,6 +198,11 @@ def _order(run: Recomputation) -> Iterator[Probed]:
         yield Probed("duplicated-data", Measurement(name, 1 - len(begins) / documents, high=0.1, source=_HERE))
     name = "share of sequences that follow the one before them in their source"
     yield Probed("unshuffled-data", Measurement(name, follows / max(sequences, 1), high=0.1, source=_HERE))
+
+
+def _only_pretraining(run: Recomputation, reason: str) -> None:
+    if run.stage is not BASE:
+        raise UserError(f"of pretraining only: {reason}")
 
 
 PROBES: Mapping[str, Callable[[Recomputation], Iterator[Probed]]] = {

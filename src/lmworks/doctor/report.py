@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -57,6 +58,14 @@ def areas(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str]]:
             yield area, "skip", f"{_counted(len(skipped), 'check')} could not run"
 
 
+def probes_text(diagnosis: Diagnosis) -> str:
+    """A line about the probes whose measurements a diagnosis has; empty without any."""
+    if (found := diagnosis.probes) is None:
+        return ""
+    excluded = f"; they excluded {', '.join(found.excluded)}" if found.excluded else ""
+    return f"{_counted(found.measurements, 'measurement')} of probes, at step {found.step:,} ({found.checkpoint}){excluded}"
+
+
 def lines(finding: Finding) -> Iterator[tuple[str, str]]:
     """A finding as pairs of a label and a text."""
     steps = ""
@@ -100,7 +109,7 @@ def as_document(label: str, diagnoses: Sequence[Diagnosis]) -> dict[str, Any]:
             {
                 "stage": one.stage, "problems": [_with_rates(found) for found in one.problems],
                 "unsure": [_with_rates(found) for found in one.unsure], "notes": [_with_rates(found) for found in one.notes],
-                "passed": list(one.passed), "not_judged": dict(one.not_judged),
+                "passed": list(one.passed), "not_judged": dict(one.not_judged), "probes": one.probes and asdict(one.probes),
             }
             for one in diagnoses
         ],

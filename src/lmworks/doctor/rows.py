@@ -27,13 +27,15 @@ _MOST_TEXT = 1 << 24  # bytes of a text for `expert_use`
 @dataclass(frozen=True)
 class Row:
     """A sequence of a step: its loss (nats per valid token) and the gradient norm of its mean loss, each also as a multiple of the median
-    of the step; the share of its most frequent token; and its documents, None for a saved batch of another order."""
+    of the step; the share of its most frequent token; its source, empty if it is not known; and its documents, None in tuning and
+    for a saved batch of another order."""
 
     sequence: int
     loss: float
     loss_over_median: float
     grad_norm: float
     repeated: float
+    source: str
     documents: SequenceDocuments | None
 
 
@@ -41,9 +43,10 @@ def find_rows(run: Recomputation, step: int) -> list[Row]:
     """The sequences of a step, those first whose loss or gradient is not finite, then by their loss. Raises `UserError` for a step that the
     run does not have."""
     if not 0 <= step < run.batches.steps:
-        raise UserError(f"the run has the steps 0 to {run.batches.steps - 1:,}; there is no step {step:,}")
-    kept = bad_batches(run.run_dir, "base")
-    batch, documents = run.batch(step), run.batches.documents(step)
+        raise UserError(f"{run.stage.stage} has the steps 0 to {run.batches.steps - 1:,}; there is no step {step:,}")
+    kept = bad_batches(run.run_dir, run.stage.model)
+    batch, documents = run.batch(step), run.documents(step)
+    sources = run.sources_of(batch)
     saved = load_bad(kept[step], step, run.recipe) if step in kept else None
     own = saved is None or np.array_equal(saved.tokens, batch.tokens)  # a batch of a rank, or of data that was changed since
     batch = batch if saved is None else saved
@@ -55,7 +58,8 @@ def find_rows(run: Recomputation, step: int) -> list[Row]:
         one = batch.rows(row, row + 1)
         norm = run.repeat(step, one)[1] if place < _GRADIENTS else math.nan
         repeated = float(np.bincount(one.tokens.ravel()).max() / one.tokens.size)
-        rows.append(Row(row, float(losses[row]), float(losses[row] / middle), norm, repeated, documents[row] if own else None))
+        source, found = (sources[row], documents[row] if documents else None) if own else ("", None)
+        rows.append(Row(row, float(losses[row]), float(losses[row] / middle), norm, repeated, source, found))
     return sorted(rows, key=lambda found: (math.isfinite(found.loss) and not math.isinf(found.grad_norm), -found.loss))
 
 

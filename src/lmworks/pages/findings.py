@@ -8,8 +8,8 @@ from lmworks.errors import UserError
 from lmworks.io.run_layout import of_stage
 from lmworks.pages.run_records import Json, Mark, Training
 from lmworks.ui.amounts import significant
-from lmworks.watch.diagnosis import diagnose
 from lmworks.watch.evidence import stages_in
+from lmworks.watch.probes import diagnose_probed
 from lmworks.watch.rule import Finding, Measurement
 from lmworks.watch.run_files import FolderFiles
 
@@ -23,7 +23,7 @@ def read_findings(run_dir: Path, training: dict[str, Training]) -> list[Json]:
     that of a `finding` event of the same cause."""
     found: list[Json] = []
     try:
-        diagnoses = [diagnose(evidence) for evidence in stages_in(FolderFiles(run_dir))]
+        diagnoses = [diagnose_probed(evidence) for evidence in stages_in(FolderFiles(run_dir))]
     except (OSError, UserError):  # something else lies where the records should be
         return []
     for number, (kind, word) in enumerate(_KINDS):

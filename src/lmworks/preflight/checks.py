@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lmworks.errors import UserError
+from lmworks.io.files import write_json
 from lmworks.preflight import alerts, data, disks, environment, evaluation, hosts, layouts, saving, steps
 from lmworks.preflight.check_result import CheckContext, CheckResult, MissingInput
+from lmworks.watch.run_files import PREFLIGHT
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,18 @@ def preflight(context: CheckContext, begin: Callable[[int, Check], None], end: C
         if context.ranks is not None:
             context.ranks.broadcast(None)
     return answers
+
+
+def document(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The results as they are kept in the folder of a run and in a bundle."""
+    return {"time": round(time.time(), 3), "checks": [answer.plain() for answer in answers]}
+
+
+def keep(answers: Sequence[Answer], run_dir: Path) -> None:
+    """Write the results into the folder of a run, if there is one: a preflight makes none. Raises `UserError` or `OSError` if it cannot be
+    written."""
+    if run_dir.is_dir():
+        write_json(run_dir / PREFLIGHT, document(answers))
 
 
 def follow(context: CheckContext) -> None:

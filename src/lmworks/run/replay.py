@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from lmworks.checkpoint import checkpoints, listing
+from lmworks.checkpoint.state import SINGLE_PROCESS
 from lmworks.errors import UserError
 from lmworks.io.run_layout import BASE, of_model
 from lmworks.model.balance import set_temperature
@@ -23,10 +24,11 @@ from lmworks.recipe.weights import model_of
 from lmworks.run.checkpoint_commands import find
 from lmworks.run.run_dir import require_run
 from lmworks.shards.batch import IGNORE, Batch
-from lmworks.train.build import build_model, identity
+from lmworks.train.build import build_model, identity, load_weights
 from lmworks.train.step import micro_batch_of, seed_dropout
 from lmworks.train.step_inspector import FirstNonFinite
 from lmworks.watch.policy import load_bad_batch
+from lmworks.weights.adapters import adapter_identity, adapters_of
 
 _SHOWN = 5
 
@@ -40,13 +42,13 @@ def bad_batches(run_dir: Path, model_name: str) -> dict[int, Path]:
 
 def replay(run_dir: Path, model_name: str, step: int | None, at: int | None) -> dict[str, Any]:
     """Forward and backward of the batch saved at `step` (by default the newest) with the checkpoint of step `at` (by default the newest
-    from before that step), in one process. No weight is changed. Only for stages that train whole weights on the next-token loss.
+    from before that step), in one process. No weight is changed. Only for stages that train on the next-token loss.
 
     Returns step, checkpoint, loss and gradient norm of the whole batch, `first` (the first operator whose result was not finite, or
     None), the sequences with the highest loss and the parameters with the largest gradients. Raises `UserError`.
     """
     recipe = require_run(run_dir)
-    require_whole_weights(recipe, of_model(model_name).stage)
+    require_next_token_loss(of_model(model_name).stage)
     kept = bad_batches(run_dir, model_name)
     if not kept:
         raise UserError(f"{run_dir} has no saved bad batch of {of_model(model_name).title.lower()}")
@@ -79,21 +81,24 @@ def model_at(
         update={"deepspeed": None, "compile": False, **({} if precision is None else {"precision": precision})}
     )
     alone = recipe.model_copy(update={"layout": Layout(), "train": train})
-    model = build_model(alone)
-    meta = checkpoints.load(path, {"model": model.state_dict()}, identity(recipe))
+    adapters, own = adapters_of(path), identity(recipe)
+    model = build_model(alone, lora=adapters[0] if adapters else None)
+    if adapters is not None:
+        load_weights(adapters[1], model, own, SINGLE_PROCESS, bool(recipe.optimizer.ema_decay))
+        own |= adapter_identity(*adapters)
+    meta = checkpoints.load(path, {"model": model.state_dict()}, own)
     _as_in_step(model, recipe, model_name, step, meta)
     return alone, model, path
 
 
-def require_whole_weights(recipe: Recipe, stage: str) -> None:
-    """Raise `UserError` if a stage has another objective than the next-token loss, or checkpoints of adapters alone."""
-    aligns = stage in ("dpo", "grpo")
-    if aligns or stage in recipe.loras:
-        why = "has an objective of its own" if aligns else "trains low-rank adapters"
-        raise UserError(
-            f"the batches of {stage} cannot be replayed, because it {why}; pretraining can be replayed, and tuning of whole weights "
-            "(without tune.lora)"
-        )
+def require_next_token_loss(stage: str) -> None:
+    """Raise `UserError` if a stage has another objective than the next-token loss."""
+    why = {
+        "dpo": "its loss compares two answers with those of the model before it",
+        "grpo": "its batches are answers that the model sampled, which are not kept",
+    }
+    if stage in why:
+        raise UserError(f"the batches of {stage} cannot be computed again: {why[stage]}; those of pretraining and tuning can")
 
 
 def load_bad(path: Path, step: int, recipe: Recipe) -> Batch:

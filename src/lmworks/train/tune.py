@@ -33,7 +33,7 @@ def tune(context: TrainingContext) -> None:
     if context.ranks.is_first and not (data / "manifest.json").exists():
         build_chat_data(recipe, tokenizer, data, run_dir / "corpus", *context.protect("tune"))
     context.ranks.barrier()
-    curriculum, held_out = TuningCurriculum(recipe, data), _held_out(recipe, data)
+    curriculum, held_out = TuningCurriculum(recipe, data), held_out_conversations(recipe, data)
     replayed = {REPLAY: curriculum.replay.digests} if curriculum.replay else {}
 
     def prepare(trainer: Trainer) -> None:
@@ -52,7 +52,7 @@ def tune(context: TrainingContext) -> None:
     run_stage(context, stage, weights_before(context, stage, options.lora), setup, tokenizer)
 
 
-def _held_out(recipe: Recipe, data: Path) -> TuningBatches | None:
+def held_out_conversations(recipe: Recipe, data: Path) -> TuningBatches | None:
     """Four batches of held-out conversations; None if none were held out."""
     assert recipe.tune is not None
     prefixes, weights = chat_shards(data, "validation")

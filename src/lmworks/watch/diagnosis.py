@@ -24,9 +24,21 @@ def all_rules() -> Mapping[str, Rule]:
 
 
 @dataclass(frozen=True)
+class Probes:
+    """The probes of a stage: `step` and folder of the checkpoint that they measured, the number of measurements, and the codes of causes
+    that the rules suspected and a measurement excluded."""
+
+    step: int
+    checkpoint: str
+    measurements: int
+    excluded: Sequence[str]
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """Of one stage. problems: the most certain first, causes before their consequences; unsure: causes with fewer than two independent
-    signals; notes: worth knowing; passed: codes of the rules that found nothing; not_judged: by code, what a rule lacks."""
+    signals; notes: worth knowing; passed: codes of the rules that found nothing; not_judged: by code, what a rule lacks. probes: those
+    whose measurements are among the evidence (`probes.py`)."""
 
     stage: str
     problems: Sequence[Finding]
@@ -34,6 +46,7 @@ class Diagnosis:
     notes: Sequence[Finding]
     passed: Sequence[str]
     not_judged: Mapping[str, str]
+    probes: Probes | None = None
 
 
 def diagnose(evidence: Evidence, apply: Iterable[Rule] | None = None) -> Diagnosis:

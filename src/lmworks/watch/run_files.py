@@ -19,6 +19,7 @@ from lmworks.io.files import open_regular
 
 Json = dict[str, Any]
 
+PREFLIGHT = "preflight.json"  # the results of the last `lmworks preflight`
 INDEX = "bundle.json"  # in an archive: what it contains, and the sizes of all files of the run
 
 _HEAD, _TAIL, _WINDOW, _WINDOWS = 8 << 20, 24 << 20, 1 << 16, 256
