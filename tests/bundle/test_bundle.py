@@ -29,6 +29,7 @@ from lmworks.watch.probes import diagnose_probed
 from lmworks.watch.run_files import open_run, read_document, read_lines
 from written_run import command_line, write_run
 
+MEND = "fix the cause before the run starts; the run would fail in the same way"
 FULL = {"event": "save_failed", "step": 30, "reason": "No space left on device", "in_a_row": 1}
 
 
@@ -169,7 +170,7 @@ def test_the_last_preflight_is_in_the_bundle_and_the_doctor_notes_what_failed(
     """Kept by `lmworks preflight` in the folder of a run, and measured again with `--preflight`."""
     run = write_run(tmp_path / "run", {"train/loss": [1.0] * 50})
     (check, other) = checks.CHECKS[3], checks.CHECKS[5]
-    full = CheckResult("fail", f"{run} has 3 bytes free", "make room on the file system of the run", {"bytes": 3.0})
+    full = CheckResult("fail", f"{run} has 3 bytes free", MEND, {"bytes": 3.0})
     answers = [checks.Answer(4, check, full, 1.5), checks.Answer(6, other, CheckResult("ok", "2 GB/s"), 0.5)]
     checks.keep(answers, tmp_path / "none")
     assert not (tmp_path / "none").exists(), "a preflight makes no folder"
@@ -184,7 +185,7 @@ def test_the_last_preflight_is_in_the_bundle_and_the_doctor_notes_what_failed(
         assert code == 0 and [one["where"] for one in notes] == ["disks"] * failed, path
     kept = read_document(open_run(tmp_path / "kept.zip"), "preflight.json")["checks"]
     assert [(one["name"], one["result"]) for one in kept] == [("disks", "fail"), ("collectives", "ok")]
-    assert str(tmp_path) not in json.dumps(kept) and kept[0]["advice"] == "make room on the file system of the run"
+    assert str(tmp_path) not in json.dumps(kept) and kept[0]["advice"] == MEND
 
 
 def test_a_truncated_checkpoint_is_named_by_the_sizes_that_the_bundle_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
