@@ -16,7 +16,7 @@ from lmworks.optim.groups import group_parameters, local
 from lmworks.parallel import parallelize
 from lmworks.parallel.mesh import Ranks
 from lmworks.plan.layout import choose
-from lmworks.plan.memory import _stage_memory
+from lmworks.plan.memory import memory
 from lmworks.recipe.load import load_cluster, load_recipe
 from lmworks.recipe.schema.layout import Layout, world_size
 from made_up_ranks import made_up_ranks
@@ -53,7 +53,7 @@ def test_a_rank_holds_what_the_plan_says(layout: Layout | None, stage: int) -> N
     layout = layout or choose(recipe, cluster, recipe.train.phases[0], None).layout
     assert world_size(layout) == 8192
     assert layout.zero == 1
-    planned = _stage_memory(recipe, cluster, layout, 2048, 1, 32, stage).components
+    planned = memory(recipe, cluster, layout, 2048, 1, 32, stage=stage).components
     with _part(recipe, layout, stage * world_size(layout) // layout.pp) as part:
         parameters = dict(part.named_parameters())
         assert all(local(parameter).is_meta for parameter in parameters.values())

@@ -20,7 +20,7 @@ from lmworks.host import machine
 from lmworks.plan.automatic import this_machine
 from lmworks.plan.counts import count_by_component, flops_per_token, keys_seen
 from lmworks.plan.layout import automatic, devices, legal, place, problems
-from lmworks.plan.memory import GIB, _stage_memory, activation_bytes, kv_cache_bytes, kv_cache_shrink, layer_activations, memory
+from lmworks.plan.memory import GIB, activation_bytes, kv_cache_bytes, kv_cache_shrink, layer_activations, memory
 from lmworks.plan.plan import make_plan
 from lmworks.plan.render import render
 from lmworks.recipe.load import load_cluster, load_recipe, shipped
@@ -420,16 +420,29 @@ def test_activations_of_latent_attention_by_hand() -> None:
 
 
 def test_a_plan_counts_what_context_ranks_gather_on_gpus_only() -> None:
-    """Without recomputation: for every layer, and for the one that is computed. CPUs gather again in the backward pass."""
+    """Without recomputation, for every layer: in the loss of the head none is computed. CPUs gather again in the backward pass."""
     recipe, gpu = load_recipe("dense-125m", ["train.activation_checkpointing=none", "train.precision=bf16"]).recipe, load_cluster("8xh100")
-    found = [
-        memory(recipe, cluster, Layout(cp=4), 8192, 1, 1).components["activations"]
-        for cluster in (gpu, gpu.model_copy(update={"device": "CPU"}))
-    ]
+    gathered = []
+    for cluster in (gpu, gpu.model_copy(update={"device": "CPU"})):
+        four, one = (memory(recipe, cluster, Layout(cp=cp), 4096 * cp, 1, 1).components["activations"] for cp in (4, 1))
+        gathered.append(four - one)
     model = recipe.model
     assert model.num_key_value_heads and model.head_dim and model.num_hidden_layers
     per_token = activation_bytes(recipe, gpu) * 3 * 2 * model.num_key_value_heads * model.head_dim
-    assert found[0] - found[1] == pytest.approx(8192 / 4 * (model.num_hidden_layers + 1) * per_token)
+    assert gathered == pytest.approx([4096 * model.num_hidden_layers * per_token, 0])
+
+
+def test_logits_and_a_working_layer_are_never_there_together() -> None:
+    """With logits of many tokens the loss of the head needs most, with few the backward pass of a layer."""
+    cluster = load_cluster("1xh200")
+
+    def needs(chunk: int) -> dict[str, float]:
+        recipe = load_recipe("dense-125m", ["train.activation_checkpointing=full", f"train.logit_chunk_tokens={chunk}"]).recipe
+        return memory(recipe, cluster, Layout(), 2048, 32, 1).components
+
+    many, few = needs(16384), needs(64)
+    assert many["head and loss"] > few["head and loss"] == 0
+    assert few["activations"] > many["activations"] > 0
 
 
 def test_a_pipeline_rank_keeps_as_many_micro_batches_as_are_in_flight() -> None:
@@ -438,7 +451,7 @@ def test_a_pipeline_rank_keeps_as_many_micro_batches_as_are_in_flight() -> None:
     layout = Layout(pp=4, tp=8, dp_shard=256, ep=32, layers_per_pipeline_stage=(23, 23, 23, 23))
 
     def kept(stage: int, micro_batches: int) -> float:
-        return _stage_memory(recipe, cluster, layout, 2048, 1, micro_batches, stage).components["activations"]
+        return memory(recipe, cluster, layout, 2048, 1, micro_batches, stage=stage).components["activations"]
 
     more = kept(0, 2) - kept(0, 1)
     assert more > 0
@@ -450,9 +463,10 @@ def test_multi_token_prediction_costs_the_last_stage_memory() -> None:
     recipe, cluster = load_recipe("glm46-355b-a32b").recipe, load_cluster("8192xh800")
     without = recipe.model_copy(update={"model": recipe.model.model_copy(update={"mtp": None})})
     layout = Layout(pp=16, tp=8, dp_shard=64, ep=32, layers_per_pipeline_stage=(6,) * 12 + (5,) * 4)
-    last, bare = (_stage_memory(one, cluster, layout, 2048, 1, 32, 15).components for one in (recipe, without))
+    last, bare = (memory(one, cluster, layout, 2048, 1, 32, stage=15).components for one in (recipe, without))
     for stage in (0, 7):
-        assert _stage_memory(recipe, cluster, layout, 2048, 1, 32, stage) == _stage_memory(without, cluster, layout, 2048, 1, 32, stage)
+        found = [memory(one, cluster, layout, 2048, 1, 32, stage=stage) for one in (recipe, without)]
+        assert found[0] == found[1]
     experts, embedding = 3 * 160 * 5120 * 1536, 151_552 * 5120
     held = count_by_component(recipe.model).mtp - experts
     whole = 2 * 5120 * 5120 + 160 * 5120 + 5 * 5120 + 2 * 128  # projection, router, norms: on every tensor rank

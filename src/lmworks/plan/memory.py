@@ -7,6 +7,10 @@ dp_shard * cp / ep ranks shard one expert.
 With low-rank adapters, which AdamW trains, the weights have no gradients and no optimizer state, but still a master copy.
 Activations follow Korthikanti et al. (arXiv:2205.05198) with fused attention, which never stores scores, and with norms sharded over `tp`
 too (sequence parallelism). A pipeline rank keeps the activations of several micro-batches (`plan.pipeline`).
+A step needs most at one of two moments, and the larger need is returned: in the loss of the head, when all layers have saved their
+activations and none works; or in the backward pass of a layer, when the logits are gone (`_at_peak`).
+Compiled code, as on GPUs by default, recomputes the elementwise products of SwiGLU, and makes no fp32 copies of the logits. Eager code, as
+on CPUs, saves every factor of a product. CPUs also save the probabilities of attention (`lmworks.model.documents`), and dense masks.
 A rank that draws answers (`grpo`) holds a full fp32 copy of the weights and a KV cache meanwhile, instead of activations (`_rollouts`).
 Under `train.deepspeed` weights, gradients and moments are fp32, and some are offloaded (`_deepspeed_state`).
 """
@@ -35,7 +39,10 @@ from lmworks.recipe.schema.recipe import Recipe
 
 GIB = 2**30
 _PLACES = {"cpu": "CPU memory", "nvme": "disk"}
+_SMALLEST_CACHE = 128  # tokens; see lmworks.inference.batching
 _CPU_ATTENTION_KEPT = 2048  # longest sequence whose attention weights are saved on CPUs; see lmworks.model.attention
+_CPU_QUERIES = 64  # of a block of that attention, which saves the keys up to its last query; see lmworks.model.documents
+_CPU_NORM = 1 << 19  # numbers that the backward pass of a norm has in fp32 at a time on CPUs; see lmworks.model.layers
 
 
 @dataclass(frozen=True)
@@ -116,12 +123,12 @@ def kv_cache_shrink(model: Model) -> float:
 
 
 def layer_activations(
-    model: Model, layer: int, layout: Layout, element: int, cpu_length: int = 0, gathered: bool = False
+    model: Model, layer: int, layout: Layout, element: int, cpu_length: int = 0, gathered: bool = False, eager: bool = False
 ) -> dict[str, float]:
     """Bytes per token that one layer saves for the backward pass on one rank, by name of the activation checkpointing policy.
 
     `cpu_length` is the sequence length if CPU attention saves its weights, otherwise 0. `gathered`: attention saves the keys and values
-    of all ranks of `cp`, as on GPUs.
+    of all ranks of `cp`, as on GPUs. `eager`: the layer is not compiled.
     """
     D, H, K, d = model.hidden_size, model.num_attention_heads, model.num_key_value_heads, model.head_dim
     assert D and H and K and d and model.intermediate_size
@@ -136,18 +143,25 @@ def layer_activations(
         projected = (H + 2 * K) * d
     everything = element * (4 * D + heads) / tp + 4 * H / tp  # inputs and their norms; the last term is the softmax normalizer
     if cpu_length:
-        everything += H * cpu_length / 2 * (4 + element)
+        everything += element * H * (cpu_length + min(_CPU_QUERIES, cpu_length)) / 2 / tp
+    if eager and tp > 1:  # what attention and the feed-forward block read is gathered from all ranks; latent attention gathers latents
+        everything += element * D * (1 if mla else 2) * (tp - 1) / tp
     if gathered:
         everything += element * (layout.cp - 1) * (H * (d + mla.v_head_dim) if mla else 2 * K * d) / tp
+    if model.attention_bias:  # a product with a bias is another operator, which selective checkpointing recomputes
+        projected = 0
     products = element * (D + projected + D) / tp
     if not is_moe(model, layer):
-        everything += element * 3 * model.intermediate_size / tp
+        everything += element * (4 if eager else 3) * model.intermediate_size / tp  # gate, up, their product; silu(gate)
         products += element * (2 * model.intermediate_size + D) / tp
     else:
         moe = model.moe
         assert moe is not None
         shared = moe.n_shared_experts * moe.moe_intermediate_size
-        everything += element * (moe.num_experts_per_tok * (D + 3 * moe.moe_intermediate_size) + 3 * shared) / tp + 8 * moe.n_routed_experts
+        factors = (5, 4) if eager else (3, 3)  # the hidden rows before and after their weights are two
+        rows = moe.num_experts_per_tok * (D + factors[0] * moe.moe_intermediate_size)
+        everything += element * (rows + factors[1] * shared) / tp + 8 * moe.n_routed_experts
+        everything += 4 * D / tp if eager and element < 4 else 0  # the router reads fp32
         products += (
             element * (moe.num_experts_per_tok * (2 * moe.moe_intermediate_size + D) + 2 * shared + (D if shared else 0)) / tp
             + 4 * moe.n_routed_experts
@@ -243,10 +257,11 @@ def _fsdp_state(local: _Local, largest: _Local, layout: Layout, element: int, ke
     further bytes per weight (its moving average; anchor and Fisher information of EWC)."""
     weights = master = gradients = states = 0.0
     ranks = layout.dp_shard * layout.cp
+    gathers = world_size(layout) > layout.pp  # into new memory, also what has the type of the computation already
     for group, degree in ((local.shared, ranks), (local.experts, ranks // layout.ep)):
         share1, share2, share3 = (degree if layout.zero >= level else 1 for level in (1, 2, 3))
         weights += group.count * element / share3
-        master += group.count * 4 / share1 if element < 4 else 0
+        master += group.count * 4 / share1 if element < 4 or (gathers and layout.zero < 3) else 0
         gradients += group.trained * 4 / share2
         states += (group.muon * 4 + group.adam * 8 + group.trained * kept) / share1
     if layout.zero == 3 and ranks > 1:
@@ -316,7 +331,7 @@ def _rollouts(recipe: Recipe, layout: Layout, length: int, element: int, lora: L
     weights, element = gathered_weights(model, element, lora), _drawing(element)
     prompts = -(-options.prompts_per_step // world_size(layout))
     rows = min(ROLLOUT_ROWS, prompts * options.group_size)
-    capacity = 1 << (length - 1).bit_length()  # caches grow by powers of two
+    capacity = max(_SMALLEST_CACHE, 1 << (length - 1).bit_length())  # caches grow by powers of two
     _, largest = _local(model, Layout(), 0, False)
     gathering = (4 + element) * (largest.shared.count + largest.experts.count)  # at most a layer before it is cast, and before it is joined
     return {
@@ -327,31 +342,38 @@ def _rollouts(recipe: Recipe, layout: Layout, length: int, element: int, lora: L
 
 def memory(
     recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int, lora: Lora | None = None,
-    rollouts: bool = False,
+    rollouts: bool = False, stage: int | None = None,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that needs most, at sequence length `length`, with `micro_batches` of `micro_batch_size` sequences per step.
 
     With `lora` the weights are frozen, and its adapters are trained. With `rollouts` the rank also draws answers as `recipe.grpo` says: the
-    larger need of the two is returned.
+    larger need of the two is returned. `stage`: of the ranks of this pipeline stage only.
     """
+    return max(moments(recipe, cluster, layout, length, micro_batch_size, micro_batches, lora, rollouts, stage), key=_total)
+
+
+def moments(
+    recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int, lora: Lora | None = None,
+    rollouts: bool = False, stage: int | None = None,
+) -> list[Memory]:  # fmt: skip
+    """What the rank of `memory` needs while it trains and, with `rollouts`, what it needs while it draws answers."""
     uneven = layout.layers_per_pipeline_stage or recipe.train.activation_checkpointing.share < 1
-    stages = set(range(layout.pp)) if uneven else {0, layout.pp - 1, layout.pp // 2}
-    return max(
-        (_stage_memory(recipe, cluster, layout, length, micro_batch_size, micro_batches, stage, lora, rollouts) for stage in stages),
-        key=lambda m: m.total,
-    )
+    stages = {stage} if stage is not None else set(range(layout.pp)) if uneven else {0, layout.pp - 1, layout.pp // 2}
+    found = [_moments(recipe, cluster, layout, length, micro_batch_size, micro_batches, one, lora, rollouts) for one in stages]
+    return max(found, key=lambda needs: max(map(_total, needs)))
 
 
-def _stage_memory(
+def _total(need: Memory) -> float:
+    return need.total
+
+
+def _moments(
     recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int, stage: int,
-    lora: Lora | None = None, rollouts: bool = False,
-) -> Memory:  # fmt: skip
+    lora: Lora | None, rollouts: bool,
+) -> list[Memory]:  # fmt: skip
     model, optimizer = recipe.model, recipe.optimizer
-    assert model.num_hidden_layers and model.vocab_size and model.hidden_size
-    mtp_layers = model.mtp.num_nextn_predict_layers if model.mtp else 0
-    muon = optimizer.kind == "muon"
     element = activation_bytes(recipe, cluster)
-    local, largest = _local(model, layout, stage, muon, lora)
+    local, largest = _local(model, layout, stage, optimizer.kind == "muon", lora)
     elsewhere: dict[str, float] = {}
     if recipe.train.deepspeed is None:
         further = 4 * (optimizer.ema_decay > 0 and lora is None) + 8 * any(phase.ewc for phase in recipe.train.phases)
@@ -359,34 +381,80 @@ def _stage_memory(
         kept = _fsdp_state(local, largest, layout, element, further)
     else:
         kept, elsewhere = _deepspeed_state(recipe.train.deepspeed, local, largest, layout, cluster.on_cpu)
-
-    tokens = micro_batch_size * length / layout.cp
-    cpu_length = length if cluster.on_cpu and length <= _CPU_ATTENTION_KEPT and layout.cp == 1 else 0
-    checkpointing = recipe.train.activation_checkpointing
-    layers = rank_layers(model, layout, stage)
-    in_flight = micro_batches_in_flight(layout, stage, micro_batches)
-    stored = working = 0.0
-    for layer in layers:
-        bytes_per_token = layer_activations(model, layer, layout, element, cpu_length, not cluster.on_cpu)
-        stored += bytes_per_token[checkpointing.of(layer).name]
-        working = max(working, bytes_per_token["none"])
-    if stage == layout.pp - 1:
-        for depth in range(mtp_layers):  # and beside the layer: normed embedding and hidden state, both joined, and the normed output
-            layer = model.num_hidden_layers + depth
-            bytes_per_token = layer_activations(model, layer, layout, element, cpu_length, not cluster.on_cpu)
-            stored += bytes_per_token[checkpointing.of(layer).name] + element * 6 * model.hidden_size / layout.tp
-            working = max(working, bytes_per_token["none"])
-    activations = tokens * (in_flight * stored + working)
-    if stage == layout.pp - 1:
-        chunk = min(recipe.train.logit_chunk_tokens, tokens)
-        passes = 1 + mtp_layers  # each keeps its gradient of the head until the backward pass sums them
-        gradient = 0 if lora else passes * 4 * model.vocab_size * model.hidden_size
-        head = (chunk * model.vocab_size * (8 + element) + gradient) / layout.tp
-    else:
-        head = 0.0
     runtime = 0.6 * GIB if cluster.on_cpu else (1.5 + (1.0 if world_size(layout) > 1 else 0.0)) * GIB + 0.04 * cluster.memory_gib * GIB
-    training = Memory({**kept, "activations": activations, "head and loss": head, "runtime": runtime}, stage, elsewhere)
-    if not rollouts:
-        return training
-    drawing = Memory({**kept, **_rollouts(recipe, layout, length, element, lora), "runtime": runtime}, stage, elsewhere)
-    return max(training, drawing, key=lambda need: need.total)
+    needs = [_at_peak(recipe, cluster, layout, length, micro_batch_size, micro_batches, stage, lora)]
+    if rollouts:
+        needs.append(_rollouts(recipe, layout, length, element, lora))
+    return [Memory({**kept, **need, "runtime": runtime}, stage, elsewhere) for need in needs]
+
+
+def _at_peak(
+    recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int, stage: int, lora: Lora | None
+) -> dict[str, float]:  # fmt: skip
+    """Bytes of activations, and of the head and the loss, at the moment of a step when they need most together."""
+    model, train = recipe.model, recipe.train
+    assert model.num_hidden_layers and model.hidden_size and model.head_dim
+    element, tokens = activation_bytes(recipe, cluster), micro_batch_size * length / layout.cp
+    eager = cluster.on_cpu if train.compile == "auto" else not train.compile
+    last = stage == layout.pp - 1
+    mtp_layers = model.mtp.num_nextn_predict_layers if model.mtp and last else 0
+    cpu_length = length if cluster.on_cpu and length <= _CPU_ATTENTION_KEPT and layout.cp == 1 else 0
+    stored = working = 0.0
+    numbers = [*rank_layers(model, layout, stage), *(model.num_hidden_layers + depth for depth in range(mtp_layers))]
+    for layer in numbers:
+        of_policy = layer_activations(model, layer, layout, element, cpu_length, not cluster.on_cpu, eager)
+        kept = of_policy[train.activation_checkpointing.of(layer).name]
+        stored += kept
+        # Of the layer whose backward pass runs: what was not kept, and the gradients of its products. These were measured for eager code on
+        # CPUs; elsewhere all is taken as no more than what a layer saves.
+        measured = of_policy["none"] - kept + _gradients(model, layer, layout, element)
+        working = max(working, measured if eager and cluster.on_cpu else of_policy["none"])
+    # beside a layer of multi-token prediction: normed embedding and hidden state, both joined, and the normed output
+    stored += mtp_layers * element * 6 * model.hidden_size / layout.tp
+    saved, norm = tokens * micro_batches_in_flight(layout, stage, micro_batches) * stored, 0.0
+    if cluster.on_cpu:  # cosines and sines, and the dense masks
+        saved += tokens * 2 * element * model.head_dim * model.rope.partial_rotary_factor
+        saved += tokens * cpu_length * (1 + (model.sliding_window is not None and model.sliding_window < length))
+        norm = 12.0 * min(_CPU_NORM, tokens * model.hidden_size)
+    backward = {"activations": saved + max(tokens * working, norm), "head and loss": 0.0}
+    if not last:
+        return backward
+    # the last output, its norm, and that of all ranks of tp
+    ends = tokens * element * model.hidden_size * (2 / layout.tp + (layout.tp > 1))
+    logits, gradient = _head(recipe, layout, tokens, element, eager, 1 + mtp_layers, lora)
+    sharded = layout.zero >= 2 and layout.dp_shard * layout.cp > 1  # then the gradient of the whole matrix waits for the end of the pass
+    # the backward pass of the head makes it again, of one pass at a time, and adds it to that of the step
+    again = gradient / (1 + mtp_layers) if micro_batches > 1 or sharded else 0.0
+    forward = {"activations": saved + ends, "head and loss": max(logits, again) + gradient}
+    backward["head and loss"] = gradient if sharded else 0.0
+    return max(forward, backward, key=lambda need: sum(need.values()))
+
+
+def _gradients(model: Model, layer: int, layout: Layout, element: int) -> float:
+    """Bytes per token of the gradients that are alive at once in the backward pass of an eager layer: those of both factors of the last
+    SwiGLU, and of its input and output."""
+    assert model.hidden_size and model.intermediate_size
+    width = model.intermediate_size
+    if is_moe(model, layer):
+        assert model.moe is not None
+        width = (model.moe.n_shared_experts or model.moe.num_experts_per_tok) * model.moe.moe_intermediate_size
+    return element * (2 * width + 2 * model.hidden_size) / layout.tp
+
+
+def _head(
+    recipe: Recipe, layout: Layout, tokens: float, element: int, eager: bool, passes: int, lora: Lora | None
+) -> tuple[float, float]:  # fmt: skip
+    """Bytes of the logits of a chunk with what is made of them and of the gradient of the hidden states; and of the gradient of the head,
+    which each of the passes keeps until the backward pass sums them."""
+    model = recipe.model
+    assert model.vocab_size and model.hidden_size
+    chunk = min(recipe.train.logit_chunk_tokens, tokens)
+    per_logit = 8 + element
+    if eager:  # logits, fp32 copies of them, probabilities, their gradient in the type of the logits; and the gradient of the chunk before
+        softcap = 8 if model.final_logit_softcapping else 0
+        copied = 4 if element < 4 or softcap else 0
+        made = max(4 + max(element if element < 4 else 0, softcap), 8 if layout.tp > 1 else 0)  # ranks of tp sum a second copy
+        per_logit = element + copied + made + (element if tokens > chunk else 0)
+    hidden = passes * tokens * element * model.hidden_size if eager else 0.0
+    gradient = 0.0 if lora else passes * 4.0 * model.vocab_size * model.hidden_size
+    return chunk * model.vocab_size * per_logit / layout.tp + hidden, gradient / layout.tp

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmworks.plan.memory import memory
+from lmworks.plan.memory import moments
 from lmworks.plan.stages import has_rollouts, lora_of, stages_as_phases
 from lmworks.recipe.schema.layout import CHECKPOINTING_POLICIES, ActivationCheckpointing, Cluster, Layout
 from lmworks.recipe.schema.recipe import Recipe
@@ -19,10 +19,10 @@ from lmworks.recipe.schema.units import Tokens
 KINDS = {
     "weights": "fp32 weights and the copies in the type of the computation",
     "gradients": "in fp32",
-    "optimizer state": "moments, averages, anchors",
+    "optimizer state": "moments, averages, anchors, the reference of grpo",
     "activations": "kept for the backward pass, and its working memory",
     "logits": "of the chunks of the head, and the gradient of its matrix",
-    "rollouts": "gathered weights and the KV cache of answers",
+    "rollouts": "gathered weights and the KV cache of answers, while there are no activations and logits",
     "batches": "read ahead",
     "caching allocator": "reserved and not allocated",
     "runtime": "of Python, libraries and the device before the model is made",
@@ -30,9 +30,7 @@ KINDS = {
 }
 """The rows of the table of memory, in their order, with what is in each."""
 
-_OF_COMPONENT = {
-    "fp32 master": "weights", "head and loss": "logits", "in transit": "other", "gathered weights": "rollouts", "KV cache": "rollouts",
-}  # fmt: skip
+_OF_COMPONENT = {"fp32 master": "weights", "head and loss": "logits", "in transit": "other"}
 FRAGMENTED = 0.25  # of the reserved memory that is free: more than this is fragmentation, not rounding
 _WORTH = 0.05  # of an item: a change that takes off less is not named
 _FEWEST_CHUNK = 64  # tokens whose logits are computed at one time: fewer make the products of the head slow
@@ -52,24 +50,27 @@ class Remedy:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What a step of a phase of a recipe is planned to need on the rank that needs most. `recipe` has its stages as phases."""
+    """What a step of a phase of a recipe is planned to need on the rank that needs most, or on those of `pipeline_stage`. `recipe` has its
+    stages as phases."""
 
     recipe: Recipe
     cluster: Cluster
     phase: Phase
     micro_batch_size: int
     micro_batches: int
+    pipeline_stage: int | None = None
 
     def kinds(self, recipe: Recipe | None = None, micro_batch_size: int | None = None, layout: Layout | None = None) -> dict[str, float]:
         """Planned bytes by kind, of this recipe or a changed one."""
         recipe, micro = recipe or self.recipe, micro_batch_size or self.micro_batch_size
-        parts = memory(
+        training, *drawing = moments(
             recipe, self.cluster, layout or recipe.layout, int(self.phase.sequence_length), micro,
-            -(-self.micro_batches * self.micro_batch_size // micro), lora_of(self.phase), has_rollouts(self.phase),
-        ).components  # fmt: skip
+            -(-self.micro_batches * self.micro_batch_size // micro), lora_of(self.phase), has_rollouts(self.phase), self.pipeline_stage,
+        )  # fmt: skip
         found = dict.fromkeys(KINDS, 0.0)
-        for name, size in parts.items():
+        for name, size in training.components.items():
             found[_OF_COMPONENT.get(name, name)] += size
+        found["rollouts"] = sum(one.components[name] for one in drawing for name in ("gathered weights", "KV cache"))
         return found
 
     def remedy(self, kind: str, measured: float) -> Remedy | None:
@@ -118,7 +119,10 @@ class StepMemory:
         return self.recipe.model_copy(update={"train": self.recipe.train.model_copy(update=changes)})
 
 
-def step_memory(recipe: Recipe, stage: str, cluster: Cluster, length: int, micro_batch_size: int, rows: int, phase: int = 0) -> StepMemory:
+def step_memory(
+    recipe: Recipe, stage: str, cluster: Cluster, length: int, micro_batch_size: int, rows: int, phase: int = 0,
+    pipeline_stage: int | None = None,
+) -> StepMemory:  # fmt: skip
     """The planned memory of a step of `stage` in sequences of `length`, `rows` of them in all; `phase` is the number of the phase of
     pretraining."""
     base = stage == "pretrain"
@@ -132,7 +136,13 @@ def step_memory(recipe: Recipe, stage: str, cluster: Cluster, length: int, micro
     ranks = recipe.layout.dp_replicate * recipe.layout.dp_shard
     own = max(1, -(-rows // ranks))
     micro_batch_size = min(micro_batch_size, own)
-    return StepMemory(planned, cluster, of, micro_batch_size, -(-own // micro_batch_size))
+    return StepMemory(planned, cluster, of, micro_batch_size, -(-own // micro_batch_size), pipeline_stage)
+
+
+def total(kinds: Mapping[str, float]) -> float:
+    """Bytes of all kinds at once: answers are drawn where there are no activations and logits, before them."""
+    apart = min(kinds.get("rollouts", 0.0), kinds.get("activations", 0.0) + kinds.get("logits", 0.0))
+    return sum(kinds.values()) - apart
 
 
 def largest(kinds: Mapping[str, float]) -> str:

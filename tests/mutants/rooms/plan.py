@@ -7,7 +7,7 @@ MUTANTS = [
      "(degree if layout.zero > level else 1 for level in (1, 2, 3))", "ZeRO shards what its level says.", "plan/test_plan.py"),
     ("plan.memory:kv_cache_bytes", "min(length, model.sliding_window)", "length", "A sliding window bounds the KV cache.",
      "plan/test_plan.py deploy/test_sizing.py"),
-    ("plan.memory:_stage_memory", "activations = tokens * (in_flight * stored + working)", "activations = tokens * (stored + working)",
+    ("plan.memory:_at_peak", "tokens * micro_batches_in_flight(layout, stage, micro_batches) * stored", "tokens * stored",
      "A pipeline rank keeps the activations of several micro-batches.", "plan/test_plan.py plan/test_pipelines.py"),
     ("plan.memory:_local", "if layout.pp > 1 and (model.tie_word_embeddings or model.mtp):", "if False:",
      "The last pipeline stage has a copy of a tied embedding.", "plan/test_plan.py plan/test_pipelines.py"),
