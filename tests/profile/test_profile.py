@@ -14,6 +14,7 @@ import pytest
 
 from lmworks.cli.main import main
 from lmworks.errors import UserError
+from lmworks.plan.memory_kinds import total
 from lmworks.profile.report import Profile, from_plain
 from lmworks.profile.run import profile
 from lmworks.profile.spans import Spans
@@ -39,12 +40,20 @@ def measured(
     return found
 
 
+def planned_to(error: float, found: Profile, *kinds: str) -> None:
+    """These kinds of memory are what was planned, up to this share of it, and their sum is not more than a tenth above."""
+    items = {kind: found.memory[kind] for kind in kinds}
+    for kind, item in items.items():
+        assert item.measured == pytest.approx(item.planned, rel=error), (kind, items)
+    assert sum(item.measured for item in items.values()) <= 1.1 * sum(item.planned or 0.0 for item in items.values()), items
+
+
 def everything(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
 def test_memory_is_what_the_model_has_and_the_plan_says(tiny: Tiny, tmp_path: Path) -> None:
-    """Weights, gradients and optimizer state are exact; activations and logits within the plan's own error."""
+    """Weights, gradients and optimizer state are exact; activations and logits are planned to 15%, and their sum to 10% at least."""
     before = everything(tiny.run_dir)
     trace = tmp_path / "trace.json"
     found = measured(tiny, trace=trace)
@@ -52,13 +61,12 @@ def test_memory_is_what_the_model_has_and_the_plan_says(tiny: Tiny, tmp_path: Pa
     count = sum(one.size for one in parameters(recipe.model))
     assert found.memory["weights"].measured == found.memory["gradients"].measured == 4 * count
     assert found.memory["optimizer state"].measured == pytest.approx(found.memory["optimizer state"].planned, rel=1e-3)
-    for kind in ("activations", "logits"):
-        item = found.memory[kind]
-        assert item.planned is not None and 0.5 * item.planned < item.measured < 1.5 * item.planned, (kind, item)
+    planned_to(0.15, found, "activations", "logits")
     parts = {name: item.measured for name, item in found.time.items()}
     inside = sum(parts.get(name, 0.0) for name in ("data", "forward", "backward", "optimizer", "collectives", "gap"))
     assert inside == pytest.approx(found.step_seconds, rel=0.2)
     assert min(parts[name] for name in ("forward", "backward", "optimizer", "validation", "save")) > 0
+    assert not {"scoring", "rollouts"} & parts.keys()
     assert found.kernels and sum(float(one["share"]) for one in found.kernels) <= 1
     assert from_plain(json.loads(json.dumps(found.plain()))) == found
     events = json.loads(trace.read_text())["traceEvents"]
@@ -185,6 +193,67 @@ def test_the_command_prints_three_tables_with_their_largest_items(
     assert "the folder does not exist" in capfd.readouterr().err
 
 
+def aligned(folder: Path, stage: str) -> list[str]:
+    """The words of the command line that give a recipe this stage, with rows of its own."""
+    rows = {
+        "dpo": [{"prompt": f"What is {n} + 1?", "chosen": str(n + 1), "rejected": str(n)} for n in range(24)],
+        "grpo": [{"prompt": f"Say {n}", "answer": str(n)} for n in range(24)],
+    }[stage]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (folder / "reward.py").write_text("def reward(prompt, answer, row):\n    return len(set(answer)) / max(1, len(answer))\n")
+    source = {"name": "own", "kind": "files", "path": str(folder / "rows.jsonl")}
+    own: dict[str, Any] = {"sequence_length": "64 tokens", "data": [source]}
+    if stage == "dpo":
+        own |= {"pairs_per_step": 8, "validation_fraction": 0.2, "epochs": 10}
+    else:
+        own |= {"group_size": 3, "prompts_per_step": 3, "steps": 6, "max_new_tokens": 16, "validation_prompts": 3, "beta": 0.02}
+        own |= {"updates_per_rollout": 2, "data": [source | {"reward": "python", "file": str(folder / "reward.py")}]}
+    return ["--set", f"{stage}={json.dumps(own)}", "--stage", stage]
+
+
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+def test_the_parts_of_a_step_of_alignment(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], stage: str
+) -> None:
+    """Scoring is no forward pass of training; the reference of dpo is numbers, that of grpo a copy of the weights; answers need memory of
+    their own, at another time than activations."""
+    before = everything(trained)
+    assert command(monkeypatch, str(trained), *aligned(tmp_path, stage), "--steps", "1", "--warm-up", "1", "--json") == 0
+    found = from_plain(json.loads(capfd.readouterr().out))
+    assert found.stage == stage and everything(trained) == before and not found.notes
+    parts = {name: item.measured for name, item in found.time.items()}
+    assert min(parts[name] for name in ("scoring", "forward", "backward", "optimizer")) > 0
+    assert ("rollouts" in parts) == (stage == "grpo")
+    assert 0 < sum(parts.values()) - parts["validation"] - parts["save"] <= 1.01 * found.step_seconds
+    weights = found.memory["weights"].measured
+    assert found.memory["optimizer state"].measured == pytest.approx(found.memory["optimizer state"].planned, rel=1e-3)
+    planned_to(0.15, found, "activations", "logits")
+    if stage == "grpo":
+        drawn = found.memory["rollouts"]
+        assert drawn.measured > 2 * weights, "answers are drawn in fp64"
+        assert drawn.measured == pytest.approx(drawn.planned, rel=0.25)
+        assert found.memory["optimizer state"].measured > 2 * weights
+    kinds = {name: item.measured for name, item in found.memory.items()}
+    assert total(kinds) == pytest.approx(max(found.memory_peak, total(kinds | {"other": 0.0})))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_two_ranks_of_one_model(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], axis: str
+) -> None:
+    """Memory is planned for the stage of the rank that needs most; the stages of a pipeline have forward passes."""
+    layout = (f"layout.{axis}=2", "model.num_key_value_heads=2", "model.num_hidden_layers=4", f"run_dir={tmp_path}/none")
+    words = [word for one in layout for word in ("--set", one)]
+    assert command(monkeypatch, str(tiny.recipe), *words, "--steps", "1", "--warm-up", "1", "--json") == 0
+    found = from_plain(json.loads(capfd.readouterr().out))
+    assert [one.stage for one in found.ranks] == ([0, 1] if axis == "pp" else [0, 0])
+    assert min(found.time[name].measured for name in ("forward", "backward", "optimizer", "collectives")) > 0
+    for kind in ("weights", "gradients", "optimizer state"):
+        assert found.memory[kind].measured == pytest.approx(found.memory[kind].planned, rel=1e-3), kind
+    planned_to(0.15, found, *(["activations", "logits"] if found.memory.get("logits") else ["activations"]))
+
+
 @pytest.mark.slow
 def test_two_ranks_are_started_and_the_slowest_named(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -196,5 +265,5 @@ def test_two_ranks_are_started_and_the_slowest_named(
     assert found.time["collectives"].measured > 0 and found.layout.startswith("DP2")
     slowest = max(found.ranks, key=lambda one: one.own + one.data)
     assert slowest.rank == found.slowest
-    assert command(monkeypatch, *words[:2], words[2], "--set", "layout.dp_shard=512", "--steps", "2") == 2
+    assert command(monkeypatch, *words[:3], "--set", "layout.dp_shard=512", "--steps", "2") == 2
     assert "has room for" in capfd.readouterr().err

@@ -65,6 +65,11 @@ class Cache:
         """The number of rows in use."""
         return len(self.lengths)
 
+    @property
+    def bytes(self) -> int:
+        """All that it holds."""
+        return self._entries.nbytes
+
     def layer(self, index: int) -> LayerCache:
         return _Layer(self, self._entries[index, : self.rows])
 

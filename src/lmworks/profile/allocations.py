@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmworks.profile.spans import FORWARD, PREFIX, WHOLE
 
 _HEAD = ("_ChunkedHead",)  # autograd functions of the loss, and their backward nodes
+# around casts whose size does not tell: the first of the loss, and the one after the embedding
+WEIGHT, TOKENS = "weight of the head", "embedded tokens"
+READY = "gradients are ready"  # marks the moment in a trace
 _GATHERED = ("FSDP::all_gather", "FSDP::pre_", "fsdp::all_gather")  # of FSDP2: weights of other ranks
 _COPIES = ("aten::_to_copy", "aten::to")
+_OWN = ("lmworks::", "_CachedNorm")  # operators that cast what is no weight
 
 
 @dataclass(frozen=True)
@@ -35,28 +39,47 @@ def allocations(tree: Any, device: str) -> list[Allocation]:
                 found.append(Allocation(node.start_time_ns, fields.ptr, fields.alloc_size, inside))
         else:
             inside = (*inside, node.name)
-        stack += [(child, inside) for child in node.children]
+        before, in_head = "", node.name in _HEAD
+        for child in node.children:
+            cast = child.name in _COPIES
+            mark = (WEIGHT,) if cast and in_head else (TOKENS,) if cast and before == "aten::embedding" else ()
+            in_head = in_head and not cast
+            stack.append((child, (*inside, *mark)))
+            before = child.name
     return sorted(found, key=lambda one: one.time)
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The largest memory of a step beyond what is kept between steps, and its kinds."""
-
-    bytes: float
-    kinds: Mapping[str, float]
+def times_of(tree: Any, name: str) -> list[int]:
+    """When (ns) what has this name in the trace begins, in order."""
+    return sorted(node.start_time_ns for node in _walk(tree) if node.name == PREFIX + name)
 
 
-def peak(events: Collection[Allocation], gradients: Collection[int], copies: Collection[int]) -> Peak:
-    """The peak of these events. `gradients`: the addresses of the gradients; `copies`: the sizes of weights in the type of the computation.
-    Memory that goes without having come was there before and does not count."""
+def gradient_events(events: Sequence[Allocation], ready: Sequence[tuple[int, Collection[int]]]) -> set[int]:
+    """The numbers of the events by which gradients came. `ready`: when the gradients of an update were complete (ns), and their addresses:
+    what came last to an address until then is one, and other memory may have been there before."""
+    found: set[int] = set()
+    latest: dict[int, int] = {}
+    at = 0
+    for time, addresses in ready:
+        while at < len(events) and events[at].time <= time:
+            if events[at].bytes > 0:
+                latest[events[at].address] = at
+            at += 1
+        found |= {latest[address] for address in addresses if address in latest}
+    return found
+
+
+def peak(events: Sequence[Allocation], gradients: Collection[int], copies: Collection[int]) -> dict[str, float]:
+    """The bytes of each kind when these events have most, without `gradients` (numbers of events), which exist whole at the end of each
+    step. `copies`: the sizes of weights in the type of the computation. Memory that goes without having come was there before and does
+    not count."""
     alive: dict[int, tuple[int, str]] = {}
     kinds: dict[str, float] = {}
     total = highest = 0.0
     at_peak: dict[str, float] = {}
-    for event in events:
+    for number, event in enumerate(events):
         if event.bytes > 0:
-            kind = _kind(event, gradients, copies)
+            kind = "" if number in gradients else _kind(event, copies)
             alive[event.address] = event.bytes, kind
             change = float(event.bytes)
         elif event.address in alive:
@@ -64,22 +87,26 @@ def peak(events: Collection[Allocation], gradients: Collection[int], copies: Col
             change = -float(size)
         else:
             continue
+        if not kind:
+            continue
         kinds[kind] = kinds.get(kind, 0.0) + change
         total += change
         if total > highest:
             highest, at_peak = total, dict(kinds)
-    return Peak(highest, at_peak)
+    return at_peak
 
 
-def _kind(event: Allocation, gradients: Collection[int], copies: Collection[int]) -> str:
+def _kind(event: Allocation, copies: Collection[int]) -> str:
     names = event.inside
+    if WEIGHT in names:
+        return "weights"
     if any(part in name for name in names for part in _HEAD):
         return "logits"
-    if event.address in gradients or any(name.startswith("FSDP::post_backward") for name in names):
-        return "gradients"
+    if TOKENS in names:
+        return "activations"
     if any(name.startswith(_GATHERED) for name in names):
         return "weights"
-    if event.bytes in copies and any(name.startswith(_COPIES) for name in names):
+    if event.bytes in copies and any(name.startswith(_COPIES) for name in names) and not any(name.startswith(_OWN) for name in names):
         return "weights"
     if PREFIX + WHOLE in names or PREFIX + FORWARD in names or any(name.startswith("autograd::engine") for name in names):
         return "activations"

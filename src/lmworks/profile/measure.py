@@ -20,14 +20,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from lmworks.errors import UserError
 from lmworks.host import machine
 from lmworks.metrics import system
 from lmworks.optim.groups import local
-from lmworks.profile.allocations import allocations, exposed, peak
-from lmworks.profile.spans import FORWARD, OPTIMIZER, PREFIX, WHOLE, Spans, parts_of, replaced
+from lmworks.profile.allocations import READY, allocations, exposed, gradient_events, peak, times_of
+from lmworks.profile.rollouts import RolloutMemory
+from lmworks.profile.spans import FORWARD, OPTIMIZER, PREFIX, SCORING, WHOLE, Spans, parts_of, replaced
 from lmworks.profile.trace import events_of
 from lmworks.shards.batch import IGNORE, PADDING, Batch
 from lmworks.shards.indexed import token_dtype
@@ -55,6 +56,7 @@ class Measured:
     rank: int
     host: str
     device: str
+    pipeline_stage: int = 0
     first_step: int = 0
     warm_up: int = 0
     length: int = 0
@@ -73,7 +75,6 @@ class Measured:
     save: float | None = None
     memory: dict[str, float] = field(default_factory=dict)
     memory_peak: float = 0.0
-    transient_peak: float = 0.0
     allocator: dict[str, float] = field(default_factory=dict)
     data: dict[str, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=dict)
@@ -106,10 +107,12 @@ class Measurement:
         self._profiler: Any = None
         self._started = False
         self._around = ExitStack()  # around the profiler
-        self._gradients: dict[int, int] = {}
+        self._gradients: list[set[int]] = []  # addresses, of each update that the profiler sees
         self._parts: dict[str, float] = {}
         self._step = self._micro = 0
         self._micro_of_step = 1
+        self._most_rows = 0  # of a micro-batch of the step
+        self._training = False  # not scoring
         self._began = self._updated = self._ended = 0.0
 
     def run(self, trainer: Trainer) -> None:
@@ -141,7 +144,8 @@ class Measurement:
 
     def _describe(self, trainer: Trainer) -> Measured:
         phase, model = trainer.curriculum.phase(self._first), trainer.model
-        found = Measured(model.ranks.global_rank, socket.gethostname(), _device_name(model.device), self._first, self._warm_up)
+        rank, stage = model.ranks.global_rank, model.ranks.rank("pp")
+        found = Measured(rank, socket.gethostname(), _device_name(model.device), stage, self._first, self._warm_up)
         found.length, found.rows = phase.sequence_length, trainer.curriculum.sequences(self._last)
         found.phase, found.phase_index = phase.name, phase.index
         found.stage_steps, found.stage_tokens = trainer.curriculum.steps, trainer.curriculum.tokens
@@ -162,6 +166,9 @@ class Measurement:
             if model.pipeline is None:
                 for one in model.parts:
                     stack.enter_context(replaced(one, loss=self._counting(one.loss)))
+            else:
+                stack.enter_context(replaced(model.pipeline, forward_backward=self._pipelined(model.pipeline.forward_backward)))
+            self._rollouts = stack.enter_context(RolloutMemory.of(trainer))
             yield
 
     # What happens in a step, in its order
@@ -176,15 +183,15 @@ class Measurement:
                 raise _Finished
             if step == min(self._first + 1, self._first + self._warm_up):
                 system.reset_memory_peak()
-            self._step, self._began, self._parts, self._updated, self._micro = step, now, {}, now, 0
+            self._step, self._began, self._parts, self._updated, self._micro, self._most_rows = step, now, {}, now, 0, 0
             self._spans.collect()
         elif doing == "update":
             self._updated = now
 
     def _counting(self, loss: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            self._micro += 1
-            if self._micro > self._micro_of_step - _MICRO_BATCHES:
+            self._micro += self._training
+            if self._training and self._micro > self._micro_of_step - _MICRO_BATCHES:
                 self._start_profiler()
             return loss(*args, **options)
 
@@ -195,13 +202,28 @@ class Measurement:
             micro_batch_size = int(args[1])
             self._micro_of_step, self._micro = max(1, math.ceil(len(batch.tokens) / micro_batch_size)), 0
             assert self.found is not None
-            self.found.micro_batches, self.found.micro_batch_size = self._micro_of_step, micro_batch_size
+            self._most_rows = max(self._most_rows, min(micro_batch_size, max(1, len(batch.tokens))))
+            self.found.micro_batches, self.found.micro_batch_size = self._micro_of_step, self._most_rows
             if self._first + self._warm_up <= self._step:
                 self._count(batch)
             if self._trainer.model.pipeline is not None or self._micro_of_step <= _MICRO_BATCHES:
                 self._start_profiler()
-            with self._spans.span(WHOLE):
-                return function(batch, *args, **options)
+            self._training = True
+            try:
+                with self._spans.span(WHOLE):
+                    return function(batch, *args, **options)
+            finally:
+                self._training = False
+
+        return call
+
+    def _pipelined(self, function: Any) -> Any:
+        """A pipeline divides the rows of a step into micro-batches of one size, which need not be that of the recipe."""
+
+        def call(inputs: Any, *args: Any) -> Any:
+            assert self.found is not None
+            self.found.micro_batches, self.found.micro_batch_size = len(inputs), len(inputs[0][0])
+            return function(inputs, *args)
 
         return call
 
@@ -210,8 +232,9 @@ class Measurement:
             if self._step == self._last:
                 assert self.found is not None
                 grads = [local(p.grad) for p in self._trainer.model.parameters() if p.grad is not None]
-                self._gradients = {grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for grad in grads}
-                self.found.memory = kept_bytes(self._held)
+                with record_function(PREFIX + READY):
+                    self._gradients.append({grad.untyped_storage().data_ptr() for grad in grads})
+                self.found.memory = kept_bytes(self._held) | {"rollouts": self._rollouts.bytes}
             return function(*args, **options)
 
         return call
@@ -225,9 +248,9 @@ class Measurement:
             self._parts = {"step": given["seconds"], "data": given["data_wait"], "collectives": collectives, "own": given["own"]}
             self._parts["forward"] = spans.get(FORWARD, 0.0)
             self._parts["backward"] = max(0.0, spans.get(WHOLE, 0.0) - spans.get(FORWARD, 0.0))
-            self._parts["optimizer"] = spans.get(OPTIMIZER, 0.0)
-            if self._trainer.objective is not None:
-                self._parts["rollouts"] = self._trainer.objective.metrics().get("perf/rollout_seconds", 0.0)
+            self._parts["optimizer"], self._parts["scoring"] = spans.get(OPTIMIZER, 0.0), spans.get(SCORING, 0.0)
+            objective = self._trainer.objective
+            self._parts["rollouts"] = 0.0 if objective is None else objective.metrics().get("perf/rollout_seconds", 0.0)
             self.found.tokens_per_step = float(given["tokens"])
             config, length = self._trainer.model.config, given["sequence_length"]
             per_token = self._flops_per_token(config, length, self._trainer.model.has_adapters)
@@ -250,7 +273,7 @@ class Measurement:
         if self._step == self._last - 1:
             self.found.save = clock.save
             after = 0.0
-        known = sum(parts[name] for name in ("data", "collectives", "forward", "backward", "optimizer"))
+        known = sum(parts[name] for name in ("data", "collectives", "forward", "backward", "scoring", "rollouts", "optimizer"))
         parts["gap"] = max(0.0, parts["step"] - known) + after
         parts["wall"] = parts["step"] + after
         self.found.steps.append(parts)
@@ -317,11 +340,10 @@ class Measurement:
         tree = self._profiler.profiler.kineto_results.experimental_event_tree()
         width = torch.empty((), dtype=model.compute_dtype).element_size()
         copies = {p.numel() * width for p in model.parameters()} if width < 4 else set()
-        highest = peak(allocations(tree, model.device.type), self._gradients.keys(), copies)
-        found.transient_peak = highest.bytes
-        for kind, size in highest.kinds.items():
-            if kind != "gradients":  # they were counted whole
-                found.memory[kind] = found.memory.get(kind, 0.0) + size
+        events = allocations(tree, model.device.type)
+        gradients = gradient_events(events, list(zip(times_of(tree, READY), self._gradients, strict=True)))
+        for kind, size in peak(events, gradients, copies).items():
+            found.memory[kind] = found.memory.get(kind, 0.0) + size
         found.exposed = exposed(tree) if model.ranks.distributed else {}
         found.kernels = _kernels(self._profiler, model.device.type)
         found.trace = events_of(self._profiler, found.rank, self._trace_events)

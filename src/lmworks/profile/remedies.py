@@ -27,19 +27,20 @@ def time_remedy(target: Target, part: str, seconds: Mapping[str, float], one: Me
             if recipe.shards.cache
             else None
         )
-    if part in ("forward", "backward"):
+    if part in ("scoring", "forward", "backward"):
         policy = train.activation_checkpointing.policy.name
-        if policy in _RECOMPUTED:
+        trains = part != "scoring"  # which recomputes nothing, and is not compiled
+        if policy in _RECOMPUTED and trains:
             saves = _RECOMPUTED[policy] * float(train.activation_checkpointing.share) * seconds["forward"]
             return Remedy("train.activation_checkpointing", "train.activation_checkpointing=none", saves, "memory of the activations")
-        if device.type == "cuda" and not is_compiled(recipe, device):
+        if device.type == "cuda" and not is_compiled(recipe, device) and trains:
             return Remedy("train.compile", "train.compile=true", 0.0, "a minute at the start")
         if device.type == "cuda" and train.precision == "fp32":
             return Remedy("train.precision", "train.precision=bf16", item / 2, "rounding")
         if device.type == "cpu" and (recipe.threads or 1) < machine.cores():
             cores = machine.cores()
             return Remedy("threads", f"threads={cores}", item * (1 - (recipe.threads or 1) / cores), "the other cores of this machine")
-        if one.micro_batches > 1:
+        if one.micro_batches > 1 and trains:
             more = 2 * (train.micro_batch_sequences or 1)
             return Remedy("train.micro_batch_sequences", f"train.micro_batch_sequences={more}", 0.0, "twice the activations")
         return None

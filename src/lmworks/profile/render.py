@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lmworks.plan.memory_kinds import KINDS, Remedy
+from lmworks.plan.memory_kinds import KINDS, Remedy, total
 from lmworks.profile.report import Item, Largest, Profile
 from lmworks.ui.amounts import percent, short_size, significant, span
 
@@ -55,7 +55,9 @@ def _rows(table: Table, items: Mapping[str, Item], largest: str, show: Callable[
 def _memory(profile: Profile) -> Table:
     table = _table("Memory of the rank that needs most", "", "planned", "measured", "share", "")
     _rows(table, profile.memory, profile.largest_memory.name, short_size, KINDS)
-    planned, measured = (sum(getattr(item, name) or 0.0 for item in profile.memory.values()) for name in ("planned", "measured"))
+    planned, measured = (
+        total({kind: getattr(item, name) or 0.0 for kind, item in profile.memory.items()}) for name in ("planned", "measured")
+    )
     table.add_row("all", short_size(planned), short_size(measured), "", f"the peak was {short_size(profile.memory_peak)}")
     return table
 
@@ -104,10 +106,12 @@ def _ranks(profile: Profile) -> Iterator[RenderableType]:
     if len(profile.ranks) < 2:
         return
     table = _table("Ranks", "rank", "step", "own work", "data", "peak memory", "")
+    staged = any(one.stage for one in profile.ranks)
     for one in profile.ranks:
-        slowest = "slowest by its own work" if one.rank == profile.slowest else ""
+        about = [f"pipeline stage {one.stage}"] if staged else []
+        about += ["slowest by its own work"] if one.rank == profile.slowest else []
         table.add_row(
-            f"{one.rank} on {one.host}", _seconds(one.step), _seconds(one.own), _seconds(one.data), short_size(one.memory), slowest
+            f"{one.rank} on {one.host}", _seconds(one.step), _seconds(one.own), _seconds(one.data), short_size(one.memory), ", ".join(about)
         )
     yield table
 

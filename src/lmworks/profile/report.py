@@ -17,22 +17,24 @@ from lmworks.errors import UserError
 from lmworks.metrics.system import mfu
 from lmworks.plan.automatic import machine_for
 from lmworks.plan.layout import describe
-from lmworks.plan.memory_kinds import KINDS, Remedy, StepMemory, largest, step_memory
+from lmworks.plan.memory_kinds import KINDS, Remedy, StepMemory, largest, step_memory, total
 from lmworks.plan.plan import PhasePlan, make_plan
 from lmworks.profile.measure import Measured
 from lmworks.profile.remedies import data_remedy, time_remedy
-from lmworks.profile.spans import FORWARD, OPTIMIZER, WHOLE
+from lmworks.profile.spans import FORWARD, OPTIMIZER, SCORING, WHOLE
 from lmworks.profile.target import Target
 from lmworks.profile.workspace import RANDOM
 from lmworks.recipe.schema.artifacts import save_interval
 from lmworks.recipe.schema.units import Duration
 
-PARTS = ("data", "forward", "backward", "optimizer", "collectives", "rollouts", "validation", "save", "gap")
-"""The parts of the time of a step, in their order. Validation and save are divided by the steps between two of them; the gap is what no
-other part explains."""
+PARTS = ("data", "rollouts", "scoring", "forward", "backward", "optimizer", "collectives", "validation", "save", "gap")
+"""The parts of the time of a step, in their order. Scoring is what `dpo` and `grpo` compute without gradients: forward passes over the
+labels before an update, and by the reference. Validation and save are divided by the steps between two of them; the gap is what no other
+part explains."""
 
 
-_NAMES = {"forward": FORWARD, "backward": WHOLE, "optimizer": OPTIMIZER, "gap": ""}  # of the parts that are marked in a step
+# of the parts that are marked in a step
+_NAMES = {"scoring": SCORING, "forward": FORWARD, "backward": WHOLE, "optimizer": OPTIMIZER, "gap": ""}
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,12 @@ class Largest:
 
 @dataclass(frozen=True)
 class RankTime:
-    """Seconds of a step of a rank: all of it, its own work (without collectives and what it waits for), and its wait for data; and its peak
-    of memory in bytes."""
+    """Seconds of a step of a rank: all of it, its own work (without collectives and what it waits for), and its wait for data; its peak of
+    memory in bytes; and its pipeline stage."""
 
     rank: int
     host: str
+    stage: int
     step: float
     own: float
     data: float
@@ -119,7 +122,7 @@ def make_profile(target: Target, found: Sequence[Measured], asked: int) -> Profi
     """The profile of what all ranks have measured; `target` with its own recipe, not that of the workspace."""
     slow = max(found, key=lambda one: _median(one, "wall") - _collectives(one))
     full = max(found, key=_needed)
-    plan, phase_plan, planned_mfu, notes = _planned(target, slow)
+    plan, phase_plan, planned_mfu, notes = _planned(target, slow, full)
     time, memory = _time(target, slow, phase_plan), _memory(full, plan)
     data = _data(found, slow)
     step = _median(slow, "wall")
@@ -143,8 +146,8 @@ def make_profile(target: Target, found: Sequence[Measured], asked: int) -> Profi
         planned_mfu=planned_mfu, largest_time=Largest(part, seconds[part], time_remedy(target, part, seconds, slow)), data=data,
         largest_data=Largest(waste, data[waste], data_remedy(target, waste, data)),
         ranks=tuple(
-            RankTime(one.rank, one.host, _median(one, "wall"), _median(one, "wall") - _collectives(one) - _median(one, "data"),
-                     _median(one, "data"), one.memory_peak)
+            RankTime(one.rank, one.host, one.pipeline_stage, _median(one, "wall"),
+                     _median(one, "wall") - _collectives(one) - _median(one, "data"), _median(one, "data"), one.memory_peak)
             for one in found
         ),
         slowest=slow.rank if len(found) > 1 else None, kernels=tuple(slow.kernels), notes=tuple(notes),
@@ -174,15 +177,18 @@ def _spread(one: Measured) -> float:
 
 
 def _needed(one: Measured) -> float:
-    return sum(one.memory.values())
+    """Bytes without those of the runtime, in which ranks that train the same differ."""
+    return total(one.memory) - one.memory.get("runtime", 0.0)
 
 
-def _planned(target: Target, one: Measured) -> tuple[StepMemory | None, PhasePlan | None, float | None, list[str]]:
-    """The planned memory of a step, the plan of its phase, the MFU that it assumes, and what is to be said if there is none."""
+def _planned(target: Target, one: Measured, full: Measured) -> tuple[StepMemory | None, PhasePlan | None, float | None, list[str]]:
+    """The planned memory of a step of the rank `full`, the plan of its phase, the MFU that it assumes, and what is to be said if there is
+    none."""
     recipe = target.recipe
     try:
         cluster = machine_for(recipe)
-        memory = step_memory(recipe, target.stage, cluster, one.length, one.micro_batch_size, one.rows, one.phase_index)
+        shape = one.length, one.micro_batch_size, one.rows, one.phase_index
+        memory = step_memory(recipe, target.stage, cluster, *shape, full.pipeline_stage)
         plan = make_plan(memory.recipe, "", cluster, recipe.layout, unfit=True)
     except (UserError, AssertionError) as error:
         return None, None, None, [f"there is no plan to compare with: {error}"]
@@ -196,7 +202,7 @@ def _memory(one: Measured, plan: StepMemory | None) -> dict[str, Item]:
     with suppress(UserError, AssertionError):
         planned = {} if plan is None else plan.kinds()
     measured = dict.fromkeys(KINDS, 0.0) | {name: size for name, size in one.memory.items() if name in KINDS}
-    known = sum(size for name, size in measured.items() if name != "other")
+    known = total(measured) - measured["other"]
     measured["other"] = max(measured["other"], one.memory_peak + (measured["runtime"] if one.allocator else 0.0) - known)
     return {
         name: Item(planned.get(name), measured[name])
@@ -207,13 +213,11 @@ def _memory(one: Measured, plan: StepMemory | None) -> dict[str, Item]:
 
 def _time(target: Target, one: Measured, plan: PhasePlan | None) -> dict[str, Item]:
     """The table of time, in seconds of one step."""
-    measured = {part: _median(one, part) for part in ("data", "forward", "backward", "optimizer", "gap")}
+    measured = {part: _median(one, part) for part in ("data", "rollouts", "scoring", "forward", "backward", "optimizer", "gap")}
     waits = _exposed(one)
     measured["collectives"] = _collectives(one)
     for part, seconds in waits.items():
         measured[part] -= seconds
-    measured["rollouts"] = statistics.median(step.get("rollouts", 0.0) for step in one.steps)
-    measured["gap"] = max(0.0, measured["gap"] - measured["rollouts"])
     train = target.recipe.train
     if one.validation is not None:
         measured["validation"] = one.validation / _steps_between(train.validate_every, one)

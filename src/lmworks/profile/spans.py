@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from lmworks.train.trainer import Trainer
 
 PREFIX = "lmworks: "  # of the names of parts in a trace
-FORWARD, WHOLE, OPTIMIZER = "forward", "forward and backward", "optimizer"
+FORWARD, WHOLE, OPTIMIZER, SCORING = "forward", "forward and backward", "optimizer", "scoring"
 
 
 class Spans:
@@ -24,6 +24,7 @@ class Spans:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._open: list[tuple[str, Any, Any]] = []
+        self._scoring = False
 
     def _mark(self) -> Any:
         if not self._cuda:
@@ -34,12 +35,16 @@ class Spans:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """The time of the block counts as `name`."""
-        began = self._mark()
+        """The time of the block counts as `name`; the forward passes of scoring count as scoring."""
+        if self._scoring:
+            yield
+            return
+        began, self._scoring = self._mark(), name == SCORING
         with record_function(PREFIX + name):
             try:
                 yield
             finally:
+                self._scoring = False
                 self._open.append((name, began, self._mark()))
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,13 +87,15 @@ def replaced(owner: Any, **members: Any) -> Iterator[None]:
 
 
 def parts_of(trainer: Trainer) -> list[tuple[Any, str, str]]:
-    """What is timed: owner, name of the method, name of the part. A pipeline has no forward pass apart from its schedule."""
+    """What is timed: owner, name of the method, name of the part. The forward pass of a pipeline is that of its stages."""
     model, optimizer = trainer.model, trainer.optimizer
     found: list[tuple[Any, str, str]] = [
         (model, "clip_gradients", OPTIMIZER),
         (optimizer, "step", OPTIMIZER),
         (model, "update_biases", OPTIMIZER),
     ]
-    if model.pipeline is None:
-        found += [(part, "loss", FORWARD) for part in model.parts]
-    return found
+    if trainer.objective is not None:
+        found.append((model, "token_cross_entropy_on_device", SCORING))
+    if model.pipeline is not None:
+        return [*found, (model.pipeline, "_run", FORWARD)]
+    return found + [(part, "loss", FORWARD) for part in model.parts]

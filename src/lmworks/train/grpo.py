@@ -109,12 +109,12 @@ class PolicyGradient:
     ) -> None:  # fmt: skip
         assert recipe.grpo is not None
         self._checks = checks
-        self._options, self._model, self._prompts, self._rollouts, self._seed = recipe.grpo, model, prompts, rollouts, seed
+        self._options, self._model, self._prompts, self.rollouts, self._seed = recipe.grpo, model, prompts, rollouts, seed
         self._length = int(self._options.sequence_length)
         self._micro_batch_size = micro_batch_of(recipe, self._length)
         # What is trained, as it is at the start: averages that are never updated, so that they can be swapped in.
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._reference = Ema(trained, 1.0) if self._options.beta else None
+        self.reference = Ema(trained, 1.0) if self._options.beta else None
         self._metrics: dict[str, float] = {}
 
     def prompts_of(self, step: int, turn: int, count: int) -> list[Prompt]:
@@ -153,7 +153,7 @@ class PolicyGradient:
             own = batch.rows(*self._model.rank_sequences(rows))
             yield Update(own, rows, labels, value, batch.valid_tokens, batch.tokens.size)
         self._metrics["grpo/clipped"] = float(torch.stack([one.clipped for one in evaluated]).mean())
-        if self._reference is not None:
+        if self.reference is not None:
             self._metrics["grpo/divergence"] = float(np.mean([float(one.divergence) for one in evaluated if one.divergence is not None]))
 
     def metrics(self) -> dict[str, float]:
@@ -163,7 +163,7 @@ class PolicyGradient:
         """The mean reward of one answer to each held-out prompt, drawn as in training, and the share that does not earn the full reward."""
         if not self._prompts.held_out:
             return {}
-        groups = self._rollouts.draw(self._prompts.held_out, 1, f"{self._seed}/validation")
+        groups = self.rollouts.draw(self._prompts.held_out, 1, f"{self._seed}/validation")
         rewards = np.array([group[0].reward.value for group in groups])
         return {"validation/reward": float(rewards.mean()), "validation/wrong": float((rewards < 1).mean())}
 
@@ -175,7 +175,7 @@ class PolicyGradient:
         drawn: list[Group] = []
         for turn in range(self._options.resample_rounds + 1):
             prompts = self.prompts_of(step, turn, wanted - len(kept))
-            found = self._rollouts.draw(prompts, self._options.group_size, f"{self._seed}/{step}/{turn}")
+            found = self.rollouts.draw(prompts, self._options.group_size, f"{self._seed}/{step}/{turn}")
             drawn += found
             kept += [group for group in found if not self._options.resample_rounds or differs(group)]
             if len(kept) == wanted:
@@ -188,8 +188,8 @@ class PolicyGradient:
         answers = [[one for group in part for one in group] for part in parts]
         packed = [pack([one.answer for one in part], self._length, step) for part in answers]
         nats = self._nats(packed)
-        if self._reference is not None:
-            with self._model.ema_weights(self._reference):
+        if self.reference is not None:
+            with self._model.ema_weights(self.reference):
                 nats += self._nats(packed)
         logps = [-nats_BT for nats_BT in to_host(*nats)]
         references: Sequence[Tensor | None] = logps[len(packed) :] or [None] * len(packed)

@@ -45,15 +45,18 @@ class Held:
 
 
 def kept_bytes(held: Held) -> dict[str, float]:
-    """Bytes that this rank keeps between two micro-batches, by kind: weights (in fp32), gradients, optimizer state (with the moving average
-    and what elastic weight consolidation holds). A storage that two kinds share is counted once."""
+    """Bytes that this rank keeps between two micro-batches, by kind: weights (in fp32), gradients, and optimizer state, with the moving
+    average, what elastic weight consolidation holds, and the reference of `grpo`. A storage that two kinds share is counted once."""
     seen: set[int] = set()
     model, optimizer, trainer = held.model, held.optimizer, held.trainer
     parameters = list(model.parameters()) if model is not None else []
-    found = {"weights": _size(parameters, seen), "gradients": _size((p.grad for p in parameters if p.grad is not None), seen)}
-    found["optimizer state"] = _size(optimizer.state_dict().values(), seen) if optimizer is not None else 0.0
+    found = {"weights": storage_bytes(parameters, seen)}
+    found["gradients"] = storage_bytes((p.grad for p in parameters if p.grad is not None), seen)
+    found["optimizer state"] = storage_bytes(optimizer.state_dict().values(), seen) if optimizer is not None else 0.0
     penalty = trainer.penalty if trainer is not None else None
-    found["optimizer state"] += _size(_tensors(vars(penalty).values()), seen) if penalty is not None else 0.0
+    found["optimizer state"] += storage_bytes(_tensors(vars(penalty).values()), seen) if penalty is not None else 0.0
+    reference = getattr(trainer.objective, "reference", None) if trainer is not None else None
+    found["optimizer state"] += storage_bytes(reference.average.values(), seen) if reference is not None else 0.0
     return found
 
 
@@ -65,12 +68,16 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value.values())
 
 
-def _size(tensors: Iterable[Tensor], seen: set[int]) -> float:
+def storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> float:
     """Bytes of the storages that this rank holds of these tensors, without those that were `seen`."""
     size = 0
     for tensor in tensors:
         part = local(tensor)
         if part.device.type == "meta":
+            continue
+        if part.is_mkldnn:  # which has no storage
+            size += 0 if id(part) in seen else part.numel() * part.element_size()
+            seen.add(id(part))
             continue
         storage = part.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in seen:
