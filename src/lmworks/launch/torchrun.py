@@ -209,7 +209,7 @@ class Agent:
             "trap : TERM USR1",  # Slurm signals this shell with the agent, which needs time to end its ranks
             f"{shlex.join(command)} 2>>{log} </dev/null 3<&- & agent=$!",
             "{ cat <&3 >/dev/null; kill $agent; } >/dev/null 2>&1 & watch=$!",
-            "exec 3<&-; while wait $agent; code=$?; kill -0 $agent 2>/dev/null; do :; done; kill $watch; exit $code",
+            "exec 3<&-; while wait $agent; code=$?; kill -0 $agent 2>/dev/null; do :; done; kill $watch 2>/dev/null; exit $code",
             "",
         ))  # fmt: skip
 
