@@ -530,8 +530,9 @@ def test_plan_and_run_refuse_before_a_stage_begins(
     recipe.write_text(yaml.safe_dump(make(project)))
     for key, value in project.environment.items():
         monkeypatch.setenv(key, value)
-    honest = importlib.util.find_spec
+    honest, which = importlib.util.find_spec, shutil.which
     monkeypatch.setattr(importlib.util, "find_spec", lambda one, *more: None if one == project.hidden else honest(one, *more))
+    monkeypatch.setattr(shutil, "which", lambda one, *more, **options: None if one == "sbatch" else which(one, *more, **options))
     for command in ("plan", "run"):
         raised.clear()
         error = lmworks(command, recipe).error

@@ -97,7 +97,8 @@ def test_activations_that_are_kept_are_the_largest_memory_and_checkpointing_take
     largest = found.largest_memory
     assert largest.name == "activations" and largest.remedy is not None and largest.remedy.key == "train.activation_checkpointing"
     after = measured(tiny, *LONG, "train.micro_batch_sequences=4", "model.num_hidden_layers=4", largest.remedy.change)
-    saved = largest.measured - after.memory["activations"].measured
+    # the peak is then where a layer is computed again, and there are no logits at that moment
+    saved = sum(found.memory[kind].measured - after.memory[kind].measured for kind in ("activations", "logits"))
     assert saved == pytest.approx(largest.remedy.saves, rel=0.25)
     assert after.memory["weights"] == found.memory["weights"]
 

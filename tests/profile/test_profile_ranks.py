@@ -35,7 +35,8 @@ def recipe(tmp_path: Path) -> Path:
 
 def rank(number: int, waits: float, memory: float, walls: Sequence[float] = (1.0,), **more: Any) -> Measured:
     """What a rank of a run of 100 steps has measured: in a step it waits for so long, and computes forward for a second less."""
-    parts = {"data": 0.0, "forward": 1.0 - waits, "backward": 0.0, "optimizer": 0.0, "collectives": waits, "gap": 0.0}
+    nothing = dict.fromkeys(("data", "rollouts", "scoring", "backward", "optimizer", "gap"), 0.0)
+    parts = nothing | {"forward": 1.0 - waits, "collectives": waits}
     return Measured(
         number, f"host-{number}", "CPU", length=64, rows=16, phase="main", stage_steps=100, stage_tokens=102_400, tokens_per_step=1024.0,
         micro_batch_size=8, flops_per_step=2e9, peak_flops=1e10, steps=[parts | {"step": wall, "wall": wall} for wall in walls],

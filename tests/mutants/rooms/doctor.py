@@ -1,8 +1,8 @@
 """Mistakes in the command that names causes, in what it computes again, and in its report."""
 
 MUTANTS = [
-    ("cli.doctor_command:_probed", "probe.confirmed(diagnosis, measured)", "diagnosis", "What was measured again changes the diagnosis.",
-     "doctor/test_probe.py"),
+    ("cli.doctor_command:_probed", "diagnose_probed(evidence, record))", "diagnose_probed(evidence))",
+     "What was measured again changes the diagnosis.", "doctor/test_probe.py"),
     ("cli.doctor_command:_diagnose", "        raise typer.Exit(ExitCode.FAILED)\n", "        pass\n", "A problem is exit code 1.",
      "doctor/test_doctor_command.py"),
     ("cli.doctor_command:_diagnose", "any(one.problems for one in diagnoses)", "diagnoses[0].problems",

@@ -1,13 +1,13 @@
 """Mistakes in the checks of a node, in the command that runs them, and in what a launch does with their result."""
 
 MUTANTS = [
-    ("cli.health_command:health", "    raise typer.Exit(report.code)\n", "", "The exit code of `lmworks health` is that of the node.",
+    ("cli.health_command:health", "    raise typer.Exit(found.code)\n", "", "The exit code of `lmworks health` is that of the node.",
      "health/test_health_command.py"),
     ("cli.health_command:health", "quick and not only", "quick", "A check that is asked for by name runs, also when it takes long.",
      "health/test_health_command.py"),
     ("cli.health_command:health", "tuple(port)", "()", "The ports that are given are checked.", "health/test_health_command.py"),
     ("cli.health_command:health", "tuple(reach)", "()", "The addresses that are given are connected to.", "health/test_health_command.py"),
-    ("cli.health_command:health", "timeout or (_QUICK if quick else _FULL)", "_QUICK if quick else _FULL",
+    ("cli.health_command:_check_here", "asked.timeout or (QUICK_SECONDS if asked.quick else FULL_SECONDS)", "FULL_SECONDS",
      "The time limit that is given is that of the checks.", "health/test_health_command.py"),
     ("health.checks:CHECKS", "4 if request.quick else 32", "32 if request.quick else 4", "The quick write test is the short one.",
      "health/test_health_command.py"),
@@ -52,7 +52,7 @@ MUTANTS = [
      "A report of another version is not taken for one of this.", "health/test_health_checks.py"),
     ("health.stress:judge", 'if one["digest"] != usual[0] and one["equal"]', "if False",
      "A GPU with other bits than the others is named.", "health/test_health_checks.py"),
-    ("launch.host_health:HostChecker.script", '[word for address in self.reach for word in ("--reach", address)]', "[]",
+    ("launch.host_health:HostChecker.script", '("--reach", self.reach), ', "",
      "A host must be able to connect to the launcher.", "launch/test_host_health.py"),
     ("launch.host_health:HostChecker._check", "return with_clock(replace(report, host=host.name), sent, time.time())",
      "return replace(report, host=host.name)", "The clock of a host is compared with the launcher's.", "launch/test_host_health.py"),
