@@ -169,9 +169,9 @@ plant(
     "B4",
     "B4",
     "silent corruption",
-    _hook("flipped_bit", "stability.recheck_every=10 steps", first=60, bit=12, every=3),
-    _hook("flipped_bit", "stability.recheck_every=10 steps", first=60, bit=20, every=3),
-    _hook("flipped_bit", "stability.recheck_every=10 steps", first=60, bit=27, every=3),
+    _hook("flipped_bit", "stability.recheck_every=10 steps", first=60, bit=12, every=7),
+    _hook("flipped_bit", "stability.recheck_every=10 steps", first=60, bit=20, every=7),
+    _hook("flipped_bit", "stability.recheck_every=10 steps", first=60, bit=27, every=7),
 )
 
 # Data.

@@ -187,7 +187,8 @@ def tiny(size: str) -> Callable[[Tree, Path, Path], None]:
 def halves(tree: Tree, made: Path, files: Path) -> None:
     """Sentences of a little more than half of a row, for a packing that keeps documents whole."""
     length = int(str(tree["train"]["phases"][0]["sequence_length"]).split()[0])
-    characters = int(2.1 * 0.57 * length)  # a token of these small vocabularies has 2.1 and more
+    per_token = {512: 2.1, 1024: 3.1}[int(tree["tokenizer"]["vocab_size"])]  # characters, measured
+    characters = int(per_token * 0.57 * length)
     text = " ".join(part for source in SOURCES for part in _texts(made, source, "train"))[: 800 * characters]
     pieces = [text[at : at + characters] for at in range(0, len(text), characters)]
     tree["corpus"]["steps"] = []
