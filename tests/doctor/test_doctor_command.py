@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +12,12 @@ from typing import Any
 
 import pytest
 
+from lmworks import doctor as doctor_package
+from lmworks import watch
+from lmworks.recipe.keys import known_paths
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch import evidence as evidence_module
-from lmworks.watch import run_files
+from lmworks.watch import rules, run_files
 from lmworks.watch.diagnosis import all_rules, diagnose
 from lmworks.watch.evidence import Evidence, stages_in
 from lmworks.watch.rule import SYMPTOMS, Exclusion, Finding, Measurement, Rule
@@ -59,6 +65,20 @@ def test_finished_runs_of_the_shipped_recipes_have_no_findings(
     stages = json.loads(out)["stages"]
     assert code == 0 and not [one for stage in stages for one in (*stage["problems"], *stage["unsure"], *stage["notes"])]
     assert sum(len(stage["passed"]) for stage in stages) >= passed  # a rule that can no longer judge would be silent too
+
+
+def test_keys_that_rules_name_are_keys_of_the_recipe() -> None:
+    """A key that is misspelled reads as one that is not set, and nothing else would show it."""
+    known = set(known_paths(Recipe))
+    wrong = set[str]()
+    for module in [*rules.__path__, Path(watch.__file__).parent, Path(doctor_package.__file__).parent]:
+        for path in Path(module).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+                is_key = re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text) and text.partition(".")[0] in Recipe.model_fields
+                if is_key and not text.endswith(".jsonl") and text not in known:
+                    wrong.add(f"{path.name}: {text}")
+    assert not wrong
 
 
 def test_every_cause_can_be_explained_and_its_look_alikes_are_causes(

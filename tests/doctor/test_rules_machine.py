@@ -99,6 +99,8 @@ def test_pauses_that_a_run_makes_of_its_own_accord_are_not_named(tmp_path: Path)
     assert verdict(judge(tmp_path, "periodic-pause", **run(after, 'metrics.diagnose_every="226 s"'))) == "silent"
     found = judge(tmp_path, "periodic-pause", **run(after, 'metrics.detail_every="20 steps"'))
     assert isinstance(found, Finding) and found.changes[0].key == "metrics.detail_every"
+    found = judge(tmp_path, "periodic-pause", **run(after, 'stability.recheck_every="20 steps"'))
+    assert isinstance(found, Finding) and found.changes[0].key == "stability.recheck_every"
 
 
 @pytest.mark.parametrize(("cpu", "computed"), [(9.7, 0.0), (39.7, 1.0)])

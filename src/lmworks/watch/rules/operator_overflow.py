@@ -50,8 +50,8 @@ def _check(evidence: Evidence) -> Finding | None:
         ],
         changes=[
             Change(
-                "model.attention_backend" if "attention" in operator and evidence.value("model.attention_backend") else "train.compile",
-                "sdpa" if "attention" in operator and evidence.value("model.attention_backend") else "false",
+                "train.compile",
+                "false",
                 f"compute {operator or 'the layer'} with other kernels",
                 cost="resume: no bad step has changed a weight",
             ),

@@ -35,7 +35,7 @@ def _check(evidence: Evidence) -> Finding | None:
     # A pause of one rank holds up all, and each rank pauses at a moment of its own.
     of_all = 1 - (1 - lost) ** evidence.ranks
     computed = _computed(evidence, gap, long, length)
-    known = next((key for key in ("metrics.detail_every", "launch.recheck_every") if evidence.number(key) == period), None)
+    known = next((key for key in ("metrics.detail_every", "stability.recheck_every") if evidence.number(key) == period), None)
     return Finding(
         [
             Measurement(
