@@ -318,7 +318,7 @@ def test_the_end_of_launched_ranks_is_left_to_the_launcher(tmp_path: Path, rank:
 def test_a_launcher_and_the_end_of_a_slurm_job_report_how_the_run_ended(tmp_path: Path) -> None:
     found: list[bool] = []
     with noted(found) as patch:
-        patch.setattr(Launch, "_supervise", lambda self: 3)
+        patch.setattr(Launch, "supervise", lambda self: 3)
         launch = Launch(recipe({"command": ["true"]}), tmp_path / "a", [Host("local-0", 1)], 1, "127.0.0.1", ["pretrain"])
         assert launch.run() == 3 and found == [True]
         asked = recipe({"command": ["true"]}).model_copy(update={"launch": launch.recipe.launch.model_copy(update={"max_restarts": 0})})

@@ -18,6 +18,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.scaling_laws import parse_size
 from lmworks.recipe.schema.units import Seconds, Tokens
 from lmworks.ui.exit_codes import ExitCode
+from lmworks.ui.terminal import plain
 
 _NEXT = {
     "prompt": "write an evaluation of your own (docs/evaluation.md), and compare prompts by it",
@@ -189,7 +190,7 @@ def preflight(
     try:
         checks.keep(answers, context.run_dir)
     except (UserError, OSError) as error:
-        print(f"the results are not kept with the run: {error}", file=sys.stderr)
+        print(plain(f"the results are not kept with the run: {error}"), file=sys.stderr)
     failed = [answer for answer in answers if answer.finding.result == "fail"]
     if as_json:
         print_json([answer.plain() for answer in answers])
