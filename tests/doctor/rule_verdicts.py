@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def judge(folder: Path, code: str, stage: str = "pretrain", **run: Any) -> Findi
     if found is not None:
         assert found.changes and found.check_afterwards and found.excluded, f"{code} says less than a finding must"
         assert found.note or found.sure or found.next_measurement
+        assert not any(math.isnan(one.value) for one in found.evidence), "what was not measured is shown"
         for change in found.changes:
             assert change.key or change.advice
             if change.key:  # a change that the recipe refuses helps nobody

@@ -44,11 +44,11 @@ def _check(evidence: Evidence) -> Finding | None:
         return None
     what = str(warned[-1].get("what", ""))
     starved = evidence.series("perf/starved_rank").finite
-    waits = float((starved.values == rank).mean()) if len(starved) else math.nan
+    waits = Series(starved.steps, (starved.values == rank).astype(float)).mean
     return Finding(
         [
             *measured,
-            *([Measurement("share of the comparisons in which it waited longest for data", waits)] if math.isfinite(waits) else []),
+            Measurement("share of the comparisons in which it waited longest for data", waits),
         ],
         steps=(int(compared.steps[0]), int(compared.steps[-1])),
         where=f"rank {rank}, {what}",

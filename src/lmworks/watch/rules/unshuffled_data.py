@@ -39,8 +39,8 @@ def mixing(evidence: Evidence) -> list[Mixing]:
         if len(settled) < _FEWEST:
             continue
         sources = evidence.series("train/effective_sources").finite.between(one.start + 1, one.stop + 1)
-        sequences = (series.between(one.start + 1, one.stop + 1).median for series in (tokens, length))
-        most = one.effective_sources(next(sequences) / next(sequences))
+        of_step, of_row = (series.between(one.start + 1, one.stop + 1).median for series in (tokens, length))
+        most = one.effective_sources(of_step / of_row)
         if most < _MIXED:
             sources = sources.between(0, 0)
         found.append(Mixing(one, Series(sources.steps, sources.values / most), _memory(settled)))
