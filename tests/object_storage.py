@@ -28,6 +28,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.busy: Callable[[str, str], bool] = lambda method, path: False
         self.environment = {**KEY, "AWS_ENDPOINT_URL": self.url}
+        self._ask("reset")  # moto keeps its buckets in the process, beyond a server: each server begins without any
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         if self.busy(environ["REQUEST_METHOD"], environ["PATH_INFO"]):
@@ -39,7 +40,10 @@ class Server:
 
     def check_keys(self, unchecked: float) -> None:
         """Refuse keys that nobody was given after so many requests."""
-        request = urllib.request.Request(f"{self.url}/moto-api/reset-auth", str(unchecked).encode(), {"Content-Type": "text/plain"})
+        self._ask("reset-auth", str(unchecked))
+
+    def _ask(self, what: str, body: str = "") -> None:
+        request = urllib.request.Request(f"{self.url}/moto-api/{what}", body.encode(), {"Content-Type": "text/plain"})
         urllib.request.urlopen(request).close()
 
     def close(self) -> None:

@@ -57,16 +57,19 @@ def compare(precision: str, policy: str, kind: str, length: int, micro_batch: in
     pairs = [(planned["activations"], found["activations"]), (planned["head and loss"], found.get("logits", 0.0))]
     for expected, there in pairs:
         assert there == pytest.approx(expected, rel=0.15, abs=1 << 17), (pairs, found)  # of the loss, some numbers of each token are left
-    assert sum(there for _, there in pairs) <= 1.1 * sum(expected for expected, _ in pairs)
+    assert sum(there for _, there in pairs) <= 1.05 * sum(expected for expected, _ in pairs)
 
 
 @pytest.mark.parametrize(
     ("precision", "policy", "kind", "length", "micro_batch", "micro_batches"),
-    [("bf16", "none", "moe", 256, 4, 1), ("fp32", "full", "dense", 256, 2, 1), ("bf16", "selective", "dense", 64, 8, 2)],
-)
+    [
+        ("bf16", "none", "moe", 256, 4, 1), ("fp32", "full", "dense", 256, 2, 1), ("bf16", "selective", "dense", 64, 8, 2),
+        ("bf16", "full", "dense", 512, 8, 1),
+    ],
+)  # fmt: skip
 def test_a_step_needs_what_is_planned(
     precision: str, policy: str, kind: str, length: int, micro_batch: int, micro_batches: int
-) -> None:  # fmt: skip
+) -> None:
     compare(precision, policy, kind, length, micro_batch, micro_batches)
 
 

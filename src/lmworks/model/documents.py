@@ -191,6 +191,7 @@ def _(grad, query, key, value, out, kept, scale):  # type: ignore[no-untyped-def
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     query, key, value, _, ctx.scale = inputs
     out, kept = output
+    ctx.set_materialize_grads(False)  # nothing reads the probabilities: no zeros of their size
     ctx.save_for_backward(query, key, value, out, *kept)
 
 
