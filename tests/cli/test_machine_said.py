@@ -18,7 +18,10 @@ from lmworks.host import machine
 from lmworks.recipe.load import shipped_folder
 
 
-def test_a_recipe_is_resolved_and_planned_for_the_machine_that_is_said(monkeypatch: pytest.MonkeyPatch, lmworks: Lmworks) -> None:
+def test_a_recipe_is_resolved_and_planned_for_the_machine_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, lmworks: Lmworks, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a run of the quickstart in this directory has measured how many threads pay
     for cores, memory in ((3, 48), (2, 96)):
         monkeypatch.setenv(machine.VARIABLE, f"cores={cores},memory={memory * 2**30},peak=2e12,bf16=yes")
         assert json.loads(lmworks("show", "quickstart", "--json").out)["recipe"]["threads"] == cores
