@@ -256,7 +256,7 @@ def page(found: Row, others: Row, half: str) -> str:
         "",
         "This page shows the error rates of `lmworks doctor`, on small runs with a planted cause and on healthy ones that look odd.",
         "`make doctor` makes the runs and this page. Rules were tuned on even seeds; these are the runs of the "
-        + {"publish": "odd seeds.", "tune": "even seeds, which say how well rules fit, not how well they do.", "all": "all seeds."}[half],
+        + {"publish": "odd seeds, which nobody had looked at.", "tune": "even seeds, which say how well rules fit, not how well they do.", "all": "all seeds."}[half],
         "",
         f"- Runs: {found['runs']:,}. Macro-F1 at the clear dose: {found['macro_f1']:.3f} over {len(found['causes'])} causes, "
         f"{found['macro_f1_starred']:.3f} over those that users meet most.",

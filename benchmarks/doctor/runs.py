@@ -42,6 +42,7 @@ _MADE_BY = (
 )  # fmt: skip
 _CPU, _WALL = 90, 240  # seconds that a run may take
 HEALTHY_SEEDS, STARRED_SEEDS, SEEDS = 22, 10, 6  # with the odd runs, 302 healthy runs are published
+FIRST_SEED = 22  # even. Seeds below it have been published, and rules were changed after they had been looked at
 _MOE_OF_WARM = f"model.moe={json.dumps(MOE)}"
 
 
@@ -49,13 +50,13 @@ def cases(plants: Sequence[Plant] | None = None) -> Iterator[Case]:
     """All runs, the most useful first: seed by seed, within a seed the clear dose of every plant, then the others."""
     chosen = list(PLANTS.values()) if plants is None else list(plants)
     order = [*range(0, HEALTHY_SEEDS, 2), *range(1, HEALTHY_SEEDS, 2)]
-    for seed in order:
+    for number in order:
         for dose in ("clear", "weak", "strong"):
             for size in SIZES:
                 for one in chosen:
                     most = HEALTHY_SEEDS if one.name.startswith("H-") else STARRED_SEEDS if one.starred and dose == "clear" else SEEDS
-                    if dose in one.doses and size in one.sizes and seed < most:
-                        yield Case(one, dose, size, seed)
+                    if dose in one.doses and size in one.sizes and number < most:
+                        yield Case(one, dose, size, FIRST_SEED + number)
 
 
 def key_of(case: Case, sources: str) -> str:

@@ -224,6 +224,8 @@ def test_overfitting_is_validation_that_rises_while_the_loss_falls(tmp_path: Pat
     assert verdict(found) == "named" and isinstance(found, Finding) and found.steps == (80, STEPS)
     staircase = {"train/loss": falling() - np.repeat([0.0, 0.4, 0.8, 1.1], STEPS // 4)}
     assert verdict(judge(tmp_path, "overfitting", **run(metrics=staircase, documents=again))) == "silent"
+    for tokens, expected in ((60_000, "named"), (80_000, "silent")):  # a third of 204,800 tokens: 1.1 and 0.9 passes
+        assert verdict(judge(tmp_path, "overfitting", **run(validation=up, documents=manifest(tokens=tokens)))) == expected
     # both rise: it diverges. Both end a little above the lowest: noise.
     diverging = {"train/loss": np.concatenate([falling(count=80), np.linspace(3.6, 5, STEPS - 80)])}
     assert verdict(judge(tmp_path, "overfitting", **run(validation=up, metrics=diverging))) == "silent"

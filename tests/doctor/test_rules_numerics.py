@@ -46,6 +46,15 @@ def rise(nats: float, steps: Any, norm: float = 10.0, heal: float = 0.0) -> Any:
     return change
 
 
+def before(step: int, norm: float) -> Any:
+    """The gradient of the step before has this norm, as a share of what it would have."""
+
+    def change(metrics: Metrics) -> None:
+        metrics["optim/grad_norm"][step - 1] *= norm
+
+    return change
+
+
 def smooth(metrics: Metrics) -> None:
     metrics["train/loss"] = [6.9 - 0.015 * at for at in range(200)]
 
@@ -150,6 +159,7 @@ NAMED |= {
     "an eighth of many rows is bad": (both(rise(0.8, [120]), rows(128)), [], [], "bad-batch"),
     "a few of many rows are bad, and nothing is noisy": (both(smooth, rise(0.5, [120]), rows(128)), [], [], "bad-batch"),
     "bad rows early in the run": (both(rise(4.0, [50]), rows(8)), [], [], "bad-batch"),
+    "the gradient was somewhat larger a step before": (both(rise(4.0, [120]), before(120, 1.4), rows(8)), [], [], "bad-batch"),
     "two bursts of bad rows": (both(rise(4.0, [60, 61]), rise(4.0, range(120, 124)), rows(8)), [], [], "bad-batch"),
     "bad rows that leave a little behind": (both(rise(4.0, [120]), rise(0.4, range(121, 160), norm=1.0), rows(8)), [], [], "bad-batch"),
 }
@@ -159,6 +169,8 @@ SILENT: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     "the first steps find the scale": (scale(lambda at: 4096), [FP16, *bad(range(4))]),
     "not finite in fp32 once": (nulls(60, 61), [FP32, first(60), *bad([60])]),
     "a spike that recovers": (both(rise(2.0, [110], heal=25), rows(8)), []),
+    "the gradient was larger a step before: the weights": (both(rise(4.0, [120]), before(120, 2.6), rows(8)), []),
+    "the gradient is larger a step after: the weights": (both(rise(4.0, [120]), before(122, 6.5), rows(8)), []),
     "one odd row of two": (both(rise(4.0, [120]), rows(2)), []),
     "a rise of eight times the noise": (both(rise(0.4, [120]), rows(128)), []),
     "a rise of a fifth of a nat without noise": (both(smooth, rise(0.2, [120]), rows(128)), []),

@@ -22,6 +22,10 @@ step at thirty times the rate, which has hurt the weights."""
 _LONGEST, _MOST = 16, 4
 """Bad rows lie together: so many steps, in so few places. An operator that fails now and then is not in them."""
 _NORM = 3.0
+_BEFORE, _AFTER = 2.0, 5.0
+"""Gradient norms of the steps before and after, over the median: rows have no effect before they are read, and none behind them if their
+update was left out or clipped. At most 1.4 and 1.5 around planted rows; 1.9 to 2.6 and 13 to 70 around two spikes that came from the weights
+(AdamW, early, in all sources at once) and were gone two steps later."""
 
 
 def _check(evidence: Evidence) -> Finding | None:
@@ -49,7 +53,11 @@ def _check(evidence: Evidence) -> Finding | None:
     if not remains < _REMAINS:
         return None
     norms = _with(evidence.series("optim/grad_norm").finite, _norms(evidence))
-    norm = max(norms.between(first, last + 1).values.tolist(), default=math.nan) / norms.between(first - 40, first).median
+    usual = norms.between(first - 40, first).median
+    norm = max(norms.between(first, last + 1).values.tolist(), default=math.nan) / usual
+    before, after = norms.between(first - 1, first).median / usual, norms.between(last + 1, last + 2).median / usual
+    if before > _BEFORE or after > _AFTER:
+        return None
     saved = sorted(name for name in evidence.files.names() if name.startswith("bad_batches/"))
     back = sum(first - 1 <= event.get("step", -1) <= last for event in evidence.of("rollback"))
     return Finding(
@@ -58,6 +66,8 @@ def _check(evidence: Evidence) -> Finding | None:
                 "rise of the loss of the step above the steps around it", rise, high=limit, source="measured: make doctor", unit="nats"
             ),
             Measurement("gradient norm of the step over the median before it", norm, high=_NORM, source="measured: make doctor"),
+            Measurement("gradient norm of the step before it over the median", before, high=_BEFORE, source="measured: make doctor"),
+            Measurement("gradient norm of the step after it over the median", after, high=_AFTER, source="measured: make doctor"),
             Measurement("share of the rise that is left behind it", remains, high=_REMAINS, source="measured: make doctor"),
         ],
         steps=(first, last),

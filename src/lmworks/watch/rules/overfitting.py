@@ -26,6 +26,8 @@ def _check(evidence: Evidence) -> Finding | None:
     before, end = _around(loss, at, evidence.step), _around(loss, evidence.step, evidence.step)
     falling = 1 - end / before
     read = _passes(evidence)
+    if read < 1:
+        return None  # no text was read twice
     grown = (after[-1] - end) - (after[0] - before)
     measured = [
         Measurement(
