@@ -157,7 +157,7 @@ def show(found: Report | HostsReport) -> None:
         _show_checks(found.checks)
         count = {status: sum(one.result.status == status for one in found.checks) for status in _STYLES}
         verdict = f"{count['fail']} failed" if count["fail"] else "could not judge" if found.code else "healthy"
-        rest = f"{count['ok']} ok, {count['warn']} warnings, {count['unknown']} could not judge, {count['skip']} not checked"
+        rest = f"{count['ok']} ok, {count['warn']} with a warning, {count['unknown']} could not judge, {count['skip']} not checked"
         console().print(f"{found.host}: {verdict} ({rest}) in {found.ended - found.began:.0f} s")
         return
     width = max(map(len, found.hosts))

@@ -158,11 +158,12 @@ class Pipeline:
         """The forward of a stage: from the activations of the previous stage, or tokens, to activations, or to the loss."""
 
         def forward(part: Transformer, *received: Tensor, number: Any) -> Tensor:
-            return self._run(part, stage, int(number), *received)
+            return self.forward_stage(part, stage, int(number), *received)
 
         return forward
 
-    def _run(self, part: Transformer, stage: int, index: int, *received: Tensor) -> Tensor:
+    def forward_stage(self, part: Transformer, stage: int, index: int, *received: Tensor) -> Tensor:
+        """The forward pass of micro-batch `index` through `stage`: activations for the next stage, or the loss of the last."""
         tokens_BT, labels_BT, cu_seqlens, cache, ahead, weights_BT = self._step.inputs[index]
         scale = self._step.scale if self._step.real[index] else 0.0
         spans = part.spans(tokens_BT, cu_seqlens, cache)

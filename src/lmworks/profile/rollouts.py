@@ -33,7 +33,7 @@ class RolloutMemory:
         if not isinstance(objective, PolicyGradient):
             yield found
             return
-        with replaced(objective.rollouts, _groups=found._around(objective.rollouts._groups, trainer)):
+        with replaced(objective.rollouts, draw_share=found._around(objective.rollouts.draw_share, trainer)):
             yield found
 
     def _around(self, draw: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:

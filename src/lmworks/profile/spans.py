@@ -97,5 +97,5 @@ def parts_of(trainer: Trainer) -> list[tuple[Any, str, str]]:
     if trainer.objective is not None:
         found.append((model, "token_cross_entropy_on_device", SCORING))
     if model.pipeline is not None:
-        return [*found, (model.pipeline, "_run", FORWARD)]
+        return [*found, (model.pipeline, "forward_stage", FORWARD)]
     return found + [(part, "loss", FORWARD) for part in model.parts]

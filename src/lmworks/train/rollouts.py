@@ -66,7 +66,7 @@ class Rollouts:
         mine = list(range(rank, len(prompts), size))
         with self._model.exact_logprobs():
             generator = whole_model(self._model)
-            found = self._communicator.run_on_all(lambda: self._groups(generator, prompts, mine, group_size, seed))
+            found = self._communicator.run_on_all(lambda: self.draw_share(generator, prompts, mine, group_size, seed))
         if self._model.device.type == "cpu":  # caches and a wider head, whose places the tensors of a training step do not fit into
             return_freed_memory()
         groups: dict[int, list[Rollout]] = {}
@@ -74,9 +74,10 @@ class Rollouts:
             groups |= part
         return [groups[number] for number in range(len(prompts))]
 
-    def _groups(
+    def draw_share(
         self, model: Transformer, prompts: Sequence[Prompt], mine: list[int], group_size: int, seed: str
     ) -> dict[int, list[Rollout]]:  # fmt: skip
+        """`draw` for this rank's prompts, by their numbers, with the weights of `model`."""
         batch = ContinuousBatch(model, max_rows=ROLLOUT_ROWS)
         rows = {
             batch.add(prompts[number].ids, self._options, _seed_of(seed, number, member)): (number, member)

@@ -52,7 +52,7 @@ MUTANTS = [
      "train/test_step.py"),
     ("parallel.pipeline:Pipeline._record", "= scalars * real", "= scalars",
      "Blank micro-batches of a pipeline do not count.", "parallel/test_pipeline.py"),
-    ("parallel.pipeline:Pipeline._run",
+    ("parallel.pipeline:Pipeline.forward_stage",
      "x_BTD if experts.aux is None else _WithAuxiliaryLoss.apply(x_BTD, experts.aux * part.auxiliary_factor * scale)", "x_BTD",
      "The auxiliary loss of the first pipeline stage has a gradient.", "parallel/test_pipeline.py"),
     ("parallel.process_group:_device", " % torch.cuda.device_count()", "", "A rank that sees only its own GPU takes it.",
