@@ -24,8 +24,8 @@ _LONGEST, _MOST = 16, 4
 _NORM = 3.0
 _BEFORE, _AFTER = 2.0, 5.0
 """Gradient norms of the steps before and after, over the median: rows have no effect before they are read, and none behind them if their
-update was left out or clipped. At most 1.4 and 1.5 around planted rows; 1.9 to 2.6 and 13 to 70 around two spikes that came from the weights
-(AdamW, early, in all sources at once) and were gone two steps later."""
+update was left out or clipped. At most 1.4 and 1.5 around planted rows; 1.9 to 2.6 and 13 to 70 around two spikes that came from the
+weights (AdamW, early, in all sources at once) and were gone two steps later."""
 
 
 def _check(evidence: Evidence) -> Finding | None:
