@@ -2,8 +2,9 @@
 
     python benchmarks/doctor/matrix.py [--out runs/doctor] [--half tune|publish] [--page docs/doctor-measured.md] [--measured FILE]
 
-Even seeds are for tuning rules, odd ones are published. A run counts as named right if the first problem that the doctor names is the cause
-that was planted. Precision and recall of a cause have Wilson intervals (95%). `--confusions FILE` lists what was mistaken for what.
+Even seeds are for tuning rules, and so are those below FIRST_SEED; odd ones from it on are published. A run counts as named right if the
+first problem that the doctor names is the cause that was planted. Precision and recall of a cause have Wilson intervals (95%).
+`--confusions FILE` lists what was mistaken for what.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import baselines
 from plants import CODES, PLANTS
-from runs import ROOT, read_results
+from runs import FIRST_SEED, ROOT, read_results
 
 Row = dict[str, Any]
 HEALTHY, UNSURE = "healthy", "not sure"
@@ -118,12 +119,15 @@ def _judged(arguments: tuple[str, str]) -> Row:
     }  # fmt: skip
 
 
+def _half_of(seed: int) -> str:
+    return "publish" if seed % 2 and seed >= FIRST_SEED else "tune"
+
+
 def judge_all(out: Path, half: str, processes: int) -> list[Row]:
     """Records of the runs of a half (tune, publish or all) with what was said of them."""
-    parity = {"tune": 0, "publish": 1}
     records = {
         folder: row for folder, row in read_results(out).items()
-        if row["plant"] in PLANTS and not row["outcome"].startswith("failed") and (half == "all" or row["seed"] % 2 == parity[half])
+        if row["plant"] in PLANTS and not row["outcome"].startswith("failed") and half in ("all", _half_of(row["seed"]))
         and (out / folder / "ledger.jsonl").exists()  # it may be made again at this moment
     }  # fmt: skip
     with ProcessPoolExecutor(processes) as pool:
@@ -255,8 +259,9 @@ def page(found: Row, others: Row, half: str) -> str:
         "# How often the doctor is right",
         "",
         "This page shows the error rates of `lmworks doctor`, on small runs with a planted cause and on healthy ones that look odd.",
-        "`make doctor` makes the runs and this page. Rules were tuned on even seeds; these are the runs of the "
-        + {"publish": "odd seeds, which nobody had looked at.", "tune": "even seeds, which say how well rules fit, not how well they do.", "all": "all seeds."}[half],
+        "`make doctor` makes the runs and this page. Rules were tuned on other seeds; these are the runs of the "
+        + {"publish": f"odd seeds from {FIRST_SEED + 1} on, which nobody had looked at.",
+           "tune": "seeds that rules were tuned on, which say how well they fit, not how well they do.", "all": "all seeds."}[half],
         "",
         f"- Runs: {found['runs']:,}. Macro-F1 at the clear dose: {found['macro_f1']:.3f} over {len(found['causes'])} causes, "
         f"{found['macro_f1_starred']:.3f} over those that users meet most.",
