@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 WINDOW, SIGMAS = 128, 6.0
-LEAVES = 25
+LEAVES = 100
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ def features(folder: Path) -> list[float]:
 
 
 def fit_tree(rows: Sequence[Sequence[float]], causes: Sequence[str]) -> Any:
-    """A tree of at most 25 leaves. Healthy runs and causes weigh alike."""
+    """A tree of at most `LEAVES` leaves, more than two for each cause. Healthy runs and causes weigh alike."""
     from sklearn.tree import DecisionTreeClassifier
 
     return DecisionTreeClassifier(max_leaf_nodes=LEAVES, class_weight="balanced", random_state=0).fit(np.array(rows), np.array(causes))

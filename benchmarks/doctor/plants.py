@@ -65,8 +65,9 @@ CODES: dict[str, tuple[str, ...]] = {
 """The codes of lmworks doctor that name a planted cause."""
 
 
-def plant(name: str, code: str, about: str, weak: Dose, clear: Dose, strong: Dose, **more: Any) -> None:
-    PLANTS[name] = Plant(name, code, about, dict(zip(DOSES, (weak, clear, strong), strict=True)), **more)
+def plant(name: str, code: str, about: str, weak: Dose, clear: Dose, strong: Dose | None, **more: Any) -> None:
+    doses = {name: dose for name, dose in zip(DOSES, (weak, clear, strong), strict=True) if dose is not None}
+    PLANTS[name] = Plant(name, code, about, doses, **more)
 
 
 def healthy(name: str, about: str, dose: Dose, **more: Any) -> None:
@@ -227,7 +228,7 @@ def _wasted(length: float) -> Dose:
     return Dose(sets, data="halves")
 
 
-plant("C7", "C7", "most of each row is padding", _wasted(0.8), _wasted(1.0), _wasted(1.08))
+plant("C7", "C7", "most of each row is padding", _wasted(0.8), _wasted(1.0), None)  # in longer rows two of its documents fit
 
 
 def _overfit(data: str, width: int, steps: int) -> Dose:
