@@ -85,6 +85,14 @@ def tiny_copy(tiny: tiny_run.Tiny, tmp_path: Path) -> tiny_run.Tiny:
     return tiny.copy(tmp_path / "run")
 
 
+@pytest.fixture(scope="session")
+def finished(tiny: tiny_run.Tiny, tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Tiny:
+    """A run that has gone through all stages. Who changes it takes a copy."""
+    run = tiny.copy(tmp_path_factory.mktemp("finished") / "run")
+    run.walk()
+    return run
+
+
 @pytest.fixture(params=["bf16 products", "no bf16 products"])
 def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """The test runs twice: on a processor that multiplies bf16 matrices, and on one that does not, whichever this one is."""

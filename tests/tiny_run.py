@@ -34,6 +34,10 @@ MODULES = ("bisect", "calendar", "cmd", "colorsys", "copy", "csv", "fnmatch", "g
 # Steps of the two phases below: 6 of a ramp from 4 to 8 sequences and 15 whole ones; 12 of 4 sequences.
 FIRST, SECOND = 21, 12
 STEPS = FIRST + SECOND
+# The same in 5 steps and 2, for what does not depend on how long it trains.
+BRIEF = ("train.phases.general.tokens=1280 tokens", "train.phases.general.batch_ramp=null", "train.phases.long.tokens=512 tokens",
+         "train.phases.general.lr_schedule={warmup: 1 steps, decay: 1 steps}",
+         "train.phases.long.lr_schedule={kind: linear, warmup: 1 steps}")  # fmt: skip
 
 RECIPE = """
 name: tiny
@@ -83,7 +87,7 @@ train:
       rope: {{theta: 50000.0}}
       bias_update_rate: 0.001
 tune:
-  data: [{{name: sums, kind: files, path: {texts}/chats.jsonl, max_rows: 300}}]
+  data: [{{name: sums, kind: files, path: {texts}/chats.jsonl, max_rows: 160}}]
   tokens: 2Ki
   sequence_length: 64 tokens
   global_batch_tokens: 256 tokens

@@ -9,7 +9,7 @@ import pytest
 
 from lmworks.ablate.measures import Measure, needs_evaluation, read_run
 from lmworks.metrics.log import read
-from tiny_run import Tiny
+from tiny_run import BRIEF, Tiny
 
 BITS = Measure("validation/bits_per_byte", "bits/byte", "lower")
 LOSS = Measure("train/loss", "nats/token", "lower")
@@ -64,18 +64,18 @@ def test_scores_and_their_items(tmp_path: Path) -> None:
 
 
 def test_a_score_during_training_has_items_chance_and_a_curve(tiny_copy: Tiny, tmp_path: Path) -> None:
-    """A real run with a benchmark of its own: 10 of 12 items every 16 steps, all 12 in the evaluation stage."""
+    """A real run with a benchmark of its own: 10 of 12 items every 4 steps, all 12 in the evaluation stage."""
     words = ("red", "green", "blue", "grey")
     rows = [{"question": f"Which word is first in {number}?", "choices": words, "answer": words[number % 4]} for number in range(12)]
     (tmp_path / "colors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "colors.yaml").write_text("file: colors.jsonl\nchoices: choices\n")
-    asked = (f"evaluate.benchmarks=[{tmp_path / 'colors.yaml'}]", "evaluate.every=16 steps", "evaluate.every_items=10", "tune=null")
-    tiny_copy.walk(*asked, last="evaluate", allow=["evaluate.benchmarks"])
+    asked = (f"evaluate.benchmarks=[{tmp_path / 'colors.yaml'}]", "evaluate.every=4 steps", "evaluate.every_items=10", "tune=null")
+    tiny_copy.walk(*asked, *BRIEF, last="evaluate", allow=["evaluate.benchmarks"])
     during = Measure("eval/colors/cloze-0-shot", "", "higher", has_items=True)
     after = Measure("evaluation/colors", "", "higher", has_items=True)
     found = read_run(tiny_copy.run_dir, [during, after, BITS])
     lines = [line for line in read(tiny_copy.run_dir) if during.name in line]
-    assert [line["step"] for line in lines] == [16, 32, 33]
+    assert [line["step"] for line in lines] == [4, 7]
     assert found.counts == {during.name: 10, after.name: 12} and found.baselines == {during.name: 0.25, after.name: 0.25}
     assert found.curves[during.name].values == [line[during.name] for line in lines] and found.values[during.name] == lines[-1][during.name]
     assert found.curves[after.name] == found.curves[during.name], "the same form, on the sample"

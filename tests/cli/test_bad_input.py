@@ -142,9 +142,9 @@ def test_a_shard_that_goes_bad_later(lmworks: Lmworks, tiny_copy: Tiny) -> None:
     assert re.search(r"docs-00000\.bin is damaged \(its checksum differs at byte 0\); delete the folder", error)
 
 
-def test_a_checkpoint_of_another_model(lmworks: Lmworks, tiny_copy: Tiny) -> None:
+def test_a_checkpoint_of_another_model(lmworks: Lmworks, finished: Tiny, tmp_path: Path) -> None:
     """Put there by hand, or by a recipe that was allowed to change what it may not."""
-    tiny_copy.walk(last="pretrain")
+    tiny_copy = finished.copy(tmp_path / "run")
     run_dir = f"run_dir={tiny_copy.run_dir}"
     error = lmworks("pretrain", tiny_copy.recipe, "--set", run_dir, "--set", "model.intermediate_size=96", "--allow", "model").error
     assert re.search(r"step-000000\d\d is a checkpoint of another model: model is .* there and .* here; use the recipe that it was", error)

@@ -15,7 +15,7 @@ from lmworks.io.files import read_json
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.tokenizer import load
 from saved_run import save_run
-from tiny_run import Tiny
+from tiny_run import BRIEF, Tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 PIQA = [{"goal": f"how to do {n}", "sol1": f"do it {n} times", "sol2": "never", "label": n % 2} for n in range(20)]
@@ -146,7 +146,7 @@ def test_a_whole_run_with_own_tasks(tiny_copy: Tiny, tmp_path: Path) -> None:
     colors = own_task(tmp_path, "colors", rows, "choices: choices")
     sums = own_task(tmp_path, "sums", [{"question": f"{n} + 1?", "answer": n + 1} for n in range(8)], "metric: number")
     asked = (f"evaluate.benchmarks=[{colors}, {sums}]", "evaluate.every=never")
-    tiny_copy.walk(*asked, last="evaluate", allow=["evaluate.benchmarks"])
+    tiny_copy.walk(*asked, *BRIEF, last="evaluate", allow=["evaluate.benchmarks"])
     results = read_json(tiny_copy.run_dir / "evaluate" / "results.json")
     for model in results["models"].values():
         assert {"colors/cloze/0-shot", "sums/free/0-shot"} <= set(model["scores"])

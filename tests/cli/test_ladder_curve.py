@@ -17,7 +17,7 @@ PHASE = (
 
 
 def test_a_run_predicts_the_curve_of_another_schedule(lmworks: Lmworks, tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmworks.ladder.curve.BOOTSTRAPS", 10)
+    monkeypatch.setattr("lmworks.ladder.curve.BOOTSTRAPS", 3)
     run_dir = tiny_copy.run_dir
     tiny_copy.walk("model.moe=null", "tune=null", "train.validate_every=3 steps", f"train.phases=[{PHASE}]", last="pretrain")
     lines = [line for line in jsonl.read(run_dir / "metrics.jsonl") if "validation/bits_per_byte" in line]

@@ -28,18 +28,11 @@ LMWORKS = [sys.executable, "-m", "lmworks.cli.main"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-@pytest.fixture(scope="module")
-def finished(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    run = tiny.copy(tmp_path_factory.mktemp("finished") / "run")
-    run.walk()
-    return run
-
-
 def command(*arguments: object) -> list[str]:
     return [*LMWORKS, *map(str, arguments)]
 
 
-def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(tiny_copy: Tiny) -> None:
+def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(lmworks: Lmworks, tiny_copy: Tiny) -> None:
     longer = "train.phases.general.tokens=7000 tokens"
     arguments = ("pretrain", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}", "--set", longer)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -64,9 +57,9 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(tiny_copy: Tiny
         path = reference.run_dir / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     reference.pretrain(longer)
-    done = subprocess.run([*LMWORKS, *shlex.split(again)[1:]], capture_output=True, encoding="utf-8", env=ENVIRONMENT, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"pretrain resumes from step {saved} of " in done.stderr
+    done = lmworks(*shlex.split(again)[1:])
+    assert done.code == 0, done.err
+    assert f"pretrain resumes from step {saved} of " in done.err
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(reference.run_dir)) == []
     assert curve(tiny_copy.run_dir) == curve(reference.run_dir)
 

@@ -1,4 +1,6 @@
-"""The gate: models that are equal pass whatever their rounding, and one wrong number in the last of thirty layers does not."""
+"""The gate: models that are equal pass whatever their rounding, and one wrong number in the last of thirty layers does not.
+
+Twelve with experts."""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ _SHAPE: dict[str, Any] = {
 _MOE = Moe(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=1,
            routed_scaling_factor=2.5)  # fmt: skip
 _PLAIN = Model(**_SHAPE, tie_word_embeddings=True)
-_EXPERTS = Model(**_SHAPE | {"use_qk_norm": True, "attention_bias": True, "rope": Rope(theta=100_000, partial_rotary_factor=0.5)}, moe=_MOE)
+_EXPERTS = Model(
+    **_SHAPE | {
+        "num_hidden_layers": 12, "use_qk_norm": True, "attention_bias": True, "rope": Rope(theta=100_000, partial_rotary_factor=0.5)},
+    moe=_MOE,
+)  # fmt: skip
 _SOFTMAX = Model(
     **_SHAPE | {"use_qk_norm": True, "num_hidden_layers": 8},
     moe=_MOE.model_copy(update={
@@ -107,7 +113,8 @@ def test_a_mistake_in_the_last_of_thirty_layers_is_found(written: Any, plant: An
     plant((DENSE if name == "dense" else SPARSE)[mistake])
     parity = compare(model, directory, TOKENS, torch.float32)
     assert parity.relative > 100 * parity.bound
-    where = "the last norm or the head, behind all layers" if mistake in ("one weight of the head", "tied") else "layer 29 of 30"
+    last = "layer 29 of 30" if name == "dense" else "layer 11 of 12"
+    where = "the last norm or the head, behind all layers" if mistake in ("one weight of the head", "tied") else last
     assert f"first in {where}" in refused(parity) and "position" in parity.where
 
 
@@ -139,7 +146,7 @@ def test_a_number_that_no_token_reads_is_found_in_the_file(written: Any, tmp_pat
     (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     parity = compare(model, tmp_path, {"text": [torch.arange(1)]}, torch.float32)
-    assert parity.unreached_experts == 29 * (8 - 3)
+    assert parity.unreached_experts == 11 * (8 - 3)
     assert f"tensor {name} of the files is not the model's" in refused(parity)
 
 

@@ -135,12 +135,10 @@ def test_a_recipe_without_data_reads_random_tokens(tiny: Tiny, tmp_path: Path) -
     assert found.data["padding"] == 0
 
 
-@pytest.fixture(scope="module")
-def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def trained(finished: Tiny) -> Path:
     """A run that has pretrained and tuned."""
-    copy = tiny.copy(tmp_path_factory.mktemp("trained") / "run")
-    copy.walk(last="tune")
-    return copy.run_dir
+    return finished.run_dir
 
 
 def test_a_run_is_read_and_never_changed(trained: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.recipe.changes import fingerprint
-from lmworks.recipe.document import parse
+from lmworks.recipe.document import parse, tree_of_json
 from lmworks.recipe.load import load_cluster, load_recipe, load_resolved, shipped
 from lmworks.recipe.parameters import count_parameters
 from smollm2 import gguf_file
@@ -293,3 +293,16 @@ def test_a_reader_that_changes_what_it_read_changes_nothing_for_the_next() -> No
     first.tree["a"]["b"].append(2)
     assert parse("a: {b: [1]}\n", "x.yaml").tree == {"a": {"b": [1]}}
     assert parse("a: {b: [1]}\n", "y.yaml").place(("a", "b")) == "y.yaml:1"
+
+
+@pytest.mark.parametrize("text", [
+    '{"a": 1, "a": 2}', '{"a": 1e999}', '{"a": NaN}', '{"a": 99999999999999999999}', '{"a": "\\u0000"}', '{"a": "\\ud800"}',
+    '{"a": "\x85"}', '{"a": "\x7f"}', '{"a": ' + "[" * 64 + "]" * 64 + "}", "[" * 100_000, "[1]", "a: 1", "",
+])  # fmt: skip
+def test_what_a_recipe_may_not_hold_is_left_to_the_parser_that_says_so(text: str) -> None:
+    assert tree_of_json(text) is None
+
+
+def test_json_is_read_as_the_parser_reads_it() -> None:
+    text = json.dumps({"a": [1, -2, 0.5, 1e-7, 2e16, True, None, "é ☃ \n"], "b": {"c": {}, "d": []}})
+    assert tree_of_json(text) == parse(text, "x").tree

@@ -1,4 +1,4 @@
-"""A run that has gone through all stages, made once."""
+"""A copy of the run that has gone through all stages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,6 @@ from pathlib import Path
 import pytest
 
 from tiny_run import Tiny
-
-
-@pytest.fixture(scope="session")
-def finished(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    run = tiny.copy(tmp_path_factory.mktemp("finished") / "run")
-    run.walk()
-    return run
 
 
 @pytest.fixture

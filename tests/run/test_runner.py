@@ -17,7 +17,7 @@ from lmworks.io.files import sha256_file
 from lmworks.run import runner, stages
 from lmworks.watch.ledger import read_ledger
 from lmworks.weights.run_models import load_model
-from tiny_run import STEPS, Tiny, before_each_step, checkpoint, prepare, same_bits
+from tiny_run import BRIEF, Tiny, before_each_step, checkpoint, prepare, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ALL = ["corpus", "tokenizer", "shards", "pretrain", "tune", "evaluate", "export"]
@@ -131,15 +131,15 @@ def test_all_of_it_is_a_function_of_the_recipe(finished: Tiny, tmp_path: Path) -
 def test_a_stage_that_broke_is_done_again(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a killed try leaves: a stamp that says so, and half a folder."""
     with monkeypatch.context() as patch:
-        before_each_step(patch, fail_in(10))
+        before_each_step(patch, fail_in(5))
         with pytest.raises(RuntimeError, match="the power went"):
-            tiny_copy.walk()
+            tiny_copy.walk(*BRIEF)
     assert json.loads((tiny_copy.run_dir / "checkpoints" / "stage.json").read_text())["done"] is False
     (tiny_copy.run_dir / "tune").mkdir()
     (tiny_copy.run_dir / "tune" / "stage.json").write_text(json.dumps({"stage": "tune", "done": False, "inputs": {"seed": "another"}}))
     (tiny_copy.run_dir / "tune" / "rubbish").write_text("left by an older recipe")
-    assert done(tiny_copy.walk()) == ALL[3:]
-    assert [event["step"] for event in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if event["event"] == "resume"] == [8]
+    assert done(tiny_copy.walk(*BRIEF)) == ALL[3:]
+    assert [event["step"] for event in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if event["event"] == "resume"] == [4]
     assert not (tiny_copy.run_dir / "tune" / "rubbish").exists()
 
 
@@ -258,9 +258,9 @@ def test_the_page_is_written_after_each_stage(tiny_copy: Tiny, monkeypatch: pyte
         return honest(run_dir)
 
     monkeypatch.setattr(runner, "write_page", watched)
-    tiny_copy.walk()
+    tiny_copy.walk(*BRIEF)
     assert len(written) == 4 and written[-1] == sorted(ALL)
-    assert f"{STEPS}" in (tiny_copy.run_dir / "report.html").read_text()
+    assert "in 7 steps" in (tiny_copy.run_dir / "report.html").read_text()
 
 
 def test_a_broken_stamp_is_made_again(run: Tiny) -> None:

@@ -342,18 +342,17 @@ def test_training_longer_needs_one_word(tiny: Tiny, tmp_path: Path, monkeypatch:
     assert {one["key"] for one in event["allowed"]} == keys
 
 
-def test_a_new_phase_needs_one_word(tiny_copy: Tiny, tmp_path: Path) -> None:
-    tiny_copy.walk(last="pretrain")
+def test_a_new_phase_needs_one_word(run: Tiny, tmp_path: Path) -> None:
     recipe = tmp_path / "more.yaml"
     last = "    - {name: last, tokens: 1024 tokens, mixture: {code: 1.0}, sequence_length: 32 tokens, global_batch_tokens: 256 tokens}\n"
-    recipe.write_text(tiny_copy.recipe.read_text().replace("tune:\n", f"{last}tune:\n"))
-    longer = Tiny(recipe, tiny_copy.run_dir)
+    recipe.write_text(run.recipe.read_text().replace("tune:\n", f"{last}tune:\n"))
+    longer = Tiny(recipe, run.run_dir)
     with pytest.raises(UserError, match=r"began: train.phases.last \(added\); undo it, .* continue with --allow train.phases.last$"):
         longer.walk(last="pretrain")
-    tokenizer = sha256_file(tiny_copy.run_dir / "tokenizer" / "tokenizer.json")
+    tokenizer = sha256_file(run.run_dir / "tokenizer" / "tokenizer.json")
     assert done(told_by(longer, last="pretrain", allow=("train.phases.last",))) == ["tokenizer", "pretrain"]  # whose sample it would weigh
-    assert sha256_file(tiny_copy.run_dir / "tokenizer" / "tokenizer.json") == tokenizer
-    assert listing.step_of(listing.directories(tiny_copy.run_dir / "checkpoints")[-1]) == STEPS + 4
+    assert sha256_file(run.run_dir / "tokenizer" / "tokenizer.json") == tokenizer
+    assert listing.step_of(listing.directories(run.run_dir / "checkpoints")[-1]) == STEPS + 4
 
 
 def test_too_little_text_is_said_before_training_and_of_every_source(tiny_copy: Tiny) -> None:

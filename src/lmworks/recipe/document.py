@@ -8,6 +8,7 @@ texts and nesting that no recipe needs are refused here, so that nothing behind 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ _MOST_NODES, _DEEPEST = 200_000, 64
 _MOST_DIGITS = 40
 _PREFIX = "tag:yaml.org,2002:"
 _KINDS = ("str", "bool", "null", "int", "float")
+_BREAKS = re.compile("[\x85\u2028\u2029]")  # which end a line in YAML, and not in JSON
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
@@ -145,13 +147,49 @@ def _parse(text: str, path: str) -> Document:
 
 def parse_file(path: Path) -> Document:
     """Read and parse a YAML file."""
+    return parse(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a recipe's file. Raises `UserError` if it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    return parse(text, str(path))
+
+
+def tree_of_json(text: str) -> dict[str, Any] | None:
+    """The tree that `parse` finds in a file of JSON, in a tenth of the time; None if it is not JSON, or `parse` may have to refuse it."""
+    special = _BREAKS.search(text) or r"\u0000" in text or r"\ud" in text.lower()
+    if special or len(text) > _MOST_NODES or _Loader.NON_PRINTABLE.search(text):
+        return None
+    try:
+        tree = json.loads(text, object_pairs_hook=_each_once, parse_int=_bounded, parse_float=_bounded, parse_constant=_bounded)
+        return tree if isinstance(tree, dict) and _depth(tree) < _DEEPEST else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _depth(tree: Any) -> int:
+    below = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return 1 + max(map(_depth, below), default=0)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is written twice")
+    return found
+
+
+def _bounded(digits: str) -> int | float:
+    """A number within the bounds of `parse`."""
+    value = int(digits) if digits.lstrip("-").isdigit() else float(digits)
+    if not abs(value) <= LARGEST:
+        raise ValueError(f"{digits} is out of bounds")
+    return value
 
 
 def parse_value(text: str, what: str) -> Any:

@@ -36,19 +36,19 @@ def translated_document(document: Document) -> Document:
 def _translate(value: Any, annotation: Any, before: Keys, now: Keys, moved: dict[Keys, Keys]) -> Any:
     if isinstance(value, list):
         return [_translate(item, annotation, (*before, index), (*now, index), moved) for index, item in enumerate(value)]
-    node = node_for(annotation, value)
-    if not isinstance(value, dict) or node is None:
+    if not isinstance(value, dict) or (node := node_for(annotation, value)) is None:
         return value
-    found = {}
+    found, fields, former = {}, node.model_fields, FORMER.get(node.__name__, {})
     for key, item in value.items():
-        present: Any = FORMER.get(node.__name__, {}).get(key, key)
-        name = key if key in node.model_fields or present in value else present  # where both are there, the former one is refused
+        present: Any = former.get(key, key)
+        name = key if key in fields or present in value else present  # where both are there, the former one is refused
         conversion = CONVERTED.get((node.__name__, key))
         if conversion is not None and isinstance(item, int | float):
             item = conversion.now(item)
         old, new = (*before, key), (*now, name)
         moved[old] = new
-        found[name] = _translate(item, node.model_fields[name].annotation, old, new, moved) if name in node.model_fields else item
+        inside = isinstance(item, dict | list) and name in fields
+        found[name] = _translate(item, fields[name].annotation, old, new, moved) if inside else item
     return found
 
 

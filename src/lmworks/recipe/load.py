@@ -22,9 +22,9 @@ from lmworks.io.masking import mask
 from lmworks.recipe import derive, weights
 from lmworks.recipe.changes import as_tree, fingerprint
 from lmworks.recipe.checks import problems
-from lmworks.recipe.document import Document, parse, parse_file, parse_value
+from lmworks.recipe.document import Document, parse, parse_file, parse_value, read_text, tree_of_json
 from lmworks.recipe.families.registry import from_config
-from lmworks.recipe.former import translated_document
+from lmworks.recipe.former import translated, translated_document
 from lmworks.recipe.keys import Keys, display, get, leaves, locate, merge, nearest, put, refuse_unknown
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.layout import Cluster
@@ -204,6 +204,12 @@ def _masked(document: Document, text: str) -> str:
 
 def load_resolved(path: Path) -> Recipe:
     """The recipe of a `resolved.json`, also of an earlier version, which needs no preset and derives nothing."""
+    if (tree := tree_of_json(read_text(path))) is not None:
+        urls.load(path.parent)
+        try:
+            return Recipe.model_validate(translated(tree))
+        except (UserError, ValidationError):
+            pass  # which is told below, with the line
     document = translated_document(parse_file(path))
     urls.load(path.parent)
     try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import lru_cache
 from math import log2
 from typing import Literal
 
@@ -92,6 +93,15 @@ def aspect(hidden: int) -> float:
     return min(128.0, max(32.0, 64 * (hidden / 768) ** 0.41))
 
 
+_SHAPE = ("hidden_size", "head_dim", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+
+
+@lru_cache(maxsize=16)
+def _counts(model: str) -> dict[tuple[int, int], int]:
+    """The parameters of a model, but for its shape, by hidden size and layers: a search for the size asks for many shapes again."""
+    return {}
+
+
 def shape(size: int, model: Model) -> dict[str, int]:
     """The shape whose parameter count is nearest to `size`; experts and top-k stay as `model` says.
 
@@ -99,6 +109,7 @@ def shape(size: int, model: Model) -> dict[str, int]:
     intermediate_size and, for a mixture of experts, moe_intermediate_size.
     """
     best: tuple[float, dict[str, int]] | None = None
+    counts = _counts(model.model_dump_json(exclude={**dict.fromkeys(_SHAPE, True), "moe": {"moe_intermediate_size"}}))
     hidden = 64
     while True:
         dims = {"hidden_size": hidden, "head_dim": head_dim(hidden), "intermediate_size": ffn_size(hidden)}
@@ -114,7 +125,9 @@ def shape(size: int, model: Model) -> dict[str, int]:
             if moe is not None and layers <= moe.first_k_dense_replace:
                 continue
             plain = {key: value for key, value in dims.items() if key != "moe_intermediate_size"}
-            total = count_parameters(model.model_copy(update={**plain, "num_hidden_layers": layers, "moe": moe}))
+            if (hidden, layers) not in counts:
+                counts[hidden, layers] = count_parameters(model.model_copy(update={**plain, "num_hidden_layers": layers, "moe": moe}))
+            total = counts[hidden, layers]
             smallest = total if smallest is None else smallest
             # Nearness to the size counts most, nearness to the aspect ratio breaks near ties.
             badness = abs(total - size) / size + 0.1 * abs(layers - wanted) / wanted
