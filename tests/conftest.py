@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import shutil
@@ -43,6 +44,21 @@ pytest_plugins = ["slow_suite"]
 
 
 LONG = ("docs", "parallel", "train", "launch")  # rooms with files of a minute, which come first so that all workers end together
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of slow tests only: every worker of the fast suite would import deepspeed, trl and mlflow for nothing."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if _is_slow(collection_path.read_text(encoding="utf-8")) else None
+
+
+def _is_slow(source: str) -> bool:
+    """Whether the `pytestmark` of a file has the mark slow."""
+    if "\npytestmark = " not in source or "pytest.mark.slow" not in source:
+        return False
+    found = (node for node in ast.parse(source).body if isinstance(node, ast.Assign))
+    return any(ast.unparse(node).startswith("pytestmark = ") and "pytest.mark.slow" in ast.unparse(node) for node in found)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -87,7 +87,7 @@ train:
       rope: {{theta: 50000.0}}
       bias_update_rate: 0.001
 tune:
-  data: [{{name: sums, kind: files, path: {texts}/chats.jsonl, max_rows: 160}}]
+  data: [{{name: sums, kind: files, path: {texts}/chats.jsonl, max_rows: 300}}]
   tokens: 2Ki
   sequence_length: 64 tokens
   global_batch_tokens: 256 tokens

@@ -269,7 +269,7 @@ def test_epochs_and_the_best_weights_by_held_out_loss(based: Tiny) -> None:
                "checkpoints.keep_last=1", "checkpoints.keep_best=false")  # fmt: skip
     tune(based, *options)
     manifest = json.loads((based.run_dir / "tune" / "data" / "manifest.json").read_text(encoding="utf-8"))["data"]["sums"]
-    assert manifest["validation"]["conversations"] == 16
+    assert manifest["validation"]["conversations"] == 30
     lines = curve(based.run_dir / "tune")
     losses = {line["step"]: line["validation/loss"] for line in lines if "validation/loss" in line}
     best = min(losses, key=lambda step: losses[step])
