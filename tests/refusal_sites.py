@@ -134,7 +134,7 @@ PLACES = (
         parallel.process_group layout_for
     """),
     (LATER, "a layout whose sizes `run.refusals` has checked; this is the same rule where tensors are split", """
-        parallel.context shard_context(2) split
+        parallel.context shard_context(3) split
         parallel.experts shard_experts
         parallel.parallelize build(2)
         parallel.tensor Stream.begin shard_tensors

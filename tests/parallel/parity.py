@@ -48,6 +48,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "aux": _COMMON | {"moe": _MOE | {"balance": {"method": "aux", "aux_loss_weight": 0.5, "sequence_aux_loss_weight": 0.3}}},
     "sinkhorn": _COMMON | {"moe": _MOE | {"balance": {"method": "sinkhorn", "sequence_aux_loss_weight": 0.0}}},
     "post_norm": _COMMON | {"attention_bias": False, "rope": {}, "norm_position": "post", "qk_norm_over": "all_heads"},
+    "delta": _COMMON | {
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"], "moe": _MOE,
+        "gated_delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6},
+    },
     "mtp": _COMMON | {"moe": _MOE, "mtp": {"num_nextn_predict_layers": 1, "loss_weight": 0.3}},
 }  # fmt: skip
 STEPS, ROWS, LENGTH = 3, 8, 24

@@ -168,10 +168,11 @@ def _kept(layout: dict[str, Any], lengths: tuple[int, ...]) -> list[int]:
 
 
 def test_what_cannot_be_shared_is_refused(ranks: RankPool) -> None:
-    odd, dropout, sinkhorn = ranks.run(_refusals, 2)[0]
+    odd, dropout, sinkhorn, delta = ranks.run(_refusals, 2)[0]
     assert odd == "layout.cp 2 cannot split sequences of 22 tokens; the length must be a multiple of 4"
     assert dropout == "model.attention_dropout cannot be combined with layout.cp above 1; set it to 0"
     assert sinkhorn == "model.moe.balance.method sinkhorn needs whole sequences; choose bias, or set layout.cp to 1"
+    assert delta == "model.gated_delta passes states from token to token, which ranks of layout.cp do not; set it to 1"
 
 
 def _refusals() -> list[str]:
@@ -184,6 +185,7 @@ def _refusals() -> list[str]:
         lambda: context.shard_context(
             Transformer(Model.model_validate(MODELS["moe"] | {"moe": moe | {"balance": {"method": "sinkhorn"}}})), mesh
         ),
+        lambda: context.shard_context(Transformer(Model.model_validate(MODELS["delta"])), mesh),
     ):
         with pytest.raises(UserError) as error:
             run()

@@ -18,7 +18,9 @@ FAST: list[tuple[int, dict[str, Any], str]] = [
 ]  # fmt: skip
 SLOW: list[tuple[int, dict[str, Any], str]] = [
     (2, {"dp_shard": 2, "ep": 2, "zero": 0}, "mla"), (4, {"dp_shard": 4, "ep": 4, "zero": 2}, "mtp"), (2, {"cp": 2, "ep": 2}, "moe"),
-    (4, {"dp_shard": 2, "ep": 2, "tp": 2}, "mtp"), (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 3}, "moe"),
+    (4, {"dp_shard": 2, "ep": 2, "tp": 2}, "mtp"), (4, {"dp_shard": 2, "ep": 2, "tp": 2}, "delta"),
+    (2, {"dp_shard": 2, "zero": 3}, "delta"),
+    (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 3}, "moe"),
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from parallel.parity import alone, batch_of, compare, recipe_of, train
 from rank_pool import RankPool
 
 FAST: list[tuple[dict[str, Any], str]] = [
-    ({"tp": 2}, "moe"), ({"tp": 2, "dp_shard": 2, "zero": 3}, "mla"),
+    ({"tp": 2}, "moe"), ({"tp": 2, "dp_shard": 2, "zero": 3}, "mla"), ({"tp": 2}, "delta"),
 ]  # fmt: skip
 SLOW: list[tuple[dict[str, Any], str]] = [
     ({"tp": 2}, "dense"), ({"tp": 2}, "mtp"), ({"tp": 2, "dp_shard": 2, "zero": 0}, "tied"),
@@ -54,7 +54,7 @@ def _train(layout: dict[str, Any], kind: str, options: dict[str, Any]) -> Any:
     return train(layout, kind, 2, **options)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "mla"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "mla", "delta"])
 def test_generates_what_one_process_generates(ranks: RankPool, kind: str) -> None:
     """Prompts of odd lengths and steps of one token, which do not divide: the stream goes whole. fp32 sums in another order: 1e-5."""
     expected = _generated({}, kind)

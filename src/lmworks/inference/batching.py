@@ -263,8 +263,9 @@ class ContinuousBatch:
         begun, width = cache.lengths, self._width(group)
         pieces = [prompt[start : start + width] for prompt, start in zip(prompts, begun, strict=True)]
         padded = to_device([[*piece, *[0] * (width - len(piece))] for piece in pieces], torch.long, device)
-        hidden_BTD, _ = self.model.hidden(padded, cache=cache)
         counts = [len(piece) for piece in pieces]
+        cache.expect(counts)
+        hidden_BTD, _ = self.model.hidden(padded, cache=cache)
         cache.finish(counts)
         ended = [row for row, (prompt, start) in enumerate(zip(prompts, begun, strict=True)) if start + width >= len(prompt)]
         rows, places = [], []

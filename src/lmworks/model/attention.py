@@ -19,6 +19,8 @@ from lmworks.recipe.schema.model import Model
 class Attention(nn.Module):
     """MHA, GQA or MQA by the number of key/value heads; MLA is another class with this `forward`."""
 
+    recurrent = False
+
     def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
         assert config.hidden_size and config.num_attention_heads and config.num_key_value_heads and config.head_dim

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +93,10 @@ class Documents:
     positions_BT: Tensor
     mask: Visible | None
     window_mask: Visible | None
+
+    def of(self, mixer: Any) -> Any:
+        """What a layer's mixer reads of this: all of it, if it is recurrent, or the mask of its window, or the other."""
+        return self if mixer.recurrent else self.window_mask if mixer.slides else self.mask
 
 
 def starts(shape: tuple[int, int], cu_seqlens: Tensor) -> Tensor:

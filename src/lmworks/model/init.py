@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lmworks.model.transformer import Transformer
+from lmworks.recipe.parameter import is_convolution
 
 _BLOCK = 1 << 15  # elements at a time, for each core: their 64-bit numbers stay in its cache, and torch does not divide so few further
 
@@ -79,13 +80,30 @@ def standard_deviation(name: str, init_std: float, layers: int) -> float | None:
     | output and down (into the residual) | normal, initializer_range / sqrt(2 * layers) (GPT-2) |
     | norms                               | 1                                                    |
     | biases                              | 0                                                    |
+    | filters of convolutions             | normal, 1 / sqrt(3 * width), as of PyTorch's uniform |
 
+    Decays and time steps of recurrent layers are not normal: `_DRAWN`.
     Of a low-rank adapter, A has the variance of PEFT's uniform values, 1 / (3 * inputs), and B is 0.
     """
     if "norm" in name or name.endswith(("bias", "lora.B")):
         return None
     into_residual = name.endswith(("attention.output.weight", ".down", ".down.weight"))
     return init_std / math.sqrt(2 * layers) if into_residual else init_std
+
+
+def _log_rates(uniform: Tensor) -> Tensor:
+    """The logarithms of rates of decay between 0.01 and 16 (Qwen3-Next; Mamba-2: 1 to 16)."""
+    return (0.01 + 15.99 * uniform).log()
+
+
+def _time_steps(uniform: Tensor) -> Tensor:
+    """What softplus makes a time step of, log-uniform between 0.001 and 0.1 (Mamba, arXiv:2312.00752, section 3.6)."""
+    step = (0.001 * 100**uniform).clamp_min(1e-4)
+    return step + (-(-step).expm1()).log()
+
+
+_DRAWN: dict[str, Callable[[Tensor], Tensor]] = {"A_log": _log_rates, "dt_bias": _time_steps}
+"""The last part of a name -> values from uniform ones."""
 
 
 def whole(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
@@ -102,10 +120,12 @@ def initialize(model: Transformer, seed: int, part: Callable[[Tensor], tuple[Ten
     assert model.config.num_hidden_layers
     for name, parameter in model.named_parameters():
         std = standard_deviation(name, model.config.initializer_range, model.config.num_hidden_layers)
-        if name.endswith("lora.A"):
+        if name.endswith("lora.A") or is_convolution(name):
             std = (3 * parameter.shape[-1]) ** -0.5
         here, begins = part(parameter)
-        if std is None:
+        if (drawn := _DRAWN.get(name.rpartition(".")[2])) is not None:
+            here.copy_(drawn(torch.special.ndtr(normal_part(seed, name, parameter.shape, begins, here.shape))))
+        elif std is None:
             here.fill_(0.0 if name.endswith(("bias", "lora.B")) else 1.0)
         elif here.numel():
             here.copy_(normal_part(seed, name, parameter.shape, begins, here.shape) * std)

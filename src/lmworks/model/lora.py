@@ -68,7 +68,7 @@ def _places(model: Transformer) -> Iterator[tuple[str, nn.Module, str, tuple[str
     """Each matrix that can have an adapter: name, module, attribute, and the groups that it belongs to."""
     for number, block in model.layers.named_children():
         for name, module in block.named_modules(prefix=f"layers.{number}"):
-            if isinstance(module, Attention | LatentAttention | SwiGLU):
+            if isinstance(module, Attention | LatentAttention | SwiGLU) or getattr(module, "recurrent", False):
                 group = "mlp" if isinstance(module, SwiGLU) else "attention"
                 for own, part in module.named_children():
                     if isinstance(part, Linear):

@@ -20,7 +20,7 @@ from lmworks.recipe.schema.model import Model
 class LatentAttention(nn.Module):
     """Latent attention with the interface of `Attention`. The cache stores the normed latent and the rotated key that all heads share."""
 
-    slides = False
+    slides = recurrent = False
 
     def __init__(self, config: Model) -> None:
         super().__init__()

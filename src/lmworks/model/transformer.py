@@ -19,6 +19,7 @@ from lmworks.model.attention import Attention
 from lmworks.model.cache import Cache, JoinedCache, LayerCache
 from lmworks.model.layers import Linear, RMSNorm, SwiGLU
 from lmworks.model.loss import ChunkLoss, HeadLoss, chunk_loss, head_loss, head_loss_plain, soft_cap
+from lmworks.model.mixers import mixer
 from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
 from lmworks.model.mtp import Ahead, MtpLayer, look_ahead
@@ -54,15 +55,15 @@ class Loss:
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)); with post-norm x + norm(attention(x)), then x + norm(ffn(x)) (OLMo 2,
-    arXiv:2501.00656, section 3.3). The layer number decides whether it is dense or has experts.
+    arXiv:2501.00656, section 3.3). The layer number decides what takes the place of
+    attention (`lmworks.model.mixers`), and whether the layer is dense or has experts.
     """
 
     def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
         assert config.hidden_size and config.intermediate_size
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention: LatentAttention | Attention
-        self.attention = LatentAttention(config) if config.mla else Attention(config, layer)
+        self.attention = mixer(config, layer)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         sparse = config.moe is not None and layer >= config.moe.first_k_dense_replace
         self.ffn: MoE | SwiGLU
@@ -72,8 +73,9 @@ class Block(nn.Module):
         self.dropout = config.residual_dropout
 
     def forward(
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: documents.Visible | None, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: documents.Visible | documents.Documents | None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """The new x; for an MoE layer also its tokens per expert and its auxiliary loss."""
         read = x_BTD if self.post_norm else self.attention_norm(x_BTD)
         x_BTD = self._add(x_BTD, self.attention(read, rope, mask, cache), self.attention_norm)
@@ -137,15 +139,17 @@ class Transformer(nn.Module):
         self.config, rope, mla, head_dim = config, config.rope, config.mla, config.head_dim
         assert head_dim
         self.mtp_loss_weight = config.mtp.loss_weight if config.mtp else 0.0
-        for layer, block in self.numbered_blocks() if mla is None else ():
-            block.attention.uses_rope, block.attention.slides = config.has_positions(layer), config.slides(layer)
+        for layer, block in self.numbered_blocks():
+            if isinstance(block.attention, Attention):
+                block.attention.uses_rope, block.attention.slides = config.has_positions(layer), config.slides(layer)
         if config.moe is not None:
             for ffn in self.moe_layers():
                 ffn.router.moe = config.moe
         inverse, self.rope_scale = frequencies(rope, mla.qk_rope_head_dim if mla else head_dim)
         if mla:  # only a part of each head is rotated, but YaRN's factor applies to the whole score
             for block in self.every_block():
-                block.attention.score_scale = self.rope_scale**2
+                if isinstance(block.attention, LatentAttention):
+                    block.attention.score_scale = self.rope_scale**2
             self.rope_scale = 1.0
         self.register_buffer("inverse_frequencies", inverse.to(next(self.parameters()).device), persistent=False)
 
@@ -210,7 +214,7 @@ class Transformer(nn.Module):
         rope = self.rotation(spans)
         totals, entropies, experts = [], [], ExpertStats(None, None)
         for depth, (layer, (tokens_BT, labels_BT)) in enumerate(zip(self.mtp, ahead, strict=True)):
-            mask = spans.window_mask if layer.block.attention.slides else spans.mask  # type: ignore[union-attr]
+            mask = spans.of(layer.block.attention)
             place = cache.layer((self.config.num_hidden_layers or 0) + depth) if cache else None
             hidden_BTD, counts, aux = layer(hidden_BTD, self.embed(tokens_BT), rope, mask, place)
             total, head = self.head_loss(hidden_BTD, labels_BT)
@@ -259,8 +263,7 @@ class Transformer(nn.Module):
         rope = self.rotation(spans)
         counts, aux = [], []
         for index, block in enumerate(self.layers):
-            mask = spans.window_mask if block.attention.slides else spans.mask  # type: ignore[union-attr]
-            x_BTD, layer_counts, layer_aux = block(x_BTD, rope, mask, cache.layer(index) if cache else None)
+            x_BTD, layer_counts, layer_aux = block(x_BTD, rope, spans.of(block.attention), cache.layer(index) if cache else None)
             if layer_counts is not None:
                 counts.append(layer_counts)
             if layer_aux is not None:

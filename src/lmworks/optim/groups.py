@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lmworks.errors import UserError
+from lmworks.recipe.parameter import is_convolution
 from lmworks.recipe.schema.model import is_adapter
 from lmworks.recipe.schema.train import Optimizer as Options
 
@@ -45,19 +46,23 @@ def is_matrix(name: str, parameter: nn.Parameter) -> bool:
     The router is one: GLM-4.5 (arXiv:2508.06471) uses AdamW only for word embeddings, biases and norms, and Moonlight (arXiv:2502.16982)
     for all that is not a matrix, the embedding and the head, so both train the router with Muon. Embedding and head use AdamW: their rows
     belong to tokens of very different frequency, and they do not map hidden states to hidden states.
+    A depthwise convolution is none: it has one filter per channel.
     Adapters use AdamW: an orthogonalized update of A and B is no orthogonal update of B A, and the published learning rates are for AdamW.
     """
-    return parameter.ndim >= 2 and not is_adapter(name) and (_LAYER.search(name) is not None or _MTP.search(name) is not None)
+    if parameter.ndim < 2 or is_adapter(name) or is_convolution(name):
+        return False
+    return _LAYER.search(name) is not None or _MTP.search(name) is not None
 
 
 KINDS = ("embedding", "head", "matrices", "experts", "router", "vectors")
 
 
 def kind_of(name: str, parameter: Tensor) -> int:
-    """The number in `KINDS` of what a parameter is, for statistics: vectors are norms, biases and gates; adapters count by their shape."""
+    """The number in `KINDS` of what a parameter is, for statistics: vectors are norms, biases, gates and filters of convolutions; adapters
+    count by their shape."""
     if name in ("embedding.weight", "head.weight"):
         return KINDS.index(name.split(".")[0])
-    if parameter.ndim < 2:
+    if parameter.ndim < 2 or is_convolution(name):
         return KINDS.index("vectors")
     return KINDS.index("router" if ".router." in name else "matrices" if parameter.ndim == 2 else "experts")
 

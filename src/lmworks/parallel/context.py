@@ -37,6 +37,8 @@ def shard_context(model: Transformer, ranks: Ranks) -> None:
     moe = model.config.moe
     if model.config.attention_dropout:
         raise UserError("model.attention_dropout cannot be combined with layout.cp above 1; set it to 0")
+    if model.config.mixers:
+        raise UserError(f"model.{min(model.config.mixers)} passes states from token to token, which ranks of layout.cp do not; set it to 1")
     if moe and moe.balance.method == "sinkhorn":
         raise UserError("model.moe.balance.method sinkhorn needs whole sequences; choose bias, or set layout.cp to 1")
     mean_load = _mean_load(ranks.mesh("cp").get_group().group_name, ranks.size("cp"))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 
-from lmworks.recipe.parameters import layer_parameters, mtp_parameters
+from lmworks.recipe.parameters import kind, layer_parameters, layers_by_kind, mtp_parameters
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.train import Train
@@ -66,9 +66,8 @@ def rank_layers(model: Model, layout: Layout, rank: int) -> list[int]:
 def _costs(model: Model) -> tuple[float, ...]:
     """The cost of each layer; the embedding counts for the first, head and multi-token prediction for the last."""
     assert model.num_hidden_layers and model.vocab_size and model.hidden_size
-    dense = min(model.moe.first_k_dense_replace, model.num_hidden_layers) if model.moe else model.num_hidden_layers
-    of_kind = {layer: sum(p.size * p.active for p in layer_parameters(model, layer)) for layer in (0, model.num_hidden_layers - 1)}
-    costs = [of_kind[0 if layer < dense else model.num_hidden_layers - 1] for layer in range(model.num_hidden_layers)]
+    of_kind = {key: sum(p.size * p.active for p in layer_parameters(model, first)) for key, (first, _) in layers_by_kind(model).items()}
+    costs = [of_kind[kind(model, layer)] for layer in range(model.num_hidden_layers)]
     head = model.vocab_size * model.hidden_size
     costs[0] += head
     costs[-1] += head

@@ -38,6 +38,7 @@ from lmworks.host.devices import at_least_fp32
 from lmworks.model import Transformer
 from lmworks.model.attention import Attention
 from lmworks.model.cache import Cache
+from lmworks.model.gated_delta import GatedDeltaNet
 from lmworks.model.layers import Linear, RMSNorm, SwiGLU
 from lmworks.model.loss import IGNORE, logits_gradient, soft_cap
 from lmworks.model.mla import LatentAttention
@@ -48,6 +49,7 @@ from lmworks.model.transformer import ExpertStats
 from lmworks.parallel import collectives
 from lmworks.parallel.collectives import override_members, use_local_parameters
 from lmworks.parallel.mesh import Ranks
+from lmworks.recipe.mixers import MIXERS
 from lmworks.recipe.schema.model import Model
 
 _TOKENS = 1  # the dimension of T
@@ -100,6 +102,8 @@ def _sizes(config: Model) -> dict[str, int]:
         sizes["num_key_value_heads"] = config.num_key_value_heads
     if config.moe:
         sizes["moe.moe_intermediate_size"] = config.moe.moe_intermediate_size
+    for mixer in config.mixers:
+        sizes |= MIXERS[mixer].shards(config)
     return {name: size for name, size in sizes.items() if size}
 
 
@@ -125,6 +129,11 @@ def shard_tensors(model: Transformer, ranks: Ranks) -> None:
             for name in ("query", "query_down", "kv_down"):
                 if (part := getattr(module, name)) is not None:
                     override_members(part, {"forward": forwards[name]})
+        elif isinstance(module, GatedDeltaNet):
+            _column_parallel(mesh, *(getattr(module, name) for name in module.column))
+            _row_parallel(mesh, module.output)
+            for part in (module, *(getattr(module, name) for name in module.heads)):
+                _place(part, mesh, Shard(0))
         elif isinstance(module, SwiGLU):
             _column_parallel(mesh, module.gate, module.up)
             _row_parallel(mesh, module.down)
@@ -197,6 +206,9 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
     def latent_attention(self: LatentAttention, x_BTD: Tensor, *context: Any) -> Tensor:
         return stream.leave(LatentAttention.forward(self, x_BTD, *context))
 
+    def gated_delta(self: GatedDeltaNet, x_BTD: Tensor, *context: Any) -> Tensor:
+        return stream.leave(GatedDeltaNet.forward(self, stream.enter(x_BTD), *context))
+
     def query(self: Linear, x_BTD: Tensor) -> Tensor:
         return Linear.forward(self, stream.enter(x_BTD))
 
@@ -216,7 +228,7 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
         return replace(routing, weights=collectives.identity_allreduce_grad(routing.weights, stream.group))
 
     return {
-        Attention: attention, LatentAttention: latent_attention, SwiGLU: ffn, MoE: moe, Router: router,
+        Attention: attention, LatentAttention: latent_attention, GatedDeltaNet: gated_delta, SwiGLU: ffn, MoE: moe, Router: router,
         "query": query, "query_down": down, "kv_down": down,
     }  # fmt: skip
 

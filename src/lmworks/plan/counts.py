@@ -3,7 +3,8 @@
 Forward: 2 per active parameter and token; forward and backward: 6 (Kaplan et al., arXiv:2001.08361). The embedding
 look-up multiplies nothing and is not counted; the head is. Attention adds 2 H (d + v) per pair of query and key in the forward
 (scores of d dimensions, values of v) and three times that with the backward; a causal query sees (L + 1) / 2 keys on average,
-fewer under a window. Each layer of multi-token prediction is one layer more, and once more through the head. Documents
+fewer under a window. A linear layer adds the operations of its recurrence, whatever the length.
+Each layer of multi-token prediction is one layer more, and once more through the head. Documents
 shorter than the sequence cost less than this; activation checkpointing costs more, but that is not useful work.
 
 From both follows the best vocabulary size of a planned model: the cost of an entry against the tokens that it saves.
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from lmworks.recipe.parameters import Component, Parameter, parameters
+from lmworks.recipe.mixers import MIXERS, attends
+from lmworks.recipe.parameter import Component, Parameter
+from lmworks.recipe.parameters import parameters
 from lmworks.recipe.schema.model import Lora, Model, target_matches
 
 if TYPE_CHECKING:
@@ -108,7 +111,9 @@ class Flops:
 
 
 def keys_seen(model: Model, layer: int, length: int) -> float:
-    """Average number of keys a query of `layer` attends to in a causal sequence of `length`."""
+    """Average number of keys a query of `layer` attends to in a causal sequence of `length`; none without attention."""
+    if not attends(model, layer):
+        return 0.0
     window = model.sliding_window if model.slides(layer) else None
     if window is None or window >= length:
         return (length + 1) / 2
@@ -125,7 +130,9 @@ def flops_per_token(model: Model, length: int, frozen: bool = False) -> Flops:
     pairs = [keys_seen(model, layer, length) for layer in range(model.num_hidden_layers + ahead)]
     again = ahead * counts.embedding  # one more pass through the head, which is as large as the embedding
     mtp = each * (counts.mtp_active + again) + per_pair * sum(pairs[model.num_hidden_layers :])
-    return Flops(each * counts.active_computed, per_pair * sum(pairs[: model.num_hidden_layers]), mtp)
+    of_layers = (model.mixer(layer) for layer in range(model.num_hidden_layers))
+    recurrent = 3 * sum(MIXERS[mixer].flops(model) for mixer in of_layers if mixer != "attention")
+    return Flops(each * counts.active_computed, per_pair * sum(pairs[: model.num_hidden_layers]) + recurrent, mtp)
 
 
 def training_flops(active: float, tokens: float) -> float:

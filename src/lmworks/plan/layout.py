@@ -13,6 +13,7 @@ from lmworks.parallel.pipeline_stages import bubble, pipeline_stage_problems, pi
 from lmworks.plan.memory import GIB, Memory, activation_bytes, gathered_weights, memory
 from lmworks.plan.stages import StagePhase, has_rollouts, lora_of
 from lmworks.recipe import checks
+from lmworks.recipe.mixers import MIXERS
 from lmworks.recipe.parameters import alignment_problems
 from lmworks.recipe.schema.layout import CHECKPOINT_NONE, ActivationCheckpointing, Cluster, Layout, world_size
 from lmworks.recipe.schema.recipe import Recipe
@@ -71,6 +72,10 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
         sizes.insert(1, ("num_key_value_heads", model.num_key_value_heads))
     if model.moe:
         sizes.append(("moe.moe_intermediate_size", model.moe.moe_intermediate_size))
+    for mixer in model.mixers:
+        sizes += MIXERS[mixer].shards(model).items()
+        if layout.cp > 1:
+            yield f"cp {layout.cp} splits sequences, and the states of model.{mixer} are passed from no rank to the next; set cp 1"
     for name, size in sizes:
         if size % layout.tp:
             yield f"tp {layout.tp} does not divide model.{name} {size}"

@@ -17,12 +17,16 @@ Under `train.deepspeed` weights, gradients and moments are fp32, and some are of
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from lmworks.parallel.pipeline_stages import micro_batches_in_flight, rank_layers
 from lmworks.plan.counts import adapter_size
-from lmworks.recipe.parameters import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
+from lmworks.recipe.mixers import MIXERS, attends
+from lmworks.recipe.mixers import state_bytes as mixer_state_bytes
+from lmworks.recipe.parameter import Parameter
+from lmworks.recipe.parameters import is_moe, kind, layer_parameters, layers_by_kind, mtp_parameters, parameters
 from lmworks.recipe.schema.align import ROLLOUT_ROWS
 from lmworks.recipe.schema.layout import (
     CHECKPOINTING_POLICIES,
@@ -104,14 +108,17 @@ def state_bytes(parameters: float, kind: str = "adamw") -> float:
 
 
 def kv_cache_bytes(model: Model, length: int, element: int = 2) -> float:
-    """Bytes of the KV cache of one sequence, at `element` bytes per number; with MLA, of latents and rotated keys."""
+    """Bytes of the KV cache of one sequence, at `element` bytes per number; with MLA, of latents and rotated keys. With linear layers also
+    their states, which do not grow with the length."""
     assert model.num_key_value_heads and model.head_dim and model.num_hidden_layers
+    attending = [layer for layer in range(model.num_hidden_layers) if attends(model, layer)]
+    states = mixer_state_bytes(model, element)
     if model.mla:
-        return float(model.num_hidden_layers * (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim) * length * element)
+        return float(len(attending) * (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim) * length * element) + states
     kept = 0
-    for layer in range(model.num_hidden_layers):
+    for layer in attending:
         kept += min(length, model.sliding_window) if model.sliding_window and model.slides(layer) else length
-    return 2.0 * model.num_key_value_heads * model.head_dim * kept * element
+    return 2.0 * model.num_key_value_heads * model.head_dim * kept * element + states
 
 
 def kv_cache_shrink(model: Model) -> float:
@@ -133,20 +140,26 @@ def layer_activations(
     D, H, K, d = model.hidden_size, model.num_attention_heads, model.num_key_value_heads, model.head_dim
     assert D and H and K and d and model.intermediate_size
     tp = layout.tp
-    if (mla := model.mla) is not None:
+    mla, mixer = model.mla if attends(model, layer) else None, model.mixer(layer)
+    if mla is not None:
         latents = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.qk_rope_head_dim  # before their norm and after it
         projected = H * d + H * (mla.qk_nope_head_dim + mla.v_head_dim)
         heads = latents * tp + projected + 2 * H * d + H * mla.v_head_dim  # replicated latents; concatenated q and k, out
         projected += ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim) * tp
+    elif not attends(model, layer):
+        heads, projected = 0.0, 0.0
     else:
         heads = (2 * H + K) * d + (H + K) * d * (2 if model.use_qk_norm else 1)  # rotated q and k, v, out; q and k before norm and rotation
         projected = (H + 2 * K) * d
+    if mixer != "attention":
+        saved = MIXERS[mixer].saved(model)
+        heads, projected = heads + saved[0], projected + saved[1]
     everything = element * (4 * D + heads) / tp + 4 * H / tp  # inputs and their norms; the last term is the softmax normalizer
-    if cpu_length:
+    if cpu_length and attends(model, layer):
         everything += element * H * (cpu_length + min(_CPU_QUERIES, cpu_length)) / 2 / tp
     if eager and tp > 1:  # what attention and the feed-forward block read is gathered from all ranks; latent attention gathers latents
         everything += element * D * (1 if mla else 2) * (tp - 1) / tp
-    if gathered:
+    if gathered and attends(model, layer):
         everything += element * (layout.cp - 1) * (H * (d + mla.v_head_dim) if mla else 2 * K * d) / tp
     if model.attention_bias:  # a product with a bias is another operator, which selective checkpointing recomputes
         projected = 0
@@ -171,12 +184,9 @@ def layer_activations(
 
 
 @lru_cache(maxsize=16)
-def _layer_groups(model: Model) -> tuple[list[Parameter], list[Parameter] | None, int]:
-    """The parameters of a dense layer, those of an MoE layer, and the number of dense layers; all layers of a kind are equal."""
-    assert model.num_hidden_layers
-    dense = min(model.moe.first_k_dense_replace, model.num_hidden_layers) if model.moe else model.num_hidden_layers
-    first = list(layer_parameters(model.model_copy(update={"moe": None}), 0))
-    return first, list(layer_parameters(model, model.num_hidden_layers - 1)) if dense < model.num_hidden_layers else None, dense
+def _layer_groups(model: Model) -> dict[tuple[str, bool], list[Parameter]]:
+    """The parameters of a layer of each kind; all layers of a kind are equal."""
+    return {key: list(layer_parameters(model, first)) for key, (first, _) in layers_by_kind(model).items()}
 
 
 @lru_cache(maxsize=16)
@@ -204,15 +214,11 @@ def _adapters(model: Model, lora: Lora) -> list[tuple[int, int]]:
 
 def _local(model: Model, layout: Layout, stage: int, muon: bool, lora: Lora | None = None) -> tuple[_Local, _Local]:
     """The parameters on a rank of `stage`, and those of its largest layer."""
-    dense_layer, sparse_layer, dense = _layer_groups(model)
-    assert model.num_hidden_layers
     layers = rank_layers(model, layout, stage)
     local, largest = _Local(), _Local()
-    for kind, number in ((dense_layer, sum(i < dense for i in layers)), (sparse_layer, sum(i >= dense for i in layers))):
-        if not kind or not number:
-            continue
+    for group, number in Counter(kind(model, layer) for layer in layers).items():
         one = _Local()
-        for parameter in kind:
+        for parameter in _layer_groups(model)[group]:
             one.add(parameter, layout, muon)
         for name in ("shared", "experts"):
             into, of = getattr(local, name), getattr(one, name)

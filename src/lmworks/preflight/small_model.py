@@ -53,7 +53,7 @@ def small_recipe(
         "residual_dropout": 0.0, "attention_dropout": 0.0,
         "no_rope_layer_interval": min(model.no_rope_layer_interval, 2),
         "sliding_window": Tokens(8) if model.sliding_window else None,
-        "layer_types": ("sliding_attention", "full_attention") if "full_attention" in model.layer_types else (),
+        "layer_types": tuple(dict.fromkeys(model.layer_types)) if len({*model.layer_types}) > 1 or model.mixers else (),
     }  # fmt: skip
     if model.moe is not None:
         groups = {"n_group": 4, "topk_group": 2} if model.moe.n_group > 1 else {}
@@ -68,6 +68,9 @@ def small_recipe(
         sizes = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
         changes["mla"] = model.mla.model_copy(update=sizes | ({"q_lora_rank": 16} if model.mla.q_lora_rank else {}))
         changes |= {"head_dim": 12, "num_key_value_heads": HEADS}
+    if model.gated_delta is not None:
+        sizes = {"num_key_heads": 2, "num_value_heads": HEADS, "key_head_dim": 8, "value_head_dim": 8}
+        changes["gated_delta"] = model.gated_delta.model_copy(update=sizes)
     if model.mtp is not None:
         changes["mtp"] = model.mtp.model_copy(update={"num_nextn_predict_layers": 1})
     train = recipe.train.model_copy(update={"precision": precision, "compile": False, "micro_batch_sequences": 1, "deepspeed": None})

@@ -204,6 +204,8 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             name = next((name for name in ("sliding_window", "no_rope_layer_interval") if getattr(phase, name) is not None), "rope")
             yield (*at, name if phase.rope is None else "rope"), error.errors()[0]["msg"].removeprefix("Value error, ")
             return
+        if model.mixers and recipe.layout.cp > 1:
+            yield ("layout", "cp"), f"the states of model.{min(model.mixers)} are passed from no rank to the next; set layout.cp to 1"
         if model.moe and model.moe.balance.method == "sinkhorn" and recipe.layout.cp > 1:
             key: Keys = (*at, "balance", "method") if phase.balance and phase.balance.method else ("model", "moe", "balance", "method")
             yield key, "sinkhorn needs whole sequences; choose bias, or set layout.cp to 1"

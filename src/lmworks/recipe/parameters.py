@@ -11,41 +11,30 @@ plan and by the run.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from math import prod
-from typing import Literal
+from dataclasses import replace
 
+from lmworks.recipe.mixers import MIXERS
+from lmworks.recipe.parameter import Component, Parameter
 from lmworks.recipe.schema.model import Mla, Model
-
-Component = Literal["embedding", "attention", "dense ffn", "experts", "shared experts", "router", "norms", "head", "mtp projection"]
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One trained tensor. `layer` is None outside the layers, and goes on counting through those of multi-token prediction, which `mtp`
-    marks; `active` is the share of it that one token uses.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    component: Component
-    layer: int | None = None
-    active: float = 1.0
-    mtp: bool = False
-
-    @property
-    def size(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether it is a hidden matrix or a stack of them: what Muon trains."""
-        return len(self.shape) > 1 and self.component not in ("embedding", "head")
 
 
 def is_moe(model: Model, layer: int) -> bool:
     """Whether `layer` routes to experts."""
     return model.moe is not None and layer >= model.moe.first_k_dense_replace
+
+
+def kind(model: Model, layer: int) -> tuple[str, bool]:
+    """The kind of a layer: its mixer, and whether it has experts. Layers of one kind have tensors of equal shapes."""
+    return model.mixer(layer), is_moe(model, layer)
+
+
+def layers_by_kind(model: Model) -> dict[tuple[str, bool], tuple[int, int]]:
+    """The first layer of each kind, and the number of layers of it."""
+    found: dict[tuple[str, bool], tuple[int, int]] = {}
+    for layer in range(model.num_hidden_layers or 0):
+        first, number = found.get(kind(model, layer), (layer, 0))
+        found[kind(model, layer)] = (first, number + 1)
+    return found
 
 
 def parameters(model: Model) -> Iterator[Parameter]:
@@ -79,7 +68,10 @@ def layer_parameters(model: Model, layer: int) -> Iterator[Parameter]:
     assert D and model.intermediate_size, "the model is not resolved"
     start = f"layers.{layer}."
     yield Parameter(start + "attention_norm.weight", (D,), "norms", layer)
-    yield from _latent_attention(model, model.mla, start, layer) if model.mla else _attention(model, start, layer)
+    if (mixer := model.mixer(layer)) != "attention":
+        yield from MIXERS[mixer].parameters(model, start, layer)
+    else:
+        yield from _latent_attention(model, model.mla, start, layer) if model.mla else _attention(model, start, layer)
     yield Parameter(start + "ffn_norm.weight", (D,), "norms", layer)
     if not is_moe(model, layer):
         yield from _swiglu(start + "ffn.", D, model.intermediate_size, "dense ffn", layer)
@@ -135,13 +127,7 @@ def count_parameters(model: Model) -> int:
     """Trained parameters; tied embeddings count once. Multi-token prediction is left out: what it adds is not there in use."""
     assert model.num_hidden_layers
     outside = sum(p.size for p in parameters(model.model_copy(update={"num_hidden_layers": 0, "mtp": None})))
-    dense = min(model.moe.first_k_dense_replace, model.num_hidden_layers) if model.moe else model.num_hidden_layers
-    total = outside
-    if dense:
-        total += dense * sum(p.size for p in layer_parameters(model, 0))
-    if model.num_hidden_layers > dense:
-        total += (model.num_hidden_layers - dense) * sum(p.size for p in layer_parameters(model, model.num_hidden_layers - 1))
-    return total
+    return outside + sum(number * sum(p.size for p in layer_parameters(model, layer)) for layer, number in layers_by_kind(model).values())
 
 
 def count_active_parameters(model: Model) -> int:

@@ -134,7 +134,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.model.eval()
-        prefixes = PrefixCache(_KEPT_CONTEXTS * self.context if self.prefix_tokens is None else self.prefix_tokens)
+        prefixes = None  # a beginning of a row cannot be copied where layers have states, which are those after its last token
+        if not self.model.config.mixers:
+            prefixes = PrefixCache(_KEPT_CONTEXTS * self.context if self.prefix_tokens is None else self.prefix_tokens)
         self._batch = ContinuousBatch(self.model, self.max_rows, prefixes=prefixes)
         on_cpu = self.model.embedding.weight.device.type == "cpu"
         self._step_threads = StepThreads(self.threads) if on_cpu else None

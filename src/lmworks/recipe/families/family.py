@@ -193,8 +193,13 @@ TRAITS: dict[str, Trait] = {
     ),
     "sliding window": Trait(lambda model: bool(model.sliding_window), "it has a sliding window", "it has no sliding window"),
     "full-attention layers beside it": Trait(
-        lambda model: "full_attention" in model.layer_types, "only some of its layers have the window (layer_types)",
+        lambda model: bool(model.sliding_window) and "full_attention" in model.layer_types,
+        "only some of its layers have the window (layer_types)",
         "all its layers have the window (layer_types)",
+    ),
+    "gated delta rule": Trait(
+        lambda model: model.gated_delta is not None, "it has layers with the gated delta rule (gated_delta)",
+        "it has no layer with the gated delta rule (gated_delta)",
     ),
     "logit soft-cap": Trait(lambda model: model.final_logit_softcapping > 0, "final_logit_softcapping is on",
         "final_logit_softcapping is off"),

@@ -8,10 +8,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import NO_EFFECT, NOT_ARCHITECTURE, Node, read_by
+from lmworks.recipe.schema.gated_delta import GatedDelta
 from lmworks.recipe.schema.units import Tokens
 
 # Plans and derivations loop over these numbers, so they are bounded whatever the recipe says. The largest models are far below.
 _WIDEST, MOST_LAYERS, _MOST_PARTS = 1 << 20, 2000, 1 << 16
+SECTIONS: dict[str, tuple[str, ...]] = {"gated_delta": ("linear_attention",)}
+"""Sections of `model` that describe a mixer other than attention -> the entries of `layer_types` that it serves."""
 _MOST_ENTRIES = (1 << 31) - 1  # of a vocabulary: token ids are int32
 _SLOWEST = 87.0  # -log of the smallest frequency of RoPE, a normal number of fp32
 
@@ -170,10 +173,12 @@ class Model(Node):
     sliding_window: Tokens | None = Field(
         None, description="window size of the sliding attention layers; full attention everywhere when omitted"
     )
-    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = Field(
+    layer_types: tuple[Literal["sliding_attention", "full_attention", "linear_attention"], ...] = Field(
         (),
-        description="with a sliding window, one entry per layer, or fewer, which repeat; all layers slide when omitted",
+        description="kinds of the layers, one entry per layer, or fewer, which repeat; when omitted, all layers slide if there is a "
+        "sliding window, and otherwise see everything. linear_attention needs gated_delta",
     )
+    gated_delta: GatedDelta | None = None
     moe: Moe | None = None
     mtp: Mtp | None = None
     tie_word_embeddings: bool = Field(False, description="the output head is the embedding matrix")
@@ -239,16 +244,30 @@ class Model(Node):
 
     @model_validator(mode="after")
     def _layer_types_have_a_window(self) -> Model:
-        if not self.layer_types:
-            return self
-        if self.sliding_window is None:
+        types = self.layer_types
+        if self.sliding_window is None and "sliding_attention" in types:
             raise ValueError("model.layer_types says which layers slide, but there is no window; set model.sliding_window or leave it out")
-        if "sliding_attention" not in self.layer_types:
+        if types and set(types) <= {"full_attention"}:
             raise ValueError("model.layer_types has no layer that slides; leave it and model.sliding_window out")
-        if self.num_hidden_layers and len(self.layer_types) > self.num_hidden_layers:
-            raise ValueError(
-                f"model.layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers; write at most one per layer"
-            )
+        if types and self.sliding_window and "sliding_attention" not in types:
+            raise ValueError("model.layer_types has no layer that slides; leave model.sliding_window out")
+        if self.num_hidden_layers and len(types) > self.num_hidden_layers:
+            raise ValueError(f"model.layer_types has {len(types)} entries for {self.num_hidden_layers} layers; write at most one per layer")
+        return self
+
+    @model_validator(mode="after")
+    def _layer_types_have_a_section(self) -> Model:
+        present = [section for section in SECTIONS if getattr(self, section) is not None]
+        for kind in dict.fromkeys(kind for served in SECTIONS.values() for kind in served):
+            served_by = [section for section in SECTIONS if kind in SECTIONS[section]]
+            found = [section for section in present if section in served_by]
+            if kind in self.layer_types and len(found) != 1:
+                raise ValueError(f"model.layer_types has {kind}, which needs exactly one of model.{', model.'.join(served_by)}")
+        for section in present:
+            if not set(SECTIONS[section]) & set(self.layer_types):
+                raise ValueError(f"model.{section} is of no layer; add {SECTIONS[section][0]} to model.layer_types, or leave it out")
+        if present and self.mtp is not None:
+            raise ValueError(f"model.mtp does not combine with model.{present[0]}; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -281,10 +300,25 @@ class Model(Node):
         """Whether the layer (counted from 0) has RoPE: not with partial_rotary_factor 0, nor every `no_rope_layer_interval`-th layer."""
         return self.rope.partial_rotary_factor > 0 and not (self.no_rope_layer_interval and (layer + 1) % self.no_rope_layer_interval == 0)
 
+    def layer_type(self, layer: int) -> str:
+        """The kind of the layer (counted from 0); `layer_types` repeat, also over the layers of multi-token prediction."""
+        if types := self.layer_types:
+            return types[layer % len(types)]
+        return "sliding_attention" if self.sliding_window else "full_attention"
+
     def slides(self, layer: int) -> bool:
-        """Whether the layer (counted from 0) sees only a window; `layer_types` repeat, also over the layers of multi-token prediction."""
-        types = self.layer_types
-        return bool(self.sliding_window) and (not types or types[layer % len(types)] == "sliding_attention")
+        """Whether the layer sees only a window."""
+        return bool(self.sliding_window) and self.layer_type(layer) == "sliding_attention"
+
+    def mixer(self, layer: int) -> str:
+        """What mixes the tokens in the layer: the name of one of `SECTIONS`, or "attention"."""
+        kind = self.layer_type(layer)
+        return next((name for name, kinds in SECTIONS.items() if kind in kinds and getattr(self, name) is not None), "attention")
+
+    @property
+    def mixers(self) -> frozenset[str]:
+        """The sections of `SECTIONS` that the model has."""
+        return frozenset(name for name in SECTIONS if getattr(self, name) is not None)
 
 
 class Lora(Node):

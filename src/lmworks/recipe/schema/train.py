@@ -207,7 +207,8 @@ class Phase(Node):
         if self.rope is not None:
             changes["rope"] = self.rope.apply(model.rope)
         if self.sliding_window == "full":
-            changes |= {"sliding_window": None, "layer_types": ()}
+            types = tuple("full_attention" if kind == "sliding_attention" else kind for kind in model.layer_types)
+            changes |= {"sliding_window": None, "layer_types": types if model.mixers else ()}
         elif self.sliding_window is not None:
             changes["sliding_window"] = self.sliding_window
         if self.no_rope_layer_interval is not None:

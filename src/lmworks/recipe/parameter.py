@@ -1,0 +1,38 @@
+"""One trained tensor of a model, by name and shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+Component = Literal["embedding", "attention", "dense ffn", "experts", "shared experts", "router", "norms", "head", "mtp projection"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One trained tensor. `layer` is None outside the layers, and goes on counting through those of multi-token prediction, which `mtp`
+    marks; `active` is the share of it that one token uses.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    component: Component
+    layer: int | None = None
+    active: float = 1.0
+    mtp: bool = False
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a hidden matrix or a stack of them: what Muon trains. A depthwise convolution has one filter per channel and mixes
+        no channels, so it is none."""
+        return len(self.shape) > 1 and self.component not in ("embedding", "head") and not is_convolution(self.name)
+
+
+def is_convolution(name: str) -> bool:
+    """Whether a parameter is the weight of a depthwise convolution, by its name."""
+    return name.endswith("conv.weight")
