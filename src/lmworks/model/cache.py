@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lmworks.model.documents import Visible, visible
 from lmworks.model.transfers import to_device
-from lmworks.recipe.mixers import attends, states
 from lmworks.recipe.schema.model import Model
 
 
@@ -26,7 +25,7 @@ class LayerCache(Protocol):
         ...
 
     def states(self) -> tuple[Tensor, ...]:
-        """The states (B, ...) of a recurrent layer before the new tokens, in the order of `recipe.mixers.states`. Those of a row without
+        """The states (B, ...) of a recurrent layer before the new tokens, in the order of `Model.states`. Those of a row without
         tokens mean nothing: its first token has position 0."""
         ...
 
@@ -74,7 +73,7 @@ class Cache:
 
     Prompts are padded on the right: padding is masked until it is overwritten. Latent attention stores one latent instead of all keys and
     values, and the rotated key behind it: (kv_lora_rank + rope_dim) numbers per token and layer.
-    Recurrent layers store states of constant size instead (`lmworks.recipe.mixers`), which padding must not change: where a step has some,
+    Recurrent layers store states of constant size instead (`Model.states`), which padding must not change: where a step has some,
     `expect` says so before it.
     `heads`: number of key/value heads on this rank; all by default. Rows can be added, removed and copied; the memory of removed rows is
     used again.
@@ -89,13 +88,13 @@ class Cache:
             entries, size = 1, mla.kv_lora_rank + mla.qk_rope_head_dim
         # not empty memory: a masked entry has weight 0, and 0 times nan is nan
         layers = range(config.num_hidden_layers)
-        self._places = {layer: place for place, layer in enumerate(layer for layer in layers if attends(config, layer))}
+        self._places = {layer: place for place, layer in enumerate(layer for layer in layers if config.attends(layer))}
         self._entries = torch.zeros(len(self._places), rows, entries, capacity, size, device=device, dtype=dtype)
         tp = config.num_key_value_heads // heads if heads else 1
         wide = torch.promote_types(dtype, torch.float32)
         self._states = [
             [torch.zeros(rows, *state.shape, device=device, dtype=dtype if state.narrow else wide)
-             for state in states(config, layer, tp)]
+             for state in config.states(layer, tp)]
             for layer in layers
         ]  # fmt: skip
         self.recurrent = any(self._states)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lmworks.model.transformer import Transformer
-from lmworks.recipe.parameter import is_convolution
+from lmworks.recipe.schema.model import is_convolution
 
 _BLOCK = 1 << 15  # elements at a time, for each core: their 64-bit numbers stay in its cache, and torch does not divide so few further
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lmworks.errors import UserError
-from lmworks.recipe.parameter import is_convolution
-from lmworks.recipe.schema.model import is_adapter
+from lmworks.recipe.schema.model import is_adapter, is_convolution
 from lmworks.recipe.schema.train import Optimizer as Options
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

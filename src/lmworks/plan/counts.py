@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from lmworks.recipe.mixers import MIXERS, attends
+from lmworks.recipe.mixers import MIXERS
 from lmworks.recipe.parameter import Component, Parameter
 from lmworks.recipe.parameters import parameters
 from lmworks.recipe.schema.model import Lora, Model, target_matches
@@ -112,7 +112,7 @@ class Flops:
 
 def keys_seen(model: Model, layer: int, length: int) -> float:
     """Average number of keys a query of `layer` attends to in a causal sequence of `length`; none without attention."""
-    if not attends(model, layer):
+    if not model.attends(layer):
         return 0.0
     window = model.sliding_window if model.slides(layer) else None
     if window is None or window >= length:

@@ -23,7 +23,7 @@ from functools import lru_cache
 
 from lmworks.parallel.pipeline_stages import micro_batches_in_flight, rank_layers
 from lmworks.plan.counts import adapter_size
-from lmworks.recipe.mixers import MIXERS, attends
+from lmworks.recipe.mixers import MIXERS
 from lmworks.recipe.mixers import state_bytes as mixer_state_bytes
 from lmworks.recipe.parameter import Parameter
 from lmworks.recipe.parameters import is_moe, kind, layer_parameters, layers_by_kind, mtp_parameters, parameters
@@ -111,7 +111,7 @@ def kv_cache_bytes(model: Model, length: int, element: int = 2) -> float:
     """Bytes of the KV cache of one sequence, at `element` bytes per number; with MLA, of latents and rotated keys. With linear layers also
     their states, which do not grow with the length."""
     assert model.num_key_value_heads and model.head_dim and model.num_hidden_layers
-    attending = [layer for layer in range(model.num_hidden_layers) if attends(model, layer)]
+    attending = [layer for layer in range(model.num_hidden_layers) if model.attends(layer)]
     states = mixer_state_bytes(model, element)
     if model.mla:
         return float(len(attending) * (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim) * length * element) + states
@@ -140,13 +140,13 @@ def layer_activations(
     D, H, K, d = model.hidden_size, model.num_attention_heads, model.num_key_value_heads, model.head_dim
     assert D and H and K and d and model.intermediate_size
     tp = layout.tp
-    mla, mixer = model.mla if attends(model, layer) else None, model.mixer(layer)
+    mla, mixer = model.mla if model.attends(layer) else None, model.mixer(layer)
     if mla is not None:
         latents = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.qk_rope_head_dim  # before their norm and after it
         projected = H * d + H * (mla.qk_nope_head_dim + mla.v_head_dim)
         heads = latents * tp + projected + 2 * H * d + H * mla.v_head_dim  # replicated latents; concatenated q and k, out
         projected += ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim) * tp
-    elif not attends(model, layer):
+    elif not model.attends(layer):
         heads, projected = 0.0, 0.0
     else:
         heads = (2 * H + K) * d + (H + K) * d * (2 if model.use_qk_norm else 1)  # rotated q and k, v, out; q and k before norm and rotation
@@ -155,11 +155,11 @@ def layer_activations(
         saved = MIXERS[mixer].saved(model)
         heads, projected = heads + saved[0], projected + saved[1]
     everything = element * (4 * D + heads) / tp + 4 * H / tp  # inputs and their norms; the last term is the softmax normalizer
-    if cpu_length and attends(model, layer):
+    if cpu_length and model.attends(layer):
         everything += element * H * (cpu_length + min(_CPU_QUERIES, cpu_length)) / 2 / tp
     if eager and tp > 1:  # what attention and the feed-forward block read is gathered from all ranks; latent attention gathers latents
         everything += element * D * (1 if mla else 2) * (tp - 1) / tp
-    if gathered and attends(model, layer):
+    if gathered and model.attends(layer):
         everything += element * (layout.cp - 1) * (H * (d + mla.v_head_dim) if mla else 2 * K * d) / tp
     if model.attention_bias:  # a product with a bias is another operator, which selective checkpointing recomputes
         projected = 0

@@ -1,8 +1,8 @@
-"""What the recipe and the plan know of mixers other than attention: trained tensors, states of decoding, operations, activations.
+"""What the recipe and the plan know of mixers other than attention: trained tensors, operations, activations.
 
-A kind of layer is added in five places, each one line beside the file of the kind itself: its section in `schema.model.SECTIONS` and as a
-field of `Model`, its `Mixer` here in `MIXERS`, its module in `lmworks.model.mixers`, initial values that are not normal in
-`lmworks.model.init`, and its sizes in `lmworks.preflight.small_model`.
+A kind of layer is added in five places, each one line beside the file of the kind itself: its section, with its states, in
+`schema.model.SECTIONS` and as a field of `Model`; its `Mixer` here in `MIXERS`; its module in `lmworks.model.mixers`; initial values that
+are not normal in `lmworks.model.init`; and its sizes in `lmworks.preflight.small_model`.
 """
 
 from __future__ import annotations
@@ -16,30 +16,17 @@ from lmworks.recipe.schema.model import Model
 
 
 @dataclass(frozen=True)
-class State:
-    """A tensor that a layer keeps of each row while it decodes: its shape without the rows, whatever the length. States are fp32, or of
-    the type of the activations if `narrow`."""
-
-    shape: tuple[int, ...]
-    narrow: bool = False
-
-
-@dataclass(frozen=True)
 class Mixer:
     """parameters: the trained tensors of a layer from (model, start of their names, layer)
-    states: the states of a layer, with heads split over so many ranks of `tp`
     flops: operations of the forward pass per token beyond 2 per parameter
     saved: numbers per token that a layer saves for the backward pass: all, and those that are outputs of matrix products
     shards: the number that `layout.tp` must divide, by the name of its key
-    attends: whether the layer has keys and values in the cache as well
     """
 
     parameters: Callable[[Model, str, int], Iterator[Parameter]]
-    states: Callable[[Model, int], tuple[State, ...]]
     flops: Callable[[Model], float]
     saved: Callable[[Model], tuple[float, float]]
     shards: Callable[[Model], dict[str, int]]
-    attends: bool = False
 
 
 def _gated_delta_parameters(model: Model, start: str, layer: int) -> Iterator[Parameter]:
@@ -54,14 +41,6 @@ def _gated_delta_parameters(model: Model, start: str, layer: int) -> Iterator[Pa
     yield Parameter(start + "attention.A_log", (H,), "attention", layer)
     yield Parameter(start + "attention.norm.weight", (sizes.value_head_dim,), "norms", layer)
     yield Parameter(start + "attention.output.weight", (D, values), "attention", layer)
-
-
-def _gated_delta_states(model: Model, tp: int) -> tuple[State, ...]:
-    sizes = model.gated_delta
-    assert sizes is not None
-    channels = (2 * sizes.key_size + sizes.value_size) // tp
-    heads = sizes.num_value_heads // tp
-    return State((sizes.conv_kernel - 1, channels), narrow=True), State((heads, sizes.key_head_dim, sizes.value_head_dim))
 
 
 def _gated_delta_flops(model: Model) -> float:
@@ -88,26 +67,12 @@ def _gated_delta_shards(model: Model) -> dict[str, int]:
 
 
 MIXERS: dict[str, Mixer] = {
-    "gated_delta": Mixer(
-        _gated_delta_parameters, _gated_delta_states, _gated_delta_flops, _gated_delta_saved, _gated_delta_shards
-    )
+    "gated_delta": Mixer(_gated_delta_parameters, _gated_delta_flops, _gated_delta_saved, _gated_delta_shards),
 }
 """By the names of `schema.model.SECTIONS`."""
 
 
-def attends(model: Model, layer: int) -> bool:
-    """Whether the layer has keys and values, or latents, of each token."""
-    mixer = model.mixer(layer)
-    return mixer == "attention" or MIXERS[mixer].attends
-
-
-def states(model: Model, layer: int, tp: int = 1) -> tuple[State, ...]:
-    """The states of the layer; none of attention."""
-    mixer = model.mixer(layer)
-    return () if mixer == "attention" else MIXERS[mixer].states(model, tp)
-
-
 def state_bytes(model: Model, element: int = 2) -> float:
     """Bytes of the states of one row in all layers, at `element` bytes per number of the activations."""
-    found = (state for layer in range(model.num_hidden_layers or 0) for state in states(model, layer))
+    found = (state for layer in range(model.num_hidden_layers or 0) for state in model.states(layer))
     return float(sum(prod(state.shape) * (element if state.narrow else max(4, element)) for state in found))

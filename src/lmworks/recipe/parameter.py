@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from lmworks.recipe.schema.model import is_convolution
+
 Component = Literal["embedding", "attention", "dense ffn", "experts", "shared experts", "router", "norms", "head", "mtp projection"]
 
 
@@ -31,8 +33,3 @@ class Parameter:
         """Whether it is a hidden matrix or a stack of them: what Muon trains. A depthwise convolution has one filter per channel and mixes
         no channels, so it is none."""
         return len(self.shape) > 1 and self.component not in ("embedding", "head") and not is_convolution(self.name)
-
-
-def is_convolution(name: str) -> bool:
-    """Whether a parameter is the weight of a depthwise convolution, by its name."""
-    return name.endswith("conv.weight")

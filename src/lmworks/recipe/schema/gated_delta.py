@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.states import Recurrent, State
 
 _WIDEST, _MOST_HEADS = 1 << 20, 1 << 16
 
 
-class GatedDelta(Node):
+class GatedDelta(Recurrent):
     """Linear attention with the gated delta rule (arXiv:2412.06464), as in Qwen3-Next and Qwen3.5."""
 
     num_key_heads: int = Field(gt=0, le=_MOST_HEADS, description="heads of queries and keys (Qwen3-Next: 16)")
@@ -37,3 +37,8 @@ class GatedDelta(Node):
     def value_size(self) -> int:
         """Width of all values, and of all outputs."""
         return self.num_value_heads * self.value_head_dim
+
+    def states(self, tp: int) -> tuple[State, ...]:
+        """The last inputs of the convolution, and a matrix per head."""
+        inputs = State((self.conv_kernel - 1, (2 * self.key_size + self.value_size) // tp), narrow=True)
+        return inputs, State((self.num_value_heads // tp, self.key_head_dim, self.value_head_dim))

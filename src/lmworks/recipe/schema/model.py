@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import NO_EFFECT, NOT_ARCHITECTURE, Node, read_by
 from lmworks.recipe.schema.gated_delta import GatedDelta
+from lmworks.recipe.schema.states import State
 from lmworks.recipe.schema.units import Tokens
 
 # Plans and derivations loop over these numbers, so they are bounded whatever the recipe says. The largest models are far below.
@@ -315,6 +316,16 @@ class Model(Node):
         kind = self.layer_type(layer)
         return next((name for name, kinds in SECTIONS.items() if kind in kinds and getattr(self, name) is not None), "attention")
 
+    def attends(self, layer: int) -> bool:
+        """Whether the layer has keys and values, or latents, of each token."""
+        mixer = self.mixer(layer)
+        return mixer == "attention" or bool(getattr(self, mixer).attends)
+
+    def states(self, layer: int, tp: int = 1) -> tuple[State, ...]:
+        """The states of the layer, with heads split over `tp` ranks; none of attention."""
+        mixer = self.mixer(layer)
+        return () if mixer == "attention" else getattr(self, mixer).states(tp)
+
     @property
     def mixers(self) -> frozenset[str]:
         """The sections of `SECTIONS` that the model has."""
@@ -361,6 +372,11 @@ def target_matches(target: str, name: str, groups: tuple[str, ...]) -> bool:
 def is_adapter(name: str) -> bool:
     """Whether a parameter is one of an adapter, by its name."""
     return name.endswith(("lora.A", "lora.B"))
+
+
+def is_convolution(name: str) -> bool:
+    """Whether a parameter is the weight of a depthwise convolution, by its name."""
+    return name.endswith("conv.weight")
 
 
 def matrix_of_adapter(name: str) -> str:

@@ -1,0 +1,25 @@
+"""The states of recurrent layers, as the sections of their sizes declare them."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+from lmworks.recipe.schema.base import Node
+
+
+class State(NamedTuple):
+    """A tensor that a layer keeps of each row while it decodes: its shape without the rows, whatever the length. States are fp32, or of
+    the type of the activations if `narrow`."""
+
+    shape: tuple[int, ...]
+    narrow: bool = False
+
+
+class Recurrent(Node):
+    """The sizes of a mixer that keeps states. `attends`: whether the layer has keys and values in the cache as well."""
+
+    attends: ClassVar[bool] = False
+
+    def states(self, tp: int) -> tuple[State, ...]:
+        """The states of a layer, with its heads split over so many ranks."""
+        raise NotImplementedError
