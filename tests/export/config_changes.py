@@ -48,19 +48,7 @@ def same(config: dict[str, Any], family: Family, kind: Any, draw: random.Random)
         if key in defaults and config[key] == defaults[key] and type(config[key]) is type(defaults[key]) and draw.random() < 0.7:
             del config[key]
     rope = config.pop("rope_parameters")
-    if draw.random() < 0.5:
-        rope["type"] = rope.pop("rope_type")
-    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
-        if key in rope and draw.random() < 0.5:
-            config[key] = rope.pop(key)
-    if rope.get("type", rope.get("rope_type")) == "default" and draw.random() < 0.5:
-        for key in ("rope_theta", "partial_rotary_factor"):
-            if key in rope:
-                config[key] = rope.pop(key)
-        rope = draw.choice([None, {}])
-    elif draw.random() < 0.3 and rope.get("rope_theta") == kind.default_theta:
-        del rope["rope_theta"]
-    config[draw.choice(["rope_scaling", "rope_parameters"])] = rope
+    config |= _otherwise(rope, kind, draw) if family.sliding_rope_theta is None else _ropes_otherwise(rope, draw)
     for alias, name in family.aliases.items():
         if name in config and draw.random() < 0.5:
             config[alias] = config.pop(name)
@@ -71,6 +59,34 @@ def same(config: dict[str, Any], family: Family, kind: Any, draw: random.Random)
     for key in draw.sample(sorted(_HARMLESS), 3):
         config.setdefault(key, _HARMLESS[key])
     return config
+
+
+def _otherwise(rope: dict[str, Any], kind: Any, draw: random.Random) -> dict[str, Any]:
+    """The keys of one RoPE for all layers."""
+    config: dict[str, Any] = {}
+    if draw.random() < 0.5:
+        rope["type"] = rope.pop("rope_type")
+    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if key in rope and draw.random() < 0.5:
+            config[key] = rope.pop(key)
+    if rope.get("type", rope.get("rope_type")) == "default" and draw.random() < 0.5:
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if key in rope:
+                config[key] = rope.pop(key)
+        return config | {draw.choice(["rope_scaling", "rope_parameters"]): draw.choice([None, {}])}
+    if draw.random() < 0.3 and rope.get("rope_theta") == kind.default_theta:
+        del rope["rope_theta"]
+    return config | {draw.choice(["rope_scaling", "rope_parameters"]): rope}
+
+
+def _ropes_otherwise(ropes: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """The keys of a RoPE for each kind of layer, as now, or as older configs have them."""
+    full, sliding = ropes["full_attention"], ropes["sliding_attention"]
+    if draw.random() < 0.3:
+        return {"rope_parameters": ropes}
+    if full["rope_type"] == "default":
+        return {"rope_theta": full["rope_theta"], "rope_local_base_freq": sliding["rope_theta"], "rope_scaling": None}
+    return {"rope_theta": full.pop("rope_theta"), "rope_local_base_freq": sliding["rope_theta"], "rope_scaling": full}
 
 
 def other(config: dict[str, Any], draw: random.Random) -> dict[str, Any]:

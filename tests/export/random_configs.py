@@ -51,6 +51,10 @@ def random_config(family: Family, seed: int) -> Any:
         values |= {key: value for key, value in window.items() if key in keys}
         if slides and "layer_types" in keys and draw.random() < 0.6:
             values["layer_types"] = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
+    if family.sliding_rope_theta is not None and not slides:
+        values |= {"layer_types": ["full_attention"] * layers, "sliding_window": 4}  # transformers makes the mask in any case
+    if "query_pre_attn_scalar" in keys:
+        values |= {"query_pre_attn_scalar": draw.choice([head_dim, 5]), "final_logit_softcapping": draw.choice([None, 3.0])}
     if "no_rope_layer_interval" in keys:
         values["no_rope_layer_interval"] = draw.randint(2, 4)
     if "num_experts_per_tok" in keys:
@@ -73,4 +77,6 @@ def random_config(family: Family, seed: int) -> Any:
             rope |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     if family.has("partial RoPE"):
         rope["partial_rotary_factor"] = draw.choice([0.25, 0.5, 1.0])
+    ropes_of_layers = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": draw.choice([300.0, 1e4])}}
+    rope = rope if family.sliding_rope_theta is None else ropes_of_layers
     return kind(**values, rope_parameters=rope, attn_implementation="eager", architectures=[family.name])

@@ -62,6 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-ntk": {**_DENSE, "rope": {"scaling": "ntk", "factor": 4.0, "original_max_position_embeddings": "64 tokens"}},
     "qwen3moe": {**_DENSE, "use_qk_norm": True, "moe": {**SOFTMAX, "first_k_dense_replace": 0}},
     "olmo2": {**_DENSE, "head_dim": 32, "use_qk_norm": True, "qk_norm_over": "all_heads", "norm_position": "post"},
+    "gemma3": {**_DENSE, "use_qk_norm": True, "norm_position": "both", "hidden_act": "gelu_tanh", "scale_embeddings": True,
+        "tie_word_embeddings": True, "sliding_window": "24 tokens", "sliding_rope": {"theta": 10_000.0}},
     "smollm3": {**_DENSE, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
 }  # fmt: skip
 STEPS = 64

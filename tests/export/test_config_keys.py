@@ -62,8 +62,11 @@ def test_the_defaults_are_those_of_transformers(family: Family) -> None:
         (name, key) if key in family.defaults else (key, name) for name, key in kind.attribute_map.items()
     }
     empty = kind()
-    assert empty.rope_parameters["rope_theta"] == family.rope_theta
-    assert empty.rope_parameters.get("partial_rotary_factor", 1.0) == family.partial_rotary_factor
+    of_kinds = {"full_attention": empty.rope_parameters, "sliding_attention": {"rope_theta": None}}
+    ropes = of_kinds if family.sliding_rope_theta is None else empty.rope_parameters
+    assert ropes["full_attention"]["rope_theta"] == family.rope_theta
+    assert ropes["full_attention"].get("partial_rotary_factor", 1.0) == family.partial_rotary_factor
+    assert ropes["sliding_attention"]["rope_theta"] == family.sliding_rope_theta
 
 
 @_ALL
@@ -163,8 +166,11 @@ def test_what_is_written_leaves_nothing_to_defaults(family: Family) -> None:
         experts = {"n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "norm_topk_prob", "n_group",
                    "routed_scaling_factor", "topk_group"} if model.moe is None else set()  # fmt: skip
         by_class = FAMILIES[written["architectures"][0]]
-        left = by_class.defaults.keys() - written.keys() - _DERIVED - experts - set(by_class.omits)
+        extra = {key for key, declared in by_class.defaults.items() if isinstance(declared, keys.Extra) and key != "head_dim"}
+        left = by_class.defaults.keys() - written.keys() - extra - _DERIVED - experts - set(by_class.omits)
         assert not left, (left, written)
-        assert by_class.rope_theta and "rope_theta" in written["rope_parameters"] and "rope_type" in written["rope_parameters"]
-        assert "partial_rotary_factor" in written["rope_parameters"] or not by_class.has("partial RoPE")
+        ropes = written["rope_parameters"]
+        for rope in [ropes] if by_class.sliding_rope_theta is None else [ropes["full_attention"], ropes["sliding_attention"]]:
+            assert by_class.rope_theta and "rope_theta" in rope and "rope_type" in rope
+            assert "partial_rotary_factor" in rope or not by_class.has("partial RoPE")
         assert from_config(written) == model

@@ -44,6 +44,9 @@ _SOFTMAX = Moe(
     balance=Balance(method="aux"),
 )
 _POST: dict[str, Any] = _COMMON | {"head_dim": 16, "norm_position": "post", "use_qk_norm": True, "qk_norm_over": "all_heads"}
+_GEMMA: dict[str, Any] = _COMMON | {
+    "use_qk_norm": True, "norm_position": "both", "hidden_act": "gelu_tanh", "scale_embeddings": True, "tie_word_embeddings": True
+}  # fmt: skip
 _LLAMA3 = Rope(theta=500_000, scaling="llama3", factor=8, original_max_position_embeddings="16 tokens")
 _MLA = Mla(q_lora_rank=24, kv_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10)
 _LATENT: dict[str, Any] = _COMMON | {"num_key_value_heads": 4, "head_dim": 20, "mla": _MLA}
@@ -81,6 +84,16 @@ CASES = {
     "mistral": Model(**_COMMON, sliding_window="5 tokens"),
     "olmo2": Model(**_POST),
     "olmo2_tied": Model(**_POST | {"num_key_value_heads": 4}, tie_word_embeddings=True, rope=Rope(theta=500_000)),
+    "gemma3_text": Model(
+        **_GEMMA,
+        query_pre_attn_scalar=40,
+        final_logit_softcapping=20.0,
+        sliding_window="5 tokens",
+        layer_types=("sliding_attention", "sliding_attention", "full_attention"),
+        rope=Rope(theta=1e6, scaling="linear", factor=8),
+        sliding_rope=Rope(theta=300.0),
+    ),
+    "gemma3_text_full": Model(**_GEMMA, rope=_YARN),
     "qwen2_window": Model(**_COMMON, attention_bias=True, sliding_window="5 tokens"),
     "qwen2": Model(**_COMMON, attention_bias=True),
     "llama": Model(**_COMMON, rope=Rope(theta=500_000)),
@@ -153,6 +166,8 @@ def _same_logits_loss_and_gradients(model: Transformer, peer: Any, tokens: torch
     torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
     own = {key: p.grad for key, p in model.named_parameters() if not key.startswith("mtp.")}
     gradients = dict(to_huggingface(own, model.config))
+    if family_of(model.config).norms_plus_one:  # the weights are moved by 1; their gradients are not
+        gradients = {key: grad + 1 if key.endswith("norm.weight") else grad for key, grad in gradients.items()}
     checked, largest = 0, max(float(parameter.grad.abs().max()) for parameter in peer.parameters())
     for key, parameter in peer.named_parameters():
         found = _fused(key, gradients) if ".experts." in key else gradients[key]
@@ -178,7 +193,8 @@ def _randomize(peer: Any, seed: int) -> None:
     for key, tensor in peer.state_dict().items():
         if tensor.is_floating_point() and "rotary" not in key:
             noise = torch.randn(tensor.shape, generator=generator)
-            tensor.copy_(1 + 0.3 * noise if "norm" in key else 0.2 * noise)
+            added = 0 if FAMILIES[type(peer).__name__].norms_plus_one else 1
+            tensor.copy_(added + 0.3 * noise if "norm" in key else 0.2 * noise)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -37,6 +37,10 @@ CONFIGS = {
     "no_rope": Model(**_SMALL, rope=Rope(partial_rotary_factor=0)),
     "window": Model(**_SMALL, sliding_window="6 tokens", layer_types=("full_attention", "sliding_attention", "sliding_attention")),
     "post_norm": Model(**_SMALL, norm_position="post", use_qk_norm=True, qk_norm_over="all_heads", moe=_MOE),
+    "gemma": Model(
+        **_SMALL, norm_position="both", hidden_act="gelu_tanh", scale_embeddings=True, query_pre_attn_scalar=40, use_qk_norm=True,
+        sliding_window="6 tokens", layer_types=("sliding_attention", "full_attention"), sliding_rope=Rope(theta=300.0),
+    ),
     "softcap": Model(**_SMALL, final_logit_softcapping=5.0, z_loss_weight=1e-2),
 }
 

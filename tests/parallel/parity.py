@@ -52,6 +52,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"], "moe": _MOE,
         "gated_delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6},
     },
+    "gemma": _COMMON | {
+        "attention_bias": False, "norm_position": "both", "hidden_act": "gelu_tanh", "scale_embeddings": True, "query_pre_attn_scalar": 20,
+        "sliding_window": "8 tokens", "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_rope": {"theta": 300.0, "partial_rotary_factor": 0.5},
+    },
     "mtp": _COMMON | {"moe": _MOE, "mtp": {"num_nextn_predict_layers": 1, "loss_weight": 0.3}},
 }  # fmt: skip
 STEPS, ROWS, LENGTH = 3, 8, 24

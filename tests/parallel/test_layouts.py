@@ -39,6 +39,9 @@ def _name(layout: dict[str, Any]) -> str:
 CASES = [
     pytest.param(layout, kind, id=f"{_name(layout)}-{kind}")
     for layout in LAYOUTS for kind in ("dense", "moe", "mla") if kind != "dense" or "ep" not in layout
+] + [
+    pytest.param(layout, "gemma", id=f"{_name(layout)}-gemma")
+    for layout in ({"tp": 2}, {"pp": 2}, {"cp": 2, "tp": 2}, {"dp_shard": 2, "zero": 3})
 ]  # fmt: skip
 
 

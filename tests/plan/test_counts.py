@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import yaml
 
 from lmworks.model.lora import attach
 from lmworks.model.transformer import Transformer
 from lmworks.plan.counts import count_adapters, count_by_component
-from lmworks.recipe.load import load_recipe, shipped
+from lmworks.recipe.load import load_recipe, shipped, shipped_folder
 from lmworks.recipe.parameters import count_parameters as total
 from lmworks.recipe.parameters import parameters
 from lmworks.recipe.schema.model import Lora, Model, Moe, is_adapter
@@ -20,6 +21,7 @@ VARIANTS = [
     Model.model_validate(SMALL),
     Model.model_validate({**SMALL, "attention_bias": True, "use_qk_norm": True}),
     Model.model_validate({**SMALL, "use_qk_norm": True, "qk_norm_over": "all_heads", "norm_position": "post"}),
+    Model.model_validate({**SMALL, "use_qk_norm": True, "norm_position": "both", "hidden_act": "gelu_tanh", "scale_embeddings": True}),
     Model.model_validate({**SMALL, "tie_word_embeddings": True, "no_rope_layer_interval": 2, "head_dim": 16}),
     Model.model_validate(
         {**SMALL, "moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "first_k_dense_replace": 1}}
@@ -120,3 +122,13 @@ def test_multi_token_prediction_is_counted_apart() -> None:
     assert counts.mtp == layer + attention + 2 * 4096 * 4096 + 3 * 4096
     assert counts.mtp_active == counts.mtp - 120 * expert
     assert round(counts.trained / 1e9, 1) == 109.2
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    # embedding and other parameters of Table 1 of the Gemma 3 Technical Report (arXiv:2503.19786), without the vision encoder
+    [("gemma3-1b", 302 + 698), ("gemma3-12b", 1012 + 10_759), ("gemma3-27b", 1416 + 25_600)],
+)
+def test_presets_have_the_published_counts(name: str, millions: float) -> None:
+    model = Model.model_validate(yaml.safe_load((shipped_folder() / "models" / f"{name}.yaml").read_text(encoding="utf-8")))
+    assert total(model) == pytest.approx(millions * 1e6, rel=0.01)

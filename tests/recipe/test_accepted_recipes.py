@@ -61,7 +61,7 @@ KEYS: dict[str, list[Any]] = {
     "model.rope.partial_rotary_factor": [0.0, 0.01, 0.1, 0.25, 0.3, 0.5, 0.9, 1.0], "model.rope.beta_fast": NUMBERS,
     "model.rope.beta_slow": NUMBERS, "model.rope.low_freq_factor": NUMBERS, "model.rope.high_freq_factor": NUMBERS,
     "model.use_qk_norm": [True], "model.qk_norm_over": ["head", "all_heads"], "model.attention_bias": [True],
-    "model.norm_position": ["pre", "post"], "model.no_rope_layer_interval": COUNTS, "model.sliding_window": LENGTHS,
+    "model.norm_position": ["pre", "post", "both"], "model.no_rope_layer_interval": COUNTS, "model.sliding_window": LENGTHS,
     "model.layer_types": [["sliding_attention"], ["full_attention", "sliding_attention"]], "model.tie_word_embeddings": [True],
     "model.rms_norm_eps": NUMBERS, "model.initializer_range": [1e-30, 0.02, 0.5, 1e30], "model.final_logit_softcapping": NUMBERS,
     "model.z_loss_weight": NUMBERS[:12], "model.residual_dropout": NUMBERS[:12], "model.attention_dropout": NUMBERS[:12],

@@ -278,16 +278,17 @@ def _joined(parts: Sequence[Measured]) -> Measured:
 def _use_one_table(ours: Transformer, theirs: nn.Module) -> Iterator[str]:
     """Take over their inverse frequencies where they are ours but for the last bits; yields what differs otherwise."""
     for name, table in theirs.named_buffers():
-        if not name.endswith("rotary_emb.inv_freq"):
+        kind = name.rpartition("rotary_emb.")[2]
+        mine = ours.sliding_inverse_frequencies if kind == "sliding_attention_inv_freq" else ours.inverse_frequencies
+        if kind not in ("inv_freq", "full_attention_inv_freq", "sliding_attention_inv_freq") or mine is None:
             continue
-        mine = ours.inverse_frequencies
         if table.shape != mine.shape:
             yield f"{name} has {table.numel()} rotated pairs, and the model {mine.numel()}"
         elif not bool(((table.float() - mine).abs() <= _TABLE_ULPS * _FP32 * mine.abs()).all()):
             at = int(((table.float() - mine).abs() / mine.abs().clamp(min=1e-30)).argmax())
             yield f"its inverse frequency {at} is {float(table[at]):.8g} and the model's {float(mine[at]):.8g} (theta or scaling of RoPE)"
         else:
-            ours.inverse_frequencies.copy_(table)
+            mine.copy_(table)
 
 
 def _first_difference(ours: Transformer, theirs: Any, ids_BT: Tensor, bound: float) -> str | None:

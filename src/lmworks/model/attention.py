@@ -27,6 +27,8 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.uses_rope, self.slides = config.has_positions(layer), config.slides(layer)  # a phase may change both: `Transformer.configure`
         self.dropout = config.attention_dropout
+        scalar = config.query_pre_attn_scalar or self.head_dim
+        self.score_scale = (self.head_dim / scalar) ** 0.5  # of queries; the kernels divide scores by the root of head_dim
         self.query = Linear(config.hidden_size, self.heads * self.head_dim, config.attention_bias)
         self.key = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)
         self.value = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)
@@ -50,6 +52,8 @@ class Attention(nn.Module):
         query, key, value = (x.view(B, T, -1, self.head_dim).transpose(1, 2) for x in (query, key, value))
         if self.uses_rope:
             query, key = rotate(query, *rope), rotate(key, *rope)
+        if self.score_scale != 1:
+            query = query * self.score_scale
         if cache is None:
             mixed_BHTC = self._attend(query, key, value, mask)
         else:
@@ -79,6 +83,8 @@ class Attention(nn.Module):
         all_BXTC = all_BTXC.transpose(1, 2)
         if self.uses_rope:
             rotate_(all_BXTC[:, :normed], *rope)
+        if self.score_scale != 1:
+            all_BXTC[:, : self.heads].mul_(self.score_scale)
         return all_BXTC[:, : self.heads], all_BXTC[:, self.heads :]
 
 

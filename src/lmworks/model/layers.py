@@ -6,7 +6,8 @@ Shapes: r rank, I inputs, O outputs; M rows sorted by expert, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -135,11 +136,16 @@ def _pieces(x_ND: Tensor) -> Iterator[slice]:
 _CACHED = 1 << 19  # elements of a piece, for each of which three fp32 numbers are in the cache
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+"""The functions of `model.hidden_act`."""
 
-    def __init__(self, size: int, hidden: int) -> None:
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), or with another activation of the gate, as GEGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, size: int, hidden: int, activation: str = "silu") -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.gate = Linear(size, hidden)
         self.up = Linear(size, hidden)
         self.down = Linear(hidden, size)
@@ -148,5 +154,5 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.joined is not None:
             gate, up = self.joined(x).chunk(2, dim=-1)
-            return self.down(F.silu(gate).mul_(up))
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+            return self.down(self.activation(gate).mul_(up))
+        return self.down(self.activation(self.gate(x)) * self.up(x))

@@ -55,8 +55,9 @@ class Loss:
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)); with post-norm x + norm(attention(x)), then x + norm(ffn(x)) (OLMo 2,
-    arXiv:2501.00656, section 3.3). The layer number decides what takes the place of
-    attention (`lmworks.model.mixers`), and whether the layer is dense or has experts.
+    arXiv:2501.00656, section 3.3), and with norms on both sides x + norm(attention(norm(x))), then x + norm(ffn(norm(x))) (Gemma 2,
+    arXiv:2408.00118, section 2). The layer number decides what takes the place of attention (`lmworks.model.mixers`), and whether the
+    layer is dense or has experts.
     """
 
     def __init__(self, config: Model, layer: int) -> None:
@@ -64,10 +65,16 @@ class Block(nn.Module):
         assert config.hidden_size and config.intermediate_size
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = mixer(config, layer)
+        both = config.norm_position == "both"
+        self.attention_out_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if both else None
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         sparse = config.moe is not None and layer >= config.moe.first_k_dense_replace
         self.ffn: MoE | SwiGLU
-        self.ffn = MoE(config.moe, config.hidden_size) if sparse and config.moe else SwiGLU(config.hidden_size, config.intermediate_size)
+        if sparse and config.moe:
+            self.ffn = MoE(config.moe, config.hidden_size)
+        else:
+            self.ffn = SwiGLU(config.hidden_size, config.intermediate_size, config.hidden_act)
+        self.ffn_out_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if both else None
         self.post_norm = config.norm_position == "post"
         self.in_place = False  # of an inference model: the residual stream is added to, not made anew
         self.dropout = config.residual_dropout
@@ -78,17 +85,18 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """The new x; for an MoE layer also its tokens per expert and its auxiliary loss."""
         read = x_BTD if self.post_norm else self.attention_norm(x_BTD)
-        x_BTD = self._add(x_BTD, self.attention(read, rope, mask, cache), self.attention_norm)
+        after = self.attention_norm if self.post_norm else self.attention_out_norm
+        x_BTD = self._add(x_BTD, self.attention(read, rope, mask, cache), after)
         read = x_BTD if self.post_norm else self.ffn_norm(x_BTD)
+        after = self.ffn_norm if self.post_norm else self.ffn_out_norm
         if isinstance(self.ffn, MoE):
             out, routing = self.ffn(read)
-            return self._add(x_BTD, out, self.ffn_norm), routing.counts, routing.aux
-        return self._add(x_BTD, self.ffn(read), self.ffn_norm), None, None
+            return self._add(x_BTD, out, after), routing.counts, routing.aux
+        return self._add(x_BTD, self.ffn(read), after), None, None
 
-    def _add(self, x_BTD: Tensor, out_BTD: Tensor, norm: RMSNorm) -> Tensor:
-        if self.in_place:
-            return x_BTD.add_(norm(out_BTD) if self.post_norm else out_BTD)
-        return x_BTD + self._drop(norm(out_BTD) if self.post_norm else out_BTD)
+    def _add(self, x_BTD: Tensor, out_BTD: Tensor, norm: RMSNorm | None) -> Tensor:
+        added = out_BTD if norm is None else norm(out_BTD)
+        return x_BTD.add_(added) if self.in_place else x_BTD + self._drop(added)
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
@@ -102,6 +110,7 @@ class Transformer(nn.Module):
     """
 
     inverse_frequencies: Tensor
+    sliding_inverse_frequencies: Tensor | None
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -151,7 +160,12 @@ class Transformer(nn.Module):
                 if isinstance(block.attention, LatentAttention):
                     block.attention.score_scale = self.rope_scale**2
             self.rope_scale = 1.0
-        self.register_buffer("inverse_frequencies", inverse.to(next(self.parameters()).device), persistent=False)
+        device = next(self.parameters()).device
+        self.register_buffer("inverse_frequencies", inverse.to(device), persistent=False)
+        sliding = None
+        if config.sliding_rope is not None:
+            sliding, self.sliding_rope_scale = frequencies(config.sliding_rope, head_dim)
+        self.register_buffer("sliding_inverse_frequencies", None if sliding is None else sliding.to(device), persistent=False)
 
     def plain(self, on: bool = True) -> Transformer:
         """Use the reference implementations of attention, experts and loss."""
@@ -211,10 +225,10 @@ class Transformer(nn.Module):
         self, hidden_BTD: Tensor, ahead: list[Ahead], spans: documents.Documents, cache: Cache | JoinedCache | None = None
     ) -> tuple[Tensor, Tensor, ExpertStats]:
         """The mean loss and the mean cross-entropy over the layers of multi-token prediction, and their expert statistics."""
-        rope = self.rotation(spans)
+        rotations = self.rotations(spans)
         totals, entropies, experts = [], [], ExpertStats(None, None)
         for depth, (layer, (tokens_BT, labels_BT)) in enumerate(zip(self.mtp, ahead, strict=True)):
-            mask = spans.of(layer.block.attention)
+            mask, rope = spans.of(layer.block.attention), rotations[layer.block.attention.slides]
             place = cache.layer((self.config.num_hidden_layers or 0) + depth) if cache else None
             hidden_BTD, counts, aux = layer(hidden_BTD, self.embed(tokens_BT), rope, mask, place)
             total, head = self.head_loss(hidden_BTD, labels_BT)
@@ -248,7 +262,12 @@ class Transformer(nn.Module):
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Tokens as vectors (B, T, D) in the type of the activations."""
-        return F.embedding(tokens_BT, self.embedding.weight).to(self.compute_dtype)
+        embedded_BTD = F.embedding(tokens_BT, self.embedding.weight).to(self.compute_dtype)
+        return embedded_BTD * self._embedding_scale() if self.config.scale_embeddings else embedded_BTD
+
+    def _embedding_scale(self) -> float:
+        """The square root of the width, rounded to the type of the activations as in `transformers`."""
+        return float(torch.tensor((self.config.hidden_size or 1) ** 0.5).to(self.compute_dtype))
 
     def spans(self, tokens_BT: Tensor, cu_seqlens: Tensor | None, cache: Cache | JoinedCache | None) -> documents.Documents:
         """Positions, and who sees whom."""
@@ -260,19 +279,25 @@ class Transformer(nn.Module):
 
     def blocks(self, x_BTD: Tensor, spans: documents.Documents, cache: Cache | JoinedCache | None = None) -> tuple[Tensor, ExpertStats]:
         """Through the layers: the residual stream (B, T, D), and what the experts did."""
-        rope = self.rotation(spans)
+        rotations = self.rotations(spans)
         counts, aux = [], []
         for index, block in enumerate(self.layers):
-            x_BTD, layer_counts, layer_aux = block(x_BTD, rope, spans.of(block.attention), cache.layer(index) if cache else None)
+            mask, rope = spans.of(block.attention), rotations[block.attention.slides]
+            x_BTD, layer_counts, layer_aux = block(x_BTD, rope, mask, cache.layer(index) if cache else None)
             if layer_counts is not None:
                 counts.append(layer_counts)
             if layer_aux is not None:
                 aux.append(layer_aux)
         return x_BTD, ExpertStats(torch.stack(counts) if counts else None, torch.stack(aux).sum() if aux else None)
 
-    def rotation(self, spans: documents.Documents) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions, as the layers want them."""
-        cos, sin = cos_sin(spans.positions_BT, self.inverse_frequencies, self.rope_scale, self.compute_dtype)
+    def rotations(self, spans: documents.Documents) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Cosines and sines of the positions, as the layers want them: those of layers that see everything, and of sliding ones."""
+        whole = self._rotation(spans, self.inverse_frequencies, self.rope_scale)
+        sliding = self.sliding_inverse_frequencies
+        return whole, whole if sliding is None else self._rotation(spans, sliding, self.sliding_rope_scale)
+
+    def _rotation(self, spans: documents.Documents, inverse: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        cos, sin = cos_sin(spans.positions_BT, inverse, scale, self.compute_dtype)
         return cos, signed(sin) if self.joined else sin
 
     def every_block(self) -> list[Any]:

@@ -154,7 +154,8 @@ def layer_activations(
     if mixer != "attention":
         saved = MIXERS[mixer].saved(model)
         heads, projected = heads + saved[0], projected + saved[1]
-    everything = element * (4 * D + heads) / tp + 4 * H / tp  # inputs and their norms; the last term is the softmax normalizer
+    normed = 6 if model.norm_position == "both" else 4  # inputs and their norms, and outputs that are normed
+    everything = element * (normed * D + heads) / tp + 4 * H / tp  # the last term is the softmax normalizer
     if cpu_length and model.attends(layer):
         everything += element * H * (cpu_length + min(_CPU_QUERIES, cpu_length)) / 2 / tp
     if eager and tp > 1:  # what attention and the feed-forward block read is gathered from all ranks; latent attention gathers latents
@@ -419,7 +420,8 @@ def _at_peak(
     stored += mtp_layers * element * 6 * model.hidden_size / layout.tp
     saved, norm = tokens * micro_batches_in_flight(layout, stage, micro_batches) * stored, 0.0
     if cluster.on_cpu:  # cosines and sines, and the dense masks
-        saved += tokens * 2 * element * model.head_dim * model.rope.partial_rotary_factor
+        tables = 2 if model.sliding_rope else 1
+        saved += tables * tokens * 2 * element * model.head_dim * model.rope.partial_rotary_factor
         saved += tokens * cpu_length * (1 + (model.sliding_window is not None and model.sliding_window < length))
         norm = 12.0 * min(_CPU_NORM, tokens * model.hidden_size)
     backward = {"activations": saved + max(tokens * working, norm), "head and loss": 0.0}

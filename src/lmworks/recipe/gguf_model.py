@@ -35,6 +35,7 @@ _GATES = {"SOFTMAX": 1, "SIGMOID": 2}  # llama.cpp's numbers
 _BELOW = {  # keys of a family's metadata that are not directly below the architecture
     "head_count_kv": "attention", "key_length": "attention", "value_length": "attention", "key_length_mla": "attention",
     "value_length_mla": "attention", "kv_lora_rank": "attention", "q_lora_rank": "attention", "rope_dimension_count": "",
+    "sliding_window": "attention", "freq_base_swa": "rope",
 }  # fmt: skip
 _SAYS_NOTHING = ("rope.scaling.finetuned", "tensor_data_layout")
 _ROPE_FACTORS = "rope_freqs.weight"

@@ -72,7 +72,17 @@ def layer_parameters(model: Model, layer: int) -> Iterator[Parameter]:
         yield from MIXERS[mixer].parameters(model, start, layer)
     else:
         yield from _latent_attention(model, model.mla, start, layer) if model.mla else _attention(model, start, layer)
+    if model.norm_position == "both":
+        yield Parameter(start + "attention_out_norm.weight", (D,), "norms", layer)
     yield Parameter(start + "ffn_norm.weight", (D,), "norms", layer)
+    yield from _feed_forward(model, start, layer)
+    if model.norm_position == "both":
+        yield Parameter(start + "ffn_out_norm.weight", (D,), "norms", layer)
+
+
+def _feed_forward(model: Model, start: str, layer: int) -> Iterator[Parameter]:
+    D = model.hidden_size
+    assert D and model.intermediate_size
     if not is_moe(model, layer):
         yield from _swiglu(start + "ffn.", D, model.intermediate_size, "dense ffn", layer)
         return

@@ -30,7 +30,7 @@ from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 
 ARCHITECTURE = "architecture"  # key in a checkpoint's meta: what phases may change in the model that its weights compute
-_CHANGED = ("rope", "sliding_window", "layer_types", "no_rope_layer_interval")
+_CHANGED = ("rope", "sliding_rope", "sliding_window", "layer_types", "no_rope_layer_interval")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from lmworks.recipe.families.family import Gguf, NoClass
 from lmworks.recipe.families.registry import family_of
 from lmworks.recipe.gguf_header import TensorInfo, read_header
 from lmworks.recipe.schema.model import Model
-from lmworks.weights.names import from_interleaved, huggingface_name, is_interleaved, sources, to_interleaved
+from lmworks.weights.names import from_interleaved, huggingface_name, is_interleaved, is_shifted, sources, to_interleaved
 
 _LATENT_KEYS_AND_VALUES = re.compile(r"layers\.(\d+)\.attention\.kv_up\.weight\Z")
 _QUERY_OR_KEY = re.compile(r"layers\.\d+\.attention\.(query|key)\.(weight|bias)\Z")
@@ -179,7 +179,8 @@ class GgufWeights:
             info = self._info(item.name)
             unread.discard(item.name)
             for number, name in enumerate(names):
-                yield name, _expert(info, number) if len(info.shape) == 3 else _plain(info, item.heads)
+                shift = -1.0 if is_shifted(ours, places.family) else 0.0  # llama.cpp has the factors of norms, as we do
+                yield name, _expert(info, number) if len(info.shape) == 3 else _plain(info, item.heads, shift)
         if ROPE_FACTORS in unread:
             self._check_rope(self._header.tensors[ROPE_FACTORS])
         if unread - {ROPE_FACTORS}:
@@ -226,10 +227,10 @@ def rope_factors(model: Model) -> Tensor:
     return frequencies(plain, model.head_dim)[0] / frequencies(model.rope, model.head_dim)[0]
 
 
-def _plain(info: TensorInfo, heads: int) -> GgufSlice:
+def _plain(info: TensorInfo, heads: int, shift: float = 0.0) -> GgufSlice:
     def rows(begin: int, end: int) -> Tensor:
         if not heads:
-            return _read(info, begin, end)
+            return _read(info, begin, end) + shift if shift else _read(info, begin, end)
         height = info.shape[0] // heads
         first, last = begin // height * height, -(-end // height) * height  # whole heads
         return from_neighbors(_read(info, first, last), height)[begin - first : end - first]

@@ -28,8 +28,10 @@ from lmworks.recipe.schema.model import Model as Config
 from lmworks.weights.gguf import GgufWeights
 from lmworks.weights.names import (
     from_interleaved,
+    from_shifted,
     huggingface_name,
     is_interleaved,
+    is_shifted,
     original_of,
     refuse_foreign,
     sources,
@@ -69,16 +71,20 @@ def load_weights(
             part = local_slice(ours, tensor)
             for theirs, box in sources(part, model, family) if part is not None else ():
                 if theirs in handles:
-                    reorder = partial(from_interleaved, ours, model=model) if interleaved and is_interleaved(ours, model) else None
-                    _read_slice(handles[theirs].get_slice(theirs), theirs, box, reorder, extend, added)
+                    change: Callable[[Tensor], Tensor] | None = None
+                    if is_shifted(ours, family):
+                        change = from_shifted
+                    elif interleaved and is_interleaved(ours, model):
+                        change = partial(from_interleaved, ours, model=model)
+                    _read_slice(handles[theirs].get_slice(theirs), theirs, box, change, extend, added)
                 elif not (extend and name.startswith("mtp.")):
                     raise UserError(f"{directory} has no tensor {theirs}; {why_missing(ours)}")
 
 
 def _read_slice(
-    source: Any, theirs: str, box: TensorSlice, reorder: Callable[[Tensor], Tensor] | None, extend: bool, added: range
+    source: Any, theirs: str, box: TensorSlice, change: Callable[[Tensor], Tensor] | None, extend: bool, added: range
 ) -> None:  # fmt: skip
-    """Copy the slice `box` of a Hugging Face tensor; with `reorder`, which permutes its rows, the whole tensor is read."""
+    """Copy the slice `box` of a Hugging Face tensor; with `change`, of its rows or values, the whole tensor is read."""
     shape = tuple(source.get_shape())
     vocabulary = box.name in ("embedding.weight", "head.weight")
     fewer_rows = extend and vocabulary and shape[0] < box.shape[0]
@@ -87,7 +93,7 @@ def _read_slice(
     begin, count = box.offsets[0], max(0, min(box.sizes[0], shape[0] - box.offsets[0]))
     slices = (slice(begin, begin + count), *(slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True)))
     if count:
-        read = reorder(source[:])[slices] if reorder else source[slices]
+        read = change(source[:])[slices] if change else source[slices]
         if not read.is_floating_point() or read.dtype.itemsize == 1:
             raise UserError(f"tensor {theirs} holds {str(read.dtype).removeprefix('torch.')}; lmworks does not read this quantization")
         box.values()[:count].copy_(read)

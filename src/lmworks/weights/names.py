@@ -3,6 +3,9 @@
 Stacked expert weights (E, out, in) are E separate weights (out, in) in Hugging Face's format. There, layers of multi-token prediction
 continue the layer numbers, and each has its own copy of the embedding and the head. The rotated dimensions of latent attention are
 interleaved there, in pairs (2i, 2i + 1); here they are halves, in pairs (i, i + R/2).
+
+Some classes multiply by 1 + the weight of a norm; ours is the factor itself, in fp32. For a weight in bf16 it is exact from |w| = 2^-16 on,
+and below it is off by 2^-24 at most.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[
         if "{e}" in theirs:
             yield from ((theirs.replace("{e}", str(expert)), weight) for expert, weight in enumerate(tensor.unbind(0)))
         else:
-            yield theirs, _interleave(numbered, tensor, model)
+            yield theirs, _as_theirs(numbered, tensor, model, family)
         if name in _COPIES and exports_mtp(model) and model.mtp:
             yield from (
                 (_COPIES[name].replace("{i}", str(model.num_hidden_layers + depth)), tensor.clone())
@@ -135,6 +138,16 @@ def refuse_foreign(names: Iterable[str], state: Mapping[str, object], model: Mod
             raise UserError(f"tensor {theirs} does not belong to this model; the config and the weights are of different models")
 
 
+def is_shifted(name: str, family: Family) -> bool:
+    """Whether one of our tensors is that of the class plus 1."""
+    return family.norms_plus_one and name.endswith("norm.weight")
+
+
+def from_shifted(tensor: Tensor) -> Tensor:
+    """The factors of a norm, from the weight of a class that adds 1 to it."""
+    return tensor.float() + 1
+
+
 def is_interleaved(name: str, model: Model) -> bool:
     """Whether one of our tensors has rotated rows, which are interleaved in Hugging Face's format."""
     assert model.num_hidden_layers
@@ -176,6 +189,10 @@ def reordered(name: str, tensor: Tensor, model: Model, back: bool = False) -> Te
     """A tensor whose rows are those of one of our tensors, in the order of Hugging Face's format, or `back` in ours."""
     assert model.num_hidden_layers
     return _interleave(_number_mtp_layers(name, model.num_hidden_layers), tensor, model, back)
+
+
+def _as_theirs(name: str, tensor: Tensor, model: Model, family: Family) -> Tensor:
+    return tensor.float() - 1 if is_shifted(name, family) else _interleave(name, tensor, model)
 
 
 def _interleave(name: str, tensor: Tensor, model: Model, back: bool = False) -> Tensor:

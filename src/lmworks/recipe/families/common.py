@@ -8,7 +8,7 @@ from typing import Any
 from lmworks.errors import UserError
 from lmworks.recipe.families import family as keys
 from lmworks.recipe.families.family import Family, Gguf, Names, NoClass
-from lmworks.recipe.families.rope import read_rope, rope_parameters
+from lmworks.recipe.families.rope import read_rope, read_ropes, rope_parameters
 from lmworks.recipe.schema.model import MOST_LAYERS, Model, Moe, Rope
 
 _PARTS = ("gate", "up", "down")
@@ -75,7 +75,7 @@ def to_config(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
         "initializer_range": model.initializer_range, "max_position_embeddings": int(model.max_position_embeddings or 2048),
         "tie_word_embeddings": model.tie_word_embeddings,
         "attention_dropout": model.attention_dropout, "attention_bias": model.attention_bias, "mlp_bias": False, "use_cache": True,
-        "rope_parameters": rope_parameters(family, model, rope),
+        "rope_parameters": _rope_to_config(family, model, rope),
     }  # fmt: skip
     omitted = {*family.omits} if "mlp_bias" in family.defaults else {*family.omits, "mlp_bias"}
     return {key: value for key, value in config.items() if key not in omitted}
@@ -107,11 +107,23 @@ def from_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": found["intermediate_size"],
         "attention_bias": "biases" in family.requires or found.get("attention_bias", False),
         "use_qk_norm": "QK norm" in family.requires or (family.has("QK norm") and found["use_qk_norm"]),
-        "rope": read_rope(family, config, context),
         "tie_word_embeddings": found["tie_word_embeddings"], "rms_norm_eps": found["rms_norm_eps"],
         "initializer_range": found["initializer_range"], "attention_dropout": found["attention_dropout"] or 0.0,
         "max_position_embeddings": f"{context} tokens",
-    } | family.from_config(found)  # fmt: skip
+    } | _rope_from_config(family, config, context) | family.from_config(found)  # fmt: skip
+
+
+def _rope_to_config(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
+    if family.sliding_rope_theta is None:
+        return rope_parameters(family, model, rope)
+    ropes = {_FULL: rope, _SLIDING: model.sliding_rope or rope}
+    return {kind: rope_parameters(family, model, one) for kind, one in ropes.items()}
+
+
+def _rope_from_config(family: Family, config: Mapping[str, Any], context: int) -> dict[str, Any]:
+    if family.sliding_rope_theta is None:
+        return {"rope": read_rope(family, config, context)}
+    return dict(read_ropes(family, config, context))
 
 
 def experts_to_config(moe: Moe) -> dict[str, Any]:

@@ -182,6 +182,26 @@ TRAITS: dict[str, Trait] = {
     "post-norm": Trait(
         lambda model: model.norm_position == "post", "its layers are post-norm (norm_position)", "its layers are pre-norm (norm_position)",
     ),
+    "norms on both sides": Trait(
+        lambda model: model.norm_position == "both", "its layers have norms on both sides (norm_position)",
+        "its layers have no norms on both sides (norm_position)",
+    ),
+    "GELU": Trait(
+        lambda model: model.hidden_act == "gelu_tanh",
+        "its feed-forward has gelu_tanh (hidden_act)", "its feed-forward has silu (hidden_act)",
+    ),
+    "scaled embeddings": Trait(
+        lambda model: model.scale_embeddings, "its embeddings are scaled (scale_embeddings)",
+        "its embeddings are not scaled (scale_embeddings)",
+    ),
+    "score scale": Trait(
+        lambda model: model.query_pre_attn_scalar is not None, "its scores have a scale of their own (query_pre_attn_scalar)",
+        "its scores are scaled by head_dim (query_pre_attn_scalar)",
+    ),
+    "RoPE of sliding layers": Trait(
+        lambda model: model.sliding_rope is not None, "its sliding layers have a RoPE of their own (sliding_rope)",
+        "its sliding layers have the RoPE of the others (sliding_rope)",
+    ),
     "biases": Trait(lambda model: model.attention_bias, "it has biases (attention_bias)", "it has no biases (attention_bias)"),
     "partial RoPE": Trait(
         lambda model: 0 < model.rope.partial_rotary_factor < 1,
@@ -238,6 +258,7 @@ class Family:
     differs: why a model with matching traits is still not of this class, or None
     defaults: every key of config.json that the class reads and that may change a number, with the default of the class; those of RoPE are
         `rope_theta` and `partial_rotary_factor` below
+    sliding_rope_theta: the default base of sliding layers, for classes whose rope_parameters name kinds of layers; None for the others
     fixed: the only values that lmworks supports of a key, where it is written; besides `keys.FIXED`
     ignored: keys that published models have and the class does not read; besides those that no class reads (`keys.changes_no_number`)
     aliases: second names that the class takes for a key -> the name in `defaults`
@@ -245,6 +266,7 @@ class Family:
     omits: keys of `common.to_config` that the class does not have
     from_config: values of `Model` beyond those of every model (`common.from_config`), from all keys of `defaults`; raises `UserError` for
         unsupported options
+    norms_plus_one: whether the class multiplies by 1 + the weight of a norm; ours are the factors themselves
     zero: our tensors that do not exist in the class and must be zero
     mtp: whether the class supports multi-token prediction with experts, as in the published models
     architectures: the names of its architectures in llama.cpp; `gguf` returns the one for a model, or raises `NoClass` with the reason
@@ -264,6 +286,7 @@ class Family:
     differs: Callable[[Model], str | None] = lambda _: None
     rope_theta: float = 10_000.0
     partial_rotary_factor: float = 1.0
+    sliding_rope_theta: float | None = None
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     ignored: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -271,6 +294,7 @@ class Family:
     to_config: Callable[[Model, Rope], dict[str, Any]] = _no_keys
     omits: tuple[str, ...] = ()
     from_config: Callable[[dict[str, Any]], dict[str, Any]] = _no_keys
+    norms_plus_one: bool = False
     zero: tuple[str, ...] = ()
     mtp: bool = False
     without_gguf: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lmworks.errors import UserError
@@ -42,6 +43,30 @@ def rope_parameters(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
     if rope.scaling == "llama3":
         parameters |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     return parameters
+
+
+_OF_LAYERS = ("full_attention", "sliding_attention")
+
+
+def read_ropes(family: Family, config: Mapping[str, Any], context: int) -> dict[str, Rope]:
+    """`rope` and `sliding_rope` of a class that has a RoPE for each kind of layer: within `rope_parameters` by the kind, or, as older
+    configs have it, at the top, where `rope_local_base_freq` is the base of the sliding layers and `rope_scaling` is of the others.
+    """
+    given = of_kind("rope_parameters", config.get("rope_parameters") or {}, dict)
+    if foreign := [key for key in given if key not in _OF_LAYERS]:
+        other = said(f"rope_parameters.{foreign[0]}", given[foreign[0]])
+        raise UserError(f"config.json has {other}; those of {family.name} are within {' and '.join(_OF_LAYERS)}")
+    full, sliding = (of_kind(f"rope_parameters.{kind}", given.get(kind) or {}, dict) for kind in _OF_LAYERS)
+    if full and config.get("rope_scaling"):
+        raise UserError("config.json has rope_scaling and rope_parameters.full_attention, two names of the same; keep one")
+    top = {key: config[key] for key in _OF_ALL if key in config}
+    scaling = {"rope_scaling": config["rope_scaling"]} if config.get("rope_scaling") else {"rope_parameters": full}
+    local = {"rope_theta": config["rope_local_base_freq"]} if "rope_local_base_freq" in config else {}
+    assert family.sliding_rope_theta is not None
+    return {
+        "rope": read_rope(family, top | scaling, context),
+        "sliding_rope": read_rope(replace(family, rope_theta=family.sliding_rope_theta), {"rope_parameters": sliding} | local, context),
+    }
 
 
 def read_rope(family: Family, config: Mapping[str, Any], context: int) -> Rope:

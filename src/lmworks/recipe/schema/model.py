@@ -163,13 +163,25 @@ class Model(Node):
         "head",
         description="what the norm of use_qk_norm spans: each head, with one weight for all (Qwen3, GLM), or all heads at once (OLMo 2)",
     )
-    norm_position: Literal["pre", "post"] = Field(
+    norm_position: Literal["pre", "post", "both"] = Field(
         "pre",
-        description="where a layer has its two norms: pre, on what attention and feed-forward read; post, on what they add to the "
-        "residual stream (OLMo 2)",
+        description="where a layer has its norms: pre, on what attention and feed-forward read; post, on what they add to the "
+        "residual stream (OLMo 2); both, four norms a layer (Gemma 2 and 3, GLM-4)",
+    )
+    hidden_act: Literal["silu", "gelu_tanh"] = Field(
+        "silu", description="activation of the gate in feed-forward layers: silu is SwiGLU; gelu_tanh is GEGLU with the tanh form (Gemma)"
+    )
+    scale_embeddings: bool = Field(
+        False, description="multiply embeddings by the square root of hidden_size, rounded to the type of the activations (Gemma)"
+    )
+    query_pre_attn_scalar: int | None = Field(
+        None, gt=0, le=_WIDEST, description="scores are divided by its square root; head_dim when omitted (Gemma 3 27B: 168)"
     )
     mla: Mla | None = None
     rope: Rope = Rope()
+    sliding_rope: Rope | None = Field(
+        None, description="RoPE of the sliding layers; that of `rope` when omitted. Phases that change `rope` leave it (Gemma 3, OLMo 3)"
+    )
     no_rope_layer_interval: int = Field(0, ge=0, le=MOST_LAYERS, description="every n-th layer has no RoPE (SmolLM3: 4); 0 means none")
     sliding_window: Tokens | None = Field(
         None, description="window size of the sliding attention layers; full attention everywhere when omitted"
@@ -214,7 +226,7 @@ class Model(Node):
 
     @model_validator(mode="after")
     def _rope_has_frequencies(self) -> Model:
-        rope, share = self.rope, self.rope.partial_rotary_factor
+        share = self.rope.partial_rotary_factor
         if not share or not (self.mla or self.head_dim):
             return self
         rotated = self.mla.qk_rope_head_dim if self.mla else int((self.head_dim or 0) * share)
@@ -225,14 +237,38 @@ class Model(Node):
                 f"model.rope.partial_rotary_factor {share:g} rotates none of the {self.head_dim} dimensions of a head; raise it to at "
                 f"least {2 / (self.head_dim or 1):.2g}, or set it to 0 for no positions"
             )
-        if rope.scaling == "ntk" and rotated == 2:
-            raise ValueError("rope.scaling ntk stretches the slowest of several frequencies, and 2 rotated dimensions have one; use linear")
-        slowest = math.log(rope.theta) * (rotated - 2) / rotated + math.log(rope.factor)
-        if slowest > _SLOWEST:
+        for name, rope in (("rope", self.rope), ("sliding_rope", self.sliding_rope or self.rope)):
+            if rope.scaling == "ntk" and rotated == 2:
+                raise ValueError(
+                    f"{name}.scaling ntk stretches the slowest of several frequencies, and 2 rotated dimensions have one; use linear"
+                )
+            slowest = math.log(rope.theta) * (rotated - 2) / rotated + math.log(rope.factor)
+            if slowest > _SLOWEST:
+                raise ValueError(
+                    f"{name}.theta {rope.theta:g} and {name}.factor {rope.factor:g} make the slowest frequency "
+                    f"1e-{slowest / math.log(10):.0f}, less than fp32 can hold; lower them"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _sliding_rope_has_layers(self) -> Model:
+        if self.sliding_rope is None:
+            return self
+        if self.sliding_window is None:
             raise ValueError(
-                f"rope.theta {rope.theta:g} and rope.factor {rope.factor:g} make the slowest frequency 1e-{slowest / math.log(10):.0f}, "
-                "less than fp32 can hold; lower them"
+                "model.sliding_rope is that of sliding layers, but there is no window; set model.sliding_window or leave it out"
             )
+        if self.sliding_rope.partial_rotary_factor != self.rope.partial_rotary_factor:
+            raise ValueError(
+                f"model.sliding_rope.partial_rotary_factor {self.sliding_rope.partial_rotary_factor:g} must equal that of model.rope, "
+                f"{self.rope.partial_rotary_factor:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_have_silu(self) -> Model:
+        if self.moe is not None and self.hidden_act != "silu":
+            raise ValueError(f"model.hidden_act {self.hidden_act} does not combine with model.moe, whose experts have silu; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -279,6 +315,7 @@ class Model(Node):
         for name, clash, why in (
             ("attention_bias", self.attention_bias, "its projections have no biases"),
             ("use_qk_norm", self.use_qk_norm, "the latents are normed instead"),
+            ("query_pre_attn_scalar", self.query_pre_attn_scalar, "its scores are divided by the root of head_dim"),
             ("no_rope_layer_interval", self.no_rope_layer_interval, "every layer rotates mla.qk_rope_head_dim dimensions"),
             ("sliding_window", self.sliding_window, "every layer sees everything"),
             ("rope.partial_rotary_factor", self.rope.partial_rotary_factor != 1, "mla.qk_rope_head_dim says how much of a head is rotated"),
