@@ -71,8 +71,8 @@ def test_a_phase_that_opens_the_window_gives_all_layers_the_rope_of_the_others()
     [
         ({"sliding_rope": {}}, "there is no window; set model.sliding_window"),
         (_WINDOW | {"rope": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 1 must equal that of model.rope, 0.5"),
-        (_WINDOW | {"sliding_rope": {"theta": 1e38, "scaling": "linear", "factor": 1e12}}, "sliding_rope.theta 1e.38 .* than fp32 can hold"),
-        ({"moe": {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}}, "gelu_tanh does not combine with model.moe"),
+        (_WINDOW | {"sliding_rope": {"theta": 1e38, "scaling": "linear", "factor": 1e12}}, "sliding_rope.theta 1e.38 .*fp32 can hold"),
+        ({"moe": {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}}, "does not combine with model.moe"),
     ],
 )
 def test_options_that_do_not_combine_are_refused(options: dict[str, Any], reason: str) -> None:

@@ -230,7 +230,7 @@ def rope_factors(model: Model) -> Tensor:
 def _plain(info: TensorInfo, heads: int, shift: float = 0.0) -> GgufSlice:
     def rows(begin: int, end: int) -> Tensor:
         if not heads:
-            return _read(info, begin, end) + shift if shift else _read(info, begin, end)
+            return _read(info, begin, end).double() + shift if shift else _read(info, begin, end)
         height = info.shape[0] // heads
         first, last = begin // height * height, -(-end // height) * height  # whole heads
         return from_neighbors(_read(info, first, last), height)[begin - first : end - first]

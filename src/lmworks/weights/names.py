@@ -144,8 +144,8 @@ def is_shifted(name: str, family: Family) -> bool:
 
 
 def from_shifted(tensor: Tensor) -> Tensor:
-    """The factors of a norm, from the weight of a class that adds 1 to it."""
-    return tensor.float() + 1
+    """The factors of a norm, from the weight of a class that adds 1 to it; in fp64, so that they are rounded once."""
+    return tensor.double() + 1
 
 
 def is_interleaved(name: str, model: Model) -> bool:
