@@ -28,6 +28,7 @@ from lmworks.recipe.changes import Change, as_tree, canonical, readers
 from lmworks.recipe.former import with_former_paths
 from lmworks.recipe.keys import flatten
 from lmworks.recipe.load import load_resolved
+from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.stages import STAGES, STAMP, Stage, stages_for
 from lmworks.train.data.row_files import files_of
@@ -224,9 +225,15 @@ def stale_reason(stage: Stage, recipe: Recipe, run_dir: Path, expected: Mapping[
     before: dict[str, str] = record.get("inputs", {})
     if not before.keys() <= expected.keys():
         before = with_former_paths(before, as_tree(recipe), _hash)
-    changed = tuple(name for name in {**expected, **before} if expected.get(name) != before.get(name))
+    changed = tuple(name for name in {**expected, **before} if expected.get(name) != before.get(name, _default(name)))
     lost = tuple(_lost(folder, stage, recipe, record.get("outputs", {}))) if record["done"] else ()
     return StaleReason(changed=changed, stopped=not record["done"], lost=lost)
+
+
+def _default(name: str) -> str | None:
+    """The hash of the default of a key of the model: what an earlier version that lacked the key computed."""
+    field = Model.model_fields.get(name.removeprefix("model.")) if name.startswith("model.") else None
+    return None if field is None or field.is_required() else _hash(field.default)
 
 
 def _lost(folder: Path, stage: Stage, recipe: Recipe, outputs: Mapping[str, int]) -> Iterator[str]:
