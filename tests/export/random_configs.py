@@ -60,7 +60,7 @@ def random_config(family: Family, seed: int) -> Any:
     if "num_experts_per_tok" in keys:
         groups = draw.choice([1, 2, 4])
         experts = {
-            "n_routed_experts": EXPERTS, "num_experts": EXPERTS, "num_experts_per_tok": draw.randint(1, 2),
+            "n_routed_experts": EXPERTS, "num_experts": EXPERTS, "num_local_experts": EXPERTS, "num_experts_per_tok": draw.randint(1, 2),
             "moe_intermediate_size": 8 * draw.randint(1, 4), "n_shared_experts": draw.randint(1, 2), "n_group": groups,
             "topk_group": draw.randint(1, groups), "norm_topk_prob": draw.random() < 0.5, "routed_scaling_factor": draw.choice([1.0, 2.5]),
             "first_k_dense_replace": draw.randint(0, layers), "mlp_only_layers": list(range(draw.randint(0, layers))),

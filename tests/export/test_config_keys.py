@@ -74,8 +74,10 @@ def test_every_key_of_the_class_is_read_or_known_to_change_nothing(family: Famil
     """A key that a later version of transformers adds must be looked at."""
     from transformers import GenerationConfig, PretrainedConfig
 
-    known = {*family.defaults, *family.aliases, *keys.ROPE, *keys.FIXED}
+    known = {*family.defaults, *family.aliases, *family.fixed, *keys.ROPE, *keys.FIXED}
     kind = _config_class(family)
+    for key, default in class_defaults(kind).items():
+        assert default in (*family.fixed.get(key, (default,)), None), key
     written = {field.name for field in dataclasses.fields(kind)} | kind().to_dict().keys()
     assert not [key for key in written if key not in known and not keys.changes_no_number(key)]
     of_all = {field.name for field in dataclasses.fields(PretrainedConfig)} | GenerationConfig._get_default_generation_params().keys()

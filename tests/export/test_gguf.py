@@ -47,6 +47,10 @@ MLA: dict[str, Any] = {
     "mla": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
 }  # fmt: skip
 
+ALL_HEADS: dict[str, Any] = {"num_key_value_heads": 2, "use_qk_norm": True, "qk_norm_over": "all_heads"}
+OLMOE: dict[str, Any] = ALL_HEADS | {"moe": SOFTMAX | {"first_k_dense_replace": 0}}
+PLAIN_WEIGHTS: dict[str, Any] = OLMOE["moe"] | {"norm_topk_prob": False}
+
 
 def written(run: Any, path: Path, dtype: torch.dtype = torch.float32) -> Any:
     write_gguf(run.model, run.tokenizer, path, dtype, "tiny")
@@ -172,6 +176,10 @@ def test_embedding_rows_beyond_the_tokenizer_are_unused_tokens(make_run: Callabl
         (MLA | {"rope": {"scaling": "yarn", "factor": 4.0, "original_max_position_embeddings": "8 tokens"}}, "rope.scaling yarn"),
         ({"use_qk_norm": True, "moe": SOFTMAX | {"first_k_dense_replace": 1}}, "llama.cpp's qwen3moe has experts in all"),
         ({"use_qk_norm": True, "moe": SOFTMAX | {"first_k_dense_replace": 0, "norm_topk_prob": False}}, "not normalized"),
+        (OLMOE, "weights of its chosen experts are normalized"),
+        (OLMOE | {"moe": PLAIN_WEIGHTS, "num_key_value_heads": 1}, "llama.cpp's olmoe has a key norm of the whole width"),
+        (OLMOE | {"moe": PLAIN_WEIGHTS, "tie_word_embeddings": True}, "llama.cpp's olmoe needs a head of its own"),
+        (ALL_HEADS | {"norm_position": "post", "tie_word_embeddings": True}, "llama.cpp's olmo2 needs a head of its own"),
     ],
 )
 def test_what_llama_cpp_cannot_express_is_refused(change: dict[str, Any], reason: str) -> None:

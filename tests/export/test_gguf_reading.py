@@ -75,7 +75,9 @@ def test_random_models_of_each_class_come_back(family: Family, make_run: Callabl
     assert written
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-llama3", "llama-yarn", "glm4moe", "deepseek", "qwen3", "smollm3", "qwen3moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-llama3", "llama-yarn", "glm4moe", "deepseek", "qwen3", "smollm3", "qwen3moe", "mixtral", "olmoe"]
+)
 def test_a_run_comes_back_with_its_tokenizer(make_run: Callable[..., Any], tmp_path: Path, name: str) -> None:
     run = make_run(name)
     write_gguf(run.model, run.tokenizer, tmp_path / "model.gguf", torch.float32, "tiny")
@@ -179,7 +181,7 @@ def _rewritten(source: Path, path: Path, change: Callable[[str, Any], Any], adde
         ("llama.rope.scaling.attn_factor", 1.5, "llama.rope.scaling.attn_factor = 1.5"),
         ("llama.rope.scaling.type", "longrope", "llama.rope.scaling.type is longrope"),
         ("llama.attention.value_length", 32, "llama.attention.value_length is 32"),
-        ("llama.expert_count", 8, "8 experts are those of Mixtral"),
+        ("llama.expert_count", 8, "expert_count is 8, but no tensor has as many experts"),
         ("llama.block_count", 2_000_000_000, "block_count is 2,000,000,000"),
         ("llama.attention.head_count", 0, "head_count is 0"),
         ("llama.rope.freq_base", float("nan"), "rope.freq_base is nan"),
@@ -208,6 +210,14 @@ def test_another_architecture_is_refused_with_those_that_are_read(make_run: Call
     (tmp_path / "model.gguf").write_bytes(data)
     with pytest.raises(UserError, match=r"model\.gguf: its architecture is 'gemma'; lmworks reads deepseek2, .*llama"):
         find_weights(tmp_path / "model.gguf")
+
+
+def test_experts_where_no_class_of_the_architecture_has_any_are_refused(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    run = make_run("qwen3")
+    write_gguf(run.model, run.tokenizer, tmp_path / "plain.gguf", torch.float32, "tiny")
+    path = _rewritten(tmp_path / "plain.gguf", tmp_path / "model.gguf", lambda _, old: old, {"qwen3.expert_count": 8})
+    with pytest.raises(UserError, match=r"it has 8 experts \(qwen3.expert_count\), and lmworks knows no such model of architecture qwen3"):
+        find_weights(path)
 
 
 def test_a_folder_with_one_model_and_one_with_two(make_run: Callable[..., Any], tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ _POST: dict[str, Any] = _COMMON | {"head_dim": 16, "norm_position": "post", "use
 _GEMMA: dict[str, Any] = _COMMON | {
     "use_qk_norm": True, "norm_position": "both", "hidden_act": "gelu_tanh", "scale_embeddings": True, "tie_word_embeddings": True
 }  # fmt: skip
+_MIXTRAL: dict[str, Any] = _COMMON | {"intermediate_size": 32}  # which is the size of an expert
+_OLMOE: dict[str, Any] = _MIXTRAL | {"head_dim": 16, "use_qk_norm": True, "qk_norm_over": "all_heads"}
 _LLAMA3 = Rope(theta=500_000, scaling="llama3", factor=8, original_max_position_embeddings="16 tokens")
 _MLA = Mla(q_lora_rank=24, kv_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10)
 _LATENT: dict[str, Any] = _COMMON | {"num_key_value_heads": 4, "head_dim": 20, "mla": _MLA}
@@ -81,6 +83,10 @@ CASES = {
         tie_word_embeddings=True,
         moe=_SOFTMAX.model_copy(update={"first_k_dense_replace": 2, "norm_topk_prob": False}),
     ),
+    "mixtral": Model(**_MIXTRAL, moe=_SOFTMAX),
+    "mixtral_window": Model(**_MIXTRAL, moe=_SOFTMAX, sliding_window="5 tokens", tie_word_embeddings=True, rope=Rope(theta=1e6)),
+    "olmoe": Model(**_OLMOE, moe=_SOFTMAX),
+    "olmoe_plain_weights": Model(**_OLMOE | {"num_key_value_heads": 4}, moe=_SOFTMAX.model_copy(update={"norm_topk_prob": False})),
     "mistral": Model(**_COMMON, sliding_window="5 tokens"),
     "olmo2": Model(**_POST),
     "olmo2_tied": Model(**_POST | {"num_key_value_heads": 4}, tie_word_embeddings=True, rope=Rope(theta=500_000)),
@@ -165,7 +171,7 @@ def _same_logits_loss_and_gradients(model: Transformer, peer: Any, tokens: torch
     loss.backward()
     torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
     own = {key: p.grad for key, p in model.named_parameters() if not key.startswith("mtp.")}
-    gradients = dict(to_huggingface(own, model.config))
+    gradients = {_as_in_memory(key): gradient for key, gradient in to_huggingface(own, model.config)}
     if family_of(model.config).norms_plus_one:  # the weights are moved by 1; their gradients are not
         gradients = {key: grad + 1 if key.endswith("norm.weight") else grad for key, grad in gradients.items()}
     checked, largest = 0, max(float(parameter.grad.abs().max()) for parameter in peer.parameters())
@@ -177,6 +183,15 @@ def _same_logits_loss_and_gradients(model: Transformer, peer: Any, tokens: torch
             assert float(found.abs().max()) < 1e-5 * largest, key
         checked += 1
     assert checked == len(list(peer.parameters()))
+
+
+def _as_in_memory(key: str) -> str:
+    """A name in a file as transformers names the module; only Mixtral's differ."""
+    if ".block_sparse_moe." not in key:
+        return key
+    for part, kind in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        key = key.replace(f".{part}.", f".{kind}.")
+    return key.replace(".block_sparse_moe.", ".mlp.")
 
 
 def _fused(key: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -316,6 +331,9 @@ def test_layer_types_that_say_nothing_are_refused(change: dict[str, Any], reason
         ({"moe": _MOE.model_copy(update={"scoring_func": "softmax"})}, "gates are softmax"),
         ({"moe": _MOE.model_copy(update={"n_shared_experts": 0})}, "no shared expert"),
         ({"use_qk_norm": True, "moe": _SOFTMAX.model_copy(update={"balance": Balance()})}, "a bias selects its experts"),
+        ({"moe": _SOFTMAX.model_copy(update={"norm_topk_prob": False})}, "its chosen experts are not normalized .*nearest class, Mixtral"),
+        ({"moe": _SOFTMAX.model_copy(update={"first_k_dense_replace": 2})}, "first layers are dense .* 2.*nearest class, Mixtral"),
+        (_OLMOE | {"moe": _SOFTMAX.model_copy(update={"first_k_dense_replace": 1})}, "first layers are dense .* 1.*nearest class, Olmoe"),
         (_POST | {"head_dim": 24}, "heads x head_dim is 96 and not hidden_size 64"),
         ({"norm_position": "post"}, "queries and keys are not normalized over all heads .*, unlike the nearest class, Olmo2"),
     ],
@@ -363,6 +381,7 @@ def test_a_selection_bias_is_not_left_behind() -> None:
         ("qwen3_moe", {"num_local_experts": 4}, "num_experts 8 and num_local_experts 4, two names of the same; keep one"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers 3, which must be a list"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size 64; lmworks supports 0"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0; lmworks supports no value"),
         ("qwen3_window", {"use_sliding_window": False}, "layer_types with sliding_attention, but no window"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers that are not every n-th layer"),
         ("deepseek_v3_moe", {"scoring_func": "softmax"}, 'scoring_func "softmax"; lmworks supports "sigmoid"'),

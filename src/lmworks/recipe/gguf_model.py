@@ -83,8 +83,10 @@ def model_of(header: Header, rope_factors: list[float] | None = None) -> Model:
         known = sorted({name for family in FAMILIES.values() for name in family.architectures})
         raise UserError(f"its architecture is {str(architecture)[:50]!r}; lmworks reads {', '.join(known)}")
     values = _Values(header, str(architecture))
-    if (experts := values.get("expert_count", 0)) and not any(family.has("experts") for family in candidates):
-        raise UserError(f"its {experts} experts are those of Mixtral ({architecture}.expert_count), which lmworks does not have")
+    experts = values.get("expert_count", 0)
+    candidates = [one for one in candidates if (one.has("experts") if experts else "experts" not in one.requires)]
+    if not candidates:
+        raise UserError(f"it has {experts} experts ({architecture}.expert_count), and lmworks knows no such model of architecture {architecture}")
     _refuse_absurd(values, header)
     common = _common(values, header, rope_factors)
     reasons: list[str] = []

@@ -158,6 +158,29 @@ def experts_from_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe": moe}
 
 
+def softmax_experts(count: int, selected: int, size: int, *, normalized: bool) -> dict[str, Any]:
+    """`moe`, and the equal size of a dense layer, of a class with softmax gates and routed experts in all layers."""
+    moe = {
+        "n_routed_experts": count, "num_experts_per_tok": selected, "moe_intermediate_size": size, "n_shared_experts": 0,
+        "first_k_dense_replace": 0, "scoring_func": "softmax", "norm_topk_prob": normalized, "balance": {"method": "aux"},
+    }  # fmt: skip
+    return {"moe": moe, "intermediate_size": size}
+
+
+def softmax_experts_metadata(model: Model) -> dict[str, Any]:
+    """The metadata of experts in llama.cpp, where their size is that of the feed-forward layer."""
+    assert model.moe is not None
+    return {
+        "feed_forward_length": model.moe.moe_intermediate_size, "expert_count": model.moe.n_routed_experts,
+        "expert_used_count": model.moe.num_experts_per_tok,
+    }  # fmt: skip
+
+
+def first_layers_dense(moe: Moe) -> str | None:
+    """Why a class with experts in all layers does not express the model, or None."""
+    return f"its first layers are dense (moe.first_k_dense_replace {moe.first_k_dense_replace})" if moe.first_k_dense_replace else None
+
+
 def window_to_config(model: Model, _: Rope | None = None) -> dict[str, Any]:
     """The keys of a sliding window and of the layers that have it."""
     return {
@@ -202,4 +225,6 @@ def gguf(model: Model, architecture: str, *, interleaved_rope: bool = False, met
         raise NoClass("it has a sliding window, which llama.cpp ignores for this architecture")
     if model.rope.scaling == "llama3" and architecture != "llama":
         raise NoClass(f"it has rope.scaling llama3, which llama.cpp supports for its architecture llama and not for {architecture}")
+    if model.tie_word_embeddings and architecture in ("olmo2", "olmoe"):  # all others take the embedding where a file has no head
+        raise NoClass(f"its head is its embedding (tie_word_embeddings), and llama.cpp's {architecture} needs a head of its own")
     return Gguf(architecture, interleaved_rope, metadata or {})

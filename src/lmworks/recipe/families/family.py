@@ -56,7 +56,7 @@ _ANYTHING = frozenset({
     "eta_cutoff", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "num_assistant_tokens",
     "num_assistant_tokens_schedule", "cache_implementation",
     # how a model was or is trained; weights are the same with any value
-    "pretraining_tp", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "neftune_noise_alpha",
+    "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux", "ep_size", "neftune_noise_alpha",
     # of other programs; a few thousand published configs have them
     "quantization_config",  # the reader of the weights looks at it
     "is_llama_config", "max_sequence_length", "model_max_length", "tokenizer_model_max_length", "tokenizer_padding_side",

@@ -16,7 +16,8 @@ _POST_NORMS: Names = (
 )
 
 
-def _differs(model: Model) -> str | None:
+def heads_are_the_width(model: Model) -> str | None:
+    """Why a class without `head_dim` does not express the model, or None."""
     assert model.num_attention_heads and model.head_dim
     if model.num_attention_heads * model.head_dim != model.hidden_size:
         return f"heads x head_dim is {model.num_attention_heads * model.head_dim} and not hidden_size {model.hidden_size}"
@@ -34,6 +35,7 @@ FAMILY = Family(
         "vocab_size": 50304, "intermediate_size": 11008, "num_key_value_heads": Null(int), "head_dim": Extra(int),
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False,
     },
-    requires=frozenset({"post-norm", "QK norm over all heads"}), differs=_differs, omits=("head_dim",), from_config=_from_config,
+    requires=frozenset({"post-norm", "QK norm over all heads"}), differs=heads_are_the_width, omits=("head_dim",), from_config=_from_config,
     architectures=("olmo2",), from_gguf=_from_config, gguf=partial(common.gguf, architecture="olmo2"),
+    without_gguf="tied embeddings",
 )  # fmt: skip
