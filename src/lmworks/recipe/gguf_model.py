@@ -86,7 +86,8 @@ def model_of(header: Header, rope_factors: list[float] | None = None) -> Model:
     experts = values.get("expert_count", 0)
     candidates = [one for one in candidates if (one.has("experts") if experts else "experts" not in one.requires)]
     if not candidates:
-        raise UserError(f"it has {experts} experts ({architecture}.expert_count), and lmworks knows no such model of architecture {architecture}")
+        many = f"{experts} experts ({architecture}.expert_count)"
+        raise UserError(f"it has {many}, and lmworks knows no such model of architecture {architecture}")
     _refuse_absurd(values, header)
     common = _common(values, header, rope_factors)
     reasons: list[str] = []

@@ -36,7 +36,7 @@ def _gguf(model: Model) -> Gguf:
     moe = model.moe
     assert moe is not None
     if moe.norm_topk_prob:
-        raise NoClass("the weights of its chosen experts are normalized (moe.norm_topk_prob), and llama.cpp's olmoe does not normalize them")
+        raise NoClass("the weights of its chosen experts are normalized (moe.norm_topk_prob), which llama.cpp's olmoe does not do")
     if model.num_key_value_heads != model.num_attention_heads:
         raise NoClass("it has fewer key-value heads than heads, and llama.cpp's olmoe has a key norm of the whole width")
     return common.gguf(model, "olmoe", metadata=common.softmax_experts_metadata(model))

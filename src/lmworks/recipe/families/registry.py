@@ -29,7 +29,13 @@ def family_of(model: Model) -> Family:
     """The family that expresses this model, the simplest one if there are several. Raises `NoClass` with the reason if there is none."""
     reasons = {name: family.why_not(model) for name, family in FAMILIES.items()}
     traits = {name for name, trait in TRAITS.items() if trait.found(model)}
-    nearest = min(FAMILIES, key=lambda name: (len(reasons[name]), -len(FAMILIES[name].requires & traits), len(FAMILIES[name].allows)))
+
+    def distance(name: str) -> tuple[int, bool, int, int]:
+        family = FAMILIES[name]
+        fits = family.requires <= traits <= family.requires | family.allows  # and at most something that is no trait differs
+        return len(reasons[name]), not fits, -len(family.requires & traits), len(family.allows)
+
+    nearest = min(FAMILIES, key=distance)
     if reasons[nearest]:
         raise NoClass(f"{' and '.join(reasons[nearest])}, unlike the nearest class, {nearest}")
     return FAMILIES[nearest]
