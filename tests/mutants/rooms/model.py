@@ -21,7 +21,7 @@ MUTANTS = [
      "What a step of decoding copies to the device is in page-locked memory.", "gpu/test_decoding_waits.py"),
     ("model.cache:Cache.begin", "min(max(self.lengths) + steps, self.capacity)", "min(int(self.slots_BT.max()) + 1, self.capacity)",
      "The lengths of rows are numbers of the host.", "inference/test_inference.py"),
-    ("model.transformer:Transformer.rotation", "signed(sin) if self.joined else sin", "sin",
+    ("model.transformer:Transformer._rotation", "signed(sin) if self.joined else sin", "sin",
      "A model for inference rotates in the direction of the published models.", "inference/test_inference.py"),
     ("model.rope:rotate", "torch.cat((-second, first), dim=-1)", "torch.cat((second, -first), dim=-1)",
      "Positions rotate in the direction of the published models.", "model/test_rope.py export/test_huggingface.py"),
