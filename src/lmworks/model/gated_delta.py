@@ -68,10 +68,10 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], documents: Documents, cache: LayerCache | None = None) -> Tensor:
         B, T, _ = x_BTD.shape
         positions_BT = documents.positions_BT
-        before = None if cache is None else cache.states()
+        inputs_before, state_before = (None, None) if cache is None else cache.states()
         inputs_BTX = torch.cat((self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)), dim=-1)
         filters_XW = torch.cat((self.query_conv(), self.key_conv(), self.value_conv()))
-        mixed_BTX = F.silu(short_conv(inputs_BTX, filters_XW, positions_BT, before and before[0]))
+        mixed_BTX = F.silu(short_conv(inputs_BTX, filters_XW, positions_BT, inputs_before))
         keys = self.query_conv().shape[0]
         query, key, value = mixed_BTX.split((keys, keys, mixed_BTX.shape[-1] - 2 * keys), dim=-1)
         query_BTGK, key_BTGK = (_unit(x.reshape(B, T, -1, self.key_head_dim)) for x in (query, key))
@@ -82,10 +82,10 @@ class GatedDeltaNet(nn.Module):
         rule = delta_rule_plain if self.plain else delta_rule
         out_BTHV, state = rule(
             query_BTGK * self.key_head_dim**-0.5, key_BTGK, value.reshape(B, T, -1, self.value_head_dim), log_decay_BTH, beta_BTH,
-            positions_BT, before and before[1],
+            positions_BT, state_before,
         )  # fmt: skip
         if cache is not None:
-            cache.keep_states((last_values(inputs_BTX, before and before[0], self.width, cache.counts()), state))
+            cache.keep_states((last_values(inputs_BTX, inputs_before, self.width, cache.counts()), state))
         gate_BTHV = self.gate(x_BTD).view(B, T, -1, self.value_head_dim)
         out_BTHV = self.norm(out_BTHV.to(x_BTD.dtype)) * F.silu(at_least_fp32(gate_BTHV))
         return self.output(out_BTHV.to(x_BTD.dtype).flatten(2))

@@ -228,7 +228,8 @@ class Transformer(nn.Module):
         rotations = self.rotations(spans)
         totals, entropies, experts = [], [], ExpertStats(None, None)
         for depth, (layer, (tokens_BT, labels_BT)) in enumerate(zip(self.mtp, ahead, strict=True)):
-            mask, rope = spans.of(layer.block.attention), rotations[layer.block.attention.slides]
+            attention: Any = layer.block.attention  # type: ignore[union-attr]
+            mask, rope = spans.of(attention), rotations[attention.slides]
             place = cache.layer((self.config.num_hidden_layers or 0) + depth) if cache else None
             hidden_BTD, counts, aux = layer(hidden_BTD, self.embed(tokens_BT), rope, mask, place)
             total, head = self.head_loss(hidden_BTD, labels_BT)
@@ -282,7 +283,8 @@ class Transformer(nn.Module):
         rotations = self.rotations(spans)
         counts, aux = [], []
         for index, block in enumerate(self.layers):
-            mask, rope = spans.of(block.attention), rotations[block.attention.slides]
+            attention: Any = block.attention
+            mask, rope = spans.of(attention), rotations[attention.slides]
             x_BTD, layer_counts, layer_aux = block(x_BTD, rope, mask, cache.layer(index) if cache else None)
             if layer_counts is not None:
                 counts.append(layer_counts)

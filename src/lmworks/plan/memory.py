@@ -141,14 +141,13 @@ def layer_activations(
     assert D and H and K and d and model.intermediate_size
     tp = layout.tp
     mla, mixer = model.mla if model.attends(layer) else None, model.mixer(layer)
+    heads = projected = 0.0  # numbers that the mixer saves: all, and outputs of matrix products
     if mla is not None:
         latents = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.qk_rope_head_dim  # before their norm and after it
         projected = H * d + H * (mla.qk_nope_head_dim + mla.v_head_dim)
         heads = latents * tp + projected + 2 * H * d + H * mla.v_head_dim  # replicated latents; concatenated q and k, out
         projected += ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim) * tp
-    elif not model.attends(layer):
-        heads, projected = 0.0, 0.0
-    else:
+    elif model.attends(layer):
         heads = (2 * H + K) * d + (H + K) * d * (2 if model.use_qk_norm else 1)  # rotated q and k, v, out; q and k before norm and rotation
         projected = (H + 2 * K) * d
     if mixer != "attention":
