@@ -66,6 +66,20 @@ def random_config(family: Family, seed: int) -> Any:
             "first_k_dense_replace": draw.randint(0, layers), "mlp_only_layers": list(range(draw.randint(0, layers))),
         }  # fmt: skip
         values |= {key: value for key, value in experts.items() if key in keys}
+    factors = [0.5, 0.75, 1.0, 1.5]
+    values |= {key: draw.choice(factors) for key in sorted(keys) if key.endswith(("_multiplier", "_alpha_factor", "_beta_factor"))}
+    if "mamba_n_heads" in keys:
+        groups = draw.choice([1, 2])
+        inner = groups * draw.choice([1, 3])
+        values |= {
+            "mamba_n_heads": inner, "mamba_d_head": 4, "mamba_d_ssm": 4 * inner, "mamba_n_groups": groups,
+            "mamba_d_state": draw.choice([4, 12]), "mamba_d_conv": draw.choice([2, 4]), "mamba_conv_bias": draw.random() < 0.5,
+            "mamba_rms_norm": draw.random() < 0.5, "mamba_norm_before_gate": draw.random() < 0.5, "mamba_chunk_size": draw.choice([8, 32]),
+            "mlp_multipliers": [draw.choice(factors) for _ in range(2)], "ssm_multipliers": [draw.choice(factors) for _ in range(5)],
+        }  # fmt: skip
+    if "lightning attention" in family.requires:
+        values |= {"num_local_experts": EXPERTS, "block_size": draw.choice([8, 32]), "sliding_window": None, "layer_types": [
+            draw.choice(["linear_attention", "full_attention"]) for _ in range(layers - 1)] + ["linear_attention"]}  # fmt: skip
     if "kv_lora_rank" in keys:
         values |= {
             "q_lora_rank": draw.choice([None, 4 * draw.randint(2, 6)]), "kv_lora_rank": 4 * draw.randint(2, 6), "qk_rope_head_dim": rotated,

@@ -18,6 +18,7 @@ from lmworks.export.huggingface import write_model
 from lmworks.model import Transformer
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import FAMILIES, class_for, family_of, from_config, table, to_config
+from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers
 from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Rope
 from lmworks.weights.huggingface import read_model
 from lmworks.weights.names import is_exported, to_huggingface
@@ -53,6 +54,16 @@ _LLAMA3 = Rope(theta=500_000, scaling="llama3", factor=8, original_max_position_
 _MLA = Mla(q_lora_rank=24, kv_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10)
 _LATENT: dict[str, Any] = _COMMON | {"num_key_value_heads": 4, "head_dim": 20, "mla": _MLA}
 _YARN = Rope(theta=500.0, scaling="yarn", factor=4, original_max_position_embeddings="16 tokens")
+_MAMBA = Mamba(num_heads=6, head_dim=8, state_size=12, n_groups=2, gate_norm="none")
+_FACTORS = Multipliers(
+    embedding=2.0, logits=0.5, key=0.75, attention_in=1.25, attention_out=0.75, gate=1.5, ffn_out=0.75, mamba_in=1.5,
+    mamba_parts=(0.75, 1.25, 0.5, 1.5, 2.0), mamba_out=0.5,
+)  # fmt: skip
+_HYBRID: dict[str, Any] = {"layer_types": ("hybrid",), "mamba": _MAMBA}
+_LIGHTNING: dict[str, Any] = {
+    "layer_types": ("linear_attention", "full_attention"), "lightning": Lightning(), "norm_position": "stream",
+    "moe": _SOFTMAX.model_copy(update={"moe_intermediate_size": 96}),
+}  # fmt: skip
 
 CASES = {
     "glm4_moe": Model(**_COMMON, use_qk_norm=True, attention_bias=True, rope=Rope(partial_rotary_factor=0.5, theta=1e5), moe=_MOE),
@@ -109,6 +120,16 @@ CASES = {
     "llama_ntk": Model(**_COMMON, rope=Rope(scaling="ntk", factor=4, original_max_position_embeddings="16 tokens")),
     "smollm3_window_per_layer": Model(**_COMMON, sliding_window="5 tokens", layer_types=("sliding_attention", "full_attention")),
     "smollm3": Model(**_COMMON, no_rope_layer_interval=4, tie_word_embeddings=True),
+    "falcon_h1": Model(**_COMMON, layer_types=("hybrid",), mamba=_MAMBA, multipliers=_FACTORS),
+    "falcon_h1_norm": Model(
+        **_COMMON, layer_types=("hybrid",), mamba=_MAMBA.model_copy(update={"gate_norm": "after_gate", "norm_groups": 2}),
+        tie_word_embeddings=True,
+    ),
+    "minimax": Model(
+        **_COMMON, layer_types=("linear_attention", "full_attention"), lightning=Lightning(), norm_position="stream",
+        moe=_SOFTMAX.model_copy(update={"moe_intermediate_size": 96}),
+        multipliers=Multipliers(attention_stream=1.5, lightning_stream=0.75, lightning_out=1.25, ffn_stream=1.5),
+    ),
     "deepseek_v3_dense": Model(**_LATENT),
     "deepseek_v3_plain_query": Model(**(_LATENT | {"mla": _MLA.model_copy(update={"q_lora_rank": None})}), rope=Rope(theta=500.0)),
     "deepseek_v3_moe": Model(**_LATENT, moe=_MOE),
@@ -206,7 +227,7 @@ def _fused(key: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
 def _randomize(peer: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for key, tensor in peer.state_dict().items():
-        if tensor.is_floating_point() and "rotary" not in key:
+        if tensor.is_floating_point() and not key.endswith(("inv_freq", "slope_rate", "_decay")):
             noise = torch.randn(tensor.shape, generator=generator)
             added = 0 if FAMILIES[type(peer).__name__].norms_plus_one else 1
             tensor.copy_(added + 0.3 * noise if "norm" in key else 0.2 * noise)
@@ -335,6 +356,13 @@ def test_layer_types_that_say_nothing_are_refused(change: dict[str, Any], reason
         ({"moe": _SOFTMAX.model_copy(update={"first_k_dense_replace": 2})}, "first layers are dense .* 2.*nearest class, Mixtral"),
         (_OLMOE | {"moe": _SOFTMAX.model_copy(update={"first_k_dense_replace": 1})}, "first layers are dense .* 1.*nearest class, Olmoe"),
         (_POST | {"head_dim": 24}, "heads x head_dim is 96 and not hidden_size 64"),
+        (_HYBRID | {"layer_types": ("hybrid", "full_attention")}, "only some of its layers have Mamba-2"),
+        (_HYBRID | {"mamba": _MAMBA.model_copy(update={"gate_norm": "after_gate"})}, "gated norm has 1 groups and not those of B and C, 2"),
+        (_HYBRID | {"multipliers": Multipliers(ffn_stream=0.5)}, r"a factor that Falcon-H1 has not \(multipliers.ffn_stream\)"),
+        (_LIGHTNING | {"multipliers": Multipliers(embedding=2.0)}, r"a factor that MiniMax-01 has not \(multipliers.embedding\)"),
+        (_LIGHTNING | {"lightning": Lightning(rms_norm_eps=1e-5)}, "lightning attention has another eps"),
+        (_LIGHTNING | {"moe": _SOFTMAX}, "moe_intermediate_size is not intermediate_size"),
+        (_LIGHTNING | {"norm_position": "pre"}, "its norms are not on the residual stream"),
         ({"norm_position": "post"}, "queries and keys are not normalized over all heads .*, unlike the nearest class, Olmo2"),
     ],
 )
@@ -374,6 +402,12 @@ def test_a_selection_bias_is_not_left_behind() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
+        ("falcon_h1", {"mamba_n_heads": 5}, "mamba_n_heads 5 and mamba_d_head 8, whose product is not the inner width 48"),
+        ("falcon_h1", {"time_step_limit": [0.1, 2.0]}, r"time_step_limit \[0.1, 2.0\]; lmworks supports time steps without limits"),
+        ("falcon_h1", {"mamba_proj_bias": True}, "mamba_proj_bias true; lmworks supports false"),
+        ("minimax", {"layer_types": ["linear_attention"]}, "layer_types that are not 4 of full_attention and linear_attention"),
+        ("minimax", {"layer_types": ["full_attention"] * 4}, "no layer of linear_attention"),
+        ("minimax", {"sliding_window": 5}, "sliding_window 5; lmworks supports no value"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2; lmworks has experts in every layer after the first dense ones"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\]; in lmworks only the first layers can be dense"),
         ("qwen3_moe", {"num_experts": None}, "num_experts null, which must be an integer"),

@@ -48,6 +48,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "aux": _COMMON | {"moe": _MOE | {"balance": {"method": "aux", "aux_loss_weight": 0.5, "sequence_aux_loss_weight": 0.3}}},
     "sinkhorn": _COMMON | {"moe": _MOE | {"balance": {"method": "sinkhorn", "sequence_aux_loss_weight": 0.0}}},
     "post_norm": _COMMON | {"attention_bias": False, "rope": {}, "norm_position": "post", "qk_norm_over": "all_heads"},
+    "hybrid": _COMMON | {
+        "layer_types": ["hybrid"], "mamba": {"num_heads": 4, "head_dim": 8, "state_size": 8, "n_groups": 2, "norm_groups": 2},
+        "multipliers": {"embedding": 1.5, "key": 0.75, "attention_in": 0.5, "gate": 1.25, "mamba_out": 0.75},
+    },
+    "lightning": _COMMON | {
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"], "moe": _MOE, "lightning": {},
+        "norm_position": "stream", "multipliers": {"lightning_stream": 0.75, "ffn_out": 0.5},
+    },
     "delta": _COMMON | {
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"], "moe": _MOE,
         "gated_delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6},

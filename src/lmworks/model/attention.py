@@ -29,6 +29,7 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout
         scalar = config.query_pre_attn_scalar or self.head_dim
         self.score_scale = (self.head_dim / scalar) ** 0.5  # of queries; the kernels divide scores by the root of head_dim
+        self.key_factor = config.factors.key
         self.query = Linear(config.hidden_size, self.heads * self.head_dim, config.attention_bias)
         self.key = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)
         self.value = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)
@@ -47,6 +48,8 @@ class Attention(nn.Module):
             mixed_BHTC = self._mix(query, entries, mask) if cache is None else cache.attend(self._mix, (query,), entries, self.slides)
             return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
         query, key, value = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+        if self.key_factor != 1:
+            key = key * self.key_factor
         if self.query_norm is not None and self.key_norm is not None:
             query, key = (norm(x.view(B, T, -1, norm.size)) for norm, x in ((self.query_norm, query), (self.key_norm, key)))
         query, key, value = (x.view(B, T, -1, self.head_dim).transpose(1, 2) for x in (query, key, value))
@@ -75,6 +78,8 @@ class Attention(nn.Module):
         joined_BTX = joined(x_BTD)
         all_BTXC = joined_BTX.view(B, T, -1, self.head_dim)
         normed = self.heads + self.kv_heads
+        if self.key_factor != 1:
+            all_BTXC[:, :, self.heads : normed].mul_(self.key_factor)
         if self.joined_norm is not None:
             self.joined_norm.apply_(all_BTXC[:, :, :normed])
         elif self.query_norm is not None and self.key_norm is not None:

@@ -87,7 +87,9 @@ def standard_deviation(name: str, init_std: float, layers: int) -> float | None:
     """
     if "norm" in name or name.endswith(("bias", "lora.B")):
         return None
-    into_residual = name.endswith(("attention.output.weight", ".down", ".down.weight"))
+    into_residual = name.endswith((
+        "attention.output.weight", "attention.projection.weight", "mamba.projection.weight", ".down", ".down.weight"
+    ))  # fmt: skip
     return init_std / math.sqrt(2 * layers) if into_residual else init_std
 
 
@@ -102,7 +104,7 @@ def _time_steps(uniform: Tensor) -> Tensor:
     return step + (-(-step).expm1()).log()
 
 
-_DRAWN: dict[str, Callable[[Tensor], Tensor]] = {"A_log": _log_rates, "dt_bias": _time_steps}
+_DRAWN: dict[str, Callable[[Tensor], Tensor]] = {"A_log": _log_rates, "dt_bias": _time_steps, "skip": torch.ones_like}
 """The last part of a name -> values from uniform ones."""
 
 

@@ -141,11 +141,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), or with another activation of the gate, as GEGLU (Shazeer 2020, arXiv:2002.05202)."""
+    """down(silu(gate(x)) * up(x)), or with another activation of the gate, as GEGLU (Shazeer 2020, arXiv:2002.05202), and with a constant
+    factor on the gate, which is 1 in most models."""
 
-    def __init__(self, size: int, hidden: int, activation: str = "silu") -> None:
+    def __init__(self, size: int, hidden: int, activation: str = "silu", gate_factor: float = 1.0) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.activation, self.gate_factor = ACTIVATIONS[activation], gate_factor
         self.gate = Linear(size, hidden)
         self.up = Linear(size, hidden)
         self.down = Linear(hidden, size)
@@ -154,5 +155,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.joined is not None:
             gate, up = self.joined(x).chunk(2, dim=-1)
-            return self.down(self.activation(gate).mul_(up))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+            return self.down(self.activation(gate if self.gate_factor == 1 else gate * self.gate_factor).mul_(up))
+        gate = self.gate(x)
+        return self.down(self.activation(gate if self.gate_factor == 1 else gate * self.gate_factor) * self.up(x))

@@ -55,9 +55,9 @@ class Loss:
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)); with post-norm x + norm(attention(x)), then x + norm(ffn(x)) (OLMo 2,
-    arXiv:2501.00656, section 3.3), and with norms on both sides x + norm(attention(norm(x))), then x + norm(ffn(norm(x))) (Gemma 2,
-    arXiv:2408.00118, section 2). The layer number decides what takes the place of attention (`lmworks.model.mixers`), and whether the
-    layer is dense or has experts.
+    arXiv:2501.00656, section 3.3); with norms on both sides x + norm(attention(norm(x))), then x + norm(ffn(norm(x))) (Gemma 2,
+    arXiv:2408.00118, section 2); with norms on the stream x = norm(x), then x + attention(x), and the same with ffn (MiniMax-01). The
+    layer number decides what takes the place of attention (`lmworks.model.mixers`), and whether the layer is dense or has experts.
     """
 
     def __init__(self, config: Model, layer: int) -> None:
@@ -70,12 +70,16 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         sparse = config.moe is not None and layer >= config.moe.first_k_dense_replace
         self.ffn: MoE | SwiGLU
+        factors = config.factors
         if sparse and config.moe:
             self.ffn = MoE(config.moe, config.hidden_size)
         else:
-            self.ffn = SwiGLU(config.hidden_size, config.intermediate_size, config.hidden_act)
+            self.ffn = SwiGLU(config.hidden_size, config.intermediate_size, config.hidden_act, factors.gate)
         self.ffn_out_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if both else None
+        self.mixer_stream, self.mixer_out = factors.of_mixer(config.mixer(layer))
+        self.ffn_stream, self.ffn_out = factors.ffn_stream, factors.ffn_out
         self.post_norm = config.norm_position == "post"
+        self.stream_norm = config.norm_position == "stream"
         self.in_place = False  # of an inference model: the residual stream is added to, not made anew
         self.dropout = config.residual_dropout
 
@@ -85,16 +89,23 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """The new x; for an MoE layer also its tokens per expert and its auxiliary loss."""
         read = x_BTD if self.post_norm else self.attention_norm(x_BTD)
+        x_BTD = read if self.stream_norm else x_BTD
         after = self.attention_norm if self.post_norm else self.attention_out_norm
-        x_BTD = self._add(x_BTD, self.attention(read, rope, mask, cache), after)
+        x_BTD = self._add(x_BTD, self.attention(read, rope, mask, cache), after, self.mixer_stream, self.mixer_out)
         read = x_BTD if self.post_norm else self.ffn_norm(x_BTD)
+        x_BTD = read if self.stream_norm else x_BTD
         after = self.ffn_norm if self.post_norm else self.ffn_out_norm
         if isinstance(self.ffn, MoE):
             out, routing = self.ffn(read)
-            return self._add(x_BTD, out, after), routing.counts, routing.aux
-        return self._add(x_BTD, self.ffn(read), after), None, None
+            return self._add(x_BTD, out, after, self.ffn_stream, self.ffn_out), routing.counts, routing.aux
+        return self._add(x_BTD, self.ffn(read), after, self.ffn_stream, self.ffn_out), None, None
 
-    def _add(self, x_BTD: Tensor, out_BTD: Tensor, norm: RMSNorm | None) -> Tensor:
+    def _add(self, x_BTD: Tensor, out_BTD: Tensor, norm: RMSNorm | None, stream: float, out: float) -> Tensor:
+        """x times `stream` plus what a block gives times `out`; both factors are 1 in most models."""
+        if stream != 1:
+            x_BTD = x_BTD * stream
+        if out != 1:
+            out_BTD = out_BTD * out
         added = out_BTD if norm is None else norm(out_BTD)
         return x_BTD.add_(added) if self.in_place else x_BTD + self._drop(added)
 
@@ -131,6 +142,7 @@ class Transformer(nn.Module):
         self.auxiliary_factor: float | Tensor = 1.0  # of the routers' auxiliary loss in the training loss
         self._plain = False
         self._chunk_loss: ChunkLoss = chunk_loss
+        self.factors = config.factors
         self.configure(config)
 
     @property
@@ -192,6 +204,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Logits (B, T, V) of hidden states, as from `forward`."""
+        hidden_BTD = hidden_BTD if self.factors.logits == 1 else hidden_BTD * self.factors.logits
         return soft_cap(at_least_fp32(self.head(hidden_BTD)), self.config.final_logit_softcapping)
 
     def loss(
@@ -240,6 +253,7 @@ class Transformer(nn.Module):
 
     def head_loss(self, hidden_BTD: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None) -> tuple[Tensor, HeadLoss]:
         """The summed loss of normed hidden states, and its parts; `weights_BT` as in `loss`."""
+        hidden_BTD = hidden_BTD if self.factors.logits == 1 else hidden_BTD * self.factors.logits
         inputs = (hidden_BTD.flatten(0, 1), self.head.weight, labels_BT.flatten())
         softcap, z_weight = self.config.final_logit_softcapping, self.config.z_loss_weight
         weights_N = None if weights_BT is None else weights_BT.flatten()
@@ -264,7 +278,9 @@ class Transformer(nn.Module):
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Tokens as vectors (B, T, D) in the type of the activations."""
         embedded_BTD = F.embedding(tokens_BT, self.embedding.weight).to(self.compute_dtype)
-        return embedded_BTD * self._embedding_scale() if self.config.scale_embeddings else embedded_BTD
+        if self.config.scale_embeddings:
+            embedded_BTD = embedded_BTD * self._embedding_scale()
+        return embedded_BTD if self.factors.embedding == 1 else embedded_BTD * self.factors.embedding
 
     def _embedding_scale(self) -> float:
         """The square root of the width, rounded to the type of the activations as in `transformers`."""

@@ -49,7 +49,7 @@ from lmworks.model.transformer import ExpertStats
 from lmworks.parallel import collectives
 from lmworks.parallel.collectives import override_members, use_local_parameters
 from lmworks.parallel.mesh import Ranks
-from lmworks.recipe.mixers import MIXERS
+from lmworks.recipe.mixers import MIXERS, unsplit
 from lmworks.recipe.schema.model import Model
 
 _TOKENS = 1  # the dimension of T
@@ -87,6 +87,8 @@ class Stream:
 def problems(config: Model, tp: int) -> list[str]:
     """The reasons why the matrices of a model cannot be sharded over `tp` ranks; empty if they can."""
     found = [f"tp {tp} does not divide model.{name} {size}" for name, size in _sizes(config).items() if size % tp]
+    if tp > 1 and (section := unsplit(config)) is not None:
+        found.append(f"the heads of model.{section} are not split over ranks")
     if tp > 1 and config.qk_norm_over == "all_heads":
         found.append("model.qk_norm_over all_heads normalizes all heads at once, and with tp each rank has only some of them")
     return found

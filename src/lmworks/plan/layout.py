@@ -13,7 +13,7 @@ from lmworks.parallel.pipeline_stages import bubble, pipeline_stage_problems, pi
 from lmworks.plan.memory import GIB, Memory, activation_bytes, gathered_weights, memory
 from lmworks.plan.stages import StagePhase, has_rollouts, lora_of
 from lmworks.recipe import checks
-from lmworks.recipe.mixers import MIXERS
+from lmworks.recipe.mixers import MIXERS, unsplit
 from lmworks.recipe.parameters import alignment_problems
 from lmworks.recipe.schema.layout import CHECKPOINT_NONE, ActivationCheckpointing, Cluster, Layout, world_size
 from lmworks.recipe.schema.recipe import Recipe
@@ -72,6 +72,8 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
         sizes.insert(1, ("num_key_value_heads", model.num_key_value_heads))
     if model.moe:
         sizes.append(("moe.moe_intermediate_size", model.moe.moe_intermediate_size))
+    if (section := unsplit(model)) is not None and layout.tp > 1:
+        yield f"tp {layout.tp} splits heads, and those of model.{section} are not split; set tp 1"
     for mixer in model.mixers:
         sizes += MIXERS[mixer].shards(model).items()
         if layout.cp > 1:

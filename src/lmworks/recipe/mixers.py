@@ -8,7 +8,7 @@ are not normal in `lmworks.model.init`; and its sizes in `lmworks.preflight.smal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from lmworks.recipe.parameter import Parameter
@@ -20,7 +20,7 @@ class Mixer:
     """parameters: the trained tensors of a layer from (model, start of their names, layer)
     flops: operations of the forward pass per token beyond 2 per parameter
     saved: numbers per token that a layer saves for the backward pass: all, and those that are outputs of matrix products
-    shards: the number that `layout.tp` must divide, by the name of its key
+    shards: the number that `layout.tp` must divide, by the name of its key; empty if the layer is not split (`unsplit`)
     """
 
     parameters: Callable[[Model, str, int], Iterator[Parameter]]
@@ -66,10 +66,81 @@ def _gated_delta_shards(model: Model) -> dict[str, int]:
     return {"gated_delta.num_key_heads": model.gated_delta.num_key_heads}
 
 
+def _mamba_parameters(model: Model, start: str, layer: int) -> Iterator[Parameter]:
+    mamba, D, start = model.mamba, model.hidden_size, start + "attention."
+    assert mamba is not None and D
+    yield Parameter(start + "input.weight", (mamba.inner_size + mamba.conv_size + mamba.num_heads, D), "attention", layer)
+    yield Parameter(start + "conv.weight", (mamba.conv_size, 1, mamba.conv_kernel), "attention", layer)
+    if mamba.conv_bias:
+        yield Parameter(start + "conv.bias", (mamba.conv_size,), "attention", layer)
+    for name in ("dt_bias", "A_log", "skip"):
+        yield Parameter(start + name, (mamba.num_heads,), "attention", layer)
+    if mamba.gate_norm != "none":
+        yield Parameter(start + "gate_norm.weight", (mamba.inner_size,), "norms", layer)
+    yield Parameter(start + "projection.weight", (D, mamba.inner_size), "attention", layer)
+
+
+def _mamba_flops(model: Model) -> float:
+    """Of the recurrence: the update of the state, and what C reads; chunks compute more, in products."""
+    assert model.mamba is not None
+    return 2 * 2.0 * model.mamba.inner_size * model.mamba.state_size
+
+
+def _mamba_saved(model: Model) -> tuple[float, float]:
+    """The projection, the convolution and SiLU; in fp32 (two numbers each) inputs times time steps and outputs; decays and scores of a
+    chunk, once as decays and once weighted."""
+    mamba = model.mamba
+    assert mamba is not None
+    products = float(mamba.inner_size + mamba.conv_size + mamba.num_heads)
+    return products + 2 * mamba.conv_size + 10 * mamba.inner_size + 4 * mamba.num_heads * _CHUNK, products
+
+
+def _hybrid_parameters(model: Model, start: str, layer: int) -> Iterator[Parameter]:
+    from lmworks.recipe.parameters import attention_parameters
+
+    yield from attention_parameters(model, start, layer)
+    for parameter in _mamba_parameters(model, start, layer):
+        yield replace(parameter, name=parameter.name.replace("attention.", "attention.mamba.", 1))
+
+
+def _lightning_parameters(model: Model, start: str, layer: int) -> Iterator[Parameter]:
+    D, size, start = model.hidden_size, (model.num_attention_heads or 0) * (model.head_dim or 0), start + "attention."
+    assert D and size
+    yield Parameter(start + "qkv.weight", (3 * size, D), "attention", layer)
+    yield Parameter(start + "gate.weight", (size, D), "attention", layer)
+    yield Parameter(start + "output_norm.weight", (size,), "norms", layer)
+    yield Parameter(start + "projection.weight", (D, size), "attention", layer)
+
+
+def _lightning_flops(model: Model) -> float:
+    assert model.num_attention_heads and model.head_dim
+    return 2 * 2.0 * model.num_attention_heads * model.head_dim**2
+
+
+def _lightning_saved(model: Model) -> tuple[float, float]:
+    """The projections, SiLU of queries, keys and values and their fp32 copies; outputs; decays and scores of a chunk."""
+    heads, size = model.num_attention_heads or 0, (model.num_attention_heads or 0) * (model.head_dim or 0)
+    return 4.0 * size + 3 * size * 3 + 6 * size + 4 * heads * _CHUNK, 4.0 * size
+
+
+def _whole(_: Model) -> dict[str, int]:
+    """Not split over `tp`: one matrix gives all parts of all heads."""
+    return {}
+
+
+_CHUNK = 64  # tokens of a chunk; see lmworks.model.ssd
 MIXERS: dict[str, Mixer] = {
     "gated_delta": Mixer(_gated_delta_parameters, _gated_delta_flops, _gated_delta_saved, _gated_delta_shards),
+    "mamba": Mixer(_mamba_parameters, _mamba_flops, _mamba_saved, _whole),
+    "hybrid": Mixer(_hybrid_parameters, _mamba_flops, _mamba_saved, _whole),
+    "lightning": Mixer(_lightning_parameters, _lightning_flops, _lightning_saved, _whole),
 }
 """By the names of `schema.model.SECTIONS`."""
+
+
+def unsplit(model: Model) -> str | None:
+    """The section of layers whose heads are not split over the ranks of `tp`; None if there is none."""
+    return next((section for section in sorted(model.mixers) if not MIXERS[section].shards(model)), None)
 
 
 def state_bytes(model: Model, element: int = 2) -> float:

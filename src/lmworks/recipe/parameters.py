@@ -71,7 +71,7 @@ def layer_parameters(model: Model, layer: int) -> Iterator[Parameter]:
     if (mixer := model.mixer(layer)) != "attention":
         yield from MIXERS[mixer].parameters(model, start, layer)
     else:
-        yield from _latent_attention(model, model.mla, start, layer) if model.mla else _attention(model, start, layer)
+        yield from _latent_attention(model, model.mla, start, layer) if model.mla else attention_parameters(model, start, layer)
     if model.norm_position == "both":
         yield Parameter(start + "attention_out_norm.weight", (D,), "norms", layer)
     yield Parameter(start + "ffn_norm.weight", (D,), "norms", layer)
@@ -98,7 +98,8 @@ def _feed_forward(model: Model, start: str, layer: int) -> Iterator[Parameter]:
         yield from _swiglu(start + "ffn.shared.", D, moe.n_shared_experts * X, "shared experts", layer)
 
 
-def _attention(model: Model, start: str, layer: int) -> Iterator[Parameter]:
+def attention_parameters(model: Model, start: str, layer: int) -> Iterator[Parameter]:
+    """The trained tensors of softmax attention, MHA, GQA or MQA."""
     D, H, K, d = model.hidden_size, model.num_attention_heads, model.num_key_value_heads, model.head_dim
     assert D and H and K and d, "the model is not resolved"
     for name, rows in (("query", H * d), ("key", K * d), ("value", K * d)):

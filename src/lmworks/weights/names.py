@@ -46,6 +46,11 @@ def _zero(family: Family) -> list[re.Pattern[str]]:
     return [_pattern(ours) for ours in family.zero]
 
 
+@lru_cache(maxsize=64)
+def _derived(family: Family) -> list[re.Pattern[str]]:
+    return [_pattern(theirs) for theirs in family.derived]
+
+
 _COPY_OF = [(_pattern(theirs), ours) for ours, theirs in _COPIES.items()]
 
 
@@ -132,7 +137,8 @@ def refuse_foreign(names: Iterable[str], state: Mapping[str, object], model: Mod
     """Raise `UserError` for a Hugging Face tensor without a counterpart in `state`, which has all tensors of `model`."""
     assert model.num_hidden_layers
     for theirs in names:
-        if theirs.endswith("rotary_emb.inv_freq") or original_of(theirs) is not None:
+        derived = theirs.endswith("rotary_emb.inv_freq") or any(pattern.match(theirs) for pattern in _derived(family))
+        if derived or original_of(theirs) is not None:
             continue
         if _restore_mtp_layers(_our_name(theirs, family), model.num_hidden_layers) not in state:
             raise UserError(f"tensor {theirs} does not belong to this model; the config and the weights are of different models")

@@ -29,8 +29,14 @@ class Extra(NamedTuple):
     kind: type
 
 
+class Number(NamedTuple):
+    """A number whose default the class writes without a fraction."""
+
+    default: int
+
+
 Defaults = dict[str, Any]
-"""Key -> the default of the class, whose type the value must have; or `Null`, or `Extra`."""
+"""Key -> the default of the class, whose type the value must have; or `Null`, `Extra` or `Number`."""
 
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 """Keys of RoPE at the top, which `rope.py` reads."""
@@ -92,6 +98,8 @@ def read(config: Mapping[str, Any], defaults: Defaults, fixed: Mapping[str, tupl
 
 
 def _value(config: Mapping[str, Any], key: str, declared: Any) -> Any:
+    if isinstance(declared, Number):
+        return of_kind(key, config.get(key, declared.default), float)
     nullable = isinstance(declared, Null)
     kind = declared.kind if isinstance(declared, (Null, Extra)) else type(declared)
     if key not in config:
@@ -202,6 +210,20 @@ TRAITS: dict[str, Trait] = {
         lambda model: model.sliding_rope is not None, "its sliding layers have a RoPE of their own (sliding_rope)",
         "its sliding layers have the RoPE of the others (sliding_rope)",
     ),
+    "Mamba-2 beside attention": Trait(
+        lambda model: "hybrid" in model.layer_types, "it has layers of attention and Mamba-2 side by side (hybrid in layer_types)",
+        "it has no layers of attention and Mamba-2 side by side (hybrid in layer_types)",
+    ),
+    "lightning attention": Trait(
+        lambda model: model.lightning is not None, "it has lightning attention (lightning)", "it has no lightning attention (lightning)",
+    ),
+    "norms on the stream": Trait(
+        lambda model: model.norm_position == "stream", "its norms are on the residual stream (norm_position)",
+        "its norms are not on the residual stream (norm_position)",
+    ),
+    "constant factors": Trait(
+        lambda model: model.multipliers is not None, "it has constant factors (multipliers)", "it has no constant factors (multipliers)",
+    ),
     "biases": Trait(lambda model: model.attention_bias, "it has biases (attention_bias)", "it has no biases (attention_bias)"),
     "partial RoPE": Trait(
         lambda model: 0 < model.rope.partial_rotary_factor < 1,
@@ -268,6 +290,7 @@ class Family:
         unsupported options
     norms_plus_one: whether the class multiplies by 1 + the weight of a norm; ours are the factors themselves
     zero: our tensors that do not exist in the class and must be zero
+    derived: tensors of the class that follow from its config, so that they are neither read nor written
     mtp: whether the class supports multi-token prediction with experts, as in the published models
     architectures: the names of its architectures in llama.cpp; `gguf` returns the one for a model, or raises `NoClass` with the reason
     without_gguf: the models that llama.cpp does not support, in a few words
@@ -296,6 +319,7 @@ class Family:
     from_config: Callable[[dict[str, Any]], dict[str, Any]] = _no_keys
     norms_plus_one: bool = False
     zero: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
     mtp: bool = False
     without_gguf: str = ""
     from_gguf: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_keys

@@ -9,12 +9,15 @@ from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import NO_EFFECT, NOT_ARCHITECTURE, Node, read_by
 from lmworks.recipe.schema.gated_delta import GatedDelta
+from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers
 from lmworks.recipe.schema.states import State
 from lmworks.recipe.schema.units import Tokens
 
 # Plans and derivations loop over these numbers, so they are bounded whatever the recipe says. The largest models are far below.
 _WIDEST, MOST_LAYERS, _MOST_PARTS = 1 << 20, 2000, 1 << 16
-SECTIONS: dict[str, tuple[str, ...]] = {"gated_delta": ("linear_attention",)}
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "gated_delta": ("linear_attention",), "lightning": ("linear_attention",), "mamba": ("linear_attention", "hybrid"),
+}  # fmt: skip
 """Sections of `model` that describe a mixer other than attention -> the entries of `layer_types` that it serves."""
 _MOST_ENTRIES = (1 << 31) - 1  # of a vocabulary: token ids are int32
 _SLOWEST = 87.0  # -log of the smallest frequency of RoPE, a normal number of fp32
@@ -163,10 +166,10 @@ class Model(Node):
         "head",
         description="what the norm of use_qk_norm spans: each head, with one weight for all (Qwen3, GLM), or all heads at once (OLMo 2)",
     )
-    norm_position: Literal["pre", "post", "both"] = Field(
+    norm_position: Literal["pre", "post", "both", "stream"] = Field(
         "pre",
         description="where a layer has its norms: pre, on what attention and feed-forward read; post, on what they add to the "
-        "residual stream (OLMo 2); both, four norms a layer (Gemma 2 and 3, GLM-4)",
+        "residual stream (OLMo 2); both, four norms a layer (Gemma 2 and 3, GLM-4); stream, on the residual stream itself (MiniMax-01)",
     )
     hidden_act: Literal["silu", "gelu_tanh"] = Field(
         "silu", description="activation of the gate in feed-forward layers: silu is SwiGLU; gelu_tanh is GEGLU with the tanh form (Gemma)"
@@ -186,12 +189,16 @@ class Model(Node):
     sliding_window: Tokens | None = Field(
         None, description="window size of the sliding attention layers; full attention everywhere when omitted"
     )
-    layer_types: tuple[Literal["sliding_attention", "full_attention", "linear_attention"], ...] = Field(
+    layer_types: tuple[Literal["sliding_attention", "full_attention", "linear_attention", "hybrid"], ...] = Field(
         (),
         description="kinds of the layers, one entry per layer, or fewer, which repeat; when omitted, all layers slide if there is a "
-        "sliding window, and otherwise see everything. linear_attention needs gated_delta",
+        "sliding window, and otherwise see everything. linear_attention needs gated_delta, mamba or lightning; hybrid is attention and "
+        "mamba side by side",
     )
     gated_delta: GatedDelta | None = None
+    mamba: Mamba | None = None
+    lightning: Lightning | None = None
+    multipliers: Multipliers | None = None
     moe: Moe | None = None
     mtp: Mtp | None = None
     tie_word_embeddings: bool = Field(False, description="the output head is the embedding matrix")
@@ -334,6 +341,28 @@ class Model(Node):
                 raise ValueError(f"model.{name} does not combine with model.mla: {why}; leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _factors_have_something_to_multiply(self) -> Model:
+        given = self.multipliers
+        if given is None:
+            return self
+        if self.mla is not None or self.mtp is not None:
+            raise ValueError("model.multipliers does not combine with model.mla and model.mtp, which have no such factors; leave it out")
+        if self.moe is not None and given.gate != 1:
+            raise ValueError("model.multipliers.gate is a factor of dense feed-forward blocks; leave it out beside model.moe")
+        for section in ("mamba", "lightning"):
+            own = [name for name in given.changed() if name.startswith(section)]
+            if getattr(self, section) is None and own:
+                raise ValueError(f"model.multipliers.{own[0]} has nothing to multiply without model.{section}; leave it out")
+        if "hybrid" not in self.layer_types and given.attention_in != 1:
+            raise ValueError("model.multipliers.attention_in is a factor of hybrid layers; leave it out, or add hybrid to layer_types")
+        return self
+
+    @property
+    def factors(self) -> Multipliers:
+        """`multipliers`, all 1 without them."""
+        return self.multipliers or Multipliers()
+
     def has_positions(self, layer: int) -> bool:
         """Whether the layer (counted from 0) has RoPE: not with partial_rotary_factor 0, nor every `no_rope_layer_interval`-th layer."""
         return self.rope.partial_rotary_factor > 0 and not (self.no_rope_layer_interval and (layer + 1) % self.no_rope_layer_interval == 0)
@@ -349,19 +378,23 @@ class Model(Node):
         return bool(self.sliding_window) and self.layer_type(layer) == "sliding_attention"
 
     def mixer(self, layer: int) -> str:
-        """What mixes the tokens in the layer: the name of one of `SECTIONS`, or "attention"."""
+        """What mixes the tokens in the layer: the name of one of `SECTIONS`, "hybrid", or "attention"."""
         kind = self.layer_type(layer)
+        if kind == "hybrid":
+            return kind
         return next((name for name, kinds in SECTIONS.items() if kind in kinds and getattr(self, name) is not None), "attention")
 
     def attends(self, layer: int) -> bool:
         """Whether the layer has keys and values, or latents, of each token."""
         mixer = self.mixer(layer)
-        return mixer == "attention" or bool(getattr(self, mixer).attends)
+        return mixer in ("attention", "hybrid") or bool(getattr(self, mixer).attends)
 
     def states(self, layer: int, tp: int = 1) -> tuple[State, ...]:
         """The states of the layer, with heads split over `tp` ranks; none of attention."""
         mixer = self.mixer(layer)
-        return () if mixer == "attention" else getattr(self, mixer).states(tp)
+        if mixer == "lightning":  # its heads are those of attention
+            return (State((self.num_attention_heads or 0, self.head_dim or 0, self.head_dim or 0)),)
+        return () if mixer == "attention" else getattr(self, "mamba" if mixer == "hybrid" else mixer).states(tp)
 
     @property
     def mixers(self) -> frozenset[str]:

@@ -1,0 +1,95 @@
+"""Presets of published hybrids have their published numbers of parameters, states of constant size, and costs that count them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lmworks.model import Transformer
+from lmworks.model.init import initialize
+from lmworks.optim.groups import decays, is_matrix
+from lmworks.plan.counts import count_by_component, flops_per_token
+from lmworks.plan.memory import kv_cache_bytes
+from lmworks.recipe.parameters import parameters
+from lmworks.recipe.schema.mixers import Lightning, Mamba
+from lmworks.recipe.schema.model import Model
+
+PUBLISHED = {  # parameters in total, and where that is said
+    "falcon-h1-0.5b": 521.4e6,  # the model cards of Falcon-H1, and arXiv:2507.22448, table 1
+    "falcon-h1-1.5b-deep": 1.55e9,
+    "falcon-h1-3b": 3.149e9,
+    "falcon-h1-7b": 7.59e9,
+    "falcon-h1-34b": 33.6e9,
+    "minimax-01-456b-a46b": 456e9,  # arXiv:2501.08313, section 1
+}
+_SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 48,
+}  # fmt: skip
+MODELS = {
+    "hybrid": Model(**_SMALL, layer_types=("hybrid",), mamba=Mamba(num_heads=4, head_dim=8, state_size=16, n_groups=2, norm_groups=2)),
+    "mamba": Model(**_SMALL, layer_types=("linear_attention", "full_attention"), mamba=Mamba(num_heads=4, head_dim=8, state_size=16)),
+    "lightning": Model(**_SMALL, layer_types=("linear_attention", "full_attention"), lightning=Lightning()),
+}
+
+
+def preset(name: str) -> Model:
+    file = Path(__file__).parents[2] / "recipes" / "models" / f"{name}.yaml"
+    return Model.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_published_sizes(name: str) -> None:
+    assert count_by_component(preset(name)).total == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+def test_active_parameters_of_minimax() -> None:
+    """Published: 45.9 billion, without the embedding and the head, as of the report's other models."""
+    counts = count_by_component(preset("minimax-01-456b-a46b"))
+    assert counts.active - 2 * counts.embedding == pytest.approx(45.9e9, rel=0.01)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_module(name: str) -> None:
+    model = MODELS[name]
+    with torch.device("meta"):
+        built = {key: tuple(parameter.shape) for key, parameter in Transformer(model).named_parameters()}
+    assert {parameter.name: parameter.shape for parameter in parameters(model)} == built
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_states_do_not_grow_with_the_length(name: str) -> None:
+    model, found = MODELS[name], {length: kv_cache_bytes(MODELS[name], length, 4) for length in (8, 16, 24)}
+    assert found[24] - found[16] == found[16] - found[8] > 0
+    cache = Transformer(model).cache(3, 16)
+    assert cache.bytes == 3 * found[16]
+    recurrent = flops_per_token(model, 16).attention - flops_per_token(model, 8).attention
+    assert 0 < recurrent < flops_per_token(model, 16).attention
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_initial_values_and_optimizers(name: str) -> None:
+    """Time steps are within 0.001 and 0.1, decays too; filters and vectors are trained by AdamW without weight decay."""
+    model = initialize(Transformer(MODELS[name]), seed=1)
+    seen = set()
+    for key, parameter in model.named_parameters():
+        last = key.rpartition(".")[2]
+        seen.add(last)
+        if last == "dt_bias":
+            steps = torch.nn.functional.softplus(parameter)
+            assert float(steps.min()) > 0.9e-3 and float(steps.max()) < 0.11
+        if last == "A_log":
+            assert float(parameter.exp().min()) > 0 and float(parameter.exp().max()) <= 16.01
+        if last == "skip":
+            assert (parameter == 1).all()
+        if "conv" in key or last in ("dt_bias", "A_log", "skip"):
+            assert not is_matrix(key, parameter) and not decays(key, parameter)
+        elif key.startswith("layers.") and parameter.ndim == 2:
+            assert is_matrix(key, parameter) and float(parameter.std()) < 0.05
+    assert ("A_log" in seen) == (name != "lightning")
+    loss = model.loss(torch.arange(16)[None], torch.arange(1, 17)[None]).total / 16
+    loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
