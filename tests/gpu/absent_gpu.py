@@ -127,7 +127,7 @@ def _compile_layers(case: str) -> None:
         tokens_BT = torch.zeros(2, LENGTH, dtype=torch.long, device=device)
         cu_seqlens = torch.zeros(6, dtype=torch.int32, device=device)
         spans = model.spans(tokens_BT, cu_seqlens, None)
-        rope, x_BTD = model.rotation(spans), model.embed(tokens_BT).detach().requires_grad_()
+        rope, x_BTD = model.rotations(spans)[0], model.embed(tokens_BT).detach().requires_grad_()
         for block in model.layers:
             mask = spans.window_mask if block.attention.slides else spans.mask
             with suppress(Generated):

@@ -84,7 +84,7 @@ def test_the_papers_equations(name: str, rope: Rope) -> None:
     expected = on_paper(attention, x_BTD, rope)
     for plain in (False, True):
         model.plain(plain)
-        assert relative(attention(x_BTD, model.rotation(spans), None).double(), expected) < 1e-5
+        assert relative(attention(x_BTD, model.rotations(spans)[0], None).double(), expected) < 1e-5
     assert (model.layers[0].attention.score_scale > 1.4) == (rope.scaling == "yarn")
 
 

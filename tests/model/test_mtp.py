@@ -67,7 +67,7 @@ def on_paper(model: Transformer, tokens: Tensor, labels: Tensor) -> Tensor:
         hidden, embedded = hidden[:, : T - depth], model.embed(tokens[None, depth:])
         joined = torch.cat((layer.embedding_norm(embedded), layer.hidden_norm(hidden)), -1)
         spans = model.spans(tokens[None, : T - depth], None, None)
-        x, _, _ = layer.block(F.linear(joined, layer.projection.weight), model.rotation(spans), None)
+        x, _, _ = layer.block(F.linear(joined, layer.projection.weight), model.rotations(spans)[0], None)
         hidden = layer.norm(x)
         losses.append(F.cross_entropy(model.logits(hidden)[0], labels[depth:].long(), ignore_index=IGNORE, reduction="sum"))
     return torch.stack(losses).mean()
