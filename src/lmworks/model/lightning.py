@@ -45,8 +45,9 @@ class Lightning(nn.Module):
         log_decay_BTH = (-self.slowing * torch.exp2(-8 / self.heads * numbers_H)).expand(B, T, -1)
         if cache is not None and (counts_BT := cache.counted()) is not None:  # padding changes no state
             value, log_decay_BTH = value * counts_BT[..., None, None], log_decay_BTH * counts_BT[..., None]
-        run, before = scan_plain if self.plain else scan, None if cache is None else cache.states()
-        out_BTHC, state = run(query, key, value, log_decay_BTH, documents.positions_BT, before and before[0])
+        run = scan_plain if self.plain else scan
+        (before,) = (None,) if cache is None else cache.states()
+        out_BTHC, state = run(query, key, value, log_decay_BTH, documents.positions_BT, before)
         if cache is not None:
             cache.keep_states((state,))
         return self.projection(self.gate(x_BTD).sigmoid() * self.output_norm(out_BTHC.flatten(-2).to(x_BTD.dtype)))

@@ -90,8 +90,8 @@ class Mamba2(nn.Module):
         if self.factors:
             parts = parts * torch.cat([parts.new_full((size,), factor) for size, factor in self.factors])
         gate_BTX, inputs_BTX, dt_BTH = parts.split([config.inner_size, config.conv_size, H], dim=-1)
-        before = None if cache is None else cache.states()
-        mixed_BTX = F.silu(self.conv(inputs_BTX, positions_BT, before and before[0]))
+        inputs_before, state_before = (None, None) if cache is None else cache.states()
+        mixed_BTX = F.silu(self.conv(inputs_BTX, positions_BT, inputs_before))
         x_BTX, key_BTX, query_BTX = mixed_BTX.split([config.inner_size, G * N, G * N], dim=-1)
         x_BTHP = at_least_fp32(x_BTX.view(B, T, H, P))
         dt_BTH = F.softplus(at_least_fp32(dt_BTH) + self.dt_bias)
@@ -100,10 +100,10 @@ class Mamba2(nn.Module):
             value_BTHP, log_decay_BTH = value_BTHP * counts_BT[..., None, None], log_decay_BTH * counts_BT[..., None]
         run = scan_plain if self.plain else scan
         y_BTHP, state = run(
-            query_BTX.view(B, T, G, N), key_BTX.view(B, T, G, N), value_BTHP, log_decay_BTH, positions_BT, before and before[1]
+            query_BTX.view(B, T, G, N), key_BTX.view(B, T, G, N), value_BTHP, log_decay_BTH, positions_BT, state_before
         )
         if cache is not None:
-            cache.keep_states((last_values(inputs_BTX, before and before[0], config.conv_kernel, cache.counts()), state))
+            cache.keep_states((last_values(inputs_BTX, inputs_before, config.conv_kernel, cache.counts()), state))
         y_BTX = torch.addcmul(y_BTHP, x_BTHP, self.skip[:, None]).flatten(-2)
         y_BTX = y_BTX * F.silu(gate_BTX.to(y_BTX.dtype)) if self.gate_norm is None else self.gate_norm(y_BTX, gate_BTX)
         return self.projection(y_BTX.to(x_BTD.dtype))
