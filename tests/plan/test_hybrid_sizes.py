@@ -20,7 +20,6 @@ from lmworks.recipe.schema.model import Model
 PUBLISHED = {  # parameters in total, and where that is said
     "falcon-h1-0.5b": 521.4e6,  # the model cards of Falcon-H1, and arXiv:2507.22448, table 1
     "falcon-h1-1.5b-deep": 1.55e9,
-    "falcon-h1-3b": 3.149e9,
     "falcon-h1-7b": 7.59e9,
     "falcon-h1-34b": 33.6e9,
     "minimax-01-456b-a46b": 456e9,  # arXiv:2501.08313, section 1
