@@ -1,7 +1,8 @@
 """Our model against `transformers`, on random weights, in fp32, in both directions.
 
 Tolerances: logits 1e-5 and gradients 1e-4, relative to the largest value of the tensor. Both sides compute in fp32 with sums in
-another order, which costs about 1e-6 here; a wrong sign, a missing bias or rotated dimension costs more than 1e-2.
+another order, which costs about 1e-6 here, and more where random states are steep (`bound`); a wrong sign, a missing bias or rotated
+dimension costs more than 1e-2.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from random_configs import EXPERTS, random_config
 
 from lmworks.errors import UserError
 from lmworks.export.huggingface import write_model
+from lmworks.inference.model import for_inference
 from lmworks.model import Transformer
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import FAMILIES, class_for, family_of, from_config, table, to_config
@@ -166,6 +168,13 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.detach() - expected).abs().max() / expected.abs().max())
 
 
+def bound(model: Transformer, tokens: torch.Tensor) -> float:
+    """The tolerance of logits: 1e-5, or four times what the model is off its own fp64 where that is more, as with steep random states."""
+    with torch.no_grad():
+        exact = for_inference(model, torch.float64, join=False)(tokens)
+        return max(1e-5, 4 * relative(model(tokens).double(), exact))
+
+
 def _load(directory: Path) -> Any:
     import transformers
 
@@ -187,10 +196,11 @@ def _same_logits_loss_and_gradients(model: Transformer, peer: Any, tokens: torch
     expected = peer(tokens, labels=tokens)
     expected.loss.backward()
     labels = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), 1)
-    assert relative(model(tokens), expected.logits) < 1e-5
+    limit = bound(model, tokens)
+    assert relative(model(tokens), expected.logits) < limit
     loss = model.loss(tokens, labels).total / 46
     loss.backward()
-    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss, expected.loss, rtol=limit, atol=0)
     own = {key: p.grad for key, p in model.named_parameters() if not key.startswith("mtp.")}
     gradients = {_as_in_memory(key): gradient for key, gradient in to_huggingface(own, model.config)}
     if family_of(model.config).norms_plus_one:  # the weights are moved by 1; their gradients are not
@@ -199,7 +209,8 @@ def _same_logits_loss_and_gradients(model: Transformer, peer: Any, tokens: torch
     for key, parameter in peer.named_parameters():
         found = _fused(key, gradients) if ".experts." in key else gradients[key]
         if float(parameter.grad.abs().max()) > 1e-6 * largest:  # the one weight of top-1 is always 1, and its gradient mere rounding
-            assert relative(found, parameter.grad) < 1e-4, key
+            error, own_largest = float((found - parameter.grad).abs().max()), float(parameter.grad.abs().max())
+            assert error < 10 * limit * own_largest + 1e-6 * largest, key  # the gradient of one number may be a sum that nearly cancels
         else:
             assert float(found.abs().max()) < 1e-5 * largest, key
         checked += 1
@@ -242,7 +253,7 @@ def test_reads_what_transformers_writes(name: str, tmp_path: Any) -> None:
     read = read_model(tmp_path)
     tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
-        assert relative(read(tokens), peer(tokens).logits) < 1e-5
+        assert relative(read(tokens), peer(tokens).logits) < bound(read, tokens)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.endswith("_ntk")])
@@ -271,7 +282,7 @@ def test_random_configs_of_transformers_are_read_and_written(family: Family, see
         # without token 0, which is the padding here: transformers gives its embedding no gradient
         tokens = torch.randint(1, 96, (2, 24), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
-            assert relative(read(tokens), peer(tokens).logits) < 1e-5, config
+            assert relative(read(tokens), peer(tokens).logits) < bound(read, tokens), config
         assert from_config(to_config(read.config, read.rope, {})) == read.config, config
         write_model(read, tmp_path / f"{seed}-back", {"eos_token_id": 0, "pad_token_id": 0}, torch.float32)
         _same_logits_loss_and_gradients(read, _load(tmp_path / f"{seed}-back"), tokens)
