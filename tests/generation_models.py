@@ -22,6 +22,9 @@ class ScriptCache:
         self.lengths = [0] * rows
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
 
+    def expect(self, counts: list[int]) -> None:
+        """Padding matters to states alone."""
+
     def finish(self, counts: list[int] | int) -> None:
         kept = [counts] * len(self.lengths) if isinstance(counts, int) else counts
         self.lengths = [length + count for length, count in zip(self.lengths, kept, strict=True)]

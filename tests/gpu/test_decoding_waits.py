@@ -39,7 +39,7 @@ def test_operators_of_a_step_of_decoding(found: dict[str, Any], kind: str) -> No
 def test_a_wait_that_is_planted_is_named(fake_cuda: FakeCuda) -> None:
     planted = [
         ("lmworks.inference.sampling", "rivals = [", "chosen_B1.max().item(); rivals = ["),
-        ("lmworks.inference.batching", "counts = [len(piece)", "hidden_BTD.sum().tolist(); counts = [len(piece)"),
+        ("lmworks.inference.batching", "cache.finish(counts)", "hidden_BTD.sum().tolist(); cache.finish(counts)"),
     ]
     reports = fake_cuda.run("traced_decoding:steps", planted, kinds=["dense"])["dense"]["steps"]
     places = {place.partition(":")[0] + place[place.index(" ") :] for report in reports for place in report["waits"]}
