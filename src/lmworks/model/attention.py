@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lmworks.model.cache import LayerCache
 from lmworks.model.documents import Visible, attend_blocks, visible
-from lmworks.model.layers import Linear, RMSNorm
+from lmworks.model.layers import Linear, RMSNorm, times
 from lmworks.model.rope import rotate, rotate_
 from lmworks.recipe.schema.model import Model
 
@@ -47,16 +47,13 @@ class Attention(nn.Module):
             query, entries = self._projected(self.joined, x_BTD, rope)
             mixed_BHTC = self._mix(query, entries, mask) if cache is None else cache.attend(self._mix, (query,), entries, self.slides)
             return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
-        query, key, value = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
-        if self.key_factor != 1:
-            key = key * self.key_factor
+        query, key, value = self.query(x_BTD), times(self.key(x_BTD), self.key_factor), self.value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = (norm(x.view(B, T, -1, norm.size)) for norm, x in ((self.query_norm, query), (self.key_norm, key)))
         query, key, value = (x.view(B, T, -1, self.head_dim).transpose(1, 2) for x in (query, key, value))
         if self.uses_rope:
             query, key = rotate(query, *rope), rotate(key, *rope)
-        if self.score_scale != 1:
-            query = query * self.score_scale
+        query = times(query, self.score_scale)
         if cache is None:
             mixed_BHTC = self._attend(query, key, value, mask)
         else:

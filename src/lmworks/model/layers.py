@@ -140,6 +140,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh
 """The functions of `model.hidden_act`."""
 
 
+def times(x: Tensor, factor: float) -> Tensor:
+    """x times a constant of the model, which is 1 in most models and then costs nothing."""
+    return x if factor == 1 else x * factor
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)), or with another activation of the gate, as GEGLU (Shazeer 2020, arXiv:2002.05202), and with a constant
     factor on the gate, which is 1 in most models."""
@@ -155,6 +160,5 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.joined is not None:
             gate, up = self.joined(x).chunk(2, dim=-1)
-            return self.down(self.activation(gate if self.gate_factor == 1 else gate * self.gate_factor).mul_(up))
-        gate = self.gate(x)
-        return self.down(self.activation(gate if self.gate_factor == 1 else gate * self.gate_factor) * self.up(x))
+            return self.down(self.activation(times(gate, self.gate_factor)).mul_(up))
+        return self.down(self.activation(times(self.gate(x), self.gate_factor)) * self.up(x))

@@ -20,7 +20,7 @@ from lmworks.host.devices import at_least_fp32
 from lmworks.model.attention import Attention
 from lmworks.model.cache import LayerCache
 from lmworks.model.documents import Documents
-from lmworks.model.layers import Linear
+from lmworks.model.layers import Linear, times
 from lmworks.model.short_conv import last_values, short_conv
 from lmworks.model.ssd import scan, scan_plain
 from lmworks.recipe.schema.model import Model
@@ -121,10 +121,6 @@ class Hybrid(Attention):
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], documents: Any, cache: LayerCache | None = None) -> Tensor:
         mask = documents.window_mask if self.slides else documents.mask
-        attended_BTD = super().forward(_times(x_BTD, self.factors.attention_in), rope, mask, cache)
+        attended_BTD = super().forward(times(x_BTD, self.factors.attention_in), rope, mask, cache)
         mixed_BTD = self.mamba(x_BTD, rope, documents, cache)
-        return _times(attended_BTD, self.factors.attention_out) + _times(mixed_BTD, self.factors.mamba_out)
-
-
-def _times(x: Tensor, factor: float) -> Tensor:
-    return x if factor == 1 else x * factor
+        return times(attended_BTD, self.factors.attention_out) + times(mixed_BTD, self.factors.mamba_out)

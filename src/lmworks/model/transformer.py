@@ -17,7 +17,7 @@ from lmworks.host.devices import at_least_fp32
 from lmworks.model import documents
 from lmworks.model.attention import Attention
 from lmworks.model.cache import Cache, JoinedCache, LayerCache
-from lmworks.model.layers import Linear, RMSNorm, SwiGLU
+from lmworks.model.layers import Linear, RMSNorm, SwiGLU, times
 from lmworks.model.loss import ChunkLoss, HeadLoss, chunk_loss, head_loss, head_loss_plain, soft_cap
 from lmworks.model.mixers import mixer
 from lmworks.model.mla import LatentAttention
@@ -102,10 +102,7 @@ class Block(nn.Module):
 
     def _add(self, x_BTD: Tensor, out_BTD: Tensor, norm: RMSNorm | None, stream: float, out: float) -> Tensor:
         """x times `stream` plus what a block gives times `out`; both factors are 1 in most models."""
-        if stream != 1:
-            x_BTD = x_BTD * stream
-        if out != 1:
-            out_BTD = out_BTD * out
+        x_BTD, out_BTD = times(x_BTD, stream), times(out_BTD, out)
         added = out_BTD if norm is None else norm(out_BTD)
         return x_BTD.add_(added) if self.in_place else x_BTD + self._drop(added)
 
@@ -204,7 +201,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Logits (B, T, V) of hidden states, as from `forward`."""
-        hidden_BTD = hidden_BTD if self.factors.logits == 1 else hidden_BTD * self.factors.logits
+        hidden_BTD = times(hidden_BTD, self.factors.logits)
         return soft_cap(at_least_fp32(self.head(hidden_BTD)), self.config.final_logit_softcapping)
 
     def loss(
@@ -253,7 +250,7 @@ class Transformer(nn.Module):
 
     def head_loss(self, hidden_BTD: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None) -> tuple[Tensor, HeadLoss]:
         """The summed loss of normed hidden states, and its parts; `weights_BT` as in `loss`."""
-        hidden_BTD = hidden_BTD if self.factors.logits == 1 else hidden_BTD * self.factors.logits
+        hidden_BTD = times(hidden_BTD, self.factors.logits)
         inputs = (hidden_BTD.flatten(0, 1), self.head.weight, labels_BT.flatten())
         softcap, z_weight = self.config.final_logit_softcapping, self.config.z_loss_weight
         weights_N = None if weights_BT is None else weights_BT.flatten()
@@ -280,7 +277,7 @@ class Transformer(nn.Module):
         embedded_BTD = F.embedding(tokens_BT, self.embedding.weight).to(self.compute_dtype)
         if self.config.scale_embeddings:
             embedded_BTD = embedded_BTD * self._embedding_scale()
-        return embedded_BTD if self.factors.embedding == 1 else embedded_BTD * self.factors.embedding
+        return times(embedded_BTD, self.factors.embedding)
 
     def _embedding_scale(self) -> float:
         """The square root of the width, rounded to the type of the activations as in `transformers`."""
