@@ -2,8 +2,9 @@
 
     python benchmarks/doctor/matrix.py [--out runs/doctor] [--half tune|publish] [--page docs/doctor-measured.md] [--measured FILE]
 
-Even seeds are for tuning rules, and so are those below FIRST_SEED; odd ones from it on are published. A run counts as named right if the
-first problem that the doctor names is the cause that was planted. Precision and recall of a cause have Wilson intervals (95%).
+Even seeds are for tuning rules, and so are those below the `first_seed` of a plant; odd ones from it on are published. A run counts as
+named right if the first problem that the doctor names is the cause that was planted. Precision and recall of a cause have Wilson intervals
+(95%).
 `--confusions FILE` lists what was mistaken for what.
 """
 
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import baselines
-from plants import CODES, PLANTS
-from runs import FIRST_SEED, ROOT, read_results
+from plants import CODES, FIRST_SEED, PLANTS
+from runs import ROOT, read_results
 
 Row = dict[str, Any]
 HEALTHY, UNSURE = "healthy", "not sure"
@@ -119,15 +120,15 @@ def _judged(arguments: tuple[str, str]) -> Row:
     }  # fmt: skip
 
 
-def _half_of(seed: int) -> str:
-    return "publish" if seed % 2 and seed >= FIRST_SEED else "tune"
+def _half_of(row: Row) -> str:
+    return "publish" if row["seed"] % 2 and row["seed"] >= PLANTS[row["plant"]].first_seed else "tune"
 
 
 def judge_all(out: Path, half: str, processes: int) -> list[Row]:
     """Records of the runs of a half (tune, publish or all) with what was said of them."""
     records = {
         folder: row for folder, row in read_results(out).items()
-        if row["plant"] in PLANTS and not row["outcome"].startswith("failed") and half in ("all", _half_of(row["seed"]))
+        if row["plant"] in PLANTS and not row["outcome"].startswith("failed") and half in ("all", _half_of(row))
         and (out / folder / "ledger.jsonl").exists()  # it may be made again at this moment
     }  # fmt: skip
     with ProcessPoolExecutor(processes) as pool:
@@ -260,7 +261,7 @@ def page(found: Row, others: Row, half: str) -> str:
         "",
         "This page shows the error rates of `lmworks doctor`, on small runs with a planted cause and on healthy ones that look odd.",
         "`make doctor` makes the runs and this page. Rules were tuned on other seeds; these are the runs of the "
-        + {"publish": f"odd seeds from {FIRST_SEED + 1} on, which nobody had looked at.",
+        + {"publish": f"odd seeds from {FIRST_SEED + 1} on (of some plants later), which nobody had looked at.",
            "tune": "seeds that rules were tuned on, which say how well they fit, not how well they do.", "all": "all seeds."}[half],
         "",
         f"- Runs: {found['runs']:,}. Macro-F1 at the clear dose: {found['macro_f1']:.3f} over {len(found['causes'])} causes, "

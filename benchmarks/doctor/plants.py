@@ -29,9 +29,13 @@ class Dose:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+FIRST_SEED = 22  # even. Seeds below it have been published, and rules were changed after they had been looked at
+
+
 @dataclass(frozen=True)
 class Plant:
-    """`code`: the cause; empty for a run that must stay silent. `starred`: users meet it most. `accepted`: other causes that are right."""
+    """`code`: the cause; empty for a run that must stay silent. `starred`: users meet it most. `accepted`: other causes that are right.
+    `first_seed`, even: its rule was changed after runs with lower seeds had been looked at."""
 
     name: str
     code: str
@@ -41,6 +45,7 @@ class Plant:
     scenario: str = "pretrain"
     sizes: tuple[str, ...] = ("small", "medium")
     accepted: tuple[str, ...] = ()
+    first_seed: int = FIRST_SEED
 
     @property
     def silent(self) -> bool:
@@ -308,7 +313,8 @@ plant(
 
 
 plant("S1", "S1", "slow storage", *(_hook("slow_data", factor=factor) for factor in (1.5, 2.5, 5.0)), starred=True)
-plant("S2", "S2", "the machine is oversubscribed", *(_hook("quota", share=share) for share in (0.5, 0.25, 0.12)), starred=True)
+plant("S2", "S2", "the machine is oversubscribed", *(_hook("quota", share=share) for share in (0.5, 0.25, 0.12)), starred=True,
+      first_seed=32)  # fmt: skip
 
 # Later stages, from the base model of the same seed.
 

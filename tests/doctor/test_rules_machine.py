@@ -53,6 +53,10 @@ def test_a_crowded_machine_is_named_a_shared_one_noted_and_a_slow_loader_neither
     assert verdict(judge(tmp_path, "machine-oversubscribed", **run())) == "silent"
     loader = {"perf/data_wait": [6.0] * STEPS, "perf/cpu_seconds": [3.7] * STEPS}  # it is not waiting for a processor
     assert verdict(judge(tmp_path, "machine-oversubscribed", **run(loader))) == "silent"
+    quota = {"perf/cpu_seconds": [2.5] * STEPS, "system/cpu_pressure": [0.53] * STEPS}  # the least that was measured under one
+    assert verdict(judge(tmp_path, "machine-oversubscribed", **run(quota))) == "named"
+    apart = {"perf/cpu_seconds": [0.8] * STEPS, "system/cpu_pressure": [0.37] * STEPS}  # ranks that wait for one that hangs
+    assert verdict(judge(tmp_path, "machine-oversubscribed", **run(apart))) == "silent"
     idle = {"perf/cpu_seconds": [2.0] * STEPS}  # little processor time, and nobody who takes it: disks, a network, a GPU
     assert verdict(judge(tmp_path, "machine-oversubscribed", **run(idle))) == "silent"
 

@@ -13,6 +13,7 @@ from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _GRANTED, _NOTED = 0.35, 0.7
+_WAITED = 0.6  # of the time without a processor. Measured: 0.7 and more under a quota, at most 0.48 where ranks wait for each other
 _FEWEST = 20  # lines
 _THREADS, _WAITS = 1.5, 0.2
 
@@ -61,6 +62,7 @@ def _check(evidence: Evidence) -> Finding | None:
     held = evidence.series("system/throttled_seconds").finite
     throttled = float(held.between(spent.first, math.inf).values.sum()) / max(spent.steps, 1e-9) if len(held) else math.nan
     threads, cores = evidence.number("threads"), _cores(evidence)
+    apart = 1 - spent.granted if math.isfinite(spent.granted) else 1.0
     measured = [
         Measurement(
             "processor time per second of computing",
@@ -71,8 +73,9 @@ def _check(evidence: Evidence) -> Finding | None:
         Measurement(
             "system/cpu_pressure",
             pressure,
-            high=0.6,
-            source="share of the time in which a task waits for a processor; 0 on a machine of one's own",
+            high=_WAITED * max(apart, 0.0),
+            source="share of the time in which a task waits for a processor: 0 on a machine of one's own, and most of the time in which "
+            "the process does not compute where others take it",
         ),
         Measurement("seconds that the quota of the container withheld, per second", throttled, high=0.4, source="0 without a quota"),
         Measurement("system/load", load, high=2.0, source="runnable tasks per processor; up to 1"),
