@@ -259,6 +259,7 @@ PLACES = (
         corpus.transform.quality require_module
         corpus.transform.quality_training train _deduplicate
         evaluate.follow scores_in_loop _resolved _append
+        weights.chat require_template
         weights.open open_model _split(2) _open_run(3)
         evaluate.speed measure_speed(2)
         inference.batching ContinuousBatch.add(4)

@@ -76,3 +76,13 @@ def test_one_line_and_nothing_is_trained(
     done = lmworks("run", write_recipe(tmp_path, base, chats))
     assert done.code == 2 and reason in done.error and "\n" not in done.error.strip()
     assert not listing.directories(tmp_path / "run" / "checkpoints")
+
+
+def test_a_base_model_is_not_asked_in_a_chat(lmworks: Lmworks, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    write_tokenizer(base, "qwen")
+    write_model(base, ROWS)
+    _template(None)(base)
+    (base / "model.safetensors").write_bytes(b"")  # the weights are not read
+    done = lmworks("chat", base)
+    assert done.code == 2 and f"{base} has no chat template" in done.error and f"lmworks serve {base} completes text" in done.error

@@ -28,7 +28,10 @@ BIN = Path(sys.executable).parent
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONUNBUFFERED": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
 }  # fmt: skip
-STAGES = ("launch local", "preflight", "run", "corpus prepare", "tokenizer train", "shards build", "pretrain", "tune", "evaluate", "export")
+STAGES = (
+    "launch local", "preflight", "profile", "run", "corpus prepare", "tokenizer train", "shards build", "pretrain", "tune", "evaluate",
+    "export",
+)  # fmt: skip
 
 # Not run, and why. What can be known of them without running is checked by the test named after the table.
 LISTED = {
@@ -115,11 +118,13 @@ def small(text: str) -> str:
 def run(text: str, folder: Path, stdin: str = "", server: subprocess.Popen[str] | None = None) -> str:
     """Run a command of a page in `folder`; returns what it printed. The `server` starts a command of ours, where the shell has no part."""
     words = shlex.split(small(text))
-    if server is not None and words[0] == "lmworks" and not set("|>&;$*") & set(text):
+    if server is not None and words[0] == "lmworks" and not set("|>&;$*") & set(text) and "--install-completion" not in words:
         code, out, err = _served(server, words, folder, stdin)
     else:
-        own = ENVIRONMENT | {"XDG_CONFIG_HOME": str(folder / "settings")}  # so that nothing of the user's is changed
-        command = ["bash", "-c", small(text)]
+        home = folder / "home"  # so that nothing of the user's is changed
+        home.mkdir(exist_ok=True)
+        own = ENVIRONMENT | {"HOME": str(home), "XDG_CONFIG_HOME": str(home / "settings")}
+        command = ["bash", "-c", f"{small(text)}\nexit $?"]  # two commands: of one alone bash becomes the command, which asks for its shell
         done = subprocess.run(command, cwd=folder, env=own, input=stdin, capture_output=True, encoding="utf-8", check=False)
         code, out, err = done.returncode, done.stdout, done.stderr
     assert code == 0, f"{text}\n{out[-2000:]}\n{err[-3000:]}"

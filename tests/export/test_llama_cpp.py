@@ -1,7 +1,9 @@
 """Our GGUF file in llama.cpp itself: the same ids, the same log-probabilities, the same prompts, and what its own converter writes.
 
 Tolerance of log-probabilities: 5e-5, where 1e-5 is the most that was seen. Both sides compute in fp32, llama.cpp with a cache of fp32 too
-(its default of fp16 costs about 5e-4). An expert chosen otherwise or a wrong rotation costs more than 1e-2.
+(its default of fp16 costs about 5e-4). A wrong rotation costs more than 1e-2, an expert chosen otherwise 5e-3 and more. Where two experts
+have almost the same score, the rounding of a processor decides: from such a token on, whose values later tokens read, only the mean is held
+to the tolerance. llama.cpp's GELU is a table in fp16, which our model is given for the comparison.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from lmworks.export.export import write_huggingface
 from lmworks.export.gguf import write_gguf, write_gguf_adapter
 from lmworks.inference.generate import GenerateOptions, generate
 from lmworks.model import Transformer
+from lmworks.model.layers import ACTIVATIONS, SwiGLU
+from lmworks.model.router import Router
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("llama")]
 
@@ -41,12 +45,43 @@ def test_ids_and_log_probabilities(make_run: Callable[..., Any], tmp_path: Path,
     for text, answer in zip(TEXTS, answers, strict=True):
         ids = run.tokenizer.encode(text)
         assert answer["ids"] == ids
-        with torch.no_grad():
+        with torch.no_grad(), ties(run.model, len(ids)) as tied, gelu_of_a_table(run.model):
             logprobs = run.model(torch.tensor([ids]))[0].double().log_softmax(-1)
         expected = logprobs[range(len(ids) - 1), ids[1:]].numpy()
         difference = np.abs(expected - answer["logprobs"])
-        print(f"{name}: {len(ids)} tokens, log-probabilities differ by at most {difference.max():.1e}, mean {difference.mean():.1e}")
-        assert difference.max() < 5e-5
+        certain = int(tied.nonzero().min()) if tied.any() else len(difference)
+        print(f"{name}: {len(ids)} tokens, log-probabilities differ by at most {difference.max():.1e}, mean {difference.mean():.1e}; "
+              f"{int(tied.sum())} ties, the first at {certain}")  # fmt: skip
+        assert difference[:certain].max(initial=0) < 5e-5 and difference.mean() < 5e-5 and difference.max() < 5e-2
+
+
+@contextmanager
+def ties(model: Transformer, tokens: int) -> Iterator[torch.Tensor]:
+    """Marks the tokens of a forward pass of one row whose experts would be others with scores different by 1e-5 of the largest."""
+    tied, noise = torch.zeros(tokens, dtype=torch.bool), torch.Generator().manual_seed(0)
+
+    def mark(router: Any, arguments: tuple[torch.Tensor], routing: Any) -> None:
+        logits = torch.nn.functional.linear(arguments[0].flatten(0, 1), router.weight)
+        chosen = routing.experts.sort(-1).values
+        for _ in range(16):
+            other = logits + 1e-5 * logits.abs().max() * (2 * torch.rand(logits.shape, generator=noise) - 1)
+            tied.logical_or_((router._select(router.gates(other), other).sort(-1).values != chosen).any(-1))
+
+    hooks = [module.register_forward_hook(mark) for module in model.modules() if isinstance(module, Router)]
+    yield tied
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def gelu_of_a_table(model: Transformer) -> Iterator[None]:
+    """GELU as ggml computes it on CPUs: argument and value are rounded to fp16."""
+    gates = [one for one in model.modules() if isinstance(one, SwiGLU) and one.activation is ACTIVATIONS["gelu_tanh"]]
+    for one in gates:
+        one.activation = lambda x: ACTIVATIONS["gelu_tanh"](x.half().float()).half().float()
+    yield
+    for one in gates:
+        one.activation = ACTIVATIONS["gelu_tanh"]
 
 
 @pytest.mark.parametrize(("name", "targets"), [("glm4moe", ("all-linear", "experts")), ("llama", ("all-linear",))])

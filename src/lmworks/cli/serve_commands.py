@@ -56,7 +56,9 @@ def chat(
     from lmworks.serve.chat import Conversation
     from lmworks.serve.chat import chat as talk
     from lmworks.serve.models import load_engine
+    from lmworks.weights.chat import require_template
 
+    require_template(run)
     engine = apart(lambda: load_engine(run, base, dtype=dtype, rows=1))
     try:
         talk(Conversation(engine, system, temperature, min_p, max_tokens, seed))

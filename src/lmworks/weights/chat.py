@@ -15,8 +15,9 @@ from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.io.files import read_json
 from lmworks.io.run_layout import BASE, of_checkpoint
+from lmworks.recipe.hub import locate
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.weights import Weights
+from lmworks.recipe.weights import Weights, find_weights, holds_model
 
 TAG = "conversational"
 """The tag of a model card that says that the model was trained on conversations, as the Hugging Face Hub spells it."""
@@ -49,6 +50,18 @@ def start_is_chat(run_dir: Path) -> bool:
 def base_is_chat(run_dir: Path, recipe: Recipe) -> bool:
     """Whether the base model of a run answers in a chat: it is the model of `start_from` as it was, and that one did."""
     return not recipe.trains_base and start_is_chat(run_dir)
+
+
+def require_template(where: str) -> None:
+    """Raise `UserError` if `where`, as for `open_model`, is a model of others without a chat template, as base models are.
+
+    Reads no weights."""
+    path = Path(locate(where)).expanduser()
+    if holds_model(path) and not _has_template(find_weights(path).tokenizer.parent):
+        raise UserError(
+            f"{where} has no chat template, as base models have none: lmworks serve {where} completes text at /v1/completions; for a chat, "
+            "tune it (start_from, with tokenizer.chat_template=brief), or put a chat_template.jinja beside it"
+        )
 
 
 def _has_template(folder: Path) -> bool:
