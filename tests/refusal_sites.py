@@ -85,7 +85,7 @@ PLACES = (
         weights.huggingface map_weights(2)
     """),
     (FIRST, "the data, rewards and adapters of the stages after pretraining", """
-        export.huggingface read_peft(6) _read_config _require_options(4)
+        export.peft read_peft(6) _read_config _require_options(5) _Joined.part
         model.lora attach(2)
         run.refusals _adapters.look
         plan.stages stages_as_phases

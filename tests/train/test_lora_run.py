@@ -42,7 +42,7 @@ def based(tiny: Tiny, tmp_path: Path) -> Tiny:
 
 def tune(tiny: Tiny, *overrides: str) -> None:
     """The stage alone."""
-    from lmworks.export.huggingface import read_peft
+    from lmworks.export.peft import read_peft
     from lmworks.train.tune import tune
 
     recipe = tiny.resolve(*LORA, *overrides).recipe
@@ -165,7 +165,7 @@ def _config(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
 def test_adapters_that_do_not_fit_are_refused(
     based: Tiny, tmp_path: Path, damage: Callable[[Path], None], options: tuple[str, ...], message: str
 ) -> None:
-    from lmworks.export.huggingface import read_peft, write_peft
+    from lmworks.export.peft import read_peft, write_peft
 
     recipe = based.resolve(*LORA).recipe
     model, lora = recipe.model, recipe.tune.lora  # type: ignore[union-attr]
@@ -188,7 +188,7 @@ def test_adapters_that_do_not_fit_are_refused(
 
 
 def test_an_adapter_of_another_base_is_refused(based: Tiny, tmp_path: Path) -> None:
-    from lmworks.export.huggingface import read_peft
+    from lmworks.export.peft import read_peft
 
     tune(based)
     recipe = based.resolve(*LORA).recipe

@@ -24,8 +24,9 @@ from lmworks.errors import UserError
 from lmworks.export import gguf as gguf_
 from lmworks.export.card import write_card
 from lmworks.export.gguf_tokenizer import find_rule
-from lmworks.export.huggingface import adapter_tensors, unequal_adapters, write_model, write_peft
+from lmworks.export.huggingface import write_model
 from lmworks.export.parity import NotLoaded, Parity, compare, compared_tokens
+from lmworks.export.peft import adapter_tensors, unequal_adapters, write_peft
 from lmworks.host import machine
 from lmworks.inference.generate import SAMPLING
 from lmworks.io.files import read_json, replace_directory, whole_directory, write_json

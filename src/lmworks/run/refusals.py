@@ -212,7 +212,7 @@ def _adapters(stage: str) -> Look:
     def look(before: Before) -> None:
         import torch
 
-        from lmworks.export.huggingface import read_peft
+        from lmworks.export.peft import read_peft
         from lmworks.model import Transformer
         from lmworks.model.lora import attach
         from lmworks.recipe.schema.model import is_adapter

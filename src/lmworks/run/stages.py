@@ -137,7 +137,7 @@ def _shards(context: StageContext) -> RenderableType | None:
 def training_context(context: StageContext) -> TrainingContext:
     """What a stage of training is given, with what the rooms above it supply."""
     from lmworks.evaluate.in_loop import make_evaluation
-    from lmworks.export.huggingface import read_peft
+    from lmworks.export.peft import read_peft
     from lmworks.parallel.mesh import alone
     from lmworks.plan.counts import flops_per_token
     from lmworks.run.start_weights import load_start_weights

@@ -115,7 +115,8 @@ class Places:
     def place(self, ours: str, tensor: Tensor, dtype: torch.dtype) -> GgufTensor:
         """The tensor to write for one of ours, or for another one with the same rows."""
         # the package maps Hugging Face's names, with stacked experts and the bias as a separate tensor
-        theirs = huggingface_name(ours, self.family).replace(".{e}", "").replace("e_score_correction_bias", "e_score_correction.bias")
+        theirs = huggingface_name(ours, self.config, self.family).replace(".{e}", "")
+        theirs = theirs.replace("e_score_correction_bias", "e_score_correction.bias")
         name = self._names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert name, f"gguf has no name for {theirs}"
         is_matrix = tensor.dim() > 1 and not name.endswith("ffn_gate_inp.weight")
@@ -166,9 +167,10 @@ class GgufWeights:
     def _found(self) -> Iterator[tuple[str, GgufSlice]]:
         """Raises `UserError` for a tensor that is missing, or that the model does not have."""
         places, unread = Places(self._model), set(self._header.tensors)
-        for ours, tensor in _tensors_of(self._model).items():
+        state = _tensors_of(self._model)
+        for ours, tensor in state.items():
             part = local_slice(ours, tensor)
-            names = [name for name, _ in sources(part, self._model, places.family)] if part is not None else []
+            names = [name for name, _ in sources(part, state, self._model, places.family)] if part is not None else []
             if not names or ours.startswith("mtp."):  # not in this class, or not in a GGUF file
                 continue
             if (parts := latent_parts(ours)) is not None:

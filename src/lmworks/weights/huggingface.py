@@ -69,7 +69,7 @@ def load_weights(
         for name, tensor in state.items():
             ours = "embedding.weight" if name == "head.weight" and model.tie_word_embeddings else name
             part = local_slice(ours, tensor)
-            for theirs, box in sources(part, model, family) if part is not None else ():
+            for theirs, box in sources(part, state, model, family) if part is not None else ():
                 if theirs in handles:
                     change: Callable[[Tensor], Tensor] | None = None
                     if is_shifted(ours, family):
@@ -118,7 +118,7 @@ def refuse_unequal_copies(directory: Path, model: Config) -> None:
     with ExitStack() as stack:
         handles = {name: handle for handle in open_all(directory, stack).values() for name in handle.keys()}  # noqa: SIM118
         family = family_in(read_json(directory / "config.json"))
-        embedding, head = (huggingface_name(name, family) for name in ("embedding.weight", "head.weight"))
+        embedding, head = (huggingface_name(name, model, family) for name in ("embedding.weight", "head.weight"))
         own = {"embedding.weight": embedding, "head.weight": embedding if model.tie_word_embeddings else head}
         if model.tie_word_embeddings and head in handles and not _equal(handles, head, embedding):
             raise UserError(
@@ -235,7 +235,7 @@ _EXTENDED = ("embedding.weight", "head.weight")  # may have more rows than the f
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor of a checkpoint: `ours` is our name of it, or of the stack of experts that it is part of."""
+    """A tensor of a checkpoint: `ours` is our name of it, of the stack of experts that it is part of, or of one of those in it."""
 
     ours: str
     shape: tuple[int, ...]
@@ -250,7 +250,7 @@ def wanted_tensors(model: Model, family: Family) -> dict[str, Wanted]:
         ours = "embedding.weight" if name == "head.weight" and model.tie_word_embeddings else name
         part = local_slice(ours, tensor)
         assert part is not None
-        found |= {theirs: Wanted(ours, box.shape) for theirs, box in sources(part, model, family)}
+        found |= {theirs: Wanted(ours, box.shape) for theirs, box in sources(part, state, model, family)}
     return found
 
 

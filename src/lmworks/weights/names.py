@@ -4,6 +4,11 @@ Stacked expert weights (E, out, in) are E separate weights (out, in) in Hugging 
 continue the layer numbers, and each has its own copy of the embedding and the head. The rotated dimensions of latent attention are
 interleaved there, in pairs (2i, 2i + 1); here they are halves, in pairs (i, i + R/2).
 
+A tensor of theirs may be packed: hold the rows of several of ours (`Packing`). In the table of a family these have the same name of
+theirs, in the order of their rows; `Family.groups` names those that repeat for each group of heads. What mixes the tokens of a layer is
+`attention` in our names whatever it is; the table has the section of the recipe there (`gated_delta`), since kinds of layers have other
+names in Hugging Face's format.
+
 Some classes multiply by 1 + the weight of a norm; ours is the factor itself, in fp32. For a weight in bf16 it is exact from |w| = 2^-16 on,
 and below it is off by 2^-24 at most.
 """
@@ -11,7 +16,8 @@ and below it is off by 2^-24 at most.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -21,9 +27,10 @@ from lmworks.checkpoint.save_plan import TensorSlice
 from lmworks.errors import UserError
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import family_of
-from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.model import SECTIONS, Model
 
 _COPIES = {"embedding.weight": "model.layers.{i}.embed_tokens.weight", "head.weight": "model.layers.{i}.shared_head.head.weight"}
+_MIXER = re.compile(r"layers\.(\d+)\.attention\.")
 _ROTATED = re.compile(r"layers\.\d+\.attention\.(query|query_up|kv_down)\.weight\Z")
 
 
@@ -39,6 +46,22 @@ def _to_theirs(family: Family) -> list[tuple[re.Pattern[str], str]]:
 @lru_cache(maxsize=64)
 def _to_ours(family: Family) -> list[tuple[re.Pattern[str], str]]:
     return [(_pattern(theirs), ours) for ours, theirs in family.names]
+
+
+@lru_cache(maxsize=64)
+def _templates(family: Family) -> list[tuple[re.Pattern[str], str]]:
+    return [(_pattern(ours), ours) for ours, _ in family.names]
+
+
+@lru_cache(maxsize=64)
+def _packed(family: Family) -> dict[str, tuple[tuple[str, ...], Callable[[Model], int] | None]]:
+    """Our templates that are parts of a packed tensor -> all parts of it, in order, and the number of its groups."""
+    parts: dict[str, list[str]] = {}
+    for ours, theirs in family.names:
+        parts.setdefault(theirs, []).append(ours)
+    return {
+        ours: (tuple(packed), family.groups.get(theirs)) for ours, theirs in family.names if len(packed := parts[theirs]) > 1
+    }  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -68,9 +91,9 @@ def _our_name(theirs: str, family: Family) -> str:
     raise UserError(f"tensor {theirs} has no counterpart; this is not a model of a class that lmworks converts")
 
 
-def huggingface_name(ours: str, family: Family) -> str:
-    """Hugging Face's name of one of our tensors; `{e}` is a placeholder for the expert in a stacked one."""
-    if found := _translate(ours, _to_theirs(family)):
+def huggingface_name(ours: str, model: Model, family: Family) -> str:
+    """Hugging Face's name of the tensor that one of ours is, or is a part of; `{e}` is a placeholder for the expert in a stacked one."""
+    if found := _translate(_name_in_table(ours, model), _to_theirs(family)):
         return found
     raise UserError(f"{family.name} has no tensor for {ours}; the config and the weights are of different models")
 
@@ -80,8 +103,57 @@ def is_exported(ours: str, family: Family) -> bool:
     return not any(pattern.match(ours) for pattern in _zero(family))
 
 
+@dataclass(frozen=True)
+class Packing:
+    """A Hugging Face tensor that holds the rows of several of ours: in each of `groups` groups, an equal part of each of them.
+
+    `name` is its name, `ours` are our names in the order of the rows. With one group the parts follow each other.
+    """
+
+    name: str
+    ours: tuple[str, ...]
+    groups: int
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        """Theirs, from ours in order. They may be other tensors with the same rows."""
+        return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+    def unpack(self, packed: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
+        """Ours, with so many rows each, from theirs."""
+        grouped = packed.unflatten(0, (self.groups, -1))
+        return tuple(part.flatten(0, 1) for part in grouped.split([count // self.groups for count in rows], dim=1))
+
+    def boxes(self, part: TensorSlice, rows: Sequence[int]) -> Iterator[TensorSlice]:
+        """A slice of one of ours, as slices of theirs: one for each group of which it has rows. `rows` are those of all parts."""
+        own = self.ours.index(part.name)
+        every, before, of_group = (sum(some) // self.groups for some in (rows, rows[:own], rows[own : own + 1]))
+        first, last = part.offsets[0], part.offsets[0] + part.sizes[0]
+        for group in range(first // of_group, -(-last // of_group)):
+            begin, end = max(first, group * of_group), min(last, (group + 1) * of_group)
+            yield replace(
+                part, shape=(sum(rows), *part.shape[1:]), sizes=(end - begin, *part.sizes[1:]),
+                offsets=(group * every + before + begin - group * of_group, *part.offsets[1:]),
+                values=partial(_rows, part, begin - first, end - first),
+            )  # fmt: skip
+
+
+def packing(ours: str, model: Model, family: Family) -> Packing | None:
+    """The packed tensor of which one of ours is a part; None if it is a tensor of its own."""
+    name = _name_in_table(ours, model)
+    own = next((template for pattern, template in _templates(family) if pattern.match(name)), "")
+    parts, groups = _packed(family).get(own, ((), None))
+    if not parts:
+        return None
+    places = (own[: at + 1] for at, letter in enumerate(own) if letter == ".")
+    common = [start for start in places if all(part.startswith(start) for part in parts)][-1]
+    start = ours.removesuffix(own.removeprefix(common))
+    names = tuple(start + part.removeprefix(common) for part in parts)
+    return Packing(huggingface_name(ours, model, family), names, groups(model) if groups else 1)
+
+
 def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of `model` under Hugging Face's names, one at a time, so that a large model is never in memory twice."""
+    """Tensors of `model` under Hugging Face's names, one at a time, so that a large model is never in memory twice. Those that are parts
+    of one tensor there must all be in `state` (`packed_together`)."""
     assert model.num_hidden_layers
     family = family_of(model)
     for name, tensor in state.items():
@@ -90,8 +162,11 @@ def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[
             if tensor.any():
                 raise UserError(f"{name} is not zero, and {family.name} has no such tensor; this model cannot be exported as that class")
             continue
-        theirs = huggingface_name(numbered, family)
-        if "{e}" in theirs:
+        theirs = huggingface_name(name, model, family)
+        if (packed := packing(name, model, family)) is not None:
+            if name == packed.ours[0]:
+                yield theirs, packed.pack([state[part] for part in packed.ours])
+        elif "{e}" in theirs:
             yield from ((theirs.replace("{e}", str(expert)), weight) for expert, weight in enumerate(tensor.unbind(0)))
         else:
             yield theirs, _as_theirs(numbered, tensor, model, family)
@@ -102,18 +177,32 @@ def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[
             )
 
 
+def packed_together(names: Iterable[str], model: Model) -> Iterator[tuple[str, ...]]:
+    """Our names in order, those of parts of one Hugging Face tensor together, at the place of the first."""
+    family, layers = family_of(model), model.num_hidden_layers
+    assert layers
+    for name in names:
+        packed = packing(name, model, family) if is_exported(_number_mtp_layers(name, layers), family) else None
+        if packed is None or name == packed.ours[0]:
+            yield (name,) if packed is None else packed.ours
+
+
 def original_of(theirs: str) -> str | None:
     """Our name of the tensor of which a Hugging Face tensor is a copy, for a layer of multi-token prediction; None if it is no copy."""
     return next((ours for pattern, ours in _COPY_OF if pattern.match(theirs)), None)
 
 
-def sources(part: TensorSlice, model: Model, family: Family) -> Iterator[tuple[str, TensorSlice]]:
-    """This rank's slice of one of our tensors, as slices of Hugging Face tensors by name; a stack of experts gives one per expert."""
+def sources(part: TensorSlice, state: Mapping[str, Tensor], model: Model, family: Family) -> Iterator[tuple[str, TensorSlice]]:
+    """This rank's slice of one of our tensors, as slices of Hugging Face tensors by name: a stack of experts gives one per expert, and a
+    part of a packed tensor one per group. `state` has the shapes of the other parts."""
     assert model.num_hidden_layers
     numbered = _number_mtp_layers(part.name, model.num_hidden_layers)
     if not is_exported(numbered, family):
         return
-    theirs = huggingface_name(numbered, family)
+    theirs = huggingface_name(part.name, model, family)
+    if (packed := packing(part.name, model, family)) is not None:
+        yield from ((theirs, box) for box in packed.boxes(part, [state[name].shape[0] for name in packed.ours]))
+        return
     if "{e}" not in theirs:
         yield theirs, part
         return
@@ -126,6 +215,10 @@ def _row(part: TensorSlice, at: int) -> Tensor:
     return part.values()[at]
 
 
+def _rows(part: TensorSlice, begin: int, end: int) -> Tensor:
+    return part.values()[begin:end]
+
+
 def why_missing(ours: str) -> str:
     """The end of a message that a checkpoint lacks one of our tensors."""
     if ours == "head.weight":
@@ -135,12 +228,12 @@ def why_missing(ours: str) -> str:
 
 def refuse_foreign(names: Iterable[str], state: Mapping[str, object], model: Model, family: Family) -> None:
     """Raise `UserError` for a Hugging Face tensor without a counterpart in `state`, which has all tensors of `model`."""
-    assert model.num_hidden_layers
+    known = {_name_in_table(name, model) for name in state}
     for theirs in names:
         derived = theirs.endswith("rotary_emb.inv_freq") or any(pattern.match(theirs) for pattern in _derived(family))
-        if derived or original_of(theirs) is not None:
+        if derived or theirs.startswith(family.unread) or original_of(theirs) is not None:
             continue
-        if _restore_mtp_layers(_our_name(theirs, family), model.num_hidden_layers) not in state:
+        if _our_name(theirs, family) not in known:
             raise UserError(f"tensor {theirs} does not belong to this model; the config and the weights are of different models")
 
 
@@ -183,12 +276,14 @@ def _number_mtp_layers(name: str, layers: int) -> str:
     return f"{'layers' if match[2] else 'mtp'}.{layers + int(match[1])}.{match[3]}" if match else name
 
 
-def _restore_mtp_layers(name: str, layers: int) -> str:
-    """The inverse of `_number_mtp_layers`."""
-    match = re.match(r"(layers|mtp)\.(\d+)\.(.*)", name)
-    if match is None or int(match[2]) < layers:
-        return name
-    return f"mtp.{int(match[2]) - layers}.{'block.' if match[1] == 'layers' else ''}{match[3]}"
+def _name_in_table(name: str, model: Model) -> str:
+    """Our name as the tables of families have it: with the numbers of layers in Hugging Face's format, and in layers of another kind than
+    attention with the section of that kind."""
+    assert model.num_hidden_layers
+    name = _number_mtp_layers(name, model.num_hidden_layers)
+    match = _MIXER.match(name)
+    mixer = model.mixer(int(match[1])) if match else ""
+    return f"layers.{match[1]}.{mixer}.{name[match.end() :]}" if match and mixer in SECTIONS else name
 
 
 def reordered(name: str, tensor: Tensor, model: Model, back: bool = False) -> Tensor:

@@ -275,7 +275,10 @@ class Family:
 
     name, model_type: as in config.json; `model_types` are those of other programs for the same class
     about: the models of this class, in a few words
-    names: pairs of our tensor name and Hugging Face's; `{i}` is a layer, `{e}` an expert of a stacked tensor
+    names: pairs of our tensor name and Hugging Face's; `{i}` is a layer, `{e}` an expert of a stacked tensor. Several of ours with one name
+        of theirs are its rows, in this order. In a layer of another kind than attention, ours has the section of the kind, such as
+        `layers.{i}.gated_delta.query.weight`
+    groups: names of theirs whose rows are in groups, each with a part of each of ours -> the number of groups of a model
     requires, allows: traits that models of the class always have and may have; they have no others
     differs: why a model with matching traits is still not of this class, or None
     defaults: every key of config.json that the class reads and that may change a number, with the default of the class; those of RoPE are
@@ -291,6 +294,7 @@ class Family:
     norms_plus_one: whether the class multiplies by 1 + the weight of a norm; ours are the factors themselves
     zero: our tensors that do not exist in the class and must be zero
     derived: tensors of the class that follow from its config, so that they are neither read nor written
+    unread: beginnings of the names of tensors that published models have and lmworks does not read
     mtp: whether the class supports multi-token prediction with experts, as in the published models
     architectures: the names of its architectures in llama.cpp; `gguf` returns the one for a model, or raises `NoClass` with the reason
     without_gguf: the models that llama.cpp does not support, in a few words
@@ -320,6 +324,8 @@ class Family:
     norms_plus_one: bool = False
     zero: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    groups: Mapping[str, Callable[[Model], int]] = field(default_factory=dict, hash=False)
     mtp: bool = False
     without_gguf: str = ""
     from_gguf: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_keys

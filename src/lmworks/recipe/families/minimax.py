@@ -19,7 +19,7 @@ _PLACES = {
 _LAYER = "model.layers.{i}."
 _NAMES: Names = (
     *common.ENDS, *common.PRE_NORMS, *common.PROJECTIONS,
-    *((f"layers.{{i}}.attention.{ours}.weight", f"{_LAYER}self_attn.{theirs}.weight")
+    *((f"layers.{{i}}.lightning.{ours}.weight", f"{_LAYER}self_attn.{theirs}.weight")
       for ours, theirs in (("qkv", "qkv_proj"), ("gate", "output_gate"), ("output_norm", "norm"), ("projection", "out_proj"))),
     *((f"layers.{{i}}.ffn.experts.{ours}", f"{_LAYER}block_sparse_moe.experts.{{e}}.{theirs}.weight")
       for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))),

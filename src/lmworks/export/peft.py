@@ -1,0 +1,260 @@
+"""Writes and reads low-rank adapters in PEFT's format: adapter_config.json and adapter_model.safetensors with the names of the Hugging Face
+class.
+
+Those of routed experts are written for each expert, as the experts themselves are in a checkpoint. Where the class has one matrix for
+several of ours, their k adapters of rank r are one of rank k r: A has the rows of all of them, and B is zero outside of their blocks. So
+`rank_pattern` and `alpha_pattern` name these matrices. An adapter of rank r of such a matrix, as PEFT makes it, is read as k adapters with
+the same A.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmworks.checkpoint.save_plan import local_slice
+from lmworks.checkpoint.tensor_files import Reader
+from lmworks.errors import UserError
+from lmworks.io.files import atomic_path, write_json
+from lmworks.model import Transformer
+from lmworks.model.lora import attach
+from lmworks.recipe.families.family import Family
+from lmworks.recipe.families.registry import family_of
+from lmworks.recipe.parameters import parameters
+from lmworks.recipe.schema.model import Lora, Model, is_adapter, matrix_of_adapter
+from lmworks.weights.names import Packing, huggingface_name, packing, reordered
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLED, _REWRITE = "adapter_model.bin", "if you trust it, load it in peft and write it again with save_pretrained(DIRECTORY)"
+_PREFIX = "base_model.model."
+_BASE = "lmworks_base"  # in the metadata of the weights: the hash of the tensors of the base model
+_UNSUPPORTED = ("modules_to_save", "use_dora", "fan_in_fan_out", "target_parameters", "lora_bias")
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+
+
+def adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """The adapters of a checkpoint that holds nothing else, by our names."""
+    reader = Reader(checkpoint)
+    prefix = "model/"
+    return {
+        name.removeprefix(prefix): reader.read_slice(name, (0,) * len(record.shape), record.shape)
+        for name, record in reader.table.items() if name.startswith(prefix)
+    }  # fmt: skip
+
+
+def write_peft(checkpoint: Path, options: Lora, model: Model, base: str, base_hash: str, directory: Path) -> None:
+    """Write the adapters of a checkpoint. `base` names the base model in the config; it is written beside the adapter as a model."""
+    from safetensors.torch import save_file
+
+    state, family = adapter_tensors(checkpoint), family_of(model)
+    tensors = {theirs: tensor.float().contiguous() for theirs, tensor in _their_adapters(state, model, family)}
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True, "bias": "none",
+        "r": options.rank, "lora_alpha": options.alpha, "lora_dropout": options.dropout, "use_rslora": options.rslora,
+        "target_modules": _target_modules(state, model, family), "modules_to_save": None, "fan_in_fan_out": False,
+        "init_lora_weights": True, **_Joined(state, model).patterns(options),
+    }  # fmt: skip
+    directory.mkdir(parents=True, exist_ok=True)
+    with atomic_path(directory / WEIGHTS) as aside:
+        save_file(tensors, aside, metadata={"format": "pt", _BASE: base_hash})
+        aside.chmod(directory.stat().st_mode & 0o666)
+    write_json(directory / CONFIG, config)
+
+
+def unequal_adapters(checkpoint: Path, model: Model, directory: Path) -> list[str]:
+    """Names of the tensors in the file of `write_peft` that are not, bit for bit, those of the checkpoint."""
+    from safetensors.torch import load_file
+
+    stored = load_file(directory / WEIGHTS)
+    written = dict(_their_adapters(adapter_tensors(checkpoint), model, family_of(model)))
+    return [name for name in {**stored, **written} if name not in stored or not torch.equal(stored[name], written[name].float())]
+
+
+@torch.no_grad()
+def read_peft(directory: Path, state: Mapping[str, Tensor], model: Model, options: Lora, base_hash: str | None) -> None:
+    """Copy a PEFT adapter into `state`, the adapters of `model` by our names, of which this rank may hold slices.
+
+    Raises `UserError` if the adapter does not have the options, the targets or the shapes of `state`, or names another base model
+    (with `base_hash` None it may be any). Into a state on the meta device nothing is copied: that is a check.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for name in (CONFIG, WEIGHTS):
+        if not (directory / name).is_file():
+            pickled = name == WEIGHTS and (directory / _PICKLED).is_file()
+            why = f", only {_PICKLED}, which is pickled and could run any program: {_REWRITE}" if pickled else ""
+            raise UserError(f"lora.init_from: {directory} is no PEFT adapter; it has no {name}{why}")
+    config, family, joined = _read_config(directory / CONFIG), family_of(model), _Joined(state, model)
+    _require_options(config, options, joined.patterns(options), directory)
+    with ExitStack() as stack:
+        try:
+            handle = stack.enter_context(safe_open(directory / WEIGHTS, framework="pt"))
+        except SafetensorError as error:
+            raise UserError(f"lora.init_from: {directory / WEIGHTS} is damaged ({error}); get it again from its origin") from None
+        base = (handle.metadata() or {}).get(_BASE)
+        if None not in (base, base_hash) and base != base_hash:
+            raise UserError(f"lora.init_from: {directory} is an adapter of another base model; this run's has the hash {base_hash}")
+        found = set(handle.keys())
+        known: set[str] = set()
+        for name, tensor in state.items():
+            parts = []
+            for theirs in _their_names(name, tensor, model, family):
+                if theirs not in found:
+                    raise UserError(f"lora.init_from: {directory} has no tensor {theirs}: it has other targets or another base model")
+                known.add(theirs)
+                parts.append(handle.get_tensor(theirs))
+            whole = torch.stack(parts) if tensor.ndim == 3 and len({part.shape for part in parts}) == 1 else parts[0]
+            if (packed := packing(matrix_of_adapter(name), model, family)) is not None:
+                whole = joined.part(name, whole, packed, bool(config.get(_PATTERNS[0])))
+            if whole.shape != tensor.shape:
+                raise UserError(
+                    f"lora.init_from: {directory} is an adapter of another base model: {theirs} has the shape {tuple(parts[0].shape)}, and "
+                    f"here it is {tuple(tensor.shape[-2:])}"
+                )
+            whole = reordered(matrix_of_adapter(name), whole, model, back=True) if name.endswith("B") else whole
+            if (part := local_slice(name, tensor)) is not None:
+                box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
+                part.values().copy_(whole[box])
+        if unknown := sorted(found - known):
+            raise UserError(f"lora.init_from: {directory} has the tensor {unknown[0]}, which lora.targets does not name; add its target")
+
+
+def _their_names(name: str, tensor: Tensor, model: Model, family: Family) -> list[str]:
+    """PEFT's names of one of our adapter tensors: a stack of experts is the tensors of each."""
+    theirs = huggingface_name(matrix_of_adapter(name), model, family).removesuffix(".weight")
+    experts = range(tensor.shape[0] if "{e}" in theirs else 1)
+    return [f"{_PREFIX}{theirs.replace('{e}', str(expert))}.lora_{name[-1]}.weight" for expert in experts]
+
+
+def _their_adapters(state: Mapping[str, Tensor], model: Model, family: Family) -> Iterator[tuple[str, Tensor]]:
+    """Our adapters as PEFT has them."""
+    joined = _Joined(state, model)
+    for name, tensor in state.items():
+        names = _their_names(name, tensor, model, family)
+        if (packed := packing(matrix_of_adapter(name), model, family)) is not None:
+            if matrix_of_adapter(name) == joined.adapted(packed)[0]:
+                yield names[0], joined.whole(packed, name[-1])
+        elif "experts" in name:
+            yield from zip(names, tensor.unbind(0), strict=True)
+        else:
+            yield names[0], reordered(matrix_of_adapter(name), tensor, model) if name.endswith("B") else tensor
+
+
+class _Joined:
+    """The adapters in `state` of matrices that are parts of one matrix of the class, as an adapter of that one."""
+
+    def __init__(self, state: Mapping[str, Tensor], model: Model) -> None:
+        self._state, self._model, self._family = state, model, family_of(model)
+        self._of = {matrix_of_adapter(name): name.removesuffix("A") for name in state if name.endswith("A")}
+        self._rows = {parameter.name: parameter.shape[0] for parameter in parameters(model)}
+
+    def adapted(self, packed: Packing) -> list[str]:
+        """The matrices in `packed` that have an adapter."""
+        return [matrix for matrix in packed.ours if matrix in self._of]
+
+    def whole(self, packed: Packing, kind: str) -> Tensor:
+        """A or B of the adapter of the packed matrix."""
+        parts = {matrix: self._state[self._of[matrix] + kind].float() for matrix in self.adapted(packed)}
+        return torch.cat(list(parts.values())) if kind == "A" else self._pack(packed, parts, blocks=True)
+
+    def part(self, name: str, whole: Tensor, packed: Packing, blocks: bool) -> Tensor:
+        """One of our tensors of A or B from that of the packed matrix, whose B has `blocks` or, with the rank of a single adapter, none.
+
+        A tensor of another shape is returned as it is. Raises `UserError` if the adapter changes what is no part of ours.
+        """
+        matrices = self.adapted(packed)
+        own, rows = matrices.index(matrix_of_adapter(name)), [self._rows[matrix] for matrix in packed.ours]
+        if whole.shape[0 if name.endswith("A") else 1] % len(matrices) and blocks:
+            return whole
+        if name.endswith("A"):
+            return whole.chunk(len(matrices))[own] if blocks else whole
+        if whole.shape[0] != sum(rows):
+            return whole
+        found = dict(zip(packed.ours, packed.unpack(whole, rows), strict=True))
+        if blocks:
+            found |= {matrix: found[matrix].chunk(len(matrices), dim=1)[at] for at, matrix in enumerate(matrices)}
+        parts = {matrix: found[matrix] for matrix in matrices}
+        if not torch.equal(self._pack(packed, parts, blocks), whole.float()):
+            theirs = packed.name.removesuffix(".weight")
+            raise UserError(f"lora.init_from: the adapter of {theirs} is not one of {' and '.join(matrices)} alone; see lora.targets")
+        return parts[matrices[own]]
+
+    def _pack(self, packed: Packing, parts: Mapping[str, Tensor], blocks: bool) -> Tensor:
+        """B of the packed matrix: rows of zeros where a part has no adapter, and with `blocks` columns of its own for each part."""
+        rank = next(iter(parts.values())).shape[1]
+        wide = []
+        for matrix in packed.ours:
+            columns = torch.zeros(self._rows[matrix], rank * (len(parts) if blocks else 1))
+            if matrix in parts:
+                begin = rank * list(parts).index(matrix) if blocks else 0
+                columns[:, begin : begin + rank] = parts[matrix]
+            wide.append(columns)
+        return packed.pack(wide)
+
+    def patterns(self, options: Lora) -> dict[str, dict[str, float]]:
+        """`rank_pattern` and `alpha_pattern`: by the last part of a name if all matrices with it are alike, otherwise by whole names."""
+        found = {}
+        for matrix in self._of:
+            if (packed := packing(matrix, self._model, self._family)) is not None:
+                found[packed.name.removesuffix(".weight")] = len(self.adapted(packed))
+        numbers = {theirs: number for theirs, number in found.items() if number > 1}
+        ends = {theirs.rpartition(".")[2]: number for theirs, number in found.items()}
+        if all(ends[theirs.rpartition(".")[2]] == number for theirs, number in found.items()):
+            numbers = {end: number for end, number in ends.items() if number > 1}
+        alpha = {theirs: options.alpha * number ** (0.5 if options.rslora else 1) for theirs, number in numbers.items()}
+        ranks: dict[str, float] = {theirs: options.rank * number for theirs, number in numbers.items()}
+        return dict(zip(_PATTERNS, (ranks, alpha), strict=True))
+
+
+def _target_modules(state: Mapping[str, Tensor], model: Model, family: Family) -> list[str]:
+    """Ends of the names of the adapted modules, as PEFT matches them: short where all modules of that name are adapted. Routed experts do
+    not count, since they are no modules in today's classes; in others they would get adapters of zeros."""
+
+    def modules(names: Mapping[str, Any]) -> set[str]:
+        found = [huggingface_name(matrix_of_adapter(name), model, family).removesuffix(".weight") for name in names if name.endswith("A")]
+        experts = range(model.moe.n_routed_experts if model.moe else 1)
+        return {name.replace("{e}", str(expert)) for name in found for expert in experts}
+
+    adapted = modules(state)
+    with torch.device("meta"):
+        everything = Transformer(model)
+        attach(everything, Lora(rank=1, targets=("all-linear",)))
+    possible = modules({name: value for name, value in everything.state_dict().items() if is_adapter(name)})
+    short: set[str] = set()
+    for name in adapted:
+        last = name.rpartition(".")[2]
+        whole = all(other in adapted for other in possible if other.endswith(f".{last}"))
+        short.add(last if whole else name)
+    return sorted(short)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"lora.init_from: {path} is not the config of an adapter: {error}") from None
+
+
+def _require_options(config: dict[str, Any], options: Lora, patterns: dict[str, dict[str, float]], directory: Path) -> None:
+    """Raise `UserError` if the config has options that lmworks lacks, or other ones than the recipe; `patterns` are ours (`_Joined`)."""
+    where = f"lora.init_from: {directory}"
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{where} is of the type {config.get('peft_type')!r}; lmworks reads LORA")
+    if config.get("bias", "none") != "none":
+        raise UserError(f"{where} has bias {config['bias']!r}; lmworks supports none")
+    for name in _UNSUPPORTED:
+        if config.get(name):
+            raise UserError(f"{where} has {name}, which lmworks does not support")
+    for name in _PATTERNS:
+        if config.get(name) and config[name] != patterns[name]:
+            raise UserError(f"{where} has {name} {config[name]}, other ranks or scales than lora.rank, lora.alpha and lora.targets give")
+    same = {"r": ("rank", options.rank), "lora_alpha": ("alpha", options.alpha), "use_rslora": ("rslora", options.rslora)}
+    for theirs, (ours, value) in same.items():
+        if config.get(theirs, False if ours == "rslora" else None) != value:
+            raise UserError(f"{where} has {theirs} {config.get(theirs)!r}, and the recipe has lora.{ours} {value!r}; set that")
