@@ -71,7 +71,7 @@ PLACES = (
         tokenizer.tokenizer_json check_same_ids(2) read_bpe.refuse
         tokenizer.chat Template.__init__ Template.render
         tokenizer.foreign ForeignTokenizer.__init__(3) ForeignTokenizer._template
-        tokenizer.opening _source kept_json(2) require_fit require_chat
+        tokenizer.opening _source _template kept_json(2) require_fit require_chat
         tokenizer.train _adopt _check_round_trip
         tokenizer.turns Turns.__init__ Turns._check
     """),

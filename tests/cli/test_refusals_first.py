@@ -343,6 +343,11 @@ CASES: dict[str, tuple[str, str, Make]] = {
         "has no tokenizer.json",
         lambda p: ((p.folder / "base" / "tokenizer.json").unlink(), p.tuning())[1],
     ),
+    "no file of a template": (
+        "tokenizer.opening _template",
+        "own.jinja does not exist",
+        lambda p: p.tuning() | {"tokenizer": {"chat_template": "own.jinja"}},
+    ),
     "no chat template": ("tokenizer.opening require_chat", "has no chat template", lambda p: p.template(None)),
     "a template without a stop": (
         "tokenizer.turns Turns.__init__",
@@ -456,6 +461,7 @@ ELSEWHERE = {
     "tokenizer.foreign ForeignTokenizer._template": TOKENIZERS,
     "tokenizer.turns Turns._check": TOKENIZERS,
     "tokenizer.opening require_fit": FAMILIES,
+    "export.peft _Joined.part": FAMILIES,
     "weights.names huggingface_name": FAMILIES,
     "weights.names refuse_foreign": FAMILIES,
     "weights.huggingface refuse_unequal_copies": FAMILIES,

@@ -169,6 +169,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         yield ("tune", "lora"), "adapters train no rows of tokenizer.add_tokens; leave lora out, or train the rows in train.phases before"
     if recipe.tokenizer.add_tokens and not recipe.tokenizer.as_is:
         yield ("tokenizer", "add_tokens"), "tokens are added to a tokenizer that is kept; set tokenizer.as_is=true, or leave them out"
+    if recipe.tokenizer.template_file and not recipe.tokenizer.as_is:
+        yield ("tokenizer", "chat_template"), "a file is the template of a tokenizer that is kept; set tokenizer.as_is=true, or take brief"
     yield from deepspeed_problems(recipe)
     if model.moe and model.moe.first_k_dense_replace >= model.num_hidden_layers:
         yield (

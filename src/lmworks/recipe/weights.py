@@ -26,6 +26,7 @@ from lmworks.recipe.gguf_model import as_folder, find_gguf
 from lmworks.recipe.hub import locate
 from lmworks.recipe.keys import Keys, flatten, get, leaves, merge, put
 from lmworks.recipe.phases import final, in_force
+from lmworks.recipe.schema.artifacts import TEMPLATES
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -203,8 +204,8 @@ def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
     put(tree, ("tokenizer", "path"), str(start.tokenizer_path))
     reasons["tokenizer", "path"] = why
     if tokenizer.get("as_is") is None:
-        put(tree, ("tokenizer", "as_is"), tokenizer.get("chat_template") is None)
-        reasons["tokenizer", "as_is"] = "the tokenizer of the weights as it is, unless tokenizer.chat_template is set"
+        put(tree, ("tokenizer", "as_is"), tokenizer.get("chat_template") not in TEMPLATES)
+        reasons["tokenizer", "as_is"] = f"the tokenizer of the weights as it is, unless tokenizer.chat_template is {' or '.join(TEMPLATES)}"
     rows, added, size = start.model.vocab_size or 0, tokenizer.get("add_tokens"), tokenizer.get("vocab_size")
     if size is None:
         size, reasons["tokenizer", "vocab_size"] = rows, f"rows of the embedding {why}"

@@ -23,13 +23,14 @@ _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 class ForeignTokenizer(Tokenizer):
     """Encodes with `tokenizers` what `transformers` would encode, except that text never becomes a special token.
 
-    `prefix` are the ids that the tokenizer puts before every text (a BOS token, or nothing); `encode` puts them there, too.
+    `prefix` are the ids that the tokenizer puts before every text (a BOS token, or nothing); `encode` puts them there, too. `chat_template`
+    is the source of one that takes the place of the directory's.
     """
 
     lossless = False  # it may normalize text, or put a space before it
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: Path, chat_template: str | None = None) -> None:
+        self.directory, self._given = Path(directory), chat_template
         path = self.directory / "tokenizer.json"
         spec = read_json(path)
         with explain_damage(path):
@@ -170,7 +171,9 @@ class ForeignTokenizer(Tokenizer):
     @property
     def has_chat_template(self) -> bool:
         """Whether the directory has a chat template, in a file of its own or in tokenizer_config.json."""
-        return (self.directory / "chat_template.jinja").is_file() or self._chat_template_in_config() is not None
+        return (
+            self._given is not None or (self.directory / "chat_template.jinja").is_file() or self._chat_template_in_config() is not None
+        )
 
     def _chat_template_in_config(self) -> str | None:
         given = self._config.get("chat_template")
@@ -180,6 +183,8 @@ class ForeignTokenizer(Tokenizer):
 
     @cached_property
     def _template(self) -> Template:
+        if self._given is not None:
+            return Template(self._given, "tokenizer.chat_template", self.tokens)
         path = self.directory / "chat_template.jinja"
         if path.is_file():
             return Template(path.read_text(encoding="utf-8"), str(path), self.tokens)

@@ -51,12 +51,13 @@ KEPT = ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "special_tokens_map
 def keep(recipe: Recipe, out_dir: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """Copy the tokenizer at `tokenizer.path` into `out_dir`, byte for byte where no tokens are added; returns it and a report.
 
-    A chat template that is part of tokenizer_config.json is also written as a file of its own, with the same characters. Raises `UserError`
+    A chat template that is part of tokenizer_config.json is also written as a file of its own, with the same characters, and one of
+    `tokenizer.chat_template` takes its place. Raises `UserError`
     if the tokenizer cannot be read, if a token cannot be added, if it has ids that the embedding does not have, or if the recipe tunes on
     conversations and there is no chat template, or one that does not show which tokens the assistant writes.
     """
-    source = _source(recipe)
-    tokenizer = load(source)
+    source, template = _source(recipe), recipe.tokenizer.template_file
+    tokenizer = load(source) if template is None else ForeignTokenizer(source, _template(template))
     require_fit(tokenizer, recipe)
     whole = kept_json(recipe)
     if recipe.tune is not None:
@@ -66,6 +67,8 @@ def keep(recipe: Recipe, out_dir: Path) -> tuple[Tokenizer, dict[str, Any]]:
         if (source / name).is_file():
             with atomic_path(out_dir / name) as aside:
                 shutil.copyfile(source / name, aside)
+    if template is not None:
+        write_text(out_dir / TEMPLATE, tokenizer.chat_template)
     if added := recipe.tokenizer.add_tokens:
         write_bytes(out_dir / "tokenizer.json", whole)
         _describe_added(out_dir, added)
@@ -86,6 +89,13 @@ def _source(recipe: Recipe) -> Path:
     if not (source / "tokenizer.json").is_file():
         raise UserError(f"{source} has no tokenizer.json, which the weights need; put it there")
     return source
+
+
+def _template(path: Path) -> str:
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; put the chat template there, or correct tokenizer.chat_template")
+    with explain_damage(path):
+        return path.read_text(encoding="utf-8")
 
 
 def kept_json(recipe: Recipe) -> bytes:
@@ -142,7 +152,7 @@ def require_chat(tokenizer: Tokenizer) -> None:
     """Raise `UserError` if a model with this tokenizer cannot be tuned on conversations."""
     if not tokenizer.has_chat_template:
         raise UserError(
-            f"{tokenizer.directory} has no chat template, which tuning needs; set tokenizer.chat_template=brief for that of lmworks, or "
-            f"put a {TEMPLATE} there"
+            f"{tokenizer.directory} has no chat template, which tuning needs; set tokenizer.chat_template=FILE.jinja for one with its own "
+            "special tokens, or tokenizer.chat_template=brief for that of lmworks, which takes a byte-level tokenizer"
         )
     tokenizer.encode_chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])

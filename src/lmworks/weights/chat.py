@@ -60,7 +60,7 @@ def require_template(where: str) -> None:
     if holds_model(path) and not _has_template(find_weights(path).tokenizer.parent):
         raise UserError(
             f"{where} has no chat template, as base models have none: lmworks serve {where} completes text at /v1/completions; for a chat, "
-            "tune it (start_from, with tokenizer.chat_template=brief), or put a chat_template.jinja beside it"
+            "tune it (start_from, with tokenizer.chat_template)"
         )
 
 

@@ -9,6 +9,7 @@ between failures, T = sqrt(2 C M) costs least (Young 1974; Daly 2006 has the nex
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -16,6 +17,10 @@ from pydantic import Field, field_validator, model_validator
 from lmworks.recipe.schema.base import NO_EFFECT, Node, read_by
 from lmworks.recipe.schema.layout import DeviceCost
 from lmworks.recipe.schema.units import Bytes, Duration, Seconds, Tokens
+
+TEMPLATES = ("brief", "glm-4.6")
+"""Chat templates of ours."""
+_JINJA = ".jinja"
 
 
 class Tokenizer(Node):
@@ -29,7 +34,7 @@ class Tokenizer(Node):
     as_is: bool = Field(
         False,
         description="take the tokenizer at `path` as it is: its ids, special tokens and chat template. Otherwise it gets the special "
-        "tokens of GLM-4 that it lacks, and the template of chat_template. With start_from it is, unless chat_template is set",
+        "tokens of GLM-4 that it lacks, and the template of chat_template. With start_from it is, unless chat_template is brief or glm-4.6",
     )
     add_tokens: list[str] = Field(
         default_factory=list,
@@ -56,9 +61,24 @@ class Tokenizer(Node):
     max_words: int = Field(
         2_000_000, ge=10_000, description="distinct words counted in training; the rarest are dropped first; about 0.5 kB of memory each"
     )
-    chat_template: Annotated[Literal["brief", "glm-4.6"], read_by("tokenizer")] = Field(
-        "brief", description="glm-4.6: as published, each answer starts with its reasoning. brief: the same without empty reasoning"
+    chat_template: Annotated[str, read_by("tokenizer")] = Field(
+        "brief",
+        description="glm-4.6: as published, each answer starts with its reasoning. brief: the same without empty reasoning. Or the path of "
+        "a .jinja file, relative to the working directory: the template of a tokenizer that is taken as it is, instead of its own, as for "
+        "a base model that has none",
     )
+
+    @property
+    def template_file(self) -> Path | None:
+        """The chat template that replaces that of a tokenizer which is taken as it is."""
+        return Path(self.chat_template).expanduser() if self.chat_template.endswith(_JINJA) else None
+
+    @field_validator("chat_template")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in TEMPLATES and not name.endswith(_JINJA):
+            raise ValueError(f"{name!r} is neither {' nor '.join(TEMPLATES)} nor the path of a {_JINJA} file")
+        return name
 
     @field_validator("add_tokens")
     @classmethod
