@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from planted import DENSE, SPARSE
+from random_configs import random_config
 from safetensors.torch import load_file, save_file
 
 from lmworks.errors import UserError
@@ -20,6 +21,8 @@ from lmworks.export.float64 import in_float64
 from lmworks.export.huggingface import write_model
 from lmworks.export.parity import SLACK, Parity, compare, require_parity
 from lmworks.model import Transformer
+from lmworks.recipe.families.family import Family
+from lmworks.recipe.families.registry import FAMILIES, from_config
 from lmworks.recipe.schema.model import Balance, Model, Moe, Rope
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'lmworks[export]'")
@@ -105,6 +108,19 @@ def test_equal_models_pass_far_below_the_bound(written: Any, tmp_path: Path, nam
     assert not parity.narrow and parity.tokens == 88 and parity.kinds.keys() == {"text", "random"}
     assert parity.relative < parity.bound * 2 / SLACK, "fp64 rounds as much as fp32 does, 2^-29 times"
     assert parity.bound < 1e-10 < 1e-7 < parity.kinds["random"].our_rounding
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_each_class_passes_in_the_type_of_its_files(family: Family, tmp_path: Path) -> None:
+    """With norms far from 1: a class that adds 1 to their weights stores other bits than those of the factors."""
+    model = random_model(from_config(random_config(family, 0).to_dict() | {"vocab_size": 128}))
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name.endswith("norm.weight"):
+                tensor.mul_(3)
+    write_model(model, tmp_path, {"eos_token_id": 0, "pad_token_id": 0}, torch.bfloat16)
+    parity = compare(model, tmp_path, TOKENS, torch.bfloat16)
+    require_parity(parity, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "mistake"), [*(("dense", one) for one in DENSE), *(("experts", one) for one in SPARSE)])

@@ -46,6 +46,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.manifest import Manifest
 from lmworks.shards.validation import Validation
 from lmworks.tokenizer.tokenizer import Tokenizer
+from lmworks.weights.names import rounded_in_class
 
 _ROWS, _RANDOM_ROWS = 4, 2  # sequences of text, at least, since each domain gives one or more; and of random tokens
 _LONGEST, _RANDOM_LONGEST = 512, 256  # tokens of each
@@ -174,7 +175,7 @@ def compare(model: Transformer, directory: Path, tokens: Tensor | Mapping[str, S
     ours = deepcopy(model).to("cpu").eval()
     for name, tensor in ours.state_dict().items():
         if not name.endswith("router.bias"):  # exported in fp32
-            tensor.copy_(tensor.to(dtype))
+            tensor.copy_(rounded_in_class(name, tensor, ours.config, dtype))
     problems = list(_use_one_table(ours, theirs))
     problems += [f"tensor {name} of the files is not the model's" for name in unequal_tensors(ours, directory, dtype)]
     kinds = {"tokens": list(tokens)} if isinstance(tokens, Tensor) else tokens
@@ -213,7 +214,7 @@ def require_parity(parity: Parity, directory: Path) -> None:
 def _measure(ours: Transformer, theirs: Any, ids_BT: Tensor, narrow: set[str], reached: set[tuple[int, int]]) -> tuple[Measured, int]:
     """The differences for one sequence, and the position of the largest one."""
     found, expected = _logits(ours, theirs, ids_BT)
-    with in_float64() as left:
+    with in_float64() as left, _exact_decays(theirs):
         found64, expected64 = _logits(ours, theirs, ids_BT, reached)
     narrow |= left
     largest = float(expected64.abs().max()) or 1.0
@@ -291,6 +292,29 @@ def _use_one_table(ours: Transformer, theirs: nn.Module) -> Iterator[str]:
             mine.copy_(table)
 
 
+@contextmanager
+def _exact_decays(theirs: nn.Module) -> Iterator[None]:
+    """The constant decays of lightning attention in fp64: transformers keeps tables of them, each rounded to fp32."""
+    kept: list[tuple[nn.Module, str, Tensor]] = []
+    narrow = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for module in theirs.modules():
+            if not hasattr(module, "decay_factors"):
+                continue
+            slopes = module.get_slope_rate()
+            tables = (slopes, *module.decay_factors(slopes))
+            for name, table in zip(("slope_rate", "query_decay", "key_decay", "diagonal_decay"), tables, strict=True):
+                kept.append((module, name, getattr(module, name)))
+                setattr(module, name, table)
+        torch.set_default_dtype(narrow)
+        yield
+    finally:
+        torch.set_default_dtype(narrow)
+        for module, name, table in kept:
+            setattr(module, name, table)
+
+
 def _first_difference(ours: Transformer, theirs: Any, ids_BT: Tensor, bound: float) -> str | None:
     """The first layer whose output differs by more than `bound` of its largest value."""
     outputs: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -299,7 +323,7 @@ def _first_difference(ours: Transformer, theirs: Any, ids_BT: Tensor, bound: flo
         for layer in layers:
             hooks.append(layer.register_forward_hook(lambda _, __, out, kept=found: kept.append(out[0] if isinstance(out, tuple) else out)))
     try:
-        with in_float64():
+        with in_float64(), _exact_decays(theirs):
             _logits(ours, theirs, ids_BT.cpu())
     finally:
         for hook in hooks:

@@ -247,6 +247,13 @@ def from_shifted(tensor: Tensor) -> Tensor:
     return tensor.double() + 1
 
 
+def rounded_in_class(name: str, tensor: Tensor, model: Model, dtype: torch.dtype) -> Tensor:
+    """One of our tensors with the values that files of the class in `dtype` have of it."""
+    if not is_shifted(name, family_of(model)):
+        return tensor.to(dtype)
+    return from_shifted((tensor.double() - 1).to(dtype))
+
+
 def is_interleaved(name: str, model: Model) -> bool:
     """Whether one of our tensors has rotated rows, which are interleaved in Hugging Face's format."""
     assert model.num_hidden_layers
