@@ -48,7 +48,7 @@ def same(config: dict[str, Any], family: Family, kind: Any, draw: random.Random)
         if key in defaults and config[key] == defaults[key] and type(config[key]) is type(defaults[key]) and draw.random() < 0.7:
             del config[key]
     rope = config.pop("rope_parameters")
-    config |= _otherwise(rope, kind, draw) if family.sliding_rope_theta is None else _ropes_otherwise(rope, draw)
+    config |= _otherwise(rope, kind, draw) if family.sliding_rope_theta is None else _ropes_otherwise(rope, family, draw)
     for alias, name in family.aliases.items():
         if name in config and draw.random() < 0.5:
             config[alias] = config.pop(name)
@@ -79,11 +79,16 @@ def _otherwise(rope: dict[str, Any], kind: Any, draw: random.Random) -> dict[str
     return config | {draw.choice(["rope_scaling", "rope_parameters"]): rope}
 
 
-def _ropes_otherwise(ropes: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+def _ropes_otherwise(ropes: dict[str, Any], family: Family, draw: random.Random) -> dict[str, Any]:
     """The keys of a RoPE for each kind of layer, as now, or as older configs have them."""
     full, sliding = ropes["full_attention"], ropes["sliding_attention"]
     if draw.random() < 0.3:
         return {"rope_parameters": ropes}
+    if "rope_local_base_freq" not in family.defaults:  # what is at the top is of the layers that see everything
+        if sliding["rope_theta"] == family.sliding_rope_theta:
+            return {"rope_theta": full.pop("rope_theta"), "rope_scaling": full}
+        return {"rope_parameters": ropes} if full["rope_type"] != "default" else {
+            "rope_theta": full["rope_theta"], "rope_parameters": {"sliding_attention": sliding}}  # fmt: skip
     if full["rope_type"] == "default":
         return {"rope_theta": full["rope_theta"], "rope_local_base_freq": sliding["rope_theta"], "rope_scaling": None}
     return {"rope_theta": full.pop("rope_theta"), "rope_local_base_freq": sliding["rope_theta"], "rope_scaling": full}

@@ -91,6 +91,7 @@ def random_config(family: Family, seed: int) -> Any:
             rope |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     if family.has("partial RoPE"):
         rope["partial_rotary_factor"] = draw.choice([0.25, 0.5, 1.0])
-    ropes_of_layers = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": draw.choice([300.0, 1e4])}}
+    local_theta = draw.choice([300.0, family.sliding_rope_theta, rope["rope_theta"]])
+    ropes_of_layers = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local_theta}}
     rope = rope if family.sliding_rope_theta is None else ropes_of_layers
     return kind(**values, rope_parameters=rope, attn_implementation="eager", architectures=[family.name])

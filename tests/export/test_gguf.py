@@ -49,6 +49,9 @@ MLA: dict[str, Any] = {
 
 ALL_HEADS: dict[str, Any] = {"num_key_value_heads": 2, "use_qk_norm": True, "qk_norm_over": "all_heads"}
 OLMOE: dict[str, Any] = ALL_HEADS | {"moe": SOFTMAX | {"first_k_dense_replace": 0}}
+SLIDING: dict[str, Any] = ALL_HEADS | {
+    "norm_position": "post", "sliding_window": "4 tokens", "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+}  # fmt: skip
 PLAIN_WEIGHTS: dict[str, Any] = OLMOE["moe"] | {"norm_topk_prob": False}
 
 
@@ -180,6 +183,10 @@ def test_embedding_rows_beyond_the_tokenizer_are_unused_tokens(make_run: Callabl
         (OLMOE | {"moe": PLAIN_WEIGHTS, "num_key_value_heads": 1}, "llama.cpp's olmoe has a key norm of the whole width"),
         (OLMOE | {"moe": PLAIN_WEIGHTS, "tie_word_embeddings": True}, "llama.cpp's olmoe needs a head of its own"),
         (ALL_HEADS | {"norm_position": "post", "tie_word_embeddings": True}, "llama.cpp's olmo2 needs a head of its own"),
+        (SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}, "its sliding layers are not three of four"),
+        (SLIDING | {"sliding_rope": {"theta": 300.0}}, r"not the plain RoPE with the theta of the others .*olmo2 \(sliding_rope\)"),
+        (SLIDING | {"rope": {"scaling": "ntk", "factor": 2.0, "original_max_position_embeddings": "8 tokens"},
+                    "sliding_rope": {"theta": 10_000.0}}, "rope.scaling ntk, which is written as a larger theta"),
     ],
 )
 def test_what_llama_cpp_cannot_express_is_refused(change: dict[str, Any], reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lmworks.model import Transformer
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import FAMILIES, from_config
 from lmworks.recipe.gguf_header import TYPES, read_header
+from lmworks.recipe.gguf_model import model_of
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.weights import find_weights
 from lmworks.weights.huggingface import load_weights, read_model
@@ -76,7 +78,7 @@ def test_random_models_of_each_class_come_back(family: Family, make_run: Callabl
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-llama3", "llama-yarn", "glm4moe", "deepseek", "qwen3", "smollm3", "qwen3moe", "mixtral", "olmoe"]
+    "name", ["llama", "llama-llama3", "llama-yarn", "glm4moe", "deepseek", "qwen3", "smollm3", "qwen3moe", "mixtral", "olmoe", "olmo3"]
 )
 def test_a_run_comes_back_with_its_tokenizer(make_run: Callable[..., Any], tmp_path: Path, name: str) -> None:
     run = make_run(name)
@@ -257,3 +259,16 @@ def test_parts_are_one_model(make_run: Callable[..., Any], tmp_path: Path) -> No
     parts[1].unlink()
     with pytest.raises(UserError, match=r"model-00002-of-00002\.gguf does not exist; it is one of the 2 parts"):
         find_weights(parts[0])
+
+
+def test_the_pattern_of_sliding_layers_is_that_of_the_model(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    """llama.cpp has the pattern of an architecture, so that a file with another one is another model."""
+    run = make_run("olmo3")
+    write_gguf(run.model, run.tokenizer, tmp_path / "model.gguf", torch.float32, "tiny")
+    header = read_header(tmp_path / "model.gguf")
+    key, slides = "olmo2.attention.sliding_window_pattern", [True, True, True, False]
+    assert header.metadata[key] == slides and model_of(header).sliding_window == 24
+    assert model_of(replace(header, metadata=header.metadata | {key: 4})) == model_of(header)
+    for other in (slides[::-1], 3, True, "often"):
+        with pytest.raises(UserError, match=r"olmo2\.attention\.sliding_window_pattern is .*, which lmworks cannot read"):
+            model_of(replace(header, metadata=header.metadata | {key: other}))

@@ -103,6 +103,10 @@ CASES = {
     "mistral": Model(**_COMMON, sliding_window="5 tokens"),
     "olmo2": Model(**_POST),
     "olmo2_tied": Model(**_POST | {"num_key_value_heads": 4}, tie_word_embeddings=True, rope=Rope(theta=500_000)),
+    "olmo3": Model(
+        **_POST, sliding_window="5 tokens", layer_types=("sliding_attention", "sliding_attention", "full_attention"), rope=_YARN,
+        sliding_rope=Rope(theta=300.0),
+    ),
     "gemma3_text": Model(
         **_GEMMA,
         query_pre_attn_scalar=40,

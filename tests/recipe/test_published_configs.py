@@ -154,6 +154,15 @@ _PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-06, "rope_scaling": None,
         "rope_theta": 500000, "tie_word_embeddings": False, "vocab_size": 100352,
     }, 7_298_617_344),
+    "Olmo-3-1025-7B": ({
+        "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8, "max_position_embeddings": 65536, "model_type": "olmo3",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+        "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 100278,
+    }, 7_298_011_136),
 }  # fmt: skip
 
 

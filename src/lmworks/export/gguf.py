@@ -197,5 +197,7 @@ def _add_model(writer: gguf.GGUFWriter, model: Transformer) -> None:
                 writer.add_uint32(name, value)
             case float():
                 writer.add_float32(name, value)
+            case list():
+                writer.add_array(name, value)
             case _:
                 writer.add_string(name, value)

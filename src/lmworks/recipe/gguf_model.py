@@ -35,10 +35,10 @@ _GATES = {"SOFTMAX": 1, "SIGMOID": 2}  # llama.cpp's numbers
 _BELOW = {  # keys of a family's metadata that are not directly below the architecture
     "head_count_kv": "attention", "key_length": "attention", "value_length": "attention", "key_length_mla": "attention",
     "value_length_mla": "attention", "kv_lora_rank": "attention", "q_lora_rank": "attention", "rope_dimension_count": "",
-    "sliding_window": "attention", "freq_base_swa": "rope",
+    "sliding_window": "attention", "sliding_window_pattern": "attention", "freq_base_swa": "rope",
 }  # fmt: skip
 _SAYS_NOTHING = ("rope.scaling.finetuned", "tensor_data_layout")
-_ROPE_FACTORS = "rope_freqs.weight"
+_ROPE_FACTORS, _PATTERN = "rope_freqs.weight", "attention.sliding_window_pattern"
 
 
 def metadata_of(model: Model) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def model_of(header: Header, rope_factors: list[float] | None = None) -> Model:
             elif (other := family.gguf(model).architecture) != architecture:
                 reasons.append(f"lmworks knows this model as architecture {other}")
             else:
-                values.refuse_other(written)
+                values.refuse_other(written, model)
                 return model
         except NoClass as error:
             reasons.append(error.reason)
@@ -148,10 +148,13 @@ class _Values(Mapping[str, Any]):
     def _refuse(self, key: str, value: Any) -> Any:
         raise UserError(f"its {self.architecture}.{key} is {str(value)[:60]}, which lmworks cannot read")
 
-    def refuse_other(self, written: Mapping[str, Any]) -> None:
-        """Raise `UserError` for a key that says something else than `written`, or something that lmworks does not know."""
+    def refuse_other(self, written: Mapping[str, Any], model: Model) -> None:
+        """Raise `UserError` for a key that says something else than `written`, as which `model` is written, or something unknown."""
         for key, value in self._found.items():
-            if key in written:
+            if key == _PATTERN:
+                if _slides(value, model) != [model.slides(layer) for layer in range(model.num_hidden_layers or 0)]:
+                    self._refuse(key, value)
+            elif key in written:
                 same = type(value) is not str and not isinstance(written[key], str) and math.isclose(value, written[key], rel_tol=1e-6)
                 if not same and value != written[key]:
                     self._refuse(key, value)
@@ -166,6 +169,15 @@ class _Values(Mapping[str, Any]):
         if key == "rope.scaling.attn_factor":
             return bool(value == 1)
         return key == "attention.causal" and value is True
+
+
+def _slides(pattern: Any, model: Model) -> Any:
+    """Which layers have the window: llama.cpp's pattern is a list, or the n of every n-th layer, which has none; `_Values` shortens a list
+    of equal entries."""
+    layers = range(model.num_hidden_layers or 0)
+    if isinstance(pattern, bool):
+        return [pattern] * len(layers)
+    return [(layer + 1) % pattern != 0 for layer in layers] if isinstance(pattern, int) and pattern > 0 else pattern
 
 
 def _refuse_absurd(values: _Values, header: Header) -> None:

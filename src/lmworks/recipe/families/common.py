@@ -219,9 +219,11 @@ def upper_layers_slide(config: dict[str, Any]) -> list[bool]:
     return [layer >= config["max_window_layers"] for layer in range(config["num_hidden_layers"])]
 
 
-def gguf(model: Model, architecture: str, *, interleaved_rope: bool = False, metadata: dict[str, Any] | None = None) -> Gguf:
-    """An architecture of llama.cpp. Raises `NoClass` for options that llama.cpp ignores in all of them."""
-    if model.sliding_window:
+def gguf(
+    model: Model, architecture: str, *, interleaved_rope: bool = False, metadata: dict[str, Any] | None = None, window: bool = False
+) -> Gguf:
+    """An architecture of llama.cpp, which has a sliding window only with `window`. Raises `NoClass` for options that llama.cpp ignores."""
+    if model.sliding_window and not window:
         raise NoClass("it has a sliding window, which llama.cpp ignores for this architecture")
     if model.rope.scaling == "llama3" and architecture != "llama":
         raise NoClass(f"it has rope.scaling llama3, which llama.cpp supports for its architecture llama and not for {architecture}")
