@@ -1,4 +1,4 @@
-"""Grouped-query attention with QK norm, partial RoPE, NoPE layers and sliding windows.
+"""Grouped-query attention with QK norm, partial RoPE, NoPE layers, sliding windows and sinks.
 
 Shapes: B batch, T time, S keys (T, or the cache's length), D hidden, H query heads, K key/value heads, C head dimension.
 """
@@ -13,6 +13,7 @@ from lmworks.model.cache import LayerCache
 from lmworks.model.documents import Visible, attend_blocks, visible
 from lmworks.model.layers import Linear, RMSNorm, times
 from lmworks.model.rope import rotate, rotate_
+from lmworks.model.sinks import attend_sinks
 from lmworks.recipe.schema.model import Model
 
 
@@ -33,7 +34,8 @@ class Attention(nn.Module):
         self.query = Linear(config.hidden_size, self.heads * self.head_dim, config.attention_bias)
         self.key = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)
         self.value = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)
-        self.output = Linear(self.heads * self.head_dim, config.hidden_size)
+        self.output = Linear(self.heads * self.head_dim, config.hidden_size, config.attention_output_bias)
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if config.attention_sinks else None
         normed = (self.heads, self.kv_heads) if config.qk_norm_over == "all_heads" else (1, 1)  # heads of one norm
         self.query_norm = RMSNorm(normed[0] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
         self.key_norm = RMSNorm(normed[1] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
@@ -61,8 +63,11 @@ class Attention(nn.Module):
         return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
 
     def _attend(self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        if self.sinks is not None:
+            return attend_sinks(query_BHTC, key_BKSC, value_BKSC, mask, dropout, self.sinks, self.plain)
         attend = attend_plain if self.plain else attend_fast
-        return attend(query_BHTC, key_BKSC, value_BKSC, mask, self.dropout if self.training else 0.0)
+        return attend(query_BHTC, key_BKSC, value_BKSC, mask, dropout)
 
     def _mix(self, query_BHTC: Tensor, entries_BESC: Tensor, mask: Visible | None) -> Tensor:
         """Attention over the keys, and the values behind them, of the entries of a cache."""

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from lmworks.host.devices import at_least_fp32
 
@@ -29,13 +29,13 @@ _FEWEST, _MOST = 32, 512
 def attend_chunks(
     query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v where query t of a row sees keys first[t] to last[t]: (B, H, T, V) and the log-sum-exp (B, H, T) in fp32.
+    """softmax(scale q k^T) v where query t of a row sees keys first[t] to last[t]: (B, H, T, V) and the log-sum-exp (B, H, T), at least fp32.
 
     It is one operator for the compiler, because the keys of a block are known only at run time.
     """
     B, H, T, _ = query_BHTC.shape
     out = query_BHTC.new_empty(B, H, T, value_BKSV.shape[-1])
-    lse = query_BHTC.new_empty(B, H, T, dtype=torch.float32)
+    lse = query_BHTC.new_empty(B, H, T, dtype=torch.promote_types(query_BHTC.dtype, torch.float32))
     for row, rows, keys in _blocks(query_BHTC, first_BT, last_BT):
         key, value = key_BKSC[row, :, keys], value_BKSV[row, :, keys]
         scores_KGQR = _scores(query_BHTC[row, :, rows], key, first_BT[row, rows], last_BT[row, rows], keys.start, scale)
@@ -51,18 +51,21 @@ def attend_chunks(
 @torch.library.custom_op("lmworks::attend_chunks_backward", mutates_args=())
 def attend_chunks_backward(
     grad_BHTV: Tensor, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor,
-    out_BHTV: Tensor, lse_BHT: Tensor, scale: float,
+    out_BHTV: Tensor, lse_BHT: Tensor, scale: float, grad_lse_BHT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value."""
-    query, key, value = chunks_backward(grad_BHTV, query_BHTC, key_BKSC, value_BKSV, first_BT, last_BT, out_BHTV, lse_BHT, scale)
+    query, key, value = chunks_backward(
+        grad_BHTV, query_BHTC, key_BKSC, value_BKSV, first_BT, last_BT, out_BHTV, lse_BHT, scale, grad_lse_BHT
+    )
     return query, key.to(key_BKSC.dtype), value.to(value_BKSV.dtype)
 
 
 def chunks_backward(
     grad_BHTV: Tensor, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor,
-    out_BHTV: Tensor, lse_BHT: Tensor, scale: float,
+    out_BHTV: Tensor, lse_BHT: Tensor, scale: float, grad_lse_BHT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, and of key and value in fp32, because they accumulate over blocks."""
+    """Gradients of query, and of key and value in fp32, because they accumulate over blocks. `grad_lse`: the gradient of the log-sum-exp,
+    where something else reads it; that of each score gets it times the weight."""
     K, C, V = key_BKSC.shape[1], key_BKSC.shape[-1], value_BKSV.shape[-1]
     grad_query = torch.empty(query_BHTC.shape, dtype=query_BHTC.dtype, device=query_BHTC.device)
     grad_key = torch.zeros(key_BKSC.shape, dtype=torch.float32, device=key_BKSC.device)
@@ -74,6 +77,8 @@ def chunks_backward(
         weights.sub_(lse_BHT[row, :, rows].view(K, -1, weights.shape[2], 1)).exp_()
         # the term that the softmax subtracts from each score's gradient: the sum over keys of weight times gradient
         mean = (grad.float() * out_BHTV[row, :, rows].float()).sum(-1).view(K, -1, weights.shape[2], 1)
+        if grad_lse_BHT is not None:
+            mean = mean - grad_lse_BHT[row, :, rows].view(mean.shape)
         grad_KMV = grad.reshape(K, -1, V)
         grad_value[row, :, keys] += (weights.to(grad.dtype).view(K, -1, key.shape[1]).transpose(1, 2) @ grad_KMV).float()
         grad_weights = (grad_KMV @ value.transpose(1, 2)).float().view_as(weights)
@@ -111,21 +116,23 @@ def _product(weights_KGQR: Tensor, value_KRV: Tensor) -> Tensor:
 @attend_chunks.register_fake
 def _(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     B, H, T, _ = query_BHTC.shape
-    return query_BHTC.new_empty(B, H, T, value_BKSV.shape[-1]), query_BHTC.new_empty(B, H, T, dtype=torch.float32)
+    wide = torch.promote_types(query_BHTC.dtype, torch.float32)
+    return query_BHTC.new_empty(B, H, T, value_BKSV.shape[-1]), query_BHTC.new_empty(B, H, T, dtype=wide)
 
 
 @attend_chunks_backward.register_fake
-def _(grad, query, key, value, first, last, out, lse, scale):  # type: ignore[no-untyped-def]
+def _(grad, query, key, value, first, last, out, lse, scale, grad_lse=None):  # type: ignore[no-untyped-def]
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     *tensors, ctx.scale = inputs
+    ctx.set_materialize_grads(False)  # the log-sum-exp has a gradient only where something reads it
     ctx.save_for_backward(*tensors, *output)
 
 
-def _differentiate(ctx, grad_out, _):  # type: ignore[no-untyped-def]
-    grads = attend_chunks_backward(grad_out, *ctx.saved_tensors, ctx.scale)
+def _differentiate(ctx, grad_out, grad_lse):  # type: ignore[no-untyped-def]
+    grads = attend_chunks_backward(grad_out, *ctx.saved_tensors, ctx.scale, grad_lse)
     return (*grads, None, None, None)
 
 
@@ -145,6 +152,14 @@ def attend_flex(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, blocks
     attend = flex_attention if torch.compiler.is_compiling() else _compiled()
     out: Tensor = attend(query_BHTC, key_BKSC, value_BKSV, block_mask=blocks, enable_gqa=query_BHTC.shape[1] != key_BKSC.shape[1])
     return out
+
+
+def attend_flex_lse(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, blocks: BlockMask) -> tuple[Tensor, Tensor]:
+    """`attend_flex`, and the log-sum-exp of the scores of each query; (B, H, T)."""
+    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
+    shared = query_BHTC.shape[1] != key_BKSC.shape[1]
+    out, found = attend(query_BHTC, key_BKSC, value_BKSV, block_mask=blocks, enable_gqa=shared, return_aux=AuxRequest(lse=True))
+    return out, found.lse
 
 
 @cache

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lmworks.model.chunked import attend_chunks, attend_flex, block_mask, has_flex
+from lmworks.model.chunked import attend_chunks, attend_flex, attend_flex_lse, block_mask, has_flex
 
 _KEPT = 2048 * 2048  # pairs of query and key, up to which their mask is made once for all layers
 _BLOCKED = 128  # queries from which on a GPU has block masks: one block. Its fused kernels take no dense mask together with shared heads
@@ -67,6 +67,12 @@ class Visible:
         if self.blocks is not None and query_BHTC.dtype != torch.float64:  # the Triton kernel has no fp64
             return attend_flex(query_BHTC, key_BKSC, value_BKSV, self.blocks)
         return attend_chunks(query_BHTC, key_BKSC, value_BKSV, self.first_BT, self.last_BT, query_BHTC.shape[-1] ** -0.5)[0]
+
+    def attend_lse(self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and the log-sum-exp of the scores of each query (B, H, T); both with gradients."""
+        if self.blocks is not None and query_BHTC.dtype != torch.float64:
+            return attend_flex_lse(query_BHTC, key_BKSC, value_BKSV, self.blocks)
+        return attend_chunks(query_BHTC, key_BKSC, value_BKSV, self.first_BT, self.last_BT, query_BHTC.shape[-1] ** -0.5)
 
 
 def visible(last_BT: Tensor, keys: int, window: int | None, start_BT: Tensor | int = 0) -> Visible:

@@ -5,13 +5,15 @@ Shapes: N tokens, D hidden, E experts, F expert hidden, K experts per token, M =
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmworks.model.layers import Adapter, SwiGLU
+from lmworks.model.layers import Adapter, SwiGLU, clamped_swiglu, swiglu
 from lmworks.model.router import Router, Routing
 from lmworks.recipe.schema.model import Moe
 
@@ -20,14 +22,34 @@ _NO_ADAPTERS: Adapters = (None, None, None)
 _ALIGNED = 16  # bytes: grouped products need rows that are a multiple
 
 
+class Form(NamedTuple):
+    """What experts have besides their matrices: the function of gate and up, and the biases (E, F), (E, F) and (E, D), or none."""
+
+    activation: Callable[[Tensor, Tensor], Tensor] = swiglu
+    gate_EF: Tensor | None = None
+    up_EF: Tensor | None = None
+    down_ED: Tensor | None = None
+
+
+_PLAIN = Form()
+
+
 class Experts(nn.Module):
-    """E SwiGLU experts in three stacked weights."""
+    """E SwiGLU experts in three stacked weights, in some models with biases."""
 
     def __init__(self, moe: Moe, size: int) -> None:
         super().__init__()
+        self.activation = swiglu if moe.swiglu_alpha is None or moe.swiglu_limit is None else partial(
+            clamped_swiglu, alpha=moe.swiglu_alpha, limit=moe.swiglu_limit
+        )  # fmt: skip
         self.gate = nn.Parameter(torch.empty(moe.n_routed_experts, moe.moe_intermediate_size, size))
         self.up = nn.Parameter(torch.empty(moe.n_routed_experts, moe.moe_intermediate_size, size))
         self.down = nn.Parameter(torch.empty(moe.n_routed_experts, size, moe.moe_intermediate_size))
+        count = moe.n_routed_experts
+        self.gate_bias = nn.Parameter(torch.empty(count, moe.moe_intermediate_size)) if moe.add_bias else None
+        self.up_bias = nn.Parameter(torch.empty(count, moe.moe_intermediate_size)) if moe.add_bias else None
+        self.down_bias = nn.Parameter(torch.empty(count, size)) if moe.add_bias else None
+        self.bias_share = 1.0  # of `down_bias` that this rank adds, if several have a part of the hidden units
         self.gate_lora: Adapter | None = None
         self.up_lora: Adapter | None = None
         self.down_lora: Adapter | None = None
@@ -35,10 +57,16 @@ class Experts(nn.Module):
         self.plain = False
 
     def forward(self, x_ND: Tensor, routing: Routing) -> Tensor:
+        form = self.form(x_ND.dtype)
         if self.joined is not None:
-            return experts_joined(x_ND, routing, self.joined, self.down)
+            return experts_joined(x_ND, routing, self.joined, self.down, form)
         run = experts_fast if has_grouped_mm(x_ND) and not self.plain else experts_plain
-        return run(x_ND, routing, self.gate.to(x_ND.dtype), self.up.to(x_ND.dtype), self.down.to(x_ND.dtype), self.adapters())
+        return run(x_ND, routing, self.gate.to(x_ND.dtype), self.up.to(x_ND.dtype), self.down.to(x_ND.dtype), self.adapters(), form)
+
+    def form(self, dtype: torch.dtype) -> Form:
+        """The activation, and the biases in the type of the activations."""
+        gate, up, down = (None if bias is None else bias.to(dtype) for bias in (self.gate_bias, self.up_bias, self.down_bias))
+        return Form(self.activation, gate, up, down if down is None or self.bias_share == 1 else down * self.bias_share)
 
     def adapters(self) -> Adapters:
         """The adapters of gate, up and down."""
@@ -91,21 +119,32 @@ def adapted_linear(x: Tensor, weight: Tensor, adapter: Adapter | None, expert: i
 
 
 def experts_fast(
-    x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, adapters: Adapters = _NO_ADAPTERS
-) -> Tensor:
+    x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, adapters: Adapters = _NO_ADAPTERS,
+    form: Form = _PLAIN,
+) -> Tensor:  # fmt: skip
     """Sort rows by expert and compute all experts at once; the sort makes sums deterministic."""
     rows_MD, weights_M, places = dispatch(x_ND, routing)
     ends_E = routing.counts.cumsum(0).to(torch.int32)
-    return combine(run_sorted(rows_MD, weights_M, ends_E, gate_EFD, up_EFD, down_EDF, adapters), places)
+    return combine(run_sorted(rows_MD, weights_M, ends_E, gate_EFD, up_EFD, down_EDF, adapters, form), places)
 
 
-def experts_joined(x_ND: Tensor, routing: Routing, joined_EXD: Tensor, down_EDF: Tensor) -> Tensor:
+def experts_joined(x_ND: Tensor, routing: Routing, joined_EXD: Tensor, down_EDF: Tensor, form: Form = _PLAIN) -> Tensor:
     """`experts_fast` with gate and up in one stack; without gradients."""
     K = routing.experts.shape[1]
-    order_M = routing.experts.reshape(-1).argsort(stable=True)
+    chosen_M = routing.experts.reshape(-1)
+    order_M = chosen_M.argsort(stable=True)
     ends_E = routing.counts.cumsum(0, dtype=torch.int32)
     gate_MF, up_MF = grouped_mm(x_ND.index_select(0, order_M // K), joined_EXD, ends_E).chunk(2, dim=-1)
-    out_MD = grouped_mm(F.silu(gate_MF).mul_(up_MF), down_EDF, ends_E)
+    if form.gate_EF is None and form.activation is swiglu:
+        out_MD = grouped_mm(F.silu(gate_MF).mul_(up_MF), down_EDF, ends_E)
+    else:
+        expert_M = chosen_M[order_M]
+        for part_MF, bias_EF in ((gate_MF, form.gate_EF), (up_MF, form.up_EF)):
+            if bias_EF is not None:
+                part_MF += bias_EF[expert_M]
+        out_MD = grouped_mm(form.activation(gate_MF, up_MF), down_EDF, ends_E)
+        if form.down_ED is not None:
+            out_MD += form.down_ED[expert_M]
     return _sum_rows(out_MD, order_M.argsort(), K, routing.weights.to(x_ND.dtype))
 
 
@@ -133,40 +172,57 @@ def combine(rows_MD: Tensor, places: Places) -> Tensor:
 
 def run_sorted(
     rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor,
-    adapters: Adapters = _NO_ADAPTERS,
+    adapters: Adapters = _NO_ADAPTERS, form: Form = _PLAIN,
 ) -> Tensor:  # fmt: skip
     """Weighted outputs (M, D) of rows that are sorted by expert; the rows of expert e end at ends[e]."""
     gate, up, down = adapters
-    hidden_MF = F.silu(adapted_mm(rows_MD, gate_EFD, ends_E, gate)) * adapted_mm(rows_MD, up_EFD, ends_E, up)
-    # weighting the hidden rows equals weighting the outputs, and they are narrower
-    return adapted_mm(hidden_MF * weights_M[:, None], down_EDF, ends_E, down)
+    gate_MF, up_MF = adapted_mm(rows_MD, gate_EFD, ends_E, gate), adapted_mm(rows_MD, up_EFD, ends_E, up)
+    if form.gate_EF is None or form.up_EF is None or form.down_ED is None:
+        # weighting the hidden rows equals weighting the outputs, and they are narrower
+        return adapted_mm(form.activation(gate_MF, up_MF) * weights_M[:, None], down_EDF, ends_E, down)
+    # the biases of each row as a product, whose gradients are sums in a fixed order, unlike those of a gather
+    is_of_ME = _experts_of(ends_E, rows_MD)
+    hidden_MF = form.activation(gate_MF + is_of_ME @ form.gate_EF, up_MF + is_of_ME @ form.up_EF)
+    return adapted_mm(hidden_MF * weights_M[:, None], down_EDF, ends_E, down) + (is_of_ME * weights_M[:, None]) @ form.down_ED
+
+
+def _experts_of(ends_E: Tensor, rows_MD: Tensor) -> Tensor:
+    """1 where a sorted row is of an expert, and 0 elsewhere: (M, E) in the type of the rows."""
+    place_M = torch.arange(rows_MD.shape[0], device=ends_E.device)
+    before_ME = place_M[:, None] < ends_E
+    return (before_ME & ~F.pad(before_ME[:, :-1], (1, 0))).to(rows_MD.dtype)
 
 
 def run_sorted_plain(
     rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor,
-    adapters: Adapters = _NO_ADAPTERS,
+    adapters: Adapters = _NO_ADAPTERS, form: Form = _PLAIN,
 ) -> Tensor:  # fmt: skip
     """`run_sorted`, one expert at a time."""
     rows = rows_MD.tensor_split(ends_E[:-1].long().cpu())
     weights = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True))
-    return torch.cat([_expert(x, expert, weights[expert], adapters) for expert, x in enumerate(rows)]) * weights_M[:, None]
+    return torch.cat([_expert(x, expert, weights[expert], adapters, form) for expert, x in enumerate(rows)]) * weights_M[:, None]
 
 
-def _expert(x: Tensor, expert: int, weights: tuple[Tensor, Tensor, Tensor], adapters: Adapters) -> Tensor:
+def _expert(x: Tensor, expert: int, weights: tuple[Tensor, Tensor, Tensor], adapters: Adapters, form: Form) -> Tensor:
     """The output of one expert for its rows."""
-    (gate, up, down), (gate_lora, up_lora, down_lora) = weights, adapters
-    hidden = F.silu(adapted_linear(x, gate, gate_lora, expert)) * adapted_linear(x, up, up_lora, expert)
-    return adapted_linear(hidden, down, down_lora, expert)
+    biases = (form.gate_EF, form.up_EF, form.down_ED)
+
+    def project(x: Tensor, part: int) -> Tensor:
+        out, bias = adapted_linear(x, weights[part], adapters[part], expert), biases[part]
+        return out if bias is None else out + bias[expert]
+
+    return project(form.activation(project(x, 0), project(x, 1)), 2)
 
 
 def experts_plain(
-    x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, adapters: Adapters = _NO_ADAPTERS
-) -> Tensor:
+    x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, adapters: Adapters = _NO_ADAPTERS,
+    form: Form = _PLAIN,
+) -> Tensor:  # fmt: skip
     """`experts_fast`, one expert at a time: the reference implementation for tests."""
     out_ND = torch.zeros_like(x_ND)
     for expert in range(gate_EFD.shape[0]):
         token, slot = (routing.experts == expert).nonzero(as_tuple=True)
-        of_expert = _expert(x_ND[token], expert, (gate_EFD[expert], up_EFD[expert], down_EDF[expert]), adapters)
+        of_expert = _expert(x_ND[token], expert, (gate_EFD[expert], up_EFD[expert], down_EDF[expert]), adapters, form)
         weighted = of_expert * routing.weights[token, slot, None].to(x_ND.dtype)
         out_ND = out_ND.index_add(0, token, weighted)
     return out_ND

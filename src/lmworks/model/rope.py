@@ -46,8 +46,9 @@ def _yarn_ramp(rope: Rope, rotated: int, original_length: int) -> Tensor:
     def dimension(rotations: float) -> float:
         return rotated * math.log(original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), rotated - 1)
+    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    low = max(math.floor(first) if rope.truncate else first, 0)
+    high = min(math.ceil(last) if rope.truncate else last, rotated - 1)
     return ((torch.arange(rotated // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)).clamp(0, 1)
 
 

@@ -30,7 +30,8 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Sigmoid (or softmax) gates with a bias that is used only for selection (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+    """Sigmoid (or softmax) gates with a bias that is used only for selection (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). Some models
+    also train a bias of the logits (gpt-oss)."""
 
     bias: Tensor
     temperature: Tensor
@@ -40,6 +41,7 @@ class Router(nn.Module):
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.n_routed_experts, size))
+        self.logit_bias = nn.Parameter(torch.empty(moe.n_routed_experts)) if moe.add_bias else None
         self.register_buffer("bias", torch.zeros(moe.n_routed_experts))
         self.register_buffer("temperature", torch.tensor(1.0), persistent=False)
         # For method aux: the fraction of the step's tokens routed to each expert (E,); None if this forward pass is the whole batch.
@@ -50,7 +52,8 @@ class Router(nn.Module):
         B, T, D = x_BTD.shape
         # never narrower than fp32: a rounded gate could select another expert.
         x_ND = at_least_fp32(x_BTD.reshape(B * T, D))
-        logits_NE = F.linear(x_ND, self.weight.to(x_ND.dtype)) / self.temperature
+        added = None if self.logit_bias is None else self.logit_bias.to(x_ND.dtype)
+        logits_NE = F.linear(x_ND, self.weight.to(x_ND.dtype), added) / self.temperature
         gates_NE = self.gates(logits_NE)
         if moe.balance.method == "sinkhorn" and self.training:
             balanced_BTE = sinkhorn(logits_NE.detach().view(B, T, -1))

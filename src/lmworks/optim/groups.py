@@ -45,10 +45,10 @@ def is_matrix(name: str, parameter: nn.Parameter) -> bool:
     The router is one: GLM-4.5 (arXiv:2508.06471) uses AdamW only for word embeddings, biases and norms, and Moonlight (arXiv:2502.16982)
     for all that is not a matrix, the embedding and the head, so both train the router with Muon. Embedding and head use AdamW: their rows
     belong to tokens of very different frequency, and they do not map hidden states to hidden states.
-    A depthwise convolution is none: it has one filter per channel.
+    A depthwise convolution is none: it has one filter per channel. Nor are the biases of experts, a stack of vectors.
     Adapters use AdamW: an orthogonalized update of A and B is no orthogonal update of B A, and the published learning rates are for AdamW.
     """
-    if parameter.ndim < 2 or is_adapter(name) or is_convolution(name):
+    if parameter.ndim < 2 or name.endswith("bias") or is_adapter(name) or is_convolution(name):
         return False
     return _LAYER.search(name) is not None or _MTP.search(name) is not None
 
@@ -61,7 +61,7 @@ def kind_of(name: str, parameter: Tensor) -> int:
     count by their shape."""
     if name in ("embedding.weight", "head.weight"):
         return KINDS.index(name.split(".")[0])
-    if parameter.ndim < 2 or is_convolution(name):
+    if parameter.ndim < 2 or name.endswith("bias") or is_convolution(name):
         return KINDS.index("vectors")
     return KINDS.index("router" if ".router." in name else "matrices" if parameter.ndim == 2 else "experts")
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lmworks.errors import UserError
 from lmworks.model import Transformer
-from lmworks.model.chunked import attend_chunks, attend_flex, block_mask, chunks_backward, has_flex
+from lmworks.model.chunked import attend_chunks, attend_flex, attend_flex_lse, block_mask, chunks_backward, has_flex
 from lmworks.model.documents import Visible, first_seen, starts
 from lmworks.model.mtp import Ahead, look_ahead
 from lmworks.model.router import Router
@@ -140,6 +140,13 @@ class SharedVisible(Visible):
         scale = query_BHTC.shape[-1] ** -0.5
         return attend_shared(query_BHTC, key_BKTC, value_BKTV, self.first_BT, self.last_BT, scale, self.group, self.size)[0]
 
+    def attend_lse(self, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor) -> tuple[Tensor, Tensor]:
+        if self.blocks is not None and query_BHTC.dtype != torch.float64:
+            key, value = _Gathered.apply(key_BKTC, value_BKTV, self.group, self.size)
+            return attend_flex_lse(query_BHTC, key, value, self.blocks)
+        scale = query_BHTC.shape[-1] ** -0.5
+        return attend_shared(query_BHTC, key_BKTC, value_BKTV, self.first_BT, self.last_BT, scale, self.group, self.size)
+
 
 class _Gathered(torch.autograd.Function):
     """The keys and values of all ranks; their gradients are summed over the queries of all ranks, in fp32."""
@@ -168,11 +175,13 @@ def attend_shared(
 @torch.library.custom_op("lmworks::attend_shared_backward", mutates_args=())
 def attend_shared_backward(
     grad_BHTV: Tensor, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, first_BT: Tensor, last_BT: Tensor,
-    out_BHTV: Tensor, lse_BHT: Tensor, scale: float, group: str, size: int,
+    out_BHTV: Tensor, lse_BHT: Tensor, scale: float, group: str, size: int, grad_lse_BHT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of this rank's queries, keys and values; the latter two are summed over the queries of all ranks, in fp32."""
     key, value = _gather(key_BKTC, value_BKTV, group, size)
-    grad_query, grad_key, grad_value = chunks_backward(grad_BHTV, query_BHTC, key, value, first_BT, last_BT, out_BHTV, lse_BHT, scale)
+    grad_query, grad_key, grad_value = chunks_backward(
+        grad_BHTV, query_BHTC, key, value, first_BT, last_BT, out_BHTV, lse_BHT, scale, grad_lse_BHT
+    )
     own_key, own_value = _own_sums(grad_key, grad_value, group, size)
     return grad_query, own_key.to(key_BKTC.dtype, copy=True), own_value.to(value_BKTV.dtype, copy=True)
 
@@ -207,21 +216,22 @@ def _scatter_sum(whole_BKSW: Tensor, group: Any, size: int) -> Tensor:
 @attend_shared.register_fake
 def _(query, key, value, first, last, scale, group, size):  # type: ignore[no-untyped-def]
     B, H, T, _ = query.shape
-    return query.new_empty(B, H, T, value.shape[-1]), query.new_empty(B, H, T, dtype=torch.float32)
+    return query.new_empty(B, H, T, value.shape[-1]), query.new_empty(B, H, T, dtype=torch.promote_types(query.dtype, torch.float32))
 
 
 @attend_shared_backward.register_fake
-def _(grad, query, key, value, first, last, out, lse, scale, group, size):  # type: ignore[no-untyped-def]
+def _(grad, query, key, value, first, last, out, lse, scale, group, size, grad_lse=None):  # type: ignore[no-untyped-def]
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     *tensors, ctx.scale, ctx.group, ctx.size = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx, grad_out, _):  # type: ignore[no-untyped-def]
-    grads = attend_shared_backward(grad_out, *ctx.saved_tensors, ctx.scale, ctx.group, ctx.size)
+def _backward(ctx, grad_out, grad_lse):  # type: ignore[no-untyped-def]
+    grads = attend_shared_backward(grad_out, *ctx.saved_tensors, ctx.scale, ctx.group, ctx.size, grad_lse)
     return (*grads, None, None, None, None, None)
 
 

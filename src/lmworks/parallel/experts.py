@@ -39,12 +39,16 @@ def shard_experts(model: Transformer, ranks: Ranks) -> None:
         raise UserError(f"layout.ep {ep} does not divide {have}; the nearest valid size is ep {nearest}")
     axes = [axis for axis in ("ep", "tp") if ranks.size(axis) > 1]
     mesh = ranks.mesh(*axes)
-    dims = {"gate": {"ep": 0, "tp": 1}, "up": {"ep": 0, "tp": 1}, "down": {"ep": 0, "tp": 2}}
+    hidden, replicated = {"ep": Shard(0), "tp": Shard(1)}, {"ep": Shard(0), "tp": Replicate()}
+    places = {
+        "gate": hidden, "up": hidden, "down": hidden | {"tp": Shard(2)}, "gate_bias": hidden, "up_bias": hidden, "down_bias": replicated,
+    }  # fmt: skip
     forward = _exchanged(ranks.group("ep"), ep) if ep > 1 else Experts.forward
     for ffn in model.moe_layers():
         for name, parameter in list(ffn.experts._parameters.items()):
-            assert parameter is not None
-            ffn.experts._parameters[name] = place(parameter, mesh, [Shard(dims[name][axis]) for axis in axes])
+            if parameter is not None:
+                ffn.experts._parameters[name] = place(parameter, mesh, [places[name][axis] for axis in axes])
+        ffn.experts.bias_share = 1 / ranks.size("tp")
         for name, adapter in ffn.experts.named_children():
             assert isinstance(adapter, Adapter)
             # gate and up shard their outputs over tp, and down its inputs
@@ -73,7 +77,8 @@ def _exchanged(group: Any, ranks: int) -> Any:
         own_weights_R = _reorder(collectives.exchange(weights_M, received, sent, group), order_R)
         run = run_sorted if has_grouped_mm(x_ND) and not self.plain else run_sorted_plain
         gate, up, down = (weight.to(x_ND.dtype) for weight in (self.gate, self.up, self.down))
-        out_RD = run(own_RD, own_weights_R, received_PE.sum(0).cumsum(0).to(torch.int32), gate, up, down, self.adapters())
+        ends_E = received_PE.sum(0).cumsum(0).to(torch.int32)
+        out_RD = run(own_RD, own_weights_R, ends_E, gate, up, down, self.adapters(), self.form(x_ND.dtype))
         back_RD = _reorder(out_RD, order_R.argsort())
         return combine(collectives.exchange(back_RD, sent, received, group), places)
 

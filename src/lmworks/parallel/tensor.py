@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -124,6 +125,8 @@ def shard_tensors(model: Transformer, ranks: Ranks) -> None:
         if isinstance(module, Attention):
             _column_parallel(mesh, module.query, module.key, module.value)
             _row_parallel(mesh, module.output)
+            if module.sinks is not None:
+                _place(module, mesh, Shard(0))
         elif isinstance(module, LatentAttention):
             _column_parallel(mesh, module.query, module.query_up, module.kv_up)
             _row_parallel(mesh, module.output)
@@ -177,10 +180,23 @@ def _column_parallel(mesh: DeviceMesh, *projections: Linear | None) -> None:
 
 
 def _row_parallel(mesh: DeviceMesh, projection: Linear) -> None:
-    """Shard the inputs: from this rank's inputs to a partial sum of the output."""
-    assert projection.bias is None, "every rank would add the bias"
+    """Shard the inputs: from this rank's inputs to a partial sum of the output. Each rank adds its share of a bias."""
+    bias = projection._parameters.pop("bias", None)
     _place(projection, mesh, Shard(1))
+    projection._parameters["bias"] = None if bias is None else place(bias, mesh, [Replicate()])
+    if bias is not None:
+        use_local_parameters(projection)
+        override_members(projection, {"forward": _with_share_of_bias(mesh.size())})
     _place_adapter(projection, mesh, Shard(1), Replicate())
+
+
+def _with_share_of_bias(ranks: int) -> Any:
+    def forward(self: Linear, x: Tensor) -> Tensor:
+        assert self.bias is not None
+        y = F.linear(x, self.weight.to(x.dtype)) + self.bias.to(x.dtype) / ranks
+        return y if self.lora is None else y + self.lora(x)
+
+    return forward
 
 
 def _place_adapter(projection: nn.Module, mesh: DeviceMesh, a: Placement, b: Placement) -> None:

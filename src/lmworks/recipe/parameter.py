@@ -31,5 +31,7 @@ class Parameter:
     @property
     def is_matrix(self) -> bool:
         """Whether it is a hidden matrix or a stack of them: what Muon trains. A depthwise convolution has one filter per channel and mixes
-        no channels, so it is none."""
-        return len(self.shape) > 1 and self.component not in ("embedding", "head") and not is_convolution(self.name)
+        no channels, and the biases of experts are a stack of vectors, so they are none."""
+        if is_convolution(self.name) or self.name.endswith("bias"):
+            return False
+        return len(self.shape) > 1 and self.component not in ("embedding", "head")

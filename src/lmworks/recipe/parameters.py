@@ -94,6 +94,10 @@ def _feed_forward(model: Model, start: str, layer: int) -> Iterator[Parameter]:
     yield Parameter(start + "ffn.experts.gate", (E, X, D), "experts", layer, share)
     yield Parameter(start + "ffn.experts.up", (E, X, D), "experts", layer, share)
     yield Parameter(start + "ffn.experts.down", (E, D, X), "experts", layer, share)
+    if moe.add_bias:
+        yield Parameter(start + "ffn.router.logit_bias", (E,), "router", layer)
+        for name, size in (("gate", X), ("up", X), ("down", D)):
+            yield Parameter(f"{start}ffn.experts.{name}_bias", (E, size), "experts", layer, share)
     if moe.n_shared_experts:
         yield from _swiglu(start + "ffn.shared.", D, moe.n_shared_experts * X, "shared experts", layer)
 
@@ -107,6 +111,10 @@ def attention_parameters(model: Model, start: str, layer: int) -> Iterator[Param
         if model.attention_bias:
             yield Parameter(f"{start}attention.{name}.bias", (rows,), "attention", layer)
     yield Parameter(start + "attention.output.weight", (D, H * d), "attention", layer)
+    if model.attention_output_bias:
+        yield Parameter(start + "attention.output.bias", (D,), "attention", layer)
+    if model.attention_sinks:
+        yield Parameter(start + "attention.sinks", (H,), "attention", layer)
     if model.use_qk_norm:
         whole = model.qk_norm_over == "all_heads"
         yield Parameter(start + "attention.query_norm.weight", (H * d if whole else d,), "norms", layer)

@@ -61,8 +61,9 @@ class FirstNonFinite(TorchDispatchMode):
             hooks = (module.register_forward_pre_hook(self._enter(name)), module.register_forward_hook(self._leave, always_call=True))
             for hook in hooks:
                 self._stack.callback(hook.remove)
-        self._stack.callback(setattr, documents, "attend_flex", documents.attend_flex)
-        documents.attend_flex = self._fused(documents.attend_flex)
+        for name in ("attend_flex", "attend_flex_lse"):
+            self._stack.callback(setattr, documents, name, getattr(documents, name))
+            setattr(documents, name, self._fused(getattr(documents, name)))
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()
         return self

@@ -45,6 +45,9 @@ class Rope(Node):
     high_freq_factor: float = Field(
         4.0, gt=0, description="llama3: rotations within original_max_position_embeddings above which a frequency is unchanged"
     )
+    truncate: bool = Field(
+        True, description="YaRN: the ramp between the two begins and ends at whole dimensions; gpt-oss does not round them"
+    )
 
     @model_validator(mode="after")
     def _scaling_needs_length(self) -> Rope:
@@ -52,6 +55,8 @@ class Rope(Node):
             raise ValueError(f"rope.scaling {self.scaling} needs rope.original_max_position_embeddings, the context before the extension")
         if self.scaling == "none" and self.factor != 1:
             raise ValueError(f"rope.factor {self.factor:g} does nothing without rope.scaling; set scaling to linear, ntk, yarn or llama3")
+        if not self.truncate and self.scaling != "yarn":
+            raise ValueError(f"rope.truncate does nothing under rope.scaling {self.scaling}, which has no ramp; leave it out")
         if self.beta_fast < self.beta_slow:  # they are equal in Kimi-K2
             raise ValueError(f"rope.beta_fast {self.beta_fast:g} must not be below rope.beta_slow {self.beta_slow:g}")
         if self.high_freq_factor <= self.low_freq_factor:
@@ -91,6 +96,15 @@ class Moe(Node):
     first_k_dense_replace: int = Field(1, ge=0, le=MOST_LAYERS, description="number of first layers that are dense")
     scoring_func: Literal["sigmoid", "softmax"] = Field("sigmoid", description="function that turns router logits into expert weights")
     norm_topk_prob: bool = Field(True, description="normalize the weights of the selected experts to a sum of 1")
+    add_bias: bool = Field(False, description="biases on the logits of the router and on the projections of the routed experts (gpt-oss)")
+    swiglu_limit: float | None = Field(
+        None, gt=0, description="routed experts clamp their gates to at most this value, and the other factor to plus and minus it "
+        "(gpt-oss: 7); no clamp when omitted. Needs swiglu_alpha"
+    )  # fmt: skip
+    swiglu_alpha: float | None = Field(
+        None, gt=0, description="routed experts compute (up + 1) * gate * sigmoid(swiglu_alpha * gate) (gpt-oss: 1.702) instead of "
+        "up * silu(gate). Needs swiglu_limit"
+    )  # fmt: skip
     routed_scaling_factor: float = Field(1.0, gt=0, description="factor on the routed output (GLM-4.6: 2.5)")
     n_group: int = Field(1, gt=0, le=_MOST_PARTS, description="expert groups for group-limited routing")
     topk_group: int = Field(1, gt=0, le=_MOST_PARTS, description="expert groups selected per token")
@@ -112,6 +126,9 @@ class Moe(Node):
                 f"moe.n_group {self.n_group} must divide moe.n_routed_experts {self.n_routed_experts} and be at least "
                 f"moe.topk_group {self.topk_group}"
             )
+        if (self.swiglu_limit is None) != (self.swiglu_alpha is None):
+            given, other = ("swiglu_alpha", "swiglu_limit") if self.swiglu_limit is None else ("swiglu_limit", "swiglu_alpha")
+            raise ValueError(f"moe.{given} needs moe.{other}, as gpt-oss has both; set both or neither")
         return self
 
 
@@ -161,6 +178,11 @@ class Model(Node):
     head_dim: int | None = Field(None, gt=0, le=_WIDEST, description="width of one head; derived from hidden_size and num_attention_heads")
     intermediate_size: int | None = Field(None, gt=0, le=_WIDEST, description="intermediate size of the dense SwiGLU layers")
     attention_bias: bool = Field(False, description="biases on the query, key and value projections (never on the output)")
+    attention_output_bias: bool = Field(False, description="a bias on the output projection of attention (gpt-oss)")
+    attention_sinks: bool = Field(
+        False, description="a learned logit per head that takes part in the softmax of attention without a key and a value, so that a head "
+        "may attend to nothing (gpt-oss)"
+    )  # fmt: skip
     use_qk_norm: bool = Field(False, description="RMSNorm on queries and keys, before RoPE")
     qk_norm_over: Literal["head", "all_heads"] = Field(
         "head",
@@ -321,6 +343,8 @@ class Model(Node):
             return self
         for name, clash, why in (
             ("attention_bias", self.attention_bias, "its projections have no biases"),
+            ("attention_output_bias", self.attention_output_bias, "its projections have no biases"),
+            ("attention_sinks", self.attention_sinks, "all its scores have a key"),
             ("use_qk_norm", self.use_qk_norm, "the latents are normed instead"),
             ("query_pre_attn_scalar", self.query_pre_attn_scalar, "its scores are divided by the root of head_dim"),
             ("no_rope_layer_interval", self.no_rope_layer_interval, "every layer rotates mla.qk_rope_head_dim dimensions"),

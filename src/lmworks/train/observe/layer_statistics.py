@@ -203,13 +203,13 @@ def _replace_attention(note: Callable[[Tensor, Tensor, Any], None]) -> list[tupl
     from lmworks.model import attention, mla
 
     replaced = []
-    for place in (attention, mla):
-        for name in ("attend_fast", "attend_plain"):
+    for place, names in ((attention, ("attend_fast", "attend_plain", "attend_sinks")), (mla, ("attend_fast", "attend_plain"))):
+        for name in names:
             honest = getattr(place, name)
 
-            def telling(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, honest: Any = honest) -> Tensor:
+            def telling(query: Tensor, key: Tensor, value: Tensor, mask: Any, *options: Any, honest: Any = honest) -> Tensor:
                 note(query, key, mask)
-                out: Tensor = honest(query, key, value, mask, dropout)
+                out: Tensor = honest(query, key, value, mask, *options)
                 return out
 
             setattr(place, name, telling)
