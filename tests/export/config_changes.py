@@ -15,7 +15,7 @@ from lmworks.recipe.families.family import Family
 
 _HARMLESS: dict[str, Any] = {
     "_name_or_path": "somewhere/else", "torch_dtype": "float32", "use_cache": False, "top_k": 20, "unsloth_version": "2025.1",
-    "pretraining_tp": 2, "sep_token_id": 3, "attn_implementation": "sdpa", "is_llama_config": True, "transformers.js_config": {"a": 1},
+    "pretraining_tp": 2, "sep_token_id": 3, "attn_implementation": "eager", "is_llama_config": True, "transformers.js_config": {"a": 1},
     "auto_map": {}, "output_router_logits": False, "unheard_of": None, "temperature": 0.6,
 }  # fmt: skip
 _UNKNOWN: dict[str, Any] = {
@@ -48,7 +48,7 @@ def same(config: dict[str, Any], family: Family, kind: Any, draw: random.Random)
         if key in defaults and config[key] == defaults[key] and type(config[key]) is type(defaults[key]) and draw.random() < 0.7:
             del config[key]
     rope = config.pop("rope_parameters")
-    config |= _otherwise(rope, kind, draw) if family.sliding_rope_theta is None else _ropes_otherwise(rope, family, draw)
+    config |= _otherwise(rope, family, kind, draw) if family.sliding_rope_theta is None else _ropes_otherwise(rope, family, draw)
     for alias, name in family.aliases.items():
         if name in config and draw.random() < 0.5:
             config[alias] = config.pop(name)
@@ -61,7 +61,7 @@ def same(config: dict[str, Any], family: Family, kind: Any, draw: random.Random)
     return config
 
 
-def _otherwise(rope: dict[str, Any], kind: Any, draw: random.Random) -> dict[str, Any]:
+def _otherwise(rope: dict[str, Any], family: Family, kind: Any, draw: random.Random) -> dict[str, Any]:
     """The keys of one RoPE for all layers."""
     config: dict[str, Any] = {}
     if draw.random() < 0.5:
@@ -73,6 +73,8 @@ def _otherwise(rope: dict[str, Any], kind: Any, draw: random.Random) -> dict[str
         for key in ("rope_theta", "partial_rotary_factor"):
             if key in rope:
                 config[key] = rope.pop(key)
+        if family.rope_without:  # which a config without any has
+            return config | {"rope_parameters": {}}
         return config | {draw.choice(["rope_scaling", "rope_parameters"]): draw.choice([None, {}])}
     if draw.random() < 0.3 and rope.get("rope_theta") == kind.default_theta:
         del rope["rope_theta"]

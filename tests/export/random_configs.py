@@ -51,8 +51,12 @@ def random_config(family: Family, seed: int) -> Any:
         values |= {key: value for key, value in window.items() if key in keys}
         if slides and "layer_types" in keys and draw.random() < 0.6:
             values["layer_types"] = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
-    if family.sliding_rope_theta is not None and not slides:
+    if "layer_types" in keys and "use_sliding_window" not in keys and "sliding_window" in keys and not slides:
         values |= {"layer_types": ["full_attention"] * layers, "sliding_window": 4}  # transformers makes the mask in any case
+    if "swiglu_limit" in keys:
+        values |= {"swiglu_alpha": draw.choice([0.5, 1.702]), "swiglu_limit": draw.choice([0.2, 7.0])}
+        ropes[2]["truncate"] = draw.random() < 0.5
+        rope |= {"truncate": ropes[2]["truncate"]} if rope["rope_type"] == "yarn" else {}
     if "query_pre_attn_scalar" in keys:
         values |= {"query_pre_attn_scalar": draw.choice([head_dim, 5]), "final_logit_softcapping": draw.choice([None, 3.0])}
     if "no_rope_layer_interval" in keys:

@@ -24,6 +24,7 @@ from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers
 from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Rope
 from lmworks.weights.huggingface import read_model
 from lmworks.weights.names import is_exported, to_huggingface
+from lmworks.weights.stacked import stack
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
@@ -62,6 +63,8 @@ _FACTORS = Multipliers(
     mamba_parts=(0.75, 1.25, 0.5, 1.5, 2.0), mamba_out=0.5,
 )  # fmt: skip
 _HYBRID: dict[str, Any] = {"layer_types": ("hybrid",), "mamba": _MAMBA}
+_SINKS: dict[str, Any] = _COMMON | {"intermediate_size": 32, "attention_sinks": True}
+_CLAMPED = _SOFTMAX.model_copy(update={"add_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 0.5})
 _LIGHTNING: dict[str, Any] = {
     "layer_types": ("linear_attention", "full_attention"), "lightning": Lightning(), "norm_position": "stream",
     "moe": _SOFTMAX.model_copy(update={"moe_intermediate_size": 96}),
@@ -126,6 +129,11 @@ CASES = {
     "llama_ntk": Model(**_COMMON, rope=Rope(scaling="ntk", factor=4, original_max_position_embeddings="16 tokens")),
     "smollm3_window_per_layer": Model(**_COMMON, sliding_window="5 tokens", layer_types=("sliding_attention", "full_attention")),
     "smollm3": Model(**_COMMON, no_rope_layer_interval=4, tie_word_embeddings=True),
+    "gpt_oss": Model(
+        **_SINKS, attention_bias=True, attention_output_bias=True, sliding_window="5 tokens", moe=_CLAMPED,
+        layer_types=("sliding_attention", "full_attention"), rope=_YARN.model_copy(update={"truncate": False}),
+    ),
+    "gpt_oss_full": Model(**_SINKS, moe=_CLAMPED.model_copy(update={"swiglu_limit": 0.2}), tie_word_embeddings=True),
     "falcon_h1": Model(**_COMMON, layer_types=("hybrid",), mamba=_MAMBA, multipliers=_FACTORS),
     "falcon_h1_norm": Model(
         **_COMMON, layer_types=("hybrid",), mamba=_MAMBA.model_copy(update={"gate_norm": "after_gate", "norm_groups": 2}),
@@ -206,12 +214,13 @@ def _same_logits_loss_and_gradients(model: Transformer, peer: Any, tokens: torch
     loss.backward()
     torch.testing.assert_close(loss, expected.loss, rtol=limit, atol=0)
     own = {key: p.grad for key, p in model.named_parameters() if not key.startswith("mtp.")}
-    gradients = {_as_in_memory(key): gradient for key, gradient in to_huggingface(own, model.config)}
+    stored = dict(stack(dict(to_huggingface(own, model.config)), family_of(model.config)))
+    gradients = {_as_in_memory(key): gradient for key, gradient in stored.items()}
     if family_of(model.config).norms_plus_one:  # the weights are moved by 1; their gradients are not
         gradients = {key: grad + 1 if key.endswith("norm.weight") else grad for key, grad in gradients.items()}
     checked, largest = 0, max(float(parameter.grad.abs().max()) for parameter in peer.parameters())
     for key, parameter in peer.named_parameters():
-        found = _fused(key, gradients) if ".experts." in key else gradients[key]
+        found = gradients[key] if key in gradients else _fused(key, gradients)
         if float(parameter.grad.abs().max()) > 1e-6 * largest:  # the one weight of top-1 is always 1, and its gradient mere rounding
             error, own_largest = float((found - parameter.grad).abs().max()), float(parameter.grad.abs().max())
             assert error < 10 * limit * own_largest + 1e-6 * largest, key  # the gradient of one number may be a sum that nearly cancels

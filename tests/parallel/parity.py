@@ -65,6 +65,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": "8 tokens", "layer_types": ["sliding_attention", "full_attention"],
         "sliding_rope": {"theta": 300.0, "partial_rotary_factor": 0.5},
     },
+    "sinks": _COMMON | {
+        "use_qk_norm": False, "rope": {}, "attention_output_bias": True, "attention_sinks": True, "sliding_window": "8 tokens",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "moe": _MOE | {"n_shared_experts": 0, "first_k_dense_replace": 0, "scoring_func": "softmax", "add_bias": True, "swiglu_alpha": 1.702,
+                       "swiglu_limit": 0.1, "balance": {"method": "aux", "aux_loss_weight": 0.5}},
+    },
     "mtp": _COMMON | {"moe": _MOE, "mtp": {"num_nextn_predict_layers": 1, "loss_weight": 0.3}},
 }  # fmt: skip
 STEPS, ROWS, LENGTH = 3, 8, 24

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from lmworks.io.files import atomic_path, write_json
 from lmworks.model import Transformer
-from lmworks.recipe.families.registry import to_config
+from lmworks.recipe.families.registry import family_of, to_config
 from lmworks.recipe.schema.model import Model
 from lmworks.ui.terminal import bar
 from lmworks.weights.huggingface import open_all
-from lmworks.weights.names import exports_mtp, packed_together, to_huggingface
+from lmworks.weights.names import exports_mtp, to_huggingface
+from lmworks.weights.stacked import stack, stored_together
 
 _SHARD_BYTES = 5 * 10**9
 
@@ -27,7 +28,7 @@ def write_model(model: Transformer, directory: Path, tokens: dict[str, Any], dty
 
     config = to_config(model.config, model.rope, tokens) | {"dtype": str(dtype).removeprefix("torch.")}
     directory.mkdir(parents=True, exist_ok=True)
-    state = _exported(model)
+    state, family = _exported(model), family_of(model.config)
     files = list(_split(state, model.config, dtype))
     index: dict[str, str] = {}
     total = 0
@@ -35,7 +36,8 @@ def write_model(model: Transformer, directory: Path, tokens: dict[str, Any], dty
         for number, names in enumerate(files, 1):
             file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             part = {key: state[key] for key in names}
-            chosen = {name: _cast(name, tensor, dtype) for name, tensor in to_huggingface(part, model.config)}
+            named = {name: _cast(name, tensor, dtype) for name, tensor in to_huggingface(part, model.config)}
+            chosen = dict(stack(named, family))
             with atomic_path(directory / file) as aside:
                 save_file(chosen, aside, metadata={"format": "pt"})
                 aside.chmod(directory.stat().st_mode & 0o666)  # safetensors makes it unreadable for others, such as a server's user
@@ -77,7 +79,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _split(state: dict[str, Tensor], model: Model, dtype: torch.dtype) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
-    for together in packed_together(state, model):
+    for together in stored_together(state, model, family_of(model)):
         more = sum(state[name].numel() for name in together) * dtype.itemsize
         if names and size + more > _SHARD_BYTES:
             yield names

@@ -177,13 +177,15 @@ def run_sorted(
     """Weighted outputs (M, D) of rows that are sorted by expert; the rows of expert e end at ends[e]."""
     gate, up, down = adapters
     gate_MF, up_MF = adapted_mm(rows_MD, gate_EFD, ends_E, gate), adapted_mm(rows_MD, up_EFD, ends_E, up)
-    if form.gate_EF is None or form.up_EF is None or form.down_ED is None:
-        # weighting the hidden rows equals weighting the outputs, and they are narrower
-        return adapted_mm(form.activation(gate_MF, up_MF) * weights_M[:, None], down_EDF, ends_E, down)
-    # the biases of each row as a product, whose gradients are sums in a fixed order, unlike those of a gather
-    is_of_ME = _experts_of(ends_E, rows_MD)
-    hidden_MF = form.activation(gate_MF + is_of_ME @ form.gate_EF, up_MF + is_of_ME @ form.up_EF)
-    return adapted_mm(hidden_MF * weights_M[:, None], down_EDF, ends_E, down) + (is_of_ME * weights_M[:, None]) @ form.down_ED
+    is_of_ME = None
+    if form.gate_EF is not None and form.up_EF is not None:
+        # the biases of each row as a product, whose gradients are sums in a fixed order, unlike those of a gather
+        is_of_ME = _experts_of(ends_E, rows_MD)
+        gate_MF, up_MF = gate_MF + is_of_ME @ form.gate_EF, up_MF + is_of_ME @ form.up_EF
+    hidden_MF = form.activation(gate_MF, up_MF)
+    # weighting the hidden rows equals weighting the outputs, and they are narrower
+    out_MD = adapted_mm(hidden_MF * weights_M[:, None], down_EDF, ends_E, down)
+    return out_MD if is_of_ME is None or form.down_ED is None else out_MD + (is_of_ME * weights_M[:, None]) @ form.down_ED
 
 
 def _experts_of(ends_E: Tensor, rows_MD: Tensor) -> Tensor:

@@ -117,9 +117,10 @@ class Places:
         # the package maps Hugging Face's names, with stacked experts and the bias as a separate tensor
         theirs = huggingface_name(ours, self.config, self.family).replace(".{e}", "")
         theirs = theirs.replace("e_score_correction_bias", "e_score_correction.bias")
+        theirs += ".weight" if theirs.endswith(".sinks") else ""
         name = self._names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert name, f"gguf has no name for {theirs}"
-        is_matrix = tensor.dim() > 1 and not name.endswith("ffn_gate_inp.weight")
+        is_matrix = tensor.dim() > 1 and not name.endswith(("ffn_gate_inp.weight", ".bias"))
         config, match = self.config, _QUERY_OR_KEY.match(ours) if self._known.interleaved_rope else None
         heads = 0 if match is None else config.num_attention_heads if match[1] == "query" else config.num_key_value_heads
         rotated = ours if is_interleaved(ours, config) else ""
@@ -182,7 +183,8 @@ class GgufWeights:
             unread.discard(item.name)
             for number, name in enumerate(names):
                 shift = -1.0 if is_shifted(ours, places.family) else 0.0  # llama.cpp has the factors of norms, as we do
-                yield name, _expert(info, number) if len(info.shape) == 3 else _plain(info, item.heads, shift)
+                stacked = names[0] != huggingface_name(ours, self._model, places.family)
+                yield name, _expert(info, number) if stacked else _plain(info, item.heads, shift)
         if ROPE_FACTORS in unread:
             self._check_rope(self._header.tensors[ROPE_FACTORS])
         if unread - {ROPE_FACTORS}:
@@ -241,6 +243,9 @@ def _plain(info: TensorInfo, heads: int, shift: float = 0.0) -> GgufSlice:
 
 
 def _expert(info: TensorInfo, number: int) -> GgufSlice:
+    """The matrix or the bias of one expert."""
+    if len(info.shape) == 2:
+        return GgufSlice(info.shape[1:], lambda begin, end: _read(info, number, number + 1)[0, begin:end])
     height = info.shape[1]
     stacked = replace(info, shape=(info.shape[0] * height, *info.shape[2:]))
     return GgufSlice(info.shape[1:], lambda begin, end: _read(stacked, number * height + begin, number * height + end))

@@ -38,6 +38,7 @@ from lmworks.weights.names import (
     why_missing,
 )
 from lmworks.weights.quantized import dequantized
+from lmworks.weights.stacked import split_stacks
 from lmworks.weights.verified import verify_export
 
 _MEAN_ROWS = 8192  # rows that are read at a time, for their mean or to compare them
@@ -188,7 +189,7 @@ def open_all(directory: Path, stack: ExitStack) -> dict[Path, Any]:
     files, config = files_of(directory), read_json(directory / "config.json")
     if is_gguf(files[0]):
         return {files[0]: GgufWeights(files[0], from_config(config))}
-    return dequantized(directory, config, {file: _open(file, stack) for file in files})
+    return split_stacks(dequantized(directory, config, {file: _open(file, stack) for file in files}), family_in(config))
 
 
 def files_of(directory: Path) -> list[Path]:

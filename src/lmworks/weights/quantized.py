@@ -1,6 +1,7 @@
-"""Checkpoints whose weights are stored in FP8, with scales: read as the values that they stand for. Other quantizations are refused.
+"""Checkpoints whose weights are stored in FP8 or MXFP4, with scales: read as the values that they stand for. Other quantizations are
+refused.
 
-The two forms of published models: `quant_method: fp8`, with one scale for each block of 128 x 128 weights (DeepSeek-V3, Qwen3-FP8) in
+MXFP4 is in `lmworks.weights.mxfp4`. The two forms of FP8 in published models: `quant_method: fp8`, with one scale for each block of 128 x 128 weights (DeepSeek-V3, Qwen3-FP8) in
 `NAME_scale_inv`; and `compressed-tensors`, with one scale for each row, or one for all, in `NAME_scale`.
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
+from lmworks.weights.mxfp4 import Mxfp4
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("_scale_inv", "_scale")
@@ -23,12 +25,14 @@ _INSTEAD = "take the original model, or write it again with dequantize() and sav
 
 
 def dequantized(directory: Path, config: Mapping[str, Any], handles: dict[Path, Any]) -> dict[Path, Any]:
-    """Open files of safetensors, of which those in FP8 are read as what they stand for. Raises `UserError` for other quantizations."""
+    """Open files of safetensors, of which those in FP8 or MXFP4 are read as what they stand for. Raises `UserError` for other quantizations."""
     given = config.get("quantization_config")
     if not given:
         return handles
-    block = _block(directory, given)
     where = {name: handle for handle in handles.values() for name in handle.keys()}  # noqa: SIM118
+    if isinstance(given, dict) and given.get("quant_method") == "mxfp4":
+        return {file: Mxfp4(directory, handle, where) for file, handle in handles.items()}
+    block = _block(directory, given)
     return {file: _Dequantized(directory, handle, where, block) for file, handle in handles.items()}
 
 

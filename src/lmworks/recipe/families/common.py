@@ -225,8 +225,10 @@ def gguf(
     """An architecture of llama.cpp, which has a sliding window only with `window`. Raises `NoClass` for options that llama.cpp ignores."""
     if model.sliding_window and not window:
         raise NoClass("it has a sliding window, which llama.cpp ignores for this architecture")
+    if not model.rope.truncate:
+        raise NoClass("its YaRN does not round (rope.truncate false), and llama.cpp rounds; set rope.truncate true for what it computes")
     if model.rope.scaling == "llama3" and architecture != "llama":
         raise NoClass(f"it has rope.scaling llama3, which llama.cpp supports for its architecture llama and not for {architecture}")
-    if model.tie_word_embeddings and architecture in ("olmo2", "olmoe"):  # all others take the embedding where a file has no head
+    if model.tie_word_embeddings and architecture in ("olmo2", "olmoe", "gpt-oss"):  # all others take the embedding where a file has no head
         raise NoClass(f"its head is its embedding (tie_word_embeddings), and llama.cpp's {architecture} needs a head of its own")
     return Gguf(architecture, interleaved_rope, metadata or {})

@@ -224,6 +224,21 @@ TRAITS: dict[str, Trait] = {
     "constant factors": Trait(
         lambda model: model.multipliers is not None, "it has constant factors (multipliers)", "it has no constant factors (multipliers)",
     ),
+    "output bias": Trait(
+        lambda model: model.attention_output_bias, "the output of its attention has a bias (attention_output_bias)",
+        "the output of its attention has no bias (attention_output_bias)",
+    ),
+    "attention sinks": Trait(
+        lambda model: model.attention_sinks, "it has attention sinks (attention_sinks)", "it has no attention sinks (attention_sinks)",
+    ),
+    "biases of experts": Trait(
+        lambda model: model.moe is not None and model.moe.add_bias, "its router and experts have biases (moe.add_bias)",
+        "its router and experts have no biases (moe.add_bias)",
+    ),
+    "clamped SwiGLU": Trait(
+        lambda model: model.moe is not None and model.moe.swiglu_limit is not None,
+        "its experts have a clamped SwiGLU (moe.swiglu_limit)", "its experts have no clamped SwiGLU (moe.swiglu_limit)",
+    ),
     "biases": Trait(lambda model: model.attention_bias, "it has biases (attention_bias)", "it has no biases (attention_bias)"),
     "partial RoPE": Trait(
         lambda model: 0 < model.rope.partial_rotary_factor < 1,
@@ -283,6 +298,7 @@ class Family:
     differs: why a model with matching traits is still not of this class, or None
     defaults: every key of config.json that the class reads and that may change a number, with the default of the class; those of RoPE are
         `rope_theta` and `partial_rotary_factor` below
+    rope_without: the rope_parameters of a config.json without any
     sliding_rope_theta: the default base of sliding layers, for classes whose rope_parameters name kinds of layers; None for the others
     fixed: the only values that lmworks supports of a key, where it is written; besides `keys.FIXED`
     ignored: keys that published models have and the class does not read; besides those that no class reads (`keys.changes_no_number`)
@@ -294,6 +310,8 @@ class Family:
     norms_plus_one: whether the class multiplies by 1 + the weight of a norm; ours are the factors themselves
     zero: our tensors that do not exist in the class and must be zero
     derived: tensors of the class that follow from its config, so that they are neither read nor written
+    stacked: tensors of the class that hold all experts of a layer -> the names in `names` of what an expert has in them: transposed, and
+        along the last dimension in turn (`lmworks.weights.stacked`)
     unread: beginnings of the names of tensors that published models have and lmworks does not read
     mtp: whether the class supports multi-token prediction with experts, as in the published models
     architectures: the names of its architectures in llama.cpp; `gguf` returns the one for a model, or raises `NoClass` with the reason
@@ -313,6 +331,7 @@ class Family:
     differs: Callable[[Model], str | None] = lambda _: None
     rope_theta: float = 10_000.0
     partial_rotary_factor: float = 1.0
+    rope_without: Mapping[str, Any] = field(default_factory=dict, hash=False)
     sliding_rope_theta: float | None = None
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     ignored: tuple[str, ...] = ()
@@ -324,6 +343,7 @@ class Family:
     norms_plus_one: bool = False
     zero: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     unread: tuple[str, ...] = ()
     groups: Mapping[str, Callable[[Model], int]] = field(default_factory=dict, hash=False)
     mtp: bool = False

@@ -38,6 +38,8 @@ def rope_parameters(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
         parameters["original_max_position_embeddings"] = int(rope.original_max_position_embeddings)
     if rope.scaling == "yarn":
         parameters |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        if not rope.truncate:
+            parameters["truncate"] = False
         if model.mla is not None:
             parameters |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # scales the whole attention score
     if rope.scaling == "llama3":
@@ -72,6 +74,8 @@ def read_ropes(family: Family, config: Mapping[str, Any], context: int) -> dict[
 def read_rope(family: Family, config: Mapping[str, Any], context: int) -> Rope:
     """The RoPE of a config.json whose model states `context` tokens. Raises `UserError` for what lmworks does not compute."""
     name, given = _object(config)
+    if family.rope_without and not given and config.get("rope_parameters") is None:
+        given = dict(family.rope_without)
     kind = _type(name, given)
     for key, value in given.items():
         if isinstance(value, dict):
@@ -96,7 +100,9 @@ def read_rope(family: Family, config: Mapping[str, Any], context: int) -> Rope:
     if kind == "llama3":
         return Rope(**values, **{key: _number(name, given, key) for key in ("low_freq_factor", "high_freq_factor")})
     _refuse_other_yarn(family, name, given, factor, theta)
-    return Rope(**values, beta_fast=_positive(name, given, "beta_fast", 32.0), beta_slow=_positive(name, given, "beta_slow", 1.0))
+    truncate = of_kind(f"{name}.truncate", given.get("truncate", True), bool)
+    ends = {key: _positive(name, given, key, default) for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))}
+    return Rope(**values, **ends, truncate=truncate)
 
 
 def _object(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -160,8 +166,6 @@ def _refuse_other_yarn(family: Family, name: str, given: Mapping[str, Any], fact
             f"config.json has {said(f'{name}.{key}', given[key])}, which scales cos and sin by {found:.6g}; lmworks supports only "
             f"{ours:.6g}, which follows from the factor {factor:g}"
         )
-    if given.get("truncate", True) is not True:
-        raise UserError(f"config.json has {said(f'{name}.truncate', given['truncate'])}; lmworks supports only true")
     if theta <= 1:
         raise UserError(f"config.json has rope_theta {theta:g}, which YaRN needs to be more than 1")
 
