@@ -48,7 +48,7 @@ def same(config: dict[str, Any], family: Family, kind: Any, draw: random.Random)
         if key in defaults and config[key] == defaults[key] and type(config[key]) is type(defaults[key]) and draw.random() < 0.7:
             del config[key]
     rope = config.pop("rope_parameters")
-    config |= _otherwise(rope, family, kind, draw) if family.sliding_rope_theta is None else _ropes_otherwise(rope, family, draw)
+    config |= _otherwise(rope, config.get("head_dim", 0), family, kind, draw) if family.sliding_rope_theta is None else _ropes_otherwise(rope, family, draw)
     for alias, name in family.aliases.items():
         if name in config and draw.random() < 0.5:
             config[alias] = config.pop(name)
@@ -61,9 +61,13 @@ def same(config: dict[str, Any], family: Family, kind: Any, draw: random.Random)
     return config
 
 
-def _otherwise(rope: dict[str, Any], family: Family, kind: Any, draw: random.Random) -> dict[str, Any]:
+def _otherwise(rope: dict[str, Any], head_dim: int, family: Family, kind: Any, draw: random.Random) -> dict[str, Any]:
     """The keys of one RoPE for all layers."""
     config: dict[str, Any] = {}
+    if "rotary_dim" in family.defaults and draw.random() < 0.5:
+        config["rotary_dim"] = int(rope["partial_rotary_factor"] * head_dim)
+        if draw.random() < 0.5:
+            del rope["partial_rotary_factor"]
     if draw.random() < 0.5:
         rope["type"] = rope.pop("rope_type")
     for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):

@@ -70,6 +70,9 @@ def random_config(family: Family, seed: int) -> Any:
             "first_k_dense_replace": draw.randint(0, layers), "mlp_only_layers": list(range(draw.randint(0, layers))),
         }  # fmt: skip
         values |= {key: value for key, value in experts.items() if key in keys}
+    if "mlp_layer_types" in keys:
+        dense = draw.randint(0, layers)
+        values["mlp_layer_types"] = draw.choice([None, ["dense"] * dense + ["sparse"] * (layers - dense)])
     factors = [0.5, 0.75, 1.0, 1.5]
     values |= {key: draw.choice(factors) for key in sorted(keys) if key.endswith(("_multiplier", "_alpha_factor", "_beta_factor"))}
     if "mamba_n_heads" in keys:

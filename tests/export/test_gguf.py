@@ -52,6 +52,12 @@ OLMOE: dict[str, Any] = ALL_HEADS | {"moe": SOFTMAX | {"first_k_dense_replace": 
 SLIDING: dict[str, Any] = ALL_HEADS | {
     "norm_position": "post", "sliding_window": "4 tokens", "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
 }  # fmt: skip
+YARN: dict[str, Any] = {"scaling": "yarn", "factor": 4.0, "original_max_position_embeddings": "8 tokens"}
+SINKS: dict[str, Any] = {
+    "attention_bias": True, "attention_output_bias": True, "attention_sinks": True, "sliding_window": "4 tokens",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "moe": SOFTMAX | {"first_k_dense_replace": 0, "add_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+}  # fmt: skip
 PLAIN_WEIGHTS: dict[str, Any] = OLMOE["moe"] | {"norm_topk_prob": False}
 
 
@@ -184,6 +190,11 @@ def test_embedding_rows_beyond_the_tokenizer_are_unused_tokens(make_run: Callabl
         (OLMOE | {"moe": PLAIN_WEIGHTS, "tie_word_embeddings": True}, "llama.cpp's olmoe needs a head of its own"),
         (ALL_HEADS | {"norm_position": "post", "tie_word_embeddings": True}, "llama.cpp's olmo2 needs a head of its own"),
         (SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}, "its sliding layers are not three of four"),
+        (SINKS | {"layer_types": ["full_attention", "sliding_attention"]}, "its sliding layers are not every second one from the first on"),
+        (SINKS | {"attention_bias": False, "attention_output_bias": False}, "its attention has no biases .*llama.cpp's gpt-oss has them"),
+        (SINKS | {"moe": SINKS["moe"] | {"swiglu_limit": 6.0}}, "are not 1.702 and 7, the constants of llama.cpp's gpt-oss"),
+        (SINKS | {"tie_word_embeddings": True}, "llama.cpp's gpt-oss needs a head of its own"),
+        (SINKS | {"rope": YARN | {"truncate": False}}, r"its YaRN does not round \(rope.truncate false\), and llama.cpp rounds"),
         (SLIDING | {"sliding_rope": {"theta": 300.0}}, r"not the plain RoPE with the theta of the others .*olmo2 \(sliding_rope\)"),
         (SLIDING | {"rope": {"scaling": "ntk", "factor": 2.0, "original_max_position_embeddings": "8 tokens"},
                     "sliding_rope": {"theta": 10_000.0}}, "rope.scaling ntk, which is written as a larger theta"),

@@ -47,6 +47,7 @@ _SOFTMAX = Moe(
     scoring_func="softmax",
     balance=Balance(method="aux"),
 )
+_SIGMOID = Moe(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, n_shared_experts=0, first_k_dense_replace=0)
 _POST: dict[str, Any] = _COMMON | {"head_dim": 16, "norm_position": "post", "use_qk_norm": True, "qk_norm_over": "all_heads"}
 _GEMMA: dict[str, Any] = _COMMON | {
     "use_qk_norm": True, "norm_position": "both", "hidden_act": "gelu_tanh", "scale_embeddings": True, "tie_word_embeddings": True
@@ -63,6 +64,7 @@ _FACTORS = Multipliers(
     mamba_parts=(0.75, 1.25, 0.5, 1.5, 2.0), mamba_out=0.5,
 )  # fmt: skip
 _HYBRID: dict[str, Any] = {"layer_types": ("hybrid",), "mamba": _MAMBA}
+_ALL_HEADS: dict[str, Any] = {"use_qk_norm": True, "qk_norm_over": "all_heads"}
 _SINKS: dict[str, Any] = _COMMON | {"intermediate_size": 32, "attention_sinks": True}
 _CLAMPED = _SOFTMAX.model_copy(update={"add_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 0.5})
 _LIGHTNING: dict[str, Any] = {
@@ -134,6 +136,9 @@ CASES = {
         layer_types=("sliding_attention", "full_attention"), rope=_YARN.model_copy(update={"truncate": False}),
     ),
     "gpt_oss_full": Model(**_SINKS, moe=_CLAMPED.model_copy(update={"swiglu_limit": 0.2}), tie_word_embeddings=True),
+    "minimax_m2": Model(
+        **_MIXTRAL, use_qk_norm=True, qk_norm_over="all_heads", rope=Rope(theta=1e5, partial_rotary_factor=0.5), moe=_SIGMOID,
+    ),
     "falcon_h1": Model(**_COMMON, layer_types=("hybrid",), mamba=_MAMBA, multipliers=_FACTORS),
     "falcon_h1_norm": Model(
         **_COMMON, layer_types=("hybrid",), mamba=_MAMBA.model_copy(update={"gate_norm": "after_gate", "norm_groups": 2}),
@@ -386,6 +391,14 @@ def test_layer_types_that_say_nothing_are_refused(change: dict[str, Any], reason
         (_LIGHTNING | {"multipliers": Multipliers(embedding=2.0)}, r"a factor that MiniMax-01 has not \(multipliers.embedding\)"),
         (_LIGHTNING | {"lightning": Lightning(rms_norm_eps=1e-5)}, "lightning attention has another eps"),
         (_LIGHTNING | {"moe": _SOFTMAX}, "moe_intermediate_size is not intermediate_size"),
+        (_SINKS | {"moe": _CLAMPED, "attention_bias": True}, "only some projections of its attention have biases"),
+        (_SINKS | {"moe": _CLAMPED.model_copy(update={"norm_topk_prob": False})}, "its chosen experts are not normalized .*GptOss"),
+        (_SINKS | {"moe": _CLAMPED.model_copy(update={"first_k_dense_replace": 1})}, "first layers are dense .*GptOss"),
+        (_ALL_HEADS | {"moe": _SIGMOID.model_copy(update={"norm_topk_prob": False})}, "chosen experts are not normalized .*MiniMaxM2"),
+        (_ALL_HEADS | {"moe": _SIGMOID.model_copy(update={"first_k_dense_replace": 1})}, "first layers are dense .*MiniMaxM2"),
+        (_SINKS | {"moe": _SOFTMAX}, "its router and experts have no biases .* and its experts have no clamped SwiGLU"),
+        ({"attention_sinks": True}, "it has attention sinks"),
+        ({"attention_output_bias": True}, "the output of its attention has a bias"),
         (_LIGHTNING | {"norm_position": "pre"}, "its norms are not on the residual stream"),
         ({"norm_position": "post"}, "queries and keys are not normalized over all heads .*, unlike the nearest class, Olmo2"),
     ],
@@ -432,6 +445,15 @@ def test_a_selection_bias_is_not_left_behind() -> None:
         ("minimax", {"layer_types": ["linear_attention"]}, "layer_types that are not 4 of full_attention and linear_attention"),
         ("minimax", {"layer_types": ["full_attention"] * 4}, "no layer of linear_attention"),
         ("minimax", {"sliding_window": 5}, "sliding_window 5; lmworks supports no value"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias false; lmworks supports true"),
+        ("minimax_m2", {"rotary_dim": 6}, "rope_parameters.partial_rotary_factor 0.5 and partial_rotary_factor 0.25, which differ"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, 'qk_norm_type "per_head"; lmworks supports "per_layer"'),
+        (
+            "deepseek_v3_moe",
+            {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "head_dim": 8,
+             "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
+            "mlp_layer_types .* which are not 4, first dense and then sparse",
+        ),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2; lmworks has experts in every layer after the first dense ones"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\]; in lmworks only the first layers can be dense"),
         ("qwen3_moe", {"num_experts": None}, "num_experts null, which must be an integer"),
@@ -458,7 +480,7 @@ def test_a_selection_bias_is_not_left_behind() -> None:
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
             "mscale 1.0, which",
         ),
-        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, "truncate false; lmworks supports"),
+        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": 0}}, "truncate 0, which must be true or false"),
         ("llama", {"attention_bias": True}, "attention_bias, which in LlamaForCausalLM includes an output bias"),
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type longrope; lmworks supports default, linear, llama3, yarn"),
         (

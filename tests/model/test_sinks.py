@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.model.flex_on_cpu import flex_on_cpu
 from torch.nn.attention.flex_attention import flex_attention
 
 from lmworks.inference.model import for_inference
@@ -19,7 +20,6 @@ from lmworks.model.layers import clamped_swiglu
 from lmworks.model.sinks import attend_sinks
 from lmworks.recipe.parameters import parameters
 from lmworks.recipe.schema.model import Balance, Model, Moe
-from tests.model.flex_on_cpu import flex_on_cpu
 
 B, H, K, C = 2, 6, 2, 8
 _MOE = Moe(

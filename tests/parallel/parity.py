@@ -68,8 +68,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "sinks": _COMMON | {
         "use_qk_norm": False, "rope": {}, "attention_output_bias": True, "attention_sinks": True, "sliding_window": "8 tokens",
         "layer_types": ["sliding_attention", "full_attention"],
-        "moe": _MOE | {"n_shared_experts": 0, "first_k_dense_replace": 0, "scoring_func": "softmax", "add_bias": True, "swiglu_alpha": 1.702,
-                       "swiglu_limit": 0.1, "balance": {"method": "aux", "aux_loss_weight": 0.5}},
+        "moe": _MOE | {"n_shared_experts": 0, "first_k_dense_replace": 0, "scoring_func": "softmax", "add_bias": True,
+                       "swiglu_alpha": 1.702, "swiglu_limit": 0.1},
     },
     "mtp": _COMMON | {"moe": _MOE, "mtp": {"num_nextn_predict_layers": 1, "loss_weight": 0.3}},
 }  # fmt: skip

@@ -55,7 +55,7 @@ def _positions() -> Tensor:
     return context.split(tokens, tokens, _BOUNDS, Ranks(Layout(cp=2)))[3].begin(8)
 
 
-@pytest.mark.parametrize("kind", ["mla", pytest.param("dense", marks=pytest.mark.slow), pytest.param("tied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["mla", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "tied", "sinks"))])
 def test_the_way_of_gpus_equals_one_process(ranks: RankPool, kind: str) -> None:
     compare(alone(kind, 2), ranks.run(_train_with_blocks, 2, kind))
 

@@ -22,7 +22,7 @@ FAST: list[tuple[dict[str, Any], str]] = [
 SLOW: list[tuple[dict[str, Any], str]] = [
     ({"tp": 2}, "dense"), ({"tp": 2}, "mtp"), ({"tp": 2, "dp_shard": 2, "zero": 0}, "tied"),
     ({"tp": 2}, "tied"), ({"tp": 4}, "mla"), ({"tp": 2, "dp_shard": 2, "zero": 1}, "moe"), ({"tp": 2, "dp_shard": 2, "zero": 2}, "mtp"),
-    ({"tp": 2, "dp_replicate": 2}, "dense"),
+    ({"tp": 2, "dp_replicate": 2}, "dense"), ({"tp": 2}, "sinks"), ({"tp": 2, "dp_shard": 2, "zero": 3}, "sinks"),
 ]  # fmt: skip
 
 

@@ -126,9 +126,23 @@ def test_multi_token_prediction_is_counted_apart() -> None:
 
 @pytest.mark.parametrize(
     ("name", "millions"),
+    # and Table 1 of the model card of gpt-oss (arXiv:2508.10925)
     # embedding and other parameters of Table 1 of the Gemma 3 Technical Report (arXiv:2503.19786), without the vision encoder
-    [("gemma3-1b", 302 + 698), ("gemma3-12b", 1012 + 10_759), ("gemma3-27b", 1416 + 25_600)],
+    [("gemma3-1b", 302 + 698), ("gemma3-12b", 1012 + 10_759), ("gemma3-27b", 1416 + 25_600),
+     ("gpt-oss-20b", 20_910), ("gpt-oss-120b", 116_830),
+     # Table 4 of arXiv:2502.16982 (Moonlight, without embeddings), and the model cards of the others
+     ("moonlight-16b-a3b", 15_290 + 2 * 335.5), ("minimax-m2-230b-a10b", 230_000), ("glm47-flash-30b-a3b", 30_000)],
 )
 def test_presets_have_the_published_counts(name: str, millions: float) -> None:
     model = Model.model_validate(yaml.safe_load((shipped_folder() / "models" / f"{name}.yaml").read_text(encoding="utf-8")))
     assert total(model) == pytest.approx(millions * 1e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "left_out"),
+    # with the head (gpt-oss: Table 1 of arXiv:2508.10925), with both ends (Kimi K2: Table 2 of arXiv:2507.20534), and with neither
+    [("gpt-oss-20b", 3.61, 1), ("gpt-oss-120b", 5.13, 1), ("kimi-k2-1t-a32b", 32.6, 0), ("moonlight-16b-a3b", 2.24, 2)],
+)
+def test_presets_have_the_published_active_parameters(name: str, billions: float, left_out: int) -> None:
+    counts = count_by_component(Model.model_validate(yaml.safe_load((shipped_folder() / "models" / f"{name}.yaml").read_text())))
+    assert counts.active - left_out * counts.embedding == pytest.approx(billions * 1e9, rel=0.01)

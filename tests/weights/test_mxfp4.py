@@ -59,7 +59,7 @@ def _published(folder: Path) -> dict[str, torch.Tensor]:
         values[name] = theirs(blocks, scales)
     names = sorted(stored)
     (folder / "model.safetensors").unlink()
-    files = {f"model-{number:05d}-of-00002.safetensors": [name for at, name in enumerate(names) if at % 2 == number - 1] for number in (1, 2)}
+    files = {f"model-{number:05d}-of-00002.safetensors": names[number - 1 :: 2] for number in (1, 2)}
     for file, part in files.items():
         save_file({name: stored[name].contiguous() for name in part}, folder / file)
     write_json(folder / "model.safetensors.index.json",
@@ -88,7 +88,8 @@ def test_a_part_of_an_expert(tmp_path: Path) -> None:
     with ExitStack() as stack:
         handles = {name: handle for handle in open_all(tmp_path, stack).values() for name in handle.keys()}  # noqa: SIM118
         assert handles.keys() == map_weights(tmp_path, model.config).keys()
-        for part, name in (("gate", "gate_proj.weight"), ("up", "up_proj.weight"), ("down", "down_proj.weight"), ("up_bias", "up_proj.bias")):
+        for part, kind in (("gate", "weight"), ("up", "weight"), ("down", "weight"), ("up_bias", "bias")):
+            name = f"{part.removesuffix('_bias')}_proj.{kind}"
             whole = model.state_dict()[f"layers.1.ffn.experts.{part}"][2]
             source = handles[f"model.layers.1.mlp.experts.2.{name}"].get_slice(f"model.layers.1.mlp.experts.2.{name}")
             assert source.get_shape() == list(whole.shape)

@@ -29,7 +29,8 @@ _FEWEST, _MOST = 32, 512
 def attend_chunks(
     query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v where query t of a row sees keys first[t] to last[t]: (B, H, T, V) and the log-sum-exp (B, H, T), at least fp32.
+    """softmax(scale q k^T) v where query t of a row sees keys first[t] to last[t]: (B, H, T, V) and the log-sum-exp (B, H, T), in fp32
+    or fp64.
 
     It is one operator for the compiler, because the keys of a block are known only at run time.
     """

@@ -1,4 +1,4 @@
-"""Attention sinks: a learned logit per head that takes part in the softmax without a key and a value (gpt-oss, arXiv:2508.10925, section 2).
+"""Attention sinks: a learned logit per head that takes part in the softmax without a key and a value (gpt-oss, arXiv:2508.10925).
 
 softmax over scores and sink equals softmax over the scores alone times sigmoid(lse - sink), with lse the log-sum-exp of the scores: the
 kernels that give it need not know of sinks.

@@ -41,8 +41,8 @@ class Mxfp4:
         shape, of_scales = tuple(blocks.get_shape()), tuple(scales.get_shape())
         if len(shape) != 4 or shape[3] != _SIZE // 2 or of_scales != shape[:3]:
             raise UserError(
-                f"{self._directory}: tensors {name}{_BLOCKS} and {_SCALES} have shapes {shape} and {of_scales}, which are not those of MXFP4: "
-                f"(experts, outputs, inputs / {_SIZE}, {_SIZE // 2}), and the same without the last"
+                f"{self._directory}: tensors {name}{_BLOCKS} and {_SCALES} have shapes {shape} and {of_scales}, which are not those of "
+                f"MXFP4: (experts, outputs, inputs / {_SIZE}, {_SIZE // 2}), and the same without the last"
             )
         for stored, suffix in ((blocks, _BLOCKS), (scales, _SCALES)):
             if stored.get_dtype() != "U8":

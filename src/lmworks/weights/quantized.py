@@ -1,8 +1,9 @@
 """Checkpoints whose weights are stored in FP8 or MXFP4, with scales: read as the values that they stand for. Other quantizations are
 refused.
 
-MXFP4 is in `lmworks.weights.mxfp4`. The two forms of FP8 in published models: `quant_method: fp8`, with one scale for each block of 128 x 128 weights (DeepSeek-V3, Qwen3-FP8) in
-`NAME_scale_inv`; and `compressed-tensors`, with one scale for each row, or one for all, in `NAME_scale`.
+MXFP4 is in `lmworks.weights.mxfp4`. The two forms of FP8 in published models: `quant_method: fp8`, with one scale for each block of
+128 x 128 weights (DeepSeek-V3, Qwen3-FP8) in `NAME_scale_inv`; and `compressed-tensors`, with one scale for each row, or one for all, in
+`NAME_scale`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _INSTEAD = "take the original model, or write it again with dequantize() and sav
 
 
 def dequantized(directory: Path, config: Mapping[str, Any], handles: dict[Path, Any]) -> dict[Path, Any]:
-    """Open files of safetensors, of which those in FP8 or MXFP4 are read as what they stand for. Raises `UserError` for other quantizations."""
+    """Open files of safetensors, of which those in FP8 or MXFP4 are read as what they stand for. Raises `UserError` for other
+    quantizations."""
     given = config.get("quantization_config")
     if not given:
         return handles

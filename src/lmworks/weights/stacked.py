@@ -1,7 +1,7 @@
 """Classes that store the experts of a layer in one tensor (`Family.stacked`): read and written as if each expert had tensors of its own.
 
-Such a tensor has, along its last dimension, in turn one output of each of its parts, and its matrices are transposed: (E, in, 2 out) of gate
-and up, and (E, 2 out) of their biases. Of an expert only what is asked for is read, and the next ones are not in memory.
+Such a tensor has, along its last dimension, in turn one output of each of its parts, and its matrices are transposed: (E, in, 2 out) of
+gate and up, and (E, 2 out) of their biases. Of an expert only what is asked for is read, and the next ones are not in memory.
 """
 
 from __future__ import annotations

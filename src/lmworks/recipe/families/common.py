@@ -229,6 +229,6 @@ def gguf(
         raise NoClass("its YaRN does not round (rope.truncate false), and llama.cpp rounds; set rope.truncate true for what it computes")
     if model.rope.scaling == "llama3" and architecture != "llama":
         raise NoClass(f"it has rope.scaling llama3, which llama.cpp supports for its architecture llama and not for {architecture}")
-    if model.tie_word_embeddings and architecture in ("olmo2", "olmoe", "gpt-oss"):  # all others take the embedding where a file has no head
+    if model.tie_word_embeddings and architecture in ("olmo2", "olmoe", "gpt-oss", "minimax-m2"):  # all others take the embedding then
         raise NoClass(f"its head is its embedding (tie_word_embeddings), and llama.cpp's {architecture} needs a head of its own")
     return Gguf(architecture, interleaved_rope, metadata or {})

@@ -108,5 +108,6 @@ FAMILY = Family(
     allows=frozenset({"biases", "output bias", "sliding window", "full-attention layers beside it"}),
     differs=_differs, to_config=_to_config, from_config=_from_config,
     architectures=("gpt-oss",), gguf=_gguf, from_gguf=_from_gguf,
-    without_gguf="YaRN without rounding (`rope.truncate` false, as published), other patterns of layers, other constants of SwiGLU, tied embeddings",
+    without_gguf="YaRN without rounding (`rope.truncate` false, as published), other patterns of layers, other constants of SwiGLU, "
+    "tied embeddings",
 )  # fmt: skip

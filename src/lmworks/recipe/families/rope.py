@@ -82,6 +82,9 @@ def read_rope(family: Family, config: Mapping[str, Any], context: int) -> Rope:
             raise UserError(f"config.json has {name} with an object {key}; lmworks supports one RoPE for all layers")
         if key not in (*_OF_ALL, *_OF_TYPE[kind]) and value is not None:
             raise UserError(f"config.json has {said(f'{name}.{key}', value)}, which is no key of rope_type {kind}; remove it")
+    if "rotary_dim" in family.defaults and config.get("rotary_dim") is not None:  # the older form of the fraction
+        head_dim = config.get("head_dim", family.defaults["head_dim"])
+        config = {"partial_rotary_factor": config["rotary_dim"] / head_dim} | dict(config)
     theta = _either(config, name, given, "rope_theta", family.rope_theta)
     fraction = _either(config, name, given, "partial_rotary_factor", family.partial_rotary_factor)
     if fraction != 1 and not family.has("partial RoPE"):
