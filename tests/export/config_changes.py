@@ -48,7 +48,10 @@ def same(config: dict[str, Any], family: Family, kind: Any, draw: random.Random)
         if key in defaults and config[key] == defaults[key] and type(config[key]) is type(defaults[key]) and draw.random() < 0.7:
             del config[key]
     rope = config.pop("rope_parameters")
-    config |= _otherwise(rope, config.get("head_dim", 0), family, kind, draw) if family.sliding_rope_theta is None else _ropes_otherwise(rope, family, draw)
+    if family.sliding_rope_theta is None:
+        config |= _otherwise(rope, config.get("head_dim", 0), family, kind, draw)
+    else:
+        config |= _ropes_otherwise(rope, family, draw)
     for alias, name in family.aliases.items():
         if name in config and draw.random() < 0.5:
             config[alias] = config.pop(name)
