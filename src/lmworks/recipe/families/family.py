@@ -314,6 +314,7 @@ class Family:
         along the last dimension in turn (`lmworks.weights.stacked`)
     unread: beginnings of the names of tensors that published models have and lmworks does not read
     mtp: whether the class supports multi-token prediction with experts, as in the published models
+    written_as: the class that its models are written as, if that is another one, which computes the same
     architectures: the names of its architectures in llama.cpp; `gguf` returns the one for a model, or raises `NoClass` with the reason
     without_gguf: the models that llama.cpp does not support, in a few words
     from_gguf: values of `Model` from the metadata of a GGUF file beyond those of every model (`lmworks.recipe.gguf_model`)
@@ -347,6 +348,7 @@ class Family:
     unread: tuple[str, ...] = ()
     groups: Mapping[str, Callable[[Model], int]] = field(default_factory=dict, hash=False)
     mtp: bool = False
+    written_as: str = ""
     without_gguf: str = ""
     from_gguf: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_keys
 

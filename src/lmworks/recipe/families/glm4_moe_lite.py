@@ -22,8 +22,8 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = replace(
-    DEEPSEEK, name="Glm4MoeLiteForCausalLM", model_type="glm4_moe_lite", model_types=(),
-    about="as `DeepseekV3ForCausalLM`, as which it is written",
+    DEEPSEEK, name="Glm4MoeLiteForCausalLM", model_type="glm4_moe_lite", model_types=(), written_as=DEEPSEEK.name, architectures=(),
+    about="as `DeepseekV3ForCausalLM`, as which it is written", without_gguf="as `DeepseekV3ForCausalLM`",
     defaults={key: value for key, value in DEEPSEEK.defaults.items() if key not in ("first_k_dense_replace", "head_dim")} | {
         "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47, "num_attention_heads": 20,
         "num_key_value_heads": 20, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "attention_dropout": 0.0,

@@ -27,7 +27,7 @@ FAMILIES = _found()
 
 def family_of(model: Model) -> Family:
     """The family that expresses this model, the simplest one if there are several. Raises `NoClass` with the reason if there is none."""
-    reasons = {name: family.why_not(model) for name, family in FAMILIES.items()}
+    reasons = {name: family.why_not(model) for name, family in FAMILIES.items() if not family.written_as}
     traits = {name for name, trait in TRAITS.items() if trait.found(model)}
 
     def distance(name: str) -> tuple[int, bool, int, int]:
@@ -35,7 +35,7 @@ def family_of(model: Model) -> Family:
         fits = family.requires <= traits <= family.requires | family.allows  # and at most something that is no trait differs
         return len(reasons[name]), not fits, -len(family.requires & traits), len(family.allows)
 
-    nearest = min(FAMILIES, key=distance)
+    nearest = min(reasons, key=distance)
     if reasons[nearest]:
         raise NoClass(f"{' and '.join(reasons[nearest])}, unlike the nearest class, {nearest}")
     return FAMILIES[nearest]
