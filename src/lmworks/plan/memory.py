@@ -155,7 +155,9 @@ def layer_activations(
         heads, projected = heads + saved[0], projected + saved[1]
     normed = 6 if model.norm_position == "both" else 4  # inputs and their norms, and outputs that are normed
     everything = element * (normed * D + heads) / tp + 4 * H / tp  # the last term is the softmax normalizer
-    if cpu_length and model.attends(layer):
+    if model.attention_sinks and model.attends(layer):  # a share of each query; scores are not saved
+        everything += 8 * H / tp
+    elif cpu_length and model.attends(layer):
         everything += element * H * (cpu_length + min(_CPU_QUERIES, cpu_length)) / 2 / tp
     if eager and tp > 1:  # what attention and the feed-forward block read is gathered from all ranks; latent attention gathers latents
         everything += element * D * (1 if mla else 2) * (tp - 1) / tp
@@ -163,7 +165,7 @@ def layer_activations(
         everything += element * (layout.cp - 1) * (H * (d + mla.v_head_dim) if mla else 2 * K * d) / tp
     if model.attention_bias:  # a product with a bias is another operator, which selective checkpointing recomputes
         projected = 0
-    products = element * (D + projected + D) / tp
+    products = element * (D + projected + (0 if model.attention_output_bias else D)) / tp
     if not is_moe(model, layer):
         everything += element * (4 if eager else 3) * model.intermediate_size / tp  # gate, up, their product; silu(gate)
         products += element * (2 * model.intermediate_size + D) / tp
@@ -172,7 +174,9 @@ def layer_activations(
         assert moe is not None
         shared = moe.n_shared_experts * moe.moe_intermediate_size
         factors = (5, 4) if eager else (3, 3)  # the hidden rows before and after their weights are two
-        rows = moe.num_experts_per_tok * (D + factors[0] * moe.moe_intermediate_size)
+        if eager and moe.swiglu_alpha is not None:  # gate and up also after their clamps, sigmoid, and up + 1
+            factors = (8, 4)
+        rows = moe.num_experts_per_tok * (D + factors[0] * moe.moe_intermediate_size + 2 * moe.add_bias * moe.n_routed_experts)
         everything += element * (rows + factors[1] * shared) / tp + 8 * moe.n_routed_experts
         everything += 4 * D / tp if eager and element < 4 else 0  # the router reads fp32
         products += (
