@@ -244,6 +244,7 @@ PLACES = (
         corpus.read.opening decompress
         corpus.read.part quarantine_errors
         weights.quantized _Dequantized.get_slice _Slice.__getitem__
+        weights.mxfp4 Mxfp4.get_slice(3) dequantize
         weights.huggingface load_weights _read_slice(2) _refuse_wrong_size
     """),
     (LATER, "memory that runs out, which is known when it does; what a step needs is estimated before the first stage", """
