@@ -140,18 +140,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh
 """The functions of `model.hidden_act`."""
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
-    return F.silu(gate) * up
-
-
-def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate) with gate at most `limit` and up between minus and plus `limit` (gpt-oss, arXiv:2508.10925;
-    alpha 1.702 makes the product of gate and sigmoid nearly GELU)."""
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
-
-
 def times(x: Tensor, factor: float) -> Tensor:
     """x times a constant of the model, which is 1 in most models and then costs nothing."""
     return x if factor == 1 else x * factor

@@ -13,13 +13,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmworks.model.layers import Adapter, SwiGLU, clamped_swiglu, swiglu
+from lmworks.model.layers import Adapter, SwiGLU
 from lmworks.model.router import Router, Routing
 from lmworks.recipe.schema.model import Moe
 
 Adapters = tuple[Adapter | None, Adapter | None, Adapter | None]
 _NO_ADAPTERS: Adapters = (None, None, None)
 _ALIGNED = 16  # bytes: grouped products need rows that are a multiple
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate) with gate at most `limit` and up between minus and plus `limit` (gpt-oss, arXiv:2508.10925;
+    alpha 1.702 makes the product of gate and sigmoid nearly GELU)."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
 
 
 class Form(NamedTuple):

@@ -16,7 +16,7 @@ from lmworks.inference.model import for_inference
 from lmworks.model import Transformer, chunked
 from lmworks.model.chunked import attend_flex_lse, block_mask
 from lmworks.model.documents import from_cu_seqlens
-from lmworks.model.layers import clamped_swiglu
+from lmworks.model.moe import clamped_swiglu
 from lmworks.model.sinks import attend_sinks
 from lmworks.plan.memory import layer_activations
 from lmworks.recipe.parameters import parameters
