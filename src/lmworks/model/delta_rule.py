@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmworks.host.devices import at_least_fp32
+from lmworks.model.states import delta_states
 
 _CHUNK = 64
 
@@ -90,15 +91,9 @@ def delta_rule(
 
     # between chunks
     state = query.new_zeros(B, G, R, K, V) if state_BHKV is None else state_BHKV.view(B, G, R, K, V)
-    chunks = zip(
-        *(x.unbind(3) for x in (
-            solved[..., :V], solved[..., V:], query_BG1CQK * enters_BGRCQ1, scores_BGRCQQ, key_BG1CQK * leaves_BGRCQ1,
-        )), through_BGRC[..., None, None].unbind(3), strict=True,
+    parts = (
+        solved[..., :V], solved[..., V:], query_BG1CQK * enters_BGRCQ1, scores_BGRCQQ, key_BG1CQK * leaves_BGRCQ1, through_BGRC,
     )  # fmt: skip
-    out = []
-    for values, reads, reading, scores, adds, through in chunks:
-        updates = values - reads @ state
-        out.append(reading @ state + scores @ updates)
-        state = state * through + adds.mT @ updates
-    out_BTHV = torch.stack(out, dim=3).permute(0, 3, 4, 1, 2, 5).reshape(B, -1, H, V)
-    return out_BTHV[:, :T], state.flatten(1, 2)
+    out_CBGRQV, states = delta_states(*(x.movedim(3, 0) for x in parts), state)
+    out_BTHV = out_CBGRQV.permute(1, 0, 4, 2, 3, 5).reshape(B, -1, H, V)
+    return out_BTHV[:, :T], states[-1].flatten(1, 2).clone()  # a view would keep all of them

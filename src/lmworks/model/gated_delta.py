@@ -17,7 +17,7 @@ from lmworks.host.devices import at_least_fp32
 from lmworks.model.cache import LayerCache
 from lmworks.model.delta_rule import delta_rule, delta_rule_plain
 from lmworks.model.documents import Documents
-from lmworks.model.layers import Linear, RMSNorm
+from lmworks.model.layers import Linear, RMSNorm, softplus
 from lmworks.model.short_conv import last_values, short_conv
 from lmworks.recipe.schema.model import Model
 
@@ -76,7 +76,7 @@ class GatedDeltaNet(nn.Module):
         query, key, value = mixed_BTX.split((keys, keys, mixed_BTX.shape[-1] - 2 * keys), dim=-1)
         query_BTGK, key_BTGK = (_unit(x.reshape(B, T, -1, self.key_head_dim)) for x in (query, key))
         beta_BTH = at_least_fp32(self.beta(x_BTD)).sigmoid()
-        log_decay_BTH = -at_least_fp32(self.A_log).exp() * F.softplus(at_least_fp32(self.decay(x_BTD)) + at_least_fp32(self.dt_bias))
+        log_decay_BTH = -at_least_fp32(self.A_log).exp() * softplus(at_least_fp32(self.decay(x_BTD)) + at_least_fp32(self.dt_bias))
         if cache is not None and (counted_BT := cache.counted()) is not None:  # padding changes no state
             beta_BTH, log_decay_BTH = beta_BTH * counted_BT[..., None], log_decay_BTH * counted_BT[..., None]
         rule = delta_rule_plain if self.plain else delta_rule

@@ -145,6 +145,11 @@ def times(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)). The gradient of torch's own has other strides in eager mode than the compiler expects of it."""
+    return torch.logaddexp(x, x.new_zeros(()))
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)), or with another activation of the gate, as GEGLU (Shazeer 2020, arXiv:2002.05202), and with a constant
     factor on the gate, which is 1 in most models."""

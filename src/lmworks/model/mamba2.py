@@ -20,7 +20,7 @@ from lmworks.host.devices import at_least_fp32
 from lmworks.model.attention import Attention
 from lmworks.model.cache import LayerCache
 from lmworks.model.documents import Documents
-from lmworks.model.layers import Linear, times
+from lmworks.model.layers import Linear, softplus, times
 from lmworks.model.short_conv import last_values, short_conv
 from lmworks.model.ssd import scan, scan_plain
 from lmworks.recipe.schema.model import Model
@@ -94,7 +94,7 @@ class Mamba2(nn.Module):
         mixed_BTX = F.silu(self.conv(inputs_BTX, positions_BT, inputs_before))
         x_BTX, key_BTX, query_BTX = mixed_BTX.split([config.inner_size, G * N, G * N], dim=-1)
         x_BTHP = at_least_fp32(x_BTX.view(B, T, H, P))
-        dt_BTH = F.softplus(at_least_fp32(dt_BTH) + self.dt_bias)
+        dt_BTH = softplus(at_least_fp32(dt_BTH) + self.dt_bias)
         value_BTHP, log_decay_BTH = x_BTHP * dt_BTH[..., None], -dt_BTH * self.A_log.exp()
         if cache is not None and (counts_BT := cache.counted()) is not None:  # padding changes no state
             value_BTHP, log_decay_BTH = value_BTHP * counts_BT[..., None, None], log_decay_BTH * counts_BT[..., None]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmworks.host.devices import at_least_fp32
+from lmworks.model.states import decayed_states
 
 _CHUNK = 64  # tokens: products within a chunk cost in proportion to it, and the states between chunks in inverse proportion
 _FEW = 4  # tokens, up to which one after another is faster than a chunk of them
@@ -62,17 +63,14 @@ def scan(
     ending_BCGQX = (value_BCGQX.unflatten(-1, (-1, P)) * _grouped(to_end_BCQH, G)[..., None]).flatten(-2)
     added_BCGNX = key_BCGQN.transpose(-1, -2) @ ending_BCGQX
     through_BCH = sum_BCQH[:, :, -1].to(value.dtype).exp() * (last_BC1 < begin_C1)
-    factors = through_BCH.view(B, -1, G, 1, H // G, 1).expand(-1, -1, -1, -1, -1, P).flatten(-2).unbind(1)
-    state = _joined(state_BHNP, G) if state_BHNP is not None else query.new_zeros(added_BCGNX[:, 0].shape)
-    states = []
-    for factor, added in zip(factors, added_BCGNX.unbind(1), strict=True):
-        states.append(state)
-        state = torch.addcmul(added, state, factor)
+    added_CBGRNP = added_BCGNX.unflatten(-1, (-1, P)).permute(1, 0, 2, 4, 3, 5)
+    state = query.new_zeros(added_CBGRNP[0].shape) if state_BHNP is None else at_least_fp32(state_BHNP).unflatten(1, (G, -1))
+    states_CBGRNP = decayed_states(added_CBGRNP, through_BCH.unflatten(-1, (G, -1)).transpose(0, 1), state)
     reaches_BCQH = sum_BCQH.to(value.dtype).exp() * (start_BCQ < begin_C1)[..., None]
-    entering_BCGQX = query_BCGQN @ torch.stack(states, dim=1)
+    entering_BCGQX = query_BCGQN @ states_CBGRNP[:-1].permute(1, 0, 2, 4, 3, 5).flatten(-2)
     entering_BCGQRP = entering_BCGQX.unflatten(-1, (-1, P)) * _grouped(reaches_BCQH, G)[..., None]
     out_BCQGRP = entering_BCGQRP.transpose(2, 3) + out_BCGRQP.permute(0, 1, 4, 2, 3, 5)
-    return out_BCQGRP.reshape(B, -1, H, P)[:, :T], state.unflatten(-1, (-1, P)).transpose(2, 3).flatten(1, 2)
+    return out_BCQGRP.reshape(B, -1, H, P)[:, :T], states_CBGRNP[-1].flatten(1, 2).clone()  # a view would keep all of them
 
 
 def scan_plain(
@@ -96,8 +94,3 @@ def scan_plain(
 def _grouped(x_BCQH: Tensor, groups: int) -> Tensor:
     """(B, C, G, Q, R)"""
     return x_BCQH.unflatten(-1, (groups, -1)).transpose(2, 3)
-
-
-def _joined(state_BHNP: Tensor, groups: int) -> Tensor:
-    """(B, G, N, R P)"""
-    return at_least_fp32(state_BHNP).unflatten(1, (groups, -1)).transpose(2, 3).flatten(-2)

@@ -18,6 +18,7 @@ from lmworks.model import documents
 from lmworks.model.attention import Attention
 from lmworks.model.cache import Cache, JoinedCache, LayerCache
 from lmworks.model.layers import Linear, RMSNorm, SwiGLU, times
+from lmworks.model.lightning import Lightning
 from lmworks.model.loss import ChunkLoss, HeadLoss, chunk_loss, head_loss, head_loss_plain, soft_cap
 from lmworks.model.mixers import mixer
 from lmworks.model.mla import LatentAttention
@@ -157,7 +158,10 @@ class Transformer(nn.Module):
         self.config, rope, mla, head_dim = config, config.rope, config.mla, config.head_dim
         assert head_dim
         self.mtp_loss_weight = config.mtp.loss_weight if config.mtp else 0.0
+        device = next(self.parameters()).device
         for layer, block in self.numbered_blocks():
+            if isinstance(block.attention, Lightning):
+                block.attention.configure(device)
             if isinstance(block.attention, Attention):
                 block.attention.uses_rope, block.attention.slides = config.has_positions(layer), config.slides(layer)
         if config.moe is not None:
@@ -169,7 +173,6 @@ class Transformer(nn.Module):
                 if isinstance(block.attention, LatentAttention):
                     block.attention.score_scale = self.rope_scale**2
             self.rope_scale = 1.0
-        device = next(self.parameters()).device
         self.register_buffer("inverse_frequencies", inverse.to(device), persistent=False)
         sliding = None
         if config.sliding_rope is not None:
