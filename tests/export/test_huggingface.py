@@ -490,6 +490,7 @@ def test_a_selection_bias_is_not_left_behind() -> None:
         ),
         ("olmo2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, but Olmo2ForCausalLM has no such"),
         ("llama", {"architectures": ["GemmaForCausalLM"]}, "is of class GemmaForCausalLM; lmworks supports DeepseekV3ForCausalLM, "),
+        ("gemma3_text", {"architectures": ["Gemma4ForCausalLM"]}, r"a norm on values, .*lmworks has none of these.*nearest .*Gemma3"),
         ("llama", {"architectures": None, "model_type": "gemma"}, r"is of class unknown \(model_type gemma\); lmworks supports"),
     ],
 )

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GptOssConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -67,6 +67,19 @@ def test_frequencies_equal_transformers(name: str, fraction: float) -> None:
         assert scale == pytest.approx(0.1 * math.log(rope.factor) + 1)
     if name != "none":
         assert (found - frequencies(START.model_copy(update={"partial_rotary_factor": fraction}), DIM)[0]).abs().max() > 1e-4
+
+
+def test_yarn_of_gpt_oss_rounds_no_dimension() -> None:
+    """Its published numbers, with which the ramp goes from dimension 8.1 to 17.4; rounding would move a frequency by 4 in 100."""
+    rope = Rope(theta=150_000.0, scaling="yarn", factor=32, original_max_position_embeddings="4096 tokens", truncate=False)
+    config = GptOssConfig()
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    found, scale = frequencies(rope, config.head_dim)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert scale == pytest.approx(factor)
+    rounded, _ = frequencies(rope.model_copy(update={"truncate": True}), config.head_dim)
+    assert float((rounded / found - 1).abs().max()) > 0.03
+    assert RopeChange(scaling="none").apply(rope) == Rope(theta=150_000.0, original_max_position_embeddings="4096 tokens")
 
 
 @pytest.mark.parametrize("name", ["none", "abf", "linear", "yarn", "yarn-abf", "llama3", "llama3-abf"])

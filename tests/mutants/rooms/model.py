@@ -54,7 +54,7 @@ MUTANTS = [
     ("model.balance:set_loads", "* top_k / counts_LE.sum(", "/ counts_LE.sum(", "Loads are fractions of tokens, not of assignments.",
      "model/test_balance.py"),
     ("model.rope:_yarn_ramp", "math.floor(first) if rope.truncate else first", "math.floor(first)",
-     "YaRN's ramp begins at a fraction of a dimension under truncate false.", "model/test_rope.py export/test_huggingface.py"),
+     "YaRN's ramp begins at a fraction of a dimension under truncate false.", "model/test_rope.py"),
     ("model.sinks:attend_sinks", "lse_BHT - sinks_H", "sinks_H - lse_BHT", "A sink takes the share of the softmax that its logit has.",
      "model/test_attention_sinks.py"),
     ("model.sinks:_all_scores", "softmax(-1)[..., :-1]", "softmax(-1)[..., 1:]", "The weight of the sink has no value.",

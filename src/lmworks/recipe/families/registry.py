@@ -25,6 +25,18 @@ def _found() -> dict[str, Family]:
 FAMILIES = _found()
 
 
+_GEMMA_4 = (
+    "heads of another size and number in full-attention layers (global_head_dim, num_global_key_value_heads), a norm on values, a factor "
+    "for each layer and, in some models, keys and values shared by layers (num_kv_shared_layers) and embeddings for each layer "
+    "(hidden_size_per_layer_input)"
+)
+_BEYOND = dict.fromkeys(
+    ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+    (_GEMMA_4, "Gemma3ForCausalLM"),
+)
+"""Classes that cannot be expressed -> what they have and lmworks has not, and the nearest class that it has."""
+
+
 def family_of(model: Model) -> Family:
     """The family that expresses this model, the simplest one if there are several. Raises `NoClass` with the reason if there is none."""
     reasons = {name: family.why_not(model) for name, family in FAMILIES.items() if not family.written_as}
@@ -49,6 +61,9 @@ def family_in(config: dict[str, Any]) -> Family:
     if names in (None, []) and isinstance(kind, str):
         names = [known.get(kind, f"unknown (model_type {kind})")]
     name = names[0] if isinstance(names, list) and names else None
+    if isinstance(name, str) and name in _BEYOND:
+        parts, nearest = _BEYOND[name]
+        raise UserError(f"config.json is of class {name}, which has {parts}; lmworks has none of these. The nearest class is {nearest}")
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"config.json is of class {name}; lmworks supports {', '.join(FAMILIES)}")
     family = FAMILIES[name]

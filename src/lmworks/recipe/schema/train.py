@@ -63,6 +63,8 @@ class RopeChange(Node):
             changes["original_max_position_embeddings"] = self.original_max_position_embeddings
         if self.scaling == "none":
             changes.setdefault("factor", 1.0)
+        if self.scaling not in (None, "yarn"):
+            changes["truncate"] = True  # as where nothing is rounded
         return Rope.model_validate(rope.model_copy(update=changes).__dict__)
 
 
