@@ -39,8 +39,10 @@ def _gguf(model: Model) -> Gguf:
         raise NoClass("its sliding layers have not the plain RoPE with the theta of the others that llama.cpp has for olmo2 (sliding_rope)")
     if model.rope.scaling == "ntk":
         raise NoClass("it has rope.scaling ntk, which is written as a larger theta, and llama.cpp's olmo2 has one theta for all layers")
-    # the pattern is what llama.cpp has for olmo2; its converter writes it
-    return Gguf(known.architecture, metadata={"sliding_window": int(model.sliding_window or 0), "sliding_window_pattern": _slides(layers)})
+    metadata = {  # the latter two are what llama.cpp has for olmo2 in any case; its converter writes them
+        "sliding_window": int(model.sliding_window or 0), "sliding_window_pattern": _slides(layers), "freq_base_swa": model.rope.theta,
+    }  # fmt: skip
+    return Gguf(known.architecture, metadata=metadata)
 
 
 def _from_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
