@@ -73,6 +73,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mtp": _COMMON | {"moe": _MOE, "mtp": {"num_nextn_predict_layers": 1, "loss_weight": 0.3}},
 }  # fmt: skip
+THRESHOLDS = {"clip": 1.0, "clip_alone": 1.0, "clip_latent": 0.1}  # of QK-clip: some heads of the kind are above, and some below
+MODELS["clip"] = MODELS["mtp"] | {"use_qk_norm": False}
+MODELS["clip_alone"] = MODELS["clip"] | {"num_key_value_heads": 4}
+MODELS["clip_latent"] = MODELS["mla"]
 STEPS, ROWS, LENGTH = 3, 8, 24
 CLIP = 0.5  # of the norm of the gradients, which is larger
 OF_FP16 = 2**-3  # the unit roundoff of fp16, whose significand has 11 bits, relative to that of bf16, which has 8
@@ -93,7 +97,8 @@ class Trained:
 def recipe_of(kind: str, **train: Any) -> Recipe:
     tree = {
         "name": "parity", "model": MODELS[kind], "train": {"precision": "fp32", "compile": False, **train},
-        "optimizer": {"learning_rate": 0.02, "adam_learning_rate": 0.02, "weight_decay": 0.1, "max_grad_norm": CLIP, "eps": 1e-4},
+        "optimizer": {"learning_rate": 0.02, "adam_learning_rate": 0.02, "weight_decay": 0.1, "max_grad_norm": CLIP, "eps": 1e-4}
+        | ({"qk_clip_threshold": THRESHOLDS[kind]} if kind in THRESHOLDS else {}),
     }  # fmt: skip
     return Recipe.model_validate(tree)
 
@@ -152,6 +157,7 @@ def train(
         norms.append(float(result.grad_norm))
         extras += [float(value) for value in (result.z_loss, result.auxiliary_loss, result.mtp_loss) if value is not None]
         extras += [] if result.sources_S is None else result.sources_S.tolist()
+        extras += [] if result.logits_AH is None else result.logits_AH.flatten().tolist()
         if step == 0:
             grads = {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
         counts = result.counts_LE

@@ -93,8 +93,8 @@ def expert_use(run: Recomputation, path: Path) -> dict[str, Any]:
         for piece in pieces:
             begins = np.arange(0, piece.size + 1, piece.shape[1], dtype=np.int32)
             found = part.loss(*model._inputs(Batch(piece, np.full_like(piece, IGNORE), begins, 0, 0)))
-            assert found.experts.counts is not None
-            counts += found.experts.counts[: len(counts)].double().cpu()
+            assert found.layers.counts is not None
+            counts += found.layers.counts[: len(counts)].double().cpu()
     shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
     entropy = -(shares * shares.clamp_min(1e-30).log()).sum(1)
     layers = [

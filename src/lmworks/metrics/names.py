@@ -33,6 +33,7 @@ _DPO, _KTO, _GRPO = "dpo", "dpo.loss: kto", "grpo"
 _NVML = "an NVIDIA GPU and lmworks[gpu]"
 _CUDA = "an NVIDIA GPU"
 _RANKS = "several ranks"
+_QK_CLIP = "optimizer.qk_clip_threshold"
 OWN = "no train.deepspeed"
 HEAD = "model.tie_word_embeddings: false"
 SOURCES = "pretrain or tune, with at most 64 sources"
@@ -74,6 +75,15 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
         "ranks are compared, of the sequences of a step that several ranks have read",
     ),
     ("train/ewc", "nats/token", "penalty of elastic weight consolidation, weight included", "a phase with ewc"),
+    (
+        "attention/logit_max", "", "largest score of attention of the step, before the softmax, over all heads, layers and ranks", _QK_CLIP,
+        "lower",
+    ),
+    ("attention/logit_max/{layer}", "", "the same in a layer", _QK_CLIP, "lower"),
+    (
+        "attention/logit_max/{layer}/{head}", "", "the same of a head", f"{_QK_CLIP}, and {DETAIL}", "lower",
+    ),
+    ("attention/clipped_heads", "heads", "heads with a score above the threshold in this step, whose weights were scaled down", _QK_CLIP),
     ("experts/load_cv", "", "coefficient of variation of the experts' loads, mean over layers", _MOE),
     ("experts/load_cv/{layer}", "", "coefficient of variation of the experts' loads in a layer", _MOE),
     ("experts/load_max", "", "load of the busiest expert relative to the mean, largest over layers", _MOE),

@@ -43,7 +43,12 @@ class Attention(nn.Module):
         self.joined_norm: RMSNorm | None = None  # and the norms of the heads of queries and keys as one
         self.plain = False
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Visible | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Visible | None, cache: LayerCache | None = None,
+        logits: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """What is added to the residual stream (B, T, D). In training, without a cache, the largest score of each head (H,) is appended to
+        `logits`."""
         B, T, _ = x_BTD.shape
         if self.joined is not None:
             query, entries = self._projected(self.joined, x_BTD, rope)
@@ -57,17 +62,19 @@ class Attention(nn.Module):
             query, key = rotate(query, *rope), rotate(key, *rope)
         query = times(query, self.score_scale)
         if cache is None:
-            mixed_BHTC = self._attend(query, key, value, mask)
+            mixed_BHTC = self._attend(query, key, value, mask, logits)
         else:
             mixed_BHTC = cache.attend(self._mix, (query,), torch.cat((key, value), dim=1), self.slides)
         return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
 
-    def _attend(self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None) -> Tensor:
+    def _attend(
+        self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, logits: list[Tensor] | None = None
+    ) -> Tensor:  # fmt: skip
         dropout = self.dropout if self.training else 0.0
         if self.sinks is not None:
             return attend_sinks(query_BHTC, key_BKSC, value_BKSC, mask, dropout, self.sinks, self.plain)
         attend = attend_plain if self.plain else attend_fast
-        return attend(query_BHTC, key_BKSC, value_BKSC, mask, dropout)
+        return attend(query_BHTC, key_BKSC, value_BKSC, mask, dropout, logits)
 
     def _mix(self, query_BHTC: Tensor, entries_BESC: Tensor, mask: Visible | None) -> Tensor:
         """Attention over the keys, and the values behind them, of the entries of a cache."""
@@ -95,13 +102,17 @@ class Attention(nn.Module):
         return all_BXTC[:, : self.heads], all_BXTC[:, self.heads :]
 
 
-def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, dropout: float) -> Tensor:
-    """softmax(q k^T / sqrt(C)) v with the fastest kernel of this device; causal if no mask is given."""
+def attend_fast(
+    query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, dropout: float, logits: list[Tensor] | None = None
+) -> Tensor:  # fmt: skip
+    """softmax(q k^T / sqrt(C)) v with the fastest kernel of this device; causal if no mask is given. The largest score of each head is
+    appended to `logits`."""
     if mask is None and _makes_all_scores(query_BHTC, value_BKSC) and not dropout:
-        places = torch.arange(query_BHTC.shape[2], device=query_BHTC.device)
-        mask = visible(places.expand(query_BHTC.shape[0], -1), key_BKSC.shape[2], None)
+        mask = _causal(query_BHTC, key_BKSC)
     if mask is not None and mask.kept_B1TS is None and not dropout:
-        return mask.attend(query_BHTC, key_BKSC, value_BKSC)
+        return mask.attend(query_BHTC, key_BKSC, value_BKSC, *(() if logits is None else (logits,)))
+    if logits is not None:
+        logits.append((mask or _causal(query_BHTC, key_BKSC)).largest_logits(query_BHTC, key_BKSC))
     seen = None if mask is None else mask.dense()
     B, H, T, C = query_BHTC.shape
     S = key_BKSC.shape[2]
@@ -119,6 +130,12 @@ def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: 
     )  # fmt: skip
 
 
+def _causal(query_BHTC: Tensor, key_BKSC: Tensor) -> Visible:
+    """The mask of rows that are one document each."""
+    places = torch.arange(query_BHTC.shape[2], device=query_BHTC.device)
+    return visible(places.expand(query_BHTC.shape[0], -1), key_BKSC.shape[2], None)
+
+
 def _makes_all_scores(query_BHTC: Tensor, value_BKSC: Tensor) -> bool:
     """Whether the fused CPU kernel cannot be used for a long row: it needs values as wide as keys, unlike those of MLA."""
     return query_BHTC.device.type == "cpu" and query_BHTC.shape[2] > _LONGEST_BLOCKED and query_BHTC.shape[3] != value_BKSC.shape[3]
@@ -127,11 +144,15 @@ def _makes_all_scores(query_BHTC: Tensor, value_BKSC: Tensor) -> bool:
 _LONGEST_BLOCKED = 2048  # beyond, the kept probabilities (T * T / 2 per head) outgrow what the fused kernel recomputes
 
 
-def attend_plain(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, dropout: float) -> Tensor:
+def attend_plain(
+    query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, dropout: float, logits: list[Tensor] | None = None
+) -> Tensor:  # fmt: skip
     """`attend_fast` in plain operations: the reference implementation for tests."""
     group = query_BHTC.shape[1] // key_BKSC.shape[1]
     key, value = key_BKSC.repeat_interleave(group, 1), value_BKSC.repeat_interleave(group, 1)
     scores = query_BHTC @ key.transpose(-1, -2) * query_BHTC.shape[-1] ** -0.5
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril() if mask is None else mask.dense()
+    if logits is not None:
+        logits.append(scores.detach().masked_fill(~seen, float("-inf")).float().amax((0, 2, 3)))
     weights = scores.masked_fill(~seen, float("-inf")).float().softmax(-1).to(value.dtype)
     return F.dropout(weights, dropout) @ value

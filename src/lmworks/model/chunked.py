@@ -23,6 +23,7 @@ from lmworks.host.devices import at_least_fp32
 
 _SCORES = 1 << 20  # of one block, at most, as long as it has _FEWEST queries
 _FEWEST, _MOST = 32, 512
+_MEASURED = 64  # queries of a block whose largest score alone is wanted
 
 
 @torch.library.custom_op("lmworks::attend_chunks", mutates_args=())
@@ -89,11 +90,30 @@ def chunks_backward(
     return grad_query, grad_key, grad_value
 
 
-def _blocks(query_BHTC: Tensor, first_BT: Tensor, last_BT: Tensor) -> Iterator[tuple[int, slice, slice]]:
+@torch.library.custom_op("lmworks::largest_logits", mutates_args=())
+def largest_logits(query_BHTC: Tensor, key_BKSC: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float) -> Tensor:
+    """The largest score scale q k of each query head over all pairs that `attend_chunks` would see; (H,) fp32.
+
+    It is one operator, so that neither the compiler nor selective checkpointing keeps the scores.
+    """
+    K, H = key_BKSC.shape[1], query_BHTC.shape[1]
+    most_KG = query_BHTC.new_full((K, H // K), float("-inf"), dtype=torch.promote_types(query_BHTC.dtype, torch.float32))
+    for row, rows, keys in _blocks(query_BHTC, first_BT, last_BT, _MEASURED):  # few of the scores of a block are not causal
+        products_KGQR = _products(query_BHTC[row, :, rows], key_BKSC[row, :, keys])
+        most_KG = torch.maximum(most_KG, _hide(products_KGQR, first_BT[row, rows], last_BT[row, rows], keys.start).amax((-2, -1)))
+    return most_KG.flatten().float() * scale
+
+
+@largest_logits.register_fake
+def _(query_BHTC: Tensor, key_BKSC: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float) -> Tensor:
+    return query_BHTC.new_empty(query_BHTC.shape[1], dtype=torch.float32)
+
+
+def _blocks(query_BHTC: Tensor, first_BT: Tensor, last_BT: Tensor, most: int = _MOST) -> Iterator[tuple[int, slice, slice]]:
     """Row, queries and the keys that at least one of them sees, block by block."""
     B, H, T, _ = query_BHTC.shape
     longest = int(last_BT.max()) + 1
-    size = min(max(_SCORES // (H * longest), _FEWEST), _MOST)
+    size = min(max(_SCORES // (H * longest), _FEWEST), most)
     for row in range(B):
         for start in range(0, T, size):
             rows = slice(start, min(start + size, T))
@@ -102,11 +122,20 @@ def _blocks(query_BHTC: Tensor, first_BT: Tensor, last_BT: Tensor) -> Iterator[t
 
 def _scores(query_HQC: Tensor, key_KRC: Tensor, first_Q: Tensor, last_Q: Tensor, start: int, scale: float) -> Tensor:
     """(K, G, Q, R) in fp32 or fp64, -inf where a query does not see a key. The heads of a group share their keys: one product for all."""
+    return _hide(_products(query_HQC, key_KRC).mul_(scale), first_Q, last_Q, start)
+
+
+def _products(query_HQC: Tensor, key_KRC: Tensor) -> Tensor:
+    """q k of each head; (K, G, Q, R)."""
     K, R, C = key_KRC.shape
-    scores = at_least_fp32(query_HQC.reshape(K, -1, C) @ key_KRC.transpose(1, 2)).view(K, -1, query_HQC.shape[1], R)
-    place_R = torch.arange(start, start + R, device=key_KRC.device)
+    return at_least_fp32(query_HQC.reshape(K, -1, C) @ key_KRC.transpose(1, 2)).view(K, -1, query_HQC.shape[1], R)
+
+
+def _hide(scores_KGQR: Tensor, first_Q: Tensor, last_Q: Tensor, start: int) -> Tensor:
+    """-inf, in place, where a query does not see a key."""
+    place_R = torch.arange(start, start + scores_KGQR.shape[-1], device=scores_KGQR.device)
     hidden_QR = (place_R < first_Q[:, None]) | (place_R > last_Q[:, None])
-    return scores.mul_(scale).masked_fill_(hidden_QR, float("-inf"))
+    return scores_KGQR.masked_fill_(hidden_QR, float("-inf"))
 
 
 def _product(weights_KGQR: Tensor, value_KRV: Tensor) -> Tensor:
@@ -148,9 +177,18 @@ def has_flex(device: torch.device) -> bool:
     return device.type == "cuda" and (torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0))
 
 
-def attend_flex(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, blocks: BlockMask) -> Tensor:
-    """softmax(q k^T / sqrt(C)) v under the block mask `blocks`; (B, H, T, V)."""
+def attend_flex(
+    query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, blocks: BlockMask, logits: list[Tensor] | None = None
+) -> Tensor:  # fmt: skip
+    """softmax(q k^T / sqrt(C)) v under the block mask `blocks`; (B, H, T, V). The largest score of each head is appended to `logits`."""
     attend = flex_attention if torch.compiler.is_compiling() else _compiled()
+    if logits is not None:
+        grouped = query_BHTC.shape[1] != key_BKSC.shape[1]
+        mixed, found = attend(
+            query_BHTC, key_BKSC, value_BKSV, block_mask=blocks, enable_gqa=grouped, return_aux=AuxRequest(max_scores=True)
+        )
+        logits.append(found.max_scores.detach().amax((0, 2)))
+        return mixed  # type: ignore[no-any-return]
     out: Tensor = attend(query_BHTC, key_BKSC, value_BKSV, block_mask=blocks, enable_gqa=query_BHTC.shape[1] != key_BKSC.shape[1])
     return out
 

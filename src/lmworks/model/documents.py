@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lmworks.model.chunked import attend_chunks, attend_flex, attend_flex_lse, block_mask, has_flex
+from lmworks.model.chunked import attend_chunks, attend_flex, attend_flex_lse, block_mask, has_flex, largest_logits
 
 _KEPT = 2048 * 2048  # pairs of query and key, up to which their mask is made once for all layers
 _BLOCKED = 128  # queries from which on a GPU has block masks: one block. Its fused kernels take no dense mask together with shared heads
@@ -58,14 +58,23 @@ class Visible:
         place_S = torch.arange(self.keys, device=self.first_BT.device)
         return ((self.first_BT[:, :, None] <= place_S) & (place_S <= self.last_BT[:, :, None]))[:, None]
 
+    @torch.no_grad()
+    def largest_logits(self, query_BHTC: Tensor, key_BKSC: Tensor) -> Tensor:
+        """The largest score of each head (H,), in a pass of its own over queries and keys."""
+        scale = query_BHTC.shape[-1] ** -0.5
+        return largest_logits(query_BHTC.detach(), self.whole(key_BKSC.detach()), self.first_BT, self.last_BT, scale)
+
     def whole(self, key_BKSC: Tensor) -> Tensor:
         """All keys that can be seen; the same unless other ranks hold some (context parallelism)."""
         return key_BKSC
 
-    def attend(self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor) -> Tensor:
-        """softmax(q k^T / sqrt(C)) v over the visible keys, (B, H, T, V), in memory linear in the length."""
+    def attend(self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, logits: list[Tensor] | None = None) -> Tensor:
+        """softmax(q k^T / sqrt(C)) v over the visible keys, (B, H, T, V), in memory linear in the length; the largest score of each head
+        is appended to `logits`."""
         if self.blocks is not None and query_BHTC.dtype != torch.float64:  # the Triton kernel has no fp64
-            return attend_flex(query_BHTC, key_BKSC, value_BKSV, self.blocks)
+            return attend_flex(query_BHTC, key_BKSC, value_BKSV, self.blocks, *(() if logits is None else (logits,)))
+        if logits is not None:
+            logits.append(self.largest_logits(query_BHTC, key_BKSC))
         return attend_chunks(query_BHTC, key_BKSC, value_BKSV, self.first_BT, self.last_BT, query_BHTC.shape[-1] ** -0.5)[0]
 
     def attend_lse(self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor) -> tuple[Tensor, Tensor]:

@@ -119,8 +119,11 @@ class Hybrid(Attention):
         self.mamba = Mamba2(model, layer)
         self.factors = model.factors
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], documents: Any, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], documents: Any, cache: LayerCache | None = None,
+        logits: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         mask = documents.window_mask if self.slides else documents.mask
-        attended_BTD = super().forward(times(x_BTD, self.factors.attention_in), rope, mask, cache)
+        attended_BTD = super().forward(times(x_BTD, self.factors.attention_in), rope, mask, cache, logits)
         mixed_BTD = self.mamba(x_BTD, rope, documents, cache)
         return times(attended_BTD, self.factors.attention_out) + times(mixed_BTD, self.factors.mamba_out)

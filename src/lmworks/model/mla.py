@@ -40,7 +40,10 @@ class LatentAttention(nn.Module):
         self.score_scale = 1.0  # YaRN's factor, besides 1 / sqrt(C), on the whole score; `Attention` has it in the rotation
         self.plain = False
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Visible | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Visible | None, cache: LayerCache | None = None,
+        logits: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         query_BHTC = self._queries(x_BTD)
         if self.score_scale != 1:
             query_BHTC = query_BHTC * self.score_scale
@@ -49,9 +52,9 @@ class LatentAttention(nn.Module):
         latent, key = self.kv_down(x_BTD)[:, None].split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1)
         latent_B1SL, key_B1SR = self.kv_latent_norm(latent), rotate(key, *rope)
         # For a single query, projecting the query into the latent space is cheaper than expanding all latents.
-        one = rotated_BHTR.shape[2] == 1 and not self.plain
+        one = rotated_BHTR.shape[2] == 1 and not self.plain and logits is None
         if cache is None and not one:
-            mixed_BHTV = self._mix(nope_BHTN, rotated_BHTR, latent_B1SL, key_B1SR, mask)
+            mixed_BHTV = self._mix(nope_BHTN, rotated_BHTR, latent_B1SL, key_B1SR, mask, logits)
         else:
             mix, entries_B1SX = self._mix_latents if one else self._mix_entries, torch.cat((latent_B1SL, key_B1SR), dim=-1)
             queries = (nope_BHTN, rotated_BHTR)
@@ -67,7 +70,10 @@ class LatentAttention(nn.Module):
             query = self.query_up(self.query_latent_norm(self.query_down(x_BTD)))
         return query.view(*query.shape[:2], -1, self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim).transpose(1, 2)
 
-    def _mix(self, nope_BHTN: Tensor, rotated_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None) -> Tensor:
+    def _mix(
+        self, nope_BHTN: Tensor, rotated_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None,
+        logits: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention with keys and values expanded; (B, H, T, V)."""
         B, H, S = latent_B1SL.shape[0], nope_BHTN.shape[1], latent_B1SL.shape[2]
         expanded = self.kv_up(latent_B1SL[:, 0]).view(B, S, H, -1).transpose(1, 2)
@@ -75,7 +81,7 @@ class LatentAttention(nn.Module):
         query_BHTC = torch.cat((nope_BHTN, rotated_BHTR), dim=-1)
         key_BHSC = torch.cat((key_BHSN, key_B1SR.expand(-1, H, -1, -1)), dim=-1)
         attend = attend_plain if self.plain else attend_fast
-        return attend(query_BHTC, key_BHSC, value_BHSV, mask, self.dropout if self.training else 0.0)
+        return attend(query_BHTC, key_BHSC, value_BHSV, mask, self.dropout if self.training else 0.0, logits)
 
     def _mix_entries(self, nope_BHTN: Tensor, rotated_BHTR: Tensor, entries_B1SX: Tensor, mask: Visible | None) -> Tensor:
         """The same over the entries of a cache."""

@@ -8,7 +8,7 @@ Shapes: B batch, T time, D hidden.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +31,11 @@ class MtpLayer(nn.Module):
         self.block = block
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden_BTD: Tensor, embedded_BTD: Tensor, *context: object) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The normed hidden state (B, T, D), and the expert counts and auxiliary loss of the block; `context`: its further arguments."""
+    def forward(self, hidden_BTD: Tensor, embedded_BTD: Tensor, *context: object) -> tuple[Any, ...]:
+        """The normed hidden state (B, T, D), and the statistics of the block; `context`: its further arguments."""
         joined = torch.cat((self.embedding_norm(embedded_BTD), self.hidden_norm(hidden_BTD)), dim=-1)
-        x_BTD, counts, aux = self.block(self.projection(joined), *context)
-        return self.norm(x_BTD), counts, aux
+        x_BTD, *statistics = self.block(self.projection(joined), *context)
+        return self.norm(x_BTD), *statistics
 
 
 class Ahead(NamedTuple):

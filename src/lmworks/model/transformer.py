@@ -29,17 +29,22 @@ from lmworks.recipe.schema.model import Model, Rope
 
 
 @dataclass(frozen=True)
-class ExpertStats:
-    """Expert statistics of one forward pass: tokens per expert (L, E), and the auxiliary loss, summed over tokens."""
+class LayerStats:
+    """Statistics of the layers in one forward pass: tokens per expert (L, E), and the auxiliary loss, summed over tokens; and, where they
+    are recorded, the largest score of each head of attention (A, H), in A layers."""
 
     counts: Tensor | None
     aux: Tensor | None
+    logits_AH: Tensor | None = None
 
-    def joined(self, after: ExpertStats) -> ExpertStats:
+    def joined(self, after: LayerStats) -> LayerStats:
         """The statistics of these layers and of the following ones."""
         counts = [part.counts for part in (self, after) if part.counts is not None]
         aux = [part.aux for part in (self, after) if part.aux is not None]
-        return ExpertStats(torch.cat(counts) if counts else None, torch.stack(aux).sum() if aux else None)
+        logits = [part.logits_AH for part in (self, after) if part.logits_AH is not None]
+        return LayerStats(
+            torch.cat(counts) if counts else None, torch.stack(aux).sum() if aux else None, torch.cat(logits) if logits else None
+        )
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Loss:
 
     total: Tensor
     head: HeadLoss
-    experts: ExpertStats
+    layers: LayerStats
     mtp: Tensor | None = None
 
 
@@ -81,25 +86,30 @@ class Block(nn.Module):
         self.ffn_stream, self.ffn_out = factors.ffn_stream, factors.ffn_out
         self.post_norm = config.norm_position == "post"
         self.stream_norm = config.norm_position == "stream"
+        self.records_logits = False  # whether passes with gradients return the largest score of each head of attention
         self.in_place = False  # of an inference model: the residual stream is added to, not made anew
         self.dropout = config.residual_dropout
 
     def forward(
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: documents.Visible | documents.Documents | None,
         cache: LayerCache | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """The new x; for an MoE layer also its tokens per expert and its auxiliary loss."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        """The new x; for an MoE layer also its tokens per expert and its auxiliary loss; and the largest score of each head, where they are
+        recorded."""
         read = x_BTD if self.post_norm else self.attention_norm(x_BTD)
         x_BTD = read if self.stream_norm else x_BTD
         after = self.attention_norm if self.post_norm else self.attention_out_norm
-        x_BTD = self._add(x_BTD, self.attention(read, rope, mask, cache), after, self.mixer_stream, self.mixer_out)
+        logits: list[Tensor] = []
+        recorded = (logits,) if self.records_logits and torch.is_grad_enabled() else ()
+        x_BTD = self._add(x_BTD, self.attention(read, rope, mask, cache, *recorded), after, self.mixer_stream, self.mixer_out)
+        logits_H = logits[0] if logits else None
         read = x_BTD if self.post_norm else self.ffn_norm(x_BTD)
         x_BTD = read if self.stream_norm else x_BTD
         after = self.ffn_norm if self.post_norm else self.ffn_out_norm
         if isinstance(self.ffn, MoE):
             out, routing = self.ffn(read)
-            return self._add(x_BTD, out, after, self.ffn_stream, self.ffn_out), routing.counts, routing.aux
-        return self._add(x_BTD, self.ffn(read), after, self.ffn_stream, self.ffn_out), None, None
+            return self._add(x_BTD, out, after, self.ffn_stream, self.ffn_out), routing.counts, routing.aux, logits_H
+        return self._add(x_BTD, self.ffn(read), after, self.ffn_stream, self.ffn_out), None, None, logits_H
 
     def _add(self, x_BTD: Tensor, out_BTD: Tensor, norm: RMSNorm | None, stream: float, out: float) -> Tensor:
         """x times `stream` plus what a block gives times `out`; both factors are 1 in most models."""
@@ -138,6 +148,7 @@ class Transformer(nn.Module):
         mtp_layers = config.mtp.num_nextn_predict_layers if config.mtp else 0
         self.mtp = nn.ModuleList(MtpLayer(config, Block(config, config.num_hidden_layers + depth)) for depth in range(mtp_layers))
         self.auxiliary_factor: float | Tensor = 1.0  # of the routers' auxiliary loss in the training loss
+        self.records_logits = False
         self._plain = False
         self._chunk_loss: ChunkLoss = chunk_loss
         self.factors = config.factors
@@ -187,6 +198,12 @@ class Transformer(nn.Module):
                 setattr(module, "plain", on)  # noqa: B010  (a module's attributes are not known to the type checker)
         return self
 
+    def record_logits(self) -> None:
+        """From now on passes with gradients return the largest score of each head of attention."""
+        self.records_logits = True
+        for layer, block in self.numbered_blocks():
+            block.records_logits = layer in self.config.attention_layers
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the layers, which share their code, and the loss of a chunk.
 
@@ -217,39 +234,39 @@ class Transformer(nn.Module):
         cross-entropy of each label, without z-loss; all 1 when left out.
         """
         spans = self.spans(tokens_BT, cu_seqlens, cache)
-        x_BTD, experts = self.blocks(self.embed(tokens_BT), spans, cache)
-        return self.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead, weights_BT)
+        x_BTD, layers = self.blocks(self.embed(tokens_BT), spans, cache)
+        return self.last_loss(x_BTD, layers, tokens_BT, labels_BT, spans, cache, ahead, weights_BT)
 
     def last_loss(
-        self, x_BTD: Tensor, experts: ExpertStats, tokens_BT: Tensor, labels_BT: Tensor, spans: documents.Documents,
+        self, x_BTD: Tensor, layers: LayerStats, tokens_BT: Tensor, labels_BT: Tensor, spans: documents.Documents,
         cache: Cache | JoinedCache | None = None, ahead: list[Ahead] | None = None, weights_BT: Tensor | None = None,
     ) -> Loss:  # fmt: skip
-        """`loss` from the output of the layers: the residual stream and expert statistics."""
+        """`loss` from the output of the layers: the residual stream and the statistics of the layers."""
         hidden_BTD = self.norm(x_BTD)
         total, head = self.head_loss(hidden_BTD, labels_BT, weights_BT)
         mtp = None
         if self.mtp and self.training:
             ahead = ahead or look_ahead(tokens_BT, labels_BT, spans.positions_BT, len(self.mtp))
-            mtp_total, mtp, mtp_experts = self.mtp_loss(hidden_BTD, ahead, spans, cache)
-            total, experts = total + self.mtp_loss_weight * mtp_total, experts.joined(mtp_experts)
-        return Loss(total if experts.aux is None else total + experts.aux * self.auxiliary_factor, head, experts, mtp)
+            mtp_total, mtp, mtp_layers = self.mtp_loss(hidden_BTD, ahead, spans, cache)
+            total, layers = total + self.mtp_loss_weight * mtp_total, layers.joined(mtp_layers)
+        return Loss(total if layers.aux is None else total + layers.aux * self.auxiliary_factor, head, layers, mtp)
 
     def mtp_loss(
         self, hidden_BTD: Tensor, ahead: list[Ahead], spans: documents.Documents, cache: Cache | JoinedCache | None = None
-    ) -> tuple[Tensor, Tensor, ExpertStats]:
-        """The mean loss and the mean cross-entropy over the layers of multi-token prediction, and their expert statistics."""
+    ) -> tuple[Tensor, Tensor, LayerStats]:
+        """The mean loss and the mean cross-entropy over the layers of multi-token prediction, and their statistics."""
         rotations = self.rotations(spans)
-        totals, entropies, experts = [], [], ExpertStats(None, None)
+        totals, entropies, layers = [], [], LayerStats(None, None)
         for depth, (layer, (tokens_BT, labels_BT)) in enumerate(zip(self.mtp, ahead, strict=True)):
             attention: Any = layer.block.attention  # type: ignore[union-attr]
             mask, rope = spans.of(attention), rotations[attention.slides]
             place = cache.layer((self.config.num_hidden_layers or 0) + depth) if cache else None
-            hidden_BTD, counts, aux = layer(hidden_BTD, self.embed(tokens_BT), rope, mask, place)
+            hidden_BTD, counts, aux, logits = layer(hidden_BTD, self.embed(tokens_BT), rope, mask, place)
             total, head = self.head_loss(hidden_BTD, labels_BT)
             totals.append(total)
             entropies.append(head.cross_entropy)
-            experts = experts.joined(ExpertStats(None if counts is None else counts[None], aux))
-        return torch.stack(totals).mean(), torch.stack(entropies).mean(), experts
+            layers = layers.joined(LayerStats(None if counts is None else counts[None], aux, None if logits is None else logits[None]))
+        return torch.stack(totals).mean(), torch.stack(entropies).mean(), layers
 
     def head_loss(self, hidden_BTD: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None) -> tuple[Tensor, HeadLoss]:
         """The summed loss of normed hidden states, and its parts; `weights_BT` as in `loss`."""
@@ -265,11 +282,11 @@ class Transformer(nn.Module):
 
     def hidden(
         self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | JoinedCache | None = None
-    ) -> tuple[Tensor, ExpertStats]:
-        """The normed output of the last layer (B, T, D), and what the experts did."""
+    ) -> tuple[Tensor, LayerStats]:
+        """The normed output of the last layer (B, T, D), and the statistics of the layers."""
         spans = self.spans(tokens_BT, cu_seqlens, cache)
-        x_BTD, experts = self.blocks(self.embed(tokens_BT), spans, cache)
-        return self.norm(x_BTD), experts
+        x_BTD, layers = self.blocks(self.embed(tokens_BT), spans, cache)
+        return self.norm(x_BTD), layers
 
     def cache(self, rows: int, capacity: int) -> Cache:
         """Room for the keys and values of so many rows, of at most `capacity` tokens each."""
@@ -294,19 +311,23 @@ class Transformer(nn.Module):
         assert cu_seqlens is None  # a cached row is one document
         return documents.Documents(cache.begin(tokens_BT.shape[1]), *cache.masks(window))
 
-    def blocks(self, x_BTD: Tensor, spans: documents.Documents, cache: Cache | JoinedCache | None = None) -> tuple[Tensor, ExpertStats]:
-        """Through the layers: the residual stream (B, T, D), and what the experts did."""
+    def blocks(self, x_BTD: Tensor, spans: documents.Documents, cache: Cache | JoinedCache | None = None) -> tuple[Tensor, LayerStats]:
+        """Through the layers: the residual stream (B, T, D), and the statistics of the layers."""
         rotations = self.rotations(spans)
-        counts, aux = [], []
+        counts, aux, logits = [], [], []
         for index, block in enumerate(self.layers):
             attention: Any = block.attention
             mask, rope = spans.of(attention), rotations[attention.slides]
-            x_BTD, layer_counts, layer_aux = block(x_BTD, rope, mask, cache.layer(index) if cache else None)
+            x_BTD, layer_counts, layer_aux, logits_H = block(x_BTD, rope, mask, cache.layer(index) if cache else None)
             if layer_counts is not None:
                 counts.append(layer_counts)
             if layer_aux is not None:
                 aux.append(layer_aux)
-        return x_BTD, ExpertStats(torch.stack(counts) if counts else None, torch.stack(aux).sum() if aux else None)
+            if logits_H is not None:
+                logits.append(logits_H)
+        return x_BTD, LayerStats(
+            torch.stack(counts) if counts else None, torch.stack(aux).sum() if aux else None, torch.stack(logits) if logits else None
+        )
 
     def rotations(self, spans: documents.Documents) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Cosines and sines of the positions, as the layers want them: those of layers that see everything, and of sliding ones."""

@@ -18,6 +18,8 @@ from lmworks.errors import UserError
 from lmworks.optim.adamw import AdamW
 from lmworks.optim.groups import Group, conditional_update, group_parameters, local, part_of
 from lmworks.optim.muon import Muon
+from lmworks.optim.qk_clip import QkClip
+from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.train import Optimizer as Options
 
 
@@ -66,6 +68,9 @@ class Trainable(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
+    @property
+    def config(self) -> Model: ...
+
 
 class Updates(Protocol):
     """What a training loop needs of an optimizer."""
@@ -73,7 +78,7 @@ class Updates(Protocol):
     @property
     def ema(self) -> Ema | None: ...
 
-    def step(self, lr_factor: float = 1.0, apply: Tensor | bool = True) -> None: ...
+    def step(self, lr_factor: float = 1.0, apply: Tensor | bool = True, logits_AH: Tensor | None = None) -> None: ...
 
     def zero_grad(self) -> None: ...
 
@@ -90,7 +95,8 @@ class Optimizer:
     """
 
     def __init__(
-        self, groups: list[Group], options: Options, process_groups: Iterable[ProcessGroup] = (), compute_dtype: torch.dtype = torch.float32
+        self, groups: list[Group], options: Options, process_groups: Iterable[ProcessGroup] = (),
+        compute_dtype: torch.dtype = torch.float32, qk_clip: QkClip | None = None,
     ) -> None:  # fmt: skip
         self.groups = groups
         self.parameters: dict[str, nn.Parameter] = {name: p for group in groups for name, p in group.parameters.items()}
@@ -100,14 +106,16 @@ class Optimizer:
             dtype=torch.float32 if compute_dtype == torch.float32 else torch.bfloat16, process_groups=process_groups,
         )  # fmt: skip
         self.adamw = AdamW([group for group in groups if group.kind == "adamw"], betas=options.betas, eps=options.eps)
+        self.qk_clip = qk_clip
         self.ema = Ema(self.parameters, options.ema_decay) if options.ema_decay else None
 
-    def step(self, lr_factor: float = 1.0, apply: Tensor | bool = True) -> None:
+    def step(self, lr_factor: float = 1.0, apply: Tensor | bool = True, logits_AH: Tensor | None = None) -> None:
         """One update from the gradients at `lr_factor` (`Schedules.lr_factor(step)`) times the peak rates.
 
         `apply` says whether the step may be used. Where it is already known to the host (a bool, or a tensor on the CPU) a bad step
         is left out; on an accelerator the old weights and state are selected there, and the host does not wait (promise 5).
-        Either way nothing changes by a bad step, the count of steps included.
+        Either way nothing changes by a bad step, the count of steps included. `logits_AH`: the largest score of each head in the step,
+        which QK-clip needs.
         """
         if isinstance(apply, bool) or apply.device.type == "cpu":
             if not apply:
@@ -116,6 +124,9 @@ class Optimizer:
         on_device = None if isinstance(apply, bool) else apply
         self.muon.step(lr_factor, on_device)
         self.adamw.step(lr_factor, on_device)
+        if self.qk_clip is not None:
+            assert logits_AH is not None, "the model does not record its scores"
+            self.qk_clip.step(logits_AH, on_device)
         if self.ema:
             self.ema.step(on_device)
 
@@ -166,4 +177,7 @@ def build_optimizer(
     Of a pipeline stage, `layers` is how many the whole model has (`optimizer.layer_lr_decay` counts from the top). Sharded matrices travel
     in those of `process_groups` that have just the right ranks, else in new ones, with torch's time-out.
     """
-    return Optimizer(group_parameters(model.named_parameters(), options, layers), options, process_groups, model.compute_dtype)
+    groups, qk_clip = group_parameters(model.named_parameters(), options, layers), None
+    if options.qk_clip_threshold is not None:
+        qk_clip = QkClip(dict(model.named_parameters()), model.config, options.qk_clip_threshold)
+    return Optimizer(groups, options, process_groups, model.compute_dtype, qk_clip)

@@ -133,10 +133,12 @@ class SharedVisible(Visible):
     def whole(self, key_BKTC: Tensor) -> Tensor:
         return _gather(key_BKTC, key_BKTC[..., :0], self.group, self.size)[0]
 
-    def attend(self, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor) -> Tensor:
+    def attend(self, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, logits: list[Tensor] | None = None) -> Tensor:
         if self.blocks is not None and query_BHTC.dtype != torch.float64:
             key, value = _Gathered.apply(key_BKTC, value_BKTV, self.group, self.size)
-            return attend_flex(query_BHTC, key, value, self.blocks)
+            return attend_flex(query_BHTC, key, value, self.blocks, *(() if logits is None else (logits,)))
+        if logits is not None:
+            logits.append(self.largest_logits(query_BHTC, key_BKTC))
         scale = query_BHTC.shape[-1] ** -0.5
         return attend_shared(query_BHTC, key_BKTC, value_BKTV, self.first_BT, self.last_BT, scale, self.group, self.size)[0]
 

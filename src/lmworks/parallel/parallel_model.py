@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmworks.inference.sampling import GenerateOptions, drawn_chunk_loss
@@ -34,8 +35,11 @@ _ENDS = ("embedding.weight", "head.weight")
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over the valid tokens of a rank's share of a step, and the tokens per expert of each of its MoE layers. `sources_S` is the
-    cross-entropy of each source (`Batch.sources`), None where they are not known."""
+    """Sums over the valid tokens of a rank's share of a step, and the tokens per expert of each of its MoE layers.
+
+    `sources_S` is the cross-entropy of each source (`Batch.sources`), None where they are not known. `logits_AH` has the largest score of
+    each head of all A layers of attention of the model, -inf where this rank has seen none; None where they are not recorded.
+    """
 
     cross_entropy: Tensor
     z: Tensor
@@ -43,12 +47,14 @@ class StepSums:
     mtp: Tensor
     counts_LE: Tensor | None
     sources_S: Tensor | None = None
+    logits_AH: Tensor | None = None
 
     def __add__(self, more: StepSums) -> StepSums:
         counts = None if self.counts_LE is None or more.counts_LE is None else self.counts_LE + more.counts_LE
         sums = self.cross_entropy + more.cross_entropy, self.z + more.z, self.auxiliary + more.auxiliary, self.mtp + more.mtp
         sources = None if self.sources_S is None or more.sources_S is None else self.sources_S + more.sources_S
-        return StepSums(*sums, counts, sources)
+        largest = None if self.logits_AH is None or more.logits_AH is None else torch.maximum(self.logits_AH, more.logits_AH)
+        return StepSums(*sums, counts, sources, largest)
 
 
 class ParallelModel:
@@ -65,6 +71,12 @@ class ParallelModel:
         # The indices of this rank's MoE layers among all MoE layers of the model; those of multi-token prediction are last.
         indices = [number for part in parts for number in _moe_layer_indices(part)]
         self._moe_indices = torch.tensor(indices, dtype=torch.int64).to(self.device)
+        # The rows of this rank's layers of attention among those of the model, if their largest scores are recorded.
+        attending = self.config.attention_layers
+        self._logit_rows = [
+            attending.index(number) for part in parts for number, block in part.numbered_blocks() if block.records_logits
+        ]
+        self._records_logits = any(part.records_logits for part in parts)
         self.pipeline = Pipeline(parts, self.ranks) if self.ranks.size("pp") > 1 else None
 
     @property
@@ -199,7 +211,7 @@ class ParallelModel:
         if self.pipeline:
             return self._pipelined(self.pipeline, batch, rows, micro_batch_size, scale)
         (model,) = self.parts
-        sums, counts, by_source = [], [], []
+        sums, counts, by_source, logits = [], [], [], []
         largest = -(-rows // self.ranks.size("dp"))
         pieces = list(micro_batches(batch, -(-largest // micro_batch_size), micro_batch_size))
         if self.config.moe is not None and self.config.moe.balance.method == "aux" and self.training:
@@ -209,16 +221,33 @@ class ParallelModel:
             loss = self._backward(model, inputs, scale if real else 0.0, last=index == len(pieces) - 1)
             if real:
                 none = torch.zeros_like(loss.head.z)
-                auxiliary, mtp = (none if value is None else value.detach() for value in (loss.experts.aux, loss.mtp))
+                auxiliary, mtp = (none if value is None else value.detach() for value in (loss.layers.aux, loss.mtp))
                 sums.append(torch.stack((loss.head.cross_entropy, loss.head.z, auxiliary, mtp)))
                 if sources_SB is not None:
                     by_source.append(sum_by_source(loss.head.of_tokens_N, sources_SB))
-            if loss.experts.counts is not None:
-                counts.append(loss.experts.counts * float(real))
+                if loss.layers.logits_AH is not None:
+                    logits.append(loss.layers.logits_AH)
+            if loss.layers.counts is not None:
+                counts.append(loss.layers.counts * float(real))
         scalars = torch.stack(sums).sum(0) if sums else torch.zeros(4, device=self.device)
         cross_entropy, z, auxiliary, mtp = scalars
         found = torch.stack(by_source).sum(0) if by_source else self._no_sources(batch)
-        return StepSums(cross_entropy, z, auxiliary, mtp, torch.stack(counts).sum(0) if counts else None, found)
+        logits_AH = self._logits_of_model(torch.stack(logits).amax(0) if logits else None)
+        return StepSums(cross_entropy, z, auxiliary, mtp, torch.stack(counts).sum(0) if counts else None, found, logits_AH)
+
+    def _logits_of_model(self, own_AH: Tensor | None) -> Tensor | None:
+        """The largest scores that this rank has seen, in the places of its layers and heads among all; None if they are not recorded."""
+        if not self._records_logits:
+            return None
+        heads = self.config.num_attention_heads
+        assert heads
+        logits_AH = torch.full((len(self.config.attention_layers), heads), float("-inf"), device=self.device)
+        if own_AH is not None:  # without rows for multi-token prediction in evaluation mode, which come last
+            own = heads // self.ranks.size("tp")
+            first = own * self.ranks.rank("tp")
+            for row, found_H in zip(self._logit_rows, own_AH, strict=False):
+                logits_AH[row, first : first + own] = found_H
+        return logits_AH
 
     def _no_sources(self, batch: Batch) -> Tensor | None:
         """The sums of a rank that has no rows."""
@@ -230,7 +259,7 @@ class ParallelModel:
         a separate forward pass. Dropout masks differ from those of the step."""
         nothing, found = torch.zeros((), device=self.device), None
         for piece, real in pieces:
-            counts = model.loss(*self._inputs(piece)).experts.counts
+            counts = model.loss(*self._inputs(piece)).layers.counts
             assert counts is not None
             found = counts * float(real) if found is None else found + counts * float(real)
         counts_LE = self.sum_over_ranks(StepSums(nothing, nothing, nothing, nothing, found)).counts_LE
@@ -299,13 +328,14 @@ class ParallelModel:
         count = runnable(self.ranks.layout, (own + bool(rest)) // micro_batch_size)
         pieces = list(micro_batches(batch, count, micro_batch_size, blank=micro_batch_size))
         inputs, sources = zip(*(self._inputs_and_sources(piece) for piece, _ in pieces), strict=True)
-        found, counts_LE = pipeline.forward_backward(inputs, [real for _, real in pieces], scale, sources)
+        found, counts_LE, logits = pipeline.forward_backward(inputs, [real for _, real in pieces], scale, sources)
         cross_entropy, z, auxiliary, mtp, *_ = found
-        return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE, None if batch.sources is None else found[4:])
+        by_source = None if batch.sources is None else found[4:]
+        return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE, by_source, self._logits_of_model(logits))
 
     @torch.no_grad()
     def sum_over_ranks(self, sums: StepSums) -> StepSums:
-        """All-reduce the sums of a step; the result has the counts of all MoE layers."""
+        """All-reduce the sums of a step; the result has the counts of all MoE layers, and the largest scores of all heads."""
         if not self.ranks.distributed:
             return sums
         scalars = torch.stack((sums.cross_entropy, sums.z, sums.auxiliary, sums.mtp))
@@ -319,7 +349,10 @@ class ParallelModel:
                 counts_LE.index_copy_(0, self._moe_indices[: len(sums.counts_LE)], sums.counts_LE.float())
             counts_LE = self.ranks.all_reduce(self.ranks.all_reduce(counts_LE, "loss"), "pp")
         cross_entropy, z, auxiliary, mtp, *_ = scalars
-        return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE, None if sums.sources_S is None else scalars[4:])
+        by_source = None if sums.sources_S is None else scalars[4:]
+        if sums.logits_AH is not None:
+            dist.all_reduce(sums.logits_AH, op=dist.ReduceOp.MAX)
+        return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE, by_source, sums.logits_AH)
 
     def update_biases(self, counts_LE: Tensor, bias_update_rate: float, apply: Tensor | None = None) -> None:
         """Update the expert biases of this rank's MoE layers from the counts of all ranks (`model/balance.py`); none in evaluation mode,

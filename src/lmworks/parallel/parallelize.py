@@ -89,6 +89,8 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device, lora: Lora | None 
             experts.shard_experts(part, ranks)
         if ranks.size("cp") > 1:
             context.shard_context(part, ranks)
+        if recipe.optimizer.qk_clip_threshold is not None:
+            part.record_logits()
         checkpoint_activations(part, recipe.train.activation_checkpointing, lora.dropout if lora else 0.0)
         if is_compiled(recipe, device):
             compile_layers(part)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmworks.model import Transformer
-from lmworks.model.transformer import ExpertStats
+from lmworks.model.transformer import LayerStats
 from lmworks.optim.groups import local_grad
 from lmworks.parallel.collectives import override_members
 from lmworks.parallel.mesh import Ranks
@@ -75,6 +75,7 @@ class Step:
     # by stage and micro-batch: cross-entropy, z, auxiliary, mtp, cross-entropy of each source
     scalars: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     counts_LE: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    logits_AH: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of the real micro-batches, where they are recorded
     of_tokens_N: dict[int, Tensor] = field(default_factory=dict)  # by micro-batch: the cross-entropy of each token, without gradients
 
 
@@ -105,11 +106,11 @@ class Pipeline:
 
     def forward_backward(
         self, inputs: Sequence[Inputs], real: Sequence[bool], scale: float | Tensor, sources_SB: Sequence[Tensor | None] = ()
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Accumulate the gradients of `scale` times the summed loss of micro-batches of one shape; blank ones contribute nothing.
 
-        Returns the sums of this rank's stages (cross-entropy, z, auxiliary, mtp, cross-entropy of each source), and the tokens per expert
-        of its MoE layers.
+        Returns the sums of this rank's stages (cross-entropy, z, auxiliary, mtp, cross-entropy of each source), the tokens per expert
+        of its MoE layers, and the largest score of each head of its layers of attention, where they are recorded.
         """
         self._step = Step(inputs, real, scale, sources_SB)
         number = torch.arange(len(inputs))
@@ -121,7 +122,13 @@ class Pipeline:
             for number in self.numbers
             if (number, 0) in step.counts_LE
         ]
-        return torch.stack([step.scalars[key] for key in sorted(step.scalars)]).sum(0), torch.cat(counts) if counts else None
+        logits = [
+            torch.stack([found for (stage, _), found in step.logits_AH.items() if stage == number]).amax(0)
+            for number in self.numbers
+            if any(stage == number for stage, _ in step.logits_AH)
+        ]
+        scalars = torch.stack([step.scalars[key] for key in sorted(step.scalars)]).sum(0)
+        return scalars, torch.cat(counts) if counts else None, torch.cat(logits) if logits else None
 
     def cross_entropy(self, inputs: Sequence[Inputs], real: Sequence[bool]) -> Tensor:
         """The summed cross-entropy of micro-batches, of any shapes, forward only; on the last stage's rank, and 0 on the others."""
@@ -167,20 +174,20 @@ class Pipeline:
         tokens_BT, labels_BT, cu_seqlens, cache, ahead, weights_BT = self._step.inputs[index]
         scale = self._step.scale if self._step.real[index] else 0.0
         spans = part.spans(tokens_BT, cu_seqlens, cache)
-        x_BTD, experts = part.blocks(received[0] if received else part.embed(tokens_BT), spans, cache)
+        x_BTD, layers = part.blocks(received[0] if received else part.embed(tokens_BT), spans, cache)
         if stage < self.stages - 1:
-            self._record(stage, index, experts, x_BTD.new_zeros(3, dtype=torch.float32), None)
-            return x_BTD if experts.aux is None else _WithAuxiliaryLoss.apply(x_BTD, experts.aux * part.auxiliary_factor * scale)
-        loss = part.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead, weights_BT)
+            self._record(stage, index, layers, x_BTD.new_zeros(3, dtype=torch.float32), None)
+            return x_BTD if layers.aux is None else _WithAuxiliaryLoss.apply(x_BTD, layers.aux * part.auxiliary_factor * scale)
+        loss = part.last_loss(x_BTD, layers, tokens_BT, labels_BT, spans, cache, ahead, weights_BT)
         if not torch.is_grad_enabled():
             self._step.of_tokens_N[index] = loss.head.of_tokens_N
         mtp = torch.zeros_like(loss.head.z) if loss.mtp is None else loss.mtp.detach()
-        self._record(stage, index, loss.experts, torch.stack((loss.head.cross_entropy, loss.head.z, mtp)), loss.head.of_tokens_N)
+        self._record(stage, index, loss.layers, torch.stack((loss.head.cross_entropy, loss.head.z, mtp)), loss.head.of_tokens_N)
         return (loss.total * scale)[None]
 
-    def _record(self, stage: int, index: int, experts: ExpertStats, head: Tensor, of_tokens_N: Tensor | None) -> None:
+    def _record(self, stage: int, index: int, layers: LayerStats, head: Tensor, of_tokens_N: Tensor | None) -> None:
         """Record the results of a stage for a micro-batch; zeros for a blank one. `of_tokens_N`: of the last stage."""
-        aux = head.new_zeros(()) if experts.aux is None else experts.aux.detach()
+        aux = head.new_zeros(()) if layers.aux is None else layers.aux.detach()
         cross_entropy, z, mtp = head
         real = self._step.real[index]
         scalars = torch.stack((cross_entropy, z, aux, mtp))
@@ -188,8 +195,10 @@ class Pipeline:
             sums = head.new_zeros(len(sources_SB)) if of_tokens_N is None else sum_by_source(of_tokens_N, sources_SB)
             scalars = torch.cat((scalars, sums))
         self._step.scalars[stage, index] = scalars * real
-        if experts.counts is not None:
-            self._step.counts_LE[stage, index] = experts.counts * float(real)
+        if layers.counts is not None:
+            self._step.counts_LE[stage, index] = layers.counts * float(real)
+        if layers.logits_AH is not None and real:
+            self._step.logits_AH[stage, index] = layers.logits_AH
 
     def _schedule_for(self, count: int, shape: Sequence[int]) -> Any:
         """The schedule for `count` micro-batches of shape (B, T): that of the previous step unless they have changed."""

@@ -46,7 +46,7 @@ from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
 from lmworks.model.mtp import MtpLayer
 from lmworks.model.router import Router, Routing
-from lmworks.model.transformer import ExpertStats
+from lmworks.model.transformer import LayerStats
 from lmworks.parallel import collectives
 from lmworks.parallel.collectives import override_members, use_local_parameters
 from lmworks.parallel.mesh import Ranks
@@ -265,9 +265,9 @@ def _shard_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
         found_BTD = Transformer.embed(self, local_BT.masked_fill(elsewhere_BT, 0))
         return stream.leave(found_BTD.masked_fill(elsewhere_BT[..., None], 0))
 
-    def hidden(self: Transformer, *args: Any, **kwargs: Any) -> tuple[Tensor, ExpertStats]:
-        hidden_BTD, experts = Transformer.hidden(self, *args, **kwargs)
-        return stream.whole(hidden_BTD), experts
+    def hidden(self: Transformer, *args: Any, **kwargs: Any) -> tuple[Tensor, LayerStats]:
+        hidden_BTD, layers = Transformer.hidden(self, *args, **kwargs)
+        return stream.whole(hidden_BTD), layers
 
     def logits(self: Transformer, hidden_BTD: Tensor) -> Tensor:
         return collectives.gather_alike(

@@ -22,7 +22,7 @@ from lmworks.host.devices import dtype_for
 from lmworks.io.files import explain_os_errors
 from lmworks.model import Transformer
 from lmworks.model.loss import HeadLoss
-from lmworks.model.transformer import ExpertStats, Loss
+from lmworks.model.transformer import LayerStats, Loss
 from lmworks.optim.adamw import fused_update
 from lmworks.optim.groups import Group, group_parameters
 from lmworks.parallel.collectives import override_members
@@ -206,8 +206,8 @@ class ZeroOptimizer:
     def __init__(self, model: ZeroModel) -> None:
         self._model = model
 
-    def step(self, lr_factor: float = 1.0, apply: Tensor | bool = True) -> None:
-        """As `Optimizer.step`, but with a host synchronization."""
+    def step(self, lr_factor: float = 1.0, apply: Tensor | bool = True, logits_AH: Tensor | None = None) -> None:
+        """As `Optimizer.step` without QK-clip, but with a host synchronization."""
         flat = self._model.flat
         flat.apply = bool(apply)
         flat.count += float(flat.apply)
@@ -302,11 +302,11 @@ def _loss_parts(model: Transformer, *args: Any) -> dict[str, Tensor]:
     parts = {
         "total": loss.total, "cross_entropy": loss.head.cross_entropy, "z": loss.head.z,
         "of_tokens": loss.head.of_tokens_N,
-        "counts": loss.experts.counts, "auxiliary": loss.experts.aux, "mtp": loss.mtp,
+        "counts": loss.layers.counts, "auxiliary": loss.layers.aux, "mtp": loss.mtp,
     }  # fmt: skip
     return {name: value for name, value in parts.items() if value is not None}
 
 
 def _joined(parts: dict[str, Tensor]) -> Loss:
     head = HeadLoss(parts["cross_entropy"], parts["z"], parts["of_tokens"])
-    return Loss(parts["total"], head, ExpertStats(parts.get("counts"), parts.get("auxiliary")), parts.get("mtp"))
+    return Loss(parts["total"], head, LayerStats(parts.get("counts"), parts.get("auxiliary")), parts.get("mtp"))

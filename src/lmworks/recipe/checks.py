@@ -66,6 +66,8 @@ def deepspeed_problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         yield keys, "gradients lie in pieces under train.deepspeed, where no penalty can be added; leave ewc out"
     for name in recipe.loras:
         yield (name, "lora"), f"DeepSpeed holds all weights in flat pieces and would train them; leave train.deepspeed or {name}.lora out"
+    if recipe.optimizer.qk_clip_threshold is not None:
+        yield ("optimizer", "qk_clip_threshold"), "weights lie in flat pieces under train.deepspeed; leave qk_clip_threshold out"
     if recipe.stability.detect_anomaly:
         yield ("stability", "detect_anomaly"), "the operators of DeepSpeed are not ours to watch; leave detect_anomaly out"
     if recipe.stability.recheck_every is not None:
@@ -172,11 +174,25 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     if recipe.tokenizer.template_file and not recipe.tokenizer.as_is:
         yield ("tokenizer", "chat_template"), "a file is the template of a tokenizer that is kept; set tokenizer.as_is=true, or take brief"
     yield from deepspeed_problems(recipe)
+    yield from _qk_clip_problems(recipe)
     if model.moe and model.moe.first_k_dense_replace >= model.num_hidden_layers:
         yield (
             ("model", "moe", "first_k_dense_replace"),
             f"all {model.num_hidden_layers} layers would be dense; lower first_k_dense_replace or set model.moe to null",
         )
+
+
+def _qk_clip_problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
+    """Why the scores of attention cannot be bounded by scaling weights."""
+    at: Keys = ("optimizer", "qk_clip_threshold")
+    if recipe.optimizer.qk_clip_threshold is None:
+        return
+    if recipe.model.use_qk_norm:
+        yield at, "model.use_qk_norm makes scores independent of the size of query and key weights; leave one of the two out"
+    if not recipe.model.attention_layers:
+        yield at, "no layer has scores of queries and keys to bound; leave it out"
+    for name in recipe.loras:
+        yield (name, "lora"), f"optimizer.qk_clip_threshold scales weights that {name}.lora freezes; leave one of the two out"
 
 
 def _numbers(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:

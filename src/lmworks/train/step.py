@@ -59,7 +59,8 @@ class StepResult:
     the host wait.
 
     `applied` is whether the update was applied; `counts_LE` are the tokens per expert, `sources_S` the summed cross-entropy of each source,
-    `grad_squares_G` the sum of squares of the gradients of each kind of weight (`optim.groups.KINDS`) before clipping.
+    `grad_squares_G` the sum of squares of the gradients of each kind of weight (`optim.groups.KINDS`) before clipping,
+    `logits_AH` the largest score of each head of each layer of attention, where they are recorded.
     """
 
     loss: Tensor
@@ -72,6 +73,7 @@ class StepResult:
     valid_tokens: int
     sources_S: Tensor | None = None
     grad_squares_G: Tensor | None = None
+    logits_AH: Tensor | None = None
 
 
 def seed_dropout(seed: int, step: int, rank: int, device: torch.device) -> None:
@@ -175,7 +177,7 @@ def apply_gradients(
     loss = sums.cross_entropy / tokens
     finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
     apply = finite & (loss < limits.loss) & (grad_norm < limits.grad_norm)
-    optimizer.step(lr_factor, apply)
+    optimizer.step(lr_factor, apply, sums.logits_AH)
     if scaler is not None:
         scaler.update(finite)
     if sums.counts_LE is not None:
@@ -183,7 +185,7 @@ def apply_gradients(
     return StepResult(
         loss, sums.z / tokens, None if sums.counts_LE is None else sums.auxiliary / positions,
         sums.mtp / tokens if model.config.mtp else None, grad_norm, apply, sums.counts_LE, gradients.valid_tokens, sums.sources_S,
-        squares_G,
+        squares_G, sums.logits_AH,
     )  # fmt: skip
 
 
@@ -251,6 +253,7 @@ class StepValues:
     sources_S: Tensor | None = None
     grad_squares_G: Tensor | None = None
     end_norms: Tensor | None = None
+    logits_AH: Tensor | None = None
 
 
 def read_values(
@@ -261,6 +264,7 @@ def read_values(
     optional = {
         "auxiliary_loss": result.auxiliary_loss, "mtp_loss": result.mtp_loss, "counts_LE": result.counts_LE, "biases_L": biases_L,
         "penalty": penalty, "sources_S": result.sources_S, "grad_squares_G": result.grad_squares_G, "end_norms": end_norms,
+        "logits_AH": result.logits_AH,
         "scale": None if scaler is None else scaler.scale, "exhausted": None if scaler is None else scaler.exhausted,
     }  # fmt: skip
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
@@ -273,5 +277,5 @@ def read_values(
     return StepValues(
         float(loss), float(z), number("auxiliary_loss"), number("mtp_loss"), float(norm), found.get("counts_LE"), result.valid_tokens,
         float(found.get("scale", 1.0)), bool(found.get("exhausted", False)), found.get("biases_L"), number("penalty"),
-        found.get("sources_S"), found.get("grad_squares_G"), found.get("end_norms"),
+        found.get("sources_S"), found.get("grad_squares_G"), found.get("end_norms"), found.get("logits_AH"),
     )  # fmt: skip

@@ -38,7 +38,7 @@ from lmworks.train.ewc import EwcPenalty
 from lmworks.train.fault_handler import FaultHandler
 from lmworks.train.observe.detail_lines import DetailLines
 from lmworks.train.observe.layer_statistics import LayerStatistics
-from lmworks.train.observe.step_metrics import FlopsPerToken, StepMetrics, source_metrics
+from lmworks.train.observe.step_metrics import FlopsPerToken, StepMetrics, attention_metrics, source_metrics
 from lmworks.train.observe.trained_rows import StepRecord, combined, row_hashes
 from lmworks.train.saving import Intervals, Saver, StageFiles, TrainingState, all_finite, is_due, refuse_if_all_damaged
 from lmworks.train.step import (
@@ -283,6 +283,8 @@ class Trainer:
             self._details.taken(spent + time.monotonic() - began)
         self._state.add_expert_counts(result)
         found = self._metrics.read(result, for_line=self._may_end_in_a_line(self.step + 1))
+        if layers is not None:
+            statistics |= attention_metrics(self.model.config, 0.0, found, heads=True)
         first = None if watched is None else watched.found
         rollback = self._inspector.inspect(self.step, found, batch, valid_tokens, limits, first)
         if rollback is None and self.objective is None:

@@ -1,6 +1,14 @@
 """Mistakes in optimizers, schedules, clipping and averages."""
 
 MUTANTS = [
+    ("optim.optimizer:Optimizer.step", "self.qk_clip.step(logits_AH, on_device)", "pass", "QK-clip scales weights after the update.",
+     "optim/test_qk_clip.py train/test_qk_clip_run.py"),
+    ("optim.qk_clip:_powers", '[1.0] * mla.qk_rope_head_dim', '[0.5] * mla.qk_rope_head_dim',
+     "The rotated query of latent attention takes the whole factor, since its key is shared.", "optim/test_qk_clip.py"),
+    ("optim.qk_clip:_powers", 'return {"query": torch.ones(heads, head_dim)}', 'return {"query": torch.full((heads, head_dim), 0.5)}',
+     "The query takes the whole factor where heads share a key.", "optim/test_qk_clip.py"),
+    ("optim.qk_clip:QkClip.step", "clipped_AH if apply is None else clipped_AH & apply", "clipped_AH",
+     "A step that is not applied clips nothing.", "optim/test_qk_clip.py"),
     ("optim.adamw:AdamW._plain", "1 - beta2**self.count", "1 - beta1**self.count", "AdamW corrects the bias of both moments.",
      "optim/test_adamw.py"),
     ("optim.adamw:AdamW._plain", "(1 - learning_rate * group.weight_decay)", "(1 - group.weight_decay)",

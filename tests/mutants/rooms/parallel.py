@@ -1,6 +1,8 @@
 """Mistakes in sharding, collectives and pipelines: a fast test of ranks must find each. More are planted by tests/parallel/mutations.py."""
 
 MUTANTS = [
+    ("parallel.parallel_model:ParallelModel.sum_over_ranks", "dist.all_reduce(sums.logits_AH, op=dist.ReduceOp.MAX)", "pass",
+     "The largest score of a head is that of all ranks.", "parallel/test_qk_clip_ranks.py"),
     ("parallel.tensor:_row_parallel", "_place(projection, mesh, Shard(1))", "_place(projection, mesh, Shard(0))",
      "Row-parallel projections are sharded over their inputs.", "parallel/test_tensor.py"),
     ("parallel.tensor:_forwards", "collectives.scale_grad_by_group(x_BTD, stream.group)", "x_BTD",

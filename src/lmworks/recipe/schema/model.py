@@ -413,6 +413,12 @@ class Model(Node):
         mixer = self.mixer(layer)
         return mixer in ("attention", "hybrid") or bool(getattr(self, mixer).attends)
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers whose heads have a softmax over scores of queries and keys; layers of multi-token prediction continue the numbers."""
+        layers = (self.num_hidden_layers or 0) + (self.mtp.num_nextn_predict_layers if self.mtp else 0)
+        return tuple(layer for layer in range(layers) if self.mixer(layer) in ("attention", "hybrid"))
+
     def states(self, layer: int, tp: int = 1) -> tuple[State, ...]:
         """The states of the layer, with heads split over `tp` ranks; none of attention."""
         mixer = self.mixer(layer)

@@ -306,6 +306,11 @@ class Optimizer(Node):
     eps: float = Field(1e-8, gt=0, le=1, description="added to the denominator of AdamW")
     weight_decay: float = Field(0.1, ge=0, le=10, description="decoupled weight decay; not applied to norms, biases and embeddings")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this global norm; 0 turns clipping off")
+    qk_clip_threshold: float | None = Field(
+        None, gt=0, description="QK-clip (Kimi K2, arXiv:2507.20534): after a step in which a score of attention was larger than this, the "
+        "query and key weights of that head are scaled down to it (Kimi K2: 100); a threshold that is never reached only measures "
+        "attention/logit_max"
+    )  # fmt: skip
     layer_lr_decay: float = Field(
         1.0, gt=0, le=1, description="layer-wise learning rate decay: rate of each layer relative to the layer above it"
     )

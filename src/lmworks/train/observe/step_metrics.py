@@ -70,7 +70,7 @@ class StepMetrics:
         self.clock = Clock()
         self._max_grad_norm, self._model, self._optimizer, self._curriculum = recipe.optimizer.max_grad_norm, model, optimizer, curriculum
         self._state, self._boundary, self._faults, self._flops_per_token = state, boundary, faults, flops_per_token
-        self._rows = rows
+        self._rows, self._threshold = rows, recipe.optimizer.qk_clip_threshold or 0.0
         self._flops: dict[tuple[int, int], float] = {}  # per token, by phase and sequence length
         self._peak = system.measure_peak() * model.ranks.world
         self._process, self._machine = system.ProcessSignals(), system.MachineSignals()
@@ -120,6 +120,7 @@ class StepMetrics:
             values["optim/loss_scale"] = found.loss_scale
         clock = self.clock.metrics(self._peak)
         values |= loss_metrics(found) | clock | expert_metrics(moe, found) | weight_metrics(self._model.trained_by_kind, found)
+        values |= attention_metrics(self._model.config, self._threshold, found)
         if (repeated := self._rows.take_share()) is not None:
             values["train/repeated_rows"] = repeated
         values |= self._process.metrics() | (self._machine.metrics() if self._model.ranks.is_first else {}) | self._compared_ranks(step)
@@ -168,6 +169,24 @@ def weight_metrics(trained_by_kind: Sequence[int], found: StepValues) -> dict[st
         named = zip(("optim/embedding_norm", "optim/head_norm"), found.end_norms.tolist(), strict=True)
         values |= {name: norm for name, norm in named if norm}
     return values
+
+
+def attention_metrics(model: Model, threshold: float, found: StepValues, heads: bool = False) -> dict[str, float]:
+    """`attention/...`: the largest scores of the step, of all heads, by layer and, with `heads`, by head; and the heads above `threshold`.
+    Empty where they are not recorded; layers of multi-token prediction that were not used have none."""
+    if found.logits_AH is None:
+        return {}
+    numbered = zip(model.attention_layers, found.logits_AH.tolist(), strict=True)
+    layers = {layer: logits_H for layer, logits_H in numbered if max(logits_H) > -math.inf}
+    if heads:
+        return {
+            f"attention/logit_max/{layer}/{head}": round(logit, 6) for layer, logits in layers.items() for head, logit in enumerate(logits)
+        }
+    values = {f"attention/logit_max/{layer}": round(max(logits_H), 6) for layer, logits_H in layers.items()}
+    return values | {
+        "attention/logit_max": max(map(max, layers.values()), default=math.nan),
+        "attention/clipped_heads": float(sum(logit > threshold for logits_H in layers.values() for logit in logits_H)),
+    }
 
 
 def source_metrics(names: Sequence[str], tokens_S: Sequence[int], found: StepValues) -> dict[str, float]:
