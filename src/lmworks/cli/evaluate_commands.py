@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from lmworks.evaluate.harness.running import HarnessOptions
+    from lmworks.recipe.schema.artifacts import RopeExtension
 
 
 HarnessOption = Annotated[
@@ -45,12 +46,14 @@ TrustOption = Annotated[
 ChatOption = Annotated[bool, typer.Option("--apply-chat-template", help="--harness: ask in the chat template of the model.")]
 
 
-def evaluate_with_harness(target: str, options: HarnessOptions, out: Path | None, as_json: bool, device: torch.device) -> None:
+def evaluate_with_harness(
+    target: str, options: HarnessOptions, out: Path | None, as_json: bool, device: torch.device, rope: RopeExtension | None = None
+) -> None:  # fmt: skip
     """Run tasks of lm-evaluation-harness on a model, and print or write what it reports."""
     from lmworks.evaluate.harness.running import record, run, table
     from lmworks.weights.open import open_model
 
-    opened = open_model(target, device)
+    opened = open_model(target, device, rope=rope)
     found = run(opened, options)
     results = record(opened, found, out)
     if as_json:
@@ -113,9 +116,10 @@ RunStages = Callable[[str, Sequence[str], str | None, Sequence[str], str | None]
 _DEFAULT_ITEMS = 200
 _MODES = {  # the parameters that each use of the command has, besides those that choose it
     "a recipe": ("overrides", "allow", "size", "time", "show_failures"),
-    "--tasks": ("form", "shots", "items", "data", "samples", "temperature", "lengths", "hub", "out", "show_failures", "device", "as_json"),
+    "--tasks": ("form", "shots", "items", "data", "samples", "temperature", "lengths", "rope", "hub", "out", "show_failures", "device",
+                "as_json"),
     "--harness": (
-        "include_path", "trust_task_code", "apply_chat_template", "shots", "items", "data", "hub", "out", "device", "as_json",
+        "include_path", "trust_task_code", "apply_chat_template", "shots", "items", "data", "rope", "hub", "out", "device", "as_json",
     ),
     "--follow": ("tasks", "items", "data", "hub", "wait", "device"),
 }  # fmt: skip
@@ -161,6 +165,13 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
         hub: Annotated[bool, typer.Option("--hub", help="MODEL: read the rows from the Hugging Face hub.")] = False,
         harness: HarnessOption = None, include_path: IncludeOption = None, trust_task_code: TrustOption = False,
         apply_chat_template: ChatOption = False,
+        rope: Annotated[
+            str | None,
+            typer.Option(
+                "--rope", metavar="METHOD:FACTOR", show_default=False,
+                help="MODEL: extend the trained context by a factor: linear, ntk, yarn or llama3, such as yarn:2.",
+            ),
+        ] = None,
         out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="MODEL: folder for results, outcomes and items.")] = None,
         show_failures: Annotated[
             bool, typer.Option("--failures", help="Also print failures by kind, subject and prompt length, with examples.")
@@ -177,6 +188,7 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
         """Evaluation: the stage of a recipe (the stages before it run first if they are not done), scores of one model, or of the
         checkpoints of a run while it trains."""
         from lmworks.recipe.load import load_recipe
+        from lmworks.recipe.schema.artifacts import RopeExtension
 
         given = [name for name, value in (("--set", overrides), ("--allow", allow), ("--size", size), ("--time", time)) if value]
         if followed is not None:
@@ -201,19 +213,20 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
         sampling = {"samples": samples, "temperature": temperature, "lengths": _numbers(lengths)}
         generated = {name: value for name, value in sampling.items() if value is not None}
         folder = Path(out) if out else None
+        extension = None if rope is None else RopeExtension.parse(rope)
         if harness is not None:
             if tasks is not None or form != "auto" or generated:
                 odd = "--tasks" if tasks is not None else "--form" if form != "auto" else f"--{min(generated)}"
                 raise UserError(f"--harness runs tasks of lm-evaluation-harness, in their own form; leave {odd} out")
             _refuse_unused(context, "--harness", ("harness",))
             options = harness_options(harness, include_path, trust_task_code, apply_chat_template, shots, items, data, hub)
-            evaluate_with_harness(target, options, folder, as_json, device_of(device))
+            evaluate_with_harness(target, options, folder, as_json, device_of(device), extension)
         elif tasks is not None:
             if include_path is not None or trust_task_code or apply_chat_template:
                 raise UserError("--include-path, --trust-task-code and --apply-chat-template belong to --harness; leave them out")
             _refuse_unused(context, "--tasks", ("tasks",))
             wanted, most = benchmarks(tasks, form, shots, data, hub, generated), items or _DEFAULT_ITEMS
-            _evaluate_model(target, wanted, most, folder, show_failures, device_of(device), as_json)
+            _evaluate_model(target, wanted, most, folder, show_failures, device_of(device), as_json, extension)
 
     app.command("evaluate")(evaluate)
     app.command("export-harness")(export_harness)
@@ -309,14 +322,15 @@ def _local_texts(data: str) -> str | None:
 
 
 def _evaluate_model(
-    target: str, wanted: list[Any], most: int, out: Path | None, show_failures: bool, device: torch.device, as_json: bool
-) -> None:
+    target: str, wanted: list[Any], most: int, out: Path | None, show_failures: bool, device: torch.device, as_json: bool,
+    rope: RopeExtension | None = None,
+) -> None:  # fmt: skip
     from lmworks.evaluate.tables import scores_table
     from lmworks.run.model_evaluation import evaluate
 
     with tempfile.TemporaryDirectory() as place:
         folder = out or (Path(place) if show_failures else None)
-        results = evaluate(target, wanted, most, folder, device)
+        results = evaluate(target, wanted, most, folder, device, rope)
         (model,) = results["models"].values()
         if not model["scores"] and (missing := model["unavailable"]):
             name, why = next(iter(missing.items()))

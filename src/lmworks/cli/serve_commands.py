@@ -25,6 +25,15 @@ DtypeOption = Annotated[
 ]
 
 
+RopeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rope", metavar="METHOD:FACTOR", show_default=False,
+        help="Extend the trained context by a factor: linear, ntk, yarn or llama3, such as yarn:2.",
+    ),
+]  # fmt: skip
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     app.command("chat")(chat)
@@ -47,19 +56,22 @@ def chat(
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Sampling seed.")] = None,
     dtype: DtypeOption = "auto",
+    rope: RopeOption = None,
 ) -> None:
     """Chat with a run's model in the terminal. If input is a pipe, each line is the next message of one conversation, as if it were typed;
     a line /reset begins a new one. Sampling options are those of the model's generation_config.json, as on the page of lmworks serve."""
     from lmworks.serve.spin import apart, spin
 
     spin()  # before torch is imported
+    from lmworks.recipe.schema.artifacts import RopeExtension
     from lmworks.serve.chat import Conversation
     from lmworks.serve.chat import chat as talk
     from lmworks.serve.models import load_engine
     from lmworks.weights.chat import require_template
 
+    extension = None if rope is None else RopeExtension.parse(rope)
     require_template(run)
-    engine = apart(lambda: load_engine(run, base, dtype=dtype, rows=1))
+    engine = apart(lambda: load_engine(run, base, dtype=dtype, rows=1, rope=extension))
     try:
         talk(Conversation(engine, system, temperature, min_p, max_tokens, seed))
     finally:
@@ -76,6 +88,7 @@ def serve(
     ] = None,
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="API key that clients must send.")] = None,
     dtype: DtypeOption = "auto",
+    rope: RopeOption = None,
 ) -> None:
     """Serve a run's tuned and base model: a chat page and an OpenAI-compatible API."""
     from rich.text import Text
@@ -83,15 +96,17 @@ def serve(
     from lmworks.serve.spin import apart, spin
 
     spin()  # before torch is imported
+    from lmworks.recipe.schema.artifacts import RopeExtension
     from lmworks.serve.models import load_models
     from lmworks.serve.server import LOOPBACK, ServerOptions, listen, require_extra
     from lmworks.serve.server import serve as answer
     from lmworks.ui.terminal import Terminal
 
+    extension = None if rope is None else RopeExtension.parse(rope)
     require_extra()
     options = ServerOptions(host, port, api_key)
     listener = listen(options)  # before the model is loaded, so that a port in use is reported at once
-    models = apart(lambda: load_models(run, base, dtype, name))
+    models = apart(lambda: load_models(run, base, dtype, name, extension))
     local = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0', '::', '::1') else local}:{listener.getsockname()[1]}"
     console = Terminal()

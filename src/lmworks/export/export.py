@@ -35,7 +35,7 @@ from lmworks.model import Transformer
 from lmworks.recipe import hub
 from lmworks.recipe.families.registry import class_for
 from lmworks.recipe.parameters import count_parameters
-from lmworks.recipe.phases import final
+from lmworks.recipe.phases import extended, final
 from lmworks.recipe.schema.model import Lora, Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load as load_tokenizer
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TOKENIZER_CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
+_LEAST = 1  # tokens; a resolved recipe states its context
 _TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
 
 @dataclass(frozen=True)
@@ -142,6 +143,8 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
     _require_memory(recipe)
     which = final_model(run_dir, recipe)
     model = load_model(run_dir, which).to("cpu")
+    if options.rope is not None:
+        model.configure(extended(model.config, _LEAST, options.rope))
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     dtype = DTYPES[options.dtype]
     values: dict[str, Any] = {"model": which, "dtype": options.dtype}
@@ -267,11 +270,13 @@ def check(recipe: Recipe) -> None:
 
     Under `export.gguf: auto` a model that llama.cpp cannot express is none of these, unless no other format is requested.
     """
-    options = recipe.export
+    options, model = recipe.export, final(recipe)
+    if options.rope is not None:
+        model = extended(model, _LEAST, options.rope)
     if options.huggingface:
-        class_for(final(recipe))
+        class_for(model)
     required = options.gguf is True or (options.gguf == "auto" and not options.huggingface)
-    if required and (why := why_no_gguf(final(recipe), _known_tokenizer(recipe))) is not None:
+    if required and (why := why_no_gguf(model, _known_tokenizer(recipe))) is not None:
         raise UserError(why)
 
 

@@ -9,8 +9,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
+from lmworks.errors import UserError
+from lmworks.recipe.schema.artifacts import RopeExtension
 from lmworks.recipe.schema.model import Model, Rope
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.units import Tokens
 
 
 def in_force(recipe: Recipe) -> list[Model]:
@@ -28,6 +33,28 @@ def in_force(recipe: Recipe) -> list[Model]:
 def final(recipe: Recipe) -> Model:
     """The model as the last phase trains it, and as every later stage takes it over."""
     return (in_force(recipe) or [recipe.model])[-1]
+
+
+def extended(model: Model, context: int, extension: RopeExtension) -> Model:
+    """A trained model whose RoPE is stretched from the context that it states, or else `context`, and which states the longer one. Its
+    weights are the same. Raises `UserError` where there is no RoPE to stretch, or one that is stretched already."""
+    rope, context = model.rope, int(model.max_position_embeddings or context)
+    if rope.partial_rotary_factor == 0:
+        raise UserError("the model has no RoPE (rope.partial_rotary_factor 0), so there is nothing to extend; leave the extension out")
+    if rope.scaling != "none":
+        raise UserError(
+            f"the model was trained with positions that are stretched already ({describe(rope)}); lmworks extends those of plain RoPE only"
+        )
+    changes = {
+        "scaling": extension.scaling, "factor": extension.factor, "original_max_position_embeddings": Tokens.parse(f"{context} tokens"),
+    }  # fmt: skip
+    longer = Tokens.parse(f"{int(context * extension.factor)} tokens")
+    stretched = Rope.model_validate(rope.model_copy(update=changes).__dict__)
+    changed = model.model_copy(update={"rope": stretched, "max_position_embeddings": longer})
+    try:
+        return Model.model_validate(changed.__dict__)
+    except ValidationError as error:
+        raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
 
 _GROWTH = 2  # times longer than where the positions were set, above which a phase without a change is warned of

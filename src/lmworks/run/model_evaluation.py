@@ -16,6 +16,7 @@ from lmworks.evaluate.sets.scoring import training_flops
 from lmworks.io.run_layout import BASE
 from lmworks.recipe.hub import locate
 from lmworks.recipe.load import load_resolved
+from lmworks.recipe.schema.artifacts import RopeExtension
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.run.stages import search_records
 from lmworks.weights.open import open_model
@@ -23,11 +24,12 @@ from lmworks.weights.run_models import stages_of
 
 
 def evaluate(
-    where: str, benchmarks: Sequence[Benchmark], most: int, out_dir: Path | None, device: torch.device | None = None
-) -> dict[str, Any]:
-    """Open a model (`lmworks.weights.open`) and score it; the results. Raises `UserError`."""
+    where: str, benchmarks: Sequence[Benchmark], most: int, out_dir: Path | None, device: torch.device | None = None,
+    rope: RopeExtension | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Open a model (`lmworks.weights.open`), whose context `rope` may extend, and score it; the results. Raises `UserError`."""
     where = locate(where)
-    opened = open_model(where, device)
+    opened = open_model(where, device, rope=rope)
     run_dir = run_of(where)
     if run_dir is None:
         return evaluate_model(opened, benchmarks, most, out_dir=out_dir)

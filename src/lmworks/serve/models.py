@@ -15,6 +15,7 @@ from lmworks.errors import UserError
 from lmworks.host.machine import multiplies_bf16
 from lmworks.inference.sampling import SAMPLING
 from lmworks.io.run_layout import BASE
+from lmworks.recipe.schema.artifacts import RopeExtension
 from lmworks.serve.engine import Engine
 from lmworks.serve.requests import EngineStats
 from lmworks.serve.spin import apart
@@ -116,34 +117,36 @@ def prepare(model: Transformer, dtype: Dtype = "auto", rows: int = Engine.max_ro
 
 def load_engine(
     where: str | Path, base: bool = False, threads: int | None = None, dtype: Dtype = "auto", rows: int = Engine.max_rows,
-    name: str | None = None,
+    name: str | None = None, rope: RopeExtension | None = None,
 ) -> Engine:  # fmt: skip
     """Load the engine of what `open_model` opens, or of the base model of a run if `base` is set. A run is called by the name of its
     recipe, others by that of their folder or file, unless `name` is given. `threads` of the CPU are those of PyTorch by default; `dtype`
-    and `rows` are those of `prepare`.
+    and `rows` are those of `prepare`, `rope` that of `open_model`.
 
     Raises `UserError` if there is no model, or if model and tokenizer do not match.
     """
     from lmworks.weights.open import open_model
 
     where = f"{where}@{BASE.model}" if base else str(where)
-    opened = open_model(where, "cpu", as_stored=True)
+    opened = open_model(where, "cpu", as_stored=True, rope=rope)
     if name is None:
         name = opened.name if opened.recipe is None else opened.recipe.name + "-base" * where.endswith(f"@{BASE.model}")
     return make_engine(prepare(opened.model, dtype, rows), opened.tokenizer.directory, name, opened.chat, threads)
 
 
-def load_models(where: str | Path, base: bool = False, dtype: Dtype = "auto", name: str | None = None) -> Models:
+def load_models(
+    where: str | Path, base: bool = False, dtype: Dtype = "auto", name: str | None = None, rope: RopeExtension | None = None
+) -> Models:  # fmt: skip
     """The models to serve: that of `load_engine`, and the other one of a run's base model and the one that it ends with, if it exists,
     which is loaded at its first request."""
     from lmworks.weights.run_models import final_model
 
-    first = load_engine(where, base, dtype=dtype, name=name)
+    first = load_engine(where, base, dtype=dtype, name=name, rope=rope)
     run_dir = Path(where).expanduser()
     if not (run_dir / "resolved.json").is_file() or final_model(run_dir) == BASE.model:
         return Models(first)
     name = first.name.removesuffix("-base") if base else f"{first.name}-base"
-    load = lambda: apart(lambda: load_engine(where, not base, first.threads, dtype))  # noqa: E731
+    load = lambda: apart(lambda: load_engine(where, not base, first.threads, dtype, rope=rope))  # noqa: E731
     return Models(first, {name: LazyModel(first.context, base, load, first.sampling)})
 
 

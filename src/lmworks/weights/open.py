@@ -17,6 +17,8 @@ from lmworks.io.run_layout import BASE, MODELS, final_checkpoint_of, of_checkpoi
 from lmworks.model import Transformer
 from lmworks.recipe.hub import locate
 from lmworks.recipe.load import load_resolved
+from lmworks.recipe.phases import extended
+from lmworks.recipe.schema.artifacts import RopeExtension
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.weights import Weights, find_weights, holds_model
 from lmworks.tokenizer import load as load_tokenizer
@@ -46,15 +48,19 @@ class OpenModel:
     recipe: Recipe | None = None
 
 
-def open_model(where: str | Path, device: torch.device | str | None = None, as_stored: bool = False) -> OpenModel:
+def open_model(
+    where: str | Path, device: torch.device | str | None = None, as_stored: bool = False, rope: RopeExtension | None = None
+) -> OpenModel:  # fmt: skip
     """Open a run, a checkpoint, a GGUF file, a Hugging Face folder of one of our families, or what `locate` finds by its name, on `device`
     (the first GPU, else the CPU).
 
     A run stands for its tuned model, or for its base model where it has no other. `RUN@base` and `RUN@tuned` name one of the two, and
     `RUN@STEP` the checkpoint of pretraining at that step. The activations have the precision that the model was trained in (fp32 for fp16),
-    and so have the weights, which are cast once, before they come to the device; with `as_stored` they stay in fp32.
+    and so have the weights, which are cast once, before they come to the device; with `as_stored` they stay in fp32. `rope` extends the
+    context beyond the trained one.
 
-    Raises `UserError` if there is no model, if it is damaged, or if the tokenizer beside it is that of another model.
+    Raises `UserError` if there is no model, if its positions cannot be extended, if it is damaged, or if the tokenizer beside it is that of
+    another model.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     where = locate(where)
@@ -65,6 +71,9 @@ def open_model(where: str | Path, device: torch.device | str | None = None, as_s
         opened = _open_run(path, chosen, device)
     else:
         opened = _open_checkpoint(find_weights(path), device)
+    if rope is not None:
+        opened.model.configure(extended(opened.model.config, opened.context, rope))
+        opened = replace(opened, context=int(opened.model.config.max_position_embeddings or 0))
     model = opened.model.to(device) if as_stored else for_inference(opened.model, device=device, consume=True, join=False)
     opened = replace(opened, model=model)
     rows = opened.model.config.vocab_size

@@ -1,6 +1,10 @@
 """Mistakes in exports to Hugging Face and GGUF, and in the comparison that decides about them."""
 
 MUTANTS = [
+    ("export.export:export", "model.configure(extended(model.config, _LEAST, options.rope))", "pass",
+     "An export with export.rope has the extended positions.", "export/test_rope_extension.py"),
+    ("weights.open:open_model", "opened.model.configure(extended(opened.model.config, opened.context, rope))", "pass",
+     "A model that is opened with --rope has the extended positions.", "export/test_rope_extension.py cli/test_rope_command.py"),
     ("export.gguf:write_gguf_adapter", "lora.scale * lora.rank", "lora.scale", "The alpha of a GGUF adapter is scale times rank.",
      "export/test_gguf.py"),
     ("export.gguf:_items", '    if model.rope.scaling == "llama3":', "    if False:",

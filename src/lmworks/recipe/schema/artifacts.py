@@ -12,8 +12,9 @@ import math
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from lmworks.errors import UserError
 from lmworks.recipe.schema.base import NO_EFFECT, Node, read_by
 from lmworks.recipe.schema.layout import DeviceCost
 from lmworks.recipe.schema.units import Bytes, Duration, Seconds, Tokens
@@ -206,6 +207,22 @@ class Metrics(DeviceCost):
     )
 
 
+class RopeExtension(Node):
+    """A longer context without further training: RoPE is stretched from the length that the model was trained to look back on."""
+
+    scaling: Literal["linear", "ntk", "yarn", "llama3"] = Field("yarn", description="method, as model.rope.scaling")
+    factor: float = Field(gt=1, description="factor on the trained context")
+
+    @classmethod
+    def parse(cls, text: str) -> RopeExtension:
+        """`METHOD:FACTOR`, such as `yarn:2`. Raises `UserError`."""
+        method, _, factor = text.partition(":")
+        try:
+            return cls.model_validate({"scaling": method, "factor": factor})
+        except ValidationError:
+            raise UserError(f"--rope {text}: write METHOD:FACTOR, such as yarn:2; methods are linear, ntk, yarn and llama3") from None
+
+
 class Export(Node):
     """Formats to write; each is loaded again and compared before it counts as done."""
 
@@ -215,4 +232,5 @@ class Export(Node):
     gguf: bool | Literal["auto"] = Field(
         "auto", description="one file for llama.cpp; auto: if llama.cpp can express the model and its tokenizer"
     )
+    rope: RopeExtension | None = None
     dtype: Literal["fp32", "bf16"] = Field("bf16", description="type of the exported weights; the router's selection bias stays fp32")
