@@ -55,7 +55,7 @@ MUTANTS = [
     ("parallel.pipeline:Pipeline._record", "= scalars * real", "= scalars",
      "Blank micro-batches of a pipeline do not count.", "parallel/test_pipeline.py"),
     ("parallel.pipeline:Pipeline.forward_stage",
-     "x_BTD if experts.aux is None else _WithAuxiliaryLoss.apply(x_BTD, experts.aux * part.auxiliary_factor * scale)", "x_BTD",
+     "x_BTD if layers.aux is None else _WithAuxiliaryLoss.apply(x_BTD, layers.aux * part.auxiliary_factor * scale)", "x_BTD",
      "The auxiliary loss of the first pipeline stage has a gradient.", "parallel/test_pipeline.py"),
     ("parallel.process_group:_device", " % torch.cuda.device_count()", "", "A rank that sees only its own GPU takes it.",
      "parallel/test_process_group.py"),
