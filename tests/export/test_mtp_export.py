@@ -85,7 +85,7 @@ def test_transformers_leaves_it_out_and_its_own_reader_agrees(name: str, tmp_pat
     assert found.mtp is not None
     torch.testing.assert_close(found.mtp, loss.detach(), rtol=1e-5, atol=0)
     model.zero_grad()
-    (found.total - model.head_loss(model.hidden(tokens)[0], labels)[0] - found.experts.aux).backward()
+    (found.total - model.head_loss(model.hidden(tokens)[0], labels)[0] - found.layers.aux).backward()
     ours, layer = dict(model.named_parameters()), dict(head.layers[0].named_parameters())
     names = {
         "embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "post_norm",

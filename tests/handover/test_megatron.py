@@ -67,5 +67,5 @@ def test_names_shapes_and_logits(tiny: Tiny, tmp_path: Path, name: str) -> None:
         hidden_BTD, _ = model.hidden(ids_BT)
         layer = model.mtp[0]
         spans = model.spans(ids_BT, None, None)
-        ahead_BTD, _, _ = layer(hidden_BTD, model.embed(ids_BT.roll(-1, dims=1)), model.rotations(spans)[0], spans.mask, None)
+        ahead_BTD, *_ = layer(hidden_BTD, model.embed(ids_BT.roll(-1, dims=1)), model.rotations(spans)[0], spans.mask, None)
         assert float((answer["mtp"] - ahead_BTD)[:, :-1].abs().max() / ahead_BTD.abs().max()) < 2e-5

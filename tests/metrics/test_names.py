@@ -18,7 +18,8 @@ from tiny_run import Tiny, training_context
 ALL = (
     "train.phases.long.ewc.weight=1", "train.phases.long.ewc.sequences=1", "model.moe.temperature_steps=4",
         "model.mtp.num_nextn_predict_layers=1",
-    "model.use_qk_norm=false", "optimizer.qk_clip_threshold=100", "model.moe.balance.sequence_aux_loss_weight=0.0001", "train.precision=fp16", "metrics.detail_every=8 steps",
+    "model.use_qk_norm=false", "optimizer.qk_clip_threshold=100",
+    "model.moe.balance.sequence_aux_loss_weight=0.0001", "train.precision=fp16", "metrics.detail_every=8 steps",
     "train.phases.long.needle=true", "train.phases.long.sequence_length=256 tokens", "train.phases.long.global_batch_tokens=512 tokens",
 )  # fmt: skip
 COUNTED = {PRESSURE: "cpu_pressure", GROUP: "throttled", KILLS: "oom_kills", NETWORK: "network", DISKS: "disk_read"}

@@ -94,10 +94,10 @@ def test_activation_checkpointing_counts_nothing_twice(mode: str) -> None:
         loss = model.loss(tokens, labels, cu_seqlens)
         loss.total.backward()
         losses.append(loss)
-    assert losses[0].experts.counts is not None
-    assert losses[1].experts.counts is not None
-    assert torch.equal(losses[0].experts.counts, losses[1].experts.counts)
-    assert losses[0].experts.counts.sum(-1).tolist() == [tokens.numel() * 2] * 2, "each token counts top_k times in each layer"
+    assert losses[0].layers.counts is not None
+    assert losses[1].layers.counts is not None
+    assert torch.equal(losses[0].layers.counts, losses[1].layers.counts)
+    assert losses[0].layers.counts.sum(-1).tolist() == [tokens.numel() * 2] * 2, "each token counts top_k times in each layer"
     torch.testing.assert_close(losses[0].total, losses[1].total, rtol=1e-6, atol=0)
     for (name, a), b in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6, msg=name)
@@ -108,7 +108,7 @@ def test_evaluation_leaves_no_trace() -> None:
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     tokens, labels, cu_seqlens = sample()
     with torch.no_grad():
-        assert model.loss(tokens, labels, cu_seqlens).experts.aux is None
+        assert model.loss(tokens, labels, cu_seqlens).layers.aux is None
     assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
 
 

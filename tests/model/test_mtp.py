@@ -67,7 +67,7 @@ def on_paper(model: Transformer, tokens: Tensor, labels: Tensor) -> Tensor:
         hidden, embedded = hidden[:, : T - depth], model.embed(tokens[None, depth:])
         joined = torch.cat((layer.embedding_norm(embedded), layer.hidden_norm(hidden)), -1)
         spans = model.spans(tokens[None, : T - depth], None, None)
-        x, _, _ = layer.block(F.linear(joined, layer.projection.weight), model.rotations(spans)[0], None)
+        x, *_ = layer.block(F.linear(joined, layer.projection.weight), model.rotations(spans)[0], None)
         hidden = layer.norm(x)
         losses.append(F.cross_entropy(model.logits(hidden)[0], labels[depth:].long(), ignore_index=IGNORE, reduction="sum"))
     return torch.stack(losses).mean()
@@ -121,7 +121,7 @@ def test_evaluation_leaves_it_out() -> None:
     model, batch = build(CONFIGS["experts"]).eval(), documents()
     loss = model.loss(*batch)
     loss.total.backward()
-    assert loss.mtp is None and loss.experts.counts.shape == (1, 8)
+    assert loss.mtp is None and loss.layers.counts.shape == (1, 8)
     assert all((parameter.grad is None) == name.startswith("mtp.") for name, parameter in model.named_parameters())
     without = Transformer(model.config.model_copy(update={"mtp": None})).eval()
     without.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if not name.startswith("mtp.")})
@@ -131,8 +131,8 @@ def test_evaluation_leaves_it_out() -> None:
 def test_its_experts_are_counted_and_its_weight_changes() -> None:
     model, batch = build(CONFIGS["two layers"]), documents()
     loss = model.loss(*batch)
-    assert loss.experts.counts.shape == (3, 8) and len(model.moe_layers()) == 3
-    assert loss.experts.counts.sum(1).tolist() == [96.0] * 3
+    assert loss.layers.counts.shape == (3, 8) and len(model.moe_layers()) == 3
+    assert loss.layers.counts.sum(1).tolist() == [96.0] * 3
     main = model.eval().loss(*batch).total
     model.train().mtp_loss_weight = 0.1
     torch.testing.assert_close(model.loss(*batch).total, main + 0.1 * loss.mtp, rtol=1e-5, atol=0)

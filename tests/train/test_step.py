@@ -253,7 +253,7 @@ def test_a_bad_step_selects_the_old_values(tiny: Tiny, batch: Batch, device: str
     monkeypatch.setattr(Transformer, "loss", poisoned)
     if device == "device":  # the path where the host does not know
 
-        def select(lr_factor: float, apply: torch.Tensor) -> None:
+        def select(lr_factor: float, apply: torch.Tensor, logits_AH: None) -> None:
             optimizer.muon.step(lr_factor, apply)
             optimizer.adamw.step(lr_factor, apply)
             assert optimizer.ema is not None
