@@ -5,6 +5,8 @@ Shapes: B batch, T time, S keys (T, or the cache's length), D hidden, H query he
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,6 +41,7 @@ class Attention(nn.Module):
         normed = (self.heads, self.kv_heads) if config.qk_norm_over == "all_heads" else (1, 1)  # heads of one norm
         self.query_norm = RMSNorm(normed[0] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
         self.key_norm = RMSNorm(normed[1] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
+        self.norm_blend: Tensor | None = None  # the share of the normed queries and keys, 0-d; None where it is 1
         self.joined: Linear | None = None  # query, key and value as one matrix (`lmworks.inference.model`)
         self.joined_norm: RMSNorm | None = None  # and the norms of the heads of queries and keys as one
         self.plain = False
@@ -56,7 +59,8 @@ class Attention(nn.Module):
             return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
         query, key, value = self.query(x_BTD), times(self.key(x_BTD), self.key_factor), self.value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = (norm(x.view(B, T, -1, norm.size)) for norm, x in ((self.query_norm, query), (self.key_norm, key)))
+            normed = (norm(x.view(B, T, -1, norm.size)) for norm, x in ((self.query_norm, query), (self.key_norm, key)))
+            query, key = normed if self.norm_blend is None else self._blended((query, key), normed, self.norm_blend)
         query, key, value = (x.view(B, T, -1, self.head_dim).transpose(1, 2) for x in (query, key, value))
         if self.uses_rope:
             query, key = rotate(query, *rope), rotate(key, *rope)
@@ -66,6 +70,10 @@ class Attention(nn.Module):
         else:
             mixed_BHTC = cache.attend(self._mix, (query,), torch.cat((key, value), dim=1), self.slides)
         return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
+
+    def _blended(self, plain: tuple[Tensor, ...], normed: Iterable[Tensor], share: Tensor) -> Iterator[Tensor]:
+        """Between queries or keys and their norms; at a share of 0 and of 1 the bits of one of the two."""
+        return (x * (1 - share) + norm.reshape(x.shape) * share for x, norm in zip(plain, normed, strict=True))
 
     def _attend(
         self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, logits: list[Tensor] | None = None

@@ -152,6 +152,7 @@ class Transformer(nn.Module):
         self._plain = False
         self._chunk_loss: ChunkLoss = chunk_loss
         self.factors = config.factors
+        self.norm_blend: Tensor | None = None
         self.configure(config)
 
     @property
@@ -184,11 +185,27 @@ class Transformer(nn.Module):
                 if isinstance(block.attention, LatentAttention):
                     block.attention.score_scale = self.rope_scale**2
             self.rope_scale = 1.0
+        self.norm_blend = None
+        self.set_norm_blend(config.qk_norm_blend)
         self.register_buffer("inverse_frequencies", inverse.to(device), persistent=False)
         sliding = None
         if config.sliding_rope is not None:
             sliding, self.sliding_rope_scale = frequencies(config.sliding_rope, head_dim)
         self.register_buffer("sliding_inverse_frequencies", None if sliding is None else sliding.to(device), persistent=False)
+
+    def set_norm_blend(self, blend: float) -> None:
+        """Set `qk_norm_blend`. Below 1 it is a tensor, which compiled layers read anew; at 1 layers compute as without a blend."""
+        if blend != self.config.qk_norm_blend:
+            self.config = self.config.model_copy(update={"qk_norm_blend": blend})
+        if blend == 1:
+            self.norm_blend = None
+        elif self.norm_blend is None:
+            self.norm_blend = torch.full((), blend, device=next(self.parameters()).device)
+        else:
+            self.norm_blend.fill_(blend)
+        for block in self.every_block():
+            if isinstance(block.attention, Attention):
+                block.attention.norm_blend = self.norm_blend
 
     def plain(self, on: bool = True) -> Transformer:
         """Use the reference implementations of attention, experts and loss."""

@@ -135,6 +135,10 @@ class ParallelModel:
         for part in self.parts:
             part.configure(config)
 
+    def set_norm_blend(self, blend: float) -> None:
+        for part in self.parts:
+            part.set_norm_blend(blend)
+
     @property
     def training(self) -> bool:
         return self.parts[0].training

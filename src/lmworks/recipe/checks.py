@@ -20,7 +20,7 @@ from lmworks.recipe.parameters import alignment_problems
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import LrSchedule, Phase
-from lmworks.recipe.timeline import Schedules, Timeline
+from lmworks.recipe.timeline import Schedules, Timeline, norm_steps
 
 
 def deepspeed_problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
@@ -146,6 +146,10 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         for name in phase.mixture:
             if name not in known:
                 yield (*at, "mixture", name), _unknown(name, known)
+        if phase.qk_norm_steps is not None and not recipe.model.use_qk_norm:
+            yield (*at, "qk_norm_steps"), "there is no norm to add; set model.use_qk_norm, or leave this out"
+        elif phase.qk_norm_steps is not None and any(before.qk_norm_steps is not None for before in recipe.train.phases[:index]):
+            yield (*at, "qk_norm_steps"), "an earlier phase has added the norm already; leave this out"
         if phase.mtp_loss_weight is not None and recipe.model.mtp is None:
             yield (*at, "mtp_loss_weight"), "there is no multi-token-prediction layer to weigh; add model.mtp or leave this out"
         for number, change in enumerate(phase.mixture_changes):
@@ -175,6 +179,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         yield ("tokenizer", "chat_template"), "a file is the template of a tokenizer that is kept; set tokenizer.as_is=true, or take brief"
     yield from deepspeed_problems(recipe)
     yield from _qk_clip_problems(recipe)
+    if model.qk_norm_blend != 1:
+        yield ("model", "qk_norm_blend"), "phases set it, and it ends at 1; leave it out, and set train.phases.qk_norm_steps"
     if model.moe and model.moe.first_k_dense_replace >= model.num_hidden_layers:
         yield (
             ("model", "moe", "first_k_dense_replace"),
@@ -267,6 +273,8 @@ def phase_refusals(recipe: Recipe) -> Iterator[UserError]:
     def look(phases: Sequence[Phase]) -> None:
         timeline = Timeline(phases)
         Schedules(phases, [phase.steps for phase in timeline.phases], timeline.tokens_before)
+        for phase, steps in zip(phases, timeline.phases, strict=True):
+            norm_steps(phase, steps)
 
     def end_of_warm_up() -> None:
         moe, steps = recipe.model.moe, Timeline(recipe.train.phases).steps

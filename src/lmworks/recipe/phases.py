@@ -21,9 +21,12 @@ from lmworks.recipe.schema.units import Tokens
 def in_force(recipe: Recipe) -> list[Model]:
     """The model as each phase trains it: that of the recipe with the changes of the phase and of those before it (`Phase.changed`).
 
-    They may concern positions, windows, the balancing of experts and the weight of multi-token prediction, never a weight's shape.
+    They may concern positions, windows, the balancing of experts, the weight of multi-token prediction and whether there is QK norm, never
+    a weight's shape. A phase that adds QK norm step by step (`qk_norm_steps`) has it whole here, as at its end.
     """
     found, model = [], recipe.model
+    if model.use_qk_norm and any(phase.qk_norm_steps is not None for phase in recipe.train.phases):
+        model = model.model_copy(update={"qk_norm_blend": 0.0})  # up to the phase that adds the norm
     for phase in recipe.train.phases:
         model = phase.changed(model)
         found.append(model)

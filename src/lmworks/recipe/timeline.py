@@ -88,6 +88,20 @@ class PhaseSteps:
         return self.sequences * self.sequence_length
 
 
+def norm_steps(phase: Phase, steps: PhaseSteps) -> int | None:
+    """The steps over which a phase adds QK norm, None if it does not. They are fewer than it has, so that it ends with the whole norm.
+    Raises `UserError`."""
+    if phase.qk_norm_steps is None:
+        return None
+    found = max(1, steps.step_at(phase.qk_norm_steps))
+    if found >= steps.steps:
+        raise UserError(
+            f"phase {phase.name}: qk_norm_steps of {phase.qk_norm_steps.text()} are {found:,} steps, and the phase has {steps.steps:,}; "
+            "shorten it, so that the phase ends with the whole norm"
+        )
+    return found
+
+
 class Timeline:
     """All steps of a run, numbered from 0 through all phases."""
 

@@ -31,7 +31,7 @@ from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 
 ARCHITECTURE = "architecture"  # key in a checkpoint's meta: what phases may change in the model that its weights compute
-_CHANGED = ("rope", "sliding_rope", "sliding_window", "layer_types", "no_rope_layer_interval")
+_CHANGED = ("qk_norm_blend", "rope", "sliding_rope", "sliding_window", "layer_types", "no_rope_layer_interval")
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,9 @@ def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
     given = {key: value for key, value in model.items() if value is not None or key == "mtp"}
     reasons = {("model", *keys): why for keys, _ in leaves(own) if get(given, keys) is None and not ("mtp" in given and keys[0] == "mtp")}
     tree["model"] = merge(given, own)
-    _refuse_other_shape(start.model, tree["model"], text)
+    adds_norm = start.kind == "checkpoint" and not start.model.use_qk_norm
+    adds_norm = adds_norm and get(tree, ("train", "phases", 0, "qk_norm_steps")) is not None
+    _refuse_other_shape(start.model, tree["model"], text, ("use_qk_norm", "qk_norm_over") if adds_norm else ())
     path, own = tokenizer.get("path"), (start.tokenizer_path, start.tokenizer, start.tokenizer.parent)
     if path is not None and Path(str(path)).expanduser().absolute() not in [one.absolute() for one in own]:
         raise UserError(f"tokenizer.path is {path}, but start_from uses the tokenizer of its weights; remove tokenizer.path")
@@ -238,13 +240,14 @@ def _with_commit(text: str, run_dir: Path) -> str:
         raise UserError(f"start_from: {error}") from None
 
 
-def _refuse_other_shape(own: Model, requested: dict[str, Any], text: str) -> None:
+def _refuse_other_shape(own: Model, requested: dict[str, Any], text: str, added: tuple[str, ...] = ()) -> None:
+    """Raise `UserError` for a key of the model that differs from that of the weights, but for what a phase adds."""
     try:
         here, there = (flatten(json.loads(model.model_dump_json())) for model in (Model.model_validate(requested), own))
     except ValidationError:
         return  # reported with its location when the whole recipe is checked
     for key in {**there, **here}:
-        if here.get(key) == there.get(key) or any(key == free or key.startswith(f"{free}.") for free in _NOT_COMPARED):
+        if here.get(key) == there.get(key) or any(key == free or key.startswith(f"{free}.") for free in (*_NOT_COMPARED, *added)):
             continue
         if key == "vocab_size" and here[key] > there[key]:
             continue

@@ -49,6 +49,7 @@ TEXT = (
 _RANDOM = 8  # tokens that are drawn at random behind the text, so that rows of the embedding count which the text does not use
 _TOKENS = 128  # of both, at most
 _MOST_ROWS = 8  # of the batch; each is the same work for the other library, on one CPU
+_QK_NORMS = ("query_norm.weight", "key_norm.weight")
 _HEADROOM = 1.3  # of memory, relative to the fp32 weights, for loading and for activations
 
 
@@ -172,7 +173,9 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
         communicator.run_on_all(lambda: verify_export(start.path) if communicator.is_first else None)
         communicator.run_on_all(lambda: reference.read(start, model.state_dict(), recipe.model, added))
     else:
-        load_weights(start.path, model, None, communicator, start.averaged, verified=False)  # those that an export of that run would have
+        new = _QK_NORMS if recipe.model.use_qk_norm and not start.model.use_qk_norm else ()  # which the first phase adds (qk_norm_steps)
+        # those that an export of that run would have
+        load_weights(start.path, model, None, communicator, start.averaged, verified=False, without=new)
     about = communicator.broadcast(communicator.run_on_all(lambda: reference.describe(start) if communicator.is_first else {}))
     about[RECORD] = communicator.broadcast(communicator.run_on_all(lambda: is_chat(start) if communicator.is_first else False))
     if added:

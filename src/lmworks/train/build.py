@@ -61,9 +61,14 @@ def identity(recipe: Recipe) -> dict[str, object]:
 
 
 def load_weights(
-    path: Path, model: ParallelModel, identity: dict[str, Any] | None, communicator: Communicator, averaged: bool, verified: bool = True
+    path: Path, model: ParallelModel, identity: dict[str, Any] | None, communicator: Communicator, averaged: bool, verified: bool = True,
+    without: tuple[str, ...] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Load the weights of a checkpoint into a model on any layout, as `load_trained`. The model may have adapters of its own, which stay as
-    they are."""
+    they are; so do weights whose names end with one of `without`."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters() if not is_adapter(name)} if averaged else None
-    return load_trained(path, model.base_state_dict(), parameters, model.config, identity, communicator, verified)
+    state = model.base_state_dict()
+    if without:
+        state = {name: value for name, value in state.items() if not name.endswith(without)}
+        parameters = parameters and {name: value for name, value in parameters.items() if not name.endswith(without)}
+    return load_trained(path, state, parameters, model.config, identity, communicator, verified)

@@ -24,7 +24,7 @@ from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Ewc
 from lmworks.recipe.schema.tune import Tune
-from lmworks.recipe.timeline import OnlyPhase, Schedules, Timeline
+from lmworks.recipe.timeline import OnlyPhase, Schedules, Timeline, norm_steps
 from lmworks.shards.batch import Batch
 from lmworks.shards.batches import Batches
 from lmworks.shards.validation import TuningBatches
@@ -40,8 +40,8 @@ from lmworks.watch.ledger import Ledger
 class PhaseSettings:
     """Settings that are constant within a phase.
 
-    `model` is the model as the phase trains it, None where it keeps what it has. `save_every` is in steps, counted from `first_step`; None
-    where the interval of the run holds.
+    `model` is the model as the phase trains it, None where it keeps what it has. `norm_steps`: steps over which it adds QK norm.
+    `save_every` is in steps, counted from `first_step`; None where the interval of the run holds.
     """
 
     index: int
@@ -52,6 +52,12 @@ class PhaseSettings:
     bias_update_rate: float
     ewc: Ewc | None = None
     save_every: int | None = None
+    norm_steps: int | None = None
+
+    def norm_blend(self, step: int) -> float | None:
+        """The share of QK norm in a step of the run: from 0 in the first step of the phase to 1 after `norm_steps`. None where the phase
+        does not change it."""
+        return None if self.norm_steps is None else min(1.0, (step - self.first_step) / self.norm_steps)
 
 
 class Curriculum(Protocol):
@@ -135,7 +141,7 @@ def phase_settings(recipe: Recipe, timeline: Timeline) -> list[PhaseSettings]:
         save_every = None if phase.save_every is None else phase.save_every.interval(steps, tokens)
         settings.append(PhaseSettings(
             index, phase.name, first_step, int(phase.sequence_length), model, model.moe.balance.bias_update_rate if model.moe else 0.0,
-            phase.ewc, save_every,
+            phase.ewc, save_every, norm_steps(phase, timeline.phases[index]),
         ))  # fmt: skip
     return settings
 

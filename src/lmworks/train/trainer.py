@@ -198,10 +198,12 @@ class Trainer:
         return self.files.checkpoints.directory / checkpoint_name(self.step)
 
     def _begin_step(self) -> None:
-        """Seed the dropout of a step, and set the temperature of its routers."""
+        """Seed the dropout of a step, and set the temperature of its routers and the share of its QK norm."""
         seed_dropout(self.recipe.training_seed, self.step, self.model.ranks.global_rank, self.model.device)
         if self.stage == BASE.stage:  # the stages after it have its last temperature, 1
             set_temperature(self.model.moe_layers(), self.model.config.moe, self.step)
+        if self._boundary.phase is not None and (blend := self._boundary.phase.norm_blend(self.step)) is not None:
+            self.model.set_norm_blend(blend)
 
     def _micro_batch(self, batch: Batch) -> int:
         return micro_batch_of(self.recipe, batch.tokens.shape[1], self.model.pipeline is not None)

@@ -187,6 +187,10 @@ TRAITS: dict[str, Trait] = {
         "queries and keys are normalized over all heads (qk_norm_over)",
         "queries and keys are not normalized over all heads (qk_norm_over)",
     ),
+    "blended QK norm": Trait(
+        lambda model: model.use_qk_norm and model.qk_norm_blend < 1,
+        "its QK norm is only partly blended in (qk_norm_blend); train to the end of train.phases.qk_norm_steps", "its QK norm is whole",
+    ),
     "post-norm": Trait(
         lambda model: model.norm_position == "post", "its layers are post-norm (norm_position)", "its layers are pre-norm (norm_position)",
     ),

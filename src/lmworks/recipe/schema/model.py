@@ -188,6 +188,10 @@ class Model(Node):
         "head",
         description="what the norm of use_qk_norm spans: each head, with one weight for all (Qwen3, GLM), or all heads at once (OLMo 2)",
     )
+    qk_norm_blend: Annotated[float, NOT_ARCHITECTURE] = Field(
+        1.0, ge=0, le=1, description="share of the normed in the queries and keys under use_qk_norm; the rest is as without the norm. Set "
+        "by train.phases.qk_norm_steps, and 1 after it"
+    )  # fmt: skip
     norm_position: Literal["pre", "post", "both", "stream"] = Field(
         "pre",
         description="where a layer has its norms: pre, on what attention and feed-forward read; post, on what they add to the "
@@ -298,6 +302,12 @@ class Model(Node):
     def _experts_have_silu(self) -> Model:
         if self.moe is not None and self.hidden_act != "silu":
             raise ValueError(f"model.hidden_act {self.hidden_act} does not combine with model.moe, whose experts have silu; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _blend_has_a_norm(self) -> Model:
+        if self.qk_norm_blend != 1 and not self.use_qk_norm:
+            raise ValueError("model.qk_norm_blend is the share of a norm that is not there; set model.use_qk_norm or leave it out")
         return self
 
     @model_validator(mode="after")

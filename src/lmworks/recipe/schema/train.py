@@ -174,6 +174,10 @@ class Phase(Node):
     needle: Annotated[bool, NO_EFFECT] = Field(
         False, description="validation also runs the needle-in-a-haystack test on held-out text (metrics needle/...)"
     )
+    qk_norm_steps: Annotated[Duration | None, _OF_MODEL] = Field(
+        None, description="adds the QK norm of model.use_qk_norm in this phase, and not before: queries and keys are blended from those "
+        "without to those with it, linearly over this length from the first step of the phase, which computes as without"
+    )
     mtp_loss_weight: Annotated[float | None, _OF_MODEL] = Field(
         None, gt=0, description="replaces model.mtp.loss_weight from this phase on (GLM: 0.3, later 0.1)"
     )
@@ -215,6 +219,8 @@ class Phase(Node):
             changes["sliding_window"] = self.sliding_window
         if self.no_rope_layer_interval is not None:
             changes["no_rope_layer_interval"] = self.no_rope_layer_interval
+        if self.qk_norm_steps is not None:
+            changes["qk_norm_blend"] = 1.0
         if model.mtp is not None and self.mtp_loss_weight is not None:
             changes["mtp"] = model.mtp.model_copy(update={"loss_weight": self.mtp_loss_weight})
         if model.moe is not None:
