@@ -1,4 +1,4 @@
-"""QK norm that a phase adds, from the command line: until then, and in the first step of the phase, the run has the bits of one without it."""
+"""QK norm that a phase adds, from the command line: up to the first step of the phase the run has the bits of one without it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.families.registry import class_for
 from lmworks.recipe.weights import find_weights
 from lmworks.weights.run_models import load_checkpoint
+from saved_run import save_run
 from tiny_run import BRIEF, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -57,25 +58,31 @@ def test_a_phase_adds_it(tiny_copy: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
     assert command(lmworks, stopped, *ADDED).code == 0
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(stopped.run_dir)) == []
 
-    # the fix of a run that began without it: its weights go on with the norm
-    fixed, as_before = tiny_copy.copy(tmp_path / "fixed"), tiny_copy.copy(tmp_path / "as_before")
-    for run in (fixed, as_before):
-        for folder in ("checkpoints", "metrics.jsonl", "ledger.jsonl", "stage.json"):
-            path = run.run_dir / folder
-            if path.is_dir():
-                for one in sorted(path.rglob("*"), reverse=True):
-                    one.unlink() if one.is_file() else one.rmdir()
-                path.rmdir()
-            else:
-                path.unlink(missing_ok=True)
+
+def test_a_run_that_began_without_it_goes_on_with_it(
+    tiny_copy: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """`start_from` a checkpoint without the norms: they begin as ones, and the first step computes what the old model does."""
+    save_run(tiny_copy, tmp_path / "old", "model.use_qk_norm=false")
+    start, lmworks = f"start_from={tmp_path}/old/checkpoints/step-00000030", Lmworks(monkeypatch, capfd)
+    found = []
+    for name, change in (("as_before", "model.use_qk_norm=false"), ("fixed", "train.phases.general.qk_norm_steps=2 steps")):
+        run = tiny_copy.copy(tmp_path / name)
+        done = command(lmworks, run, start, change)
+        assert done.code == 0, done.err
+        found.append(losses(run))
+    assert found[0][0] == found[1][0] and found[0][1:] != found[1][1:]
+    assert "model.use_qk_norm is true in the recipe" in command(lmworks, tiny_copy, start).error
 
 
 @pytest.mark.parametrize(("changes", "says"), [
     (("model.use_qk_norm=false", "train.phases.long.qk_norm_steps=2 steps"), "there is no norm to add"),
-    (("train.phases.long.qk_norm_steps=2 steps", "train.phases.general.qk_norm_steps=1 steps"), "an earlier phase has added the norm already"),
+    (("train.phases.long.qk_norm_steps=2 steps", "train.phases.general.qk_norm_steps=1 steps"), "an earlier phase has added the norm"),
     (("train.phases.long.qk_norm_steps=4 steps",), "so that the phase ends with the whole norm"),
     (("model.qk_norm_blend=0.5",), "leave it out, and set train.phases.qk_norm_steps"),
     (("model.use_qk_norm=false", "model.qk_norm_blend=0.5"), "the share of a norm that is not there"),
 ])  # fmt: skip
-def test_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], changes: tuple[str, ...], says: str) -> None:
+def test_refused(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], changes: tuple[str, ...], says: str
+) -> None:  # fmt: skip
     assert says in command(Lmworks(monkeypatch, capfd), tiny, *changes).error

@@ -131,8 +131,8 @@ def _skeleton(model: Transformer, join: bool) -> tuple[Transformer, bool]:
             place, own = (name, "lora") if attribute == "weight" else (name.rpartition(".")[0], f"{attribute}_lora")
             module = new.get_submodule(place)
             setattr(module, own, Adapter(getattr(module, attribute), adapter.rank, adapter.scale, adapter.dropout))
-    apart = bool(found) or model._plain or model.config.qk_norm_blend != 1
-    joined = join and not apart  # an adapter is of one matrix, and the reference implementations take one at a time
+    # an adapter is of one matrix, the reference implementations take one at a time, and joined heads are normed in place
+    joined = join and not found and not model._plain and model.config.qk_norm_blend == 1
     new.prepared, new.joined = join, joined and not model.config.mla
     for block in new.every_block():
         block.in_place = joined

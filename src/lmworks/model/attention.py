@@ -5,8 +5,6 @@ Shapes: B batch, T time, S keys (T, or the cache's length), D hidden, H query he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,8 +57,10 @@ class Attention(nn.Module):
             return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
         query, key, value = self.query(x_BTD), times(self.key(x_BTD), self.key_factor), self.value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
-            normed = (norm(x.view(B, T, -1, norm.size)) for norm, x in ((self.query_norm, query), (self.key_norm, key)))
-            query, key = normed if self.norm_blend is None else self._blended((query, key), normed, self.norm_blend)
+            plain = query, key
+            query, key = (norm(x.view(B, T, -1, norm.size)) for norm, x in ((self.query_norm, query), (self.key_norm, key)))
+            if self.norm_blend is not None:
+                query, key = (_blended(x, normed, self.norm_blend) for x, normed in zip(plain, (query, key), strict=True))
         query, key, value = (x.view(B, T, -1, self.head_dim).transpose(1, 2) for x in (query, key, value))
         if self.uses_rope:
             query, key = rotate(query, *rope), rotate(key, *rope)
@@ -70,10 +70,6 @@ class Attention(nn.Module):
         else:
             mixed_BHTC = cache.attend(self._mix, (query,), torch.cat((key, value), dim=1), self.slides)
         return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
-
-    def _blended(self, plain: tuple[Tensor, ...], normed: Iterable[Tensor], share: Tensor) -> Iterator[Tensor]:
-        """Between queries or keys and their norms; at a share of 0 and of 1 the bits of one of the two."""
-        return (x * (1 - share) + norm.reshape(x.shape) * share for x, norm in zip(plain, normed, strict=True))
 
     def _attend(
         self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, logits: list[Tensor] | None = None
@@ -108,6 +104,11 @@ class Attention(nn.Module):
         if self.score_scale != 1:
             all_BXTC[:, : self.heads].mul_(self.score_scale)
         return all_BXTC[:, : self.heads], all_BXTC[:, self.heads :]
+
+
+def _blended(plain: Tensor, normed: Tensor, share: Tensor) -> Tensor:
+    """Between queries or keys and what their norm makes of them; at a share of 0 or 1 the bits of one of the two."""
+    return plain * (1 - share) + normed.reshape(plain.shape) * share
 
 
 def attend_fast(

@@ -195,6 +195,8 @@ def _qk_clip_problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         return
     if recipe.model.use_qk_norm:
         yield at, "model.use_qk_norm makes scores independent of the size of query and key weights; leave one of the two out"
+    if recipe.model.attention_sinks:
+        yield at, "model.attention_sinks adds scores that no weight of queries and keys scales; leave one of the two out"
     if not recipe.model.attention_layers:
         yield at, "no layer has scores of queries and keys to bound; leave it out"
     for name in recipe.loras:

@@ -1,6 +1,10 @@
 """Mistakes in training steps, phases, saves and resumes."""
 
 MUTANTS = [
+    ("train.trainer:Trainer._begin_step", "self.model.set_norm_blend(blend)", "pass", "A phase that adds QK norm blends it in.",
+     "train/test_norm_blend_run.py"),
+    ("train.curriculum:PhaseSettings.norm_blend", "(step - self.first_step)", "(step + 1 - self.first_step)",
+     "The first step of a phase that adds QK norm computes as without it.", "train/test_norm_blend_run.py"),
     ("train.step:all_reduce_flags", "StepFlags(valid_tokens // copies, rows,", "StepFlags(own.valid_tokens, rows,",
      "The loss of a step is divided by the valid tokens of all ranks.", "train/test_ranks.py::test_two_ranks_equal_one_process"),
     ("train.step:all_reduce_flags", "valid_tokens // copies", "valid_tokens",
