@@ -26,9 +26,9 @@ from lmworks.errors import UserError
 from lmworks.io.files import read_json, sha256_file, write_json
 from lmworks.recipe.changes import Change, as_tree, canonical, readers
 from lmworks.recipe.former import with_former_paths
-from lmworks.recipe.keys import flatten
+from lmworks.recipe.keys import flatten, locate
 from lmworks.recipe.load import load_resolved
-from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.stages import STAGES, STAMP, Stage, stages_for
 from lmworks.train.data.row_files import files_of
@@ -222,18 +222,25 @@ def stale_reason(stage: Stage, recipe: Recipe, run_dir: Path, expected: Mapping[
         return StaleReason(new=True)
     if not record:
         return StaleReason(lost=(f"{stage.folder}/{STAMP}",))
-    before: dict[str, str] = record.get("inputs", {})
+    before: dict[str, str | None] = record.get("inputs", {})
     if not before.keys() <= expected.keys():
         before = with_former_paths(before, as_tree(recipe), _hash)
-    changed = tuple(name for name in {**expected, **before} if expected.get(name) != before.get(name, _default(name)))
+    before = {name: _default(recipe, name) for name in expected.keys() - before.keys()} | before
+    changed = tuple(name for name in {**expected, **before} if expected.get(name) != before[name])
     lost = tuple(_lost(folder, stage, recipe, record.get("outputs", {}))) if record["done"] else ()
     return StaleReason(changed=changed, stopped=not record["done"], lost=lost)
 
 
-def _default(name: str) -> str | None:
-    """The hash of the default of a key of the model: what an earlier version that lacked the key computed."""
-    field = Model.model_fields.get(name.removeprefix("model.")) if name.startswith("model.") else None
-    return None if field is None or field.is_required() else _hash(field.default)
+def _default(recipe: Recipe, name: str) -> str | None:
+    """The hash of the default of a key of the recipe: what an earlier version that lacked the key computed. None for a key without one."""
+    keys, node = locate(as_tree(recipe), name), recipe
+    for key in keys[:-1]:
+        node = node[key] if isinstance(key, int) else getattr(node, key, None)  # type: ignore[index]
+    field = type(node).model_fields.get(str(keys[-1])) if isinstance(node, Node) else None
+    if field is None or field.is_required():
+        return None
+    assumed = node.model_copy(update={str(keys[-1]): field.get_default(call_default_factory=True)})
+    return _hash(as_tree(assumed)[str(keys[-1])])
 
 
 def _lost(folder: Path, stage: Stage, recipe: Recipe, outputs: Mapping[str, int]) -> Iterator[str]:

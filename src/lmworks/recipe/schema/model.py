@@ -188,7 +188,7 @@ class Model(Node):
         "head",
         description="what the norm of use_qk_norm spans: each head, with one weight for all (Qwen3, GLM), or all heads at once (OLMo 2)",
     )
-    qk_norm_blend: Annotated[float, NOT_ARCHITECTURE] = Field(
+    qk_norm_blend: float = Field(
         1.0, ge=0, le=1, description="share of the normed in the queries and keys under use_qk_norm; the rest is as without the norm. Set "
         "by train.phases.qk_norm_steps, and 1 after it"
     )  # fmt: skip
