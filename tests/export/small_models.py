@@ -7,6 +7,8 @@ token to another expert changes everything. After 64 steps two engines differ by
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
+from lmworks.model.layers import ACTIVATIONS, SwiGLU
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batches import Batches
@@ -137,3 +140,14 @@ def trained(recipe: Recipe, shards_dir: Path, steps: int) -> Transformer:
             if name.endswith("router.bias") and recipe.model.moe and recipe.model.moe.balance.method == "bias":
                 buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
+
+
+@contextmanager
+def gelu_of_a_table(model: Transformer) -> Iterator[None]:
+    """GELU as ggml computes it on CPUs: argument and value are rounded to fp16."""
+    gates = [one for one in model.modules() if isinstance(one, SwiGLU) and one.activation is ACTIVATIONS["gelu_tanh"]]
+    for one in gates:
+        one.activation = lambda x: ACTIVATIONS["gelu_tanh"](x.half().float()).half().float()
+    yield
+    for one in gates:
+        one.activation = ACTIVATIONS["gelu_tanh"]

@@ -24,13 +24,12 @@ import pytest
 import torch
 from adapted import adapted
 from engines import ask, engine
-from small_models import CHATS, MODELS, STEPS, TEXTS
+from small_models import CHATS, MODELS, STEPS, TEXTS, gelu_of_a_table
 
 from lmworks.export.export import write_huggingface
 from lmworks.export.gguf import write_gguf, write_gguf_adapter
 from lmworks.inference.generate import GenerateOptions, generate
 from lmworks.model import Transformer
-from lmworks.model.layers import ACTIVATIONS, SwiGLU
 from lmworks.model.router import Router
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("llama")]
@@ -71,17 +70,6 @@ def ties(model: Transformer, tokens: int) -> Iterator[torch.Tensor]:
     yield tied
     for hook in hooks:
         hook.remove()
-
-
-@contextmanager
-def gelu_of_a_table(model: Transformer) -> Iterator[None]:
-    """GELU as ggml computes it on CPUs: argument and value are rounded to fp16."""
-    gates = [one for one in model.modules() if isinstance(one, SwiGLU) and one.activation is ACTIVATIONS["gelu_tanh"]]
-    for one in gates:
-        one.activation = lambda x: ACTIVATIONS["gelu_tanh"](x.half().float()).half().float()
-    yield
-    for one in gates:
-        one.activation = ACTIVATIONS["gelu_tanh"]
 
 
 @pytest.mark.parametrize(("name", "targets"), [("glm4moe", ("all-linear", "experts")), ("llama", ("all-linear",))])

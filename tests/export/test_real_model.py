@@ -10,16 +10,20 @@ import pytest
 import torch
 from engines import ask, engine
 from planted import DENSE
+from small_models import gelu_of_a_table
 from tokenizer_kinds import texts
 
+from gemma3 import write_gguf as write_gguf_of_gemma
 from lmworks.export import parity as gate
 from lmworks.export.export import write_huggingface
 from lmworks.export.gguf import write_gguf
 from lmworks.export.parity import TEXT, compare, require_parity
 from lmworks.inference.generate import GenerateOptions, generate
+from lmworks.inference.model import for_inference
 from lmworks.model import Transformer
 from lmworks.tokenizer import load
 from lmworks.weights.huggingface import read_model
+from lmworks.weights.open import open_model
 from smollm2 import write_huggingface_folder
 
 pytestmark = pytest.mark.slow
@@ -94,3 +98,34 @@ def test_llama_cpp_gives_its_ids_and_its_greedy_answer(smol: tuple[Transformer, 
     assert answer["ids"] == [theirs(text, add_special_tokens=False)["input_ids"] for text in asked]
     expected = generate(model, [prompt], GenerateOptions(max_new_tokens=24, temperature=0.0, stop_ids=tokenizer.stop_ids))[0]
     assert answer["greedy"][: len(expected)] == expected
+
+
+@pytest.mark.needs("llama")
+@torch.no_grad()
+def test_llama_cpp_computes_the_real_gemma(tmp_path: Path) -> None:
+    """The published Gemma 3 270M, dequantized, in our GGUF file: ids and log-probabilities, also beyond its window of 512 tokens.
+
+    Its activations are large, so that the fp16 table that llama.cpp has of GELU costs 1e-3: the difference is that of such a table.
+    """
+    opened = open_model(write_gguf_of_gemma(tmp_path / "published.gguf"))
+    model, tokenizer = for_inference(opened.model, torch.float32, join=False), opened.tokenizer
+    write_gguf(model, tokenizer, tmp_path / "model.gguf", torch.float32, "gemma")
+    asked = ["The capital of France is Paris. The capital of Italy is Rome.", (TEXT * 4)[:3000]]
+    question = {"model": str(tmp_path / "model.gguf"), "texts": asked}
+    library = {"LLAMA_CPP_LIB_PATH": str(engine("LMWORKS_LLAMA_SERVER").parent)}
+    answers = ask(engine("LMWORKS_LLAMA_PYTHON"), "scores_llama.py", question, **library)
+    for text, answer in zip(asked, answers, strict=True):
+        ids = answer["ids"]
+        assert tokenizer.encode(text) == [*tokenizer.prefix, *ids]
+        found = log_probabilities(model, ids)
+        with gelu_of_a_table(model):
+            rounded = log_probabilities(model, ids)
+        difference, table = ((found - other).abs() for other in (torch.tensor(answer["logprobs"], dtype=torch.float64), rounded))
+        print(f"{len(ids)} tokens: {difference.max():.1e}, mean {difference.mean():.1e}; its table {table.max():.1e}, {table.mean():.1e}")
+        assert difference.max() < 3 * table.max() and difference.mean() < 1.5 * table.mean() < 5e-3
+    assert len(answers[1]["ids"]) > 512
+
+
+def log_probabilities(model: Transformer, ids: list[int]) -> torch.Tensor:
+    """Of each token but the first, in fp64."""
+    return model(torch.tensor([ids]))[0].double().log_softmax(-1)[range(len(ids) - 1), ids[1:]]
