@@ -93,7 +93,7 @@ def test_a_part_of_an_expert(tmp_path: Path) -> None:
             whole = model.state_dict()[f"layers.1.ffn.experts.{part}"][2]
             source = handles[f"model.layers.1.mlp.experts.2.{name}"].get_slice(f"model.layers.1.mlp.experts.2.{name}")
             assert source.get_shape() == list(whole.shape)
-            for key in ((slice(3, 29), slice(5, 31)), (slice(0, 1), slice(None)), slice(7, 7)):
+            for key in ((slice(3, 29), slice(5, 31)), (slice(0, 1), slice(37, 61)), slice(7, 7)):
                 key = key[: whole.ndim] if isinstance(key, tuple) else key
                 assert torch.equal(source[key].float(), whole[key])
 

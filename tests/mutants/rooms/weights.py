@@ -22,4 +22,10 @@ MUTANTS = [
      "weights/test_load_weights.py"),
     ("weights.chat:base_is_chat", "start_is_chat(run_dir)", "False",
      "The base model of a tuned run is asked in its chat template.", "cli/test_start_tuning.py cli/test_tune_and_align.py"),
+    ("weights.mxfp4:dequantize", "(blocks & 0x0F, blocks >> 4)", "(blocks >> 4, blocks & 0x0F)",
+     "The lower four bits of a byte of MXFP4 are the earlier number.", "weights/test_mxfp4.py"),
+    ("weights.mxfp4:_Slice.__getitem__", "begin - first : end - first", "begin:end", "A slice of MXFP4 may begin within any of its blocks.",
+     "weights/test_mxfp4.py"),
+    ("weights.stacked:_Slice.__getitem__", "[..., self.place.part :: parts]", "[..., (1 - self.place.part) % parts :: parts]",
+     "Gate and up take turns in a stacked tensor, gate first.", "weights/test_mxfp4.py"),
 ]  # fmt: skip
