@@ -293,15 +293,13 @@ def _use_one_table(ours: Transformer, theirs: nn.Module) -> Iterator[str]:
 
 
 @contextmanager
-def _exact_decays(theirs: nn.Module) -> Iterator[None]:
+def _exact_decays(theirs: Any) -> Iterator[None]:
     """The constant decays of lightning attention in fp64: transformers keeps tables of them, each rounded to fp32."""
-    kept: list[tuple[nn.Module, str, Tensor]] = []
+    kept: list[tuple[Any, str, Tensor]] = []
     narrow = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        for module in theirs.modules():
-            if not hasattr(module, "decay_factors"):
-                continue
+        for module in (one for one in theirs.modules() if hasattr(one, "decay_factors")):
             slopes = module.get_slope_rate()
             tables = (slopes, *module.decay_factors(slopes))
             for name, table in zip(("slope_rate", "query_decay", "key_decay", "diagonal_decay"), tables, strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from lmworks.errors import UserError
 from lmworks.model import Transformer
@@ -39,8 +39,9 @@ def shard_experts(model: Transformer, ranks: Ranks) -> None:
         raise UserError(f"layout.ep {ep} does not divide {have}; the nearest valid size is ep {nearest}")
     axes = [axis for axis in ("ep", "tp") if ranks.size(axis) > 1]
     mesh = ranks.mesh(*axes)
-    hidden, replicated = {"ep": Shard(0), "tp": Shard(1)}, {"ep": Shard(0), "tp": Replicate()}
-    places = {
+    hidden: dict[str, Placement] = {"ep": Shard(0), "tp": Shard(1)}
+    replicated: dict[str, Placement] = {"ep": Shard(0), "tp": Replicate()}
+    places: dict[str, dict[str, Placement]] = {
         "gate": hidden, "up": hidden, "down": hidden | {"tp": Shard(2)}, "gate_bias": hidden, "up_bias": hidden, "down_bias": replicated,
     }  # fmt: skip
     forward = _exchanged(ranks.group("ep"), ep) if ep > 1 else Experts.forward

@@ -233,9 +233,10 @@ def stale_reason(stage: Stage, recipe: Recipe, run_dir: Path, expected: Mapping[
 
 def _default(recipe: Recipe, name: str) -> str | None:
     """The hash of the default of a key of the recipe: what an earlier version that lacked the key computed. None for a key without one."""
-    keys, node = locate(as_tree(recipe), name), recipe
+    keys = locate(as_tree(recipe), name)
+    node: Any = recipe
     for key in keys[:-1]:
-        node = node[key] if isinstance(key, int) else getattr(node, key, None)  # type: ignore[index]
+        node = node[key] if isinstance(key, int) else getattr(node, key, None)
     field = type(node).model_fields.get(str(keys[-1])) if isinstance(node, Node) else None
     if field is None or field.is_required():
         return None
