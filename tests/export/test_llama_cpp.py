@@ -31,21 +31,37 @@ from lmworks.export.gguf import write_gguf, write_gguf_adapter
 from lmworks.inference.generate import GenerateOptions, generate
 from lmworks.model import Transformer
 from lmworks.model.router import Router
+from lmworks.recipe.schema.artifacts import RopeExtension
+from lmworks.weights.open import open_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("llama")]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ids_and_log_probabilities(make_run: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    run = make_run(name, STEPS)
+    _compare(run, run.model, tmp_path / "model.gguf", name)
+
+
+@pytest.mark.parametrize("method", ["linear", "yarn", "llama3"])
+def test_an_extended_context(make_run: Callable[..., Any], tmp_path: Path, method: str) -> None:
+    """`export.rope` in the metadata of the file is what llama.cpp computes, also beyond the trained context."""
+    run = make_run("llama", STEPS)
+    model = open_model(run.directory, "cpu", as_stored=True, rope=RopeExtension(scaling=method, factor=4)).model  # type: ignore[arg-type]
+    model.compute_dtype = torch.float32
+    _compare(run, model, tmp_path / "model.gguf", method)
+
+
+def _compare(run: Any, model: Transformer, path: Path, name: str) -> None:
+    """The ids and log-probabilities of `model` and of llama.cpp with its file."""
     python, server = engine("LMWORKS_LLAMA_PYTHON"), engine("LMWORKS_LLAMA_SERVER")
-    run, path = make_run(name, STEPS), tmp_path / "model.gguf"
-    write_gguf(run.model, run.tokenizer, path, torch.float32, name)
+    write_gguf(model, run.tokenizer, path, torch.float32, name)
     answers = ask(python, "scores_llama.py", {"model": str(path), "texts": TEXTS}, LLAMA_CPP_LIB_PATH=str(server.parent))
     for text, answer in zip(TEXTS, answers, strict=True):
         ids = run.tokenizer.encode(text)
         assert answer["ids"] == ids
-        with torch.no_grad(), ties(run.model, len(ids)) as tied, gelu_of_a_table(run.model):
-            logprobs = run.model(torch.tensor([ids]))[0].double().log_softmax(-1)
+        with torch.no_grad(), ties(model, len(ids)) as tied, gelu_of_a_table(model):
+            logprobs = model(torch.tensor([ids]))[0].double().log_softmax(-1)
         expected = logprobs[range(len(ids) - 1), ids[1:]].numpy()
         difference = np.abs(expected - answer["logprobs"])
         certain = int(tied.nonzero().min()) if tied.any() else len(difference)
