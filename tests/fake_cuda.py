@@ -10,11 +10,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from patience import PATIENCE
 
 _HERE = Path(__file__).resolve().parent / "gpu"
 _SOURCE = _HERE / "fake_cuda.cpp"
@@ -44,9 +42,10 @@ def compiler() -> list[str] | None:
 
 @dataclass(frozen=True)
 class FakeCuda:
-    """A torch with one CUDA device, in processes of their own."""
+    """A torch with one CUDA device, in a process of its own, and in another for each set of planted mistakes."""
 
     library: Path
+    _processes: dict[str, _Process] = field(default_factory=dict)
 
     @classmethod
     def build(cls, folder: Path) -> FakeCuda:
@@ -68,14 +67,43 @@ class FakeCuda:
         return cls(library)
 
     def run(self, called: str, planted: Sequence[tuple[str, str, str]] = (), **arguments: Any) -> Any:
-        """What `called`, "MODULE:FUNCTION" of the tests, returns in a process that has the device, within a `FakeTensorMode`: JSON.
+        """What `called`, "MODULE:FUNCTION" of the tests, returns in a fork of a process that has the device, within a `FakeTensorMode`:
+        JSON.
 
         `planted`: mistakes in the sources that the process reads, each a module of lmworks, text in it, and the text in its place.
         """
-        command = [sys.executable, str(_HERE / "on_fake_cuda.py"), str(self.library), called, json.dumps(arguments), json.dumps(planted)]
-        done = subprocess.run(
-            command, capture_output=True, encoding="utf-8", timeout=PATIENCE, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        mistakes = json.dumps(planted)
+        if mistakes not in self._processes:
+            self._processes[mistakes] = _Process(self.library, mistakes)
+        return self._processes[mistakes].run(called, arguments)
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.close()
+
+
+class _Process:
+    """`on_fake_cuda.py`: importing torch takes longer than most of what is traced. What it says on stderr is shown as the test's."""
+
+    def __init__(self, library: Path, planted: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(_HERE / "on_fake_cuda.py"), str(library), planted], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            encoding="utf-8", env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"{called} failed on the fake CUDA device:\n{done.stdout[-2000:]}\n{done.stderr[-8000:]}")
-        return json.loads(done.stdout.splitlines()[-1])
+
+    def run(self, called: str, arguments: dict[str, Any]) -> Any:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps([called, arguments]) + "\n")
+        self._process.stdin.flush()
+        last, printed = "", ""
+        for line in self._process.stdout:
+            if line == "end 0\n":
+                return json.loads(last)
+            if line.startswith("end "):
+                break
+            last, printed = line, printed + line
+        raise RuntimeError(f"{called} failed on the fake CUDA device:\n{printed[-10_000:]}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()

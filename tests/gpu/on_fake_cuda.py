@@ -1,9 +1,9 @@
-"""Runs a function where torch has a CUDA device on which nothing is computed:
-`on_fake_cuda.py LIBRARY MODULE:FUNCTION ARGUMENTS PLANTED`.
+"""Runs functions where torch has a CUDA device on which nothing is computed: `on_fake_cuda.py LIBRARY PLANTED`.
 
-The arguments are a JSON object, and what the function returns is printed as JSON, in the last line. It is called within a
-`FakeTensorMode`. PLANTED are mistakes in the sources of this process, a list of module, text and the text in its place. The library must be
-loaded before torch, so this is a process of its own.
+Each line of the input is `["MODULE:FUNCTION", ARGUMENTS]`, the arguments a JSON object. The function is called in a fork of this process,
+within a `FakeTensorMode`, and what it returns is printed as a line of JSON; a line `end CODE` follows, with the exit code of the fork.
+PLANTED are mistakes in the sources of this process, a list of module, text and the text in its place. The library must be loaded before
+torch, so this is a process of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import os
 import sys
-from contextlib import nullcontext
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ TESTS = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    library, called, arguments, planted = sys.argv[1:]
+    library, planted = sys.argv[1:]
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL).lmworks_install_fake_cuda()
     sys.path[:0] = [str(TESTS), *(str(folder) for folder in sorted(TESTS.iterdir()) if folder.is_dir())]
     _plant(json.loads(planted))
@@ -31,11 +34,26 @@ def main() -> None:
     class Mode(FakeTensorMode):
         avoid_device_init = True  # constants are made on the CPU and copied by an operator, not put on a device that cannot hold them
 
-    module, _, name = called.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    with Mode(allow_non_fake_inputs=True):
-        result = function(**json.loads(arguments))
-    print(json.dumps(result))
+    for line in sys.stdin:
+        called, arguments = json.loads(line)
+        module, _, name = called.partition(":")
+        function = getattr(importlib.import_module(module), name)  # here: the next fork need not import it again
+        if (fork := os.fork()) == 0:
+            os._exit(_call(function, arguments, Mode(allow_non_fake_inputs=True)))
+        print("end", os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any], mode: AbstractContextManager[Any]) -> int:
+    """Print what the function returns; the exit code."""
+    try:
+        with mode:
+            result = function(**arguments)
+        print(json.dumps(result), flush=True)
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+        return 1
+    return 0
 
 
 def _plant(mistakes: list[list[str]]) -> None:
