@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
-import scipy.stats
 
+from late import Late
 from lmworks.ablate.contrast import UNKNOWN, Contrast, Noise, contrast, paired, pairing_pays, pooled, unpaired
 from lmworks.ablate.verdict import detectable_in_noise, judge, seeds_needed
 from lmworks.ablate.welch import nominal, size, t_two_sided
+
+stats: Any = Late("scipy.stats")
 
 
 def made(difference: float, se: float, df: float = 8, **more: float) -> Contrast:
@@ -21,13 +24,13 @@ def test_paired_arms_are_the_paired_t_test() -> None:
     random = np.random.default_rng(0)
     values = random.normal(size=(2, 6)) + random.normal(size=(1, 6)) * 5
     found = contrast(values[1], values[0], True)
-    expected = scipy.stats.ttest_rel(values[1], values[0])
+    expected = stats.ttest_rel(values[1], values[0])
     assert (found.difference / found.se, found.p) == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue))
 
 
 def test_unpaired_arms_are_the_test_of_welch_at_its_exact_size() -> None:
     values = np.random.default_rng(1).normal(size=(2, 6)) * [[1], [4]]
-    found, expected = contrast(values[1], values[0], False), scipy.stats.ttest_ind(values[1], values[0], equal_var=False)
+    found, expected = contrast(values[1], values[0], False), stats.ttest_ind(values[1], values[0], equal_var=False)
     assert (found.difference / found.se, found.df) == (pytest.approx(expected.statistic), pytest.approx(expected.df))
     assert t_two_sided(found.difference / found.se, found.df) == pytest.approx(expected.pvalue)
     assert found.p == pytest.approx(size(expected.pvalue, 5)) and found.p > expected.pvalue
@@ -39,7 +42,7 @@ def test_the_size_of_welchs_test_is_the_simulated_one(seeds: int, level: float) 
     random, shares = np.random.default_rng(2), []
     for ratio in (1, 3, 6, 10, 20, 40):
         one, other = random.normal(size=(150_000, seeds)), ratio * random.normal(size=(150_000, seeds))
-        shares.append(float((scipy.stats.ttest_ind(one, other, axis=1, equal_var=False).pvalue <= level).mean()))
+        shares.append(float((stats.ttest_ind(one, other, axis=1, equal_var=False).pvalue <= level).mean()))
     assert max(shares) == pytest.approx(size(level, seeds - 1), rel=0.05), "scipy's own p value, counted"
     assert size(nominal(level, seeds - 1), seeds - 1) == pytest.approx(level, rel=1e-6)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from late import require_package
 from lmworks.errors import Unavailable, UserError, raise_first
 from lmworks.evaluate.bits_per_byte import held_out
 from lmworks.evaluate.evaluate import evaluate, refusals
@@ -21,7 +22,7 @@ from lmworks.host.devices import dtype_for
 from lmworks.recipe.schema.evaluate import Benchmark, Evaluate
 from lmworks.recipe.schema.recipe import Recipe
 
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+require_package("reasoning_gym", "reasoning-gym is not installed")
 
 
 def toy_set(name: str, count: int) -> tuple[ChoiceItem, ...]:

