@@ -95,6 +95,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Tiny:
     return tiny_run.prepare(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def shorter(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Tiny:
+    """The same with fewer layers and steps (`tiny_run.SHORTER`), at half the cost. Files that it is enough for call it
+    `tiny`; not beside `finished`, which is made once and would be made of it."""
+    return tiny_run.prepare(tmp_path_factory.mktemp("shorter"), tiny_run.SHORTER)
+
+
 @pytest.fixture
 def tiny_copy(tiny: tiny_run.Tiny, tmp_path: Path) -> tiny_run.Tiny:
     """A copy of that run directory of the test's own."""
@@ -139,9 +146,11 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def fake_cuda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> fake_cuda_device.FakeCuda:
-    """A CUDA device on which nothing is computed, in processes of their own: `fake_cuda.run("traced_steps:step", kind="dense")`."""
+def fake_cuda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[fake_cuda_device.FakeCuda]:
+    """A CUDA device on which nothing is computed, in a process of its own: `fake_cuda.run("traced_steps:step", kind="dense")`."""
     if (reason := fake_cuda_device.missing()) is not None:
         pytest.skip(reason)
     cache = getattr(request.config, "cache", None)  # absent with `-p no:cacheprovider`
-    return fake_cuda_device.FakeCuda.build(Path(cache.mkdir("fake_cuda")) if cache else tmp_path_factory.mktemp("fake_cuda"))
+    device = fake_cuda_device.FakeCuda.build(Path(cache.mkdir("fake_cuda")) if cache else tmp_path_factory.mktemp("fake_cuda"))
+    yield device
+    device.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +34,11 @@ MODULES = ("bisect", "calendar", "cmd", "colorsys", "copy", "csv", "fnmatch", "g
 # Steps of the two phases below: 6 of a ramp from 4 to 8 sequences and 15 whole ones; 12 of 4 sequences.
 FIRST, SECOND = 21, 12
 STEPS = FIRST + SECOND
+# The shorter run has two layers, 6 steps of the ramp and 7 whole ones, and 8 in its second phase.
+SHORTER_FIRST, SHORTER_SECOND = 13, 8
+SHORTER_STEPS = SHORTER_FIRST + SHORTER_SECOND
+SHORTER = {"num_hidden_layers: 3": "num_hidden_layers: 2", "tokens: 5056 tokens": "tokens: 3008 tokens",
+           "tokens: 3072 tokens": "tokens: 2048 tokens", "max_rows: 300": "max_rows: 100"}  # fmt: skip
 # The same in 5 steps and 2, for what does not depend on how long it trains.
 BRIEF = ("train.phases.general.tokens=1280 tokens", "train.phases.general.batch_ramp=null", "train.phases.long.tokens=512 tokens",
          "train.phases.general.lr_schedule={warmup: 1 steps, decay: 1 steps}",
@@ -152,10 +157,13 @@ def write_texts(folder: Path) -> Path:
     return folder
 
 
-def prepare(folder: Path) -> Tiny:
-    """Texts, recipe, and a run directory up to its shards."""
-    recipe = folder / "tiny.yaml"
-    recipe.write_text(RECIPE.format(texts=write_texts(folder / "texts")))
+def prepare(folder: Path, changes: Mapping[str, str] | None = None) -> Tiny:
+    """Texts, recipe (with texts of it replaced), and a run directory up to its shards."""
+    recipe, text = folder / "tiny.yaml", RECIPE
+    for old, new in (changes or {}).items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    recipe.write_text(text.format(texts=write_texts(folder / "texts")))
     made = Tiny(recipe, folder / "run")
     made.walk(last="shards")
     return made

@@ -76,5 +76,5 @@ def _wait(tiny: Tiny, process: multiprocessing.Process, already: int, chance: ra
         if kind == "early" or (lines(tiny.run_dir) >= goal and saving):
             time.sleep(chance.uniform(0, 0.003 if kind == "save" else 0.02))  # a save of this model takes some 10 ms
             return process.is_alive()
-        time.sleep(0.001)
+        time.sleep(0.003)  # less would take from a run what it needs to get there
     return False

@@ -31,15 +31,22 @@ from lmworks.train.step import train_step
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
 from lmworks.watch.policy import Limits
-from tiny_run import SECOND, Tiny, before_each_step, checkpoint, curve, same_bits, training_context
+from tiny_run import BRIEF, Tiny, before_each_step, checkpoint, curve, same_bits, training_context
+from tiny_run import SHORTER_SECOND as SECOND
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-WEIGHT = 1e6  # so that its pull can be seen within twelve steps
-# A first phase of 6 steps of a ramp and 2 whole ones, and the second phase as it is.
-SHORT = ("train.phases.general.tokens=1600 tokens", "train.phases.general.lr_schedule={warmup: 2 steps, decay: 2 steps}")
-FIRST = 8
+WEIGHT = 1e6  # so that its pull can be seen within eight steps
+# A first phase of 5 steps, and the second phase as it is.
+SHORT = ("train.phases.general.tokens=1280 tokens", "train.phases.general.batch_ramp=null",
+         "train.phases.general.lr_schedule={warmup: 2 steps, decay: 2 steps}")  # fmt: skip
+FIRST = 5
 STEPS = FIRST + SECOND
 EWC = (*SHORT, "train.phases.long.ewc.sequences=4")
+
+
+@pytest.fixture(scope="session")
+def tiny(shorter: Tiny) -> Tiny:
+    return shorter
 
 
 def held(weight: float) -> tuple[str, ...]:
@@ -198,7 +205,7 @@ def test_an_estimate_that_finds_no_room_is_a_failed_save(undisturbed: Tiny, tiny
 
 def test_a_lost_estimate_is_refused_in_one_line(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == FIRST + 3 else None)
+        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == FIRST + 1 else None)
         with pytest.raises(Interrupted):
             tiny_copy.pretrain(*held(WEIGHT))
     (kept,) = listing.directories(tiny_copy.run_dir / "checkpoints" / "ewc-long")
@@ -219,7 +226,7 @@ def test_what_it_cannot_do_is_refused(tiny: Tiny, overrides: list[str], said: st
 
 
 def test_tuning_holds_on_to_pretraining(tiny_copy: Tiny) -> None:
-    tiny_copy.walk("tune.ewc.weight=5", "tune.ewc.sequences=2", "train.phases.long.tokens=1024 tokens", last="tune")
+    tiny_copy.walk("tune.ewc.weight=5", "tune.ewc.sequences=2", *BRIEF, last="tune")
     lines = curve(tiny_copy.run_dir / "tune")
     assert all(line["train/ewc"] > 0 for line in lines[1:])
     place = tiny_copy.run_dir / "tune" / "checkpoints"
@@ -235,7 +242,7 @@ def test_the_estimate_is_made_with_the_positions_of_the_earlier_phase(tiny_copy:
         seen.append((self._model.parts[0].rope.theta, next(iter(earlier)).tokens.shape[1]))
 
     monkeypatch.setattr(EwcPenalty, "estimate", estimate)
-    first = ("train.phases.general.rope={theta: 20000}", "tune.ewc.weight=1", *held(1))
+    first = ("train.phases.general.rope={theta: 20000}", "tune.ewc.weight=1", *BRIEF, "train.phases.long.ewc={weight: 1, sequences: 4}")
     with monkeypatch.context() as patch:
         before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == FIRST - 1 else None)
         with pytest.raises(Interrupted):

@@ -26,10 +26,18 @@ from lmworks.train.step import micro_batch_of
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
 from lmworks.weights.run_models import load_model
-from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import BRIEF, Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import SHORTER_FIRST as FIRST
+from tiny_run import SHORTER_SECOND as SECOND
+from tiny_run import SHORTER_STEPS as STEPS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EVERY = ("train.save_every=1 steps", "checkpoints.keep_last=99")
+
+
+@pytest.fixture(scope="session")
+def tiny(shorter: Tiny) -> Tiny:
+    return shorter
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +54,8 @@ def test_length_batch_and_phase_change_at_the_first_step(run: Tiny) -> None:
     assert [line["train/phase"] for line in lines] == [0] * FIRST + [1] * (STEPS - FIRST)
     assert [line["train/sequence_length"] for line in lines] == [32] * FIRST + [64] * (STEPS - FIRST)
     assert [line["train/batch_tokens"] for line in lines] == [32 * rows for rows in (4, 4, 5, 6, 6, 7)] + [256] * (STEPS - 6)
-    assert lines[FIRST - 1]["train/tokens"] == 4864  # as many whole steps as 5,056 tokens pay for
-    assert lines[-1]["train/tokens"] == 4864 + 3072
+    assert lines[FIRST - 1]["train/tokens"] == 2816  # as many whole steps as 3,008 tokens pay for
+    assert lines[-1]["train/tokens"] == 2816 + 2048
     recipe = run.resolve().recipe
     longest = recipe.train.micro_batch_sequences or 0
     assert [micro_batch_of(recipe, length) for length in (32, 64)] == [2 * longest, longest]
@@ -66,7 +74,7 @@ def test_the_rate_goes_on_from_where_the_phase_before_ended(run: Tiny) -> None:
     """No cold restart: a warm-up of 2 steps from 10% of the peak to 50% of it, then down."""
     rates = [line["optim/learning_rate"] / 0.01 for line in curve(run.run_dir)]
     assert rates[FIRST - 1] == pytest.approx(0.1)
-    assert rates[FIRST : FIRST + 3] == pytest.approx([0.3, 0.5, 0.5 - 0.5 * 0.9 / 10])
+    assert rates[FIRST : FIRST + 3] == pytest.approx([0.3, 0.5, 0.5 - 0.5 * 0.9 / (SECOND - 2)])
     assert rates[-1] == pytest.approx(0.05)
     assert max(abs(after - before) for before, after in zip(rates[FIRST - 1 :], rates[FIRST:], strict=False)) < 0.21
 
@@ -89,9 +97,10 @@ def test_balancing_changes_its_rate_at_the_first_step(run: Tiny) -> None:
         assert moved.abs().max() == pytest.approx(rate, rel=1e-3)
 
 
-@pytest.mark.parametrize("stop", [None, FIRST, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (FIRST - 1, FIRST + 6))])
+@pytest.mark.parametrize("stop", [FIRST, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (None, FIRST - 1, FIRST + 6))])
 def test_positions_change_at_the_first_step(tiny_copy: Tiny, run: Tiny, monkeypatch: pytest.MonkeyPatch, stop: int | None) -> None:
-    """Also after a resume at the border exactly, behind it, and in the middle of the phase; and the weights are those of one go."""
+    """Also after a resume at the border exactly, behind it (in one go up to there), and in the middle of the phase; and the weights are
+    those of one go."""
     seen: dict[int, tuple[float, float]] = {}
     honest, now = Transformer.loss, {"step": 0}
 
@@ -123,9 +132,9 @@ def test_positions_change_at_the_first_step(tiny_copy: Tiny, run: Tiny, monkeypa
 
 def test_the_distance_between_checkpoints_may_change(tiny_copy: Tiny) -> None:
     """Counted from the phase's first step, in steps or as a share of the phase; what is saved is what is saved anyway."""
-    tiny_copy.pretrain("train.save_every=8 steps", "train.phases.long.save_every=33%", "checkpoints.keep_last=99")
+    tiny_copy.pretrain("train.save_every=6 steps", "train.phases.long.save_every=33%", "checkpoints.keep_last=99")
     saved = [event["step"] for event in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if event["event"] == "checkpoint"]
-    assert saved == [8, 16, FIRST + 4, FIRST + 8, STEPS]
+    assert saved == [6, 12, FIRST + 3, FIRST + 6, STEPS]
 
 
 def test_routers_warm_up(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,13 +167,13 @@ def test_tuning_does_not_repeat_the_warm_up_of_the_routers(tiny_copy: Tiny, monk
         seen.extend(float(layer.router.temperature) for layer in model.moe_layers())
         return honest(model, optimizer, batch, **options)
 
-    warm = ("model.moe.temperature=3", "model.moe.temperature_steps=8")
+    warm = (*BRIEF, "model.moe.temperature=3", "model.moe.temperature_steps=4")
     tiny_copy.walk(*warm, last="pretrain")
     monkeypatch.setattr(trainer, "train_step", observed)
     tiny_copy.walk(*warm, last="tune")
     assert seen and set(seen) == {1.0}
-    with pytest.raises(UserError, match=r"model\.moe\.temperature_steps 33 are not over when the run ends after 33 steps"):
-        tiny_copy.walk("model.moe.temperature=3", "model.moe.temperature_steps=33", f"run_dir={tiny_copy.run_dir}-long", last="pretrain")
+    with pytest.raises(UserError, match=r"model\.moe\.temperature_steps 7 are not over when the run ends after 7 steps"):
+        tiny_copy.walk(*warm, "model.moe.temperature_steps=7", f"run_dir={tiny_copy.run_dir}-long", last="pretrain")
 
 
 def test_the_ledger_has_the_phases(run: Tiny) -> None:
@@ -174,12 +183,11 @@ def test_the_ledger_has_the_phases(run: Tiny) -> None:
 
 def test_experts_are_counted_once(run: Tiny, tiny: Tiny, tmp_path: Path) -> None:
     """However often the run validates and samples, however the step is cut, and also where layers are computed again."""
-    tokens = 4864 + 3072
     for number, overrides in enumerate((("train.micro_batch_sequences=1",), ("train.activation_checkpointing=full",))):
         other = tiny.copy(tmp_path / str(number))
-        other.pretrain(*overrides)
-        assert checkpoint(other.run_dir)["experts/counts"].sum(-1).tolist() == [2 * tokens] * 2
-    assert checkpoint(run.run_dir)["experts/counts"].sum(-1).tolist() == [2 * tokens] * 2
+        other.pretrain(*BRIEF, "train.validate_every=3 steps", "train.sample_every=3 steps", *overrides)
+        assert checkpoint(other.run_dir)["experts/counts"].sum(-1).tolist() == [2 * (1280 + 512)]
+    assert checkpoint(run.run_dir)["experts/counts"].sum(-1).tolist() == [2 * (2816 + 2048)]
 
 
 def test_looking_at_the_model_changes_nothing(run: Tiny, tiny_copy: Tiny) -> None:
@@ -229,7 +237,7 @@ def test_windows_positions_masks_and_balancing_change_at_the_first_step(
         with pytest.raises(Interrupted):
             tiny_copy.walk(*changes, last="pretrain")
     tiny_copy.walk(*changes, last="tune")
-    before, after = (None, [False] * 3, [True] * 3, 8, "bias"), (8, [True] * 3, [True, False, True], 4, "aux")
+    before, after = (None, [False] * 2, [True] * 2, 8, "bias"), (8, [True] * 2, [True, False], 4, "aux")
     assert seen.pop(0)[:-1] == after, "tuning, which has the last step 0, keeps what it starts from"
     assert [seen[step][:-1] for step in (FIRST - 1, FIRST, STEPS - 1)] == [before, after, after]
     whole = [seen[step][-1] for step in range(1, STEPS)]

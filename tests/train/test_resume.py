@@ -17,12 +17,19 @@ from lmworks.model import Transformer
 from lmworks.parallel import parallelize
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
-from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import SHORTER_FIRST as FIRST
+from tiny_run import SHORTER_STEPS as STEPS
+from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 # So that a random number too many or too few shows, and a sample that is written twice.
 OPTIONS = ("model.residual_dropout=0.1", "train.sample_every=7 steps")
+
+
+@pytest.fixture(scope="session")
+def tiny(shorter: Tiny) -> Tiny:
+    return shorter
 
 
 def require_equal(run: Tiny, undisturbed: Tiny, steps: int = STEPS) -> None:
@@ -49,8 +56,8 @@ def stop_in(patch: pytest.MonkeyPatch, step: int) -> None:
 
 
 def test_kills(tiny_copy: Tiny, undisturbed: Tiny) -> None:
-    campaign = train_under_fire(tiny_copy, [*OPTIONS, "train.save_every=2 steps"], kills=5, seed=2)
-    assert campaign.kills == 5
+    campaign = train_under_fire(tiny_copy, [*OPTIONS, "train.save_every=2 steps"], kills=3, seed=21)  # in steps, in a save, at once
+    assert campaign.kills == 3
     require_equal(tiny_copy, undisturbed)
     events = [event["event"] for event in read_ledger(tiny_copy.run_dir / "ledger.jsonl")]
     assert "resume" in events and events[-1] == "finish"

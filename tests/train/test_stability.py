@@ -31,19 +31,26 @@ from lmworks.shards.order import MixtureOverride
 from lmworks.train import fault_handler, trainer
 from lmworks.train.curriculum import PretrainingCurriculum
 from lmworks.train.data.mixture import read_changes, request_change
+from lmworks.train.saving import Saver
 from lmworks.ui.terminal import Interrupted, Preempted
 from lmworks.watch import policy
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, read_ledger
 from lmworks.watch.monitors import Starvation
 from lmworks.watch.policy import Limits
-from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import SHORTER_STEPS as STEPS
+from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 # Wide enough for the noise of four short sequences, and far below what is planted.
 SPIKE = ("stability.spike.window_steps=8", "stability.spike.min_rise_nats=3", "stability.spike.norm_factor=1000")
 EVERY = ("train.save_every=1 steps", "checkpoints.keep_last=99")
-HIGH = 14
+HIGH = 10
+
+
+@pytest.fixture(scope="session")
+def tiny(shorter: Tiny) -> Tiny:
+    return shorter
 
 
 def high_loss(loss: Loss) -> Loss:
@@ -70,6 +77,11 @@ def events(run: Tiny, name: str) -> list[dict[str, Any]]:
     return [line for line in read_ledger(run.run_dir / "ledger.jsonl") if line["event"] == name]
 
 
+def save_only(patch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
+    """Checkpoints of these steps, besides that of the last."""
+    patch.setattr(Saver, "is_due", lambda self, step, phase: step in steps)
+
+
 def steps_of(run: Tiny) -> list[int]:
     return [line["step"] for line in curve(run.run_dir)]
 
@@ -80,8 +92,15 @@ def left_out(start: int, stop: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
+def undisturbed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    run = tiny.copy(tmp_path_factory.mktemp("undisturbed") / "run")
+    run.pretrain()
+    return run
+
+
+@pytest.fixture(scope="module")
 def rolled_back(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """A spike in step 14 leads back to the checkpoint of step 12."""
+    """A spike in step 10 leads back to the checkpoint of step 8."""
     run = tiny.copy(tmp_path_factory.mktemp("rolled_back") / "run")
     with pytest.MonkeyPatch.context() as patch:
         spoil_steps(patch, [HIGH], high_loss)
@@ -90,8 +109,8 @@ def rolled_back(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 # Long enough for the recipe's own limits, which need 32 steps behind the warm-up; one short phase follows.
-LONG = ("train.phases.general.tokens=15296 tokens", "train.phases.long.tokens=1024 tokens", "shards.max_epochs=99")
-WARM, KNOWN, LONG_STEPS = 4, 32, 65
+LONG = ("train.phases.general.tokens=10688 tokens", "train.phases.long.tokens=1024 tokens", "shards.max_epochs=99")
+WARM, KNOWN, LONG_STEPS = 4, 32, 47
 
 
 def limits_of(patch: pytest.MonkeyPatch) -> dict[int, Limits]:
@@ -128,7 +147,8 @@ def test_a_gradient_norm_that_jumps_is_a_spike_though_the_loss_is_not(tiny_copy:
     """By the recipe's own limits: ten times the usual norm."""
     steep = WARM + KNOWN + 4
     spoil_steps(monkeypatch, [WARM + 2, steep], steep_loss)
-    tiny_copy.pretrain(*EVERY, *LONG)
+    save_only(monkeypatch, [WARM + 2, WARM + 3, steep, steep + 1])
+    tiny_copy.pretrain("checkpoints.keep_last=9", *LONG)
     run = tiny_copy.run_dir
     (line,) = events(tiny_copy, "spike")  # the first one comes before anything is known to be usual
     assert (line["step"], line["action"]) == (steep, "skip")
@@ -139,7 +159,8 @@ def test_a_gradient_norm_that_jumps_is_a_spike_though_the_loss_is_not(tiny_copy:
 
 def test_the_update_of_a_spike_is_not_applied(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_steps(monkeypatch, [HIGH], high_loss)
-    tiny_copy.pretrain(*EVERY, *SPIKE)
+    save_only(monkeypatch, [HIGH, HIGH + 1, HIGH + 2])
+    tiny_copy.pretrain("checkpoints.keep_last=9", *SPIKE)
     run = tiny_copy.run_dir
     assert same_bits(checkpoint(run, HIGH + 1), checkpoint(run, HIGH)) == []
     assert "model/head.weight" in same_bits(checkpoint(run, HIGH + 2), checkpoint(run, HIGH + 1))
@@ -149,23 +170,21 @@ def test_the_update_of_a_spike_is_not_applied(tiny_copy: Tiny, monkeypatch: pyte
     assert curve(run)[-1]["train/spikes"] == 1
 
 
-def test_a_lowered_rate_comes_back(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lowered_rate_comes_back(undisturbed: Tiny, tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     lower = ("stability.spike.action=reduce_lr", "stability.spike.reduced_lr_factor=0.5", "stability.spike.reduced_lr_steps=2")
-    tiny = tiny_copy.copy(tiny_copy.run_dir.parent / "undisturbed")
-    tiny.pretrain()
     spoil_steps(monkeypatch, [HIGH], high_loss)
     tiny_copy.pretrain(*SPIKE, *lower)
-    plain, lowered = ([line["optim/learning_rate"] for line in curve(run.run_dir)] for run in (tiny, tiny_copy))
+    plain, lowered = ([line["optim/learning_rate"] for line in curve(run.run_dir)] for run in (undisturbed, tiny_copy))
     shares = [round(after / before, 9) for before, after in zip(plain, lowered, strict=True)]
     assert shares == [1] * (HIGH + 1) + [0.5, 0.75] + [1] * (STEPS - HIGH - 3)
 
 
 def test_a_rollback_leaves_the_window_out(rolled_back: Tiny) -> None:
     (line,) = events(rolled_back, "rollback")
-    assert (line["step"], line["to_step"], line["skip"]) == (HIGH, 12, [12, 15])
+    assert (line["step"], line["to_step"], line["skip"]) == (HIGH, 8, [8, 11])
     assert line["reason"] == "1 spike in a row (stability.spike)"
-    assert steps_of(rolled_back) == left_out(12, 15)
-    assert [step for step in range(STEPS) if Run(rolled_back.run_dir).batch(step).left_out] == [12, 13, 14]
+    assert steps_of(rolled_back) == left_out(8, 11)
+    assert [step for step in range(STEPS) if Run(rolled_back.run_dir).batch(step).left_out] == [8, 9, 10]
     whole = sum(line["train/batch_tokens"] for line in curve(rolled_back.run_dir))
     assert curve(rolled_back.run_dir)[-1]["train/tokens"] == whole, "what is counted is what was trained on"
 
@@ -173,11 +192,11 @@ def test_a_rollback_leaves_the_window_out(rolled_back: Tiny) -> None:
 def test_a_rollback_in_the_run_equals_one_by_hand(rolled_back: Tiny, tiny_copy: Tiny) -> None:
     """Stopped where the checkpoint is, told in the ledger what to leave out, and started again: the same bits."""
     with pytest.MonkeyPatch.context() as patch:
-        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 11 else None)
-        with pytest.raises(Interrupted, match="saved at step 12"):
+        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 7 else None)
+        with pytest.raises(Interrupted, match="saved at step 8"):
             tiny_copy.pretrain()
     with Ledger(tiny_copy.run_dir / "ledger.jsonl") as ledger:
-        ledger.write("rollback", stage="pretrain", step=HIGH, to_step=12, skip=[12, 15])
+        ledger.write("rollback", stage="pretrain", step=HIGH, to_step=8, skip=[8, 11])
     tiny_copy.pretrain()
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(rolled_back.run_dir)) == []
     assert [line["train/loss"] for line in curve(tiny_copy.run_dir)] == [line["train/loss"] for line in curve(rolled_back.run_dir)]
@@ -190,7 +209,7 @@ def test_a_run_that_dies_after_a_rollback_goes_on_alike(
     spoil_steps(monkeypatch, [HIGH], high_loss)
     with monkeypatch.context() as patch:
         if when == "some steps later":
-            before_each_step(patch, lambda step: 1 // 0 if step == 17 else None)
+            before_each_step(patch, lambda step: 1 // 0 if step == 13 else None)
         else:
             patch.setattr(Checkpoints, "load", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
@@ -214,51 +233,50 @@ def test_bad_steps_in_a_row_lead_back_and_what_was_saved_in_between_is_undone(ti
 
 
 def test_a_rollback_that_does_not_help_goes_further_back_and_the_last_one_stops(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil_steps(monkeypatch, range(10, 99), nan_loss)
-    said = r"stopped at step 18 after 2 rollbacks: the gradient norm was not finite in 3 steps in a row \(stability.max_bad_steps\);"
+    spoil_steps(monkeypatch, range(4, 99), nan_loss)
+    said = r"stopped at step 12 after 2 rollbacks: the gradient norm was not finite in 3 steps in a row \(stability.max_bad_steps\);"
     with pytest.raises(UserError, match=said):
         tiny_copy.pretrain(*EVERY, "stability.max_bad_steps=3", "stability.max_rollbacks=2")
-    assert [(line["to_step"], line["skip"]) for line in events(tiny_copy, "rollback")] == [(10, [10, 13]), (9, [9, 16])]
-    assert events(tiny_copy, "stopped")[-1]["step"] == 18
+    assert [(line["to_step"], line["skip"]) for line in events(tiny_copy, "rollback")] == [(4, [4, 7]), (3, [3, 10])]
+    assert events(tiny_copy, "stopped")[-1]["step"] == 12
 
 
 def test_saves_during_bad_steps_leave_the_checkpoints_that_a_rollback_needs(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `keep_last: 2`, the saves after steps 16 and 20 would remove those of 8 and 12; the second rollback goes to 8."""
-    spoil_steps(monkeypatch, range(12, 30), nan_loss)
-    tiny_copy.pretrain("checkpoints.keep_last=2", "checkpoints.keep_best=false", "stability.max_bad_steps=9")
+    """With `keep_last: 2`, the saves after steps 8 and 10 would remove those of 4 and 6; the second rollback goes to 4."""
+    spoil_steps(monkeypatch, range(6, 16), nan_loss)
+    options = ("checkpoints.keep_last=2", "checkpoints.keep_best=false", "train.save_every=2 steps")
+    tiny_copy.pretrain(*options, "stability.max_bad_steps=5")
     found = [(line["step"], line["to_step"], line["skip"]) for line in events(tiny_copy, "rollback")]
-    assert found == [(20, 12, [12, 21]), (29, 8, [8, 30])]
-    assert [listing.step_of(path) for path in listing.directories(tiny_copy.run_dir / "checkpoints")] == [32, STEPS], "kept no longer"
+    assert found == [(10, 6, [6, 11]), (15, 4, [4, 16])]
+    assert [listing.step_of(path) for path in listing.directories(tiny_copy.run_dir / "checkpoints")] == [20, STEPS], "kept no longer"
 
 
 def test_no_spike_leads_back_at_the_beginning(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three spikes in a row, which roll back elsewhere, are skipped before `rollback_after`, and then accepted; later ones roll back."""
-    spoil_steps(monkeypatch, [8, 9, 10, HIGH + 4], high_loss)
+    spoil_steps(monkeypatch, [6, 7, 8, HIGH + 2], high_loss)
     early = ("stability.spike.rollback_after=40%", "stability.spike.action=rollback", "stability.spike.max_in_a_row=3")
     tiny_copy.pretrain(*SPIKE, *early)
     assert [(line["step"], line["action"]) for line in events(tiny_copy, "spike")] == [
-        (8, "skip"), (9, "skip"), (10, "skip"), (HIGH + 4, "rollback"),
+        (6, "skip"), (7, "skip"), (8, "skip"), (HIGH + 2, "rollback"),
     ]  # fmt: skip
-    assert [line["step"] for line in events(tiny_copy, "spike_accepted")] == [10]
-    assert [line["step"] for line in events(tiny_copy, "rollback")] == [HIGH + 4]
+    assert [line["step"] for line in events(tiny_copy, "spike_accepted")] == [8]
+    assert [line["step"] for line in events(tiny_copy, "rollback")] == [HIGH + 2]
 
 
 def test_deleted_checkpoints_start_the_run_over(
-    tiny: Tiny, tiny_copy: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    undisturbed: Tiny, tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What a former course has skipped, spent on rollbacks and changed in its mixture does not hold for the next."""
-    trained = tiny.copy(tmp_path / "whole")
-    trained.pretrain()
     with monkeypatch.context() as patch:
         spoil_steps(patch, [HIGH], high_loss)
-        before_each_step(patch, lambda step: step != 5 or request_change(tiny_copy.run_dir, MixtureOverride(9, {"docs": 1.0})))
+        before_each_step(patch, lambda step: step != 3 or request_change(tiny_copy.run_dir, MixtureOverride(6, {"docs": 1.0})))
         tiny_copy.pretrain(*SPIKE, "stability.spike.action=rollback", "stability.max_rollbacks=1")
-    assert steps_of(tiny_copy) != steps_of(trained)
+    assert steps_of(tiny_copy) != steps_of(undisturbed)
     shutil.rmtree(tiny_copy.run_dir / "checkpoints")
     tiny_copy.pretrain()
     assert "has no checkpoint any more, so pretrain starts over from step 0" in " ".join(capsys.readouterr().err.split())
-    assert curve(tiny_copy.run_dir) == curve(trained.run_dir)
-    assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(trained.run_dir)) == []
+    assert curve(tiny_copy.run_dir) == curve(undisturbed.run_dir)
+    assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(undisturbed.run_dir)) == []
     assert [line["step"] for line in events(tiny_copy, "start_over")] == [STEPS]
     assert not Run(tiny_copy.run_dir).batch(HIGH).left_out and not read_changes(tiny_copy.run_dir).applied
 
@@ -275,7 +293,7 @@ def test_a_window_up_to_the_end_still_ends_the_run(tiny_copy: Tiny, monkeypatch:
     tiny_copy.pretrain(*SPIKE, "stability.spike.action=rollback")
     assert steps_of(tiny_copy)[-2:] == [STEPS - 2, STEPS - 1] or steps_of(tiny_copy)[-1] == STEPS
     run = tiny_copy.run_dir
-    assert same_bits(checkpoint(run), checkpoint(run, 32)) == []
+    assert same_bits(checkpoint(run), checkpoint(run, STEPS - 1)) == []
     before = curve(run)
     tiny_copy.pretrain(*SPIKE, "stability.spike.action=rollback")
     assert curve(run) == before
@@ -304,9 +322,7 @@ def fail_saves(patch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
 
 
 @pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_full_disk_is_waited_out(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
-    undisturbed = tiny_copy.copy(tiny_copy.run_dir.parent / "undisturbed")
-    undisturbed.pretrain()
+def test_a_full_disk_is_waited_out(undisturbed: Tiny, tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
     fail_saves(monkeypatch, range(8, 12))
     tiny_copy.pretrain(f"checkpoints.asynchronous={str(background).lower()}")
     failed = events(tiny_copy, "save_failed")
@@ -407,10 +423,10 @@ def test_metrics_events_batches_and_samples_wait_for_room(
     """A save while they wait has failed, and the next has all of them; only the batch of a bad step and samples are lost, and named."""
     undisturbed = tiny_copy.copy(tiny_copy.run_dir.parent / "undisturbed")
     spoil_steps(monkeypatch, [9], nan_loss)
-    undisturbed.pretrain("train.sample_every=3 steps")
+    undisturbed.pretrain("train.sample_every=9 steps")
     with monkeypatch.context() as patch:
         fill_disk(patch, range(6, 11), ".jsonl")
-        tiny_copy.pretrain("train.sample_every=3 steps")
+        tiny_copy.pretrain("train.sample_every=9 steps")
     assert [line["step"] for line in events(tiny_copy, "save_failed")] == [8, 10, 11]
     assert "is full" in events(tiny_copy, "save_failed")[0]["reason"]
     assert [line["step"] for line in events(tiny_copy, "checkpoint")][:3] == [4, 12, 16]
@@ -541,7 +557,7 @@ def test_weights_that_are_no_numbers_are_never_saved(tiny_copy: Tiny, monkeypatc
 
     def poisoned(model: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
         result = honest(model, optimizer, batch, **options)
-        if batch.step == 29:
+        if batch.step == 17:
             with torch.no_grad():
                 next(iter(model.parts[0].parameters())).fill_(math.nan)
             if stopped:
@@ -551,12 +567,12 @@ def test_weights_that_are_no_numbers_are_never_saved(tiny_copy: Tiny, monkeypatc
     stopped = [signal.SIGINT]
     with monkeypatch.context() as patched:
         patched.setattr(trainer, "train_step", poisoned)
-        with pytest.raises(Interrupted, match="and saved at step 28; resume with"):  # not 30, at which it stops
+        with pytest.raises(Interrupted, match="and saved at step 16; resume with"):  # not 18, at which it stops
             tiny_copy.pretrain("checkpoints.keep_last=9")
-        with pytest.raises(UserError, match="after step 33 are not finite, and were not saved; the newest checkpoint is of step 28"):
+        with pytest.raises(UserError, match="after step 21 are not finite, and were not saved; the newest checkpoint is of step 16"):
             tiny_copy.pretrain("checkpoints.keep_last=9")
-    assert [listing.step_of(path) for path in listing.directories(tiny_copy.run_dir / "checkpoints")][-1] == 28
+    assert [listing.step_of(path) for path in listing.directories(tiny_copy.run_dir / "checkpoints")][-1] == 16
     found = [line["step"] for line in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if line["event"] == "weights_not_finite"]
-    assert found == [30, 32, 33]
+    assert found == [18, 20, 21]
     tiny_copy.pretrain("checkpoints.keep_last=9")
     assert all(tensor.isfinite().all() for name, tensor in checkpoint(tiny_copy.run_dir).items() if name.startswith("model/"))
