@@ -30,6 +30,7 @@ def random_config(family: Family, seed: int) -> Any:
         {"rope_type": "llama3", "factor": draw.choice([2.0, 8.0]), "original_max_position_embeddings": 16,
          "low_freq_factor": draw.choice([0.5, 1.0]), "high_freq_factor": draw.choice([2.0, 4.0])},
     ]  # fmt: skip
+    ropes = [one for one in ropes if one["rope_type"] in (family.rope_types or (one["rope_type"],))]
     rope = draw.choice(ropes) | {"rope_theta": draw.choice([500.0, 1e4, 1e6])}
     head_dim = 8 * draw.randint(1, 3) if family.has("partial RoPE") else 4 * draw.randint(1, 6)
     values: dict[str, Any] = {
@@ -38,6 +39,8 @@ def random_config(family: Family, seed: int) -> Any:
         "num_key_value_heads": kv_heads, "rms_norm_eps": 10.0 ** -draw.randint(3, 7), "tie_word_embeddings": draw.random() < 0.5,
         "max_position_embeddings": 64, "eos_token_id": 0, "pad_token_id": 0, "bos_token_id": 0,
     }  # fmt: skip
+    if "intermediate_size" in family.omits:
+        del values["intermediate_size"]
     if "head_dim" not in family.omits:
         values["head_dim"] = head_dim
     if "biases" in family.allows:
@@ -67,7 +70,7 @@ def random_config(family: Family, seed: int) -> Any:
             "n_routed_experts": EXPERTS, "num_experts": EXPERTS, "num_local_experts": EXPERTS, "num_experts_per_tok": draw.randint(1, 2),
             "moe_intermediate_size": 8 * draw.randint(1, 4), "n_shared_experts": draw.randint(1, 2), "n_group": groups,
             "topk_group": draw.randint(1, groups), "norm_topk_prob": draw.random() < 0.5, "routed_scaling_factor": draw.choice([1.0, 2.5]),
-            "first_k_dense_replace": draw.randint(0, layers), "mlp_only_layers": list(range(draw.randint(0, layers))),
+            "first_k_dense_replace": draw.randint(0, layers), "mlp_only_layers": list(range(draw.randint(0, layers - 1))),
         }  # fmt: skip
         values |= {key: value for key, value in experts.items() if key in keys}
     if "mlp_layer_types" in keys:
@@ -75,6 +78,8 @@ def random_config(family: Family, seed: int) -> Any:
         values["mlp_layer_types"] = draw.choice([None, ["dense"] * dense + ["sparse"] * (layers - dense)])
     factors = [0.5, 0.75, 1.0, 1.5]
     values |= {key: draw.choice(factors) for key in sorted(keys) if key.endswith(("_multiplier", "_alpha_factor", "_beta_factor"))}
+    if "logits_scaling" in keys:
+        values["logits_scaling"] = draw.choice([0.5, 3.0, 8.0])
     if "mamba_n_heads" in keys:
         groups = draw.choice([1, 2])
         inner = groups * draw.choice([1, 3])
@@ -84,6 +89,20 @@ def random_config(family: Family, seed: int) -> Any:
             "mamba_rms_norm": draw.random() < 0.5, "mamba_norm_before_gate": draw.random() < 0.5, "mamba_chunk_size": draw.choice([8, 32]),
             "mlp_multipliers": [draw.choice(factors) for _ in range(2)], "ssm_multipliers": [draw.choice(factors) for _ in range(5)],
         }  # fmt: skip
+    if "linear_num_key_heads" in keys:
+        groups, width = draw.choice([1, 2, 3]), 4 * draw.randint(1, 4)
+        if usual := draw.random() < 0.5:  # what llama.cpp has too
+            values |= {"rms_norm_eps": 1e-6} | {key: one for key, one in (("norm_topk_prob", True), ("mlp_only_layers", [])) if key in keys}
+        values |= {
+            "linear_num_key_heads": groups, "linear_num_value_heads": groups * draw.choice([1, 2]),
+            "linear_key_head_dim": width, "linear_value_head_dim": width if usual else 4 * draw.randint(1, 4),
+            "linear_conv_kernel_dim": draw.choice([2, 4]),  # transformers needs one layer of attention to count positions
+            "layer_types": draw.sample(["linear_attention"] * (layers - 1) + ["full_attention"] * (layers - 1), layers - 2) + draw.sample(
+                ["linear_attention", "full_attention"], 2) if not usual else
+                [("full_attention" if layer % 2 else "linear_attention") for layer in range(layers)],
+        }  # fmt: skip
+    if "shared_expert_intermediate_size" in keys:
+        values["shared_expert_intermediate_size"] = draw.randint(1, 2) * values["moe_intermediate_size"]
     if "lightning attention" in family.requires:
         values |= {"num_local_experts": EXPERTS, "block_size": draw.choice([8, 32]), "sliding_window": None, "layer_types": [
             draw.choice(["linear_attention", "full_attention"]) for _ in range(layers - 1)] + ["linear_attention"]}  # fmt: skip
@@ -97,7 +116,8 @@ def random_config(family: Family, seed: int) -> Any:
         if rope["rope_type"] == "yarn":
             rope |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     if family.has("partial RoPE"):
-        rope["partial_rotary_factor"] = draw.choice([0.25, 0.5, 1.0])
+        size = head_dim if "head_dim" in values else values["hidden_size"] // heads
+        rope["partial_rotary_factor"] = draw.choice([share for share in (0.25, 0.5, 1.0) if size * share % 2 == 0])
     local_theta = draw.choice([300.0, family.sliding_rope_theta, rope["rope_theta"]])
     ropes_of_layers = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local_theta}}
     rope = rope if family.sliding_rope_theta is None else ropes_of_layers

@@ -47,6 +47,12 @@ SOFTMAX = {
     "scoring_func": "softmax",
     "balance": {"method": "aux"},
 }
+_SHARED = {**SOFTMAX, "n_shared_experts": 1, "shared_expert_gate": True, "first_k_dense_replace": 0}
+_DELTA: dict[str, Any] = {
+    **_DENSE, "use_qk_norm": True, "attn_output_gate": True, "rms_norm_eps": 1e-6, "rope": {"partial_rotary_factor": 0.25},
+    "layer_types": ("linear_attention", "full_attention"),
+    "gated_delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 32, "value_head_dim": 32},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "glm4moe": {**_DENSE, "use_qk_norm": True, "attention_bias": True, "rope": {"partial_rotary_factor": 0.5}, "moe": _MOE},
     "glm4moe-groups": {**_DENSE, "rope": {"partial_rotary_factor": 0.5}, "moe": {**_MOE, "n_group": 4, "topk_group": 2,
@@ -79,6 +85,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": {**_MOE, "first_k_dense_replace": 0, "n_shared_experts": 0, "routed_scaling_factor": 1.0}},
     "gemma3": {**_DENSE, "use_qk_norm": True, "norm_position": "both", "hidden_act": "gelu_tanh", "scale_embeddings": True,
         "tie_word_embeddings": True, "sliding_window": "24 tokens", "sliding_rope": {"theta": 10_000.0}},
+    "phi3": {**_DENSE, "head_dim": 32, "rope": {"partial_rotary_factor": 0.75}},
+    "granite": {**_DENSE, "head_dim": 32, "multipliers": {"embedding": 2.0, "key": 0.707106781187, "attention_out": 0.5, "ffn_out": 0.5,
+        "logits": 0.5}},
+    "glm4": {**_DENSE, "norm_position": "both", "attention_bias": True, "rope": {"partial_rotary_factor": 0.5}},
+    "qwen3next": {**_DELTA, "moe": _SHARED},
+    "qwen35": {**_DELTA, "tie_word_embeddings": True},
+    "qwen35moe": {**_DELTA, "intermediate_size": 64, "moe": _SHARED},
     "smollm3": {**_DENSE, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
 }  # fmt: skip
 STEPS = 64

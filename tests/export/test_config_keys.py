@@ -152,7 +152,9 @@ def test_a_config_that_says_something_else_is_never_read_as_another_model(family
     for seed in seeds:
         folder, draw = tmp_path / f"{seed}", random.Random(f"{family.name}/other/{seed}")
         config, _ = _written(family, seed, folder)
-        for _ in range(3 if seeds is _FEW else 10):
+        for number in range(30):
+            if number >= (3 if seeds is _FEW else 10) and (seed != seeds[-1] or True in outcomes):
+                break
             (folder / "config.json").write_text(json.dumps(other(config, draw)))
             outcomes.append(_compare(folder, seed))
     assert outcomes.count(True) > len(outcomes) // 20, "the test compares nothing"

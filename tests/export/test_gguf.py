@@ -169,6 +169,13 @@ def test_embedding_rows_beyond_the_tokenizer_are_unused_tokens(make_run: Callabl
     assert found["tokenizer.ggml.token_type"].contents()[-8:] == [int(gguf.TokenType.UNUSED)] * 8
 
 
+GATED: dict[str, Any] = SOFTMAX | {"first_k_dense_replace": 0, "n_shared_experts": 1, "shared_expert_gate": True}
+DELTA: dict[str, Any] = {
+    "use_qk_norm": True, "attn_output_gate": True, "rms_norm_eps": 1e-6, "layer_types": ["linear_attention", "full_attention"],
+    "gated_delta": {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 8, "value_head_dim": 8},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -188,6 +195,10 @@ def test_embedding_rows_beyond_the_tokenizer_are_unused_tokens(make_run: Callabl
         (OLMOE, "weights of its chosen experts are normalized .*olmoe does not do"),
         (OLMOE | {"moe": PLAIN_WEIGHTS, "num_key_value_heads": 1}, "llama.cpp's olmoe has a key norm of the whole width"),
         (OLMOE | {"moe": PLAIN_WEIGHTS, "tie_word_embeddings": True}, "llama.cpp's olmoe needs a head of its own"),
+        (DELTA | {"rms_norm_eps": 1e-5}, "rms_norm_eps is not 1e-06, and llama.cpp takes it for the lengths"),
+        (DELTA | {"layer_types": ["full_attention", "linear_attention"]}, "its layers of full attention are not each few layers"),
+        (DELTA | {"gated_delta": DELTA["gated_delta"] | {"value_head_dim": 12}}, "keys and values have different widths"),
+        (DELTA | {"moe": GATED | {"norm_topk_prob": False}}, "the weights of its experts are not normalized, unlike"),
         (ALL_HEADS | {"norm_position": "post", "tie_word_embeddings": True}, "llama.cpp's olmo2 needs a head of its own"),
         (SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}, "its sliding layers are not three of four"),
         (SINKS | {"layer_types": ["full_attention", "sliding_attention"]}, "its sliding layers are not every second one from the first on"),
@@ -322,7 +333,7 @@ def test_names_are_those_of_llama_cpps_tables(family: Family, make_run: Callable
         assert check_gguf(model, tmp_path / "model.gguf", torch.float32) == len(reader.tensors)
         number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         listed = {gguf.TENSOR_NAMES[kind].replace("{bid}", "*") for kind in gguf.MODEL_TENSORS[number]}
-        found = {re.sub(r"blk\.\d+\.", "blk.*.", tensor.name).rsplit(".", 1)[0] for tensor in reader.tensors}
+        found = {re.sub(r"\.(weight|bias)$", "", re.sub(r"blk\.\d+\.", "blk.*.", tensor.name)) for tensor in reader.tensors}
         assert found <= listed
         assert reader.get_field(f"{architecture}.block_count").contents() == config.num_hidden_layers
         written += 1

@@ -20,6 +20,7 @@ from lmworks.inference.model import for_inference
 from lmworks.model import Transformer
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import FAMILIES, class_for, family_of, from_config, table, to_config
+from lmworks.recipe.schema.gated_delta import GatedDelta
 from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers
 from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Rope
 from lmworks.weights.huggingface import read_model
@@ -70,6 +71,13 @@ _CLAMPED = _SOFTMAX.model_copy(update={"add_bias": True, "swiglu_alpha": 1.702, 
 _LIGHTNING: dict[str, Any] = {
     "layer_types": ("linear_attention", "full_attention"), "lightning": Lightning(), "norm_position": "stream",
     "moe": _SOFTMAX.model_copy(update={"moe_intermediate_size": 96}),
+}  # fmt: skip
+
+_SHARED = _SOFTMAX.model_copy(update={"n_shared_experts": 2, "shared_expert_gate": True})
+_DELTA: dict[str, Any] = _COMMON | {
+    "use_qk_norm": True, "attn_output_gate": True, "rope": Rope(partial_rotary_factor=0.25, theta=1e6),
+    "layer_types": ("linear_attention", "linear_attention", "full_attention"),
+    "gated_delta": GatedDelta(num_key_heads=2, num_value_heads=6, key_head_dim=8, value_head_dim=12),
 }  # fmt: skip
 
 CASES = {
@@ -139,6 +147,21 @@ CASES = {
     "minimax_m2": Model(
         **_MIXTRAL, use_qk_norm=True, qk_norm_over="all_heads", rope=Rope(theta=1e5, partial_rotary_factor=0.5), moe=_SIGMOID,
     ),
+    "phi3": Model(**_COMMON | {"head_dim": 16}, rope=Rope(partial_rotary_factor=0.75), tie_word_embeddings=True),
+    "phi3_window": Model(**_COMMON | {"head_dim": 16}, rope=Rope(partial_rotary_factor=0.5), sliding_window="5 tokens"),
+    "glm4": Model(**_COMMON, norm_position="both", attention_bias=True, rope=Rope(partial_rotary_factor=0.5)),
+    "glm4_yarn": Model(**_COMMON, norm_position="both", rope=_YARN),
+    "granite": Model(
+        **_COMMON | {"head_dim": 16}, multipliers=Multipliers(embedding=12.0, key=0.3, attention_out=0.22, ffn_out=0.22, logits=0.125)
+    ),
+    "qwen3_next": Model(**_DELTA, moe=_SHARED),
+    "qwen3_next_dense": Model(
+        **_DELTA, moe=_SHARED.model_copy(update={"first_k_dense_replace": 2, "norm_topk_prob": False, "n_shared_experts": 1}),
+        tie_word_embeddings=True,
+    ),
+    "qwen3_5_text": Model(**_DELTA),
+    "qwen3_5_text_tied": Model(**_DELTA, tie_word_embeddings=True, rms_norm_eps=1e-3),
+    "qwen3_5_moe_text": Model(**_DELTA | {"intermediate_size": 32}, moe=_SHARED),
     "falcon_h1": Model(**_COMMON, layer_types=("hybrid",), mamba=_MAMBA, multipliers=_FACTORS),
     "falcon_h1_norm": Model(
         **_COMMON, layer_types=("hybrid",), mamba=_MAMBA.model_copy(update={"gate_norm": "after_gate", "norm_groups": 2}),
@@ -222,7 +245,8 @@ def _same_logits_loss_and_gradients(model: Transformer, peer: Any, tokens: torch
     stored = dict(stack(dict(to_huggingface(own, model.config)), family_of(model.config)))
     gradients = {_as_in_memory(key): gradient for key, gradient in stored.items()}
     if family_of(model.config).norms_plus_one:  # the weights are moved by 1; their gradients are not
-        gradients = {key: grad + 1 if key.endswith("norm.weight") else grad for key, grad in gradients.items()}
+        shifted = [key for key in gradients if key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight")]
+        gradients |= {key: gradients[key] + 1 for key in shifted}
     checked, largest = 0, max(float(parameter.grad.abs().max()) for parameter in peer.parameters())
     for key, parameter in peer.named_parameters():
         found = gradients[key] if key in gradients else _fused(key, gradients)
@@ -332,7 +356,7 @@ def test_every_file_of_the_package_is_a_family_or_says_what_it_is() -> None:
     from lmworks.recipe import families
 
     folder = Path(families.__path__[0])
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "common", "family", "keys", "registry", "rope"}
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "common", "family", "gated_delta", "keys", "registry", "rope"}
     assert {family.model_type for family in FAMILIES.values()} == files
     assert {class_for(config) for config in CASES.values()} == {family.written_as or family.name for family in FAMILIES.values()}
 

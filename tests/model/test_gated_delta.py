@@ -26,7 +26,8 @@ from small_config import small_config
 _DELTA: dict[str, Any] = small_config(num_hidden_layers=4) | {
     "layer_types": ("linear_attention", "linear_attention", "full_attention"),
     "gated_delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6},
-    "initializer_range": 0.2,
+    "initializer_range": 0.2, "attn_output_gate": True,
+    "moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_gate": True},
 }
 
 

@@ -57,7 +57,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_position": "stream", "multipliers": {"lightning_stream": 0.75, "ffn_out": 0.5},
     },
     "delta": _COMMON | {
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"], "moe": _MOE,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "moe": _MOE | {"shared_expert_gate": True}, "attn_output_gate": True,
         "gated_delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6},
     },
     "gemma": _COMMON | {

@@ -22,6 +22,7 @@ PUBLISHED = {  # parameters in total, and where that is said
     "falcon-h1-1.5b-deep": 1.55e9,
     "falcon-h1-7b": 7.59e9,
     "falcon-h1-34b": 33.6e9,
+    "qwen3-next-80b-a3b": 80e9,  # the model card of Qwen3-Next-80B-A3B
     "minimax-01-456b-a46b": 456e9,  # arXiv:2501.08313, section 1
 }
 _SMALL = {
@@ -49,6 +50,13 @@ def test_active_parameters_of_minimax() -> None:
     """Published: 45.9 billion, without the embedding and the head, as of the report's other models."""
     counts = count_by_component(preset("minimax-01-456b-a46b"))
     assert counts.active - 2 * counts.embedding == pytest.approx(45.9e9, rel=0.01)
+
+
+def test_parameters_of_qwen3_next_outside_of_the_embedding_and_the_head() -> None:
+    """Published: 79 billion in total, 3 billion active."""
+    counts = count_by_component(preset("qwen3-next-80b-a3b"))
+    assert counts.total - 2 * counts.embedding == pytest.approx(79e9, rel=0.01)
+    assert round((counts.active - 2 * counts.embedding) / 1e9) == 3
 
 
 @pytest.mark.parametrize("name", MODELS)

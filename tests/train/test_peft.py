@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from test_lora_run import based, tune  # noqa: F401
 from torch import Tensor
 
-from lmworks.export import huggingface as ours
 from lmworks.export.export import find_adapter, write_adapter
 from lmworks.export.huggingface import write_model
+from lmworks.export.peft import their_adapters
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.model.lora import attach
@@ -63,8 +63,7 @@ def test_trains_as_peft_does(tmp_path: Path, rslora: bool) -> None:
             value.copy_(torch.randn(value.shape, generator=draw) * 0.1)
 
     def named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        family = family_of(MODEL)
-        pairs = (pair for name, value in tensors.items() for pair in ours._their_tensors(name, value.detach(), MODEL, family))
+        pairs = their_adapters({name: value.detach() for name, value in tensors.items()}, MODEL, family_of(MODEL))
         return {name.replace(".weight", ".default.weight"): value.clone() for name, value in pairs}
 
     options = peft.LoraConfig(r=4, lora_alpha=8.0, use_rslora=rslora, target_modules=list(LINEAR), task_type="CAUSAL_LM")

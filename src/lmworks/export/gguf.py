@@ -67,7 +67,7 @@ def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torc
     with atomic_path(path) as aside, gguf_writer(aside, architecture_for(model.config)) as writer, progressing as progress:
         for item in items:
             kind = gguf.GGMLQuantizationType.BF16 if item.dtype == torch.bfloat16 else gguf.GGMLQuantizationType.F32
-            writer.add_tensor_info(item.name, item.tensor.shape, np.dtype(np.float32), item.nbytes, kind)
+            writer.add_tensor_info(item.name, item.shape, np.dtype(np.float32), item.nbytes, kind)
         _add_general(writer, name, dtype)
         _add_model(writer, model)
         add_tokenizer(writer, tokenizer, model.config.vocab_size or 0)
@@ -89,6 +89,8 @@ def write_gguf_adapter(adapters: Mapping[str, Tensor], lora: Lora, model: Transf
     for ours, tensor in adapters.items():
         if latent_parts(matrix_of_adapter(ours)):
             raise NoAdapter("llama.cpp has the expansion of latents to keys and values as other matrices than those with adapters")
+        if places.is_part(matrix_of_adapter(ours)):
+            raise NoAdapter("llama.cpp has matrices with adapters as parts of larger ones")
         item = places.place(matrix_of_adapter(ours), tensor, torch.float32)
         if ours.endswith("A"):  # whose rows are ranks
             item = replace(item, heads=0, rotated="")
@@ -114,8 +116,8 @@ def check_gguf(model: Transformer, path: Path, dtype: torch.dtype) -> int:
     if found.keys() != expected.keys():
         raise _damaged(path, f"tensor {min(found.keys() ^ expected.keys())} is only in the file or only in the model")
     for name, item in expected.items():
-        if list(reversed(found[name].shape.tolist())) != list(item.tensor.shape):
-            raise _damaged(path, f"tensor {name} has shape {list(reversed(found[name].shape.tolist()))}, not {list(item.tensor.shape)}")
+        if list(reversed(found[name].shape.tolist())) != list(item.shape):
+            raise _damaged(path, f"tensor {name} has shape {list(reversed(found[name].shape.tolist()))}, not {list(item.shape)}")
         if found[name].data.tobytes() != item.bits().tobytes():
             raise _damaged(path, f"the values of tensor {name} differ")
     return len(expected)
@@ -139,9 +141,9 @@ def load_gguf(model: Transformer, path: Path) -> None:
         if item.name not in found:
             raise UserError(f"{path} has no tensor {item.name}; it is not this model, or it is damaged")
         one = found[item.name]
-        if list(reversed(one.shape.tolist())) != list(item.tensor.shape):
+        if list(reversed(one.shape.tolist())) != list(item.shape):
             raise UserError(f"{path}: tensor {item.name} has another shape than in the model; it is not this model, or it is damaged")
-        item.store(torch.tensor(gguf.quants.dequantize(one.data, one.tensor_type)).reshape(item.tensor.shape))
+        item.store(torch.tensor(gguf.quants.dequantize(one.data, one.tensor_type)).reshape(item.shape))
 
 
 def _damaged(path: Path, why: str) -> Differs:
@@ -151,7 +153,8 @@ def _damaged(path: Path, why: str) -> Differs:
 def _items(model: Transformer, dtype: torch.dtype) -> Iterator[GgufTensor]:
     config = model.config
     places = Places(config)
-    for ours, tensor in model.state_dict().items():
+    state = model.state_dict()
+    for ours, tensor in state.items():
         if ours == "head.weight" and model.config.tie_word_embeddings:
             continue  # llama.cpp uses the embedding if there is no output
         if ours.startswith("mtp."):
@@ -161,9 +164,10 @@ def _items(model: Transformer, dtype: torch.dtype) -> Iterator[GgufTensor]:
         if (parts := latent_parts(ours)) is not None:
             yield from _split_latents(parts, tensor, dtype, config)
             continue
-        yield places.place(ours, tensor, dtype)
+        if (item := places.item(ours, state, dtype)) is not None:
+            yield item
     if model.rope.scaling == "llama3":  # llama.cpp divides each frequency by a stored factor
-        yield GgufTensor(ROPE_FACTORS, rope_factors(config), torch.float32)
+        yield GgufTensor(ROPE_FACTORS, (rope_factors(config),), torch.float32)
 
 
 def _split_latents(names: tuple[str, str], tensor: Tensor, dtype: torch.dtype, config: Model) -> Iterator[GgufTensor]:
@@ -171,8 +175,8 @@ def _split_latents(names: tuple[str, str], tensor: Tensor, dtype: torch.dtype, c
     mla = config.mla
     assert mla is not None
     key, value = tensor.unflatten(0, (config.num_attention_heads or 1, -1)).split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
-    yield GgufTensor(names[0], key.transpose(1, 2), dtype)
-    yield GgufTensor(names[1], value, dtype)
+    yield GgufTensor(names[0], (key.transpose(1, 2),), dtype)
+    yield GgufTensor(names[1], (value,), dtype)
 
 
 def _add_general(writer: gguf.GGUFWriter, name: str, dtype: torch.dtype) -> None:

@@ -53,7 +53,7 @@ def write_peft(checkpoint: Path, options: Lora, model: Model, base: str, base_ha
     from safetensors.torch import save_file
 
     state, family = adapter_tensors(checkpoint), family_of(model)
-    tensors = {theirs: tensor.float().contiguous() for theirs, tensor in _their_adapters(state, model, family)}
+    tensors = {theirs: tensor.float().contiguous() for theirs, tensor in their_adapters(state, model, family)}
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True, "bias": "none",
         "r": options.rank, "lora_alpha": options.alpha, "lora_dropout": options.dropout, "use_rslora": options.rslora,
@@ -72,7 +72,7 @@ def unequal_adapters(checkpoint: Path, model: Model, directory: Path) -> list[st
     from safetensors.torch import load_file
 
     stored = load_file(directory / WEIGHTS)
-    written = dict(_their_adapters(adapter_tensors(checkpoint), model, family_of(model)))
+    written = dict(their_adapters(adapter_tensors(checkpoint), model, family_of(model)))
     return [name for name in {**stored, **written} if name not in stored or not torch.equal(stored[name], written[name].float())]
 
 
@@ -117,7 +117,7 @@ def read_peft(directory: Path, state: Mapping[str, Tensor], model: Model, option
                     f"lora.init_from: {directory} is an adapter of another base model: {theirs} has the shape {tuple(parts[0].shape)}, and "
                     f"here it is {tuple(tensor.shape[-2:])}"
                 )
-            whole = reordered(matrix_of_adapter(name), whole, model, back=True) if name.endswith("B") else whole
+            whole = reordered(matrix_of_adapter(name), whole, model, family, back=True) if name.endswith("B") else whole
             if (part := local_slice(name, tensor)) is not None:
                 box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
                 part.values().copy_(whole[box])
@@ -132,7 +132,7 @@ def _their_names(name: str, tensor: Tensor, model: Model, family: Family) -> lis
     return [f"{_PREFIX}{theirs.replace('{e}', str(expert))}.lora_{name[-1]}.weight" for expert in experts]
 
 
-def _their_adapters(state: Mapping[str, Tensor], model: Model, family: Family) -> Iterator[tuple[str, Tensor]]:
+def their_adapters(state: Mapping[str, Tensor], model: Model, family: Family) -> Iterator[tuple[str, Tensor]]:
     """Our adapters as PEFT has them."""
     joined = _Joined(state, model)
     for name, tensor in state.items():
@@ -143,7 +143,7 @@ def _their_adapters(state: Mapping[str, Tensor], model: Model, family: Family) -
         elif "experts" in name:
             yield from zip(names, tensor.unbind(0), strict=True)
         else:
-            yield names[0], reordered(matrix_of_adapter(name), tensor, model) if name.endswith("B") else tensor
+            yield names[0], reordered(matrix_of_adapter(name), tensor, model, family) if name.endswith("B") else tensor
 
 
 class _Joined:

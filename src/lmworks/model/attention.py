@@ -1,4 +1,4 @@
-"""Grouped-query attention with QK norm, partial RoPE, NoPE layers, sliding windows and sinks.
+"""Grouped-query attention with QK norm, partial RoPE, NoPE layers, sliding windows, sinks and an output gate.
 
 Shapes: B batch, T time, S keys (T, or the cache's length), D hidden, H query heads, K key/value heads, C head dimension.
 """
@@ -36,6 +36,8 @@ class Attention(nn.Module):
         self.value = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)
         self.output = Linear(self.heads * self.head_dim, config.hidden_size, config.attention_output_bias)
         self.sinks = nn.Parameter(torch.empty(self.heads)) if config.attention_sinks else None
+        gated = config.attn_output_gate
+        self.gate = Linear(config.hidden_size, self.heads * self.head_dim, config.attention_bias) if gated else None
         normed = (self.heads, self.kv_heads) if config.qk_norm_over == "all_heads" else (1, 1)  # heads of one norm
         self.query_norm = RMSNorm(normed[0] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
         self.key_norm = RMSNorm(normed[1] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
@@ -54,7 +56,7 @@ class Attention(nn.Module):
         if self.joined is not None:
             query, entries = self._projected(self.joined, x_BTD, rope)
             mixed_BHTC = self._mix(query, entries, mask) if cache is None else cache.attend(self._mix, (query,), entries, self.slides)
-            return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
+            return self._read_out(mixed_BHTC, x_BTD)
         query, key, value = self.query(x_BTD), times(self.key(x_BTD), self.key_factor), self.value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             plain = query, key
@@ -69,7 +71,12 @@ class Attention(nn.Module):
             mixed_BHTC = self._attend(query, key, value, mask, logits)
         else:
             mixed_BHTC = cache.attend(self._mix, (query,), torch.cat((key, value), dim=1), self.slides)
-        return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
+        return self._read_out(mixed_BHTC, x_BTD)
+
+    def _read_out(self, mixed_BHTC: Tensor, x_BTD: Tensor) -> Tensor:
+        """The projection of what the heads have read, times the sigmoid of the gate if there is one (Qiu et al. 2025, arXiv:2505.06708)."""
+        mixed_BTX = mixed_BHTC.transpose(1, 2).reshape(*x_BTD.shape[:2], -1)
+        return self.output(mixed_BTX if self.gate is None else mixed_BTX * self.gate(x_BTD).sigmoid())
 
     def _attend(
         self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, logits: list[Tensor] | None = None

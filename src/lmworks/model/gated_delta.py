@@ -25,15 +25,15 @@ _EPS = 1e-6  # added to the squared length of queries and keys, as in flash-line
 
 
 class Filters(nn.Module):
-    """The filters (X, W) of a depthwise convolution."""
+    """The filters (X, 1, W) of a depthwise convolution."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
 
     def forward(self) -> Tensor:
-        """The weight."""
-        return self.weight
+        """The weight as (X, W)."""
+        return self.weight[:, 0]
 
 
 class GatedDeltaNet(nn.Module):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmworks.model.layers import Adapter, SwiGLU
+from lmworks.model.layers import Adapter, Linear, SwiGLU
 from lmworks.model.router import Router, Routing
 from lmworks.recipe.schema.model import Moe
 
@@ -93,11 +93,15 @@ class MoE(nn.Module):
         self.router = Router(moe, size)
         self.experts = Experts(moe, size)
         self.shared = SwiGLU(size, moe.moe_intermediate_size * moe.n_shared_experts) if moe.n_shared_experts else None
+        self.shared_gate = Linear(size, 1) if moe.shared_expert_gate else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Routing]:
         routing = self.router(x_BTD)
         out = self.experts(x_BTD.reshape(-1, x_BTD.shape[-1]), routing).view_as(x_BTD)
-        return (out + self.shared(x_BTD) if self.shared is not None else out), routing
+        if self.shared is None:
+            return out, routing
+        shared_BTD = self.shared(x_BTD)
+        return out + (shared_BTD if self.shared_gate is None else shared_BTD * self.shared_gate(x_BTD).sigmoid()), routing
 
 
 def has_grouped_mm(x: Tensor) -> bool:

@@ -6,16 +6,16 @@ units, and reduce-scatters its output, which is a sum over ranks:
 
 | module                     | input      | sharded over                         | output                     |
 | embedding                  |            | vocabulary                           | reduce-scatter             |
-| attention                  | all-gather | heads: query, key, value; output     | reduce-scatter             |
+| attention                  | all-gather | heads: query, key, value, gate; output | reduce-scatter           |
 | latent attention           |            | heads: query_up, kv_up; output       | reduce-scatter             |
 | dense and shared ffn       | all-gather | hidden units: gate, up; down         | reduce-scatter             |
 | experts (`experts.py`)     | all-gather | hidden units: gate, up; down         | reduce-scatter             |
 | head and loss              | all-gather | vocabulary                           | all-reduce of max and sum  |
 
-Replicated are the norms, the router, the projection of multi-token prediction and the down-projections of latent attention. Norms and
-projections process a rank's own tokens or heads, so their gradients are summed; the router computes the same on all ranks. Latent
-attention gathers its latents instead of the hidden states. All heads share one rotated key, and each rank uses it for its own heads only:
-that gather must sum gradients. Without the sum the forward pass would be right and the gradients wrong.
+Replicated are the norms, the router and the gate of shared experts, the projection of multi-token prediction and the down-projections of
+latent attention. Norms and projections process a rank's own tokens or heads, so their gradients are summed; the router and that gate
+compute the same on all ranks. Latent attention gathers its latents instead of the hidden states. All heads share one rotated key, and each
+rank uses it for its own heads only: that gather must sum gradients. Without it the forward pass would be right and the gradients wrong.
 
 Shapes: B batch, T tokens, D hidden, M tokens of a chunk, V own vocabulary.
 """
@@ -123,7 +123,7 @@ def shard_tensors(model: Transformer, ranks: Ranks) -> None:
     forwards = _forwards(stream)
     for module in list(model.modules()):
         if isinstance(module, Attention):
-            _column_parallel(mesh, module.query, module.key, module.value)
+            _column_parallel(mesh, module.query, module.key, module.value, module.gate)
             _row_parallel(mesh, module.output)
             if module.sinks is not None:
                 _place(module, mesh, Shard(0))
@@ -145,6 +145,9 @@ def shard_tensors(model: Transformer, ranks: Ranks) -> None:
         elif isinstance(module, Router):
             _place(module, mesh, Replicate(), same_computation=True)
             override_members(module, {"forward": forwards[Router]})
+        elif isinstance(module, MoE) and module.shared_gate is not None:
+            _place(module.shared_gate, mesh, Replicate(), same_computation=True)
+            override_members(module.shared_gate, {"forward": forwards["shared_gate"]})
         elif isinstance(module, RMSNorm):
             _replicated(mesh, module)
         elif isinstance(module, MtpLayer):
@@ -245,9 +248,14 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
         routing = Router.forward(self, collectives.scale_grad_by_group(x_BTD, stream.group))
         return replace(routing, weights=collectives.identity_allreduce_grad(routing.weights, stream.group))
 
+    def shared_gate(self: Linear, x: Tensor) -> Tensor:
+        """As the router: it multiplies what is a partial sum on each rank."""
+        gate_BT1 = Linear.forward(self, collectives.scale_grad_by_group(x, stream.group))
+        return collectives.identity_allreduce_grad(gate_BT1, stream.group)
+
     return {
         Attention: attention, LatentAttention: latent_attention, GatedDeltaNet: gated_delta, SwiGLU: ffn, MoE: moe, Router: router,
-        "query": query, "query_down": down, "kv_down": down,
+        "query": query, "query_down": down, "kv_down": down, "shared_gate": shared_gate,
     }  # fmt: skip
 
 

@@ -150,6 +150,8 @@ def layer_activations(
     elif model.attends(layer):
         heads = (2 * H + K) * d + (H + K) * d * (2 if model.use_qk_norm else 1)  # rotated q and k, v, out; q and k before norm and rotation
         projected = (H + 2 * K) * d
+        if model.attn_output_gate:  # the sigmoid and the product; the gate itself is a product
+            heads, projected = heads + 2 * H * d, projected + H * d
     if mixer != "attention":
         saved = MIXERS[mixer].saved(model)
         heads, projected = heads + saved[0], projected + saved[1]
@@ -178,6 +180,8 @@ def layer_activations(
             factors = (8, 4)
         rows = moe.num_experts_per_tok * (D + factors[0] * moe.moe_intermediate_size + 2 * moe.add_bias * moe.n_routed_experts)
         everything += element * (rows + factors[1] * shared) / tp + 8 * moe.n_routed_experts
+        if moe.shared_expert_gate:  # what it multiplies, and the sigmoid of each token
+            everything += element * (D + 1)
         everything += 4 * D / tp if eager and element < 4 else 0  # the router reads fp32
         products += (
             element * (moe.num_experts_per_tok * (2 * moe.moe_intermediate_size + D) + 2 * shared + (D if shared else 0)) / tp

@@ -36,6 +36,8 @@ _BELOW = {  # keys of a family's metadata that are not directly below the archit
     "head_count_kv": "attention", "key_length": "attention", "value_length": "attention", "key_length_mla": "attention",
     "value_length_mla": "attention", "kv_lora_rank": "attention", "q_lora_rank": "attention", "rope_dimension_count": "",
     "sliding_window": "attention", "sliding_window_pattern": "attention", "freq_base_swa": "rope",
+    "recurrent_layers": "attention", "dimension_sections": "rope", "scale": "attention",
+    **dict.fromkeys(("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"), "ssm"),
 }  # fmt: skip
 _SAYS_NOTHING = ("rope.scaling.finetuned", "tensor_data_layout")
 _ROPE_FACTORS, _PATTERN = "rope_freqs.weight", "attention.sliding_window_pattern"
@@ -155,7 +157,8 @@ class _Values(Mapping[str, Any]):
                 if _slides(value, model) != [model.slides(layer) for layer in range(model.num_hidden_layers or 0)]:
                     self._refuse(key, value)
             elif key in written:
-                same = type(value) is not str and not isinstance(written[key], str) and math.isclose(value, written[key], rel_tol=1e-6)
+                numbers = isinstance(value, (int, float)) and isinstance(written[key], (int, float))
+                same = numbers and math.isclose(value, written[key], rel_tol=1e-6)
                 if not same and value != written[key]:
                     self._refuse(key, value)
             elif key not in _SAYS_NOTHING and value not in (0, False, "none", "") and not self._harmless(key, value, written):
@@ -201,7 +204,8 @@ def _common(values: _Values, header: Header, rope_factors: list[float] | None) -
     return {
         "vocab_size": embedding.shape[0], "hidden_size": width, "num_hidden_layers": values.size("block_count"),
         "num_attention_heads": heads, "num_key_value_heads": values.size("attention.head_count_kv", heads), "head_dim": head_dim,
-        "intermediate_size": values.size("feed_forward_length"), "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
+        "intermediate_size": values.size("feed_forward_length", values.get("expert_feed_forward_length")),
+        "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
         "max_position_embeddings": f"{values.size('context_length')} tokens", "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors, "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
         "rope": _rope(values, fraction, rotated, rope_factors),

@@ -36,7 +36,7 @@ def _gated_delta_parameters(model: Model, start: str, layer: int) -> Iterator[Pa
     for name, rows in (("query", keys), ("key", keys), ("value", values), ("gate", values), ("beta", H), ("decay", H)):
         yield Parameter(f"{start}attention.{name}.weight", (rows, D), "attention", layer)
     for name, rows in (("query", keys), ("key", keys), ("value", values)):
-        yield Parameter(f"{start}attention.{name}_conv.weight", (rows, W), "attention", layer)
+        yield Parameter(f"{start}attention.{name}_conv.weight", (rows, 1, W), "attention", layer)
     yield Parameter(start + "attention.dt_bias", (H,), "attention", layer)
     yield Parameter(start + "attention.A_log", (H,), "attention", layer)
     yield Parameter(start + "attention.norm.weight", (sizes.value_head_dim,), "norms", layer)

@@ -100,13 +100,16 @@ def _feed_forward(model: Model, start: str, layer: int) -> Iterator[Parameter]:
             yield Parameter(f"{start}ffn.experts.{name}_bias", (E, size), "experts", layer, share)
     if moe.n_shared_experts:
         yield from _swiglu(start + "ffn.shared.", D, moe.n_shared_experts * X, "shared experts", layer)
+    if moe.shared_expert_gate:
+        yield Parameter(start + "ffn.shared_gate.weight", (1, D), "router", layer)
 
 
 def attention_parameters(model: Model, start: str, layer: int) -> Iterator[Parameter]:
     """The trained tensors of softmax attention, MHA, GQA or MQA."""
     D, H, K, d = model.hidden_size, model.num_attention_heads, model.num_key_value_heads, model.head_dim
     assert D and H and K and d, "the model is not resolved"
-    for name, rows in (("query", H * d), ("key", K * d), ("value", K * d)):
+    gate = (("gate", H * d),) if model.attn_output_gate else ()
+    for name, rows in (("query", H * d), ("key", K * d), ("value", K * d), *gate):
         yield Parameter(f"{start}attention.{name}.weight", (rows, D), "attention", layer)
         if model.attention_bias:
             yield Parameter(f"{start}attention.{name}.bias", (rows,), "attention", layer)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,37 +21,66 @@ from lmworks.checkpoint.save_plan import local_slice
 from lmworks.errors import UserError
 from lmworks.model import Transformer
 from lmworks.model.rope import frequencies
-from lmworks.recipe.families.family import Gguf, NoClass
+from lmworks.recipe.families.family import Form, Gguf, NoClass
 from lmworks.recipe.families.registry import family_of
 from lmworks.recipe.gguf_header import TensorInfo, read_header
 from lmworks.recipe.schema.model import Model
-from lmworks.weights.names import from_interleaved, huggingface_name, is_interleaved, is_shifted, sources, to_interleaved
+from lmworks.weights.names import (
+    Packing,
+    from_interleaved,
+    huggingface_name,
+    is_interleaved,
+    is_shifted,
+    matches,
+    name_in_table,
+    packed_together,
+    packing,
+    packing_in,
+    sources,
+    to_interleaved,
+)
 
 _LATENT_KEYS_AND_VALUES = re.compile(r"layers\.(\d+)\.attention\.kv_up\.weight\Z")
+_IN_FP32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight", ".bias")  # as llama.cpp requires
 _QUERY_OR_KEY = re.compile(r"layers\.\d+\.attention\.(query|key)\.(weight|bias)\Z")
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor to write: its name in the file, our tensor or a view of a part of it, and the dtype in the file.
+    """A tensor to write: its name in the file, our tensors whose rows it has (usually one, or a view of a part of one), and the dtype in
+    the file.
 
-    `heads` is the number of heads whose rows are reordered (0 for no reordering). `rotated` names our tensor if it has rows of latent
-    attention that llama.cpp wants interleaved, and `model` is then the config."""
+    `heads` is the number of heads whose rows are reordered (0 for no reordering). `rotated` names our tensor if it has rotated rows that
+    llama.cpp wants interleaved. `packing` is how the rows of several tensors lie, and `forms` are those of each of them, if any has one;
+    `model` is then the config."""
 
     name: str
-    tensor: Tensor
+    tensors: tuple[Tensor, ...]
     dtype: torch.dtype
     heads: int = 0
     rotated: str = ""
     model: Model | None = None
+    packing: Packing | None = None
+    forms: tuple[Form | None, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is one of ours, if in another order."""
+        return self.packing is None and not self.forms
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.plain:
+            return tuple(self.tensors[0].shape)
+        return tuple(self._joined([torch.empty(tensor.shape, device="meta") for tensor in self.tensors]).shape)
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def bits(self) -> np.ndarray:
         """The values as stored in the file; bfloat16, which numpy lacks, as int16."""
-        tensor = self.tensor.detach().cpu()
+        tensor = self._joined([tensor.detach().cpu() for tensor in self.tensors])
         if self.rotated and self.model:
             tensor = to_interleaved(self.rotated, tensor, self.model)
         if self.heads:
@@ -62,12 +91,26 @@ class GgufTensor:
 
     @torch.no_grad()
     def store(self, values: Tensor) -> None:
-        """Copy values of the file, in its order, into our tensor: the inverse of `bits`."""
+        """Copy values of the file, in its order, into our tensors: the inverse of `bits`."""
         if self.heads:
             values = from_neighbors(values, len(values) // self.heads)
         if self.rotated and self.model:
             values = from_interleaved(self.rotated, values, self.model)
-        self.tensor.copy_(values)
+        for tensor, part in zip(self.tensors, self.parts(values), strict=True):
+            tensor.copy_(part)
+
+    def _joined(self, tensors: list[Tensor]) -> Tensor:
+        formed = [form.to(tensor, self.model) if form else tensor for tensor, form in zip(tensors, self._forms(), strict=True)]  # type: ignore[arg-type]
+        return formed[0] if self.packing is None else self.packing.pack(formed)
+
+    def parts(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Our tensors from the values of the file, in the order of Hugging Face's format where `heads` or `rotated` say so."""
+        rows = [tensor.shape[0] for tensor in self.tensors]
+        found = (values,) if self.packing is None else self.packing.unpack(values, rows)
+        return tuple(form.back(part, self.model) if form else part for part, form in zip(found, self._forms(), strict=True))  # type: ignore[arg-type]
+
+    def _forms(self) -> tuple[Form | None, ...]:
+        return self.forms or (None,) * len(self.tensors)
 
 
 def from_neighbors(values: Tensor, rows: int) -> Tensor:
@@ -103,6 +146,26 @@ def gguf_package() -> Any:
     return gguf
 
 
+class Item(NamedTuple):
+    """A tensor of a file, and the number of one of ours among its parts."""
+
+    tensor: GgufTensor
+    number: int
+    own: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def plain(self) -> bool:
+        return self.tensor.plain
+
+    @property
+    def heads(self) -> int:
+        return self.tensor.heads
+
+
 class Places:
     """Where llama.cpp has the tensors of a model, whose config has the RoPE of the last phase."""
 
@@ -112,19 +175,58 @@ class Places:
         number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self._known.architecture)
         self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
-    def place(self, ours: str, tensor: Tensor, dtype: torch.dtype) -> GgufTensor:
-        """The tensor to write for one of ours, or for another one with the same rows."""
-        # the package maps Hugging Face's names, with stacked experts and the bias as a separate tensor
-        theirs = huggingface_name(ours, self.config, self.family).replace(".{e}", "")
-        theirs = theirs.replace("e_score_correction_bias", "e_score_correction.bias")
-        theirs += ".weight" if theirs.endswith(".sinks") else ""
-        name = self._names.get_name(theirs, try_suffixes=(".weight", ".bias"))
-        assert name, f"gguf has no name for {theirs}"
-        is_matrix = tensor.dim() > 1 and not name.endswith(("ffn_gate_inp.weight", ".bias"))
+    def item(self, ours: str, state: Mapping[str, Tensor], dtype: torch.dtype) -> GgufTensor | None:
+        """The tensor to write for one of ours; None for a part of one that is not the first."""
+        config, known = self.config, self._known
+        own = packing_in(known.names, ours, config)
+        packed = own if own and len(own.ours) > 1 else packing(ours, config, self.family) if own is None else None
+        if packed is None:
+            return self.place(ours, state[ours], dtype, own.name if own else None)
+        if ours != packed.ours[0]:
+            return None
+        first = self.place(ours, state[ours], dtype, own.name if own else None)
+        forms = tuple(self._form(name) for name in packed.ours)
+        return replace(first, tensors=tuple(state[name] for name in packed.ours), packing=packed, forms=forms if any(forms) else ())
+
+    def whole(self, ours: str, state: Mapping[str, Tensor]) -> Item:
+        """The tensor of the file in which one of ours is, alone or with others."""
+        own = packing_in(self._known.names, ours, self.config) or packing(ours, self.config, self.family)
+        names = own.ours if own else (ours,)
+        item = self.item(names[0], state, torch.float32)
+        assert item is not None
+        return Item(item, names.index(ours), state[ours])
+
+    def is_theirs(self, ours: str) -> bool:
+        """Whether the tensor of the file in which one of ours is has the rows of the one in Hugging Face's format."""
+        names = packing(ours, self.config, self.family)
+        return names is not None and packing_in(self._known.names, ours, self.config) is None and not any(map(self._form, names.ours))
+
+    def is_part(self, ours: str) -> bool:
+        """Whether one of ours is a part of a larger matrix in the file."""
+        own = packing_in(self._known.names, ours, self.config)
+        return len(own.ours) > 1 if own else packing(ours, self.config, self.family) is not None
+
+    def place(self, ours: str, tensor: Tensor, dtype: torch.dtype, name: str | None = None) -> GgufTensor:
+        """The tensor to write for one of ours, or for another one with the same rows; `name` is that in the file, if it is known."""
+        if name is None:
+            # the package maps Hugging Face's names, with stacked experts and the bias as a separate tensor
+            theirs = huggingface_name(ours, self.config, self.family).replace(".{e}", "")
+            theirs = theirs.replace("e_score_correction_bias", "e_score_correction.bias")
+            theirs += ".weight" if theirs.endswith(".sinks") else ""
+            name = self._names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+            assert name, f"gguf has no name for {theirs}"
+        is_matrix = tensor.dim() > 1 and not name.endswith(_IN_FP32)
         config, match = self.config, _QUERY_OR_KEY.match(ours) if self._known.interleaved_rope else None
         heads = 0 if match is None else config.num_attention_heads if match[1] == "query" else config.num_key_value_heads
-        rotated = ours if is_interleaved(ours, config) else ""
-        return GgufTensor(name, tensor, dtype if is_matrix else torch.float32, heads or 0, rotated, config)
+        rotated = ours if is_interleaved(ours, config, self.family) else ""
+        form = self._form(ours)
+        return GgufTensor(
+            name, (tensor,), dtype if is_matrix else torch.float32, heads or 0, rotated, config, forms=(form,) if form else ()
+        )  # fmt: skip
+
+    def _form(self, ours: str) -> Form | None:
+        found = {template: form for template, form in self._known.forms.items() if matches(template, name_in_table(ours, self.config))}
+        return next(iter(found.values()), None)
 
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -153,6 +255,7 @@ class GgufWeights:
     def __init__(self, path: Path, model: Model) -> None:
         gguf_package()  # which an installation without extras lacks
         self._header, self._model = read_header(path), model
+        self._last = ("", torch.empty(0))
         self._tensors = dict(self._found())
 
     def keys(self) -> list[str]:
@@ -168,23 +271,28 @@ class GgufWeights:
     def _found(self) -> Iterator[tuple[str, GgufSlice]]:
         """Raises `UserError` for a tensor that is missing, or that the model does not have."""
         places, unread = Places(self._model), set(self._header.tensors)
-        state = _tensors_of(self._model)
-        for ours, tensor in state.items():
-            part = local_slice(ours, tensor)
+        state = {name: tensor for name, tensor in _tensors_of(self._model).items() if not name.startswith("mtp.")}
+        for together in packed_together(state, self._model):
+            ours = together[0]
+            part = local_slice(ours, state[ours])
             names = [name for name, _ in sources(part, state, self._model, places.family)] if part is not None else []
-            if not names or ours.startswith("mtp."):  # not in this class, or not in a GGUF file
+            if not names:  # not in this class
                 continue
             if (parts := latent_parts(ours)) is not None:
                 unread -= set(parts)
                 yield names[0], self._latents(*(self._info(part) for part in parts))
                 continue
-            item = places.place(ours, tensor, torch.float32)
-            info = self._info(item.name)
-            unread.discard(item.name)
-            for number, name in enumerate(names):
+            items = [places.whole(name, state) for name in together]
+            infos = [self._info(item.name) for item in items]
+            unread -= {item.name for item in items}
+            if not all(item.plain for item in items) and not places.is_theirs(ours):
+                yield names[0], self._joined(names[0], together, items, infos)
+                continue
+            is_part = packing(ours, self._model, places.family) is not None
+            for number, name in enumerate(dict.fromkeys(names)):
                 shift = -1.0 if is_shifted(ours, places.family) else 0.0  # llama.cpp has the factors of norms, as we do
-                stacked = names[0] != huggingface_name(ours, self._model, places.family)
-                yield name, _expert(info, number) if stacked else _plain(info, item.heads, shift)
+                stacked = not is_part and names[0] != huggingface_name(ours, self._model, places.family)
+                yield name, _expert(infos[0], number) if stacked else _plain(infos[0], items[0].heads, shift)
         if ROPE_FACTORS in unread:
             self._check_rope(self._header.tensors[ROPE_FACTORS])
         if unread - {ROPE_FACTORS}:
@@ -198,6 +306,23 @@ class GgufWeights:
         if name not in self._header.tensors:
             raise UserError(f"{self._path} has no tensor {name}; it is another model, or damaged")
         return self._header.tensors[name]
+
+    def _joined(self, theirs: str, together: tuple[str, ...], items: list[Item], infos: list[TensorInfo]) -> GgufSlice:
+        """A tensor of Hugging Face's format whose parts lie otherwise in the file: it is made as a whole, and the last one is kept."""
+        for item, info in zip(items, infos, strict=True):
+            if item.tensor.shape != tuple(info.shape):
+                raise UserError(f"{self._path}: tensor {info.name} has shape {tuple(info.shape)}, but its metadata say {item.tensor.shape}")
+        packed = packing(together[0], self._model, family_of(self._model))
+        parts = [item.own for item in items]
+
+        def rows(begin: int, end: int) -> Tensor:
+            if self._last[0] != theirs:
+                read = {info.name: _read(info) for info in infos}
+                own = [item.tensor.parts(read[info.name])[item.number] for item, info in zip(items, infos, strict=True)]
+                self._last = (theirs, own[0] if packed is None else packed.pack(own))
+            return self._last[1][begin:end]
+
+        return GgufSlice((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), rows)
 
     def _latents(self, key: TensorInfo, value: TensorInfo) -> GgufSlice:
         """The expansion of latents: keys, which are transposed there, and values, head by head."""

@@ -75,7 +75,7 @@ def load_weights(
                     change: Callable[[Tensor], Tensor] | None = None
                     if is_shifted(ours, family):
                         change = from_shifted
-                    elif interleaved and is_interleaved(ours, model):
+                    elif interleaved and is_interleaved(ours, model, family):
                         change = partial(from_interleaved, ours, model=model)
                     _read_slice(handles[theirs].get_slice(theirs), theirs, box, change, extend, added)
                 elif not (extend and name.startswith("mtp.")):
@@ -189,7 +189,31 @@ def open_all(directory: Path, stack: ExitStack) -> dict[Path, Any]:
     files, config = files_of(directory), read_json(directory / "config.json")
     if is_gguf(files[0]):
         return {files[0]: GgufWeights(files[0], from_config(config))}
-    return split_stacks(dequantized(directory, config, {file: _open(file, stack) for file in files}), family_in(config))
+    found = dequantized(directory, config, {file: _open(file, stack) for file in files})
+    prefixes = (family := family_in(config)).prefixes
+    named = {file: _Renamed(handle, prefixes) for file, handle in found.items()} if prefixes else found
+    return split_stacks(named, family)
+
+
+class _Renamed:
+    """An open file of safetensors in which names of tensors begin otherwise."""
+
+    def __init__(self, handle: Any, prefixes: Mapping[str, str]) -> None:
+        self._handle = handle
+        self._names = {_with_prefix(name, prefixes): name for name in handle.keys()}  # noqa: SIM118
+
+    def keys(self) -> list[str]:
+        return list(self._names)
+
+    def get_slice(self, name: str) -> Any:
+        return self._handle.get_slice(self._names[name])
+
+    def get_tensor(self, name: str) -> Any:
+        return self._handle.get_tensor(self._names[name])
+
+
+def _with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    return next((own + name.removeprefix(start) for start, own in prefixes.items() if name.startswith(start)), name)
 
 
 def files_of(directory: Path) -> list[Path]:

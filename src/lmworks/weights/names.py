@@ -1,8 +1,8 @@
 """Converts between our parameter names and those of Hugging Face, from the table of a family (`lmworks.recipe.families`).
 
 Stacked expert weights (E, out, in) are E separate weights (out, in) in Hugging Face's format. There, layers of multi-token prediction
-continue the layer numbers, and each has its own copy of the embedding and the head. The rotated dimensions of latent attention are
-interleaved there, in pairs (2i, 2i + 1); here they are halves, in pairs (i, i + R/2).
+continue the layer numbers, and each has its own copy of the embedding and the head. The rotated dimensions of latent attention, and of
+some classes (`Family.interleaved_rope`), are interleaved there, in pairs (2i, 2i + 1); here they are halves, in pairs (i, i + R/2).
 
 A tensor of theirs may be packed: hold the rows of several of ours (`Packing`). In the table of a family these have the same name of
 theirs, in the order of their rows; `Family.groups` names those that repeat for each group of heads. What mixes the tokens of a layer is
@@ -25,43 +25,42 @@ from torch import Tensor
 
 from lmworks.checkpoint.save_plan import TensorSlice
 from lmworks.errors import UserError
-from lmworks.recipe.families.family import Family
+from lmworks.recipe.families.family import Family, Names
 from lmworks.recipe.families.registry import family_of
 from lmworks.recipe.schema.model import SECTIONS, Model
 
 _COPIES = {"embedding.weight": "model.layers.{i}.embed_tokens.weight", "head.weight": "model.layers.{i}.shared_head.head.weight"}
 _MIXER = re.compile(r"layers\.(\d+)\.attention\.")
-_ROTATED = re.compile(r"layers\.\d+\.attention\.(query|query_up|kv_down)\.weight\Z")
+_ROTATED = re.compile(r"layers\.\d+\.attention\.(query|key|query_up|kv_down)\.(weight|bias)\Z")
 
 
+@lru_cache(maxsize=4096)
 def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(re.escape(template).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{e\}", r"(?P<e>\d+)") + r"\Z")
 
 
-@lru_cache(maxsize=64)
-def _to_theirs(family: Family) -> list[tuple[re.Pattern[str], str]]:
-    return [(_pattern(ours), theirs) for ours, theirs in family.names]
+def matches(template: str, name: str) -> bool:
+    """Whether a name, as the tables of families have it, is that of a template."""
+    return _pattern(template).match(name) is not None
 
 
 @lru_cache(maxsize=64)
-def _to_ours(family: Family) -> list[tuple[re.Pattern[str], str]]:
-    return [(_pattern(theirs), ours) for ours, theirs in family.names]
+def _to_theirs(names: Names) -> list[tuple[re.Pattern[str], tuple[str, str]]]:
+    return [(_pattern(ours), (ours, theirs)) for ours, theirs in names]
 
 
 @lru_cache(maxsize=64)
-def _templates(family: Family) -> list[tuple[re.Pattern[str], str]]:
-    return [(_pattern(ours), ours) for ours, _ in family.names]
+def _to_ours(names: Names) -> list[tuple[re.Pattern[str], tuple[str, str]]]:
+    return [(_pattern(theirs), (theirs, ours)) for ours, theirs in names]
 
 
 @lru_cache(maxsize=64)
-def _packed(family: Family) -> dict[str, tuple[tuple[str, ...], Callable[[Model], int] | None]]:
-    """Our templates that are parts of a packed tensor -> all parts of it, in order, and the number of its groups."""
+def _parts(names: Names) -> dict[str, tuple[str, ...]]:
+    """Their templates -> ours, in order."""
     parts: dict[str, list[str]] = {}
-    for ours, theirs in family.names:
+    for ours, theirs in names:
         parts.setdefault(theirs, []).append(ours)
-    return {
-        ours: (tuple(packed), family.groups.get(theirs)) for ours, theirs in family.names if len(packed := parts[theirs]) > 1
-    }  # fmt: skip
+    return {theirs: tuple(found) for theirs, found in parts.items()}
 
 
 @lru_cache(maxsize=64)
@@ -77,24 +76,25 @@ def _derived(family: Family) -> list[re.Pattern[str]]:
 _COPY_OF = [(_pattern(theirs), ours) for ours, theirs in _COPIES.items()]
 
 
-def _translate(name: str, table: list[tuple[re.Pattern[str], str]]) -> str | None:
-    """The corresponding name, with the placeholder `{e}` for stacked experts; None if there is none."""
-    for pattern, template in table:
+def _find(name: str, table: list[tuple[re.Pattern[str], tuple[str, str]]]) -> tuple[str, str, str] | None:
+    """The template of a name, that of the corresponding one, and the corresponding name, with the placeholder `{e}` for stacked experts;
+    None if there is none."""
+    for pattern, (own, other) in table:
         if match := pattern.match(name):
-            return template.replace("{i}", match.groupdict().get("i") or "")
+            return own, other, other.replace("{i}", match.groupdict().get("i") or "")
     return None
 
 
 def _our_name(theirs: str, family: Family) -> str:
-    if found := _translate(theirs, _to_ours(family)):
-        return found
+    if found := _find(theirs, _to_ours(family.names)):
+        return found[2]
     raise UserError(f"tensor {theirs} has no counterpart; this is not a model of a class that lmworks converts")
 
 
 def huggingface_name(ours: str, model: Model, family: Family) -> str:
     """Hugging Face's name of the tensor that one of ours is, or is a part of; `{e}` is a placeholder for the expert in a stacked one."""
-    if found := _translate(_name_in_table(ours, model), _to_theirs(family)):
-        return found
+    if found := _find(name_in_table(ours, model), _to_theirs(family.names)):
+        return found[2]
     raise UserError(f"{family.name} has no tensor for {ours}; the config and the weights are of different models")
 
 
@@ -105,7 +105,8 @@ def is_exported(ours: str, family: Family) -> bool:
 
 @dataclass(frozen=True)
 class Packing:
-    """A Hugging Face tensor that holds the rows of several of ours: in each of `groups` groups, an equal part of each of them.
+    """A tensor of Hugging Face's format, or of llama.cpp, that holds the rows of several of ours: in each of `groups` groups, an equal part
+    of each of them.
 
     `name` is its name, `ours` are our names in the order of the rows. With one group the parts follow each other.
     """
@@ -139,16 +140,20 @@ class Packing:
 
 def packing(ours: str, model: Model, family: Family) -> Packing | None:
     """The packed tensor of which one of ours is a part; None if it is a tensor of its own."""
-    name = _name_in_table(ours, model)
-    own = next((template for pattern, template in _templates(family) if pattern.match(name)), "")
-    parts, groups = _packed(family).get(own, ((), None))
-    if not parts:
+    found = packing_in(family.names, ours, model, family.groups)
+    return found if found and len(found.ours) > 1 else None
+
+
+def packing_in(names: Names, ours: str, model: Model, groups: Mapping[str, Callable[[Model], int]] | None = None) -> Packing | None:
+    """The tensor of which one of ours is a part by a table of names, alone or with others; None if the table does not have it."""
+    if (found := _find(name_in_table(ours, model), _to_theirs(names))) is None:
         return None
+    own, template, theirs = found
+    parts, count = _parts(names)[template], (groups or {}).get(template)
     places = (own[: at + 1] for at, letter in enumerate(own) if letter == ".")
-    common = [start for start in places if all(part.startswith(start) for part in parts)][-1]
+    common = [start for start in places if all(part.startswith(start) for part in parts)][-1] if len(parts) > 1 else own
     start = ours.removesuffix(own.removeprefix(common))
-    names = tuple(start + part.removeprefix(common) for part in parts)
-    return Packing(huggingface_name(ours, model, family), names, groups(model) if groups else 1)
+    return Packing(theirs, tuple(start + part.removeprefix(common) for part in parts), count(model) if count else 1)
 
 
 def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[str, Tensor]]:
@@ -169,7 +174,7 @@ def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[
         elif "{e}" in theirs:
             yield from ((theirs.replace("{e}", str(expert)), weight) for expert, weight in enumerate(tensor.unbind(0)))
         else:
-            yield theirs, _as_theirs(numbered, tensor, model, family)
+            yield theirs, _as_theirs(name, tensor, model, family)
         if name in _COPIES and exports_mtp(model) and model.mtp:
             yield from (
                 (_COPIES[name].replace("{i}", str(model.num_hidden_layers + depth)), tensor.clone())
@@ -228,7 +233,7 @@ def why_missing(ours: str) -> str:
 
 def refuse_foreign(names: Iterable[str], state: Mapping[str, object], model: Model, family: Family) -> None:
     """Raise `UserError` for a Hugging Face tensor without a counterpart in `state`, which has all tensors of `model`."""
-    known = {_name_in_table(name, model) for name in state}
+    known = {name_in_table(name, model) for name in state}
     for theirs in names:
         derived = theirs.endswith("rotary_emb.inv_freq") or any(pattern.match(theirs) for pattern in _derived(family))
         if derived or theirs.startswith(family.unread) or original_of(theirs) is not None:
@@ -239,7 +244,7 @@ def refuse_foreign(names: Iterable[str], state: Mapping[str, object], model: Mod
 
 def is_shifted(name: str, family: Family) -> bool:
     """Whether one of our tensors is that of the class plus 1."""
-    return family.norms_plus_one and name.endswith("norm.weight")
+    return family.norms_plus_one and name.endswith("norm.weight") and not name.endswith("attention.norm.weight")
 
 
 def from_shifted(tensor: Tensor) -> Tensor:
@@ -254,22 +259,21 @@ def rounded_in_class(name: str, tensor: Tensor, model: Model, dtype: torch.dtype
     return from_shifted((tensor.double() - 1).to(dtype))
 
 
-def is_interleaved(name: str, model: Model) -> bool:
+def is_interleaved(name: str, model: Model, family: Family) -> bool:
     """Whether one of our tensors has rotated rows, which are interleaved in Hugging Face's format."""
     assert model.num_hidden_layers
-    return model.mla is not None and _ROTATED.match(_number_mtp_layers(name, model.num_hidden_layers)) is not None
+    rotated = model.mla is not None or family.interleaved_rope
+    return rotated and _ROTATED.match(_number_mtp_layers(name, model.num_hidden_layers)) is not None
 
 
 def to_interleaved(name: str, tensor: Tensor, model: Model) -> Tensor:
-    """Reorder the rows of one of our full tensors to Hugging Face's order."""
-    assert model.num_hidden_layers
-    return _interleave(_number_mtp_layers(name, model.num_hidden_layers), tensor, model)
+    """Reorder the rows of one of our full tensors, or of another one with the same rows, to Hugging Face's order."""
+    return _interleave(name, tensor, model)
 
 
 def from_interleaved(name: str, tensor: Tensor, model: Model) -> Tensor:
     """Reorder the rows of a full Hugging Face tensor to our order."""
-    assert model.num_hidden_layers
-    return _interleave(_number_mtp_layers(name, model.num_hidden_layers), tensor, model, back=True)
+    return _interleave(name, tensor, model, back=True)
 
 
 def exports_mtp(model: Model) -> bool:
@@ -283,7 +287,7 @@ def _number_mtp_layers(name: str, layers: int) -> str:
     return f"{'layers' if match[2] else 'mtp'}.{layers + int(match[1])}.{match[3]}" if match else name
 
 
-def _name_in_table(name: str, model: Model) -> str:
+def name_in_table(name: str, model: Model) -> str:
     """Our name as the tables of families have it: with the numbers of layers in Hugging Face's format, and in layers of another kind than
     attention with the section of that kind."""
     assert model.num_hidden_layers
@@ -293,22 +297,27 @@ def _name_in_table(name: str, model: Model) -> str:
     return f"layers.{match[1]}.{mixer}.{name[match.end() :]}" if match and mixer in SECTIONS else name
 
 
-def reordered(name: str, tensor: Tensor, model: Model, back: bool = False) -> Tensor:
+def reordered(name: str, tensor: Tensor, model: Model, family: Family, back: bool = False) -> Tensor:
     """A tensor whose rows are those of one of our tensors, in the order of Hugging Face's format, or `back` in ours."""
-    assert model.num_hidden_layers
-    return _interleave(_number_mtp_layers(name, model.num_hidden_layers), tensor, model, back)
+    return _interleave(name, tensor, model, back) if is_interleaved(name, model, family) else tensor
 
 
 def _as_theirs(name: str, tensor: Tensor, model: Model, family: Family) -> Tensor:
-    return tensor.float() - 1 if is_shifted(name, family) else _interleave(name, tensor, model)
+    return tensor.float() - 1 if is_shifted(name, family) else reordered(name, tensor, model, family)
 
 
 def _interleave(name: str, tensor: Tensor, model: Model, back: bool = False) -> Tensor:
-    """Reorder the rotated rows of latent attention from halves to interleaved, or back; other tensors are returned unchanged."""
-    mla = model.mla
-    if mla is None or not _ROTATED.match(name):
-        return tensor
-    heads = tensor.unflatten(0, (1, -1) if "kv_down" in name else (-1, mla.qk_nope_head_dim + mla.qk_rope_head_dim))
-    nope, rotated = heads.split((heads.shape[1] - mla.qk_rope_head_dim, mla.qk_rope_head_dim), dim=1)
-    rotated = rotated.unflatten(1, (-1, 2) if back else (2, -1)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((nope, rotated), dim=1).flatten(0, 1)
+    """Reorder the rotated rows of each head from halves to interleaved, or back. In latent attention they are the last of a head, and
+    `kv_down` has the key of one head for all; otherwise they are the first."""
+    if (mla := model.mla) is not None:
+        heads = tensor.unflatten(0, (1, -1) if "kv_down" in name else (-1, mla.qk_nope_head_dim + mla.qk_rope_head_dim))
+        kept, rotated = heads.split((heads.shape[1] - mla.qk_rope_head_dim, mla.qk_rope_head_dim), dim=1)
+        return torch.cat((kept, _turned(rotated, back)), dim=1).flatten(0, 1)
+    assert model.head_dim
+    width = int(model.head_dim * model.rope.partial_rotary_factor)
+    rotated, kept = tensor.unflatten(0, (-1, model.head_dim)).split((width, model.head_dim - width), dim=1)
+    return torch.cat((_turned(rotated, back), kept), dim=1).flatten(0, 1)
+
+
+def _turned(rotated: Tensor, back: bool) -> Tensor:
+    return rotated.unflatten(1, (-1, 2) if back else (2, -1)).transpose(1, 2).flatten(1, 2) if rotated.shape[1] else rotated

@@ -11,6 +11,8 @@ MUTANTS = [
     ("parallel.tensor:_forwards", "collectives.identity_allreduce_grad(routing.weights, stream.group)", "routing.weights",
      "The gradient of the routing weights is summed over tensor ranks.",
      "parallel/test_tensor.py parallel/test_experts.py parallel/test_precisions.py"),
+    ("parallel.tensor:_forwards", "return collectives.identity_allreduce_grad(gate_BT1, stream.group)", "return gate_BT1",
+     "The gradient of the gate of shared experts is summed over tensor ranks.", "parallel/test_tensor.py parallel/test_experts.py"),
     ("parallel.tensor:chunk_loss", "collectives.all_max(capped.amax(-1), group)", "capped.amax(-1)",
      "The largest logit is that of the whole vocabulary.", "parallel/test_tensor.py"),
     ("parallel.tensor:_shard_ends", 'first = own * ranks.rank("tp")', "first = 0", "Each tensor rank has its own part of the vocabulary.",

@@ -29,6 +29,10 @@ QK_NORMS: Names = (
     ("layers.{i}.attention.query_norm.weight", "model.layers.{i}.self_attn.q_norm.weight"),
     ("layers.{i}.attention.key_norm.weight", "model.layers.{i}.self_attn.k_norm.weight"),
 )
+JOINED_FFN: Names = (
+    *((f"layers.{{i}}.ffn.{part}.weight", "model.layers.{i}.mlp.gate_up_proj.weight") for part in ("gate", "up")),
+    ("layers.{i}.ffn.down.weight", "model.layers.{i}.mlp.down_proj.weight"),
+)
 FFN: Names = tuple((f"layers.{{i}}.ffn.{part}.weight", f"model.layers.{{i}}.mlp.{part}_proj.weight") for part in _PARTS)
 EXPERTS: Names = (
     *((f"layers.{{i}}.ffn.experts.{part}", f"model.layers.{{i}}.mlp.experts.{{e}}.{part}_proj.weight") for part in _PARTS),
@@ -36,6 +40,10 @@ EXPERTS: Names = (
 )
 SHARED_EXPERTS: Names = tuple(
     (f"layers.{{i}}.ffn.shared.{part}.weight", f"model.layers.{{i}}.mlp.shared_experts.{part}_proj.weight") for part in _PARTS
+)
+GATED_SHARED_EXPERT: Names = (
+    *((f"layers.{{i}}.ffn.shared.{part}.weight", f"model.layers.{{i}}.mlp.shared_expert.{part}_proj.weight") for part in _PARTS),
+    ("layers.{i}.ffn.shared_gate.weight", "model.layers.{i}.mlp.shared_expert_gate.weight"),
 )
 SELECTION_BIAS: Names = (("layers.{i}.ffn.router.bias", "model.layers.{i}.mlp.gate.e_score_correction_bias"),)
 MTP: Names = (
@@ -104,7 +112,7 @@ def from_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": heads if found["num_key_value_heads"] is None else found["num_key_value_heads"],
         "head_dim": found["hidden_size"] // heads if found.get("head_dim") is None else found["head_dim"],
-        "intermediate_size": found["intermediate_size"],
+        "intermediate_size": found.get("intermediate_size"),
         "attention_bias": "biases" in family.requires or found.get("attention_bias", False),
         "use_qk_norm": "QK norm" in family.requires or (family.has("QK norm") and found["use_qk_norm"]),
         "tie_word_embeddings": found["tie_word_embeddings"], "rms_norm_eps": found["rms_norm_eps"],
@@ -165,6 +173,42 @@ def softmax_experts(count: int, selected: int, size: int, *, normalized: bool) -
         "first_k_dense_replace": 0, "scoring_func": "softmax", "norm_topk_prob": normalized, "balance": {"method": "aux"},
     }  # fmt: skip
     return {"moe": moe, "intermediate_size": size}
+
+
+def qwen_experts_to_config(model: Model) -> dict[str, Any]:
+    """The keys of experts in Qwen's classes, with those of a shared expert if there is one."""
+    moe = model.moe
+    assert moe is not None
+    shared = {"shared_expert_intermediate_size": moe.n_shared_experts * moe.moe_intermediate_size} if moe.n_shared_experts else {}
+    return {
+        "num_experts": moe.n_routed_experts, "num_experts_per_tok": moe.num_experts_per_tok,
+        "moe_intermediate_size": moe.moe_intermediate_size,
+        "norm_topk_prob": moe.norm_topk_prob, "decoder_sparse_step": 1, "mlp_only_layers": list(range(moe.first_k_dense_replace)),
+    } | shared  # fmt: skip
+
+
+def qwen_experts_from_config(config: dict[str, Any]) -> dict[str, Any]:
+    """`moe` of Qwen's classes: softmax gates, the first layers possibly dense, and a shared expert with a gate where the class has one.
+
+    The class may lack `norm_topk_prob`, which is then true, and the keys of dense layers. Raises `UserError` for layers and sizes that
+    lmworks does not have.
+    """
+    if (step := config.get("decoder_sparse_step", 1)) != 1:
+        raise UserError(f"config.json has decoder_sparse_step {step}; lmworks has experts in every layer after the first dense ones")
+    dense = config.get("mlp_only_layers") or []
+    if sorted(dense) != list(range(len(dense))):
+        raise UserError(f"config.json has mlp_only_layers {dense}; in lmworks only the first layers can be dense beside experts")
+    size, shared = config["moe_intermediate_size"], config.get("shared_expert_intermediate_size", 0)
+    if size <= 0 or shared % size or ("shared_expert_intermediate_size" in config and not shared):
+        raise UserError(
+            f"config.json has shared_expert_intermediate_size {shared}, which must be a multiple of moe_intermediate_size {size} in lmworks"
+        )
+    moe = {
+        "n_routed_experts": config["num_experts"], "num_experts_per_tok": config["num_experts_per_tok"], "moe_intermediate_size": size,
+        "n_shared_experts": shared // size, "shared_expert_gate": shared > 0, "first_k_dense_replace": len(dense),
+        "scoring_func": "softmax", "norm_topk_prob": config.get("norm_topk_prob", True), "balance": {"method": "aux"},
+    }  # fmt: skip
+    return {"moe": moe}
 
 
 def softmax_experts_metadata(model: Model) -> dict[str, Any]:

@@ -262,6 +262,14 @@ TRAITS: dict[str, Trait] = {
         lambda model: model.gated_delta is not None, "it has layers with the gated delta rule (gated_delta)",
         "it has no layer with the gated delta rule (gated_delta)",
     ),
+    "output gate": Trait(
+        lambda model: model.attn_output_gate, "the output of its attention has a gate (attn_output_gate)",
+        "the output of its attention has no gate (attn_output_gate)",
+    ),
+    "gate of shared experts": Trait(
+        lambda model: model.moe is not None and model.moe.shared_expert_gate,
+        "its shared experts have a gate (moe.shared_expert_gate)", "its shared experts have no gate (moe.shared_expert_gate)",
+    ),
     "logit soft-cap": Trait(lambda model: model.final_logit_softcapping > 0, "final_logit_softcapping is on",
         "final_logit_softcapping is off"),
     "no RoPE": Trait(lambda model: model.rope.partial_rotary_factor == 0, "it has no RoPE at all (rope.partial_rotary_factor 0)",
@@ -276,12 +284,23 @@ class Gguf:
     """A model in llama.cpp: the name of the architecture, and its metadata beyond those of every model.
 
     `metadata`: values by the names of GGUFWriter's methods, without `add_`. `interleaved_rope`: llama.cpp rotates neighboring dimensions
-    (2i, 2i + 1) instead of halves (i, i + R/2), so rows of query and key are reordered.
+    (2i, 2i + 1) instead of halves (i, i + R/2), so rows of query and key are reordered. `names`: pairs of our name, as in `Family.names`,
+    and llama.cpp's, of tensors that are not those of the Hugging Face class under another name. `forms`: our names of tensors that
+    llama.cpp has with other values or in another order.
     """
 
     architecture: str
     interleaved_rope: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    names: Names = ()
+    forms: Mapping[str, Form] = field(default_factory=dict)
+
+
+class Form(NamedTuple):
+    """A tensor in another form: a function of ours and of the model, and its inverse. Both take tensors on any device."""
+
+    to: Callable[[Any, Model], Any]
+    back: Callable[[Any, Model], Any]
 
 
 def _no_keys(*_: Any) -> dict[str, Any]:
@@ -304,6 +323,9 @@ class Family:
         `rope_theta` and `partial_rotary_factor` below
     rope_without: the rope_parameters of a config.json without any
     sliding_rope_theta: the default base of sliding layers, for classes whose rope_parameters name kinds of layers; None for the others
+    rope_types: the types of RoPE that the class has; empty if it has all of `transformers`
+    rope_ignored: keys of rope_parameters that change no number for text
+    interleaved_rope: whether the class rotates neighboring dimensions (2i, 2i + 1) of a head; here they are halves, (i, i + R/2)
     fixed: the only values that lmworks supports of a key, where it is written; besides `keys.FIXED`
     ignored: keys that published models have and the class does not read; besides those that no class reads (`keys.changes_no_number`)
     aliases: second names that the class takes for a key -> the name in `defaults`
@@ -311,11 +333,14 @@ class Family:
     omits: keys of `common.to_config` that the class does not have
     from_config: values of `Model` beyond those of every model (`common.from_config`), from all keys of `defaults`; raises `UserError` for
         unsupported options
-    norms_plus_one: whether the class multiplies by 1 + the weight of a norm; ours are the factors themselves
+    norms_plus_one: whether the class multiplies by 1 + the weight of a norm, except of the gated norm of a recurrence; ours are the factors
+        themselves
     zero: our tensors that do not exist in the class and must be zero
     derived: tensors of the class that follow from its config, so that they are neither read nor written
     stacked: tensors of the class that hold all experts of a layer -> the names in `names` of what an expert has in them: transposed, and
         along the last dimension in turn (`lmworks.weights.stacked`)
+    prefixes: beginnings of names of tensors -> the class's own, in files of a class of which this is the language model
+    wrapper: that class, with its model_type; its config.json has the keys of the language model in `text_config`
     unread: beginnings of the names of tensors that published models have and lmworks does not read
     mtp: whether the class supports multi-token prediction with experts, as in the published models
     written_as: the class that its models are written as, if that is another one, which computes the same
@@ -338,6 +363,9 @@ class Family:
     partial_rotary_factor: float = 1.0
     rope_without: Mapping[str, Any] = field(default_factory=dict, hash=False)
     sliding_rope_theta: float | None = None
+    rope_types: tuple[str, ...] = ()
+    rope_ignored: tuple[str, ...] = ()
+    interleaved_rope: bool = False
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     ignored: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -349,6 +377,8 @@ class Family:
     zero: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    prefixes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    wrapper: tuple[str, str] | None = None
     unread: tuple[str, ...] = ()
     groups: Mapping[str, Callable[[Model], int]] = field(default_factory=dict, hash=False)
     mtp: bool = False

@@ -5,36 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lmworks.errors import UserError
 from lmworks.recipe.families import common
 from lmworks.recipe.families.family import Extra, Family, Gguf, NoClass, Null
 from lmworks.recipe.schema.model import Model, Rope
 
 
 def _to_config(model: Model, _: Rope) -> dict[str, Any]:
-    moe, window = model.moe, model.sliding_window
-    assert moe is not None
-    return {
-        "num_experts": moe.n_routed_experts, "num_experts_per_tok": moe.num_experts_per_tok,
-        "moe_intermediate_size": moe.moe_intermediate_size,
-        "norm_topk_prob": moe.norm_topk_prob, "decoder_sparse_step": 1, "mlp_only_layers": list(range(moe.first_k_dense_replace)),
-        "use_sliding_window": bool(window), "sliding_window": int(window) if window else None,
-    }  # fmt: skip
+    window = model.sliding_window
+    return common.qwen_experts_to_config(model) | {"use_sliding_window": bool(window), "sliding_window": int(window) if window else None}
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:
-    if (step := config["decoder_sparse_step"]) != 1:
-        raise UserError(f"config.json has decoder_sparse_step {step}; lmworks has experts in every layer after the first dense ones")
-    dense = config["mlp_only_layers"] or []
-    if sorted(dense) != list(range(len(dense))):
-        raise UserError(f"config.json has mlp_only_layers {dense}; in lmworks only the first layers can be dense beside experts")
-    moe = {
-        "n_routed_experts": config["num_experts"], "num_experts_per_tok": config["num_experts_per_tok"],
-        "moe_intermediate_size": config["moe_intermediate_size"], "n_shared_experts": 0,
-        "first_k_dense_replace": len(dense), "scoring_func": "softmax", "norm_topk_prob": config["norm_topk_prob"],
-        "balance": {"method": "aux"},
-    }  # fmt: skip
-    return {"moe": moe} | common.window_of_all_layers(config)
+    return common.qwen_experts_from_config(config) | common.window_of_all_layers(config)
 
 
 def _gguf(model: Model) -> Gguf:

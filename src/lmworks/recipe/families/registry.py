@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from lmworks.errors import UserError
 from lmworks.recipe import families
 from lmworks.recipe.families import common
-from lmworks.recipe.families.family import TRAITS, Family, NoClass, said
+from lmworks.recipe.families.family import FIXED, TRAITS, Family, NoClass, changes_no_number, of_kind, said
 from lmworks.recipe.schema.model import Model, Rope
 
 
@@ -56,6 +56,7 @@ def family_of(model: Model) -> Family:
 def family_in(config: dict[str, Any]) -> Family:
     """The family that a config.json names: by its class, and without one by its model_type. Raises `UserError` if it is none of ours, or if
     the two name different ones: `transformers` goes by model_type, other programs by the class."""
+    config = language_model(config)
     names, kind = config.get("architectures"), config.get("model_type")
     known = {family.model_type: family.name for family in FAMILIES.values()}
     if names in (None, []) and isinstance(kind, str):
@@ -70,6 +71,34 @@ def family_in(config: dict[str, Any]) -> Family:
     if kind not in (None, family.model_type, *family.model_types):
         raise UserError(f"config.json is of class {name}, but of {said('model_type', kind)}; that of the class is {family.model_type}")
     return family
+
+
+_WRAPPER_KEYS = ("text_config", "vision_config", "tie_word_embeddings", "language_model_only")
+
+
+def language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the language model in one of a class that also reads images; any other config as it is.
+
+    Raises `UserError` for keys beside it that may change what the language model computes.
+    """
+    names, kind = config.get("architectures"), config.get("model_type")
+    name = names[0] if isinstance(names, list) and names else None
+    wrapped = (family for family in FAMILIES.values() if family.wrapper and (name or kind) in family.wrapper)
+    if (family := next(wrapped, None)) is None:
+        return config
+    assert family.wrapper
+    text = of_kind("text_config", config.get("text_config"), dict)
+    for key, value in config.items():
+        known = key in _WRAPPER_KEYS or changes_no_number(key) or value in FIXED.get(key, (None,))
+        if not known and value is not None:
+            raise UserError(f"config.json has {said(key, value)} beside text_config, which lmworks does not know")
+    tied = [one["tie_word_embeddings"] for one in (config, text) if "tie_word_embeddings" in one]
+    if len(set(map(str, tied))) == 2:
+        raise UserError("config.json has tie_word_embeddings twice, in text_config and beside it, and they differ; keep one")
+    if kind not in (None, family.wrapper[1]) or text.get("model_type") not in (None, family.model_type):
+        kinds = f"{said('model_type', kind)} and {said('text_config.model_type', text.get('model_type'))}"
+        raise UserError(f"config.json has {kinds}; those of the class {family.wrapper[0]} are {family.wrapper[1]} and {family.model_type}")
+    return text | {"architectures": [family.name], "model_type": family.model_type} | ({"tie_word_embeddings": tied[0]} if tied else {})
 
 
 def table() -> str:
@@ -96,6 +125,7 @@ def to_config(model: Model, rope: Rope, tokens: dict[str, Any]) -> dict[str, Any
 def from_config(config: dict[str, Any]) -> Model:
     """Our model from a config.json of one of the families; `UserError` for what they have and we have not."""
     try:
+        config = language_model(config)
         return Model.model_validate(common.from_config(family_in(config), config))
     except UserError:
         raise

@@ -76,11 +76,11 @@ def read_rope(family: Family, config: Mapping[str, Any], context: int) -> Rope:
     name, given = _object(config)
     if family.rope_without and not given and config.get("rope_parameters") is None:
         given = dict(family.rope_without)
-    kind = _type(name, given)
+    kind = _type(name, given, family.rope_types or tuple(sorted(_OF_TYPE)))
     for key, value in given.items():
         if isinstance(value, dict):
             raise UserError(f"config.json has {name} with an object {key}; lmworks supports one RoPE for all layers")
-        if key not in (*_OF_ALL, *_OF_TYPE[kind]) and value is not None:
+        if key not in (*_OF_ALL, *_OF_TYPE[kind], *family.rope_ignored) and value is not None:
             raise UserError(f"config.json has {said(f'{name}.{key}', value)}, which is no key of rope_type {kind}; remove it")
     if "rotary_dim" in family.defaults and config.get("rotary_dim") is not None:  # the older form of the fraction
         head_dim = config.get("head_dim", family.defaults["head_dim"])
@@ -116,13 +116,13 @@ def _object(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return next(iter(found.items()), ("rope_parameters", {}))
 
 
-def _type(name: str, given: Mapping[str, Any]) -> str:
+def _type(name: str, given: Mapping[str, Any], known: tuple[str, ...]) -> str:
     kinds = [given[key] for key in ("rope_type", "type") if key in given]
     if kinds[1:] and kinds[0] != kinds[1]:
         raise UserError(f"config.json has {said(f'{name}.rope_type', kinds[0])} and {said('type', kinds[1])}; keep one")
     kind = kinds[0] if kinds else "default"
-    if not isinstance(kind, str) or kind not in _OF_TYPE:
-        raise UserError(f"config.json has rope_type {kind}; lmworks supports {', '.join(sorted(_OF_TYPE))}")
+    if not isinstance(kind, str) or kind not in known:
+        raise UserError(f"config.json has rope_type {kind}; lmworks supports {', '.join(known)}")
     return kind
 
 

@@ -93,6 +93,9 @@ class Moe(Node):
         le=_MOST_PARTS,
         description="shared experts, which process every token; together they are n_shared_experts * moe_intermediate_size wide",
     )
+    shared_expert_gate: bool = Field(
+        False, description="multiply the output of the shared experts by the sigmoid of a projection of the token to one number (Qwen)"
+    )
     first_k_dense_replace: int = Field(1, ge=0, le=MOST_LAYERS, description="number of first layers that are dense")
     scoring_func: Literal["sigmoid", "softmax"] = Field("sigmoid", description="function that turns router logits into expert weights")
     norm_topk_prob: bool = Field(True, description="normalize the weights of the selected experts to a sum of 1")
@@ -121,6 +124,8 @@ class Moe(Node):
     def _consistent(self) -> Moe:
         if self.num_experts_per_tok > self.n_routed_experts:
             raise ValueError(f"moe.num_experts_per_tok {self.num_experts_per_tok} exceeds moe.n_routed_experts {self.n_routed_experts}")
+        if self.shared_expert_gate and not self.n_shared_experts:
+            raise ValueError("moe.shared_expert_gate has nothing to multiply; set moe.n_shared_experts or leave it out")
         if self.n_routed_experts % self.n_group or self.topk_group > self.n_group:
             raise ValueError(
                 f"moe.n_group {self.n_group} must divide moe.n_routed_experts {self.n_routed_experts} and be at least "
@@ -182,6 +187,10 @@ class Model(Node):
     attention_sinks: bool = Field(
         False, description="a learned logit per head that takes part in the softmax of attention without a key and a value, so that a head "
         "may attend to nothing (gpt-oss)"
+    )
+    attn_output_gate: bool = Field(
+        False, description="multiply what each head reads by the sigmoid of a gate that is projected from the token, before the output "
+        "projection (Qwen3-Next; arXiv:2505.06708)",
     )  # fmt: skip
     use_qk_norm: bool = Field(False, description="RMSNorm on queries and keys, before RoPE")
     qk_norm_over: Literal["head", "all_heads"] = Field(
@@ -356,6 +365,7 @@ class Model(Node):
             ("attention_output_bias", self.attention_output_bias, "its projections have no biases"),
             ("attention_sinks", self.attention_sinks, "all its scores have a key"),
             ("use_qk_norm", self.use_qk_norm, "the latents are normed instead"),
+            ("attn_output_gate", self.attn_output_gate, "its output has no gate"),
             ("query_pre_attn_scalar", self.query_pre_attn_scalar, "its scores are divided by the root of head_dim"),
             ("no_rope_layer_interval", self.no_rope_layer_interval, "every layer rotates mla.qk_rope_head_dim dimensions"),
             ("sliding_window", self.sliding_window, "every layer sees everything"),

@@ -1,0 +1,89 @@
+"""Low-rank adapters of matrices that are parts of one matrix in the class, against the PEFT library.
+
+Tolerance of logits: 1e-5 of the largest; both sides compute in fp32.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_huggingface import CASES, _load, ours, relative
+
+from lmworks.checkpoint import Checkpoints, listing
+from lmworks.errors import UserError
+from lmworks.export.huggingface import write_model
+from lmworks.export.peft import read_peft, unequal_adapters, write_peft
+from lmworks.model import Transformer
+from lmworks.model.lora import attach
+from lmworks.recipe.schema.artifacts import Checkpoints as Options
+from lmworks.recipe.schema.model import Lora, is_adapter
+
+peft = pytest.importorskip("peft", minversion="0.19")
+MODEL = CASES["qwen3_5_text"]
+TOKENS = torch.randint(1, 256, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+def adapted(lora: Lora) -> tuple[Transformer, dict[str, torch.Tensor]]:
+    model = ours(MODEL).eval()
+    attach(model, lora)
+    state = {name: value.detach() for name, value in model.state_dict().items() if is_adapter(name)}
+    draw = torch.Generator().manual_seed(4)
+    for value in state.values():
+        value.copy_(0.3 * torch.randn(value.shape, generator=draw))
+    return model, state
+
+
+def written(state: dict[str, torch.Tensor], lora: Lora, folder: Path) -> Path:
+    with Checkpoints(folder / "saved", Options(), {}) as checkpoints:
+        checkpoints.save(1, {"model": state}, {}, wait=True)
+    saved = listing.directories(folder / "saved")[-1]
+    write_peft(saved, lora, MODEL, "base", "abc", folder / "peft")
+    assert unequal_adapters(saved, MODEL, folder / "peft") == []
+    return folder / "peft"
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("attention.query", "layers.1.attention.key")])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_computes_with_our_adapters_and_they_are_read_back(targets: tuple[str, ...], rslora: bool, tmp_path: Path) -> None:
+    lora = Lora(rank=3, alpha=6.0, rslora=rslora, targets=targets)
+    model, state = adapted(lora)
+    folder = written(state, lora, tmp_path)
+    write_model(ours(MODEL), tmp_path / "base", {}, torch.float32)
+    peer = peft.PeftModel.from_pretrained(_load(tmp_path / "base"), folder)
+    with torch.no_grad():
+        assert relative(peer(TOKENS).logits, model(TOKENS)) < 1e-5
+    again = {name: torch.zeros_like(value) for name, value in state.items()}
+    read_peft(folder, again, MODEL, lora, "abc")
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+
+
+def test_an_adapter_that_peft_made_has_one_a_for_all_parts(tmp_path: Path) -> None:
+    lora = Lora(rank=4, alpha=8.0, targets=("attention.query", "attention.key", "attention.value", "attention.gate"))
+    write_model(ours(MODEL), tmp_path / "base", {}, torch.float32)
+    modules = ["q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z"]
+    options = peft.LoraConfig(r=4, lora_alpha=8.0, target_modules=modules, task_type="CAUSAL_LM", init_lora_weights=False)
+    peer = peft.get_peft_model(_load(tmp_path / "base"), options).eval()
+    peer.save_pretrained(tmp_path / "peft")
+    model, state = adapted(lora)
+    read_peft(tmp_path / "peft", state, MODEL, lora, None)
+    with torch.no_grad():
+        assert relative(model(TOKENS), peer(TOKENS).logits) < 1e-5
+    assert torch.equal(state["layers.0.attention.query.lora.A"], state["layers.0.attention.value.lora.A"])
+    fewer = {name: value for name, value in state.items() if ".attention.query." not in name}
+    with pytest.raises(UserError, match=r"is not one of .* alone; see lora\.targets"):
+        read_peft(tmp_path / "peft", fewer, MODEL, lora, None)
+
+
+def test_other_ranks_of_packed_matrices_are_refused(tmp_path: Path) -> None:
+    lora = Lora(rank=3, alpha=6.0, targets=("attention",))
+    folder = written(adapted(lora)[1], lora, tmp_path)
+    config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    assert config["rank_pattern"] == {"q_proj": 6, "in_proj_qkv": 9} and config["alpha_pattern"] == {"q_proj": 12.0, "in_proj_qkv": 18.0}
+    config["rank_pattern"]["q_proj"] = 3
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"has rank_pattern .*, other ranks or scales"):
+        read_peft(folder, adapted(lora)[1], MODEL, lora, "abc")
