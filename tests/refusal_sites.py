@@ -185,7 +185,7 @@ PLACES = (
     """),
     (LATER, "weights, once they have been loaded or trained", """
         train.trainer Trainer._are_finite Trainer._flush Trainer.save
-        export.gguf write_gguf_adapter load_gguf(2) _damaged
+        export.gguf write_gguf_adapter(2) load_gguf(2) _damaged
         export.export export(2) _require_all
         export.parity _load_in_transformers(2) require_parity
         run.start_weights compare_first_loss

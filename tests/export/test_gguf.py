@@ -289,10 +289,16 @@ def test_an_adapter_changes_the_file_as_merging_does(
         np.testing.assert_allclose(found, values(merged, tensor.name)[0], atol=1e-6, err_msg=tensor.name)  # the order of sums
 
 
-def test_an_adapter_of_what_llama_cpp_splits_is_refused(make_run: Callable[..., Any], tmp_path: Path) -> None:
-    run = make_run("deepseek")
-    one = adapted(run.model, "attention")
-    with pytest.raises(UserError, match="the expansion of latents to keys and values"):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("deepseek", "the expansion of latents to keys and values"), ("glm4", "matrices with adapters as parts of larger ones")],
+)
+def test_an_adapter_of_what_llama_cpp_has_otherwise_is_refused(
+    make_run: Callable[..., Any], tmp_path: Path, name: str, reason: str
+) -> None:  # fmt: skip
+    run = make_run(name)
+    one = adapted(run.model, "attention" if name == "deepseek" else "mlp")
+    with pytest.raises(UserError, match=reason):
         write_gguf_adapter(one.adapters, one.lora, run.model, tmp_path / "adapter.gguf", "tiny")
     assert not (tmp_path / "adapter.gguf").exists()
 

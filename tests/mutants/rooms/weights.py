@@ -22,7 +22,7 @@ MUTANTS = [
      "weights/test_load_weights.py"),
     ("weights.names:Packing.boxes", "offsets=(group * every + before", "offsets=(group * every",
      "A part of a packed tensor is read behind the parts before it.", "weights/test_packed_tensors.py"),
-    ("weights.names:packing", "groups(model) if groups else 1", "1",
+    ("weights.names:packing_in", "count(model) if count else 1", "1",
      "The rows of a packed tensor are in the groups that its family names.", "weights/test_packed_tensors.py export/test_huggingface.py"),
     ("weights.names:is_shifted", ' and not name.endswith("attention.norm.weight")', "",
      "The gated norm of a recurrence has no 1 added to its weight.", "export/test_huggingface.py"),
