@@ -1,6 +1,6 @@
 """Low-rank adapters of matrices that are parts of one matrix in the class, against the PEFT library.
 
-Tolerance of logits: 1e-5 of the largest; both sides compute in fp32.
+Tolerance of logits: as in test_huggingface.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_huggingface import CASES, _load, ours, relative
+from test_huggingface import CASES, _load, bound, ours, relative
 
 from lmworks.checkpoint import Checkpoints, listing
 from lmworks.errors import UserError
@@ -55,7 +55,7 @@ def test_peft_computes_with_our_adapters_and_they_are_read_back(targets: tuple[s
     write_model(ours(MODEL), tmp_path / "base", {}, torch.float32)
     peer = peft.PeftModel.from_pretrained(_load(tmp_path / "base"), folder)
     with torch.no_grad():
-        assert relative(peer(TOKENS).logits, model(TOKENS)) < 1e-5
+        assert relative(peer(TOKENS).logits, model(TOKENS)) < bound(model, TOKENS)
     again = {name: torch.zeros_like(value) for name, value in state.items()}
     read_peft(folder, again, MODEL, lora, "abc")
     assert all(torch.equal(again[name], value) for name, value in state.items())
@@ -66,12 +66,13 @@ def test_an_adapter_that_peft_made_has_one_a_for_all_parts(tmp_path: Path) -> No
     write_model(ours(MODEL), tmp_path / "base", {}, torch.float32)
     modules = ["q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z"]
     options = peft.LoraConfig(r=4, lora_alpha=8.0, target_modules=modules, task_type="CAUSAL_LM", init_lora_weights=False)
+    torch.manual_seed(0)
     peer = peft.get_peft_model(_load(tmp_path / "base"), options).eval()
     peer.save_pretrained(tmp_path / "peft")
     model, state = adapted(lora)
     read_peft(tmp_path / "peft", state, MODEL, lora, None)
     with torch.no_grad():
-        assert relative(model(TOKENS), peer(TOKENS).logits) < 1e-5
+        assert relative(model(TOKENS), peer(TOKENS).logits) < bound(model, TOKENS)
     assert torch.equal(state["layers.0.attention.query.lora.A"], state["layers.0.attention.value.lora.A"])
     fewer = {name: value for name, value in state.items() if ".attention.query." not in name}
     with pytest.raises(UserError, match=r"is not one of .* alone; see lora\.targets"):
