@@ -70,6 +70,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-linear": {**_DENSE, "rope": {"scaling": "linear", "factor": 2.0}},
     "llama-ntk": {**_DENSE, "rope": {"scaling": "ntk", "factor": 4.0, "original_max_position_embeddings": "64 tokens"}},
     "qwen3moe": {**_DENSE, "use_qk_norm": True, "moe": {**SOFTMAX, "first_k_dense_replace": 0}},
+    "qwen2moe": {**_DENSE, "attention_bias": True, "head_dim": 32, "moe": {**_SHARED, "norm_topk_prob": False}},
     "mixtral": {**_DENSE, "moe": {**SOFTMAX, "first_k_dense_replace": 0}},
     "olmoe": {**_DENSE, "head_dim": 32, "num_key_value_heads": 4, "use_qk_norm": True, "qk_norm_over": "all_heads",
               "moe": {**SOFTMAX, "first_k_dense_replace": 0, "norm_topk_prob": False}},

@@ -199,6 +199,8 @@ DELTA: dict[str, Any] = {
         (DELTA | {"layer_types": ["full_attention", "linear_attention"]}, "its layers of full attention are not each few layers"),
         (DELTA | {"gated_delta": DELTA["gated_delta"] | {"value_head_dim": 12}}, "keys and values have different widths"),
         (DELTA | {"moe": GATED | {"norm_topk_prob": False}}, "the weights of its experts are not normalized, unlike"),
+        ({"attention_bias": True, "moe": GATED}, "the weights of its experts are normalized, unlike those of llama.cpp's qwen2moe"),
+        ({"attention_bias": True, "moe": GATED | {"norm_topk_prob": False}, "tie_word_embeddings": True}, "qwen2moe needs a head of"),
         (ALL_HEADS | {"norm_position": "post", "tie_word_embeddings": True}, "llama.cpp's olmo2 needs a head of its own"),
         (SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}, "its sliding layers are not three of four"),
         (SINKS | {"layer_types": ["full_attention", "sliding_attention"]}, "its sliding layers are not every second one from the first on"),

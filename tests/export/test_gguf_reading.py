@@ -80,7 +80,7 @@ def test_random_models_of_each_class_come_back(family: Family, make_run: Callabl
 @pytest.mark.parametrize(
     "name",
     ["llama", "llama-llama3", "llama-yarn", "glm4moe", "deepseek", "qwen3", "smollm3", "qwen3moe", "mixtral", "olmoe", "olmo3", "gpt-oss",
-     "minimax-m2"],
+     "minimax-m2", "qwen2moe"],
 )
 def test_a_run_comes_back_with_its_tokenizer(make_run: Callable[..., Any], tmp_path: Path, name: str) -> None:
     run = make_run(name)

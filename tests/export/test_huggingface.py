@@ -113,6 +113,13 @@ CASES = {
     "mixtral_window": Model(**_MIXTRAL, moe=_SOFTMAX, sliding_window="5 tokens", tie_word_embeddings=True, rope=Rope(theta=1e6)),
     "olmoe": Model(**_OLMOE, moe=_SOFTMAX),
     "olmoe_plain_weights": Model(**_OLMOE | {"num_key_value_heads": 4}, moe=_SOFTMAX.model_copy(update={"norm_topk_prob": False})),
+    "qwen2_moe": Model(
+        **_COMMON | {"head_dim": 16}, attention_bias=True, moe=_SHARED, sliding_window="5 tokens", layer_types=("sliding_attention", "full_attention")
+    ),
+    "qwen2_moe_dense": Model(
+        **_COMMON | {"head_dim": 16}, attention_bias=True, tie_word_embeddings=True,
+        moe=_SHARED.model_copy(update={"first_k_dense_replace": 2, "norm_topk_prob": False, "n_shared_experts": 1}),
+    ),
     "mistral": Model(**_COMMON, sliding_window="5 tokens"),
     "olmo2": Model(**_POST),
     "olmo2_tied": Model(**_POST | {"num_key_value_heads": 4}, tie_word_embeddings=True, rope=Rope(theta=500_000)),

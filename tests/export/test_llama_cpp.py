@@ -114,7 +114,7 @@ def test_an_adapter_is_applied_as_merging_does(
 @pytest.mark.parametrize(
     "name",
     ["glm4moe", "glm4moe-groups", "deepseek", "qwen3", "qwen3moe", "mixtral", "olmoe", "olmo2", "olmo3", "gpt-oss", "minimax-m2",
-     "qwen2", "llama", "llama-yarn",
+     "qwen2", "qwen2moe", "llama", "llama-yarn",
      "llama-llama3", "smollm3", "glm4", "granite", "qwen3next", "qwen35", "qwen35moe"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -263,6 +263,9 @@ def upper_layers_slide(config: dict[str, Any]) -> list[bool]:
     return [layer >= config["max_window_layers"] for layer in range(config["num_hidden_layers"])]
 
 
+_NEED_A_HEAD = ("olmo2", "olmoe", "gpt-oss", "minimax-m2", "qwen2moe")  # all others take the embedding where a file has none
+
+
 def gguf(
     model: Model, architecture: str, *, interleaved_rope: bool = False, metadata: dict[str, Any] | None = None, window: bool = False
 ) -> Gguf:
@@ -273,6 +276,6 @@ def gguf(
         raise NoClass("its YaRN does not round (rope.truncate false), and llama.cpp rounds; set rope.truncate true for what it computes")
     if model.rope.scaling == "llama3" and architecture != "llama":
         raise NoClass(f"it has rope.scaling llama3, which llama.cpp supports for its architecture llama and not for {architecture}")
-    if model.tie_word_embeddings and architecture in ("olmo2", "olmoe", "gpt-oss", "minimax-m2"):  # all others take the embedding then
+    if model.tie_word_embeddings and architecture in _NEED_A_HEAD:
         raise NoClass(f"its head is its embedding (tie_word_embeddings), and llama.cpp's {architecture} needs a head of its own")
     return Gguf(architecture, interleaved_rope, metadata or {})
