@@ -114,7 +114,8 @@ CASES = {
     "olmoe": Model(**_OLMOE, moe=_SOFTMAX),
     "olmoe_plain_weights": Model(**_OLMOE | {"num_key_value_heads": 4}, moe=_SOFTMAX.model_copy(update={"norm_topk_prob": False})),
     "qwen2_moe": Model(
-        **_COMMON | {"head_dim": 16}, attention_bias=True, moe=_SHARED, sliding_window="5 tokens", layer_types=("sliding_attention", "full_attention")
+        **_COMMON | {"head_dim": 16}, attention_bias=True, moe=_SHARED, sliding_window="5 tokens",
+        layer_types=("sliding_attention", "full_attention"),
     ),
     "qwen2_moe_dense": Model(
         **_COMMON | {"head_dim": 16}, attention_bias=True, tie_word_embeddings=True,
