@@ -58,7 +58,8 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
     for key in _KEYS:
         if config[key] <= 0:
             raise UserError(f"config.json has {said(key, config[key])}, which must be positive")
-    return _multipliers(*(config[key] for key in _KEYS), head_dim)  # type: ignore[misc, arg-type]
+    embedding, scale, residual, logits = (config[key] for key in _KEYS)
+    return _multipliers(embedding, scale, residual, logits, head_dim)
 
 
 def _gguf(model: Model) -> Gguf:
@@ -69,7 +70,8 @@ def _gguf(model: Model) -> Gguf:
 def _from_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
     names = ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
     head_dim = values.get("attention.key_length", values["embedding_length"] // values["attention.head_count"])
-    return _multipliers(*(float(values[name]) for name in names), head_dim)  # type: ignore[misc, arg-type]
+    embedding, scale, residual, logits = (float(values[name]) for name in names)
+    return _multipliers(embedding, scale, residual, logits, head_dim)
 
 
 FAMILY = Family(
