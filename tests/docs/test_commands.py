@@ -36,7 +36,7 @@ STAGES = (
 # Not run, and why. What can be known of them without running is checked by the test named after the table.
 LISTED = {
     "make assistant": "downloads a model and trains for ten minutes; tests/cli/test_assistant.py runs the recipe, slow",
-    "lmworks chat runs/assistant": "talks to the model of make assistant; tests/cli/test_assistant.py does, slow",
+    "lmworks chat runs/assistant": "talks to the model of make assistant; run by tests/cli/test_assistant.py, slow",
     "make quickstart": "installs and trains for ten minutes; the command in it is run here on small data",
     "make test": "is this",
     "make lint": "is run beside this",

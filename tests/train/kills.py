@@ -38,8 +38,8 @@ def lines(run_dir: Path) -> int:
 def train_under_fire(tiny: Tiny, overrides: Sequence[str], kills: int, seed: int) -> Campaign:
     """Run pretraining, killing its process with SIGKILL `kills` times, and then to its end.
 
-    A kill comes some steps into a life, or at once, or as soon as a save is seen on the disk, each at a random distance: moments that
-    are counted in progress, so that a busy machine gets as far as an idle one.
+    A kill comes some steps into a life, when there is a checkpoint to go on from, or at once, or as soon as a save is seen on the disk,
+    each at a random distance: moments that are counted in progress, so that a busy machine gets as far as an idle one.
     """
     chance, campaign = random.Random(seed), Campaign()
     while True:
@@ -72,8 +72,8 @@ def _wait(tiny: Tiny, process: multiprocessing.Process, already: int, chance: ra
         time.sleep(chance.uniform(0, 0.4))
     while process.is_alive():
         assert time.monotonic() < deadline, "the run makes no progress"
-        saving = kind != "save" or any((tiny.run_dir / "checkpoints").glob(".step-*.part"))
-        if kind == "early" or (lines(tiny.run_dir) >= goal and saving):
+        found = (tiny.run_dir / "checkpoints").glob(".step-*.part" if kind == "save" else "step-*")
+        if kind == "early" or (lines(tiny.run_dir) >= goal and any(found)):
             time.sleep(chance.uniform(0, 0.003 if kind == "save" else 0.02))  # a save of this model takes some 10 ms
             return process.is_alive()
         time.sleep(0.003)  # less would take from a run what it needs to get there
