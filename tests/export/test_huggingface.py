@@ -260,7 +260,7 @@ def _same_logits_loss_and_gradients(model: Transformer, peer: Any, tokens: torch
         found = gradients[key] if key in gradients else _fused(key, gradients)
         if float(parameter.grad.abs().max()) > 1e-6 * largest:  # the one weight of top-1 is always 1, and its gradient mere rounding
             error, own_largest = float((found - parameter.grad).abs().max()), float(parameter.grad.abs().max())
-            assert error < 10 * limit * own_largest + 1e-6 * largest, key  # the gradient of one number may be a sum that nearly cancels
+            assert error < 10 * limit * own_largest + 3e-6 * largest, key  # the gradient of one number may be a sum that nearly cancels
         else:
             assert float(found.abs().max()) < 1e-5 * largest, key
         checked += 1
@@ -402,7 +402,7 @@ def test_layer_types_that_say_nothing_are_refused(change: dict[str, Any], reason
     [
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is on"),
         ({"rope": Rope(partial_rotary_factor=0)}, "no RoPE at all"),
-        ({"rope": Rope(partial_rotary_factor=0.5)}, "it rotates only a part of each head"),
+        ({"rope": Rope(partial_rotary_factor=0.5)}, "heads x head_dim is 96 .*, unlike the nearest class, Phi3ForCausalLM"),
         ({"use_qk_norm": True, "attention_bias": True}, "normalized per head .*, unlike the nearest class, Qwen2ForCausalLM"),
         ({"no_rope_layer_interval": 2, "use_qk_norm": True}, "layers without positions"),
         (

@@ -174,7 +174,7 @@ class Phase(Node):
     needle: Annotated[bool, NO_EFFECT] = Field(
         False, description="validation also runs the needle-in-a-haystack test on held-out text (metrics needle/...)"
     )
-    qk_norm_steps: Duration | None = Field(
+    qk_norm_steps: Annotated[Duration | None, _OF_MODEL] = Field(
         None, description="adds the QK norm of model.use_qk_norm in this phase, and not before: queries and keys are blended from those "
         "without to those with it, linearly over this length from the first step of the phase, which computes as without"
     )
