@@ -104,6 +104,7 @@ def test_a_scale_of_another_shape_is_refused(folder: Path) -> None:
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized with bitsandbytes"),
         ({"quant_method": "gptq", "bits": 4}, "quantized with gptq"),
         ({"quant_method": "awq", "bits": 4}, "quantized with awq"),
+        ({"quant_method": "mxfp4"}, "quantized with mxfp4"),
         ({"bits": 4}, "quantized with None"),
         (["fp8"], "quantized with None"),
         ({"quant_method": "fp8", "weight_block_size": [128, "x"]}, "which are not two numbers"),

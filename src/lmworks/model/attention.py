@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lmworks.model.cache import LayerCache
-from lmworks.model.documents import Visible, attend_blocks, visible
+from lmworks.model.documents import Visible, attend_blocks, causal
 from lmworks.model.layers import Linear, RMSNorm, times
 from lmworks.model.rope import rotate, rotate_
 from lmworks.model.sinks import attend_sinks
@@ -124,11 +124,11 @@ def attend_fast(
     """softmax(q k^T / sqrt(C)) v with the fastest kernel of this device; causal if no mask is given. The largest score of each head is
     appended to `logits`."""
     if mask is None and _makes_all_scores(query_BHTC, value_BKSC) and not dropout:
-        mask = _causal(query_BHTC, key_BKSC)
+        mask = causal(query_BHTC, key_BKSC)
     if mask is not None and mask.kept_B1TS is None and not dropout:
         return mask.attend(query_BHTC, key_BKSC, value_BKSC, *(() if logits is None else (logits,)))
     if logits is not None:
-        logits.append((mask or _causal(query_BHTC, key_BKSC)).largest_logits(query_BHTC, key_BKSC))
+        logits.append((mask or causal(query_BHTC, key_BKSC)).largest_logits(query_BHTC, key_BKSC))
     seen = None if mask is None else mask.dense()
     B, H, T, C = query_BHTC.shape
     S = key_BKSC.shape[2]
@@ -144,12 +144,6 @@ def attend_fast(
         query_BHTC, key_BKSC, value_BKSC, attn_mask=seen, dropout_p=dropout, is_causal=seen is None,
         enable_gqa=query_BHTC.shape[1] != key_BKSC.shape[1],
     )  # fmt: skip
-
-
-def _causal(query_BHTC: Tensor, key_BKSC: Tensor) -> Visible:
-    """The mask of rows that are one document each."""
-    places = torch.arange(query_BHTC.shape[2], device=query_BHTC.device)
-    return visible(places.expand(query_BHTC.shape[0], -1), key_BKSC.shape[2], None)
 
 
 def _makes_all_scores(query_BHTC: Tensor, value_BKSC: Tensor) -> bool:

@@ -84,6 +84,12 @@ class Visible:
         return attend_chunks(query_BHTC, key_BKSC, value_BKSV, self.first_BT, self.last_BT, query_BHTC.shape[-1] ** -0.5)
 
 
+def causal(query_BHTC: Tensor, key_BKSC: Tensor) -> Visible:
+    """The mask of rows that are one document each."""
+    places = torch.arange(query_BHTC.shape[2], device=query_BHTC.device)
+    return visible(places.expand(query_BHTC.shape[0], -1), key_BKSC.shape[2], None)
+
+
 def visible(last_BT: Tensor, keys: int, window: int | None, start_BT: Tensor | int = 0) -> Visible:
     """The mask of queries at indices `last_BT` in documents that begin at `start_BT`, with or without a sliding window."""
     seen = Visible(first_seen(last_BT, window, start_BT), last_BT, keys)

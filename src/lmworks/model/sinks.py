@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmworks.host.devices import at_least_fp32
-from lmworks.model.documents import Visible, visible
+from lmworks.model.documents import Visible, causal
 
 
 def attend_sinks(
@@ -22,8 +22,7 @@ def attend_sinks(
     """softmax(q k^T / sqrt(C)) v, (B, H, T, V), where each head has a sink among its scores; causal if no mask is given. `plain`: in plain
     operations, the reference implementation."""
     if mask is None:
-        places = torch.arange(query_BHTC.shape[2], device=query_BHTC.device)
-        mask = visible(places.expand(query_BHTC.shape[0], -1), key_BKSC.shape[2], None)
+        mask = causal(query_BHTC, key_BKSC)
     few = query_BHTC.shape[2] == 1 or (mask.blocks is None and query_BHTC.device.type != "cpu")
     if plain or dropout or few:
         return _all_scores(query_BHTC, key_BKSC, value_BKSV, mask, dropout, sinks_H)

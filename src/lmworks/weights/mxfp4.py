@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmworks.errors import UserError
 
-_BLOCKS, _SCALES = "_blocks", "_scales"
+BLOCKS, _SCALES = "_blocks", "_scales"
 _SIZE, _BIAS, _NAN = 32, 127, 255
 _VALUES = torch.tensor([sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 
@@ -29,22 +29,22 @@ class Mxfp4:
         self._directory, self._handle, self._where = directory, handle, where
 
     def keys(self) -> list[str]:
-        return [name.removesuffix(_BLOCKS) for name in self._handle.keys() if not name.endswith(_SCALES)]  # noqa: SIM118
+        return [name.removesuffix(BLOCKS) for name in self._handle.keys() if not name.endswith(_SCALES)]  # noqa: SIM118
 
     def get_slice(self, name: str) -> Any:
         if name in self._where:
             return self._where[name].get_slice(name)
-        blocks = self._where[name + _BLOCKS].get_slice(name + _BLOCKS)
+        blocks = self._where[name + BLOCKS].get_slice(name + BLOCKS)
         if name + _SCALES not in self._where:
-            raise UserError(f"{self._directory} has no tensor {name + _SCALES}, the scales of {name + _BLOCKS}; download the files again")
+            raise UserError(f"{self._directory} has no tensor {name + _SCALES}, the scales of {name + BLOCKS}; download the files again")
         scales = self._where[name + _SCALES].get_slice(name + _SCALES)
         shape, of_scales = tuple(blocks.get_shape()), tuple(scales.get_shape())
         if len(shape) != 4 or shape[3] != _SIZE // 2 or of_scales != shape[:3]:
             raise UserError(
-                f"{self._directory}: tensors {name}{_BLOCKS} and {_SCALES} have shapes {shape} and {of_scales}, which are not those of "
+                f"{self._directory}: tensors {name}{BLOCKS} and {_SCALES} have shapes {shape} and {of_scales}, which are not those of "
                 f"MXFP4: (experts, outputs, inputs / {_SIZE}, {_SIZE // 2}), and the same without the last"
             )
-        for stored, suffix in ((blocks, _BLOCKS), (scales, _SCALES)):
+        for stored, suffix in ((blocks, BLOCKS), (scales, _SCALES)):
             if stored.get_dtype() != "U8":
                 raise UserError(f"{self._directory}: tensor {name}{suffix} holds {stored.get_dtype()}, and MXFP4 is bytes (U8)")
         return _Slice(f"{self._directory}: tensor {name}{_SCALES}", blocks, scales)

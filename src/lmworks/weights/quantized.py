@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.weights.mxfp4 import Mxfp4
+from lmworks.weights.mxfp4 import BLOCKS, Mxfp4
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("_scale_inv", "_scale")
@@ -32,7 +32,7 @@ def dequantized(directory: Path, config: Mapping[str, Any], handles: dict[Path, 
     if not given:
         return handles
     where = {name: handle for handle in handles.values() for name in handle.keys()}  # noqa: SIM118
-    if isinstance(given, dict) and given.get("quant_method") == "mxfp4":
+    if isinstance(given, dict) and given.get("quant_method") == "mxfp4" and any(name.endswith(BLOCKS) for name in where):
         return {file: Mxfp4(directory, handle, where) for file, handle in handles.items()}
     block = _block(directory, given)
     return {file: _Dequantized(directory, handle, where, block) for file, handle in handles.items()}
