@@ -167,7 +167,8 @@ def available_memory() -> int:
     return override_or("available", measure)
 
 
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory: you tried to allocate", "out of memory", "std::bad_alloc", "alloc_failed")
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory: you tried to allocate", "out of memory", "std::bad_alloc", "alloc_failed",
+                  "failed to map segment", "cannot allocate memory")  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -176,7 +177,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
+    return isinstance(error, (RuntimeError, ImportError)) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
 
 
 def require_memory(needed: float, what: str, remedy: str) -> None:
