@@ -17,14 +17,6 @@ from lmworks.recipe.parameters import parameters
 from lmworks.recipe.schema.mixers import Lightning, Mamba
 from lmworks.recipe.schema.model import Model
 
-PUBLISHED = {  # parameters in total, and where that is said
-    "falcon-h1-0.5b": 521.4e6,  # the model cards of Falcon-H1, and arXiv:2507.22448, table 1
-    "falcon-h1-1.5b-deep": 1.55e9,
-    "falcon-h1-7b": 7.59e9,
-    "falcon-h1-34b": 33.6e9,
-    "qwen3-next-80b-a3b": 80e9,  # the model card of Qwen3-Next-80B-A3B
-    "minimax-01-456b-a46b": 456e9,  # arXiv:2501.08313, section 1
-}
 _SMALL = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "intermediate_size": 48,
@@ -39,11 +31,6 @@ MODELS = {
 def preset(name: str) -> Model:
     file = Path(__file__).parents[2] / "recipes" / "models" / f"{name}.yaml"
     return Model.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_presets_have_the_published_sizes(name: str) -> None:
-    assert count_by_component(preset(name)).total == pytest.approx(PUBLISHED[name], rel=0.01)
 
 
 def test_active_parameters_of_minimax() -> None:

@@ -13,8 +13,11 @@ from typer.testing import CliRunner
 
 from lmworks.cli import recipe_commands
 from lmworks.errors import UserError
-from lmworks.recipe.load import load_recipe
+from lmworks.recipe.document import parse_file
+from lmworks.recipe.families.registry import from_config
+from lmworks.recipe.load import load_recipe, shipped_folder
 from lmworks.recipe.parameters import count_parameters
+from lmworks.recipe.schema.model import Model
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
@@ -224,6 +227,26 @@ def test_published_models_have_as_many_parameters_as_they_say(name: str, write: 
         assert parameters == count_parameters(model) + (biases if model.moe and model.moe.balance.method == "bias" else 0)
     assert resolved.origins["model.hidden_size"].kind == "preset"
     assert model.vocab_size == config["vocab_size"] and int(model.max_position_embeddings or 0) == config["max_position_embeddings"]
+
+
+_PRESETS = {
+    "DeepSeek-V3": "deepseek-v3-671b-a37b", "Kimi-K2": "kimi-k2-1t-a32b", "Moonlight-16B-A3B": "moonlight-16b-a3b",
+    "GLM-4.5-Air": "glm45-air-106b-a12b", "SmolLM3-3B, tied by the default of its class": "smollm3-3b",
+    "SmolLM2-135M-Instruct": "smollm2-135m", "Llama-3.1-8B": "llama3.1-8b", "Llama-3.2-1B": "llama3.2-1b",
+    "Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b", "MiniMax-M2": "minimax-m2-230b-a10b",
+    "GLM-4.7-Flash": "glm47-flash-30b-a3b",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _PRESETS)
+def test_shipped_presets_are_the_published_configs(name: str) -> None:
+    """Key by key, but for the length that a recipe sets, and how multi-token prediction and balance are trained."""
+    trained = {"max_position_embeddings": None, "mtp": None}
+    published = from_config(_PUBLISHED[name][0]).model_copy(update=trained)
+    ours = Model.model_validate(parse_file(shipped_folder() / "models" / f"{_PRESETS[name]}.yaml").tree | trained)
+    if published.moe and ours.moe:
+        published = published.model_copy(update={"moe": published.moe.model_copy(update={"balance": ours.moe.balance})})
+    assert ours.model_dump() == published.model_dump()
 
 
 def test_a_config_without_a_class_is_that_of_its_model_type(write: Callable[..., Path], tmp_path: Path) -> None:
