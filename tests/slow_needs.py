@@ -88,6 +88,7 @@ NEEDS = {
         Need("llama", partial(engines.missing, "llama"), large=True),
         Need("vllm", partial(engines.missing, "vllm"), large=True),
         Need("compress", partial(engines.missing, "compress"), large=True),
+        Need("fla", partial(engines.missing, "fla"), large=True),
         Need("slime", partial(engines.missing, "slime"), large=True),
         Need("slurm", slurm_cluster.missing, ("slurm-wlm", "munge")),
         Need("sshd", _sshd, ("openssh-server",)),

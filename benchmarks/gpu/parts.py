@@ -13,8 +13,11 @@ from gpu.runner import Row
 from torch import Tensor
 
 from lmworks.metrics.system import memory_bytes
+from lmworks.model import linear_kernels
+from lmworks.model.delta_rule import delta_rule
 from lmworks.model.loss import chunk_loss, head_loss
 from lmworks.model.moe import MoE, combine, dispatch, run_sorted
+from lmworks.model.ssd import scan
 from lmworks.optim.muon import orthogonalize
 from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.model import Moe
@@ -134,6 +137,33 @@ def fp8_block(toy: bool) -> Iterator[Row]:
 def _results(block: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
     out = block(*inputs)
     return [out, *torch.autograd.grad(out, inputs, grad)]
+
+
+def linear_attention(toy: bool) -> Iterator[Row]:
+    """The recurrences of Qwen3-Next's gated delta rule and of Falcon-H1-7B's Mamba-2 over documents, compiled: in chunks of plain
+    operators, and by flash-linear-attention where it is installed; milliseconds and the error against fp32."""
+    device = the_device()
+    shapes = {"gated delta rule": (16, 32, 128, 128), "Mamba-2": (1, 24, 256, 128)}  # heads of keys and of values, widths of both
+    tokens = 128 if toy else 8192
+    positions_BT = torch.arange(tokens, device=device).remainder(tokens // 4)[None]
+    for name, (G, H, K, V) in shapes.items():
+        G, H, K, V = (max(1, one // 16) for one in (G, H, K, V)) if toy else (G, H, K, V)
+        query, key = (F.normalize(torch.randn(1, tokens, G, K, device=device), dim=-1).bfloat16() for _ in range(2))
+        value = torch.randn(1, tokens, H, V, device=device).bfloat16()
+        given = [query, key, value, -torch.rand(1, tokens, H, device=device)]
+        given += [torch.rand(1, tokens, H, device=device)] if name == "gated delta rule" else []
+        run = delta_rule if name == "gated delta rule" else scan
+        inputs = [one.requires_grad_() for one in given]
+        with torch.no_grad():
+            expected = run(*(one.float() for one in inputs), positions_BT)[0]
+        for kernel in (False, True) if linear_kernels.usable(value) else (False,):
+            linear_kernels.usable = lambda *_, kernel=kernel: kernel
+            whole = compiled(lambda *inputs, run=run: run(*inputs, positions_BT)[0], device)
+            apart = error(whole(*inputs), expected)
+            row = {"recurrence": name, "kernel": kernel, "tokens": tokens, "error": apart}
+            yield row | times_ms(partial(whole, *inputs), inputs, device)
+            if not apart < 0.02:
+                raise AssertionError(f"{name}: the recurrence differs from fp32 by {apart:.2g}")
 
 
 def sparse_layer(toy: bool) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""The third command on a GPU: one rank of many of a sparse model, and a sparse layer by part.
+"""The third command on a GPU: one rank of many of a sparse model, a sparse layer by part, and the recurrences of linear attention.
 
 Nothing is downloaded. Exit code 1 if a check failed or did not begin.
 """
@@ -25,6 +25,7 @@ def checks() -> list[Check]:
         Check("15b of 64", partial(one_rank.first_rank, "glm-15b-a3b", "64xh100"), 200),
         Check("355b of 8192", partial(one_rank.first_rank, "glm46-355b-a32b", "8192xh800"), 300),
         Check("sparse layer", parts.sparse_layer, 90),
+        Check("linear attention", parts.linear_attention, 60),
     ]
 
 

@@ -16,6 +16,7 @@ _PLACES = {  # the variable, and the place below LMWORKS_ENGINES
     "LMWORKS_LLAMA_SOURCE": "llama.cpp",
     "LMWORKS_VLLM_PYTHON": "vllm/bin/python",
     "LMWORKS_COMPRESS_PYTHON": "compress/bin/python",
+    "LMWORKS_FLA_PYTHON": "fla/bin/python",
     "LMWORKS_SLIME": "slime",
     "LMWORKS_SLIME_MEGATRON": "Megatron-LM",
 }
@@ -31,7 +32,7 @@ def path_of(variable: str) -> Path | None:
 
 
 def missing(engine: str) -> str | None:
-    """Why `llama`, `vllm`, `compress` (llm-compressor) or `slime` (its sources) cannot be run."""
+    """Why `llama`, `vllm`, `compress` (llm-compressor), `fla` (flash-linear-attention) or `slime` (its sources) cannot be run."""
     for variable in _PLACES:
         if engine.upper() in variable:
             found = path_of(variable)

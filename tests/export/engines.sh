@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs the engines that the slow tests of the exports run: llama.cpp (server and Python bindings) and vLLM's CPU build.
-#     sh tests/export/engines.sh DIR [llama] [vllm] [compress] [slime]        all, if none is named
+#     sh tests/export/engines.sh DIR [llama] [vllm] [compress] [fla] [slime]        all, if none is named
 #     LMWORKS_ENGINES=DIR python -m pytest -m slow tests/export
 # llama.cpp: 77 MB to download, some 15 minutes of compiling on two cores (a C++ compiler; what was compiled stays). vLLM: 3 GB to download.
 set -eu
@@ -8,7 +8,7 @@ set -eu
 mkdir -p "$1"
 dir=$(cd "$1" && pwd)
 shift
-[ $# -ge 1 ] || set -- llama vllm compress slime
+[ $# -ge 1 ] || set -- llama vllm compress fla slime
 python=${PYTHON:-python3}
 
 # llama-cpp-python's source package carries all of llama.cpp: one pinned file for the server, the bindings and the converter.
@@ -58,6 +58,13 @@ vllm() {
 compress() {
     "$python" -m venv "$dir/compress"
     "$dir/compress/bin/pip" install -q torch==2.13.0 llmcompressor==0.14.0.1
+}
+
+# The Triton kernels of linear attention, which Triton's interpreter runs on a CPU; beside lmworks, without which they are no use.
+fla() {
+    here=$(cd "$(dirname "$0")/../.." && pwd)
+    "$python" -m venv "$dir/fla"
+    "$dir/fla/bin/pip" install -q -c "$here/constraints.txt" torch==2.13.0 triton==3.9.0 flash-linear-attention==0.6.0 -e "$here"
 }
 
 # The sources of slime, and of Megatron-LM as slime's container file pins and patches it: their parsers run without GPUs.

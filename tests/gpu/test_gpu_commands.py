@@ -141,7 +141,8 @@ def test_a_rank_of_64_at_toy_size(tmp_path: Path) -> None:
 
 def test_attention_and_a_sparse_layer_at_full_size_on_fake_cuda(fake_cuda: FakeCuda) -> None:
     """One document in each row has a mask of blocks where its boundaries are given, as in training, beside none."""
-    found = fake_cuda.run("traced_checks:rows", checks={"first": ["attention"], "third": ["sparse layer"]})
+    found = fake_cuda.run("traced_checks:rows", checks={"first": ["attention"], "third": ["sparse layer", "linear attention"]})
+    assert [row["recurrence"] for row in found["linear attention"]] == ["gated delta rule", "Mamba-2"]
     masks = {row["shape"]: (row["mask"], row["blocks"]) for row in found["attention"] if "mask" in row}
     with_mask = dict.fromkeys(("causal, one mask", "documents", "window"), (True, True))
     assert masks == {"causal": (False, False)} | with_mask

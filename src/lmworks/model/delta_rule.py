@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmworks.host.devices import at_least_fp32
+from lmworks.model import linear_kernels
 from lmworks.model.states import delta_states
 
 _CHUNK = 64
@@ -55,10 +56,12 @@ def delta_rule(
     query_BTGK: Tensor, key_BTGK: Tensor, value_BTHV: Tensor, log_decay_BTH: Tensor, beta_BTH: Tensor, positions_BT: Tensor,
     state_BHKV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`delta_rule_plain`, chunk by chunk."""
+    """`delta_rule_plain`, chunk by chunk, or by a kernel where there is one (`linear_kernels`)."""
     T = query_BTGK.shape[1]
     if T == 1:
         return delta_rule_plain(query_BTGK, key_BTGK, value_BTHV, log_decay_BTH, beta_BTH, positions_BT, state_BHKV)
+    if linear_kernels.usable(value_BTHV, query_BTGK):
+        return linear_kernels.delta_rule(query_BTGK, key_BTGK, value_BTHV, log_decay_BTH, beta_BTH, positions_BT, state_BHKV)
     query, key, value, log_decay, beta = map(at_least_fp32, (query_BTGK, key_BTGK, value_BTHV, log_decay_BTH, beta_BTH))
     (B, _, G, K), (H, V) = query.shape, value.shape[2:]
     R, Q = H // G, min(_CHUNK, T)

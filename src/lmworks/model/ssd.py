@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmworks.host.devices import at_least_fp32
+from lmworks.model import linear_kernels
 from lmworks.model.states import decayed_states
 
 _CHUNK = 64  # tokens: products within a chunk cost in proportion to it, and the states between chunks in inverse proportion
@@ -25,13 +26,16 @@ def scan(
     query_BTGN: Tensor, key_BTGN: Tensor, value_BTHP: Tensor, log_decay_BTH: Tensor, positions_BT: Tensor,
     state_BHNP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The outputs (B, T, H, P) and the last state (B, H, N, P), in fp32, chunk by chunk.
+    """The outputs (B, T, H, P) and the last state (B, H, N, P), in fp32, chunk by chunk, or by a kernel where there is one
+    (`linear_kernels`).
 
     `positions_BT`: the place of each token in its document, which begins at 0. `state_BHNP`: the state of what precedes the rows; it
     reaches the tokens whose position says that their document began earlier. A token with value 0 and `log_decay` 0 changes no state.
     """
     if query_BTGN.shape[1] <= _FEW:
         return scan_plain(query_BTGN, key_BTGN, value_BTHP, log_decay_BTH, positions_BT, state_BHNP)
+    if linear_kernels.usable(query_BTGN, value_BTHP):
+        return linear_kernels.scan(query_BTGN, key_BTGN, value_BTHP, log_decay_BTH, positions_BT, state_BHNP)
     query, key, value, log_decay = (at_least_fp32(x) for x in (query_BTGN, key_BTGN, value_BTHP, log_decay_BTH))
     (B, T, G, N), (H, P) = query.shape, value.shape[2:]
     Q = min(_CHUNK, T)

@@ -23,10 +23,12 @@ from lmworks.host.machine import keep_freed_memory
 from lmworks.io.run_layout import BASE, USED, ModelStage, checkpoint_name
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.metrics.names import describe
+from lmworks.model import linear_kernels
 from lmworks.model.balance import set_temperature
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import is_compiled
+from lmworks.recipe.schema.model import SECTIONS
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import EarlyStopping as EarlyStoppingOptions
 from lmworks.recipe.weights import ARCHITECTURE, recorded
@@ -540,6 +542,8 @@ class Trainer:
     def _report_start(self) -> None:
         steps, tokens, environment = self.curriculum.steps, self.curriculum.tokens, self._environment()
         layers = "compiled in the first step" if is_compiled(self.recipe, self.model.device) else "eager"
+        if (version := environment.get("flash_linear_attention")) is not None:
+            layers += f", linear attention in half precision by flash-linear-attention {version}"
         devices = f"{environment['ranks']} x {environment['device']} in {environment['precision']}"
         terminal.console.print(f"{steps:,} steps, {tokens:,} tokens, on {devices}; layers {layers}", style="dim")
         self.files.ledger.write("start", stage=self.stage, steps=steps, tokens=tokens, **environment, **self.setup.meta)
@@ -552,7 +556,9 @@ class Trainer:
         found: dict[str, Any] = {"device": device.type, "precision": str(self.model.compute_dtype).removeprefix("torch.")}
         found |= {"ranks": self.model.ranks.world, "threads": torch.get_num_threads()}
         found |= process_identity()
-        return found | {"layers": "compiled" if is_compiled(self.recipe, device) else "eager"}
+        found |= {"layers": "compiled" if is_compiled(self.recipe, device) else "eager"}
+        linear = any(getattr(self.recipe.model, section) for section in SECTIONS) and linear_kernels.installed(device)
+        return found | {"flash_linear_attention": linear} if linear else found
 
     def _note(self, loss: float, values: dict[str, float]) -> str:
         note = f"loss {loss:.3f}{_unit('train/loss' if self.objective is None else None)}"
