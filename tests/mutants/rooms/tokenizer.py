@@ -23,4 +23,6 @@ MUTANTS = [
      "The longest special token is taken where several fit.", "tokenizer/test_tokenizer_encode.py"),
     ("tokenizer.special:SPLIT", "\\p{N}{1,3}", "\\p{N}{1,4}", "Numbers are split as in GLM-4's pattern.",
      "tokenizer/test_tokenizer_encode.py"),
+    ("tokenizer.foreign:ForeignTokenizer._template", "if self._given is not None", "if False",
+     "The template of a file replaces that of a tokenizer that is kept.", "cli/test_start_bad_input.py"),
 ]  # fmt: skip

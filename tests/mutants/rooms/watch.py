@@ -154,4 +154,6 @@ MUTANTS = [
      "Each cause is reported once while a run trains.", "watch/test_periodic.py"),
     ("watch.periodic:main", "[rule for rule in all_rules().values() if rule.cheap]", "None", "Only cheap rules run beside the training.",
      "watch/test_periodic.py"),
+    ("watch.rules.machine_oversubscribed:_check", "high=_WAITED * max(apart, 0.0)", "high=_WAITED",
+     "The pressure of a quota is judged by the time without a processor.", "doctor/test_rules_machine.py"),
 ]  # fmt: skip
