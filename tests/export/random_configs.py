@@ -83,11 +83,19 @@ def random_config(family: Family, seed: int) -> Any:
     if "mamba_n_heads" in keys:
         groups = draw.choice([1, 2])
         inner = groups * draw.choice([1, 3])
-        values |= {
+        mamba = {
             "mamba_n_heads": inner, "mamba_d_head": 4, "mamba_d_ssm": 4 * inner, "mamba_n_groups": groups,
             "mamba_d_state": draw.choice([4, 12]), "mamba_d_conv": draw.choice([2, 4]), "mamba_conv_bias": draw.random() < 0.5,
             "mamba_rms_norm": draw.random() < 0.5, "mamba_norm_before_gate": draw.random() < 0.5, "mamba_chunk_size": draw.choice([8, 32]),
             "mlp_multipliers": [draw.choice(factors) for _ in range(2)], "ssm_multipliers": [draw.choice(factors) for _ in range(5)],
+        }  # fmt: skip
+        values |= {key: value for key, value in mamba.items() if key in keys}
+    if "shared_intermediate_size" in keys:
+        values |= {
+            "mamba_d_head": "auto", "mamba_expand": draw.choice([1, 2]), "layer_types": [
+                *draw.sample(["linear_attention", "full_attention"] * layers, layers - 2), *draw.sample(["mamba", "attention"], 2)],
+            "num_local_experts": draw.choice([0, EXPERTS]), "position_embedding_type": draw.choice([None, "nope", "rope"]),
+            "shared_intermediate_size": draw.randint(1, 2) * values["intermediate_size"],
         }  # fmt: skip
     if "linear_num_key_heads" in keys:
         groups, width = draw.choice([1, 2, 3]), 4 * draw.randint(1, 4)

@@ -53,6 +53,10 @@ _DELTA: dict[str, Any] = {
     "layer_types": ("linear_attention", "full_attention"),
     "gated_delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 32, "value_head_dim": 32},
 }
+_MAMBA: dict[str, Any] = {
+    **_DENSE, "head_dim": 32, "layer_types": ("linear_attention", "linear_attention", "full_attention"),
+    "mamba": {"num_heads": 4, "head_dim": 64, "state_size": 32, "n_groups": 2, "norm_groups": 2},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "glm4moe": {**_DENSE, "use_qk_norm": True, "attention_bias": True, "rope": {"partial_rotary_factor": 0.5}, "moe": _MOE},
     "glm4moe-groups": {**_DENSE, "rope": {"partial_rotary_factor": 0.5}, "moe": {**_MOE, "n_group": 4, "topk_group": 2,
@@ -89,6 +93,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {**_DENSE, "head_dim": 32, "rope": {"partial_rotary_factor": 0.75}},
     "granite": {**_DENSE, "head_dim": 32, "multipliers": {"embedding": 2.0, "key": 0.707106781187, "attention_out": 0.5, "ffn_out": 0.5,
         "logits": 0.5}},
+    "granitehybrid": {**_MAMBA, "rope": {"partial_rotary_factor": 0}, "tie_word_embeddings": True, "multipliers": {"embedding": 2.0,
+        "key": 0.707106781187, "attention_out": 0.5, "mamba_out": 0.5, "ffn_out": 0.5, "logits": 0.5}},
+    "granitehybrid-moe": {**_MAMBA, "intermediate_size": 64, "moe": {**SOFTMAX, "n_shared_experts": 2, "first_k_dense_replace": 0}},
     "glm4": {**_DENSE, "norm_position": "both", "attention_bias": True, "rope": {"partial_rotary_factor": 0.5}},
     "qwen3next": {**_DELTA, "moe": _SHARED},
     "qwen35": {**_DELTA, "tie_word_embeddings": True},

@@ -64,6 +64,7 @@ _FACTORS = Multipliers(
     embedding=2.0, logits=0.5, key=0.75, attention_in=1.25, attention_out=0.75, gate=1.5, ffn_out=0.75, mamba_in=1.5,
     mamba_parts=(0.75, 1.25, 0.5, 1.5, 2.0), mamba_out=0.5,
 )  # fmt: skip
+_STATES = Mamba(num_heads=8, head_dim=16, state_size=12, n_groups=2, norm_groups=2)
 _HYBRID: dict[str, Any] = {"layer_types": ("hybrid",), "mamba": _MAMBA}
 _ALL_HEADS: dict[str, Any] = {"use_qk_norm": True, "qk_norm_over": "all_heads"}
 _SINKS: dict[str, Any] = _COMMON | {"intermediate_size": 32, "attention_sinks": True}
@@ -175,6 +176,15 @@ CASES = {
         **_COMMON, layer_types=("hybrid",), mamba=_MAMBA.model_copy(update={"gate_norm": "after_gate", "norm_groups": 2}),
         tie_word_embeddings=True,
     ),
+    "granitemoehybrid": Model(
+        **_COMMON | {"head_dim": 16}, layer_types=("linear_attention", "linear_attention", "full_attention"), mamba=_STATES,
+        rope=Rope(partial_rotary_factor=0), multipliers=Multipliers(
+            embedding=12.0, key=0.3, attention_out=0.22, ffn_out=0.22, mamba_out=0.22, logits=0.125), tie_word_embeddings=True,
+    ),
+    "granitemoehybrid_experts": Model(
+        **_MIXTRAL | {"head_dim": 16}, layer_types=("linear_attention", "full_attention"), mamba=_STATES, rope=_YARN,
+        moe=_SOFTMAX.model_copy(update={"n_shared_experts": 2}),
+    ),
     "minimax": Model(
         **_COMMON, layer_types=("linear_attention", "full_attention"), lightning=Lightning(), norm_position="stream",
         moe=_SOFTMAX.model_copy(update={"moe_intermediate_size": 96}),
@@ -268,8 +278,10 @@ def _same_logits_loss_and_gradients(model: Transformer, peer: Any, tokens: torch
 
 
 def _as_in_memory(key: str) -> str:
-    """A name in a file as transformers names the module; only Mixtral's differ."""
-    if ".block_sparse_moe." not in key:
+    """A name in a file as transformers names the module; only Mixtral's and Granite's differ."""
+    for stored, module in (("input_linear", "experts.gate_up_proj"), ("output_linear", "experts.down_proj"), ("router.layer", "router")):
+        key = key.replace(f".block_sparse_moe.{stored}.weight", f".block_sparse_moe.{module}" + ".weight" * (stored == "router.layer"))
+    if ".block_sparse_moe." not in key or "_proj" in key or ".router." in key:
         return key
     for part, kind in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
         key = key.replace(f".{part}.", f".{kind}.")

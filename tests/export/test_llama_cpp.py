@@ -115,7 +115,7 @@ def test_an_adapter_is_applied_as_merging_does(
     "name",
     ["glm4moe", "glm4moe-groups", "deepseek", "qwen3", "qwen3moe", "mixtral", "olmoe", "olmo2", "olmo3", "gpt-oss", "minimax-m2",
      "qwen2", "qwen2moe", "llama", "llama-yarn",
-     "llama-llama3", "smollm3", "glm4", "granite", "qwen3next", "qwen35", "qwen35moe"],
+     "llama-llama3", "smollm3", "glm4", "granite", "granitehybrid", "qwen3next", "qwen35", "qwen35moe"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_llama_cpps_own_converter_writes_the_same(make_run: Callable[..., Any], tmp_path: Path, name: str, dtype: torch.dtype) -> None:
@@ -149,12 +149,16 @@ def test_llama_cpps_own_converter_writes_the_same(make_run: Callable[..., Any], 
         kept = any(name in tensor.name for name in ("exp_probs_b", "rope_freqs"))  # fp32 in their file too
         if tensor.tensor_type == gguf.GGMLQuantizationType.F32 and dtype == torch.bfloat16 and not kept:
             values = torch.from_numpy(values.copy()).to(dtype).float().numpy()
+        if tensor.name.endswith("ssm_a") and dtype == torch.bfloat16:  # a function of what they read rounded
+            np.testing.assert_allclose(values, other.data, rtol=0.01, err_msg=tensor.name)
+            continue
         np.testing.assert_array_equal(values, other.data, err_msg=tensor.name)
     fields, wanted = (
         {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")} for reader in (ours, theirs)
     )
     differ = {key for key in wanted if fields.get(key) != wanted[key]}
-    assert differ <= {"general.name"}, "theirs capitalises it"
+    # theirs capitalises the name, and says 2^20 tokens for models without positions
+    assert differ <= {"general.name", "granitehybrid.context_length"}
     assert {key.split(".", 1)[1] for key in fields.keys() - wanted.keys()} <= SAID_BESIDES
 
 

@@ -34,11 +34,12 @@ from lmworks.recipe.schema.model import Model
 _GATES = {"SOFTMAX": 1, "SIGMOID": 2}  # llama.cpp's numbers
 _BELOW = {  # keys of a family's metadata that are not directly below the architecture
     "head_count_kv": "attention", "key_length": "attention", "value_length": "attention", "key_length_mla": "attention",
-    "value_length_mla": "attention", "kv_lora_rank": "attention", "q_lora_rank": "attention", "rope_dimension_count": "",
+    "value_length_mla": "attention", "kv_lora_rank": "attention", "q_lora_rank": "attention",
     "sliding_window": "attention", "sliding_window_pattern": "attention", "freq_base_swa": "rope",
     "recurrent_layers": "attention", "dimension_sections": "rope", "scale": "attention",
     **dict.fromkeys(("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"), "ssm"),
 }  # fmt: skip
+_DOTTED = {"rope_dimension_count": "rope.dimension_count", "rope_scaling_finetuned": "rope.scaling.finetuned"}
 _SAYS_NOTHING = ("rope.scaling.finetuned", "tensor_data_layout")
 _ROPE_FACTORS, _PATTERN = "rope_freqs.weight", "attention.sliding_window_pattern"
 
@@ -67,7 +68,7 @@ def metadata_of(model: Model) -> dict[str, Any]:
         found |= {"rope.scaling.yarn_beta_fast": float(rope["beta_fast"]), "rope.scaling.yarn_beta_slow": float(rope["beta_slow"])}
     for key, value in family.gguf(model).metadata.items():
         below = _BELOW.get(key)
-        name = "rope.dimension_count" if key == "rope_dimension_count" else f"{below}.{key}" if below else key
+        name = _DOTTED.get(key) or (f"{below}.{key}" if below else key)
         found[name] = _GATES[value] if key == "expert_gating_func" else value
     return found
 
@@ -200,10 +201,15 @@ def _common(values: _Values, header: Header, rope_factors: list[float] | None) -
     heads, width = values.size("attention.head_count"), values.size("embedding_length")
     head_dim = values.size("attention.key_length", width // heads or 1)
     rotated = values.size("rope.dimension_count", head_dim)
+    kv_heads = values.get("attention.head_count_kv")
+    if isinstance(kv_heads, list) and all(type(one) is int for one in kv_heads):  # for each layer: 0 where there is no attention
+        kv_heads = max(kv_heads, default=0)
+    else:
+        kv_heads = values.size("attention.head_count_kv", heads)
     fraction = 1.0 if "attention.kv_lora_rank" in values else rotated / head_dim  # latent attention has a part of its own that is rotated
     return {
         "vocab_size": embedding.shape[0], "hidden_size": width, "num_hidden_layers": values.size("block_count"),
-        "num_attention_heads": heads, "num_key_value_heads": values.size("attention.head_count_kv", heads), "head_dim": head_dim,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
         "intermediate_size": values.size("feed_forward_length", values.get("expert_feed_forward_length")),
         "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
         "max_position_embeddings": f"{values.size('context_length')} tokens", "tie_word_embeddings": "output.weight" not in header.tensors,

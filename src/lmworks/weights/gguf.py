@@ -285,7 +285,7 @@ class GgufWeights:
             items = [places.whole(name, state) for name in together]
             infos = [self._info(item.name) for item in items]
             unread -= {item.name for item in items}
-            if not all(item.plain for item in items) and not places.is_theirs(ours):
+            if (len({item.name for item in items}) > 1 or not all(item.plain for item in items)) and not places.is_theirs(ours):
                 yield names[0], self._joined(names[0], together, items, infos)
                 continue
             is_part = packing(ours, self._model, places.family) is not None

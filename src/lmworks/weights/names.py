@@ -85,9 +85,11 @@ def _find(name: str, table: list[tuple[re.Pattern[str], tuple[str, str]]]) -> tu
     return None
 
 
-def _our_name(theirs: str, family: Family) -> str:
-    if found := _find(theirs, _to_ours(family.names)):
-        return found[2]
+def _our_names(theirs: str, family: Family) -> list[str]:
+    """Our names of a tensor of theirs, as the table has them; several if its parts, or the kinds of feed-forward blocks, have one name."""
+    table = _to_ours(family.names)
+    if found := [one[2] for row in table if (one := _find(theirs, [row]))]:
+        return found
     raise UserError(f"tensor {theirs} has no counterpart; this is not a model of a class that lmworks converts")
 
 
@@ -149,7 +151,9 @@ def packing_in(names: Names, ours: str, model: Model, groups: Mapping[str, Calla
     if (found := _find(name_in_table(ours, model), _to_theirs(names))) is None:
         return None
     own, template, theirs = found
-    parts, count = _parts(names)[template], (groups or {}).get(template)
+    # of one block: a class may have one name for the matrices of a dense block and of a shared expert, of which a layer has one
+    block, count = own.rsplit(".", 2)[0], (groups or {}).get(template)
+    parts = tuple(part for part in _parts(names)[template] if part.rsplit(".", 2)[0] == block)
     places = (own[: at + 1] for at, letter in enumerate(own) if letter == ".")
     common = [start for start in places if all(part.startswith(start) for part in parts)][-1] if len(parts) > 1 else own
     start = ours.removesuffix(own.removeprefix(common))
@@ -238,7 +242,7 @@ def refuse_foreign(names: Iterable[str], state: Mapping[str, object], model: Mod
         derived = theirs.endswith("rotary_emb.inv_freq") or any(pattern.match(theirs) for pattern in _derived(family))
         if derived or theirs.startswith(family.unread) or original_of(theirs) is not None:
             continue
-        if _our_name(theirs, family) not in known:
+        if not known & {*_our_names(theirs, family)}:
             raise UserError(f"tensor {theirs} does not belong to this model; the config and the weights are of different models")
 
 

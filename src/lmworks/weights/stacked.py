@@ -1,7 +1,7 @@
 """Classes that store the experts of a layer in one tensor (`Family.stacked`): read and written as if each expert had tensors of its own.
 
 Such a tensor has, along its last dimension, in turn one output of each of its parts, and its matrices are transposed: (E, in, 2 out) of
-gate and up, and (E, 2 out) of their biases. Of an expert only what is asked for is read, and the next ones are not in memory.
+gate and up, and (E, 2 out) of their biases. With `Family.stacked_rows` it is (E, 2 out, in), all rows of a part together. Of an expert only what is asked for is read, and the next ones are not in memory.
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ def _parts(family: Family) -> list[tuple[re.Pattern[str], str, int, int]]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of an expert is stored: in which tensor, as which of its parts, and which expert it is ("{e}" for all)."""
+    """Where a tensor of an expert is stored: in which tensor, as which of its parts, and which expert it is ("{e}" for all); `rows` as
+    `Family.stacked_rows`."""
 
     stored: str
     part: int
     parts: int
     expert: str
+    rows: bool
 
 
 def place_of(name: str, family: Family) -> Place | None:
     """The place of a tensor of an expert, by its name in the table of the family; None for a tensor of its own."""
     for pattern, stored, part, parts in _parts(family):
         if match := pattern.match(name):
-            return Place(stored.replace("{i}", match["i"]), part, parts, match["e"])
+            return Place(stored.replace("{i}", match["i"]), part, parts, match["e"], family.stacked_rows)
     return None
 
 
@@ -96,7 +98,10 @@ class _Slice:
     place: Place
 
     def get_shape(self) -> list[int]:
-        _, *inputs, outputs = self.stored.get_shape()
+        if self.place.rows:
+            _, outputs, *inputs = self.stored.get_shape()
+        else:
+            _, *inputs, outputs = self.stored.get_shape()
         return [outputs // self.place.parts, *inputs]
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -105,6 +110,10 @@ class _Slice:
         assert step == 1
         inputs = inputs or [slice(None)] * (len(self.get_shape()) - 1)
         expert, parts = int(self.place.expert), self.place.parts
+        if self.place.rows:
+            before = self.place.part * self.get_shape()[0]
+            rows_of_part: Tensor = self.stored[(slice(expert, expert + 1), slice(before + begin, before + max(begin, end)), *inputs)][0]
+            return rows_of_part
         read = self.stored[(slice(expert, expert + 1), *inputs, slice(parts * begin, parts * max(begin, end)))][0]
         own: Tensor = read[..., self.place.part :: parts]
         return own.t()
@@ -121,6 +130,9 @@ def stack(tensors: Mapping[str, Tensor], family: Family) -> Iterator[tuple[str, 
         waiting.setdefault(place.stored, {})[int(place.expert), place.part] = tensor
     for stored, found in waiting.items():
         experts, parts = (1 + max(numbers) for numbers in zip(*found, strict=True))
+        if family.stacked_rows:
+            yield stored, torch.stack([torch.cat([found[expert, part] for part in range(parts)]) for expert in range(experts)])
+            continue
         whole = torch.stack([torch.stack([found[expert, part] for part in range(parts)], dim=1) for expert in range(experts)])
         yield stored, whole.flatten(1, 2).transpose(1, -1).contiguous()
 

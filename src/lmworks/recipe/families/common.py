@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmworks.errors import UserError
@@ -246,8 +246,14 @@ def window_from_config(config: dict[str, Any], default: list[bool]) -> dict[str,
         return {}
     if not window:
         raise UserError(f"config.json has layer_types with {_SLIDING}, but no window: set use_sliding_window and sliding_window")
-    size = next(size for size in range(1, layers + 1) if all(types[layer] == types[layer % size] for layer in range(layers)))
-    return window | {"layer_types": tuple(types[:size]) if _FULL in types else ()}
+    return window | {"layer_types": repeating(types) if _FULL in types else ()}
+
+
+def repeating(types: Sequence[str]) -> tuple[str, ...]:
+    """The shortest pattern that gives the kinds of all layers when it repeats."""
+    layers = range(len(types))
+    size = next(size for size in range(1, len(types) + 1) if all(types[layer] == types[layer % size] for layer in layers))
+    return tuple(types[:size])
 
 
 def window_of_all_layers(config: dict[str, Any]) -> dict[str, Any]:

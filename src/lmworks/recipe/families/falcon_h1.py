@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.recipe.families import common
-from lmworks.recipe.families.family import Extra, Family, Gguf, Names, NoClass, Null, said
+from lmworks.recipe.families import common, mamba2
+from lmworks.recipe.families.family import Extra, Family, Gguf, Names, NoClass, Null
 from lmworks.recipe.schema.mixers import Multipliers
 from lmworks.recipe.schema.model import Model, Rope
 
@@ -16,17 +16,13 @@ _PLACES = {
     "attention_out_multiplier": "attention_out", "attention_in_multiplier": "attention_in", "ssm_in_multiplier": "mamba_in",
     "ssm_out_multiplier": "mamba_out",
 }  # fmt: skip
-_NO_LIMIT = (None, (0.0, math.inf), [0.0, math.inf], [0.0, {"__float__": "Infinity"}], [0.0, "inf"])
-"""As JSON may say it, which has no infinity."""
-_PARTS = (("input.weight", "in_proj.weight"), ("projection.weight", "out_proj.weight"), ("dt_bias", "dt_bias"), ("A_log", "A_log"),
-          ("skip", "D"), ("conv.bias", "conv1d.bias"), ("conv.weight", "conv1d.weight"), ("gate_norm.weight", "norm.weight"))  # fmt: skip
 _NAMES: Names = (
     ("embedding.weight", "model.embed_tokens.weight"), ("norm.weight", "model.final_layernorm.weight"), ("head.weight", "lm_head.weight"),
     ("layers.{i}.attention_norm.weight", "model.layers.{i}.input_layernorm.weight"),
     ("layers.{i}.ffn_norm.weight", "model.layers.{i}.pre_ff_layernorm.weight"),
     *common.PROJECTIONS,
     *((f"layers.{{i}}.ffn.{part}.weight", f"model.layers.{{i}}.feed_forward.{part}_proj.weight") for part in ("gate", "up", "down")),
-    *((f"layers.{{i}}.attention.mamba.{ours}", f"model.layers.{{i}}.mamba.{theirs}") for ours, theirs in _PARTS),
+    *((f"layers.{{i}}.attention.mamba.{ours}", f"model.layers.{{i}}.mamba.{theirs}") for ours, theirs in mamba2.PARTS),
 )  # fmt: skip
 
 
@@ -65,9 +61,7 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"config.json has mamba_n_heads {heads} and mamba_d_head {config['mamba_d_head']}, whose product is not the inner width {inner}"
         )
-    limit = config["time_step_limit"]
-    if limit not in _NO_LIMIT:
-        raise UserError(f"config.json has {said('time_step_limit', limit)}; lmworks supports time steps without limits")
+    mamba2.refuse_limits(config["time_step_limit"])
     norm = "none" if not config["mamba_rms_norm"] else "before_gate" if config["mamba_norm_before_gate"] else "after_gate"
     mamba = {
         "num_heads": heads, "head_dim": inner // heads, "n_groups": groups, "state_size": config["mamba_d_state"],

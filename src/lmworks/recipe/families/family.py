@@ -17,7 +17,7 @@ from lmworks.recipe.schema.model import Model, Rope
 
 
 class Null(NamedTuple):
-    """A key that may be null, and its default."""
+    """A key that may be null, and its default, which may be a text such as "auto" for a number."""
 
     kind: type
     default: Any = None
@@ -105,6 +105,8 @@ def _value(config: Mapping[str, Any], key: str, declared: Any) -> Any:
     if key not in config:
         return declared.default if nullable else None if isinstance(declared, Extra) else declared
     value = config[key]
+    if isinstance(declared, Null) and isinstance(declared.default, str) and value == declared.default:
+        return value
     return None if value is None and nullable else of_kind(key, value, kind)
 
 
@@ -217,6 +219,10 @@ TRAITS: dict[str, Trait] = {
     "Mamba-2 beside attention": Trait(
         lambda model: "hybrid" in model.layer_types, "it has layers of attention and Mamba-2 side by side (hybrid in layer_types)",
         "it has no layers of attention and Mamba-2 side by side (hybrid in layer_types)",
+    ),
+    "Mamba-2": Trait(
+        lambda model: model.mamba is not None and "linear_attention" in model.layer_types,
+        "it has layers of Mamba-2 (linear_attention in layer_types)", "it has no layer of Mamba-2 (linear_attention in layer_types)",
     ),
     "lightning attention": Trait(
         lambda model: model.lightning is not None, "it has lightning attention (lightning)", "it has no lightning attention (lightning)",
@@ -338,7 +344,7 @@ class Family:
     zero: our tensors that do not exist in the class and must be zero
     derived: tensors of the class that follow from its config, so that they are neither read nor written
     stacked: tensors of the class that hold all experts of a layer -> the names in `names` of what an expert has in them: transposed, and
-        along the last dimension in turn (`lmworks.weights.stacked`)
+        along the last dimension in turn (`lmworks.weights.stacked`); with `stacked_rows` not transposed, and one after the other
     prefixes: beginnings of names of tensors -> the class's own, in files of a class of which this is the language model
     wrapper: that class, with its model_type; its config.json has the keys of the language model in `text_config`
     unread: beginnings of the names of tensors that published models have and lmworks does not read
@@ -377,6 +383,7 @@ class Family:
     zero: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    stacked_rows: bool = False
     prefixes: Mapping[str, str] = field(default_factory=dict, hash=False)
     wrapper: tuple[str, str] | None = None
     unread: tuple[str, ...] = ()

@@ -70,13 +70,12 @@ def layers_from_config(config: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"config.json has layer_types that are not {layers} of {_FULL} and {_LINEAR}; lmworks cannot read it")
     if _LINEAR not in types:
         raise UserError("config.json has no layer of linear_attention; lmworks reads this class only with the gated delta rule")
-    size = next(size for size in range(1, layers + 1) if all(types[layer] == types[layer % size] for layer in range(layers)))
     sizes = {
         "num_key_heads": config["linear_num_key_heads"], "num_value_heads": config["linear_num_value_heads"],
         "key_head_dim": config["linear_key_head_dim"], "value_head_dim": config["linear_value_head_dim"],
         "conv_kernel": config["linear_conv_kernel_dim"],
     }  # fmt: skip
-    return {"layer_types": tuple(types[:size]), "gated_delta": sizes, "use_qk_norm": True, "attn_output_gate": True}
+    return {"layer_types": common.repeating(types), "gated_delta": sizes, "use_qk_norm": True, "attn_output_gate": True}
 
 
 def _columns(order: Callable[[Any, Model], Any]) -> Callable[[Any, Model], Any]:

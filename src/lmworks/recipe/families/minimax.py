@@ -62,7 +62,6 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"config.json has layer_types that are not {layers} of {_FULL} and {_LINEAR}; lmworks cannot read it")
     if _LINEAR not in types:
         raise UserError("config.json has no layer of linear_attention; lmworks reads this class only with lightning attention")
-    size = next(size for size in range(1, layers + 1) if all(types[layer] == types[layer % size] for layer in range(layers)))
     given = Multipliers.model_validate({ours: config[theirs] for theirs, ours in _PLACES.items()})
     moe = {
         "n_routed_experts": config["num_local_experts"], "num_experts_per_tok": config["num_experts_per_tok"],
@@ -70,7 +69,7 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
         "scoring_func": "softmax", "norm_topk_prob": True, "balance": {"method": "aux"},
     }  # fmt: skip
     return {
-        "layer_types": tuple(types[:size]), "lightning": {}, "norm_position": "stream", "moe": moe,
+        "layer_types": common.repeating(types), "lightning": {}, "norm_position": "stream", "moe": moe,
         "multipliers": None if given == Multipliers() else given,
     }  # fmt: skip
 
