@@ -58,6 +58,9 @@ SINKS: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
     "moe": SOFTMAX | {"first_k_dense_replace": 0, "add_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 }  # fmt: skip
+STATES: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "mamba": {"num_heads": 4, "head_dim": 16, "state_size": 8},
+}  # fmt: skip
 PLAIN_WEIGHTS: dict[str, Any] = OLMOE["moe"] | {"norm_topk_prob": False}
 
 
@@ -206,6 +209,9 @@ DELTA: dict[str, Any] = {
         (SINKS | {"layer_types": ["full_attention", "sliding_attention"]}, "its sliding layers are not every second one from the first on"),
         (SINKS | {"attention_bias": False, "attention_output_bias": False}, "its attention has no biases .*llama.cpp's gpt-oss has them"),
         (SINKS | {"moe": SINKS["moe"] | {"swiglu_limit": 6.0}}, "are not 1.702 and 7, the constants of llama.cpp's gpt-oss"),
+        (STATES | {"mamba": STATES["mamba"] | {"num_heads": 2}}, "the inner width of Mamba-2 is .*, and llama.cpp wants twice hidden_size"),
+        (STATES | {"mamba": STATES["mamba"] | {"conv_bias": False}}, "the convolution of its Mamba-2 has no bias"),
+        (STATES | {"layer_types": ["linear_attention"]}, "no layer has attention .*, whose heads llama.cpp wants to know"),
         (SINKS | {"tie_word_embeddings": True}, "llama.cpp's gpt-oss needs a head of its own"),
         (SINKS | {"rope": YARN | {"truncate": False}}, r"its YaRN does not round \(rope.truncate false\), and llama.cpp rounds"),
         (SLIDING | {"sliding_rope": {"theta": 300.0}}, r"not the plain RoPE with the theta of the others .*olmo2 \(sliding_rope\)"),

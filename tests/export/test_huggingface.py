@@ -65,6 +65,7 @@ _FACTORS = Multipliers(
     mamba_parts=(0.75, 1.25, 0.5, 1.5, 2.0), mamba_out=0.5,
 )  # fmt: skip
 _STATES = Mamba(num_heads=8, head_dim=16, state_size=12, n_groups=2, norm_groups=2)
+_GRANITE: dict[str, Any] = _COMMON | {"head_dim": 16, "layer_types": ("linear_attention", "full_attention"), "mamba": _STATES}
 _HYBRID: dict[str, Any] = {"layer_types": ("hybrid",), "mamba": _MAMBA}
 _ALL_HEADS: dict[str, Any] = {"use_qk_norm": True, "qk_norm_over": "all_heads"}
 _SINKS: dict[str, Any] = _COMMON | {"intermediate_size": 32, "attention_sinks": True}
@@ -74,6 +75,7 @@ _LIGHTNING: dict[str, Any] = {
     "moe": _SOFTMAX.model_copy(update={"moe_intermediate_size": 96}),
 }  # fmt: skip
 
+_PLAIN_SHARED = _SOFTMAX.model_copy(update={"n_shared_experts": 2})
 _SHARED = _SOFTMAX.model_copy(update={"n_shared_experts": 2, "shared_expert_gate": True})
 _DELTA: dict[str, Any] = _COMMON | {
     "use_qk_norm": True, "attn_output_gate": True, "rope": Rope(partial_rotary_factor=0.25, theta=1e6),
@@ -182,8 +184,7 @@ CASES = {
             embedding=12.0, key=0.3, attention_out=0.22, ffn_out=0.22, mamba_out=0.22, logits=0.125), tie_word_embeddings=True,
     ),
     "granitemoehybrid_experts": Model(
-        **_MIXTRAL | {"head_dim": 16}, layer_types=("linear_attention", "full_attention"), mamba=_STATES, rope=_YARN,
-        moe=_SOFTMAX.model_copy(update={"n_shared_experts": 2}),
+        **_GRANITE | {"intermediate_size": 32}, rope=_YARN, moe=_PLAIN_SHARED,
     ),
     "minimax": Model(
         **_COMMON, layer_types=("linear_attention", "full_attention"), lightning=Lightning(), norm_position="stream",
@@ -376,9 +377,37 @@ def test_every_file_of_the_package_is_a_family_or_says_what_it_is() -> None:
     from lmworks.recipe import families
 
     folder = Path(families.__path__[0])
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "common", "family", "gated_delta", "keys", "registry", "rope"}
+    others = {"__init__", "common", "family", "gated_delta", "keys", "mamba2", "registry", "rope"}
+    files = {path.stem for path in folder.glob("*.py")} - others
     assert {family.model_type for family in FAMILIES.values()} == files
     assert {class_for(config) for config in CASES.values()} == {family.written_as or family.name for family in FAMILIES.values()}
+
+
+def test_granite_with_attention_alone_is_read(tmp_path: Path) -> None:
+    """Granite-4.0-Micro, 1B and 350M: the class of the hybrids, without Mamba-2; written as the plain class of Granite."""
+    config = random_config(FAMILIES["GraniteMoeHybridForCausalLM"], 1)
+    for positions, written in (("rope", "GraniteForCausalLM"), ("nope", None)):
+        values = config.to_dict() | {"layer_types": ["attention"] * config.num_hidden_layers, "num_local_experts": 0}
+        peer = _of_class("GraniteMoeHybridForCausalLM", values | {"position_embedding_type": positions, "residual_multiplier": 0.5})
+        peer.save_pretrained(tmp_path / positions)
+        read, tokens = read_model(tmp_path / positions), torch.randint(1, 96, (2, 24), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            assert relative(read(tokens), peer(tokens).logits) < bound(read, tokens)
+        if written:
+            assert class_for(read.config) == written
+        else:
+            with pytest.raises(UserError, match="no Hugging Face class expresses this model: it has no RoPE at all"):
+                class_for(read.config)
+
+
+def _of_class(name: str, values: dict[str, Any]) -> Any:
+    """A random model of `transformers`."""
+    import transformers
+
+    kind = getattr(transformers, name)
+    peer = kind(kind.config_class(**values | {"architectures": [name]}, attn_implementation="eager")).eval()
+    _randomize(peer, 1)
+    return peer
 
 
 def test_an_older_config_without_layer_types_slides_where_its_class_says() -> None:
@@ -443,6 +472,16 @@ def test_layer_types_that_say_nothing_are_refused(change: dict[str, Any], reason
         (_SINKS | {"moe": _SOFTMAX}, "it has attention sinks .*, unlike the nearest class, Mixtral"),
         ({"attention_sinks": True}, "it has attention sinks"),
         ({"attention_output_bias": True}, "the output of its attention has a bias"),
+        (_GRANITE | {"multipliers": Multipliers(gate=2.0)}, r"a factor that Granite has not \(multipliers.gate\)"),
+        (_GRANITE | {"multipliers": Multipliers(attention_out=2.0)}, "its blocks have different factors on what they add"),
+        (_GRANITE | {"mamba": _MAMBA}, "the inner width of Mamba-2 .* is no multiple of hidden_size 64"),
+        (_GRANITE | {"mamba": _STATES.model_copy(update={"gate_norm": "before_gate"})}, "no norm on the product with the gate"),
+        (_GRANITE | {"mamba": _STATES.model_copy(update={"norm_groups": 1})}, "gated norm has 1 groups and not those of B and C, 2"),
+        (_GRANITE | {"head_dim": 24}, "heads x head_dim is 96 .*nearest class, GraniteMoeHybrid"),
+        (_GRANITE | {"moe": _SOFTMAX}, "it has experts and no shared one"),
+        (_GRANITE | {"moe": _PLAIN_SHARED.model_copy(update={"scoring_func": "sigmoid"})}, "its gates are sigmoid"),
+        (_GRANITE | {"moe": _PLAIN_SHARED.model_copy(update={"norm_topk_prob": False})}, "experts are not normalized .*GraniteMoeHybrid"),
+        (_GRANITE | {"moe": _PLAIN_SHARED.model_copy(update={"first_k_dense_replace": 1})}, "first layers are dense .*GraniteMoeHybrid"),
         (_LIGHTNING | {"norm_position": "pre"}, "its norms are not on the residual stream"),
         ({"norm_position": "post"}, "queries and keys are not normalized over all heads .*, unlike the nearest class, Olmo2"),
     ],
@@ -486,6 +525,10 @@ def test_a_selection_bias_is_not_left_behind() -> None:
         ("falcon_h1", {"mamba_n_heads": 5}, "mamba_n_heads 5 and mamba_d_head 8, whose product is not the inner width 48"),
         ("falcon_h1", {"time_step_limit": [0.1, 2.0]}, r"time_step_limit \[0.1, 2.0\]; lmworks supports time steps without limits"),
         ("falcon_h1", {"mamba_proj_bias": True}, "mamba_proj_bias true; lmworks supports false"),
+        ("granitemoehybrid", {"mamba_n_heads": 5}, "mamba_n_heads 5 and mamba_d_head 16, whose product is not the inner width 128"),
+        ("granitemoehybrid", {"layer_types": ["attention", "moe"] * 2}, "layer_types that are not 4 of full_attention and linear_"),
+        ("granitemoehybrid", {"time_step_limit": [0.1, 2.0]}, "time steps without limits"),
+        ("granitemoehybrid_experts", {"shared_intermediate_size": 40}, "40, which must be a multiple of intermediate_size 32"),
         ("minimax", {"layer_types": ["linear_attention"]}, "layer_types that are not 4 of full_attention and linear_attention"),
         ("minimax", {"layer_types": ["full_attention"] * 4}, "no layer of linear_attention"),
         ("minimax", {"sliding_window": 5}, "sliding_window 5; lmworks supports no value"),
@@ -535,6 +578,12 @@ def test_a_selection_bias_is_not_left_behind() -> None:
         ("olmo2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, but Olmo2ForCausalLM has no such"),
         ("llama", {"architectures": ["GemmaForCausalLM"]}, "is of class GemmaForCausalLM; lmworks supports DeepseekV3ForCausalLM, "),
         ("gemma3_text", {"architectures": ["Gemma4ForCausalLM"]}, r"a norm on values, .*lmworks has none of these.*nearest .*Gemma3"),
+        ("llama", {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"},
+         r"layers of one block alone.*a squared ReLU and no gate.*none of these. The nearest class is GraniteMoeHybridForCausalLM"),
+        ("llama", {"architectures": None, "model_type": "nemotron_h"}, "class NemotronHForCausalLM, which has layers of one block"),
+        ("llama", {"architectures": ["Zamba2ForCausalLM"], "model_type": "zamba2"},
+         r"whose weights many layers share.*a smallest time step .*The nearest class is GraniteMoeHybridForCausalLM"),
+        ("llama", {"architectures": [], "model_type": "zamba2"}, "of class Zamba2ForCausalLM, which has attention and feed-forward blocks"),
         ("llama", {"architectures": None, "model_type": "gemma"}, r"is of class unknown \(model_type gemma\); lmworks supports"),
     ],
 )

@@ -138,6 +138,7 @@ PUBLISHED = {  # millions of parameters in total, by source
     "kimi-k2-1t-a32b": 1_040_000,  # Table 2 of arXiv:2507.20534
     "deepseek-v3-671b-a37b": 671_000,  # arXiv:2412.19437, section 4.2
     "falcon-h1-0.5b": 521.4, "falcon-h1-1.5b-deep": 1_550, "falcon-h1-7b": 7_590, "falcon-h1-34b": 33_600,  # arXiv:2507.22448, table 1
+    "granite-4.0-h-small-32b-a9b": 32_000,  # the model card of Granite-4.0-H-Small
     "minimax-01-456b-a46b": 456_000,  # arXiv:2501.08313, section 1
 }  # fmt: skip
 OWN = ("dense-", "glm-", "glm45-", "glm46-")  # shapes of this project, and GLM's, which the tests above count

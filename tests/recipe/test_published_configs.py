@@ -50,7 +50,21 @@ _DEEPSEEK: dict[str, Any] = {
     "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
     "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
 }  # fmt: skip
+_GRANITE: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "attention_multiplier": 0.0078125,
+    "bos_token_id": 100257, "embedding_multiplier": 12, "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096,
+    "init_method": "mup", "initializer_range": 0.1, "intermediate_size": 768,
+    "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)], "logits_scaling": 16, "mamba_chunk_size": 256,
+    "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1,
+    "mamba_n_heads": 128, "mamba_proj_bias": False, "max_position_embeddings": 131072, "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm", "num_attention_heads": 32, "num_experts_per_tok": 10, "num_hidden_layers": 40,
+    "num_key_value_heads": 8, "num_local_experts": 72, "output_router_logits": False, "pad_token_id": 100256,
+    "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000,
+    "router_aux_loss_coef": 0.0, "shared_intermediate_size": 1536, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
 _PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
+    "Granite-4.0-H-Small": (_GRANITE, 32_207_337_984),
     "DeepSeek-V3": (_DEEPSEEK, 671_026_419_200),
     "Kimi-K2": (_DEEPSEEK | {
         "first_k_dense_replace": 1, "max_position_embeddings": 131072, "model_type": "kimi_k2", "n_group": 1, "n_routed_experts": 384,
@@ -234,7 +248,7 @@ _PRESETS = {
     "GLM-4.5-Air": "glm45-air-106b-a12b", "SmolLM3-3B, tied by the default of its class": "smollm3-3b",
     "SmolLM2-135M-Instruct": "smollm2-135m", "Llama-3.1-8B": "llama3.1-8b", "Llama-3.2-1B": "llama3.2-1b",
     "Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b", "MiniMax-M2": "minimax-m2-230b-a10b",
-    "GLM-4.7-Flash": "glm47-flash-30b-a3b",
+    "GLM-4.7-Flash": "glm47-flash-30b-a3b", "Granite-4.0-H-Small": "granite-4.0-h-small-32b-a9b",
 }  # fmt: skip
 
 

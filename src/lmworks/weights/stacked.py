@@ -1,7 +1,8 @@
 """Classes that store the experts of a layer in one tensor (`Family.stacked`): read and written as if each expert had tensors of its own.
 
 Such a tensor has, along its last dimension, in turn one output of each of its parts, and its matrices are transposed: (E, in, 2 out) of
-gate and up, and (E, 2 out) of their biases. With `Family.stacked_rows` it is (E, 2 out, in), all rows of a part together. Of an expert only what is asked for is read, and the next ones are not in memory.
+gate and up, and (E, 2 out) of their biases. With `Family.stacked_rows` it is (E, 2 out, in), the rows of a part together. Of an expert
+only what is asked for is read, and the next ones are not in memory.
 """
 
 from __future__ import annotations

@@ -30,11 +30,26 @@ _GEMMA_4 = (
     "for each layer and, in some models, keys and values shared by layers (num_kv_shared_layers) and embeddings for each layer "
     "(hidden_size_per_layer_input)"
 )
-_BEYOND = dict.fromkeys(
-    ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
-    (_GEMMA_4, "Gemma3ForCausalLM"),
+_NEMOTRON_H = (
+    "layers of one block alone, Mamba-2, attention or feed-forward (layers_block_type or hybrid_override_pattern), feed-forward blocks and "
+    "experts with a squared ReLU and no gate (mlp_hidden_act) and, in some models, experts of a narrower width (moe_latent_size)"
 )
+_ZAMBA_2 = (
+    "attention and feed-forward blocks whose weights many layers share (num_mem_blocks), which read the embedded tokens beside the "
+    "residual stream and are twice as wide, low-rank adapters (adapter_rank) and a projection for each use, and a smallest time step "
+    "(time_step_min)"
+)
+_BEYOND = {
+    **dict.fromkeys(
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+        (_GEMMA_4, "Gemma3ForCausalLM"),
+    ),
+    "NemotronHForCausalLM": (_NEMOTRON_H, "GraniteMoeHybridForCausalLM"),
+    "Zamba2ForCausalLM": (_ZAMBA_2, "GraniteMoeHybridForCausalLM"),
+}  # fmt: skip
 """Classes that cannot be expressed -> what they have and lmworks has not, and the nearest class that it has."""
+_BEYOND_BY_TYPE = {"gemma4_text": "Gemma4ForCausalLM", "nemotron_h": "NemotronHForCausalLM", "zamba2": "Zamba2ForCausalLM"}
+"""The same by model_type, for a config.json without a class."""
 
 
 def family_of(model: Model) -> Family:
@@ -60,7 +75,7 @@ def family_in(config: dict[str, Any]) -> Family:
     names, kind = config.get("architectures"), config.get("model_type")
     known = {family.model_type: family.name for family in FAMILIES.values()}
     if names in (None, []) and isinstance(kind, str):
-        names = [known.get(kind, f"unknown (model_type {kind})")]
+        names = [known.get(kind) or _BEYOND_BY_TYPE.get(kind, f"unknown (model_type {kind})")]
     name = names[0] if isinstance(names, list) and names else None
     if isinstance(name, str) and name in _BEYOND:
         parts, nearest = _BEYOND[name]

@@ -73,7 +73,7 @@ def _to_config(model: Model, rope: Rope) -> dict[str, Any]:
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:
     layers, types = config["num_hidden_layers"], config["layer_types"]
     types = mamba2.layer_types([mamba2.LINEAR] * layers if types is None else types, layers, (mamba2.FULL, mamba2.LINEAR))
-    found = _factors(granite.factors_from_config(config)) | _feed_forward(
+    found = granite.factors_from_config(config) | _feed_forward(
         config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], config["shared_intermediate_size"]
     )  # fmt: skip
     if config["position_embedding_type"] != "rope":
@@ -91,7 +91,7 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
         "num_heads": heads, "head_dim": inner // heads, "n_groups": groups, "norm_groups": groups, "state_size": config["mamba_d_state"],
         "conv_kernel": config["mamba_d_conv"], "conv_bias": config["mamba_conv_bias"],
     }  # fmt: skip
-    return found | {"layer_types": common.repeating(types), "mamba": mamba}
+    return found | _factors(found) | {"layer_types": common.repeating(types), "mamba": mamba}
 
 
 def _factors(values: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,9 @@ def _feed_forward(experts: int, selected: int, size: int, shared: int) -> dict[s
     if not experts:
         return {"intermediate_size": shared}
     if size <= 0 or shared <= 0 or shared % size:
-        raise UserError(f"config.json has shared_intermediate_size {shared}, which must be a multiple of intermediate_size {size} in lmworks")
+        raise UserError(
+            f"config.json has shared_intermediate_size {shared}, which must be a multiple of intermediate_size {size} in lmworks"
+        )
     values = common.softmax_experts(experts, selected, size, normalized=True)
     values["moe"] |= {"n_shared_experts": shared // size}
     return values
@@ -118,9 +120,11 @@ def _gguf(model: Model) -> Gguf:
         raise NoClass(f"the inner width of Mamba-2 is {mamba.inner_size}, and llama.cpp wants twice hidden_size {model.hidden_size}")
     block = "shared." if moe else ""
     end = "_shexp" if moe else ""
-    further: Names = tuple((f"layers.{{i}}.ffn.{block}{part}.weight", f"blk.{{i}}.ffn_{part}{end}.weight") for part in ("gate", "up", "down"))
-    further += tuple((f"layers.{{i}}.ffn.experts.{part}", f"blk.{{i}}.ffn_{part}_exps.weight") for part in ("gate", "up", "down"))
-    further += (("layers.{i}.ffn.router.weight", "blk.{i}.ffn_gate_inp.weight"),)
+    further: Names = (
+        *((f"layers.{{i}}.ffn.{block}{part}.weight", f"blk.{{i}}.ffn_{part}{end}.weight") for part in ("gate", "up", "down")),
+        *((f"layers.{{i}}.ffn.experts.{part}", f"blk.{{i}}.ffn_{part}_exps.weight") for part in ("gate", "up", "down")),
+        ("layers.{i}.ffn.router.weight", "blk.{i}.ffn_gate_inp.weight"),
+    )  # fmt: skip
     shared = moe.n_shared_experts * moe.moe_intermediate_size if moe else model.intermediate_size
     metadata = granite.metadata(model) | {
         "rope_scaling_finetuned": rotates, "rope_dimension_count": model.head_dim, "expert_shared_feed_forward_length": shared,
