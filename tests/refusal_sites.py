@@ -193,7 +193,7 @@ PLACES = (
         train.fault_handler FaultHandler.check_corruption
         train.observe.forgetting ForgettingMonitor.measure
         train.rollouts RolloutChecks.check
-        weights.names _our_name to_huggingface
+        weights.names _our_names to_huggingface
     """),
     (LATER, "memory that is free when it is needed", """
         host.machine require_memory
