@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from lmworks.host.devices import at_least_fp32
+from lmworks.model.operators import operator, register_autograd, register_fake
 
 _SCORES = 1 << 20  # of one block, at most, as long as it has _FEWEST queries
 _FEWEST, _MOST = 32, 512
 _MEASURED = 64  # queries of a block whose largest score alone is wanted
 
 
-@torch.library.custom_op("lmworks::attend_chunks", mutates_args=())
+@operator
 def attend_chunks(
     query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -50,7 +51,7 @@ def attend_chunks(
     return out, lse
 
 
-@torch.library.custom_op("lmworks::attend_chunks_backward", mutates_args=())
+@operator
 def attend_chunks_backward(
     grad_BHTV: Tensor, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor,
     out_BHTV: Tensor, lse_BHT: Tensor, scale: float, grad_lse_BHT: Tensor | None = None,
@@ -90,7 +91,7 @@ def chunks_backward(
     return grad_query, grad_key, grad_value
 
 
-@torch.library.custom_op("lmworks::largest_logits", mutates_args=())
+@operator
 def largest_logits(query_BHTC: Tensor, key_BKSC: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float) -> Tensor:
     """The largest score scale q k of each query head over all pairs that `attend_chunks` would see; (H,) fp32.
 
@@ -104,7 +105,7 @@ def largest_logits(query_BHTC: Tensor, key_BKSC: Tensor, first_BT: Tensor, last_
     return most_KG.flatten().float() * scale
 
 
-@largest_logits.register_fake
+@register_fake(largest_logits)
 def _(query_BHTC: Tensor, key_BKSC: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float) -> Tensor:
     return query_BHTC.new_empty(query_BHTC.shape[1], dtype=torch.float32)
 
@@ -143,14 +144,14 @@ def _product(weights_KGQR: Tensor, value_KRV: Tensor) -> Tensor:
     return (weights_KGQR.view(K, G * Q, R) @ value_KRV).view(K, G, Q, -1)
 
 
-@attend_chunks.register_fake
+@register_fake(attend_chunks)
 def _(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     B, H, T, _ = query_BHTC.shape
     wide = torch.promote_types(query_BHTC.dtype, torch.float32)
     return query_BHTC.new_empty(B, H, T, value_BKSV.shape[-1]), query_BHTC.new_empty(B, H, T, dtype=wide)
 
 
-@attend_chunks_backward.register_fake
+@register_fake(attend_chunks_backward)
 def _(grad, query, key, value, first, last, out, lse, scale, grad_lse=None):  # type: ignore[no-untyped-def]
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
 
@@ -166,7 +167,7 @@ def _differentiate(ctx, grad_out, grad_lse):  # type: ignore[no-untyped-def]
     return (*grads, None, None, None)
 
 
-attend_chunks.register_autograd(_differentiate, setup_context=_keep)
+register_autograd(attend_chunks, _differentiate, setup_context=_keep)
 
 
 _SIZE = 128

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from lmworks.model.chunked import attend_chunks, attend_flex, attend_flex_lse, block_mask, has_flex, largest_logits
+from lmworks.model.operators import operator, register_autograd, register_fake
 
 _KEPT = 2048 * 2048  # pairs of query and key, up to which their mask is made once for all layers
 _BLOCKED = 128  # queries from which on a GPU has block masks: one block. Its fused kernels take no dense mask together with shared heads
@@ -146,7 +147,7 @@ def from_cu_seqlens(shape: tuple[int, int], cu_seqlens: Tensor | None, window: i
 _QUERIES = 64
 
 
-@torch.library.custom_op("lmworks::attend_blocks", mutates_args=())
+@operator
 def attend_blocks(
     query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, mask_B1TT: Tensor | None, scale: float
 ) -> tuple[Tensor, list[Tensor]]:
@@ -164,7 +165,7 @@ def attend_blocks(
     return out.view(B, H, T, -1), kept
 
 
-@torch.library.custom_op("lmworks::attend_blocks_backward", mutates_args=())
+@operator
 def attend_blocks_backward(
     grad_BHTV: Tensor, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, out_BHTV: Tensor, kept: list[Tensor], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,7 +202,7 @@ def _blocks(T: int) -> Iterator[tuple[slice, int]]:
         yield slice(start, end), end
 
 
-@attend_blocks.register_fake
+@register_fake(attend_blocks)
 def _(query_BHTC, key_BKTC, value_BKTV, mask_B1TT, scale):  # type: ignore[no-untyped-def]
     B, H, T, _ = query_BHTC.shape
     K = key_BKTC.shape[1]
@@ -209,7 +210,7 @@ def _(query_BHTC, key_BKTC, value_BKTV, mask_B1TT, scale):  # type: ignore[no-un
     return value_BKTV.new_empty(B, H, T, value_BKTV.shape[-1]), kept
 
 
-@attend_blocks_backward.register_fake
+@register_fake(attend_blocks_backward)
 def _(grad, query, key, value, out, kept, scale):  # type: ignore[no-untyped-def]
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
 
@@ -226,4 +227,4 @@ def _differentiate(ctx, grad_out, _):  # type: ignore[no-untyped-def]
     return (*attend_blocks_backward(grad_out, query, key, value, out, kept, ctx.scale), None, None)
 
 
-attend_blocks.register_autograd(_differentiate, setup_context=_keep)
+register_autograd(attend_blocks, _differentiate, setup_context=_keep)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lmworks.model.layers import Adapter, Linear, SwiGLU
+from lmworks.model.operators import operator, register_autograd, register_fake
 from lmworks.model.router import Router, Routing
 from lmworks.recipe.schema.model import Moe
 
@@ -246,23 +247,23 @@ def experts_plain(
     return out_ND
 
 
-@torch.library.custom_op("lmworks::grouped_mm", mutates_args=())
+@operator
 def _opaque_grouped_mm(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """`grouped_mm` as an opaque operator: the compiler's own supports only bf16 (torch 2.13), the eager kernel all types."""
     return F.grouped_mm(x_MD, weight_EFD.transpose(1, 2), offs=ends_E)
 
 
-@_opaque_grouped_mm.register_fake
+@register_fake(_opaque_grouped_mm)
 def _(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     return x_MD.new_empty(x_MD.shape[0], weight_EFD.shape[1])
 
 
-@torch.library.custom_op("lmworks::grouped_mm_backward", mutates_args=())
-def _opaque_backward(grad_MF: Tensor, x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+@operator
+def _opaque_grouped_mm_backward(grad_MF: Tensor, x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
     return F.grouped_mm(grad_MF, weight_EFD, offs=ends_E), F.grouped_mm(grad_MF.T, x_MD, offs=ends_E)
 
 
-@_opaque_backward.register_fake
+@register_fake(_opaque_grouped_mm_backward)
 def _(grad_MF: Tensor, x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x_MD), torch.empty_like(weight_EFD)
 
@@ -272,10 +273,10 @@ def _keep(ctx, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:  
 
 
 def _differentiate(ctx, grad_MF: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
-    return (*_opaque_backward(grad_MF.contiguous(), *ctx.saved_tensors), None)
+    return (*_opaque_grouped_mm_backward(grad_MF.contiguous(), *ctx.saved_tensors), None)
 
 
-_opaque_grouped_mm.register_autograd(_differentiate, setup_context=_keep)
+register_autograd(_opaque_grouped_mm, _differentiate, setup_context=_keep)
 
 
 class _Dispatch(torch.autograd.Function):

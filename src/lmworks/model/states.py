@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmworks.model.operators import operator, register_autograd, register_fake
 
-@torch.library.custom_op("lmworks::decayed_states", mutates_args=())
+
+@operator
 def decayed_states(added_CxKV: Tensor, factor_Cx: Tensor, state_xKV: Tensor) -> Tensor:
     """S_(c+1) = factor_c S_c + added_c for S_0 = `state`: all of them, (C + 1, *, K, V)."""
     states = added_CxKV.new_empty(added_CxKV.shape[0] + 1, *added_CxKV.shape[1:])
@@ -25,8 +27,8 @@ def decayed_states(added_CxKV: Tensor, factor_Cx: Tensor, state_xKV: Tensor) -> 
     return states
 
 
-@torch.library.custom_op("lmworks::decayed_states_backward", mutates_args=())
-def _decayed_backward(grad: Tensor, factor_Cx: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+@operator
+def _decayed_states_backward(grad: Tensor, factor_Cx: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of S before each chunk and after the last: of `state`, and of each `added`; and of `factor`."""
     whole = grad.clone()
     factor = factor_Cx[..., None, None]
@@ -35,7 +37,7 @@ def _decayed_backward(grad: Tensor, factor_Cx: Tensor, states: Tensor) -> tuple[
     return whole, (whole[1:] * states[:-1]).sum((-1, -2))
 
 
-@torch.library.custom_op("lmworks::delta_states", mutates_args=())
+@operator
 def delta_states(
     values_CxQV: Tensor, reads_CxQK: Tensor, query_CxQK: Tensor, scores_CxQQ: Tensor, key_CxQK: Tensor, factor_Cx: Tensor, state_xKV: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -54,8 +56,8 @@ def delta_states(
     return out, states
 
 
-@torch.library.custom_op("lmworks::delta_states_backward", mutates_args=())
-def _delta_backward(
+@operator
+def _delta_states_backward(
     grad_out: Tensor | None, grad_states: Tensor | None, values: Tensor, reads: Tensor, query: Tensor, scores: Tensor, key: Tensor,
     factor_Cx: Tensor, states: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -89,22 +91,22 @@ def _like(*tensors: Tensor) -> tuple[Any, ...]:
     return tuple(torch.empty_like(one, memory_format=torch.contiguous_format) for one in tensors)
 
 
-@decayed_states.register_fake
+@register_fake(decayed_states)
 def _(added: Tensor, factor: Tensor, state: Tensor) -> Tensor:
     return added.new_empty(added.shape[0] + 1, *added.shape[1:])
 
 
-@_decayed_backward.register_fake
+@register_fake(_decayed_states_backward)
 def _(grad: Tensor, factor: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(grad, memory_format=torch.contiguous_format), torch.empty_like(factor, memory_format=torch.contiguous_format)
 
 
-@delta_states.register_fake
+@register_fake(delta_states)
 def _(values, reads, query, scores, key, factor, state):  # type: ignore[no-untyped-def]
     return *_like(values), state.new_empty(values.shape[0] + 1, *state.shape)
 
 
-@_delta_backward.register_fake
+@register_fake(_delta_states_backward)
 def _(grad_out, grad_states, values, reads, query, scores, key, factor, states):  # type: ignore[no-untyped-def]
     return *_like(values, reads, query, scores, key, factor), states.new_empty(states.shape[1:])
 
@@ -114,7 +116,7 @@ def _keep_decayed(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _differentiate_decayed(ctx, grad):  # type: ignore[no-untyped-def]
-    whole, factor = _decayed_backward(grad, *ctx.saved_tensors)
+    whole, factor = _decayed_states_backward(grad, *ctx.saved_tensors)
     return whole[1:], factor, whole[0]
 
 
@@ -124,8 +126,8 @@ def _keep_delta(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _differentiate_delta(ctx, grad_out, grad_states):  # type: ignore[no-untyped-def]
-    return _delta_backward(grad_out, grad_states, *ctx.saved_tensors)
+    return _delta_states_backward(grad_out, grad_states, *ctx.saved_tensors)
 
 
-decayed_states.register_autograd(_differentiate_decayed, setup_context=_keep_decayed)
-delta_states.register_autograd(_differentiate_delta, setup_context=_keep_delta)
+register_autograd(decayed_states, _differentiate_decayed, setup_context=_keep_decayed)
+register_autograd(delta_states, _differentiate_delta, setup_context=_keep_delta)

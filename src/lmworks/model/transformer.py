@@ -139,7 +139,7 @@ class Transformer(nn.Module):
         self.prepared = False  # whether `lmworks.inference.model` has made it
         self.joined = False  # whether it has joined the projections of attention
         self.logit_chunk_size = 1024
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size), freeze=False)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = Linear(config.hidden_size, config.vocab_size)
@@ -179,7 +179,11 @@ class Transformer(nn.Module):
         if config.moe is not None:
             for ffn in self.moe_layers():
                 ffn.router.moe = config.moe
-        inverse, self.rope_scale = frequencies(rope, mla.qk_rope_head_dim if mla else head_dim)
+        sliding = None
+        with torch.device("cpu"):  # on the meta device they are computed by functions of the compiler, which takes a second to import
+            inverse, self.rope_scale = frequencies(rope, mla.qk_rope_head_dim if mla else head_dim)
+            if config.sliding_rope is not None:
+                sliding, self.sliding_rope_scale = frequencies(config.sliding_rope, head_dim)
         if mla:  # only a part of each head is rotated, but YaRN's factor applies to the whole score
             for block in self.every_block():
                 if isinstance(block.attention, LatentAttention):
@@ -188,9 +192,6 @@ class Transformer(nn.Module):
         self.norm_blend = None
         self.set_norm_blend(config.qk_norm_blend)
         self.register_buffer("inverse_frequencies", inverse.to(device), persistent=False)
-        sliding = None
-        if config.sliding_rope is not None:
-            sliding, self.sliding_rope_scale = frequencies(config.sliding_rope, head_dim)
         self.register_buffer("sliding_inverse_frequencies", None if sliding is None else sliding.to(device), persistent=False)
 
     def set_norm_blend(self, blend: float) -> None:

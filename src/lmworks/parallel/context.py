@@ -24,6 +24,7 @@ from lmworks.model import Transformer
 from lmworks.model.chunked import attend_chunks, attend_flex, attend_flex_lse, block_mask, chunks_backward, has_flex
 from lmworks.model.documents import Visible, first_seen, starts
 from lmworks.model.mtp import Ahead, look_ahead
+from lmworks.model.operators import operator, register_autograd, register_fake
 from lmworks.model.router import Router
 from lmworks.parallel.collectives import override_members
 from lmworks.parallel.mesh import Ranks
@@ -165,7 +166,7 @@ class _Gathered(torch.autograd.Function):
         return own_key.to(grad_key.dtype), own_value.to(grad_value.dtype), None, None
 
 
-@torch.library.custom_op("lmworks::attend_shared", mutates_args=())
+@operator
 def attend_shared(
     query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float, group: str, size: int
 ) -> tuple[Tensor, Tensor]:
@@ -174,7 +175,7 @@ def attend_shared(
     return attend_chunks(query_BHTC, key, value, first_BT, last_BT, scale)
 
 
-@torch.library.custom_op("lmworks::attend_shared_backward", mutates_args=())
+@operator
 def attend_shared_backward(
     grad_BHTV: Tensor, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, first_BT: Tensor, last_BT: Tensor,
     out_BHTV: Tensor, lse_BHT: Tensor, scale: float, group: str, size: int, grad_lse_BHT: Tensor | None = None,
@@ -215,13 +216,13 @@ def _scatter_sum(whole_BKSW: Tensor, group: Any, size: int) -> Tensor:
     return own.view(B, K, S // size, W)
 
 
-@attend_shared.register_fake
+@register_fake(attend_shared)
 def _(query, key, value, first, last, scale, group, size):  # type: ignore[no-untyped-def]
     B, H, T, _ = query.shape
     return query.new_empty(B, H, T, value.shape[-1]), query.new_empty(B, H, T, dtype=torch.promote_types(query.dtype, torch.float32))
 
 
-@attend_shared_backward.register_fake
+@register_fake(attend_shared_backward)
 def _(grad, query, key, value, first, last, out, lse, scale, group, size, grad_lse=None):  # type: ignore[no-untyped-def]
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
 
@@ -237,4 +238,4 @@ def _backward(ctx, grad_out, grad_lse):  # type: ignore[no-untyped-def]
     return (*grads, None, None, None, None, None)
 
 
-attend_shared.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(attend_shared, _backward, setup_context=_setup_context)
