@@ -95,13 +95,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Tiny:
     return tiny_run.prepare(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="session")
-def shorter(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Tiny:
-    """The same with fewer layers and steps (`tiny_run.SHORTER`), at half the cost. Files that it is enough for call it
-    `tiny`; not beside `finished`, which is made once and would be made of it."""
-    return tiny_run.prepare(tmp_path_factory.mktemp("shorter"), tiny_run.SHORTER)
-
-
 @pytest.fixture
 def tiny_copy(tiny: tiny_run.Tiny, tmp_path: Path) -> tiny_run.Tiny:
     """A copy of that run directory of the test's own."""

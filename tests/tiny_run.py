@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -31,14 +31,9 @@ from lmworks.train.step import StepResult
 
 MODULES = ("bisect", "calendar", "cmd", "colorsys", "copy", "csv", "fnmatch", "glob", "graphlib", "heapq", "json.decoder", "keyword",
            "linecache", "numbers", "queue", "reprlib", "sched", "shlex", "string", "textwrap", "timeit", "types")  # fmt: skip
-# Steps of the two phases below: 6 of a ramp from 4 to 8 sequences and 15 whole ones; 12 of 4 sequences.
-FIRST, SECOND = 21, 12
+# Steps of the two phases below: 6 of a ramp from 4 to 8 sequences and 7 whole ones; 8 of 4 sequences.
+FIRST, SECOND = 13, 8
 STEPS = FIRST + SECOND
-# The shorter run has two layers, 6 steps of the ramp and 7 whole ones, and 8 in its second phase.
-SHORTER_FIRST, SHORTER_SECOND = 13, 8
-SHORTER_STEPS = SHORTER_FIRST + SHORTER_SECOND
-SHORTER = {"num_hidden_layers: 3": "num_hidden_layers: 2", "tokens: 5056 tokens": "tokens: 3008 tokens",
-           "tokens: 3072 tokens": "tokens: 2048 tokens", "max_rows: 300": "max_rows: 100"}  # fmt: skip
 # The same in 5 steps and 2, for what does not depend on how long it trains.
 BRIEF = ("train.phases.general.tokens=1280 tokens", "train.phases.general.batch_ramp=null", "train.phases.long.tokens=512 tokens",
          "train.phases.general.lr_schedule={warmup: 1 steps, decay: 1 steps}",
@@ -58,7 +53,7 @@ corpus:
 tokenizer: {{vocab_size: 512, sample_bytes: 200kB}}
 model:
   hidden_size: 32
-  num_hidden_layers: 3
+  num_hidden_layers: 2
   num_attention_heads: 2
   num_key_value_heads: 1
   intermediate_size: 64
@@ -76,14 +71,14 @@ train:
   save_every: 4 steps
   phases:
     - name: general
-      tokens: 5056 tokens
+      tokens: 3008 tokens
       mixture: {{code: 0.7, docs: 0.3}}
       sequence_length: 32 tokens
       global_batch_tokens: 256 tokens
       batch_ramp: {{start_tokens: 128 tokens, over: 6 steps}}
       lr_schedule: {{warmup: 4 steps, decay: 4 steps}}
     - name: long
-      tokens: 3072 tokens
+      tokens: 2048 tokens
       mixture: {{docs: 1.0}}
       sequence_length: 64 tokens
       global_batch_tokens: 256 tokens
@@ -92,7 +87,7 @@ train:
       rope: {{theta: 50000.0}}
       bias_update_rate: 0.001
 tune:
-  data: [{{name: sums, kind: files, path: {texts}/chats.jsonl, max_rows: 300}}]
+  data: [{{name: sums, kind: files, path: {texts}/chats.jsonl, max_rows: 100}}]
   tokens: 2Ki
   sequence_length: 64 tokens
   global_batch_tokens: 256 tokens
@@ -157,13 +152,10 @@ def write_texts(folder: Path) -> Path:
     return folder
 
 
-def prepare(folder: Path, changes: Mapping[str, str] | None = None) -> Tiny:
-    """Texts, recipe (with texts of it replaced), and a run directory up to its shards."""
-    recipe, text = folder / "tiny.yaml", RECIPE
-    for old, new in (changes or {}).items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    recipe.write_text(text.format(texts=write_texts(folder / "texts")))
+def prepare(folder: Path) -> Tiny:
+    """Texts, recipe, and a run directory up to its shards."""
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(RECIPE.format(texts=write_texts(folder / "texts")))
     made = Tiny(recipe, folder / "run")
     made.walk(last="shards")
     return made

@@ -172,7 +172,7 @@ def test_a_noise_floor_of_another_recipe_or_budget_is_refused(tiny: Tiny, tmp_pa
     two = {name: of_arm * 2 for name, of_arm in values.items()}
     assert results(tiny, tmp_path, two, **noise, measures=[BITS, "validation/loss"]), "with two seeds the others have a floor of their own"
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"budget": "4096 tokens"}, f"noise: the runs of {out} have 7,936 training tokens, and these have 4,096; make a noise floor"),
+        ({"budget": "4096 tokens"}, f"noise: the runs of {out} have 4,864 training tokens, and these have 4,096; make a noise floor"),
         ({"set": ["optimizer.weight_decay=0.3"]}, "has another recipe (optimizer.weight_decay); make a noise floor of this one with"),
         ({"set": ["train.validation_bytes_per_domain=700 bytes"]}, "has another recipe (train.validation_bytes_per_domain)"),
         ({"measures": [BITS, "validation/loss"]}, f"noise: {out} has no noise floor of validation/loss; add it to the measures there"),

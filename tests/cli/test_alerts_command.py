@@ -30,7 +30,7 @@ from rank_pool import FORKS
 from tiny_run import Tiny, before_each_step
 
 SHORT = ("train.phases.general.tokens=1728 tokens", "train.phases.long.tokens=1024 tokens")  # 8 steps and 4
-STEADY = ("train.phases.general.tokens=5056 tokens",)  # 21 steps, as in the recipe: a spike is judged by the steps before it
+STEADY = ("train.phases.general.tokens=3008 tokens",)  # 13 steps, as in the recipe: a spike is judged by the steps before it
 SPIKE = ("stability.spike.window_steps=8", "stability.spike.min_rise_nats=3", "stability.spike.norm_factor=1000")
 
 
@@ -78,7 +78,7 @@ def test_a_run_alerts_a_server_and_a_command_once_per_cause_and_no_file_has_the_
 
     def loss(self: Transformer, *inputs: Any) -> Any:
         found = honest(self, *inputs)
-        if now["step"] not in (14, 15):
+        if now["step"] not in (10, 11):
             return found
         return replace(found, head=found.head._replace(cross_entropy=found.head.cross_entropy * 50))
 
@@ -90,7 +90,7 @@ def test_a_run_alerts_a_server_and_a_command_once_per_cause_and_no_file_has_the_
     web = [one for one, (headers, _) in zip(server.alerts, server.requests, strict=True) if headers["path"].startswith("/hook")]
     assert [one["kind"] for one in web] == ["finding", "spike", "finished"]
     assert web[0]["text"] == "tiny: pretrain, step 4: LR-HIGH: The learning rate is too high." and web[0]["code"] == "LR-HIGH"
-    assert web[1]["step"] == 14 and web[0]["run_dir"] == str(tiny_copy.run_dir)
+    assert web[1]["step"] == 10 and web[0]["run_dir"] == str(tiny_copy.run_dir)
     basic = "Basic " + b64encode(b"me:pass-sesame").decode()
     assert {headers["authorization"] for headers, _ in server.requests} == {basic, "Bearer tok-sesame-secret"}
     assert server.requests[0][0]["path"] == "/hook?token=query-sesame"

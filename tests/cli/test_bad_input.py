@@ -30,8 +30,8 @@ Mine = Callable[[str, str], Path]
         ("learning_rate_scale: 0.5", "learning_rate_scael: 0.5", r"mine.yaml:\d+: .*learning_rate_scael.*did you mean '?learning_rate_sca"),
         ("docs: 0.3}", "docs: 0.4}", r"phase general: mixture weights sum to 1.1, not 1; scale them by 0.909"),
         ("mixture: {docs: 1.0}", "mixture: {dosc: 1.0}", r"no source is called 'dosc'; did you mean 'docs'\?"),
-        ("tokens: 3072 tokens", "tokens: 200 tokens", r"phase long: the budget of 200 tokens is smaller than one step of 256; lower"),
-        ("tokens: 3072 tokens", "tokens: 3072.5", r"train.phases.long.tokens: 3072.5 has no unit; write for example '2.5M tokens'"),
+        ("tokens: 2048 tokens", "tokens: 200 tokens", r"phase long: the budget of 200 tokens is smaller than one step of 256; lower"),
+        ("tokens: 2048 tokens", "tokens: 3072.5", r"train.phases.long.tokens: 3072.5 has no unit; write for example '2.5M tokens'"),
         ("seed: 5", "seed: [5", r"mine.yaml:\d+: not readable as YAML: "),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_directory_that_is_no_run(lmworks: Lmworks, tmp_path: Path) -> None:
 
 
 def test_a_step_outside_the_run(lmworks: Lmworks, tiny: Tiny) -> None:
-    assert lmworks("data", "batch", tiny.run_dir, 33).error == "step 33 does not exist: the run has 33 steps, numbered from 0 to 32"
+    assert lmworks("data", "batch", tiny.run_dir, 21).error == "step 21 does not exist: the run has 21 steps, numbered from 0 to 20"
 
 
 def test_wrong_commands(lmworks: Lmworks) -> None:

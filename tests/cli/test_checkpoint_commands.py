@@ -19,7 +19,7 @@ from lmworks.weights.run_models import load_model
 from tiny_run import STEPS, Tiny, checkpoint, curve, same_bits
 
 KEEP = "checkpoints.keep_last=9"
-SAVED = [4, 8, 12, 16, 20, 24, 28, 32, STEPS]
+SAVED = [4, 8, 12, 16, 20, STEPS]
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,9 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 def test_diff_says_how_far_each_tensor_moved(lmworks: Lmworks, run: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmworks.checkpoint.rewrite.split_rows", lambda record: tensor_files.split_rows(record, 1000))
-    found = json.loads(lmworks("ckpt", "diff", run.run_dir, 4, 32, "--json").out)
-    before, after = checkpoint(run.run_dir, 4), checkpoint(run.run_dir, 32)
-    assert found["steps"] == [4, 32]
+    found = json.loads(lmworks("ckpt", "diff", run.run_dir, 4, 20, "--json").out)
+    before, after = checkpoint(run.run_dir, 4), checkpoint(run.run_dir, 20)
+    assert found["steps"] == [4, 20]
     assert found["meta"]["phase"] == ["general", "long"]
     assert not found["only_before"]
     assert {row["name"] for row in found["tensors"]} == before.keys()
@@ -73,9 +73,9 @@ def test_diff_says_how_far_each_tensor_moved(lmworks: Lmworks, run: Tiny, monkey
     assert changes == sorted(changes, reverse=True)
     assert 0 < sum(changes[len(changes) // 2:]) < math.inf
     shown = lmworks("ckpt", "diff", run.run_dir).out
-    assert shown.startswith(f"step 32 to {STEPS}\n")
+    assert shown.startswith(f"step 20 to {STEPS}\n")
     assert "more (--json shows all)" in shown
-    assert f"\ntokens: {found_tokens(run, 32):,} -> {found_tokens(run, STEPS):,}\n" in shown
+    assert f"\ntokens: {found_tokens(run, 20):,} -> {found_tokens(run, STEPS):,}\n" in shown
     assert "{" not in shown
 
 
@@ -100,37 +100,37 @@ def test_rollback_sets_later_ones_aside_and_the_run_goes_on_from_there(lmworks: 
     last, whole = checkpoint(run.run_dir, STEPS), curve(run.run_dir)
     (run.run_dir / "evaluate").mkdir()
     (run.run_dir / "evaluate" / "stage.json").write_text('{"stage": "evaluate", "done": true}')
-    done = lmworks("ckpt", "rollback", run.run_dir, 20)
+    done = lmworks("ckpt", "rollback", run.run_dir, 12)
     assert done.code == 0, done.err
-    assert "the next run resumes from step 20\n" in done.out
+    assert "the next run resumes from step 12\n" in done.out
     assert "will be repeated: evaluate" in done.out
-    assert steps(run) == [4, 8, 12, 16, 20]
-    assert asides(run) == [f"step-{step:08d}.rolled-back-1" for step in (24, 28, 32, STEPS)]
+    assert steps(run) == [4, 8, 12]
+    assert asides(run) == [f"step-{step:08d}.rolled-back-1" for step in (16, 20, STEPS)]
     (told,) = events(run, "rollback")
-    assert (told["stage"], told["step"], told["to_step"], told["skip"]) == ("pretrain", STEPS, 20, None)
+    assert (told["stage"], told["step"], told["to_step"], told["skip"]) == ("pretrain", STEPS, 12, None)
     run.walk(KEEP, "shards.warn_epochs=5", last="pretrain")
-    assert events(run, "resume")[-1]["step"] == 20
-    assert json.loads(lmworks("ckpt", "diff", run.run_dir, 20, 32, "--json").out)["recipe"]["shards.warn_epochs"] == [4.0, 5.0]
-    assert "\nrecipe shards.warn_epochs: 4 -> 5\n" in lmworks("ckpt", "diff", run.run_dir, 20, 32).out
-    assert "\nrecipe " not in lmworks("ckpt", "diff", run.run_dir, 24, 32).out, "both were saved by the run that goes on"
+    assert events(run, "resume")[-1]["step"] == 12
+    assert json.loads(lmworks("ckpt", "diff", run.run_dir, 12, 20, "--json").out)["recipe"]["shards.warn_epochs"] == [4.0, 5.0]
+    assert "\nrecipe shards.warn_epochs: 4 -> 5\n" in lmworks("ckpt", "diff", run.run_dir, 12, 20).out
+    assert "\nrecipe " not in lmworks("ckpt", "diff", run.run_dir, 16, 20).out, "both were saved by the run that goes on"
     assert same_bits(checkpoint(run.run_dir, STEPS), last) == []
     assert curve(run.run_dir) == whole
-    assert json.loads(lmworks("ckpt", "rollback", run.run_dir, 32, "--skip-steps", 3, "--json").out)["skip"] == [32, 35]
+    assert json.loads(lmworks("ckpt", "rollback", run.run_dir, 20, "--skip-steps", 3, "--json").out)["skip"] == [20, 23]
     assert f"step-{STEPS:08d}.rolled-back-2" in asides(run)
-    assert json.loads(lmworks("ckpt", "rollback", run.run_dir, 32, "--skip-steps", "40:42", "--json").out)["skip"] == [40, 42]
+    assert json.loads(lmworks("ckpt", "rollback", run.run_dir, 20, "--skip-steps", "28:30", "--json").out)["skip"] == [28, 30]
 
 
-@pytest.mark.parametrize("window", [pytest.param(f"28:{STEPS}", marks=pytest.mark.slow), "28:1000"])  # the same as 28:1000
+@pytest.mark.parametrize("window", [pytest.param(f"16:{STEPS}", marks=pytest.mark.slow), "16:1000"])  # the same as 16:1000
 def test_a_window_to_the_end_or_beyond_ends_there_with_the_rope_that_was_trained(lmworks: Lmworks, run: Tiny, window: str) -> None:
     trained = listing.read_meta(run.run_dir / "checkpoints" / listing.name_of(STEPS))["meta"]
     earlier = listing.read_meta(run.run_dir / "checkpoints" / listing.name_of(4))["meta"]
     assert trained["architecture"] != earlier["architecture"], "the phases differ"
-    assert lmworks("ckpt", "rollback", run.run_dir, 28, "--skip-steps", window).code == 0
+    assert lmworks("ckpt", "rollback", run.run_dir, 16, "--skip-steps", window).code == 0
     run.walk(KEEP, last="pretrain")
     assert steps(run)[-1] == STEPS, "a step beyond the end was saved"
     ended = listing.read_meta(run.run_dir / "checkpoints" / listing.name_of(STEPS))["meta"]
     assert all(ended[key] == trained[key] for key in ("architecture", "phase", "tokens"))
-    assert same_bits(checkpoint(run.run_dir, STEPS), checkpoint(run.run_dir, 28)) == []
+    assert same_bits(checkpoint(run.run_dir, STEPS), checkpoint(run.run_dir, 16)) == []
 
 
 def test_reset_optimizer_changes_nothing_else_and_keeps_the_old_one(lmworks: Lmworks, run: Tiny) -> None:
@@ -163,18 +163,18 @@ def test_prune_by_the_rules_of_the_recipe_or_others(lmworks: Lmworks, run: Tiny)
     }
     rows = listing.list_checkpoints(run.run_dir / "checkpoints")
     best = min((row["metric"], row["step"]) for row in rows if row["metric"] is not None)[1]
-    assert dry["steps"] == [step for step in SAVED if step not in {12, 20, 28, 32, STEPS, best}]
+    assert dry["steps"] == [step for step in SAVED if step not in {12, 16, 20, STEPS, best}]
     assert lmworks("ckpt", "prune", run.run_dir).out == "nothing to delete\n", "the recipe keeps nine"
     lmworks("ckpt", "prune", run.run_dir, "--keep-last", 3, "--keep-every", "10 steps")
     assert steps(run) == [step for step in SAVED if step not in dry["steps"]]
     assert [line["step"] for line in events(run, "checkpoint_pruned")][-len(dry["steps"]):] == dry["steps"]
-    lmworks("ckpt", "rollback", run.run_dir, 28)
+    lmworks("ckpt", "rollback", run.run_dir, 16)
     assert len(asides(run)) == 2
     assert "would delete: step-" in lmworks("ckpt", "prune", run.run_dir, "--set-aside", "--dry-run").out
     assert len(asides(run)) == 2
     lmworks("ckpt", "prune", run.run_dir, "--set-aside")
     assert not asides(run)
-    assert steps(run)[-1] == 28
+    assert steps(run)[-1] == 16
 
 
 def test_prune_keeps_the_newest_good_one(lmworks: Lmworks, run: Tiny) -> None:
@@ -187,10 +187,10 @@ def test_prune_keeps_the_newest_good_one(lmworks: Lmworks, run: Tiny) -> None:
 def test_average_is_a_run_of_its_own(lmworks: Lmworks, run: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite, "split_rows", lambda record: tensor_files.split_rows(record, 1000))
     before, to = everything(run.run_dir), tmp_path / "averaged"
-    done = lmworks("ckpt", "average", run.run_dir, 28, 32, STEPS, "--weight", 1, "--weight", 1, "--weight", 2, "--to", to)
+    done = lmworks("ckpt", "average", run.run_dir, 16, 20, STEPS, "--weight", 1, "--weight", 1, "--weight", 2, "--to", to)
     assert done.code == 0, done.err
     assert everything(run.run_dir) == before
-    parts = [checkpoint(run.run_dir, step) for step in (28, 32, STEPS)]
+    parts = [checkpoint(run.run_dir, step) for step in (16, 20, STEPS)]
     found = checkpoint(to)
     assert found.keys() == {name for name in parts[0] if name.startswith("model/")}
     for name, tensor in found.items():
@@ -199,7 +199,7 @@ def test_average_is_a_run_of_its_own(lmworks: Lmworks, run: Tiny, tmp_path: Path
     model = load_model(to)
     assert torch.equal(model.state_dict()["embedding.weight"], found["model/embedding.weight"])
     told = json.loads((to / "checkpoints" / listing.name_of(STEPS) / listing.META).read_text())["meta"]
-    assert told["average_of"] == {listing.name_of(28): 0.25, listing.name_of(32): 0.25, listing.name_of(STEPS): 0.5}
+    assert told["average_of"] == {listing.name_of(16): 0.25, listing.name_of(20): 0.25, listing.name_of(STEPS): 0.5}
     averaged = Tiny(run.recipe, to)
     assert averaged.walk(KEEP, "tune=null")[:4] == [("corpus", "skip"), ("tokenizer", "skip"), ("shards", "skip"), ("pretrain", "skip")]
     assert (to / "evaluate" / "stage.json").exists()
@@ -209,7 +209,7 @@ def test_average_is_a_run_of_its_own(lmworks: Lmworks, run: Tiny, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("rollback", 5), "has no checkpoint of step 5; the newest are 8, 12, 16"),
+        (("rollback", 5), "has no checkpoint of step 5; the newest are 4, 8, 12"),
         (("rollback", STEPS), "is the newest checkpoint, from which the run resumes anyway"),
         (("rollback", 8, "--skip-steps", "soon"), "'soon' is neither a number of steps nor a window such as 100:120"),
         (("rollback", 8, "--skip-steps", "4:6"), "4:6 is not a range of steps from step 8 on"),
@@ -241,9 +241,9 @@ def test_nothing_is_changed_while_the_run_goes_on(lmworks: Lmworks, trained: Tin
     assert everything(trained.run_dir) == before
 
 
-@pytest.mark.parametrize("arguments", [("rollback", 20), ("reset-optimizer", "--step", 20), ("average", 20, 24, "--to")])
+@pytest.mark.parametrize("arguments", [("rollback", 12), ("reset-optimizer", "--step", 12), ("average", 12, 16, "--to")])
 def test_a_damaged_checkpoint_is_not_built_on(lmworks: Lmworks, run: Tiny, tmp_path: Path, arguments: tuple[object, ...]) -> None:
-    data = run.run_dir / "checkpoints" / listing.name_of(20) / "data-00000-00000.bin"
+    data = run.run_dir / "checkpoints" / listing.name_of(12) / "data-00000-00000.bin"
     content = bytearray(data.read_bytes())
     content[1000] ^= 1
     data.write_bytes(content)

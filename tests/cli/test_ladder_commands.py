@@ -145,7 +145,7 @@ def test_a_ladder_of_equal_tokens_per_parameter_is_told_and_its_law_chooses_no_s
     lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The natural ladder, from `fit` to `predict` and `plan`."""
-    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 40)
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 12)
     runs, ladder, random = [], tmp_path / "ladder", np.random.default_rng(0)
     for width in (16, 48, 128, 320, 640, 1280, 2560):
         parameters = size_and_tokens(tiny.resolve(*words(tmp_path, width, 2048)[1::2]).recipe)[0]
@@ -175,7 +175,7 @@ def test_benchmark_scores_are_predicted_through_the_loss_and_scored_afterwards(
     lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From records of nine runs to the record of a prediction."""
-    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 20)
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 8)
     ladder, target, runs = tmp_path / "ladder", tmp_path / "target", []
     for width in WIDTHS:
         for tokens in TOKENS:

@@ -33,7 +33,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(lmworks: Lmworks, tiny_copy: Tiny) -> None:
-    longer = "train.phases.general.tokens=7000 tokens"
+    longer = "train.phases.general.tokens=4000 tokens"
     arguments = ("pretrain", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}", "--set", longer)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command(*arguments), **pipes, encoding="utf-8", env=ENVIRONMENT) as process:
@@ -81,7 +81,7 @@ def test_the_whole_way_and_once_more(lmworks: Lmworks, tiny_copy: Tiny) -> None:
     first = lmworks(*arguments)
     assert first.code == 0, first.err
     for words in ("Corpus: raw text to clean documents: done before", "Pretraining", "pretrain took ", "Where everything is",
-                  "What was measured", f"{4864 + 3072:,} tokens in {STEPS} steps", "the run page: open it in a browser",
+                  "What was measured", f"{2816 + 2048:,} tokens in {STEPS} steps", "the run page: open it in a browser",
                   "the tuned model"):  # fmt: skip
         assert words in first.out, words
     assert first.out.rstrip().endswith(f"lmworks chat {tiny_copy.run_dir}")
@@ -120,7 +120,7 @@ def test_checkpoints_are_listed_and_verified(lmworks: Lmworks, finished: Tiny, t
     rows = json.loads(lmworks("ckpt", "list", run.run_dir, "--json").out)
     base = [row for row in rows if Path(row["path"]).parent == run.run_dir / "checkpoints"]
     tuned = [row for row in rows if Path(row["path"]).parent == run.run_dir / "tune" / "checkpoints"]
-    assert base[-1]["step"] == STEPS and base[-1]["tokens"] == 4864 + 3072 and base[-1]["phase"] == "long" and tuned
+    assert base[-1]["step"] == STEPS and base[-1]["tokens"] == 2816 + 2048 and base[-1]["phase"] == "long" and tuned
     assert base[-1]["metric"] == pytest.approx(curve(run.run_dir)[-1]["validation/bits_per_byte"])
     assert all(row["problem"] is None and row["bytes"] > 100_000 for row in rows)
     assert f"step-{STEPS:08d}" in lmworks("ckpt", "list", run.run_dir).out

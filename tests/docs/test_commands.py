@@ -85,23 +85,20 @@ SMALL = [
     "model.moe.n_routed_experts=4", "model.moe.moe_intermediate_size=16", "train.compile=false", "train.precision=fp32",
     "train.validation_bytes_per_domain=2000 bytes", "train.validate_every=50%", "train.save_every=50%", "train.sample_every=100%",
     "train.phases.general.sequence_length=64 tokens", "train.phases.general.global_batch_tokens=128 tokens",
-        "train.phases.general.tokens=13Ki",  # 104 steps: a page shows batch 100
+        "train.phases.general.tokens=2Ki",  # 16 steps: a page shows batch 10
     "tune.sequence_length=256 tokens", "tune.global_batch_tokens=1Ki", "tune.tokens=4Ki",
     "evaluate.benchmarks=[]", "evaluate.task_items=1", "evaluate.references=false",
 ]  # fmt: skip
 # Without the wheels: only text that every machine has, and little enough for one process.
 QUICKSTART = [
     'corpus.sources=[{name: code, kind: stdlib, include: "[e-h]*.py", document_format: code, domain: code, language: code, '
-    'license: PSF-2.0, max_bytes: 200KB}, {name: docs, kind: stdlib, include: "[a-e]*.py", document_format: docs, domain: docs, '
-    "license: PSF-2.0, max_bytes: 200KB}]",
+    'license: PSF-2.0, max_bytes: 100KB}, {name: docs, kind: stdlib, include: "[a-e]*.py", document_format: docs, domain: docs, '
+    "license: PSF-2.0, max_bytes: 100KB}]",
     "train.phases.general.mixture={code: 0.5, docs: 0.5}", "train.phases.anneal.mixture={docs: 1.0}",
     "train.phases.anneal.sequence_length=256 tokens", "train.phases.anneal.global_batch_tokens=512 tokens",
     "train.phases.anneal.tokens=2Ki",
     "tune.data=[{name: tasks, kind: tasks, tasks: [spell_backward], max_rows: 60}]", "evaluate.tasks=[spell_backward]",
 ]  # fmt: skip
-
-# `launch local` is about starting ranks: few steps of training show that.
-FEW_STEPS = ["train.phases.general.tokens=2Ki"]
 
 
 def small(text: str) -> str:
@@ -111,7 +108,7 @@ def small(text: str) -> str:
     if words[0] != "lmworks" or verb is None or {"--tasks", "--harness"} & {*words}:  # then it is a model that is evaluated
         return text
     place = 2 + verb.count(" ")
-    sets = SMALL + (QUICKSTART if words[place] == "recipes/quickstart.yaml" else []) + (FEW_STEPS if verb == "launch local" else [])
+    sets = SMALL + (QUICKSTART if words[place] == "recipes/quickstart.yaml" else [])
     return shlex.join([*words[: place + 1], *(word for value in sets for word in ("--set", value)), *words[place + 1 :]])
 
 
@@ -255,7 +252,7 @@ def _follow(pages: Sequence[Path], folder: Path, server: subprocess.Popen[str]) 
 
 
 @pytest.mark.parametrize("command", [command for command in EVERY if listed(command)], ids=str)
-def test_what_a_listed_command_names_is_there(command: Command, folder: Path) -> None:
+def test_what_a_listed_command_names_is_there(command: Command, folder: Path, server: subprocess.Popen[str]) -> None:
     words = shlex.split(command.text)
     if words[0] == "make":
         done = subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
@@ -269,7 +266,7 @@ def test_what_a_listed_command_names_is_there(command: Command, folder: Path) ->
         project = (ROOT / "pyproject.toml").read_text()
         assert all(re.search(rf"^{extra} = ", project, flags=re.M) for extra in extras.split(","))
     elif words[:2] == ["lmworks", "ablate"]:
-        assert "open" in run(f"{command.text} --list", folder)
+        assert "open" in run(f"{command.text} --list", folder, server=server)
     elif words[:3] == ["python", "-m", "venv"]:
         assert importlib.util.find_spec("venv")
     elif tests := re.findall(r"run by (tests/\S+\.py)", LISTED[listed(command) or ""]):

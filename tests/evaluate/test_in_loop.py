@@ -91,11 +91,11 @@ def test_a_run_is_evaluated_on_the_way_and_its_page_shows_it(tiny_copy: Tiny, tm
     asked = (f"evaluate.benchmarks=[{task}]", "evaluate.every=8 steps", "evaluate.every_items=10")
     tiny_copy.walk(*asked, last="pretrain", allow=["evaluate.benchmarks"])
     lines = {line["step"]: line for line in read(tiny_copy.run_dir) if "eval/colors/cloze-0-shot" in line}
-    assert sorted(lines) == [8, 16, 24, 32, 33]  # every 8 steps, and at the end
+    assert sorted(lines) == [8, 16, 21]  # every 8 steps, and at the end
     for line in lines.values():
         assert line["eval/colors/cloze-0-shot"] * 10 == pytest.approx(round(line["eval/colors/cloze-0-shot"] * 10))
         assert line["eval/colors/bits_per_byte"] > 0 and line["perf/evaluation_seconds"] > 0
-    assert len({line["eval/colors/bits_per_byte"] for line in lines.values()}) == 5  # of the weights of that step
+    assert len({line["eval/colors/bits_per_byte"] for line in lines.values()}) == 3  # of the weights of that step
     page = write_page(tiny_copy.run_dir).read_text()
     learning = page[page.index('<section id="loss"') : page.index('<section id="held-out"')]
     assert "Benchmarks during training" in learning and "Right answers" in learning and '>colors<' in learning.replace(' ', '')

@@ -29,8 +29,8 @@ def measured(pairs: Pairs, seed: int = 0) -> list[Point]:
     ]
 
 
-def fitted(points: list[Point], seed: int = 0) -> LossLaw:
-    return fit_law(points, "bits per byte", "planted", bootstraps=40, seed=seed)
+def fitted(points: list[Point], seed: int = 0, bootstraps: int = 40) -> LossLaw:
+    return fit_law(points, "bits per byte", "planted", bootstraps=bootstraps, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def fitted(points: list[Point], seed: int = 0) -> LossLaw:
 def test_what_a_design_leaves_open_is_named(pairs: Pairs, untold: int, line: str) -> None:
     """On a line of equal operations the optimum is told, and how the loss splits is not."""
     points = measured(pairs)
-    law = fitted(points)
+    law = fitted(points, bootstraps=0)
     design = design_of(law, points)
     assert len(design.untold) == untold and line in "; ".join(design.doubts)
     assert bool(law.undetermined) == bool(untold)
@@ -54,7 +54,7 @@ def test_what_a_design_leaves_open_is_named(pairs: Pairs, untold: int, line: str
 def test_the_proposed_runs_mend_it() -> None:
     """Each proposal is measured, and the law is fitted again: the optimal size is told, and is the planted one."""
     points = measured(RIDGE)
-    design = design_of(fitted(points), points)
+    design = design_of(fitted(points, bootstraps=0), points)
     assert 1 <= len(design.runs) <= 6
     ratios = [tokens / size for size, tokens in design.runs]
     assert min(ratios) < 10 or max(ratios) > 40, "off the line"
@@ -67,10 +67,10 @@ def test_the_proposed_runs_mend_it() -> None:
 
 
 def test_intervals_away_from_a_ridge_hold_and_say_why_they_are_wide() -> None:
-    """Six ladders, each with a run of four times the size on a quarter of the tokens and the reverse. Without what the runs leave open,
+    """Four ladders, each with a run of four times the size on a quarter of the tokens and the reverse. Without what the runs leave open,
     intervals held in a quarter of them."""
     held = 0
-    for seed in range(6):
+    for seed in range(4):
         law = fitted(measured(RIDGE, seed), seed)
         for size, tokens in ((4.8e6, 6e6), (3e5, 96e6)):
             interval = law.interval(size, tokens)
@@ -79,7 +79,7 @@ def test_intervals_away_from_a_ridge_hold_and_say_why_they_are_wide() -> None:
             question = law.open_question(size, tokens)
             assert question is not None and f"({tokens / size:.3g} tokens per parameter)" in question
         assert law.open_question(2.4e6, 48e6) is None, "on the ridge"
-    assert held >= 10
+    assert held >= 7
 
 
 @pytest.mark.parametrize("count", [3, 5])

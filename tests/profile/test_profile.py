@@ -22,7 +22,7 @@ from lmworks.profile.target import open_target
 from lmworks.recipe.parameters import parameters
 from lmworks.shards.batch import Batch
 from lmworks.shards.batches import Batches
-from tiny_run import Tiny
+from tiny_run import STEPS, Tiny
 
 LONG = (
     "train.phases.general.sequence_length=256", "train.phases.general.global_batch_tokens=1024", "train.phases.general.tokens=16Ki",
@@ -148,7 +148,7 @@ def test_a_run_is_read_and_never_changed(trained: Path) -> None:
     assert tuning is not None and tuning.stage == "tune" and tuning.data["without_loss"] > 0.2 and not tuning.notes
     assert 0.02 < tuning.data["padding"] < 0.5  # rows of whole conversations
     ended = profile(open_target(str(trained), [], None, "pretrain", None), 1, 2, None)
-    assert ended is not None and ended.phase == "long" and ended.first_step == 33 - 4 and ended.sequence_length == 64
+    assert ended is not None and ended.phase == "long" and ended.first_step == STEPS - 4 and ended.sequence_length == 64
     first = profile(open_target(str(trained), ["train.micro_batch_sequences=2"], None, "pretrain", "general"), 1, 2, None)
     assert first is not None and first.first_step == 0 and first.micro_batch_size == 4  # sequences of half the longest phase
     assert everything(trained) == before

@@ -162,7 +162,7 @@ def test_a_gpu_that_runs_out_late_restarts_a_launched_run_and_ends_another(tiny_
     monkeypatch.setattr(out_of_memory, "_snapshot", lambda device: read_snapshot(RECORDED["snapshot"]))
 
     def fail(step: int) -> None:
-        if step == 24:
+        if step == 16:
             raise error_of("fragmentation")
 
     before_each_step(monkeypatch, fail)
@@ -171,7 +171,7 @@ def test_a_gpu_that_runs_out_late_restarts_a_launched_run_and_ends_another(tiny_
         tiny_copy.walk(last="pretrain")
     assert not isinstance(late.value, UserError)
     monkeypatch.setattr(out_of_memory, "is_launched", lambda: False)
-    with pytest.raises(UserError, match=r"at step 24, .* are in use; the memory is fragmented: 82.5 GB are reserved and only 47.5 GB"):
+    with pytest.raises(UserError, match=r"at step 16, .* are in use; the memory is fragmented: 82.5 GB are reserved and only 47.5 GB"):
         tiny_copy.walk(last="pretrain")
     assert (tiny_copy.run_dir / FOLDER / "snapshot-rank-0.json").is_file()
     record = json.loads((tiny_copy.run_dir / FOLDER / "rank-0.json").read_text())

@@ -327,7 +327,7 @@ def test_training_longer_needs_one_word(tiny: Tiny, tmp_path: Path, monkeypatch:
     run = Tiny(recipe, tiny.copy(tmp_path / "run").run_dir)
     run.walk(last="pretrain")
     said = (
-        r"began: train.phases.long.tokens \(3072 tokens -> 4096 tokens\), from which optimizer.learning_rate \(.*\), "
+        r"began: train.phases.long.tokens \(2048 tokens -> 4096 tokens\), from which optimizer.learning_rate \(.*\), "
         r"optimizer.adam_learning_rate \(.*\) follow; .* continue with --allow train.phases.long.tokens$"
     )
     with pytest.raises(UserError, match=said):

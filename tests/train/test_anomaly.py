@@ -35,11 +35,6 @@ MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 
 
-@pytest.fixture(scope="session")
-def tiny(shorter: Tiny) -> Tiny:
-    return shorter
-
-
 def model(**options: Any) -> Transformer:
     shape = small_config(num_hidden_layers=3, num_key_value_heads=4, head_dim=12)
     return initialize(Transformer(Model(**shape, max_position_embeddings="64 tokens", **options)), 3)

@@ -25,18 +25,12 @@ from lmworks.train.pretrain import held_out, pretrain
 from lmworks.train.validation import validate
 from lmworks.ui.terminal import Interrupted
 from lmworks.weights.run_models import load_model
-from tiny_run import SHORTER_SECOND as SECOND
-from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits, training_context
+from tiny_run import SECOND, Tiny, before_each_step, checkpoint, curve, same_bits, training_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EMA = ("optimizer.ema_decay=0.9", "train.phases.general.tokens=1600 tokens",
        "train.phases.general.lr_schedule={warmup: 2 steps, decay: 2 steps}")  # fmt: skip
 STEPS = 8 + SECOND
-
-
-@pytest.fixture(scope="session")
-def tiny(shorter: Tiny) -> Tiny:
-    return shorter
 
 
 @pytest.fixture(scope="module")

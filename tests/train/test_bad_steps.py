@@ -70,14 +70,14 @@ def test_a_bad_step_changes_nothing_that_matters(tiny_copy: Tiny, monkeypatch: p
 
 
 def test_the_batch_is_kept_for_replay(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch, [14, 25], nan_loss)
+    poison(monkeypatch, [8, 17], nan_loss)
     tiny_copy.pretrain()
     monkeypatch.undo()
     recipe = tiny_copy.resolve().recipe
     kept = sorted((tiny_copy.run_dir / "bad_batches").iterdir())
-    assert [path.name for path in kept] == ["step-00000014.npz", "step-00000025.npz"]
+    assert [path.name for path in kept] == ["step-00000008.npz", "step-00000017.npz"]
     batches = Batches(recipe, tiny_copy.run_dir / "shards")
-    for path, step in zip(kept, (14, 25), strict=True):
+    for path, step in zip(kept, (8, 17), strict=True):
         arrays, batch = load_bad_batch(path), batches.batch(step)
         for name in ("tokens", "labels", "cu_seqlens"):
             assert np.array_equal(arrays[name], getattr(batch, name)) and arrays[name].dtype == getattr(batch, name).dtype

@@ -31,8 +31,7 @@ from lmworks.train.step import train_step
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
 from lmworks.watch.policy import Limits
-from tiny_run import BRIEF, Tiny, before_each_step, checkpoint, curve, same_bits, training_context
-from tiny_run import SHORTER_SECOND as SECOND
+from tiny_run import BRIEF, SECOND, Tiny, before_each_step, checkpoint, curve, same_bits, training_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WEIGHT = 1e6  # so that its pull can be seen within eight steps
@@ -42,11 +41,6 @@ SHORT = ("train.phases.general.tokens=1280 tokens", "train.phases.general.batch_
 FIRST = 5
 STEPS = FIRST + SECOND
 EWC = (*SHORT, "train.phases.long.ewc.sequences=4")
-
-
-@pytest.fixture(scope="session")
-def tiny(shorter: Tiny) -> Tiny:
-    return shorter
 
 
 def held(weight: float) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from lmworks.watch.ledger import read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits, training_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-AT = 12
+AT = 8
 MORE_DOCS = MixtureOverride(AT, {"code": 0.25, "docs": 0.75})
 
 

@@ -26,18 +26,10 @@ from lmworks.train.step import micro_batch_of
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
 from lmworks.weights.run_models import load_model
-from tiny_run import BRIEF, Tiny, before_each_step, checkpoint, curve, same_bits
-from tiny_run import SHORTER_FIRST as FIRST
-from tiny_run import SHORTER_SECOND as SECOND
-from tiny_run import SHORTER_STEPS as STEPS
+from tiny_run import BRIEF, FIRST, SECOND, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EVERY = ("train.save_every=1 steps", "checkpoints.keep_last=99")
-
-
-@pytest.fixture(scope="session")
-def tiny(shorter: Tiny) -> Tiny:
-    return shorter
 
 
 @pytest.fixture(scope="module")

@@ -17,19 +17,12 @@ from lmworks.model import Transformer
 from lmworks.parallel import parallelize
 from lmworks.ui.terminal import Interrupted
 from lmworks.watch.ledger import read_ledger
-from tiny_run import SHORTER_FIRST as FIRST
-from tiny_run import SHORTER_STEPS as STEPS
-from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 # So that a random number too many or too few shows, and a sample that is written twice.
 OPTIONS = ("model.residual_dropout=0.1", "train.sample_every=7 steps")
-
-
-@pytest.fixture(scope="session")
-def tiny(shorter: Tiny) -> Tiny:
-    return shorter
 
 
 def require_equal(run: Tiny, undisturbed: Tiny, steps: int = STEPS) -> None:

@@ -14,18 +14,11 @@ from lmworks.recipe.phases import in_force
 from lmworks.recipe.weights import recorded
 from lmworks.run.checkpoint_commands import rollback
 from lmworks.train.trainer import Trainer
-from tiny_run import SHORTER_FIRST as FIRST
-from tiny_run import SHORTER_STEPS as STEPS
-from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EVERY = ("train.save_every=1 steps", "checkpoints.keep_last=99", "train.sample_every=100%")
 slow = pytest.mark.slow
-
-
-@pytest.fixture(scope="session")
-def tiny(shorter: Tiny) -> Tiny:
-    return shorter
 
 
 @pytest.fixture(scope="module")

@@ -38,19 +38,13 @@ from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, read_ledger
 from lmworks.watch.monitors import Starvation
 from lmworks.watch.policy import Limits
-from tiny_run import SHORTER_STEPS as STEPS
-from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
+from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 # Wide enough for the noise of four short sequences, and far below what is planted.
 SPIKE = ("stability.spike.window_steps=8", "stability.spike.min_rise_nats=3", "stability.spike.norm_factor=1000")
 EVERY = ("train.save_every=1 steps", "checkpoints.keep_last=99")
 HIGH = 10
-
-
-@pytest.fixture(scope="session")
-def tiny(shorter: Tiny) -> Tiny:
-    return shorter
 
 
 def high_loss(loss: Loss) -> Loss:

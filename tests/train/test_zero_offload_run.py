@@ -80,6 +80,6 @@ def test_a_run_that_changes_its_engine_equals_one_that_does_not(tiny: Tiny, tmp_
     for name, tolerance in (("train/loss", 1e-4), ("optim/grad_norm", 1e-3), ("train/z_loss", 1e-4)):
         assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=tolerance), name
     measured = [(line["step"], line["validation/bits_per_byte"]) for line in found if "validation/bits_per_byte" in line]
-    assert [step for step, _ in measured] == [8, 16, 24, 32, 33]
+    assert [step for step, _ in measured] == [8, 16, 21]
     events = [line["event"] for line in read_ledger(mixed.run_dir / "ledger.jsonl")]
     assert events.count("resume") == 3 and events.count("start") == 1 and events.count("finish") == 1
