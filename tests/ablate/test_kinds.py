@@ -73,7 +73,7 @@ def test_optimizers_rates_and_batches(make: Make) -> None:
     sweep = make(kind="learning-rate", factors=[0.5, 1.0, 2.0])
     assert {arm.name: arm.label for arm in sweep.arms.values()} == {"rate-0.005": 0.005, "rate-0.01": 0.01, "rate-0.02": 0.02}
     assert sweep.baseline.name == "rate-0.01" and all(map(sweep.is_paired, sweep.arms.values()))
-    batches = make(kind="batch", factors=[1.0, 2.0])
+    batches = make(kind="batch", factors=[1.0, 2.0], set=["train.phases.general.tokens=5056 tokens"])
     double = batches.arms["batch-512"].recipe
     assert [int(phase.global_batch_tokens) for phase in double.train.phases] == [512, 512] and double.train.phases[0].batch_ramp is None
     assert double.optimizer.learning_rate == pytest.approx(0.01 * 2**0.5)

@@ -130,7 +130,7 @@ def test_an_adapter_in_pefts_format_goes_out_and_comes_back(based: Tiny, tmp_pat
         tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"], saved["model/layers.1.attention.query.lora.A"]
     )
     assert torch.equal(
-        tensors["base_model.model.model.layers.2.mlp.experts.3.up_proj.lora_B.weight"], saved["model/layers.2.ffn.experts.up_lora.B"][3]
+        tensors["base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight"], saved["model/layers.1.ffn.experts.up_lora.B"][3]
     )
     shutil.move(based.run_dir / "tune", tmp_path / "first")
     tune(based, f"tune.lora.init_from={tmp_path / 'peft'}", "tune.learning_rate=1e-11")
@@ -265,11 +265,11 @@ def test_epochs_and_the_best_weights_by_held_out_loss(based: Tiny) -> None:
     """A rate that rises until the loss does: the stage ends with the weights of the lowest held-out loss, which are kept."""
     options = ("tune.epochs=2", "tune.tokens=null", "tune.final_weights=best", "tune.validation_fraction=0.1",
                "train.validate_every=3 steps",
-               "tune.learning_rate=3.0", "tune.lr_schedule.warmup=60 steps", "tune.lr_schedule.decay=1 steps",
+               "tune.learning_rate=3.0", "tune.lr_schedule.warmup=20 steps", "tune.lr_schedule.decay=1 steps",
                "checkpoints.keep_last=1", "checkpoints.keep_best=false")  # fmt: skip
     tune(based, *options)
     manifest = json.loads((based.run_dir / "tune" / "data" / "manifest.json").read_text(encoding="utf-8"))["data"]["sums"]
-    assert manifest["validation"]["conversations"] == 30
+    assert manifest["validation"]["conversations"] == 10
     lines = curve(based.run_dir / "tune")
     losses = {line["step"]: line["validation/loss"] for line in lines if "validation/loss" in line}
     best = min(losses, key=lambda step: losses[step])

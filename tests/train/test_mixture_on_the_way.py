@@ -31,10 +31,10 @@ MORE_DOCS = MixtureOverride(AT, {"code": 0.25, "docs": 0.75})
 
 @pytest.fixture(scope="module")
 def changed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """Asked for in step 5, while the run was at work."""
+    """Asked for in step 2, while the run was at work."""
     made = tiny.copy(tmp_path_factory.mktemp("changed") / "run")
     with pytest.MonkeyPatch.context() as patch:
-        before_each_step(patch, lambda step: request_change(made.run_dir, MORE_DOCS) and None if step == 5 else None)
+        before_each_step(patch, lambda step: request_change(made.run_dir, MORE_DOCS) and None if step == 2 else None)
         made.pretrain()
     return made
 
@@ -73,11 +73,11 @@ def test_a_run_that_was_stopped_goes_on_with_the_change_bit_for_bit(changed: Tin
 def test_a_change_whose_step_has_passed_holds_from_the_next_batch_on(tiny_copy: Tiny) -> None:
     with pytest.MonkeyPatch.context() as patch:
         before_each_step(
-            patch, lambda step: request_change(tiny_copy.run_dir, MixtureOverride(3, {"code": 1.0})) and None if step == 9 else None
+            patch, lambda step: request_change(tiny_copy.run_dir, MixtureOverride(3, {"code": 1.0})) and None if step == 5 else None
         )
         tiny_copy.pretrain()
     (line,) = events(tiny_copy, "mixture_changed")
-    assert 9 < int(str(line["step"])) <= 9 + 5, "behind what was read ahead, and no further"
+    assert 5 < int(str(line["step"])) <= 5 + 5, "behind what was read ahead, and no further"
 
 
 def read_by_a_rank(tiny: Tiny, change: MixtureOverride, when: int, slow: int) -> list[tuple[int, bytes]]:

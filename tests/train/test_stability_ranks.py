@@ -44,7 +44,7 @@ def trained(tiny: Tiny, overrides: list[str], plant: str, rank: int) -> str:
 
     def loss(self: Transformer, *inputs: Any) -> Any:
         found = honest_loss(self, *inputs)
-        return high_loss(found) if plant == "spike" and now["step"] == 14 and torch.is_grad_enabled() and dist.get_rank() == rank else found
+        return high_loss(found) if plant == "spike" and now["step"] == 10 and torch.is_grad_enabled() and dist.get_rank() == rank else found
 
     trainer.train_step, Transformer.loss = step, loss  # type: ignore[assignment, method-assign]
     if plant == "full disk" and dist.get_rank() == rank:
@@ -94,7 +94,7 @@ def test_a_spike_that_one_rank_sees_is_rolled_back_by_all(ranks, tiny_copy: Tiny
     told = ranks.run(trained, 2, tiny_copy, [*SPIKE, "stability.spike.action=rollback"], "spike", 1)
     assert told == ["finished"] * 2
     (line,) = events(tiny_copy.run_dir, "rollback")
-    assert (line["step"], line["to_step"], line["skip"]) == (14, 12, [12, 15])
+    assert (line["step"], line["to_step"], line["skip"]) == (10, 8, [8, 11])
     losses = [line["train/loss"] for line in curve(tiny_copy.run_dir)]
     assert len(losses) == tiny_run.STEPS - 3
     assert np.isfinite(losses).all()
