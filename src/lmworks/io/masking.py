@@ -26,6 +26,8 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """`value` with `change` applied to every string in it."""
     if isinstance(value, str):
         return change(value)
+    if value is None or isinstance(value, (int, float)):  # most of a recipe, and asking whether a number is a Mapping is slow
+        return value
     if isinstance(value, Mapping):
         return {key: map_strings(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

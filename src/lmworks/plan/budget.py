@@ -141,6 +141,7 @@ class _Fitter:
 
     def __init__(self, resolved: Resolved, cluster: Cluster, seconds: float, mfu: float, planner: Callable[..., Plan]) -> None:
         self._resolved, self._cluster, self._seconds, self._mfu, self._plan = resolved, cluster, seconds, mfu, planner
+        self._sized: dict[int, Resolved] = {0: resolved}
         self._fitted: dict[int, tuple[Resolved, Plan]] = {}
 
     def _training_seconds(self, recipe: Recipe) -> float:
@@ -150,7 +151,10 @@ class _Fitter:
         return seconds_of(flops, devices(self._cluster), self._cluster, self._mfu)
 
     def _resized(self, size: int) -> Resolved:
-        return self._resolved.settled({("size",): (amount(size), "the size that the time allows")}) if size else self._resolved
+        """The recipe at `size` (0: its own). The search comes back to sizes that it has tried."""
+        if size not in self._sized:
+            self._sized[size] = self._resolved.settled({("size",): (amount(size), "the size that the time allows")})
+        return self._sized[size]
 
     def at(self, size: int) -> Recipe:
         """The recipe at `size` (0: its own) with budgets that fill the time with training alone."""

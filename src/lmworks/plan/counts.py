@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmworks.recipe.mixers import MIXERS
 from lmworks.recipe.parameter import Component, Parameter
-from lmworks.recipe.parameters import parameters
+from lmworks.recipe.parameters import counted_parameters, parameters
 from lmworks.recipe.schema.model import Lora, Model, target_matches
 
 if TYPE_CHECKING:
@@ -64,13 +64,14 @@ def count_by_component(model: Model) -> Counts:
     components: dict[str, int] = {}
     active: dict[str, float] = {}
     mtp, mtp_active = 0, 0.0
-    for parameter in parameters(model):
+    for parameter, number in counted_parameters(model):
+        size = number * parameter.size
         if parameter.mtp:
-            mtp += parameter.size
-            mtp_active += parameter.size * parameter.active
+            mtp += size
+            mtp_active += size * parameter.active
             continue
-        components[parameter.component] = components.get(parameter.component, 0) + parameter.size
-        active[parameter.component] = active.get(parameter.component, 0) + parameter.size * parameter.active
+        components[parameter.component] = components.get(parameter.component, 0) + size
+        active[parameter.component] = active.get(parameter.component, 0) + size * parameter.active
     rounded = {name: round(value) for name, value in active.items()}
     return Counts(
         sum(components.values()), sum(rounded.values()), components["embedding"], model.tie_word_embeddings, components, rounded,

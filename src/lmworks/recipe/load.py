@@ -6,8 +6,9 @@ import copy
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -64,20 +65,24 @@ class Resolved:
     """A whole recipe: no None is left where a value derives from others."""
 
     recipe: Recipe
-    origins: dict[str, Origin] = field(repr=False)
     fingerprint: str
     path: Path
-    text: str = field(repr=False, default="")
-    source: _Source | None = field(repr=False, default=None)
+    text: str = field(repr=False)
+    source: _Source = field(repr=False)
+    _origin: Callable[[Keys], Origin] = field(repr=False, compare=False)
+
+    @cached_property
+    def origins(self) -> dict[str, Origin]:
+        """Where the value at each path comes from."""
+        tree = as_tree(self.recipe)
+        return {display(tree, keys): self._origin(keys) for keys, _ in leaves(tree)}
 
     def settled(self, numbers: Numbers) -> Resolved:
         """The same recipe with these numbers in place of its own, and everything that follows from them derived anew."""
-        assert self.source is not None
         return _resolve(self.source, numbers)
 
     def overridden(self, overrides: Sequence[str]) -> Resolved:
         """The same recipe with these overrides (`a.b=c`) after its own."""
-        assert self.source is not None
         return _resolve(replace(self.source, overrides=[*self.source.overrides, *overrides]), {})
 
     def save(self, directory: Path) -> None:
@@ -185,9 +190,7 @@ def _resolve(source: _Source, numbers: Numbers) -> Resolved:
         raise UserError(f"{path}: {error}") from None
     for keys, message in problems(recipe):
         raise UserError(f"{sources.place(keys)}: {display(tree, keys)}: {message}")
-    dumped = as_tree(recipe)
-    origins = {display(dumped, keys): sources.origin(keys, reasons) for keys, _ in leaves(dumped)}
-    return Resolved(recipe, origins, fingerprint(recipe), path, _masked(document, source.text), source)
+    return Resolved(recipe, fingerprint(recipe), path, _masked(document, source.text), source, partial(sources.origin, reasons=reasons))
 
 
 def _masked(document: Document, text: str) -> str:

@@ -32,8 +32,9 @@ def layers_by_kind(model: Model) -> dict[tuple[str, bool], tuple[int, int]]:
     """The first layer of each kind, and the number of layers of it."""
     found: dict[tuple[str, bool], tuple[int, int]] = {}
     for layer in range(model.num_hidden_layers or 0):
-        first, number = found.get(kind(model, layer), (layer, 0))
-        found[kind(model, layer)] = (first, number + 1)
+        own = kind(model, layer)
+        first, number = found.get(own, (layer, 0))
+        found[own] = (first, number + 1)
     return found
 
 
@@ -145,16 +146,26 @@ def _swiglu(start: str, D: int, F: int, component: Component, layer: int) -> Ite
     yield Parameter(start + "down.weight", (D, F), component, layer)
 
 
+def counted_parameters(model: Model) -> Iterator[tuple[Parameter, int]]:
+    """`parameters` without repetition: those of the first layer of each kind, with the number of layers of it, and all others with 1."""
+    assert model.num_hidden_layers
+    outside = list(parameters(model.model_copy(update={"num_hidden_layers": 0, "mtp": None})))
+    yield outside[0], 1  # the embedding
+    for layer, number in layers_by_kind(model).values():
+        yield from ((parameter, number) for parameter in layer_parameters(model, layer))
+    yield from ((parameter, 1) for parameter in outside[1:])
+    for depth in range(model.mtp.num_nextn_predict_layers if model.mtp else 0):
+        yield from ((parameter, 1) for parameter in mtp_parameters(model, depth))
+
+
 def count_parameters(model: Model) -> int:
     """Trained parameters; tied embeddings count once. Multi-token prediction is left out: what it adds is not there in use."""
-    assert model.num_hidden_layers
-    outside = sum(p.size for p in parameters(model.model_copy(update={"num_hidden_layers": 0, "mtp": None})))
-    return outside + sum(number * sum(p.size for p in layer_parameters(model, layer)) for layer, number in layers_by_kind(model).values())
+    return sum(number * p.size for p, number in counted_parameters(model) if not p.mtp)
 
 
 def count_active_parameters(model: Model) -> int:
     """Parameters that one token uses, the embedding matrix included, multi-token prediction left out."""
-    return round(sum(p.size * p.active for p in parameters(model) if not p.mtp))
+    return round(sum(number * p.size * p.active for p, number in counted_parameters(model) if not p.mtp))
 
 
 _ALIGNMENT = 16  # bytes: every row of an operand must be a multiple
