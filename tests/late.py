@@ -16,6 +16,8 @@ class Late:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks all names of a file whether they are fixtures
+            raise AttributeError(name)
         return getattr(import_module(self._name), name)
 
 

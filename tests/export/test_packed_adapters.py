@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_huggingface import CASES, _load, bound, ours, relative
 
+from late import Late, require_package
 from lmworks.checkpoint import Checkpoints, listing
 from lmworks.errors import UserError
 from lmworks.export.huggingface import write_model
@@ -22,7 +23,8 @@ from lmworks.model.lora import attach
 from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.recipe.schema.model import Lora, is_adapter
 
-peft = pytest.importorskip("peft", minversion="0.19")
+require_package("peft", "no peft: pip install peft")
+peft: Any = Late("peft")
 MODEL = CASES["qwen3_5_text"]
 TOKENS = torch.randint(1, 256, (2, 20), generator=torch.Generator().manual_seed(1))
 
