@@ -329,7 +329,7 @@ def test_experts_of_a_text(trained: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
     text = tmp_path / "text.txt"
     text.write_text("import os\n" * 100, encoding="utf-8")
     found = expert_use(Recomputation.open(trained.run_dir), text)
-    assert [layer["layer"] for layer in found["layers"]] == [1, 2] and found["experts"] == 4
+    assert [layer["layer"] for layer in found["layers"]] == [1] and found["experts"] == 4
     for layer in found["layers"]:
         assert sum(layer["shares"]) == pytest.approx(1, abs=1e-5) and 1 <= layer["effective"] <= 4
     code, out, _ = doctor(monkeypatch, capsys, trained.run_dir, "--experts", text)
