@@ -34,6 +34,8 @@ from lmworks.weights.run_models import load_model
 from tiny_run import checkpoint
 
 ROWS, ENTRIES = 448, 372  # of the embedding; of the tokenizer of kind qwen
+TRAIN = {"precision": "fp32", "compile": False, "micro_batch_sequences": 2, "validate_every": "100%",
+         "validation_bytes_per_domain": "1000 bytes"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +54,11 @@ def write_recipe(folder: Path, base: Path, chats: Path, **changes: Any) -> Path:
         "name": "tuned", "threads": 1, "start_from": str(base), "run_dir": str(folder / "run"),
         "optimizer": {"learning_rate": 0.003, "adam_learning_rate": 0.003},
         "tune": {
-            "data": [{"name": "sums", "kind": "files", "path": str(chats), "max_rows": 100}], "tokens": "2Ki",
+            "data": [{"name": "sums", "kind": "files", "path": str(chats), "max_rows": 50}], "tokens": "2Ki",
             "sequence_length": "64 tokens",
             "global_batch_tokens": "256 tokens",
         },
-        "train": {"precision": "fp32", "compile": False, "micro_batch_sequences": 2},
+        "train": TRAIN,
         "evaluate": {"benchmarks": [], "questions": ["What is 1 + 2?"]},
         "export": {"huggingface": True, "gguf": False, "dtype": "fp32"},
     } | changes  # fmt: skip
@@ -115,7 +117,7 @@ def test_a_base_model_is_tuned_evaluated_exported_and_served(lmworks: Lmworks, k
     results = read_json(run_dir / "evaluate" / "results.json")
     assert results["models"].keys() == {"base", "tuned"}
     costs = [results["models"][name]["bits_per_byte"]["answers: sums"] for name in ("base", "tuned")]
-    assert costs[0]["documents"] == costs[1]["documents"] == 2, "2% of 100 conversations are held out"
+    assert costs[0]["documents"] == costs[1]["documents"] == 1, "2% of 50 conversations are held out"
     assert costs[0]["bits_per_byte"] == pytest.approx(_cost_of_answers(base, run_dir / "tune" / "data"), rel=1e-5)
     assert costs[1]["bits_per_byte"] < costs[0]["bits_per_byte"] - 0.3 and "answers: sums" in done.err + done.out
     before = [results["models"][name]["bits_per_byte"]["answers: as before"] for name in ("base", "tuned")]
@@ -351,7 +353,7 @@ def test_a_base_model_is_held_by_the_fisher_information_of_named_text(lmworks: L
     """In tuning, and in the first phase of further pretraining: the weights drift less, by what they mattered for the text."""
     base = _base(tmp_path / "base", "qwen")
     phase = {"name": "more", "tokens": "2Ki", "mixture": {"pages": 1}, "sequence_length": "64 tokens", "global_batch_tokens": "256 tokens"}
-    train = {"precision": "fp32", "compile": False, "micro_batch_sequences": 2} | ({"phases": [phase]} if stage == "train" else {})
+    train = TRAIN | ({"phases": [phase]} if stage == "train" else {})
     recipe = write_recipe(tmp_path, base, chats, corpus=_pages(tmp_path), train=train)
     key, command = ("tune.ewc", "tune") if stage == "tune" else ("train.phases.more.ewc", "pretrain")
     unnamed = lmworks(command, recipe, "--set", f"{key}={{weight: 1}}")
