@@ -31,7 +31,7 @@ def test_the_guide(lmworks: Lmworks, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for number, text in enumerate(texts[40:80]):
         Path(f"data/manuals/{number}.txt").write_text(text, encoding="utf-8")
     tree = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)[0])
-    tree["train"] |= {"precision": "fp32", "compile": False}
+    tree["train"] |= {"precision": "fp32", "compile": False, "validate_every": "100%", "validation_bytes_per_domain": "2000 bytes"}
     tree["train"]["phases"][0] |= {"tokens": "4Ki", "sequence_length": "64 tokens", "global_batch_tokens": "512 tokens"}
     tree["optimizer"] |= {"learning_rate": 0.005, "adam_learning_rate": 0.005}
     tree |= {"threads": 1, "evaluate": {"references": False}}

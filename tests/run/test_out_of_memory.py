@@ -27,7 +27,7 @@ GIB = 2.0**30
 LONG = (
     "train.phases.general.sequence_length=1024", "train.phases.general.global_batch_tokens=65536", "train.phases.general.tokens=1Mi",
     "train.phases.general.batch_ramp=null", "train.phases.general.lr_schedule={kind: constant, warmup: 0%}", "shards.max_epochs=10000",
-    "model.max_position_embeddings=1024",
+    "model.max_position_embeddings=1024", "model.num_hidden_layers=3",
 )  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def test_a_gpu_that_runs_out_late_restarts_a_launched_run_and_ends_another(tiny_
     monkeypatch.setattr(out_of_memory, "_snapshot", lambda device: read_snapshot(RECORDED["snapshot"]))
 
     def fail(step: int) -> None:
-        if step == 16:
+        if step == 20:
             raise error_of("fragmentation")
 
     before_each_step(monkeypatch, fail)
@@ -171,7 +171,7 @@ def test_a_gpu_that_runs_out_late_restarts_a_launched_run_and_ends_another(tiny_
         tiny_copy.walk(last="pretrain")
     assert not isinstance(late.value, UserError)
     monkeypatch.setattr(out_of_memory, "is_launched", lambda: False)
-    with pytest.raises(UserError, match=r"at step 16, .* are in use; the memory is fragmented: 82.5 GB are reserved and only 47.5 GB"):
+    with pytest.raises(UserError, match=r"at step 20, .* are in use; the memory is fragmented: 82.5 GB are reserved and only 47.5 GB"):
         tiny_copy.walk(last="pretrain")
     assert (tiny_copy.run_dir / FOLDER / "snapshot-rank-0.json").is_file()
     record = json.loads((tiny_copy.run_dir / FOLDER / "rank-0.json").read_text())
