@@ -134,13 +134,16 @@ def batch_of(step: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
 
 
 def train(
-    layout: dict[str, Any], kind: str, micro_batch_size: int = 1, rows: int = ROWS, length: int = LENGTH, lora: Lora | None = None,
-    **options: Any,
+    layout: dict[str, Any], kind: str, micro_batch_size: int | None = None, rows: int = ROWS, length: int = LENGTH,
+    lora: Lora | None = None, **options: Any,
 ) -> Trained:  # fmt: skip
     """Some steps on this rank of a layout (or alone); every rank returns the whole tensors of its pipeline stages. Adapters begin with a
-    B that is not 0, so that A has a gradient in the first step."""
+    B that is not 0, so that A has a gradient in the first step. Micro-batches have two rows, or one where a rank would have only one of
+    two rows, and in a pipeline."""
     recipe = recipe_of(kind, **options)
     ranks = Ranks(Layout(**layout))
+    if micro_batch_size is None:
+        micro_batch_size = 2 if rows // (ranks.layout.dp_replicate * ranks.layout.dp_shard) >= 4 and ranks.layout.pp == 1 else 1
     model = ParallelModel(build(recipe, ranks, torch.device("cpu"), lora), ranks)
     for name, parameter in model.named_parameters():
         if name.endswith("lora.B"):
@@ -176,7 +179,7 @@ def step_of(model: ParallelModel, optimizer: Updates, batch: Batch, scaler: Loss
 
 
 @cache
-def alone(kind: str, micro_batch_size: int = 1, rows: int = ROWS, length: int = LENGTH, precision: str = "fp32") -> Trained:
+def alone(kind: str, micro_batch_size: int | None = None, rows: int = ROWS, length: int = LENGTH, precision: str = "fp32") -> Trained:
     """The same steps in one process, once for all tests that compare with it."""
     return train({}, kind, micro_batch_size, rows, length, precision=precision)
 
