@@ -36,7 +36,8 @@ def batch(tiny: Tiny) -> Batch:
 
 def make(tiny: Tiny, *overrides: str) -> tuple[ParallelModel, Optimizer]:
     # A large eps: AdamW's first step is the sign of the gradient where eps is small, and rounding decides the sign of a zero.
-    recipe = tiny.resolve("optimizer.kind=adamw", "optimizer.eps=0.001", "optimizer.adam_learning_rate=null", "model.num_hidden_layers=3", *overrides).recipe
+    adamw = ("optimizer.kind=adamw", "optimizer.eps=0.001", "optimizer.adam_learning_rate=null")
+    recipe = tiny.resolve(*adamw, "model.num_hidden_layers=3", *overrides).recipe
     model = build_model(recipe)
     model.train()
     return model, build_optimizer(model, recipe.optimizer)
