@@ -21,16 +21,17 @@ from lmworks.export.peft import read_peft, unequal_adapters, write_peft
 from lmworks.model import Transformer
 from lmworks.model.lora import attach
 from lmworks.recipe.schema.artifacts import Checkpoints as Options
-from lmworks.recipe.schema.model import Lora, is_adapter
+from lmworks.recipe.schema.model import Lora, Model, is_adapter
 
 require_package("peft", "no peft: pip install peft")
 peft: Any = Late("peft")
-MODEL = CASES["qwen3_5_text"]
+_CLASS = "qwen3_5_text"
+MODEL = CASES[_CLASS]
 TOKENS = torch.randint(1, 256, (2, 20), generator=torch.Generator().manual_seed(1))
 
 
-def adapted(lora: Lora) -> tuple[Transformer, dict[str, torch.Tensor]]:
-    model = ours(MODEL).eval()
+def adapted(lora: Lora, config: Model = MODEL) -> tuple[Transformer, dict[str, torch.Tensor]]:
+    model = ours(config).eval()
     attach(model, lora)
     state = {name: value.detach() for name, value in model.state_dict().items() if is_adapter(name)}
     draw = torch.Generator().manual_seed(4)
@@ -39,27 +40,31 @@ def adapted(lora: Lora) -> tuple[Transformer, dict[str, torch.Tensor]]:
     return model, state
 
 
-def written(state: dict[str, torch.Tensor], lora: Lora, folder: Path) -> Path:
+def written(state: dict[str, torch.Tensor], lora: Lora, folder: Path, config: Model = MODEL) -> Path:
     with Checkpoints(folder / "saved", Options(), {}) as checkpoints:
         checkpoints.save(1, {"model": state}, {}, wait=True)
     saved = listing.directories(folder / "saved")[-1]
-    write_peft(saved, lora, MODEL, "base", "abc", folder / "peft")
-    assert unequal_adapters(saved, MODEL, folder / "peft") == []
+    write_peft(saved, lora, config, "base", "abc", folder / "peft")
+    assert unequal_adapters(saved, config, folder / "peft") == []
     return folder / "peft"
 
 
-@pytest.mark.parametrize("targets", [("all-linear",), ("attention.query", "layers.1.attention.key")])
-@pytest.mark.parametrize("rslora", [False, True])
-def test_peft_computes_with_our_adapters_and_they_are_read_back(targets: tuple[str, ...], rslora: bool, tmp_path: Path) -> None:
-    lora = Lora(rank=3, alpha=6.0, rslora=rslora, targets=targets)
-    model, state = adapted(lora)
-    folder = written(state, lora, tmp_path)
-    write_model(ours(MODEL), tmp_path / "base", {}, torch.float32)
+@pytest.mark.parametrize(
+    ("name", "targets", "rslora"),
+    [*((_CLASS, targets, rslora)
+       for targets in (("all-linear",), ("attention.query", "layers.1.attention.key")) for rslora in (False, True)),
+     ("granitemoehybrid", ("all-linear",), False), ("granitemoehybrid_experts", ("mlp",), False)],
+)
+def test_peft_computes_with_our_adapters_and_they_are_read_back(name: str, targets: tuple[str, ...], rslora: bool, tmp_path: Path) -> None:
+    lora, config = Lora(rank=3, alpha=6.0, rslora=rslora, targets=targets), CASES[name]
+    model, state = adapted(lora, config)
+    folder = written(state, lora, tmp_path, config)
+    write_model(ours(config), tmp_path / "base", {}, torch.float32)
     peer = peft.PeftModel.from_pretrained(_load(tmp_path / "base"), folder)
     with torch.no_grad():
         assert relative(peer(TOKENS).logits, model(TOKENS)) < bound(model, TOKENS)
     again = {name: torch.zeros_like(value) for name, value in state.items()}
-    read_peft(folder, again, MODEL, lora, "abc")
+    read_peft(folder, again, config, lora, "abc")
     assert all(torch.equal(again[name], value) for name, value in state.items())
 
 
