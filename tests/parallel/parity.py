@@ -52,6 +52,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["hybrid"], "mamba": {"num_heads": 4, "head_dim": 8, "state_size": 8, "n_groups": 2, "norm_groups": 2},
         "multipliers": {"embedding": 1.5, "key": 0.75, "attention_in": 0.5, "gate": 1.25, "mamba_out": 0.75},
     },
+    "mamba": _COMMON | {
+        "attention_bias": False, "use_qk_norm": False, "rope": {"partial_rotary_factor": 0.0},
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "norm_groups": 2},
+        "moe": _MOE | {"n_shared_experts": 2, "first_k_dense_replace": 0, "scoring_func": "softmax", "routed_scaling_factor": 1.0},
+        "multipliers": {"embedding": 1.5, "key": 0.75, "attention_out": 0.5, "mamba_out": 0.5, "ffn_out": 0.5, "logits": 0.75},
+    },
     "lightning": _COMMON | {
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"], "moe": _MOE, "lightning": {},
         "norm_position": "stream", "multipliers": {"lightning_stream": 0.75, "ffn_out": 0.5},
