@@ -291,7 +291,7 @@ def ends_with(code: int) -> Callable[[], None]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchDir]:
     made = LaunchDir.of(tmp_path)
     made.begin()
-    monkeypatch.setattr(rank, "_conclude_unless_rank_0_does", lambda folder, code, number: folder.conclude(code, number))
+    monkeypatch.setattr(rank, "_FIRST_RANK_SECONDS", 0.0)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     monkeypatch.setattr(rank, "_output", lambda folder, number: nullcontext())
     yield made
@@ -329,6 +329,17 @@ def test_the_users_fault_on_any_rank_ends_the_run(folder: LaunchDir) -> None:
     assert run_rank(folder, 3, ends_with(2)) == 0
     assert json.loads((folder.path / "outcome.json").read_text())["rank"] == 3
     assert run_rank(folder, 0, lambda: pytest.fail("the run is over")) == 0
+
+
+def test_a_user_error_ends_the_run_with_its_line(folder: LaunchDir, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also of work that is no command, so that nothing else prints it. torchrun would start the ranks again for ever."""
+
+    def refused() -> None:
+        raise UserError("the disk is full; free some space")
+
+    assert run_rank(folder, 3, refused) == 0
+    assert folder.outcome() == {"code": 2, "rank": 3, "message": "", "reason": "the disk is full; free some space"}
+    assert capfd.readouterr().err == "error: the disk is full; free some space\n"
 
 
 @pytest.mark.parametrize("code", [75, 130])

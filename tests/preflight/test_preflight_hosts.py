@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lmworks.cli.main import main
 from lmworks.health.report import Checked, Report, Result, Status
 from lmworks.launch.torchrun import Host
-from lmworks.preflight import hosts
+from lmworks.preflight import checks, hosts
 from lmworks.preflight.check_result import CheckContext
+from lmworks.ui.exit_codes import ExitCode
 from node_recording import record
 from tiny_run import Tiny
 
@@ -65,6 +69,29 @@ def test_a_host_that_is_lost_is_replaced_and_the_losses_are_those_of_an_undistur
     assert {path.name for path in tiny.run_dir.iterdir()} == before
     said = capfd.readouterr()
     assert not said.out and not said.err, "the command prints JSON"
+
+
+@pytest.mark.slow
+def test_the_line_of_a_rank_that_refuses_is_shown(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One of the hosts has another version of lmworks, which the ranks find out together."""
+    (tmp_path / "n1").mkdir()
+    (tmp_path / "n1" / "sitecustomize.py").write_text("import lmworks\nlmworks.__version__ = '0.0.1'\n")
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\n[ $1 = n1 ] && export PYTHONPATH={tmp_path}/n1:$PYTHONPATH\nexec sh -c "$2"\n')
+    ssh.chmod(0o755)
+    (tmp_path / "hosts").write_text("n0\nn1\nn2\n")
+    monkeypatch.setattr(checks, "CHECKS", tuple(check for check in checks.CHECKS if check.name == "spare"))
+    given = [f"run_dir={tmp_path}/run", f"launch.ssh={ssh}", "launch.health_check=false"]
+    words = ["preflight", str(tiny.recipe), "--hosts", str(tmp_path / "hosts"), "--json", *(f"--set={one}" for one in given)]
+    monkeypatch.setattr(sys, "argv", ["lmworks", *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    found = json.loads(capfd.readouterr().out)[0]
+    assert left.value.code == ExitCode.FAILED and found["result"] == "fail", found
+    said = r"n1 was not lost at step 5, and the run ended with code 2: lmworks is 0\.[01]\.[01] on rank .* install the same version on .*"
+    assert re.fullmatch(said, found["text"]), found
 
 
 @pytest.mark.slow

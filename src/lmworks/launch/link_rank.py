@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmworks.errors import UserError
 from lmworks.io.files import write_json
 from lmworks.launch.launch_dir import VARIABLE, LaunchDir
 from lmworks.launch.links import FOUND, RECIPE, rounds_of
@@ -20,9 +19,7 @@ from lmworks.launch.rank_context import rank_context
 from lmworks.parallel.bandwidth import all_reduce_speed, clock_offset, pair_speed
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.ui.exit_codes import ExitCode
 from lmworks.watch.heartbeat import HOST
-from lmworks.watch.run_end import RunEnd, remember
 
 # Each pair is measured in passes over all pairs, and the best one counts: other traffic only makes a link slower, and what is slow each
 # time is not traffic that comes and goes.
@@ -81,13 +78,5 @@ def _clocks(ranks: Ranks, hosts: list[str]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _measure() -> None:
-    try:
-        measure(Path(sys.argv[1]))
-    except UserError as error:  # such as that the ranks have failed before: they are not started again
-        remember(RunEnd.of_error(error))
-        sys.exit(ExitCode.USER_ERROR)
-
-
 if __name__ == "__main__":
-    os._exit(run_rank(LaunchDir(Path(os.environ[VARIABLE])), int(os.environ["RANK"]), _measure))
+    os._exit(run_rank(LaunchDir(Path(os.environ[VARIABLE])), int(os.environ["RANK"]), lambda: measure(Path(sys.argv[1]))))

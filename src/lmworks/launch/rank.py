@@ -15,10 +15,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from lmworks.errors import UserError
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.ui.exit_codes import ExitCode
 from lmworks.watch.heartbeat import shared_interval
-from lmworks.watch.run_end import remember, remembered
+from lmworks.watch.run_end import RunEnd, remember, remembered
 
 _POLL_INTERVAL = 0.5  # seconds
 _ASKED_TO_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -26,10 +27,11 @@ _STOPPED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 _MAX_FAILED_STARTS = 20  # starts of rank 0 without a successful rendezvous, after which the run ends
 _EXIT_SECONDS = {ExitCode.USER_ERROR: 10.0}  # that a rank has to exit by itself once the run is over, by exit code of the run
 _DEFAULT_EXIT_SECONDS = 60.0
+_FIRST_RANK_SECONDS = 3.0  # that the other ranks leave to rank 0 to record a user error
 
 
 def run_rank(folder: LaunchDir, rank: int, work: Callable[[], None]) -> int:
-    """Run `work`, the command of a rank; returns the exit code for `torchrun`."""
+    """Run `work`, the command of a rank; returns the exit code for `torchrun`. A `UserError` ends the run of all ranks."""
     if folder.outcome() is not None:
         return 0
     if rank == 0 and _count_start(folder) > _MAX_FAILED_STARTS:
@@ -56,7 +58,11 @@ def _exit_code(work: Callable[[], None]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except KeyboardInterrupt:
-        return 130
+        return ExitCode.INTERRUPTED
+    except UserError as error:  # of work that is no command of lmworks, which prints the line itself
+        remember(RunEnd.of_error(error))
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.USER_ERROR
     except BaseException:
         traceback.print_exc()
         return 1
@@ -73,7 +79,7 @@ def _count_start(folder: LaunchDir) -> int:
 
 def _conclude_unless_rank_0_does(folder: LaunchDir, code: int, rank: int) -> None:
     """Record a user error. All ranks find an invalid recipe, and one message is enough, but a disk may be full for one rank only."""
-    deadline = time.monotonic() + (0 if rank == 0 else 3)
+    deadline = time.monotonic() + (0 if rank == 0 else _FIRST_RANK_SECONDS)
     while folder.outcome() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     if folder.outcome() is None:

@@ -20,7 +20,7 @@ from lmworks.host import machine
 from lmworks.io import jsonl
 from lmworks.io.files import write_text
 from lmworks.launch.host_health import HostChecker, compare
-from lmworks.launch.launch_dir import LaunchDir
+from lmworks.launch.launch_dir import LaunchDir, reason_of_end
 from lmworks.launch.launcher import Launch, launch_on_hosts
 from lmworks.launch.torchrun import Host
 from lmworks.preflight import small_model
@@ -109,8 +109,9 @@ def _judged(recipe: str, folder: Path, hosts: Sequence[Host], code: int) -> Chec
     excluded = {event["host"]: event["reason"] for event in events_of(folder, "host_excluded")}
     lines = jsonl.read(folder / LOSSES) if (folder / LOSSES).exists() else []
     if code or not started or hosts[1].name not in excluded:
-        last = LaunchDir.of(folder).last_words()
-        text = f"{hosts[1].name} was lost at step {STEPS // 2 + 1}, and the run ended with code {code}{f': {last}' if last else ''}"
+        why = reason_of_end(folder) or LaunchDir.of(folder).last_words()
+        lost = f"was{' not' if (folder / VICTIM).exists() else ''} lost at step {STEPS // 2 + 1}"
+        text = f"{hosts[1].name} {lost}, and the run ended with code {code}{f': {why}' if why else ''}"
         return CheckResult("fail", text, "see that the hosts reach each other and this machine, and share the run directory")
     found = {line["step"]: line["loss"] for line in lines}
     expected, *_ = small_model.run_ranks(losses_of, _HOSTS, recipe)
