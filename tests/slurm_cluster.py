@@ -62,8 +62,8 @@ def _free_port() -> int:
 
 
 @contextmanager
-def cluster(folder: Path, nodes: int = 1) -> Iterator[Path]:
-    """Begin the daemons of nodes n1, n2, ...; yields the configuration file for SLURM_CONF, and ends them."""
+def cluster(folder: Path, nodes: int = 1, options: str = "") -> Iterator[Path]:
+    """Begin the daemons of nodes n1, n2, ...; yields the configuration file for SLURM_CONF, and ends them. options: more lines of it."""
     names = [f"n{number + 1}" for number in range(nodes)]
     (folder / "state").mkdir()
     key = folder / "munge.key"
@@ -72,7 +72,7 @@ def cluster(folder: Path, nodes: int = 1) -> Iterator[Path]:
     conf = folder / "slurm.conf"
     host = socket.gethostname()
     lines = "\n".join(_NODE.format(name=name, host=host, port=_free_port(), cpus=os.cpu_count()) for name in names)
-    conf.write_text(_CONF.format(folder=folder, host=host, controller=_free_port(), nodes=lines))
+    conf.write_text(_CONF.format(folder=folder, host=host, controller=_free_port(), nodes=lines) + options)
     for number in range(2):  # GPUs to be asked for; nothing opens them
         (folder / f"gpu{number}").touch()
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")

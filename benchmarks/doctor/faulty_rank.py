@@ -33,10 +33,10 @@ def pace(factor: float) -> None:
 
 
 def plant(kind: str, dose: int) -> None:
-    """The second rank becomes slow, or, from step 12 on, stops, is killed, or needs ever more memory."""
+    """The second rank becomes slow or is so from the start, or, from step 12 on, stops, is killed, or needs ever more memory."""
 
     def act(step: int, model: Any) -> None:
-        if kind == "slow" and step == SLOW_FROM:
+        if (kind, step) in (("slow", SLOW_FROM), ("slow from the start", 0)):
             pace((1.5, 3.0, 6.0)[dose])
         elif kind == "hung" and step == (30, 20, 12)[dose]:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -52,6 +52,6 @@ if __name__ == "__main__":
     fault = json.loads(os.environ["LMWORKS_DOCTOR_FAULT"])
     events = Path(fault["ledger"]).read_text(encoding="utf-8").splitlines()
     restarted = any(json.loads(line)["event"] == "start" for line in events)  # this is not the first start
-    if os.environ["RANK"] == "1" and (fault["kind"] == "slow" or not restarted):
+    if os.environ["RANK"] == "1" and (fault["kind"].startswith("slow") or not restarted):
         plant(fault["kind"], fault["dose"])
     runpy.run_module("lmworks.cli.rank", run_name="__main__")

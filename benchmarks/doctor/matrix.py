@@ -27,7 +27,7 @@ from runs import ROOT, read_results
 Row = dict[str, Any]
 HEALTHY, UNSURE = "healthy", "not sure"
 _OWN_CORE = 0.7  # share of a core below which the machine was oversubscribed in truth: by the times of the process, not by the doctor
-_BESIDE = {"S1", "S2", "S3-slow"}  # what a machine that is shared with other programs may show
+_BESIDE = {"S1", "S2", "S3-slow", "S3-start"}  # what a machine that is shared with other programs may show
 _POINTS = 10  # of a run, at which the first step is looked for
 
 

@@ -65,6 +65,7 @@ CODES: dict[str, tuple[str, ...]] = {
     "M2": ("bias-rate-too-high",), "T1": ("end-token-not-trained", "prompt-not-masked", "labels-all-masked"),
     "G1-hard": ("rewards-all-wrong",), "G1-trivial": ("rewards-all-right",), "G1-cut": ("answers-cut",), "G1-raising": ("reward-failing",),
     "G2": ("dpo-over-optimized",), "S1": ("slow-loader",), "S2": ("machine-oversubscribed",), "S3-slow": ("slow-rank",),
+    "S3-start": ("slow-rank",),
     "S3-hung": ("hung-rank", "hung-collective"), "S3-dead": ("dead-rank",), "S3-oom": ("out-of-memory-killed",),
 }  # fmt: skip
 """The codes of lmworks doctor that name a planted cause."""
@@ -364,12 +365,12 @@ plant(
     clear=Dose(options={"stage": "dpo", "rate": 100, "beta": 0.01}),
     strong=Dose(options={"stage": "dpo", "rate": 300, "beta": 0.01}),
 )
-for _kind in ("slow", "hung", "dead", "oom"):
+for _kind, _name in {"slow": "slow", "slow from the start": "start", "hung": "hung", "dead": "dead", "oom": "oom"}.items():
     plant(
-        f"S3-{_kind}",
-        f"S3-{_kind}",
+        f"S3-{_name}",
+        f"S3-{_name}",
         f"a rank is {_kind}",
-        starred=True,
+        starred=_name != "start",
         scenario="ranks",
         sizes=("small",),
         weak=Dose(options={"fault": _kind, "dose": 0}),

@@ -263,15 +263,16 @@ def _grpo(options: dict[str, Any], size: Size, files: Path) -> dict[str, Any]:
 
 # Ranks.
 
+_STEPS = {"slow": 2 * SLOW_FROM, "slow from the start": SLOW_FROM}
 
 def ranks(case: Case, root: Path, folder: Path) -> str:
-    """Two ranks with the launcher, one of which becomes slow, hangs, is killed, or runs out of the memory of its control group."""
+    """Two ranks with the launcher, one of which becomes or is slow, hangs, is killed, or runs out of the memory of its control group."""
     from lmworks.launch import launcher
     from lmworks.launch.torchrun import CountRange
 
     path, sets = _prepared(case, root, folder)
     options = case.dose.options
-    sets = [*sets, case.size.budget(2 * SLOW_FROM if options["fault"] == "slow" else 40), "launch.timeout=15 s", "launch.max_restarts=1"]
+    sets = [*sets, case.size.budget(_STEPS.get(options["fault"], 40)), "launch.timeout=15 s", "launch.max_restarts=1"]
     os.environ["LMWORKS_DOCTOR_FAULT"] = json.dumps(
         {"kind": options["fault"], "dose": options["dose"], "ledger": str(folder / "ledger.jsonl")}
     )

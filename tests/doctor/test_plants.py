@@ -94,6 +94,14 @@ def test_starred_causes_are_named_at_full_length(out: Path, name: str) -> None:
         pytest.fail(f"{name}: named {found['named']}, noted {found['notes']}, not judged {found['not_judged']}; medians: {medians}")
 
 
+@pytest.mark.slow
+def test_of_two_ranks_one_that_is_slow_from_the_start_is_named(out: Path) -> None:
+    found = made(out, "S3-start")
+    if "machine-oversubscribed" in found["codes"]:
+        pytest.skip("other programs take the processors, so that both ranks are slow")
+    assert found["named"] == "S3-start", (found["codes"], found["unsure"])
+
+
 OTHERS = {"cpu_share": 1.0, "plain": {"problems": [], "unsure": []}}
 
 

@@ -227,3 +227,49 @@ def test_the_rank_for_which_all_wait_is_named(tmp_path: Path) -> None:
     assert verdict(judge(tmp_path, "slow-rank", **run({"perf/slowest_rank": later}, events=[warned | {"step": 160}]))) == "named"
     assert verdict(judge(tmp_path, "slow-rank", **run({"perf/slowest_rank": later}, events=[warned | {"step": 80}]))) == "silent"
     assert verdict(judge(tmp_path, "slow-rank", **run({"perf/slowest_rank": changing}, events=[warned]))) == "silent"
+
+
+def two_ranks(excess: float, share: float = 1.0, **others: Any) -> dict[str, Any]:
+    """Comparisons of two ranks, of which the second is the slowest in a share of them."""
+    steps = list(range(20, STEPS + 1, 20))
+    slowest = {step: float(i < share * len(steps)) for i, step in enumerate(steps)}
+    events = [{"event": "start", "ranks": 2, "steps": STEPS}, *others.pop("events", [])]
+    return run({"perf/slowest_rank": slowest, "perf/slowest_excess": dict.fromkeys(steps, excess), **others}, events=events)
+
+
+def test_of_two_ranks_one_that_is_slow_from_the_first_step_on_is_named(tmp_path: Path) -> None:
+    found = judge(tmp_path, "slow-rank", **two_ranks(0.5))
+    assert verdict(found) == "named" and isinstance(found, Finding) and found.where == "rank 1 of two"
+    assert verdict(judge(tmp_path, "slow-rank", **two_ranks(0.1))) == "silent"  # always the slower one, by little
+    assert verdict(judge(tmp_path, "slow-rank", **two_ranks(0.5, share=0.6))) == "silent"  # now this one and now that one
+
+
+def longer(factor: float, by: int) -> list[float]:
+    """Times of steps, longer after a step."""
+    return [9.8 * (1 + (factor - 1) * (step > by)) for step in range(1, STEPS + 1)]
+
+
+EXPLAINED: dict[str, dict[str, Any]] = {
+    "more tokens": {"train/batch_tokens": [1024.0 * (1 + (step > STEPS // 2)) for step in range(1, STEPS + 1)]},
+    "data": {"perf/data_wait": [0.05 + 5.8 * (step > STEPS // 2) for step in range(1, STEPS + 1)]},
+    "a busy machine": {"system/cpu_pressure": [0.02 + 0.5 * (step > STEPS // 2) for step in range(1, STEPS + 1)]},
+    "experts": {"experts/load_max": [1.2 + 0.8 * (step > STEPS // 2) for step in range(1, STEPS + 1)]},
+    "a phase": {"events": [{"event": "phase", "step": STEPS // 2, "phase": "long"}]},
+    "a few long steps": {"perf/step_seconds": [9.8 * (1 + 3 * (step > STEPS // 2 and step % 3 == 0)) for step in range(1, STEPS + 1)]},
+}
+
+
+def test_steps_that_become_longer_without_a_reason_are_not_sure(tmp_path: Path) -> None:
+    """A rank that is slow within a step and not in arithmetic."""
+    grown = {"perf/step_seconds": longer(1.6, STEPS // 2)}
+    found = judge(tmp_path, "slow-rank", **two_ranks(0.05, share=0.5, **grown))
+    assert verdict(found) == "unsure" and isinstance(found, Finding) and found.next_measurement.startswith("lmworks profile")
+    assert verdict(judge(tmp_path, "slow-rank", **two_ranks(0.05, share=0.5))) == "silent"
+    slight = {"perf/step_seconds": longer(1.2, STEPS // 2)}
+    assert verdict(judge(tmp_path, "slow-rank", **two_ranks(0.05, share=0.5, **slight))) == "silent"
+
+
+@pytest.mark.parametrize("reason", EXPLAINED)
+def test_steps_that_become_longer_for_a_reason_accuse_no_rank(tmp_path: Path, reason: str) -> None:
+    changed = {"perf/step_seconds": longer(1.6, STEPS // 2)} | EXPLAINED[reason]
+    assert verdict(judge(tmp_path, "slow-rank", **two_ranks(0.05, share=0.5, **changed))) == "silent"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -31,6 +32,7 @@ from patience import PATIENCE
 from slurm_cluster import cluster
 
 STEPS = 30
+DOCS = Path(__file__).parents[2] / "docs"
 TOY = Path(__file__).parent
 
 
@@ -295,6 +297,56 @@ def test_nodes_of_a_slurm_job_that_are_sick_or_fail_are_replaced_by_spares(tmp_p
     assert "its ranks failed 1 times in a row" in excluded[lost]
     assert [(event["host"], event["instead_of"]) for event in events(run_dir, "host_started")] == [("n3", "n2"), ("n4", lost)]
     assert {event["ranks"] for event in events(run_dir, "step")} == {2}
+
+
+def health_program(tmp_path: Path) -> Path:
+    """The HealthCheckProgram of docs/running.md for nodes that are one machine: n2 is sick once there is a file `sick.now`. It takes the
+    node down, so that a job which is running there loses it."""
+    (script,) = re.findall(r"```text\n(#!/bin/sh\n# /etc/slurm/health.sh.*?)```", (DOCS / "running.md").read_text(), re.DOTALL)
+    command = f"{sys.executable} -P -m lmworks.cli.main health {tmp_path} --only memory_errors"
+    choice = f'[ "$SLURMD_NODENAME" = n2 ] && [ -e {tmp_path}/sick.now ] && name=sick || name=healthy'
+    environment = f"PATH={os.environ['PATH']}\nexport PATH SLURM_CONF={tmp_path}/slurm/slurm.conf LMWORKS_MACHINE=recorded={tmp_path}/$name"
+    for there, here in (
+        ("#!/bin/sh\n", f"#!/bin/sh\n{choice}\n{environment}\n"), ("lmworks health /scratch", command),
+        ("$(hostname -s)", "$SLURMD_NODENAME"), ("State=DRAIN", "State=DOWN"),
+    ):  # fmt: skip
+        assert there in script
+        script = script.replace(there, here, 1)
+    program = tmp_path / "health.sh"
+    program.write_text(script)
+    program.chmod(0o755)
+    return program
+
+
+@pytest.mark.slow
+@pytest.mark.needs("slurm")
+def test_a_node_whose_health_check_program_fails_is_replaced_by_a_spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the run goes on, Slurm's own check of a node finds a memory error."""
+    (tmp_path / "slurm").mkdir()
+    run_dir = tmp_path / "the run"
+    for name in ("healthy", "sick"):
+        record(tmp_path / name, tmp_path)
+    (tmp_path / "sick/sys/devices/system/edac/mc/mc0/ue_count").write_text("1")
+    options = {"partition": "all", "setup": [f"export LMWORKS_MACHINE=recorded={tmp_path}/healthy"]}
+    recipe = prepare(run_dir, slurm=options, timeout="60 s")
+    (run_dir / "resolved.json").write_text(recipe.model_dump_json())
+    monkeypatch.setattr(slurm, "_LMWORKS", (sys.executable, str(TOY / "toy_job.py")))
+    checked = f"HealthCheckProgram={health_program(tmp_path)}\nHealthCheckInterval=10\nHealthCheckNodeState=ANY\n"
+    steps = 600
+    with cluster(tmp_path / "slurm", nodes=3, options=checked) as conf:
+        monkeypatch.setenv("SLURM_CONF", str(conf))
+        again = [str(run_dir), str(steps)]
+        number = slurm.job_for(recipe, run_dir, CountRange(2, 2), 1, again, spares=1, again=again).submit()
+        wait_for(lambda: events(run_dir, "step") or "JobState=FAILED" in told(number))
+        (tmp_path / "sick.now").touch()
+        wait_for(lambda: any(f"JobState={state}" in told(number) for state in ("COMPLETED", "FAILED")))
+        assert "JobState=COMPLETED" in told(number), next((run_dir / "launch").glob("slurm-*.log")).read_text()
+        node = subprocess.run(["scontrol", "show", "node", "n2"], capture_output=True, encoding="utf-8", check=True).stdout
+    assert "State=DOWN" in node and "Reason=lmworks health: memory errors: 1 uncorrected" in node, node
+    require_every_step(run_dir, steps)
+    excluded = {host.name: str(host.excluded) for host in read_table(LaunchDir.of(run_dir).hosts) if host.excluded}
+    assert set(excluded) == {"n2"}, excluded
+    assert [(event["host"], event["instead_of"]) for event in events(run_dir, "host_started")] == [("n3", "n2")]
 
 
 @pytest.mark.slow

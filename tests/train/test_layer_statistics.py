@@ -89,7 +89,7 @@ def test_nothing_is_left_behind():
 
 
 def test_a_run_that_is_asked_tells_of_its_layers(tiny: Tiny, tmp_path: Path) -> None:
-    """Every fifth step and in the first, without changing a bit of what is trained; also where a test for corruption drops the
+    """Every fifth step, without changing a bit of what is trained; also where a test for corruption drops the
     gradients."""
     plain, asked = tiny.copy(tmp_path / "plain"), tiny.copy(tmp_path / "asked")
     plain.pretrain()
@@ -97,8 +97,8 @@ def test_a_run_that_is_asked_tells_of_its_layers(tiny: Tiny, tmp_path: Path) -> 
     expected, found = read(plain.run_dir), read(asked.run_dir)
     assert [line["train/loss"] for line in found] == [line["train/loss"] for line in expected]
     lines = [line for line in found if "layers/0/grad_norm" in line]
-    assert [line["step"] for line in lines] == [1, *(line["step"] for line in found if line["step"] % 5 == 0)]
-    assert [line["step"] for line in expected if "layers/0/grad_norm" in line] == [1, 10]
+    assert [line["step"] for line in lines] == [line["step"] for line in found if line["step"] % 5 == 0]
+    assert not any("layers/0/grad_norm" in line for line in expected), "a run of so few steps has no time for them"
     layers = asked.resolve().recipe.model.num_hidden_layers
     assert layers
     for line in lines:
@@ -139,26 +139,57 @@ def test_the_beginning_of_a_batch_has_the_documents_that_begin_in_it() -> None:
     assert beginning(batch, 12) is batch
 
 
-def test_the_step_after_an_event_is_looked_at_as_often_as_its_cost_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("lmworks.train.observe.detail_lines.time.monotonic", lambda: now[0])
+def taken_steps(steps: int, cost: float, events: bool = False, first: int = 1, asked: int = 0) -> list[int]:
+    """The steps of a process in which statistics are taken that cost this many steps, with an event in none or in each. asked: the interval
+    of `metrics.detail_every`."""
     lines, taken = DetailLines(True), []
-    for step in range(1, 500):
-        now[0] += 1.0
-        lines.event()  # in every step
-        if lines.due(step):
+    for step in range(first, steps + 1):
+        if events:
+            lines.event()
+        seconds, whole = 2.0 if step > first else 60.0, asked > 0 and step % asked == 0  # the first step compiles
+        if (due := lines.due(step, steps)) or whole:
+            lines.taken(cost * 2.0, asked=whole)
+            seconds += cost * 2.0
+        if due and not whole:
             taken.append(step)
-            lines.taken(0.5)
-    assert taken == [1, 10, 100, 200, 300, 400]  # 0.5 s in 100 s
-    quiet = DetailLines(True)
-    assert [step for step in range(1, 500) if quiet.due(step)] == [1, 10, 100]
-    assert not DetailLines(False).due(1)
+        lines.step(seconds)
+    return taken
+
+
+def test_the_step_after_an_event_is_looked_at_as_often_as_its_cost_allows() -> None:
+    assert taken_steps(10_000, 0.5, events=True)[:6] == [1, 10, 100, 200, 300, 400]  # 0.5 steps in 100 steps
+    assert taken_steps(500, 0.1) == [1, 10, 100]
+    assert not DetailLines(False).due(1, 500)
+
+
+@pytest.mark.parametrize(("steps", "first"), [(20, 1), (49, 1), (50, 1), (80, 1), (150, 1), (1000, 1), (1000, 970), (1000, 700)])
+@pytest.mark.parametrize("events", [False, True], ids=["quiet", "events"])
+@pytest.mark.parametrize("cost", [0.05, 0.12, 0.3, 0.5])
+def test_what_nobody_asks_for_takes_a_hundredth_of_the_time(steps: int, first: int, events: bool, cost: float) -> None:
+    """Of the steps that the process trains, without the time in which the first one compiles. Short runs have what they can afford."""
+    taken = taken_steps(steps, cost, events, first)
+    trained = steps - first + 1
+    assert cost * len(taken) <= 0.01 * (trained + 29)
+    assert bool(taken) == (trained >= 50 and (first == 1 or events))
+
+
+def test_what_is_asked_for_leaves_time_for_the_rest() -> None:
+    """Statistics by `metrics.detail_every` are more than the limit allows."""
+    assert taken_steps(500, 0.1, asked=3) == [1, 10, 100]
+    assert taken_steps(500, 0.1, asked=2) == [1]
+
+
+def test_the_first_statistics_may_take_longer_than_expected() -> None:
+    """Then no others follow, until the run is long enough."""
+    assert taken_steps(60, 2.0, events=True) == [1]
+    assert taken_steps(400, 2.0) == [1, 10]
 
 
 @pytest.mark.parametrize("event", ["bad step", "resume", "phase"])
 def test_an_event_is_followed_by_a_line_of_details(tiny_copy: Tiny, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although nothing asks for details; with a clock that has time for them."""
-    monkeypatch.setattr("lmworks.train.observe.detail_lines._SHARE", 0)
+    """Although nothing asks for details; with time for them."""
+    monkeypatch.setattr("lmworks.train.observe.detail_lines._SPACING", 0)
+    monkeypatch.setattr("lmworks.train.observe.detail_lines._LIMIT", math.inf)
     options = ["train.log_every=100 steps", "train.validate_every=100%", "train.save_every=100 steps"]
     if event == "bad step":
         poison(monkeypatch, 14)

@@ -5,6 +5,7 @@ The documents of the tiny corpus are uneven, and so are the steps of its ramp: o
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def trained(tiny: Tiny, to: Path, layout: Layout, *overrides: str) -> list[int]:
     seeds: list[int] = []
     recipe = tiny.resolve(f"run_dir={to}", *OPTIONS, *layout.overrides(), *overrides).recipe
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmworks.train.observe.detail_lines._LIMIT", math.inf)  # statistics of layers, although the run is short
         before_each_step(patch, lambda step: seeds.append(torch.initial_seed()))
         pretrain(training_context(recipe, to, ranks=Ranks(layout)))
     return seeds

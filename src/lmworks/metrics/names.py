@@ -133,6 +133,10 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("perf/memory_reserved", "bytes", "memory of the first rank's GPU that the allocator holds, in use or not", _CUDA),
     ("perf/alloc_retries", "", "allocations since the line before that only succeeded after cached memory was freed", _CUDA, "lower"),
     ("perf/slowest_rank", "", "number of the rank that holds up the others most", _RANKS),
+    (
+        "perf/slowest_excess", "", "by how much of a step that rank exceeds the median of all (of two, the other), in its arithmetic and "
+        "its time outside of collectives", _RANKS, "lower",
+    ),
     ("perf/data_wait_max", "s", "perf/data_wait of the rank that waited longest", _RANKS, "lower"),
     ("perf/starved_rank", "", "number of that rank", _RANKS),
     ("system/cpu", "%", "use of the CPU cores of the first rank's machine, by all programs, since the line before"),

@@ -178,8 +178,9 @@ class FaultHandler:
         self, step: int, own: float, step_seconds: float, data_wait: float, reader: int, rows: list[int], device: torch.device
     ) -> dict[str, float]:
         """Compare the seconds per step that each rank spends outside the step's work (`own`), its arithmetic, and the seconds that it has
-        waited for data since the last line: `perf/slowest_rank`, `perf/data_wait_max` and `perf/starved_rank`. And the hashes of its
-        rows of the step: `train/repeated_rows`, where ranks that should read different ones (`reader`) have read the same.
+        waited for data since the last line: `perf/slowest_rank`, `perf/slowest_excess`, `perf/data_wait_max`, `perf/starved_rank`.
+        And the hashes of its rows of the step: `train/repeated_rows`, where ranks that should read different ones (`reader`) have read
+        the same.
 
         Empty alone. A rank that is slow in one of the first two for several comparisons is named.
         """
@@ -194,9 +195,13 @@ class FaultHandler:
                 slow, others = seconds[rank], median(seconds) if len(seconds) > 2 else min(seconds)
                 self._report("slow_rank", step=step, rank=rank, what=what, seconds=round(slow, 6), median=round(others, 6))
                 self._warn(f"step {step:,}: rank {rank} is slow ({what}: {slow:.3g} s against {others:.3g} s of the others)")
-        burden = [typical * (a / max(median(arithmetic), 1e-9) - 1) + h for a, h in zip(arithmetic, host, strict=True)]
-        starved = waits.index(max(waits))
-        found = {"perf/slowest_rank": burden.index(max(burden)), "perf/data_wait_max": waits[starved], "perf/starved_rank": starved}
+        usual = median if len(steps) > 2 else min
+        burden = [typical * (a / max(usual(arithmetic), 1e-9) - 1) + h for a, h in zip(arithmetic, host, strict=True)]
+        slowest, starved = burden.index(max(burden)), waits.index(max(waits))
+        found = {
+            "perf/slowest_rank": slowest, "perf/slowest_excess": (burden[slowest] - usual(burden)) / max(typical, 1e-9),
+            "perf/data_wait_max": waits[starved], "perf/starved_rank": starved,
+        }  # fmt: skip
         read = Counter(row for one in dict(zip(readers, batches, strict=True)).values() for row in set(one))
         if shared := sum(times - 1 for times in read.values()):
             found["train/repeated_rows"] = shared / sum(read.values())

@@ -253,6 +253,7 @@ class Trainer:
             self._metrics.add_step(
                 seconds=seconds, own=own, data_wait=batches.waited, tokens=tokens, sequence_length=batch.tokens.shape[1]
             )  # fmt: skip
+            self._details.step(seconds)
             self._faults.observe_data_wait(self.step, batches.waited, seconds)
             self._observe(found, batch, statistics, flags.sources, bar)
             if self._done:
@@ -284,7 +285,7 @@ class Trainer:
         if layers is not None:
             began = time.monotonic()
             statistics = layers.metrics(batch)  # now: what follows may drop the gradients
-            self._details.taken(spent + time.monotonic() - began)
+            self._details.taken(spent + time.monotonic() - began, asked=whole)
         self._state.add_expert_counts(result)
         found = self._metrics.read(result, for_line=self._may_end_in_a_line(self.step + 1))
         if layers is not None:
@@ -377,7 +378,7 @@ class Trainer:
     def _reduce_flags(self, stop: Stop, valid_tokens: int = 0, rows: int = 0, sources: tuple[int, ...] = ()) -> StepFlags:
         changed = self.mixture is not None and self.mixture.has_pending()
         failed, save_due = self.files.checkpoints.failed, self._saver.is_due_by_time()
-        detail = self._details.due(self.step + 1)
+        detail = self._details.due(self.step + 1, self.curriculum.steps)
         own = StepFlags(valid_tokens, rows, stop.requested, stop.preempted, save_due, failed, changed, detail, sources)
         return all_reduce_flags(own, self.model.ranks)
 
