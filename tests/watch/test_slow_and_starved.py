@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
-from lmworks.watch.monitors import SlowRanks, Starvation, advice, time_matmul
+from lmworks.watch.monitors import SlowRanks, Starvation, advice, slowest_rank, time_matmul
 
 
 def test_a_slow_rank_is_named_once_and_again_after_it_recovered():
@@ -51,6 +52,21 @@ def test_noise_of_two_ranks_names_nobody():
 def test_little_is_nothing_however_even_the_others_are():
     watch = SlowRanks(8.0)
     assert [watch.observe([0.1, 0.1, 0.1, 0.11], 0.02) for _ in range(9)] == [[]] * 9
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "own", "rank", "excess"),
+    [
+        ([1.0, 1.0], [0.1, 0.1], 0, 0.0),
+        ([1.0, 1.5], [0.0, 0.0], 1, 0.5),
+        ([1.0, 1.0], [0.6, 0.0], 0, 0.3),
+        ([1.0, 1.2], [0.8, 0.0], 0, 0.2),  # 0.2 of 2 s for arithmetic against 0.4 of 2 s for data
+        ([1.0, 1.0, 3.0, 1.0], [0.0, 0.2, 0.0, 0.0], 2, 1.95),
+        ([1.0, 1.0, 1.0, 1.0], [0.2, 0.2, 0.2, 0.6], 3, 0.2),
+    ],
+)
+def test_what_the_slowest_rank_costs_in_shares_of_a_step(arithmetic: list[float], own: list[float], rank: int, excess: float) -> None:
+    assert slowest_rank(arithmetic, own, 2.0) == (rank, pytest.approx(excess))
 
 
 def test_the_probe_measures_something():

@@ -25,7 +25,7 @@ from lmworks.train.corruption import find_corruption
 from lmworks.ui import terminal
 from lmworks.watch import ledger as skips
 from lmworks.watch.ledger import START_OVER, Ledger, Rollback, Skips, since_start_over
-from lmworks.watch.monitors import FailedSaves, SlowRanks, Starvation, advice, time_matmul
+from lmworks.watch.monitors import FailedSaves, SlowRanks, Starvation, advice, slowest_rank, time_matmul
 from lmworks.watch.policy import BadSteps, Policy, RollbackRequest
 
 SHORTEST_PAUSE = 1.0
@@ -195,12 +195,10 @@ class FaultHandler:
                 slow, others = seconds[rank], median(seconds) if len(seconds) > 2 else min(seconds)
                 self._report("slow_rank", step=step, rank=rank, what=what, seconds=round(slow, 6), median=round(others, 6))
                 self._warn(f"step {step:,}: rank {rank} is slow ({what}: {slow:.3g} s against {others:.3g} s of the others)")
-        usual = median if len(steps) > 2 else min
-        burden = [typical * (a / max(usual(arithmetic), 1e-9) - 1) + h for a, h in zip(arithmetic, host, strict=True)]
-        slowest, starved = burden.index(max(burden)), waits.index(max(waits))
+        slowest, excess = slowest_rank(arithmetic, host, typical)
+        starved = waits.index(max(waits))
         found = {
-            "perf/slowest_rank": slowest, "perf/slowest_excess": (burden[slowest] - usual(burden)) / max(typical, 1e-9),
-            "perf/data_wait_max": waits[starved], "perf/starved_rank": starved,
+            "perf/slowest_rank": slowest, "perf/slowest_excess": excess, "perf/data_wait_max": waits[starved], "perf/starved_rank": starved,
         }  # fmt: skip
         read = Counter(row for one in dict(zip(readers, batches, strict=True)).values() for row in set(one))
         if shared := sum(times - 1 for times in read.values()):

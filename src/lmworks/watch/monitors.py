@@ -94,6 +94,18 @@ class SlowRanks:
         return slow
 
 
+def slowest_rank(arithmetic: Sequence[float], own: Sequence[float], step: float) -> tuple[int, float]:
+    """The rank that holds up the others most, and by how much of a step it exceeds the median of all ranks (of two, the other one).
+
+    arithmetic: seconds of each rank for the same computation; a rank that needs twice as long for it needs another step for each. own:
+    seconds per step of each rank outside of collectives. step: seconds per step.
+    """
+    usual = median if len(own) > 2 else min
+    burden = [step * (a / max(usual(arithmetic), 1e-9) - 1) + b for a, b in zip(arithmetic, own, strict=True)]
+    rank = burden.index(max(burden))
+    return rank, (burden[rank] - usual(burden)) / max(step, 1e-9)
+
+
 def time_matmul(device: torch.device) -> float:
     """Seconds for a fixed computation (16 matrix multiplications of 256 x 256), the minimum of three runs."""
     square = torch.full((_SIZE, _SIZE), 1 / _SIZE, device=device)

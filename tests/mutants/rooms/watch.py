@@ -1,13 +1,19 @@
 """Mistakes in the policies for bad steps, spikes, skipped data, failed saves, in the ledger, and in alerts."""
 
 MUTANTS = [
+    ("watch.monitors:slowest_rank", "if len(own) > 2 else min", "if len(own) > 1 else min",
+     "Of two ranks, the slower one is compared with the other.", "watch/test_slow_and_starved.py"),
+    ("watch.rules.slow_rank:_from_the_start", "not measured.abnormal or ", "",
+     "A rank that is the slowest one now and then is not accused.", "doctor/test_rules_machine.py"),
+    ("watch.rules.slow_rank:_within_a_step", " or _explained(evidence, early, late)", "",
+     "Steps that become longer for a known reason accuse no rank.", "doctor/test_rules_machine.py"),
     ("watch.rule:Measurement.abnormal", "self.value < self.low or self.value > self.high", "not self.low <= self.value <= self.high",
      "What was not measured is no sign of a cause.", "doctor/test_rules_data.py"),
     ("watch.rule:Finding.__post_init__", " if not math.isnan(one.value)", "", "A finding shows no number that was not measured.",
      "doctor/test_rules_machine.py doctor/test_rules_data.py"),
     ("watch.rules._ranks:Failure.first", "if self.exits and not hung(self) else", "if self.exits else",
      "A rank that its neighbours kill because it stopped responding has not died by itself.", "doctor/test_rules_machine.py"),
-    ("watch.rules.slow_rank:_check", "        compared = Series(compared.steps[first:], compared.values[first:])\n", "        pass\n",
+    ("watch.rules.slow_rank:_warned", "    compared = Series(compared.steps[first:], compared.values[first:])\n", "    pass\n",
      "A rank that becomes slow is judged from then on.", "doctor/test_rules_machine.py"),
     ("watch.rules.experts_collapsed:_check", "not pretraining and not measured[2].abnormal", "False",
      "Experts that tuning uses unevenly have not collapsed.", "doctor/test_rule_limits.py"),
