@@ -94,6 +94,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_POLL_INTERVAL", 0.02)
+    monkeypatch.setattr(supervisor, "_OUTCOME_SECONDS", 0.1)
 
 
 def test_a_host_that_fails_again_and_again_is_excluded_while_enough_are_left_and_comes_back(tmp_path: Path) -> None:
@@ -133,7 +134,26 @@ def test_a_host_whose_agent_dies_is_excluded_with_the_code(tmp_path: Path) -> No
 def test_agents_that_leave_without_an_outcome_are_no_success(tmp_path: Path) -> None:
     launch = Launch(tmp_path / "run", "ab", least=1)
     launch.begin()
-    assert launch.end() == 1
+    assert "0 hosts are left" in str(error := launch.end()) and "b: its agent exited with code 0, and the run is not over" in str(error)
+
+
+def test_a_host_that_is_lost_without_a_failure_is_replaced(tmp_path: Path) -> None:
+    """srun ends with code 0 when Slurm has taken the node down."""
+    launch = Launch(tmp_path / "run", "abc", least=2, spares=1, agents={"b": "exit 0"})
+    launch.begin()
+    wait_for(lambda: launch.started == [*"abc"])
+    assert launch.active == "ac"
+    launch.folder.conclude(0, 0)
+    assert launch.end() == 0
+
+
+def test_an_agent_may_end_a_moment_before_the_outcome_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_OUTCOME_SECONDS", PATIENCE)
+    launch = Launch(tmp_path / "run", "abc", least=2, spares=1, agents={"b": "exit 0"})
+    launch.begin()
+    wait_for(lambda: "b" in launch.supervisor._done)
+    launch.folder.conclude(0, 0)
+    assert launch.end() == 0 and launch.active == "abc" and launch.started == [*"ab"]
 
 
 def test_a_second_ctrl_c_ends_agents_that_do_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

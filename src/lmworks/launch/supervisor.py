@@ -26,6 +26,7 @@ from lmworks.watch.ledger import LEDGER, read_ledger
 _POLL_INTERVAL = 0.3  # seconds
 _SAME_REQUEST = 1.0  # seconds within which a repeated signal counts as the same request
 _EXIT_SECONDS = 10.0  # that an agent has to kill its ranks
+_OUTCOME_SECONDS = 10.0  # after the end of an agent without a failure, within which the outcome of the run must be seen
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -53,6 +54,7 @@ class Supervisor:
     _preparing: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _started: set[str] = field(default_factory=set)  # hosts with a place among those that run ranks
     _vacant: list[str] = field(default_factory=list)  # excluded hosts whose place nobody has taken
+    _done: dict[str, float] = field(default_factory=dict)  # when agents were first seen to have ended with code 0
     _stop_time: float | None = None
     _forced: bool = False
     _restarts_seen: int = 0
@@ -161,8 +163,14 @@ class Supervisor:
             code = agent.poll()
             if code is None:
                 continue
+            now = time.monotonic()
+            # Code 0: its ranks are done, and the first one is about to say so; or the command that reaches the host has lost it, as srun
+            # does, which ends with 0 after "Node failure".
+            if code == 0 and not self._is_ending() and now < self._done.setdefault(name, now) + _OUTCOME_SECONDS:
+                continue
+            self._done.pop(name, None)
             _close(self._agents.pop(name))
-            if code and not self._is_ending():
+            if not self._is_ending():
                 self._exclude(name, self._agent_failure(name, code))
 
     def _exclude_failing(self) -> None:
@@ -219,6 +227,7 @@ class Supervisor:
     def _agent_failure(self, name: str, code: int) -> str:
         log = log_of(self.folder, name)
         how = f"its agent was killed by {signal.Signals(-code).name}" if code < 0 else f"its agent exited with code {code}"
+        how += "" if code else ", and the run is not over"
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()] if log.exists() else []
         return f"{how} (see {log}{': ' + lines[-1].strip()[:200] if lines else ''})"
 

@@ -1,6 +1,10 @@
 """Mistakes in the supervision of ranks."""
 
 MUTANTS = [
+    ("launch.supervisor:Supervisor._collect", "            if not self._is_ending():\n", "            if code:\n",
+     "A host that is lost without a failure is replaced.", "launch/test_supervisor.py"),
+    ("launch.rank:_exit_code", "        return ExitCode.USER_ERROR\n", "        return 1\n",
+     "A user error ends the run of all ranks.", "launch/test_launch.py"),
     ("launch.rank:run_rank", "signal.signal(number, signal.SIG_IGN)", "pass",
      "A late request to stop does not keep the end from being recorded.", "launch/test_launch.py"),
     ("launch.supervisor:Supervisor._exclude_failing", "times >= self.exclude_after_failures and enough",
@@ -21,7 +25,7 @@ MUTANTS = [
      "A run that ended without an outcome is no success.", "launch/test_supervisor.py"),
     ("launch.supervisor:Supervisor._receive", "self._stop_time = now\n            self.folder",
      "self._stop_time = None\n            self.folder", "A second Ctrl-C ends the ranks at once.", "launch/test_supervisor.py"),
-    ("launch.supervisor:Supervisor._collect", "if code and not self._is_ending()", "if code and self._is_ending()",
+    ("launch.supervisor:Supervisor._collect", "self._exclude(name, self._agent_failure(name, code))", "pass",
      "An agent that dies excludes its host.", "launch/test_supervisor.py"),
     ("launch.supervisor:Supervisor._is_ending", "self.folder.stop_signal() is not None or ", "",
      "A host whose agent ends because a job is preempted is not excluded.", "launch/test_supervisor.py"),
