@@ -8,7 +8,7 @@ from typing import Any
 
 from lmworks.host.counters import read_counters
 from lmworks.metrics.log import read
-from lmworks.metrics.names import DETAIL, DISKS, GROUP, HEAD, KILLS, METRICS, NETWORK, OWN, PRESSURE, SOURCES, describe
+from lmworks.metrics.names import DISKS, GROUP, HEAD, KILLS, METRICS, NETWORK, OWN, PRESSURE, SOURCES, describe
 from lmworks.train.dpo import dpo
 from lmworks.train.grpo import grpo
 from saved_run import save_run
@@ -64,7 +64,7 @@ def test_every_metric_is_written_by_the_runs_that_it_names(tiny_copy: Tiny, tmp_
     always = {name for name, metric in METRICS.items() if not metric.when}
     of_experts = {name for name, metric in METRICS.items() if metric.when == "model.moe"}
     machine = {name for name, metric in METRICS.items() if metric.when in COUNTED.keys() - elsewhere()}
-    usual = {name for name, metric in METRICS.items() if metric.when in (SOURCES, OWN, HEAD, DETAIL)}
+    usual = {name for name, metric in METRICS.items() if metric.when in (SOURCES, OWN, HEAD)}
     assert written(plain, "model.moe=null", "train.phases.long.tokens=1024 tokens") == always | machine | usual
     found = written(tiny_copy, *ALL, f"evaluate.benchmarks=[{tmp_path}/own.yaml]", "evaluate.every=8 steps")
     assert of_experts <= found

@@ -24,7 +24,7 @@ class Metric:
 
 
 _MOE = "model.moe"
-DETAIL = "metrics.detail_every, steps 1, 10 and 100, and the step after an event"
+DETAIL = "metrics.detail_every; of a run of 50 steps or more also steps 1, 10 and 100, and the step after an event"
 _NEEDLE = "a phase with needle"
 _EVALUATION = "evaluate.benchmarks and evaluate.every"
 _SCORE = "eval/{set}/{form}"
