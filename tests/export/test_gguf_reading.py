@@ -215,6 +215,10 @@ def test_another_architecture_is_refused_with_those_that_are_read(make_run: Call
     (tmp_path / "model.gguf").write_bytes(data)
     with pytest.raises(UserError, match=r"model\.gguf: its architecture is 'gemma'; lmworks reads deepseek2, .*llama"):
         find_weights(tmp_path / "model.gguf")
+    path = _rewritten(tmp_path / "plain.gguf", tmp_path / "hybrid.gguf", lambda name, old: None if name == "general.architecture" else old,
+                      {"general.architecture": "nemotron_h"})  # fmt: skip
+    with pytest.raises(UserError, match=r"its architecture is 'nemotron_h', which has layers of one block alone.*nearest class is Granite"):
+        find_weights(path)
 
 
 def test_experts_where_no_class_of_the_architecture_has_any_are_refused(make_run: Callable[..., Any], tmp_path: Path) -> None:

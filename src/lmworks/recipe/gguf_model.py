@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from lmworks.errors import UserError
 from lmworks.io.files import cache_directory, explain_os_errors, temporary_folder
 from lmworks.recipe.families.family import NoClass
-from lmworks.recipe.families.registry import FAMILIES, family_of, to_config
+from lmworks.recipe.families.registry import FAMILIES, family_of, to_config, why_beyond
 from lmworks.recipe.families.rope import rope_parameters
 from lmworks.recipe.gguf_header import TYPES, Header, files_of_model, is_gguf, read_header
 from lmworks.recipe.gguf_tokenizer import files_of_tokenizer
@@ -82,6 +82,8 @@ def model_of(header: Header, rope_factors: list[float] | None = None) -> Model:
     if header.metadata.get("general.type", "model") != "model":
         raise UserError(f"it is of type {str(header.metadata['general.type'])[:50]!r}, not a model")
     candidates = [family for family in FAMILIES.values() if architecture in family.architectures]
+    if not candidates and (why := why_beyond(architecture)) is not None:
+        raise UserError(f"its architecture is {str(architecture)!r}, {why}")
     if not candidates:
         known = sorted({name for family in FAMILIES.values() for name in family.architectures})
         raise UserError(f"its architecture is {str(architecture)[:50]!r}; lmworks reads {', '.join(known)}")

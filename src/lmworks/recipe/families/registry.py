@@ -48,8 +48,17 @@ _BEYOND = {
     "Zamba2ForCausalLM": (_ZAMBA_2, "GraniteMoeHybridForCausalLM"),
 }  # fmt: skip
 """Classes that cannot be expressed -> what they have and lmworks has not, and the nearest class that it has."""
-_BEYOND_BY_TYPE = {"gemma4_text": "Gemma4ForCausalLM", "nemotron_h": "NemotronHForCausalLM", "zamba2": "Zamba2ForCausalLM"}
-"""The same by model_type, for a config.json without a class."""
+_BEYOND_BY_TYPE = {
+    "gemma4": "Gemma4ForCausalLM", "gemma4_text": "Gemma4ForCausalLM", "nemotron_h": "NemotronHForCausalLM",
+    "nemotron_h_moe": "NemotronHForCausalLM", "zamba2": "Zamba2ForCausalLM",
+}  # fmt: skip
+"""The same by model_type, for a config.json without a class, and by the architecture in llama.cpp."""
+
+
+def why_beyond(name: object) -> str | None:
+    """What a class or an architecture of llama.cpp has and lmworks has not, and the nearest class; None if that is not known."""
+    found = _BEYOND.get(_BEYOND_BY_TYPE.get(name, name)) if isinstance(name, str) else None
+    return f"which has {found[0]}; lmworks has none of these. The nearest class is {found[1]}" if found else None
 
 
 def family_of(model: Model) -> Family:
@@ -77,9 +86,8 @@ def family_in(config: dict[str, Any]) -> Family:
     if names in (None, []) and isinstance(kind, str):
         names = [known.get(kind) or _BEYOND_BY_TYPE.get(kind, f"unknown (model_type {kind})")]
     name = names[0] if isinstance(names, list) and names else None
-    if isinstance(name, str) and name in _BEYOND:
-        parts, nearest = _BEYOND[name]
-        raise UserError(f"config.json is of class {name}, which has {parts}; lmworks has none of these. The nearest class is {nearest}")
+    if (why := why_beyond(name)) is not None:
+        raise UserError(f"config.json is of class {name}, {why}")
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"config.json is of class {name}; lmworks supports {', '.join(FAMILIES)}")
     family = FAMILIES[name]
