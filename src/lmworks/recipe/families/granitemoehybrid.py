@@ -45,9 +45,8 @@ def _differs(model: Model) -> str | None:
         ):
             if found:
                 return text
-    return (moe and common.first_layers_dense(moe)) or heads_are_the_width(model) or mamba2.inner_width_differs(model) or (
-        mamba2.gated_norm_differs(model)
-    )  # fmt: skip
+    dense = None if moe is None else common.first_layers_dense(moe)
+    return dense or heads_are_the_width(model) or mamba2.inner_width_differs(model) or mamba2.gated_norm_differs(model)
 
 
 def _to_config(model: Model, rope: Rope) -> dict[str, Any]:
