@@ -1,6 +1,9 @@
 """Mistakes in units and in what is derived from a recipe."""
 
 MUTANTS = [
+    ("recipe.parameters:counted_parameters", "((parameter, number) for parameter in layer_parameters(model, layer))",
+     "((parameter, 1) for parameter in layer_parameters(model, layer))", "Layers of one kind are counted as often as they are there.",
+     "plan/test_counts.py"),
     ("recipe.schema.units:_BINARY", '"Ki": 2**10', '"Ki": 10**3', "Ki is 1,024.", "recipe/test_units.py recipe/test_load.py recipe"),
     ("recipe.schema.units:Duration.steps", "-(-self.tokens(step_tokens=step_tokens, phase_tokens=phase_tokens) // step_tokens)",
      "self.tokens(step_tokens=step_tokens, phase_tokens=phase_tokens) // step_tokens", "A duration in tokens is rounded up to whole steps.",

@@ -1,6 +1,12 @@
 """Mistakes in training steps, phases, saves and resumes."""
 
 MUTANTS = [
+    ("model.operators:_hidden_from_compiler", "disabled.append(compiler.disable(kernel))", "disabled.append(kernel)",
+     "The compiler does not trace the kernel of an operator.", "model/test_operators.py"),
+    ("model.operators:_hidden_from_compiler", 'sys.modules.get("torch._dynamo")', '__import__("torch._dynamo")._dynamo',
+     "Training without the compiler does not import it.", "model/test_operators.py"),
+    ("model.operators:_Derivative.differentiate", "if self.backward is None:", "if False:",
+     "A backward pass through an operator that has none is told.", "model/test_operators.py"),
     ("train.trainer:Trainer._begin_step", "self.model.set_norm_blend(blend)", "pass", "A phase that adds QK norm blends it in.",
      "train/test_norm_blend_run.py"),
     ("train.curriculum:PhaseSettings.norm_blend", "(step - self.first_step)", "(step + 1 - self.first_step)",
