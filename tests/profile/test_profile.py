@@ -113,6 +113,15 @@ def test_a_large_head_is_the_largest_memory_and_its_chunk_the_key(tiny: Tiny) ->
     assert largest.measured - after.memory["logits"].measured == pytest.approx(largest.remedy.saves, rel=0.25)
 
 
+def test_gradients_are_no_activations(tiny: Tiny) -> None:
+    """Of a model whose gradients need more memory than the activations of a short sequence: its peak is at the end of the
+    backward pass, where these are gone."""
+    found = measured(tiny, "model.hidden_size=256", "model.moe=null", "train.micro_batch_sequences=1")
+    activations = found.memory["activations"]
+    assert found.memory["gradients"].measured > 1.5 * (activations.planned or 0.0)
+    assert activations.measured <= 1.1 * (activations.planned or 0.0)
+
+
 def test_a_slow_loader_is_the_largest_time_and_the_largest_waste_of_data(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     honest: Callable[..., Batch] = Batches.batch
 

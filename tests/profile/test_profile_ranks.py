@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,16 @@ def test_memory_is_of_the_rank_with_most_and_time_of_the_one_that_works_longest(
     assert found.time["forward"].measured == pytest.approx(0.9) and found.time["collectives"].measured == pytest.approx(0.1)
     assert found.mfu == pytest.approx(2e9 / (2 * 1e10)), "of the peak of both"
     assert found.data["needed_bytes_per_second"] == pytest.approx(2 * 1024), "of both"
+
+
+def test_memory_that_was_freed_before_the_model_was_made_is_counted_once(recipe: Path) -> None:
+    """It is read from a file: the process is larger before it trains than the runtime that it needs."""
+    kinds = {"weights": 5e6, "activations": 1e6}
+    for runtime, peak, expected in ((9e6, 10e6, 4e6), (4e6, 10e6, 4e6), (3e6, 10e6, 3e6), (2e6, 5e6, 0.0)):
+        found = joined(recipe, replace(rank(0, 0.0, 0.0), memory=kinds | {"runtime": runtime}, memory_peak=peak), overrides=())
+        measured = {name: item.measured for name, item in found.memory.items() if item.measured}
+        assert measured.pop("other", 0.0) == max(0.0, 4e6 - expected) * (peak == 10e6)
+        assert measured == kinds | ({"runtime": expected} if expected else {})
 
 
 def test_a_wait_inside_of_a_part_is_a_collective_and_counted_once(recipe: Path) -> None:

@@ -197,12 +197,16 @@ def _planned(target: Target, one: Measured, full: Measured) -> tuple[StepMemory 
 
 
 def _memory(one: Measured, plan: StepMemory | None) -> dict[str, Item]:
-    """The table of memory. `other` is what is in the peak of the process and in no row: on a CPU the C library keeps what was freed."""
+    """The table of memory. `other` is what is in the peak of the process and in no row: on a CPU the C library keeps what was freed. What
+    the process has freed before the model was made, such as weights that it has read from a file, is used again, and not of the runtime."""
     planned: Mapping[str, float] = {}
     with suppress(UserError, AssertionError):
         planned = {} if plan is None else plan.kinds()
     measured = dict.fromkeys(KINDS, 0.0) | {name: size for name, size in one.memory.items() if name in KINDS}
     known = total(measured) - measured["other"]
+    if not one.allocator and known > one.memory_peak:
+        again = min(known - one.memory_peak, measured["runtime"])
+        measured["runtime"], known = measured["runtime"] - again, known - again
     measured["other"] = max(measured["other"], one.memory_peak + (measured["runtime"] if one.allocator else 0.0) - known)
     return {
         name: Item(planned.get(name), measured[name])

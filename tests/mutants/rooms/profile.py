@@ -49,7 +49,10 @@ MUTANTS = [
     ("profile.measure:Measurement._count", "accumulate(empty[:, ::-1], axis=1)", "accumulate(empty, axis=1)",
      "Padding is at the end of a row.", "profile/test_profile.py::test_a_run_is_read_and_never_changed"),
     ("profile.measure:Measurement._stop_profiler", "peak(events, gradients, copies)", "peak(events, set(), copies)",
-     "Gradients are counted once.", "profile/test_profile.py::test_memory_is_what_the_model_has_and_the_plan_says"),
+     "Gradients are counted once.", "profile/test_profile.py::test_gradients_are_no_activations"),
+    ("profile.report:_memory", 'measured["runtime"] - again, known - again', 'measured["runtime"], known',
+     "Memory that was freed before the model was made is counted once.",
+     "profile/test_profile_ranks.py::test_memory_that_was_freed_before_the_model_was_made_is_counted_once"),
     ("profile.report:make_profile", "        notes = [*notes, RANDOM]\n", "        pass\n", "A profile says that its tokens are random.",
      "profile/test_profile.py::test_a_recipe_without_data_reads_random_tokens"),
 ]  # fmt: skip
