@@ -41,5 +41,5 @@ def test_a_real_model_with_adapters_needs_what_is_planned(
     for name in ("weights", "gradients", "optimizer state", "activations", "logits"):
         assert memory[name] == pytest.approx(planned[name], rel=0.05), (name, memory, planned)
     assert sum(memory.values()) == pytest.approx(found["memory_peak"], rel=0.02), memory
-    assert memory["runtime"] < 1.5 * planned["runtime"]
+    assert memory["runtime"] < 2 * planned["runtime"]
     assert found["time"]["forward"]["measured"] > 0 and found["time"]["backward"]["measured"] > 0
