@@ -50,7 +50,7 @@ class _Layer:
         cache = self._cache
         assert self._entries is not None
         self._entries[cache.rows_B1, :, cache.slots_BT] = entries_BETC.transpose(1, 2)
-        return attend(*queries, self._entries[:, :, : cache.end], cache.seen(slides, self._entries.dtype))
+        return attend(*queries, self._entries[:, :, cache.first(slides) : cache.end], cache.seen(slides, self._entries.dtype))
 
     def states(self) -> tuple[Tensor, ...]:
         return tuple(state[: self._cache.rows] for state in self._states)
@@ -144,17 +144,18 @@ class Cache:
         """None: attention over a cache asks each layer of it (`LayerCache.attend`)."""
         return None, None
 
-    def seen(self, slides: bool, dtype: torch.dtype) -> Visible:
-        """The mask of the new tokens in layers with or without a sliding window; made once for all layers."""
-        window = self._window if slides else None
-        if window not in self._masks:
-            self._masks[window] = self.mask(window, dtype)
-        return self._masks[window]
+    def first(self, slides: bool) -> int:
+        """The first slot that any of the new tokens sees, in a layer with or without a sliding window."""
+        return max(min(self.lengths) - self._window + 1, 0) if slides and self._window else 0
 
-    def mask(self, window: int | None, dtype: torch.dtype = torch.float32) -> Visible:
-        """The mask of the new tokens: earlier tokens of their rows, and themselves."""
-        seen = visible(self.slots_BT, self.end, window)
-        return seen.with_bias(dtype) if self.slots_BT.shape[1] == 1 else seen
+    def seen(self, slides: bool, dtype: torch.dtype) -> Visible:
+        """The mask of the new tokens in layers with or without a sliding window: themselves, and earlier tokens of their rows from `first`
+        on. It is made once for all layers."""
+        window, first = self._window if slides else None, self.first(slides)
+        if window not in self._masks:
+            seen = visible(self.slots_BT - first, self.end - first, window)
+            self._masks[window] = seen.with_bias(dtype) if self.steps == 1 else seen
+        return self._masks[window]
 
     def finish(self, counts: Sequence[int] | int) -> None:
         """Keep so many of the tokens just written in each row."""

@@ -128,4 +128,6 @@ MUTANTS = [
      "Full precision is not given to kernels that multiply in TF32.", "model/test_linear_kernels.py"),
     ("model.rope:_yarn_ramp", "math.floor(first) if rope.truncate else first", "math.floor(first)",
      "YaRN without rounding has its own ramp.", "model/test_rope.py"),
+    ("model.cache:Cache.first", "min(self.lengths)", "max(self.lengths)",
+     "A sliding layer reads as far back as its shortest row sees.", "inference/test_generate.py"),
 ]  # fmt: skip
