@@ -52,10 +52,17 @@ def layers_to_config(model: Model) -> dict[str, Any]:
     assert sizes is not None
     return {
         "layer_types": [model.layer_type(layer) for layer in range(model.num_hidden_layers or 0)],
+        # transformers goes by layer_types, and llama.cpp's converter by this alone
+        **({"full_attention_interval": len(model.layer_types)} if _is_periodic(model) else {}),
         "linear_conv_kernel_dim": sizes.conv_kernel, "linear_key_head_dim": sizes.key_head_dim,
         "linear_value_head_dim": sizes.value_head_dim, "linear_num_key_heads": sizes.num_key_heads,
         "linear_num_value_heads": sizes.num_value_heads,
     }  # fmt: skip
+
+
+def _is_periodic(model: Model) -> bool:
+    """Whether each few layers the last one has full attention."""
+    return model.layer_types == (_LINEAR,) * (len(model.layer_types) - 1) + (_FULL,)
 
 
 def layers_from_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -136,17 +143,17 @@ _EPS = 1e-6  # of the lengths of queries and keys in the class, for which llama.
 
 def recurrent_gguf(model: Model, architecture: str, *, tiled: bool) -> Gguf:
     """An architecture of llama.cpp with the gated delta rule. Raises `NoClass` for what it does not have."""
-    sizes, layers, types = model.gated_delta, model.num_hidden_layers, model.layer_types
+    sizes, layers = model.gated_delta, model.num_hidden_layers
     assert sizes is not None and layers and model.head_dim
     if sizes.key_head_dim != sizes.value_head_dim:
         raise NoClass("its keys and values have different widths (gated_delta.value_head_dim), and llama.cpp has one for both")
     if model.rms_norm_eps != _EPS:
         raise NoClass(f"rms_norm_eps is not {_EPS:g}, and llama.cpp takes it for the lengths of queries and keys too")
-    if types != (_LINEAR,) * (len(types) - 1) + (_FULL,):
+    if not _is_periodic(model):
         raise NoClass("its layers of full attention are not each few layers (layer_types), as llama.cpp has them")
     metadata: dict[str, Any] = {
         "conv_kernel": sizes.conv_kernel, "state_size": sizes.key_head_dim, "group_count": sizes.num_key_heads,
-        "time_step_rank": sizes.num_value_heads, "inner_size": sizes.value_size, "full_attention_interval": len(types),
+        "time_step_rank": sizes.num_value_heads, "inner_size": sizes.value_size, "full_attention_interval": len(model.layer_types),
         "recurrent_layers": [model.layer_type(layer) == _LINEAR for layer in range(layers)],
     }  # fmt: skip
     if tiled:  # text has one position where images have three: any sections will do that cover all frequencies
