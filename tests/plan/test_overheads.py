@@ -74,7 +74,7 @@ def test_percentages_are_of_the_stage_as_in_training() -> None:
     recipe = load_recipe("smollm3-3b", ["train.validate_every=7%", "checkpoints.keep_every=10%"]).recipe
     timeline = Timeline(recipe.train.phases)
     steps, tokens = timeline.steps, sum(phase.tokens for phase in timeline.phases)
-    interval = Intervals.of(recipe, SimpleNamespace(steps=steps, tokens=tokens)).validate  # type: ignore[arg-type]
+    interval = Intervals.of(recipe, SimpleNamespace(steps=steps, planned_steps=steps, tokens=tokens)).validate  # type: ignore[arg-type]
     due = [step for step in range(1, steps + 1) if is_due(step, interval) or step == steps]
     found = [course.times(recipe.train.validate_every) for course in courses(recipe.train.phases)]
     assert len(found) == 5 and sum(found) == len(due) == 15

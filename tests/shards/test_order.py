@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.timeline import Growth
 from lmworks.shards.order import Order, sequences_of_rank
 
 
@@ -117,6 +118,26 @@ def test_a_ramp_of_a_billion_steps_is_located_at_once() -> None:
     assert 1.0 < first / (10**9 // 2) < 4.0
     next_first, _ = order.sequences(10**9 // 2 + 1)
     assert next_first == first + count
+
+
+def test_a_growth_of_the_batch_moves_no_range_and_no_sequence() -> None:
+    """Only which step reads a sequence; a planned change of the mixture keeps its place, too."""
+    ramp = {"kind": "loss", "start_tokens": "32 tokens", "sizes": ["64 tokens", "128 tokens"], "window_steps": 2}
+    changes = [{"at": "40%", "mixture": {"a": 0.2, "b": 0.8}}]
+    base = recipe_of([("p", 100, 16, {"a": 0.5, "b": 0.5}), ("q", 100, 16, {"a": 1.0})]).model_dump()
+    base["train"]["phases"][0] |= {"batch_ramp": ramp, "mixture_changes": changes, "global_batch_tokens": "128 tokens"}
+    recipe, data = Recipe.model_validate(base), {"a": 100_000, "b": 100_000}
+    order = Order(recipe, data)
+    grown = Order(recipe, data, growths=[Growth("p", 7, 64), Growth("p", 31, 128)])
+    assert grown.steps < order.steps and grown.shares() == order.shares()
+    total = order.timeline.phases[0].sequences
+    for field in ("source", "epoch", "sequence", "start"):
+        found, expected = (getattr(one.locate(0, np.arange(total)), field) for one in (grown, order))
+        assert found.tolist() == expected.tolist()
+    read = [number for step in range(grown.timeline.first_step(1)) for first, count in [grown.sequences(step)]
+            for number in range(first, first + count)]  # fmt: skip
+    assert read == list(range(total))
+    assert grown.fingerprint() != order.fingerprint()
 
 
 def test_seed_phase_source_and_epoch_each_change_the_order() -> None:

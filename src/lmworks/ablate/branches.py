@@ -86,6 +86,11 @@ def _until(trained: Recipe, timeline: Timeline, step: int, path: Path) -> tuple[
     """The phases up to a step, the last of them cut there, and the phase that the step before it belongs to."""
     phases = list(trained.train.phases)
     index = timeline.phase_of(step - 1)
+    if grows := [phase.name for phase in phases[: index + 1] if phase.loss_ramp is not None]:
+        raise UserError(
+            f"checkpoint: the batch of phase {grows[0]} grows with the loss (batch_ramp.kind), so the steps up to {path.name} follow from "
+            "no recipe; choose a run without it"
+        )
     reached = phases[index]
     tokens = timeline.tokens_before(step) - timeline.tokens_before(timeline.first_step(index))
     changes = {"tokens": f"{tokens} tokens", "lr_schedule": {"kind": "constant", "warmup": "0 steps"}, "mixture_changes": []}

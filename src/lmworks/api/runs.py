@@ -161,8 +161,9 @@ class Run:
         """All batches of pretraining by their steps, with the requested mixture changes, and `more`."""
         from lmworks.shards.batches import Batches
         from lmworks.train.data.mixture import read_changes
+        from lmworks.watch.batch_growth import read_growths
 
-        return Batches(self._recipe, self.path / "shards", [*read_changes(self.path).all, *more])
+        return Batches(self._recipe, self.path / "shards", [*read_changes(self.path).all, *more], growths=read_growths(self.path))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

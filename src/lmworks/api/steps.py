@@ -48,6 +48,11 @@ class TrainingSession:
             raise UserError("a training session needs token budgets; leave `time` out of the recipe, or run it once")
         if not resolved.recipe.trains_base:
             raise UserError("the recipe trains no base model; a training session needs phases (train.phases)")
+        if grows := [phase.name for phase in resolved.recipe.train.phases if phase.loss_ramp is not None]:
+            raise UserError(
+                f"phase {grows[0]}: in a loop of your own no batch grows with the loss; set batch_ramp.kind to linear, or leave batch_ramp "
+                "out"
+            )
         start_run(resolved, Terminal(quiet=True), last="shards", allow=(), resume_command="recipe.run()")
         self.recipe: Recipe = choose_mesh_here(resolved).recipe
         assert self.recipe.run_dir

@@ -94,6 +94,7 @@ def plan(run: RunArgument, as_json: JsonOption = False) -> None:
     """Show the epochs of each source per phase and in total, what phases share, and what packing truncates or pads."""
     from lmworks.api.runs import Run
     from lmworks.shards.order import epoch_warnings
+    from lmworks.watch.batch_growth import describe
 
     batches = Run(run).batches()
     order, limit = batches.order, batches.recipe.shards.warn_epochs
@@ -101,6 +102,7 @@ def plan(run: RunArgument, as_json: JsonOption = False) -> None:
     if as_json:
         print_json({
             "shares": [asdict(share) | {"epochs": share.epochs} for share in order.shares()],
+            "batch_growths": [asdict(one) for one in batches.growths],
             "readings": order.epochs_by_source(),
             "shared_documents": [{"before": before, "after": after, "id": span.id} for before, after, span in shared],
             "waste": [{"source": source, "sequence_length": length, **asdict(one)} for (source, length), one in lost.items()],
@@ -108,6 +110,8 @@ def plan(run: RunArgument, as_json: JsonOption = False) -> None:
         })
         return
     _print_shares(batches)
+    for line in describe(batches.recipe.train.phases, batches.growths):
+        console().print(line)
     table = Table(title=f"Packing ({batches.recipe.shards.packing} is used)", title_justify="left", box=None)
     for heading in ("source", "length", "cut by concatenate", "padding of best_fit"):
         table.add_column(heading, justify="left" if heading == "source" else "right")

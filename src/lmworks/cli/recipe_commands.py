@@ -42,6 +42,8 @@ def register(app: typer.Typer) -> None:
         else:
             console().print(showing.recipe_tree(resolved, changed))
             console().print(showing.phase_positions(resolved))
+            for line in showing.growing_batches(resolved):
+                console().print(line)
             _warn(resolved, note)
 
     app.command()(plan)

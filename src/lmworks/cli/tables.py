@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -174,6 +175,15 @@ def recipe_tree(resolved: Resolved, changed_only: bool = False) -> Tree:
     root = Tree(Text(f"{resolved.path}  fingerprint {resolved.fingerprint[:12]}", style="bold"), guide_style="dim")
     _grow(root, values, values, (), resolved.origins, changed_only)
     return root
+
+
+def growing_batches(resolved: Resolved) -> list[str]:
+    """A line for each phase whose batch grows with the loss, with the growths of the run if it has begun."""
+    from lmworks.watch.batch_growth import describe, read_growths
+
+    phases = resolved.recipe.train.phases
+    grows = any(phase.loss_ramp is not None for phase in phases)
+    return describe(phases, read_growths(Path(str(resolved.recipe.run_dir)))) if grows else []
 
 
 def phase_positions(resolved: Resolved) -> Text:

@@ -15,6 +15,7 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.watch.evidence import Evidence
+from lmworks.watch.ledger import GREW
 
 _BINS = 40
 _SIGMAS = 4.0
@@ -89,7 +90,7 @@ def _before(run: Evidence, tokens: float | None) -> list[str]:
         return []
     series = run.series("train/tokens")
     step = int(series.steps[min(int(np.searchsorted(series.values, tokens)), len(series) - 1)])
-    kinds = ("resume", "phase", "rollback", "spike", "bad_step", "recipe_changed", "mixture_changed", "resized")
+    kinds = ("resume", "phase", "rollback", "spike", "bad_step", "recipe_changed", "mixture_changed", "resized", GREW)
     found = [f"{event['event']} at step {event['step']:,}" for event in run.of(*kinds) if isinstance(event.get("step"), int)
              and event["step"] <= step]  # fmt: skip
     return found[-5:]

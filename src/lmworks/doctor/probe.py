@@ -18,8 +18,8 @@ from lmworks.checkpoint.tensor_files import Reader, split_rows
 from lmworks.doctor.recompute import ROWS, Recomputation
 from lmworks.errors import UserError
 from lmworks.io.run_layout import BASE
-from lmworks.recipe.timeline import Timeline
 from lmworks.run.replay import bad_batches, load_bad
+from lmworks.watch.batch_growth import timeline_of
 from lmworks.watch.probes import Probed, ProbeRecord
 from lmworks.watch.rule import Measurement
 from lmworks.weights.run_models import folder
@@ -89,7 +89,7 @@ def _same_bits(run: Recomputation) -> Iterator[Probed]:
 def _sources(run: Recomputation) -> Iterator[Probed]:
     """The loss of each source relative to the entropy of its token frequencies: a model that has learned nothing but these has 1."""
     _only_pretraining(run, "the labels of conversations repeat, and no healthy range of their loss was measured")
-    trained = Timeline(run.recipe.train.phases).tokens_before(run.step)
+    trained = timeline_of(run.recipe, run.run_dir).tokens_before(run.step)
     if trained < _LEARNED * int(run.recipe.model.vocab_size or 0):
         raise UserError(f"{trained:,} tokens are too few to tell what the model has learned")
     losses: dict[str, list[float]] = defaultdict(list)

@@ -27,6 +27,7 @@ from lmworks.shards.lineage import SequenceDocuments
 from lmworks.train.curriculum import TuningCurriculum
 from lmworks.train.data.mixture import read_changes
 from lmworks.train.tune import held_out_conversations
+from lmworks.watch.batch_growth import read_growths
 from lmworks.watch.ledger import LEDGER, Skips, read_ledger, rollbacks
 
 ROWS = 32  # sequences of a probe: a few seconds for a small model, and a standard error of a few per cent of the loss
@@ -56,7 +57,7 @@ class Recomputation:
             make = "lmworks shards build RECIPE" if stage is BASE else f"lmworks run RECIPE --to {stage.stage}"
             raise UserError(f"{run_dir} has no token files to compute a batch from; make them with: {make}")
         if stage is BASE:
-            return cls(run_dir, recipe, Batches(recipe, data, read_changes(run_dir).all), checkpoint)
+            return cls(run_dir, recipe, Batches(recipe, data, read_changes(run_dir).all, growths=read_growths(run_dir)), checkpoint)
         return cls(run_dir, recipe, TuningCurriculum(recipe, data), checkpoint, stage)
 
     @property

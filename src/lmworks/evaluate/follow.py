@@ -30,7 +30,7 @@ from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.ui.terminal import Interrupted, clock, console
-from lmworks.watch.ledger import LEDGER, read_ledger
+from lmworks.watch.ledger import GREW, LEDGER, read_ledger
 from lmworks.weights.open import OpenModel, open_model
 from lmworks.weights.run_models import stages_of
 
@@ -182,7 +182,7 @@ def _progress(run_dir: Path) -> dict[str, tuple[int, bool]]:
         if stage not in stages:
             continue
         planned = found.get(stage, (0, False))[0]
-        if event["event"] in ("start", "resume"):
+        if event["event"] in ("start", "resume", GREW):
             steps = event.get("steps")
             found[stage] = (steps if isinstance(steps, int) else planned, False)
         elif event["event"] == "finish":

@@ -49,6 +49,11 @@ class Course:
     @classmethod
     def of(cls, recipe: Recipe, mixture_changed: int | None = None) -> Course:
         """`mixture_changed` is the first step at which the mixture was changed while the run was active."""
+        if grows := [phase.name for phase in recipe.train.phases if phase.loss_ramp is not None]:
+            raise UserError(
+                f"phase {grows[0]}: its batch grows with the loss (batch_ramp.kind), and laws of the loss hold for one batch size; leave "
+                "batch_ramp out"
+            )
         timeline = Timeline(recipe.train.phases)
         end, reason = timeline.steps, ""
         later = _data_of(recipe.train.phases[0]) | dict[str, Any](batch_ramp=None)

@@ -15,7 +15,8 @@ from lmworks.pages.run_records import Json, Mark, Run, Series, Start, Training
 from lmworks.recipe.former import translated
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.watch.ledger import LEDGER
+from lmworks.ui.amounts import compact
+from lmworks.watch.ledger import GREW, LEDGER
 
 _PER_LAYER = 120  # buckets of each per-layer series; there may be hundreds of them
 _FIRST_EVENTS, _LAST_EVENTS = 40, 260
@@ -138,6 +139,9 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
         if what == "start" or (what == "resume" and "planned_tokens" in event):  # a phase may have been added in between
             planned = event.get("tokens" if what == "start" else "planned_tokens")
             part.planned_steps, part.planned_tokens = int(number(event.get("steps"))), int(number(planned))
+        if what == GREW:
+            part.planned_steps = int(number(event.get("steps")))
+            part.marks.append(Mark("recipe", step, f"batch of {compact(number(event.get('tokens_per_step')))} tokens"))
         if what == "resume":
             part.marks.append(Mark("resume", step, "resumed"))
             if changed:

@@ -15,6 +15,7 @@ _KINDS = {
     "start_over": "start",
     "resume": "resume",
     "phase": "phase",
+    "batch_grew": "phase",
     "finish": "finish",
     "checkpoint": "checkpoint",
     "checkpoint_refused": "bad",
@@ -90,6 +91,10 @@ def _words(event: Json) -> tuple[str, str]:
                 return f"{stage} went on", f"from {step}, {compact(event['tokens'])} tokens seen"
             case "phase":
                 return f"Phase {event['phase']}", f"{step}, sequences of {event['sequence_length']:,} tokens"
+            case "batch_grew":
+                loss = f" at a loss of {significant(event['loss'], 4)}" if event.get("loss") is not None else ""
+                now = f"{compact(event['tokens_per_step'])} tokens per step{loss}; at most {event['steps']:,} steps now"
+                return "The batch grew", f"{step}, phase {event['phase']}: {now}"
             case "finish":
                 return f"{stage} finished", f"{step}, {compact(event['tokens'])} tokens"
             case "checkpoint":

@@ -48,7 +48,8 @@ def device_hours(devices: int, seconds: float) -> float:
 
 
 def phase_steps(phase: Phase) -> tuple[int, int]:
-    """Steps and tokens of a phase, exactly as in training: with the batch-size ramp, or as counted in the data of a later stage."""
+    """Steps and tokens of a phase, exactly as in training: with the batch-size ramp, or as counted in the data of a later stage. The most
+    steps where the batch grows with the loss, whose tokens are the same."""
     if isinstance(phase, StagePhase) and phase.known_steps is not None:
         return phase.known_steps, int(phase.tokens)
     found = PhaseSteps.of(phase)

@@ -18,6 +18,7 @@ from lmworks.recipe.phases import in_force, positions, warnings
 from lmworks.recipe.schema.layout import Cluster, Layout, world_size
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.timeline import fewest_steps
 from lmworks.ui.amounts import DAY, days
 
 _LONG = 365 * DAY
@@ -46,6 +47,7 @@ class PhasePlan:
     overheads: Overheads
     layout_in_mfu: bool
     measured_seconds: float | None = None  # in a rehearsal: all that the stage does
+    fewest_steps: int | None = None  # where the batch grows with the loss: as early as it can, while `steps` has it never grow
 
     @property
     def seconds(self) -> float:
@@ -291,6 +293,7 @@ def make_plan(
                 overheads=overheads(recipe, cluster, phase, placed, course, compute, held.checkpoint),
                 layout_in_mfu=layout_in_mfu,
                 measured_seconds=sum(measured[phase.name].values()) if measured and phase.name in measured else None,
+                fewest_steps=None if phase.loss_ramp is None else fewest_steps(phase),
             )
         )
     assert model.max_position_embeddings and model.num_attention_heads and model.num_key_value_heads

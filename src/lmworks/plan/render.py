@@ -10,7 +10,7 @@ from lmworks.plan.budget import TimeBudget
 from lmworks.plan.laws import LossLaw
 from lmworks.plan.layout import describe
 from lmworks.plan.memory import GIB
-from lmworks.plan.plan import Plan
+from lmworks.plan.plan import PhasePlan, Plan
 from lmworks.ui.amounts import amount, days, size
 
 
@@ -78,18 +78,25 @@ def _parameters(plan: Plan) -> Table:
     return table
 
 
+def _steps(*phases: PhasePlan) -> str:
+    """The steps of phases; with the fewest where the batch grows with the loss."""
+    most = sum(phase.steps for phase in phases)
+    fewest = sum(phase.steps if phase.fewest_steps is None else phase.fewest_steps for phase in phases)
+    return f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
+
+
 def _phases(plan: Plan) -> Table:
     table = _table("\nPhases", "phase", "tokens", "steps", "length", "batch", "6N FLOP", "attention", "time")
     for phase in plan.phases:
         table.add_row(
-            phase.name, amount(phase.tokens), f"{phase.steps:,}", f"{phase.sequence_length:,}", amount(phase.batch_tokens),
+            phase.name, amount(phase.tokens), _steps(phase), f"{phase.sequence_length:,}", amount(phase.batch_tokens),
             f"{phase.flops_parameters:.3g}", f"{phase.flops_attention:.3g}", days(phase.seconds),
         )  # fmt: skip
     attention = plan.flops - plan.flops_parameters - plan.flops_mtp
     table.add_row(
         "all",
         amount(plan.tokens),
-        f"{plan.steps:,}",
+        _steps(*plan.phases),
         "",
         "",
         f"{plan.flops_parameters:.3g}",

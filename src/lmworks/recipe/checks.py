@@ -20,7 +20,7 @@ from lmworks.recipe.parameters import alignment_problems
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import LrSchedule, Phase
-from lmworks.recipe.timeline import Schedules, Timeline, norm_steps
+from lmworks.recipe.timeline import Schedules, Timeline, fewest_steps, norm_steps
 
 
 def deepspeed_problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
@@ -254,6 +254,13 @@ def _schedules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             yield key, f"there are {len(phases) - index} phases from {first} on, not {spans}; lower it"
         for number in range(index + 1, min(index + spans, len(phases))):
             phase = phases[number]
+            if phases[number].loss_ramp is not None:
+                for name, length in phases[index].lr_schedule.lengths:
+                    if length.unit == "steps":
+                        yield ("train", "phases", index, "lr_schedule", name), (
+                            f"{length.text()} are not known where the schedule spans {phases[number].name}, whose batch grows with the "
+                            "loss (batch_ramp.kind); give it in tokens or percent"
+                        )
             for name, free in (("lr_schedule", LrSchedule()), ("learning_rate_scale", 1.0)):
                 if getattr(phase, name) != free:
                     yield ("train", "phases", number, name), f"the schedule of phase {first} spans {phase.name} too; leave this out"
@@ -279,7 +286,7 @@ def phase_refusals(recipe: Recipe) -> Iterator[UserError]:
             norm_steps(phase, steps)
 
     def end_of_warm_up() -> None:
-        moe, steps = recipe.model.moe, Timeline(recipe.train.phases).steps
+        moe, steps = recipe.model.moe, sum(map(fewest_steps, recipe.train.phases))
         if moe is not None and moe.temperature != 1 and moe.temperature_steps >= steps:
             raise UserError(
                 f"model.moe.temperature_steps {moe.temperature_steps:,} are not over when the run ends after {steps:,} steps, and the "

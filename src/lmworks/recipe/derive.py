@@ -213,6 +213,12 @@ def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tup
     if tune is not None and tune.tokens is None and all(data.kind in ("files", "huggingface") and data.weight == 1 for data in tune.data):
         derive(("tune", "epochs"), _EPOCHS, "whole passes over conversations of your own; published recipes make 1 to 4")
 
+    for index, phase in enumerate(recipe.train.phases):
+        if (ramp := phase.loss_ramp) is not None and ramp.losses is None:
+            tokens, exponent = ramp.critical_batch_tokens, ramp.critical_batch_exponent
+            law = f"({tokens:g} tokens / size)^{exponent:g}, where the critical batch is that size (arXiv:2001.08361, equation 1.4)"
+            derive(("train", "phases", index, "batch_ramp", "losses"), tuple(ramp.loss_of(int(size)) for size in ramp.sizes), law)
+
     replicas = recipe.layout.dp_replicate * recipe.layout.dp_shard
     parts: Sequence[Phase | Tune] = recipe.train.phases or ([recipe.tune] if recipe.tune else [])
     per_rank = gcd(*(max(1, part.global_batch_tokens // part.sequence_length // replicas) for part in parts)) or 1

@@ -30,7 +30,7 @@ from lmworks.recipe.schema.units import Duration
 
 @dataclass(frozen=True)
 class PhaseSteps:
-    """The steps of one phase. A ramp raises the batch from `first` to `full` sequences, linearly over `ramp_steps`."""
+    """The steps of one phase. A linear ramp raises the batch from `first` to `full` sequences over `ramp_steps`."""
 
     name: str
     sequence_length: int
@@ -40,11 +40,15 @@ class PhaseSteps:
     ramp_steps: int
 
     @classmethod
-    def of(cls, phase: Phase) -> PhaseSteps:
-        """The largest number of steps whose tokens fit the budget of the phase."""
+    def of(cls, phase: Phase, growths: Sequence[tuple[int, int]] = ()) -> PhaseSteps:
+        """The largest number of steps whose tokens fit the budget of the phase. `growths` are pairs (step of the phase, tokens per step
+        from there on) of a batch that grows with the loss."""
+        if phase.loss_ramp is not None:
+            return _growing(phase, phase.loss_ramp, growths)
         length, full = int(phase.sequence_length), phase.global_batch_tokens // phase.sequence_length
         first, ramp_steps = full, 0
         if phase.batch_ramp:
+            assert phase.batch_ramp.over is not None, "a linear ramp has it"
             first = phase.batch_ramp.start_tokens // length
             average = max(1, (first + full) * length // 2)
             ramp_steps = max(1, phase.batch_ramp.over.steps(step_tokens=average, phase_tokens=int(phase.tokens)))
@@ -88,6 +92,62 @@ class PhaseSteps:
         return self.sequences * self.sequence_length
 
 
+@dataclass(frozen=True)
+class GrowingSteps(PhaseSteps):
+    """The steps of a phase whose batch grows with the loss: `sizes` are pairs (first step, sequences per step), from step 0 on.
+
+    The phase has `total` sequences wherever the batch grows, so that no range of the token files moves: the last step takes those that are
+    left, a multiple of the smallest batch. What is before a growth does not depend on it.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    total: int
+
+    def batch(self, step: int) -> int:
+        return self.before(step + 1) - self.before(step)
+
+    def before(self, step: int) -> int:
+        ends = [begin for begin, _ in self.sizes[1:]] + [step]
+        read = sum(max(0, min(step, end) - begin) * size for (begin, size), end in zip(self.sizes, ends, strict=True))
+        return min(read, self.total)
+
+
+def _growing(phase: Phase, ramp: BatchRamp, growths: Sequence[tuple[int, int]]) -> GrowingSteps:
+    """The steps with these growths; those behind the last step, or to no larger size, do not count: they were those of another recipe."""
+    length = int(phase.sequence_length)
+    first = int(ramp.start_tokens) // length
+    total = int(phase.tokens) // length // first * first
+    sizes, steps = [(0, first)], total // first
+    for step, tokens in sorted(growths):
+        begin, size = sizes[-1]
+        if tokens % (first * length) or tokens // length <= size or not begin < step < steps:
+            continue
+        left = total - GrowingSteps(phase.name, length, 0, first, size, 0, tuple(sizes), total).before(step)
+        sizes.append((step, tokens // length))
+        steps = step - (-left // (tokens // length))
+    return GrowingSteps(phase.name, length, steps, first, phase.global_batch_tokens // length, 0, tuple(sizes), total)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A growth of the batch: from `step` of the run on, a step of `phase` has this many tokens."""
+
+    phase: str
+    step: int
+    tokens: int
+
+
+def fewest_steps(phase: Phase, so_far: PhaseSteps | None = None) -> int:
+    """The steps of a phase whose batch grows to its full size as early as it can after the growths so far; by themselves these steps are
+    the most."""
+    steps = PhaseSteps.of(phase) if so_far is None else so_far
+    if phase.loss_ramp is None or not isinstance(steps, GrowingSteps):
+        return steps.steps
+    grown = [(begin, size * steps.sequence_length) for begin, size in steps.sizes[1:]]
+    earliest = grown[-1][0] + 1 if grown else phase.loss_ramp.window_steps
+    return PhaseSteps.of(phase, [*grown, (earliest, int(phase.global_batch_tokens))]).steps
+
+
 def norm_steps(phase: Phase, steps: PhaseSteps) -> int | None:
     """The steps over which a phase adds QK norm, None if it does not. They are fewer than it has, so that it ends with the whole norm.
     Raises `UserError`."""
@@ -103,18 +163,23 @@ def norm_steps(phase: Phase, steps: PhaseSteps) -> int | None:
 
 
 class Timeline:
-    """All steps of a run, numbered from 0 through all phases."""
+    """All steps of a run, numbered from 0 through all phases. `growths` are those of a run that has begun, by its ledger
+    (`lmworks.watch.batch_growth`); without them the steps are as many as they can be."""
 
-    def __init__(self, phases: Sequence[Phase]) -> None:
+    def __init__(self, phases: Sequence[Phase], growths: Sequence[Growth] = ()) -> None:
         if not phases:
             raise UserError("train.phases is empty; add at least one phase with tokens, mixture, sequence_length and global_batch_tokens")
         names = [phase.name for phase in phases]
         if len(set(names)) < len(names):
             raise UserError(f"train.phases: two phases have the same name ({', '.join(names)}); rename one, the order is drawn from it")
-        self.phases = tuple(PhaseSteps.of(phase) for phase in phases)
         self._ends: list[int] = []
-        for phase in self.phases:
-            self._ends.append((self._ends[-1] if self._ends else 0) + phase.steps)
+        found = []
+        for phase in phases:
+            begin = self._ends[-1] if self._ends else 0
+            steps = PhaseSteps.of(phase, [(one.step - begin, one.tokens) for one in growths if one.phase == phase.name])
+            found.append(steps)
+            self._ends.append(begin + steps.steps)
+        self.phases = tuple(found)
 
     @property
     def steps(self) -> int:
@@ -135,6 +200,11 @@ class Timeline:
         index = self.phase_of(step)
         phase, inside = self.phases[index], step - self.first_step(index)
         return phase.before(inside), phase.batch(inside)
+
+    def first_unread(self, phase: int, sequences: int) -> int:
+        """The first step that begins when this many sequences of a phase are read, or more."""
+        steps = self.phases[phase]
+        return self.first_step(phase) + min(bisect_left(range(steps.steps + 1), sequences, key=steps.before), steps.steps)
 
     def tokens_before(self, step: int) -> int:
         """Tokens trained on in all steps before `step`, which may be the number of steps."""

@@ -24,7 +24,8 @@ from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.recipe.timeline import Timeline
 from lmworks.run.run_dir import invalidate_stamp, read_stamp, require_run, write_stamp
 from lmworks.run.stages import STAGES, STAMP
-from lmworks.watch.ledger import LEDGER, ROLLBACK, Ledger, RunLock
+from lmworks.watch.batch_growth import growths, skip_of_rollback
+from lmworks.watch.ledger import LEDGER, ROLLBACK, Ledger, RunLock, Skips, rollbacks
 from lmworks.weights.run_models import folder
 
 _SHARED = ("corpus", "tokenizer", "shards")  # shared by the run of an averaged model with the original run
@@ -58,10 +59,11 @@ def require_own_weights(path: Path) -> None:
 def rollback(run_dir: Path, model: str, to_step: int, skip: tuple[int, int] | None) -> dict[str, Any]:
     """Make the next run resume from `to_step`; returns what was done, as recorded in the ledger.
 
-    Later checkpoints are renamed to `step-00000200.rolled-back-1`. The data of steps [skip[0], skip[1]) are skipped from then on. Stages
+    Later checkpoints are renamed to `step-00000200.rolled-back-1`. The data of steps [skip[0], skip[1]) are skipped from then on, with all
+    since the checkpoint if a growth of the batch is forgotten, which gives the steps other data. Stages
     built on the model count as not done. The metrics of the undone steps are cut when the run resumes.
     """
-    path = find(run_dir, model, to_step)
+    path, phases = find(run_dir, model, to_step), require_run(run_dir).train.phases
     with RunLock(run_dir), Ledger(run_dir / LEDGER) as ledger:
         refuse_damaged(path)
         found = listing.directories(folder(run_dir, model))
@@ -72,6 +74,9 @@ def rollback(run_dir: Path, model: str, to_step: int, skip: tuple[int, int] | No
             raise UserError(f"{newest}; give an earlier step or --skip-steps")
         if skip is not None and not to_step <= skip[0] < skip[1]:
             raise UserError(f"--skip-steps: {skip[0]}:{skip[1]} is not a range of steps from step {to_step} on")
+        if model == BASE.model:
+            lines = ledger.read()
+            skip = skip_of_rollback(phases, growths(lines), Skips(rollbacks(lines, BASE.stage)).windows, to_step, skip)
         # The ledger first: a checkpoint that it has rolled back is not resumed from, even if this process is killed before the rename.
         fields = {"stage": of_model(model).stage, "step": step, "to_step": to_step, "skip": skip and list(skip)}
         ledger.write(ROLLBACK, **fields)

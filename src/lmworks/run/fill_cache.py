@@ -19,6 +19,7 @@ from lmworks.run.run_dir import require_run
 from lmworks.shards.batches import Batches
 from lmworks.shards.indexed import token_dtype
 from lmworks.train.data.mixture import read_changes
+from lmworks.watch.batch_growth import read_growths
 from lmworks.watch.ledger import LEDGER
 
 _SHARE = 0.5  # of the cache, at most: a block that is read must not replace one that is needed first
@@ -48,6 +49,7 @@ class CacheFiller:
         """Read what the batches of the next `steps` steps (default: `shards.cache.prefetch`) after the newest checkpoint need, as far as it
         fits into half of the cache."""
         if (self.run_dir / LEDGER).exists():
+            self._batches.set_growths(read_growths(self.run_dir))
             self._batches.set_mixture_overrides(read_changes(self.run_dir).all)
         first = past = resume_step(self.run_dir)
         left = self._room

@@ -19,7 +19,6 @@ from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.phases import in_force
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.timeline import Timeline
 from lmworks.recipe.weights import model_of
 from lmworks.run.checkpoint_commands import find
 from lmworks.run.run_dir import require_run
@@ -27,6 +26,7 @@ from lmworks.shards.batch import IGNORE, Batch
 from lmworks.train.build import build_model, identity, load_weights
 from lmworks.train.step import micro_batch_of, seed_dropout
 from lmworks.train.step_inspector import FirstNonFinite
+from lmworks.watch.batch_growth import timeline_of
 from lmworks.watch.policy import load_bad_batch
 from lmworks.weights.adapters import adapter_identity, adapters_of
 
@@ -87,7 +87,7 @@ def model_at(
         load_weights(adapters[1], model, own, SINGLE_PROCESS, bool(recipe.optimizer.ema_decay))
         own |= adapter_identity(*adapters)
     meta = checkpoints.load(path, {"model": model.state_dict()}, own)
-    _as_in_step(model, recipe, model_name, step, meta)
+    _as_in_step(model, run_dir, recipe, model_name, step, meta)
     return alone, model, path
 
 
@@ -125,10 +125,12 @@ def _before(run_dir: Path, model_name: str, step: int) -> int:
     return max((one for one in steps if one <= step), default=min(steps))
 
 
-def _as_in_step(model: ParallelModel, recipe: Recipe, model_name: str, step: int, meta: Mapping[str, Any]) -> None:
+def _as_in_step(
+    model: ParallelModel, run_dir: Path, recipe: Recipe, model_name: str, step: int, meta: Mapping[str, Any]
+) -> None:  # fmt: skip
     """Configure the model, and the router temperature, as they were at a step; `meta` is that of the checkpoint."""
     if model_name == BASE.model:
-        model.configure(in_force(recipe)[Timeline(recipe.train.phases).phase_of(step)])
+        model.configure(in_force(recipe)[timeline_of(recipe, run_dir).phase_of(step)])
     else:
         model.configure(model_of(recipe, meta))
     set_temperature(model.moe_layers(), model.config.moe, step)

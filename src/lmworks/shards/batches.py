@@ -17,6 +17,7 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.timeline import Growth
 from lmworks.shards.batch import Batch, one_hot
 from lmworks.shards.lineage import DocumentSpan, Lineage, SequenceDocuments
 from lmworks.shards.manifest import Manifest
@@ -30,7 +31,10 @@ from lmworks.shards.validation import Validation
 class Batches:
     """All batches of a run, by number, and the held-out ones by domain."""
 
-    def __init__(self, recipe: Recipe, shards_dir: Path, overrides: Sequence[MixtureOverride] = (), storage: Storage | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, shards_dir: Path, overrides: Sequence[MixtureOverride] = (), storage: Storage | None = None,
+        growths: Sequence[Growth] = (),
+    ) -> None:  # fmt: skip
         self.shards_dir, self.recipe = Path(shards_dir), recipe
         self.manifest = Manifest.load(self.shards_dir)
         remote = RemoteShards(recipe.shards.cache, self.shards_dir, storage) if recipe.shards.cache else None
@@ -45,6 +49,7 @@ class Batches:
         if recipe.shards.packing == "best_fit":
             self._plans = RowPlans(self.shards_dir, self.manifest, self._streams, recipe.threads or 1)
         self._lineage: dict[Path, Lineage] = {}
+        self.growths = tuple(growths)
         self.set_mixture_overrides(overrides)
         ahead = int(recipe.shards.cache.prefetch.value) if recipe.shards.cache else 0
         self._ahead = ReadAhead(self.fill_cache, ahead, self.steps - 1) if ahead else None
@@ -55,11 +60,18 @@ class Batches:
         Safe while another thread is reading a batch: that batch uses either the old or the new overrides.
         """
         order = self.order_with(overrides)
+        self.overrides = tuple(overrides)
         self._sequences: Sequences = BestFit(order, self._streams, self._plans) if self._plans else Concatenated(order, self._streams)
+
+    def set_growths(self, growths: Sequence[Growth]) -> None:
+        """Follow these growths of the batch (the complete list) in all later calls; safe as `set_mixture_overrides` is."""
+        if tuple(growths) != self.growths:
+            self.growths = tuple(growths)
+            self.set_mixture_overrides(self.overrides)
 
     def order_with(self, overrides: Sequence[MixtureOverride]) -> Order:
         """The order with these overrides. Raises `UserError` for an impossible one."""
-        return Order(self.recipe, self.manifest, overrides, self._plans.count_rows if self._plans else None)
+        return Order(self.recipe, self.manifest, overrides, self._plans.count_rows if self._plans else None, self.growths)
 
     @property
     def order(self) -> Order:
@@ -89,8 +101,10 @@ class Batches:
         return Batch(filled.tokens, filled.labels, begins, phase, step, sources=sources)
 
     def fill_cache(self, step: int) -> None:
-        """Read everything that the batch of a step needs into the cache (`shards.cache`)."""
+        """Read everything that the batch of a step needs into the cache (`shards.cache`); nothing for a step behind the last."""
         sequences = self._sequences
+        if step >= sequences.order.steps:  # the batch has grown since then, and the run has fewer steps
+            return
         first, count = sequences.order.sequences(step)
         phase = sequences.order.phase_of(step)
         self._fill_cache(sequences, phase, sequences.order.locate(phase, np.arange(first, first + count)))

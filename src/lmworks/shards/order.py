@@ -38,7 +38,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import expand_buckets
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
-from lmworks.recipe.timeline import PhaseSteps, Timeline
+from lmworks.recipe.timeline import Growth, PhaseSteps, Timeline
 from lmworks.shards.epochs import EpochOrder
 from lmworks.shards.manifest import Manifest
 from lmworks.shards.mixture import Mixture, MixturePlan
@@ -98,23 +98,25 @@ class Order:
     """The order of all sequences of a run, in memory that does not grow with their number.
 
     `data` is the manifest of the shards or, for a plan before they exist, the tokens of each source by name.
-    `overrides` are changes of the mixture that were requested during the run.
+    `overrides` are changes of the mixture that were requested during the run, and `growths` those of its batch
+    (`lmworks.watch.batch_growth`): which sequences a step has depends on them, and nothing else does.
     `count_sequences` counts the sequences of a range; the default counts those of `concatenate`, an estimate for `best_fit`.
     `left_out` names optional sources of the mixtures that are not available; the weights of the others were scaled up.
     """
 
     def __init__(
         self, recipe: Recipe, data: Manifest | Mapping[str, int], overrides: Sequence[MixtureOverride] = (),
-        count_sequences: CountSequences | None = None,
+        count_sequences: CountSequences | None = None, growths: Sequence[Growth] = (),
     ) -> None:
         self._tokens = data.train_tokens() if isinstance(data, Manifest) else dict(data)
         self._count_sequences = count_sequences or (lambda source, borders, length: max(0, (borders[-1] - borders[0] - 1) // length))
         self._hashes = _content(data) if isinstance(data, Manifest) else {}
         self.seed, self.packing = recipe.training_seed, recipe.shards.packing
-        self.timeline = Timeline(recipe.train.phases)
+        self.timeline = Timeline(recipe.train.phases, growths)
         self._declared = recipe.corpus.sources
         self.left_out: list[str] = []
-        self.mixtures = [self._plan(phase, steps) for phase, steps in zip(recipe.train.phases, self.timeline.phases, strict=True)]
+        # Without growths: a planned change of the mixture keeps its place, in sequences, when the batch grows.
+        self.mixtures = [self._plan(phase, PhaseSteps.of(phase)) for phase in recipe.train.phases]
         in_order = sorted(overrides, key=lambda change: change.step)
         requested = [(change.step, self._mixture(f"step {change.step}", change.mixture)) for change in in_order]
         names = [plan.names for plan in self.mixtures] + [mixture.names for _, mixture in requested]

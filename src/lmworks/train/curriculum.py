@@ -24,7 +24,7 @@ from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Ewc
 from lmworks.recipe.schema.tune import Tune
-from lmworks.recipe.timeline import OnlyPhase, Schedules, Timeline, norm_steps
+from lmworks.recipe.timeline import OnlyPhase, PhaseSteps, Schedules, Timeline, norm_steps
 from lmworks.shards.batch import Batch
 from lmworks.shards.batches import Batches
 from lmworks.shards.validation import TuningBatches
@@ -32,6 +32,7 @@ from lmworks.train.data.chat import chat_shards
 from lmworks.train.data.mixture import Replay, append_rows, read_changes, replayed_rows, text_batches
 from lmworks.train.ewc import EwcPenalty
 from lmworks.train.fault_handler import FaultHandler
+from lmworks.watch.batch_growth import read_growths
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger
 
@@ -67,6 +68,12 @@ class Curriculum(Protocol):
     tokens: int
 
     @property
+    def planned_steps(self) -> int:
+        """`steps` by the recipe alone, the most where the batch grows with the loss. Intervals that are a share of the run count by them,
+        so that they do not move when it grows."""
+        return self.steps
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """The names of the sources of the batches (`Batch.sources`), for metrics; empty where they are not known."""
         return ()
@@ -98,11 +105,17 @@ class PretrainingCurriculum:
     """The phases of `train.phases` as a `Curriculum`."""
 
     def __init__(self, recipe: Recipe, batches: Batches) -> None:
-        self.batches = batches
-        self.timeline = batches.order.timeline
+        self.recipe, self.batches = recipe, batches
+        self.follow_order()
+        self.planned_steps = Timeline(recipe.train.phases).steps
+
+    def follow_order(self) -> None:
+        """Take the steps of the order, which has changed if the batch has grown."""
+        self.timeline = self.batches.order.timeline
         self.steps, self.tokens = self.timeline.steps, sum(phase.tokens for phase in self.timeline.phases)
-        self.phases = phase_settings(recipe, self.timeline)
-        self._schedules = Schedules(recipe.train.phases, [phase.steps for phase in self.timeline.phases], self.timeline.tokens_before)
+        self.phases = phase_settings(self.recipe, self.timeline)
+        phases = self.timeline.phases
+        self._schedules = Schedules(self.recipe.train.phases, [phase.steps for phase in phases], self.timeline.tokens_before)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -136,9 +149,10 @@ def phase_settings(recipe: Recipe, timeline: Timeline) -> list[PhaseSettings]:
     """The settings of each phase of pretraining. What a phase changes in the model holds in later phases too (`in_force`)."""
     settings = []
     for index, (phase, model) in enumerate(zip(recipe.train.phases, in_force(recipe), strict=True)):
-        first_step = timeline.first_step(index)
-        steps, tokens = timeline.first_step(index + 1) - first_step, timeline.phases[index].tokens
-        save_every = None if phase.save_every is None else phase.save_every.interval(steps, tokens)
+        first_step, planned = timeline.first_step(index), timeline.phases[index]
+        if phase.loss_ramp is not None:
+            planned = PhaseSteps.of(phase)  # an interval does not move when the batch grows
+        save_every = None if phase.save_every is None else phase.save_every.interval(planned.steps, planned.tokens)
         settings.append(PhaseSettings(
             index, phase.name, first_step, int(phase.sequence_length), model, model.moe.balance.bias_update_rate if model.moe else 0.0,
             phase.ewc, save_every, norm_steps(phase, timeline.phases[index]),
@@ -239,7 +253,8 @@ class TuningCurriculum(StageCurriculum):
         """Sequences of `tune.ewc.mixture`, or of the last phase of pretraining."""
         if phase.ewc is not None and phase.ewc.mixture:
             return _earlier_text(self._recipe, phase, phase.ewc, self._shards, count)
-        batches = Batches(self._recipe, self._shards, read_changes(self._shards.parent).applied)
+        run_dir = self._shards.parent
+        batches = Batches(self._recipe, self._shards, read_changes(run_dir).applied, growths=read_growths(run_dir))
         return sample_sequences(batches, len(self._recipe.train.phases) - 1, count)
 
 

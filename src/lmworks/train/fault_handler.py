@@ -33,6 +33,9 @@ SHORTEST_PAUSE = 1.0
 
 _COMPARED_ROWS = 256  # of each rank
 
+SkipsSame = Callable[[int, tuple[int, int] | None, Skips], tuple[int, int] | None]
+"""(step of the checkpoint, steps to skip, those that are skipped already) -> the steps to skip after the rollback."""
+
 
 class FaultHandler:
     """The fault policies of one stage of a run. `history` has the rollbacks of the stage, from its ledger."""
@@ -95,8 +98,9 @@ class FaultHandler:
         )
         self.history = []
 
-    def roll_back(self, step: int, phase_began: int, request: RollbackRequest) -> bool:
+    def roll_back(self, step: int, phase_began: int, request: RollbackRequest, skips_same: SkipsSame | None = None) -> bool:
         """Record a rollback, if there is a checkpoint to load and the phase has a rollback left; the trainer then loads the checkpoint.
+        `skips_same` gives the steps to skip where the rollback gives other data to the steps after it.
 
         Returns False where the run continues without a rollback; raises `UserError` where it must not continue.
         """
@@ -107,6 +111,8 @@ class FaultHandler:
             self.policy.accept(step)
             return False
         skip = self.policy.window(step, found) if request.skip else None
+        if skips_same is not None:
+            skip = skips_same(found, skip, self.skips)
         made = Rollback(step, found, skip, request.reason)
         self._report(skips.ROLLBACK, **asdict(made))
         self.history.append(made)

@@ -23,6 +23,7 @@ from lmworks.train.stage import StageSetup, TrainingContext, open_trainer, rando
 from lmworks.train.trainer import Trainer
 from lmworks.train.validation import validate
 from lmworks.ui.terminal import console
+from lmworks.watch.batch_growth import read_growths
 from lmworks.weights.frozen_tokenizer import META, digest, require_same
 
 _QUICKLY_READ = 1 << 32  # bytes that are hashed in a few seconds
@@ -48,7 +49,7 @@ def open_pretraining(context: TrainingContext) -> Iterator[Trainer]:
     """The trainer of `pretrain`, resumed from the newest good checkpoint, with its files."""
     recipe, run_dir, ranks = context.recipe, context.run_dir, context.ranks
     tokenizer = load_tokenizer(run_dir / "tokenizer")
-    batches = Batches(recipe, run_dir / "shards", read_changes(run_dir).applied)
+    batches = Batches(recipe, run_dir / "shards", read_changes(run_dir).applied, growths=read_growths(run_dir))
     for line in epoch_warnings(batches.order, recipe.shards.warn_epochs):
         console.print(line, style="yellow")
     assert recipe.model.vocab_size

@@ -61,7 +61,7 @@ class Intervals:
     @classmethod
     def of(cls, recipe: Recipe, curriculum: Curriculum) -> Intervals:
         def steps(interval: Duration) -> int:
-            return interval.interval(curriculum.steps, curriculum.tokens)
+            return interval.interval(curriculum.planned_steps, curriculum.tokens)
 
         train, spike = recipe.train, recipe.stability.spike
         recheck, detail = recipe.stability.recheck_every, recipe.metrics.detail_every
@@ -69,7 +69,8 @@ class Intervals:
         return cls(
             steps(train.save_every), steps(train.validate_every), steps(train.sample_every), steps(train.log_every),
             None if recheck is None else steps(recheck), None if detail is None else steps(detail),
-            None if evaluate is None else steps(evaluate), spike.rollback_after.before(curriculum.steps, curriculum.tokens) if spike else 0,
+            None if evaluate is None else steps(evaluate),
+            spike.rollback_after.before(curriculum.planned_steps, curriculum.tokens) if spike else 0,
         )  # fmt: skip
 
 

@@ -201,6 +201,7 @@ class StepFlags:
     save_due: the time after which a checkpoint is due has passed (`Saver.every_seconds`), by the clock of the first rank.
     save_failed: the asynchronous save has failed on a rank.
     mixture_changed: the first rank has found a pending change of the mixture in the ledger.
+    batch_grows: the first rank has found that the batch is to grow before this step.
     """
 
     valid_tokens: int
@@ -211,6 +212,7 @@ class StepFlags:
     save_failed: bool
     mixture_changed: bool
     detail: bool = False
+    batch_grows: bool = False
     sources: tuple[int, ...] = ()
 
 
@@ -218,7 +220,8 @@ def all_reduce_flags(own: StepFlags, ranks: Ranks) -> StepFlags:
     """The flags of all ranks: tokens are summed over the data-parallel ranks, and a flag is set where any rank has set it."""
     rows = own.rows if all(ranks.rank(axis) == 0 for axis in ("pp", "cp", "tp")) else 0  # once from the ranks that read the same
     detail, save_due = own.detail and ranks.is_first, own.save_due and ranks.is_first
-    values = (own.valid_tokens, rows, own.stop, own.preempted, save_due, own.save_failed, own.mixture_changed, detail)
+    grows = own.batch_grows and ranks.is_first
+    values = (own.valid_tokens, rows, own.stop, own.preempted, save_due, own.save_failed, own.mixture_changed, detail, grows)
     if not ranks.distributed:
         return StepFlags(*values, own.sources)
     sums = torch.tensor((*values, *own.sources), dtype=torch.int64)
@@ -226,9 +229,9 @@ def all_reduce_flags(own: StepFlags, ranks: Ranks) -> StepFlags:
     summed = sums.tolist()
     (valid_tokens, rows, *flags), sources = summed[: len(values)], summed[len(values) :]
     copies = ranks.world // ranks.size("dp")  # ranks that read the same sequences
-    stop, preempted, save_due, save_failed, mixture_changed, detail = map(bool, flags)
+    stop, preempted, save_due, save_failed, mixture_changed, detail, grows = map(bool, flags)
     by_source = tuple(tokens // copies for tokens in sources)
-    return StepFlags(valid_tokens // copies, rows, stop, preempted, save_due, save_failed, mixture_changed, detail, by_source)
+    return StepFlags(valid_tokens // copies, rows, stop, preempted, save_due, save_failed, mixture_changed, detail, grows, by_source)
 
 
 @dataclass(frozen=True)

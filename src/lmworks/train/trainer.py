@@ -34,6 +34,7 @@ from lmworks.recipe.schema.train import EarlyStopping as EarlyStoppingOptions
 from lmworks.recipe.weights import ARCHITECTURE, recorded
 from lmworks.shards.batch import Batch
 from lmworks.shards.batches import Batches, Prefetch
+from lmworks.train.batch_growth import BatchGrowth
 from lmworks.train.curriculum import Curriculum, PhaseBoundary
 from lmworks.train.data.mixture import MixtureUpdates
 from lmworks.train.ewc import EwcPenalty
@@ -61,6 +62,7 @@ from lmworks.train.step_inspector import FirstNonFinite, StepInspector
 from lmworks.train.validation import Validator
 from lmworks.ui import terminal
 from lmworks.ui.terminal import Interrupted, Preempted
+from lmworks.watch.batch_growth import describe as describe_growth
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.policy import Limits, RollbackRequest
 from lmworks.watch.stop_signals import Stop, graceful_stop
@@ -122,6 +124,7 @@ class Trainer:
         self._inspector = StepInspector(recipe, model, self.curriculum, self._state, self._faults, heartbeat, self._intervals.recheck)
         self._boundary = PhaseBoundary(self.stage, model, self.curriculum, files.checkpoints, files.ledger, heartbeat, self._faults)
         self._saver = Saver(recipe, files.checkpoints, self._faults, self._intervals.save, model.ranks.world)
+        self.growth = BatchGrowth.of(files.ledger, setup.batches, self.curriculum, model.ranks)
         self._validator = Validator(
             setup.validate, model, self.curriculum, files.ledger, stage=self.stage, keep_best=recipe.checkpoints.keep_best,
             early_stopping=setup.early_stopping, use_best=setup.use_best,
@@ -218,7 +221,9 @@ class Trainer:
             while not self._done:
                 end = self._faults.skips.until(self.step, self.curriculum.steps)
                 with Prefetch(self._rank_batch, self.step, end, patience=patience) as batches:
-                    self._train_until(end, batches, stop, bar)
+                    grows = self._train_until(end, batches, stop, bar)
+                if grows and self.growth is not None:  # now that nothing is read ahead with the smaller batch
+                    self.growth.grow(self.step, self._faults.skips)
                 if self._validator.stops:
                     break
                 self._advance(self._next(self.step), bar)
@@ -229,8 +234,9 @@ class Trainer:
             self._stop_if_requested(self._reduce_flags(stop), stop)
         self.files.ledger.write("finish", stage=self.stage, step=self.step, tokens=total)
 
-    def _train_until(self, end: int, batches: Prefetch, stop: Stop, bar: terminal.Bar) -> None:
-        """Train to step `end`, or until the run is rolled back or ends early."""
+    def _train_until(self, end: int, batches: Prefetch, stop: Stop, bar: terminal.Bar) -> bool:
+        """Train to step `end`, or until the run is rolled back or ends early, or the batch is to grow before the next step: then this
+        returns True."""
         while self.step < end and not self._done:
             began = time.monotonic()
             self._enter_phase(self.step)
@@ -240,12 +246,16 @@ class Trainer:
             hashes = row_hashes(batch) if self.objective is None else []  # an objective makes rows of its own
             flags = self._reduce_flags(stop, batch.valid_tokens, combined(hashes), batch.tokens_by_source)
             self._act_on(flags, batches, stop)
+            if flags.batch_grows and not flags.mixture_changed:
+                return True
             spikes = self._faults.policy.spike_total
             found, batch, rollback, statistics = self._train_step(batch, flags.valid_tokens, flags.detail)
             if self._faults.policy.bad_steps.in_a_row or self._faults.policy.spike_total > spikes:
                 self._details.event()
             if rollback is not None and self._roll_back(rollback, bar):
-                return
+                return False
+            if self.growth is not None and self._faults.policy.last_sound:
+                self.growth.observe(self.step, found.loss)
             self._record.add(self.step, hashes, flags.rows, found.loss, self._metrics.learning_rate(self._lr_factor))
             planned = self._advance(self.step + 1, bar)
             tokens = planned if self.objective is None else self._objective_tokens
@@ -260,6 +270,7 @@ class Trainer:
                 self._save_last(stop)
             elif self._validator.is_best(self.step) or self._saver.is_due(self.step, self._boundary.phase):
                 self._save(wait=False)
+        return False
 
     def _train_step(
         self, batch: Batch, valid_tokens: int, detail: bool
@@ -379,7 +390,8 @@ class Trainer:
         changed = self.mixture is not None and self.mixture.has_pending()
         failed, save_due = self.files.checkpoints.failed, self._saver.is_due_by_time()
         detail = self._details.due(self.step + 1, self.curriculum.steps)
-        own = StepFlags(valid_tokens, rows, stop.requested, stop.preempted, save_due, failed, changed, detail, sources)
+        grows = self.growth is not None and self.step < self.curriculum.steps and self.growth.is_due(self.step, self._faults.skips)
+        own = StepFlags(valid_tokens, rows, stop.requested, stop.preempted, save_due, failed, changed, detail, grows, sources)
         return all_reduce_flags(own, self.model.ranks)
 
     def _act_on(self, flags: StepFlags, batches: Prefetch, stop: Stop) -> None:
@@ -435,6 +447,7 @@ class Trainer:
             "step": self.step, "tokens": self.curriculum.tokens_before(self.step), "phase": phase.name if phase else None,
             **self._inspector.meta(), **self._validator.meta(), USED: self._validator.used_step(self.step),
             ARCHITECTURE: recorded(self.model.config), **self._record.meta(), **self._faults.meta(), **self.setup.meta,
+            **(self.growth.meta() if self.growth is not None else {}),
         }  # fmt: skip
         state = self.model.without_duplicates(self._state.tensors())
         if not self._are_finite(state):
@@ -480,6 +493,8 @@ class Trainer:
         if meta is None:
             refuse_if_all_damaged(self.files.checkpoints)
             self._faults.begin()
+            if self.growth is not None:
+                self.growth.read()  # what a start over has left
             self.step = self._next(0)
             return
         self.resumed_meta = meta
@@ -501,6 +516,8 @@ class Trainer:
         self.model.state_loaded(state)
         self._faults.load(meta)
         self._saver.saved = int(meta["step"])
+        if self.growth is not None:
+            self.growth.load(meta)
         self.step = self._next(self._saver.saved)
         self._inspector.load(meta)
         self._validator.load(meta)
@@ -511,13 +528,15 @@ class Trainer:
         """Load an earlier checkpoint, as a resumed run would; returns whether that was possible."""
         assert self._boundary.phase is not None
         self._saver.wait(self.step)
-        if not self._faults.roll_back(self.step, self._boundary.phase.first_step, rollback):
+        tokens = self.curriculum.tokens_before(self.step)
+        skips_same = None if self.growth is None else self.growth.skip_of_rollback
+        if not self._faults.roll_back(self.step, self._boundary.phase.first_step, rollback, skips_same):
             return False
-        undone = self.step
+        if self.growth is not None:
+            self.growth.roll_back(self._faults.history[-1].to_step)
         meta = self._load()
         assert meta is not None
-        step, self.step = self.step, undone  # the bar goes back by the tokens between
-        self._advance(step, bar)
+        bar.advance(self.curriculum.tokens_before(self.step) - tokens)  # back by the tokens between
         self._log.rewind(self._saver.saved + 1)
         self.files.sampler.truncate(self._saver.saved + 1)
         self._boundary.phase = None
@@ -546,7 +565,10 @@ class Trainer:
         if (version := environment.get("flash_linear_attention")) is not None:
             layers += f", linear attention in half precision by flash-linear-attention {version}"
         devices = f"{environment['ranks']} x {environment['device']} in {environment['precision']}"
-        terminal.console.print(f"{steps:,} steps, {tokens:,} tokens, on {devices}; layers {layers}", style="dim")
+        most = "at most " if self.growth is not None else ""
+        terminal.console.print(f"{most}{steps:,} steps, {tokens:,} tokens, on {devices}; layers {layers}", style="dim")
+        for line in [] if self.growth is None else describe_growth(self.recipe.train.phases, self.growth.known):
+            terminal.console.print(line, style="dim")
         self.files.ledger.write("start", stage=self.stage, steps=steps, tokens=tokens, **environment, **self.setup.meta)
 
     def _environment(self) -> dict[str, Any]:

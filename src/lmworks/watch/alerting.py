@@ -22,11 +22,11 @@ from lmworks.watch import stop_signals
 from lmworks.watch.alert_process import Orders
 from lmworks.watch.alert_targets import Target, open_target
 from lmworks.watch.alerts import alert_of
-from lmworks.watch.ledger import LEDGER, listening
+from lmworks.watch.ledger import GREW, LEDGER, listening
 
 COMMAND = [sys.executable, "-P", "-m", "lmworks.watch.alert_process"]
 _MORE_PATIENCE = 10.0  # seconds that the process has to end, beside those of all attempts
-_UNSETTLED = ("start", "start_over", "resume", "phase", "rollback")  # events after which a step may take longer than those before
+_UNSETTLED = ("start", "start_over", "resume", "phase", "rollback", GREW)  # events after which a step may take longer than those before
 _IDLE = ("finish", "run_ended")  # and those after which no step follows
 
 

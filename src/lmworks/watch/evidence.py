@@ -19,7 +19,7 @@ from lmworks.host import machine
 from lmworks.io.run_layout import BASE, MODEL_STAGES, ModelStage
 from lmworks.recipe.former import translated
 from lmworks.recipe.schema.units import Bytes, Duration, Seconds, Tokens
-from lmworks.watch.ledger import LEDGER, since_start_over
+from lmworks.watch.ledger import GREW, LEDGER, since_start_over
 from lmworks.watch.run_files import INDEX, Json, RunFiles, read_document, read_lines
 
 _MOST = 1e100  # the square of a larger value is no number
@@ -174,6 +174,9 @@ class Evidence:
     @cached_property
     def steps(self) -> int:
         """The planned steps; 0 if the stage has not started."""
+        grown = [event.get("steps") for event in self.events if event["event"] in ("resume", GREW)] if self.of(GREW) else []
+        if grown and isinstance(grown[-1], int):  # fewer steps of the same tokens
+            return grown[-1]
         planned = [event.get("steps") for event in self.events if event["event"] in ("start", "resume")]
         return max((count for count in planned if isinstance(count, int)), default=0)
 

@@ -135,6 +135,7 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
 
 
 ROLLBACK = "rollback"
+GREW = "batch_grew"
 
 
 @dataclass(frozen=True)

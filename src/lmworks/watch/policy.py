@@ -269,6 +269,11 @@ class Policy:
         """The steps whose data a rollback from `step` to `to_step` skips."""
         return max(to_step, step + 1 - self.options.skip_steps), step + 1
 
+    @property
+    def last_sound(self) -> bool:
+        """Whether the last step was neither bad nor a spike that is not accepted."""
+        return not self.bad_steps.in_a_row and not self.spikes.in_a_row
+
     def state(self) -> dict[str, Any]:
         """For the checkpoint's meta. `streak_began` is read by retention (`lmworks.checkpoint.listing`)."""
         bad, spikes = self.bad_steps, self.spikes

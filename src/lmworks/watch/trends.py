@@ -16,6 +16,7 @@ from lmworks.recipe.parameters import parameters
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.timeline import Schedules, Timeline
+from lmworks.watch.batch_growth import growths
 from lmworks.watch.evidence import Evidence, Series
 from lmworks.watch.rule import NotJudged
 
@@ -151,8 +152,8 @@ def _timeline(evidence: Evidence) -> Timeline | None:
     if evidence.stage != "pretrain":
         return None
     try:
-        return Timeline(_phases(evidence))
-    except (ValueError, TypeError, AttributeError, ArithmeticError):  # a recipe of another version, or none
+        return Timeline(_phases(evidence), growths(evidence.events))
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError):  # a recipe of another version, or none
         return None
 
 

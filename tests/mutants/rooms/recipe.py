@@ -35,4 +35,12 @@ MUTANTS = [
      "A number that is infinite or 0 in fp32 is refused.", "recipe/test_accepted_recipes.py"),
     ("recipe.checks:_numbers", "    elif isinstance(value, (list, tuple)):\n", "    elif isinstance(value, set):\n",
      "Numbers of phases are looked at too.", "recipe/test_accepted_recipes.py"),
+    ("recipe.timeline:GrowingSteps.before", "min(read, self.total)", "read", "A growth of the batch moves no range of the token files.",
+     "shards/test_timeline.py shards/test_order.py"),
+    ("recipe.timeline:_growing", "(-left // (tokens // length))", "-(left // (tokens // length))",
+     "The last step takes the sequences that a growth of the batch has left.", "shards/test_timeline.py"),
+    ("recipe.timeline:Timeline.__init__", "(one.step - begin, one.tokens)", "(one.step, one.tokens)",
+     "A growth of the batch is numbered through all phases.", "shards/test_timeline.py"),
+    ("recipe.checks:_schedules", "for name, length in phases[index].lr_schedule.lengths:", "for name, length in ():",
+     "A schedule in steps spans no phase whose batch grows with the loss.", "train/test_batch_growth_run.py"),
 ]  # fmt: skip

@@ -39,4 +39,7 @@ MUTANTS = [
      "shards/test_mixture.py"),
     ("shards.batches:Batches.batch", "filled.begins if self.recipe.train.phases[phase].mask_documents else rows", "filled.begins",
      "Attention may cross document borders where a phase says so.", "train/test_phases.py"),
+    ("shards.order:Order.__init__", "self._plan(phase, PhaseSteps.of(phase)) for phase in recipe.train.phases",
+     "self._plan(phase, steps) for phase, steps in zip(recipe.train.phases, self.timeline.phases, strict=True)",
+     "A planned change of the mixture keeps its place when the batch grows.", "shards/test_order.py"),
 ]  # fmt: skip

@@ -162,4 +162,13 @@ MUTANTS = [
      "watch/test_periodic.py"),
     ("watch.rules.machine_oversubscribed:_check", "high=_WAITED * max(apart, 0.0)", "high=_WAITED",
      "The pressure of a quota is judged by the time without a processor.", "doctor/test_rules_machine.py"),
+    ("watch.batch_growth:skip_of_rollback", "return to_step, after.first_unread(before.phase_of(last), begin + count)", "return skip",
+     "A rollback that forgets a growth skips the same data.",
+     "train/test_batch_growth_run.py::test_a_rollback_forgets_the_growth_and_skips_the_data_that_was_read_with_it"),
+    ("watch.batch_growth:growths", "            found = kept(found, int(line[\"to_step\"]))\n", "            pass\n",
+     "Readers of a run forget a growth that a rollback has undone.", "train/test_batch_growth_run.py"),
+    ("watch.batch_growth:kept", "one.step <= to_step", "one.step < to_step",
+     "A growth at the step of the checkpoint is not undone by a rollback to it.", "watch/test_batch_growth.py"),
+    ("watch.evidence:Evidence.steps", "if grown and isinstance(grown[-1], int):", "if False:",
+     "A run whose batch has grown has fewer steps than it began with.", "train/test_batch_growth_run.py"),
 ]  # fmt: skip

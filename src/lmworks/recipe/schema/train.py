@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -31,6 +32,11 @@ class LrSchedule(Node):
         "decay and milestones then refer to all of their tokens (GLM-4.5: one cosine over general and mid-training)"
     )
 
+    @property
+    def lengths(self) -> list[tuple[str, Duration]]:
+        """The lengths of its parts, by their keys."""
+        return [("warmup", self.warmup), *([("decay", self.decay)] if self.kind == "wsd" else [])]
+
     @model_validator(mode="after")
     def _rising(self) -> LrSchedule:
         if list(self.milestone_fractions) != sorted(set(self.milestone_fractions)):
@@ -39,11 +45,65 @@ class LrSchedule(Node):
 
 
 class BatchRamp(Node):
-    """A batch size that grows linearly at the start of a phase."""
+    """A batch size that grows to `global_batch_tokens` within a phase: linearly at its start, or in steps as the training loss falls
+    (MiniMax-01, arXiv:2501.08313)."""
 
+    kind: Literal["linear", "loss"] = Field(
+        "linear", description="linear: over the length `over`; loss: to each of `sizes` once the mean training loss is as low as that of "
+        "`losses`; each growth is a line of the ledger"
+    )
     start_tokens: Tokens = Field(description="tokens per step at the start")
-    over: Duration = Field(description="length of the ramp")
+    over: Duration | None = Field(None, description="linear: length of the ramp")
+    sizes: tuple[Tokens, ...] = Field(
+        (), description="loss: the tokens per step that follow start_tokens, multiples of it; the last is global_batch_tokens"
+    )
+    losses: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(
+        None, description="loss: the mean training loss, in nats per token, at which each of `sizes` begins; from the critical batch size "
+        "when omitted"
+    )
+    critical_batch_tokens: float = Field(
+        2e8, gt=0, description="loss: B* of the critical batch size B* / L^(1 / critical_batch_exponent) at a loss of L (Kaplan et al. "
+        "2020, arXiv:2001.08361, equation 1.4); a batch grows to a size when the critical batch size has reached it"
+    )
+    critical_batch_exponent: float = Field(0.21, gt=0, description="loss: the exponent of that law")
+    window_steps: int = Field(100, gt=0, description="loss: steps over which the training loss is averaged")
     rescale: Literal["none", "sqrt", "linear"] = Field("sqrt", description="how the learning rate scales with the batch size")
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> BatchRamp:
+        of_loss = ("sizes", "losses", "critical_batch_tokens", "critical_batch_exponent", "window_steps")
+        if self.kind == "linear":
+            if self.over is None:
+                raise ValueError("batch_ramp needs over, the length of the ramp")
+            if given := [name for name in of_loss if name in self.model_fields_set and getattr(self, name) != _default(self, name)]:
+                raise ValueError(f"batch_ramp.{given[0]} belongs to kind: loss; set kind, or leave it out")
+            return self
+        if self.over is not None:
+            raise ValueError("batch_ramp.over belongs to kind: linear; with kind: loss give sizes, to which the batch grows")
+        sizes = [self.start_tokens, *self.sizes]
+        if not self.sizes or any(after <= before or after % self.start_tokens for before, after in pairwise(sizes)):
+            raise ValueError(
+                f"batch_ramp.sizes {[int(size) for size in self.sizes]} must rise above start_tokens {int(self.start_tokens)}, in "
+                "multiples of it"
+            )
+        if self.losses is not None and (len(self.losses) != len(self.sizes) or list(self.losses) != sorted(set(self.losses))[::-1]):
+            raise ValueError(f"batch_ramp.losses {list(self.losses)} must fall, one for each of the {len(self.sizes)} sizes")
+        return self
+
+    def loss_of(self, size: int) -> float:
+        """The loss, in nats per token, at which the critical batch size is `size` tokens."""
+        return float((self.critical_batch_tokens / size) ** self.critical_batch_exponent)
+
+    @property
+    def growths(self) -> list[tuple[int, float]]:
+        """kind loss: pairs (tokens per step, the loss at which they begin), in order."""
+        return [(int(size), self.loss_of(size)) for size in self.sizes] if self.losses is None else list(
+            zip(map(int, self.sizes), self.losses, strict=True)
+        )
+
+
+def _default(node: Node, name: str) -> object:
+    return type(node).model_fields[name].default
 
 
 class RopeChange(Node):
@@ -204,7 +264,34 @@ class Phase(Node):
             raise ValueError(
                 f"phase {self.name}: batch_ramp.start_tokens {start} must be a multiple of sequence_length and at most global_batch_tokens"
             )
+        if self.loss_ramp is not None:
+            self._check_loss_ramp(self.loss_ramp)
         return self
+
+    @property
+    def loss_ramp(self) -> BatchRamp | None:
+        """The ramp of a batch that grows as the loss falls; None for other batches."""
+        return self.batch_ramp if self.batch_ramp is not None and self.batch_ramp.kind == "loss" else None
+
+    def _check_loss_ramp(self, ramp: BatchRamp) -> None:
+        """Nothing that is counted in steps may be decided before they are known: tokens and percentages are not moved by a growth."""
+        if ramp.sizes[-1] != self.global_batch_tokens:
+            raise ValueError(
+                f"phase {self.name}: the last of batch_ramp.sizes is {int(ramp.sizes[-1])}, and global_batch_tokens "
+                f"{int(self.global_batch_tokens)}; make them equal"
+            )
+        if self.qk_norm_steps is not None:
+            raise ValueError(
+                f"phase {self.name}: qk_norm_steps are not known while the batch grows with the loss (batch_ramp.kind); add the norm in "
+                "another phase"
+            )
+        lengths = [(f"lr_schedule.{name}", length) for name, length in self.lr_schedule.lengths]
+        lengths += [("mixture_changes.at", change.at) for change in self.mixture_changes]
+        if counted := [name for name, length in lengths if length.unit == "steps"]:
+            raise ValueError(
+                f"phase {self.name}: {counted[0]} is in steps, which are not known while the batch grows with the loss (batch_ramp.kind); "
+                "give it in tokens or percent"
+            )
 
 
     def changed(self, model: Model) -> Model:
