@@ -221,8 +221,9 @@ def test_what_does_not_combine_is_refused(tiny: Tiny, undisturbed: Tiny) -> None
         find_start(str(undisturbed.run_dir / "checkpoints" / "step-00000012"), recipe)
     with pytest.raises(UserError, match=r"phase general: in a loop of your own no batch grows with the loss; set batch_ramp"):
         load_recipe(tiny.recipe, [*GROWING, f"run_dir={undisturbed.run_dir}"]).training_session()
-    spanning = "{phases: 2, warmup: 10%, decay: 5 steps}"
-    whole = ("train.phases.long.learning_rate_scale=1.0", "train.phases.long.lr_schedule={}",
-             f"train.phases.general.lr_schedule={spanning}")  # fmt: skip
-    with pytest.raises(UserError, match=r"5 steps are not known where the schedule spans general, whose batch grows with the loss"):
-        tiny.resolve(*GROWING, *whole)
+    later = "{kind: loss, start_tokens: 64 tokens, sizes: [256 tokens], losses: [5.0]}"
+    spanning = ("train.phases.general.batch_ramp=null", "train.phases.general.lr_schedule={phases: 2, warmup: 10%, decay: 5 steps}",
+                "train.phases.long.learning_rate_scale=1.0", "train.phases.long.lr_schedule={}",
+                f"train.phases.long.batch_ramp={later}")  # fmt: skip
+    with pytest.raises(UserError, match=r"5 steps are not known where the schedule spans long, whose batch grows with the loss"):
+        tiny.resolve(*spanning)
