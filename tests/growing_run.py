@@ -1,4 +1,4 @@
-"""The shorter tiny run with a batch that grows twice in its first phase, as the loss falls."""
+"""The tiny run with a batch that grows twice in its first phase, as the loss falls."""
 
 from __future__ import annotations
 

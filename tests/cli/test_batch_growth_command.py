@@ -17,11 +17,6 @@ from tiny_run import Tiny, before_each_step, checkpoint, curve
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-@pytest.fixture(scope="session")
-def tiny(shorter: Tiny) -> Tiny:
-    return shorter
-
-
 def options(*overrides: str) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 

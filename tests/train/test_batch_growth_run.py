@@ -37,11 +37,6 @@ SPIKED = (*GROWING, "stability.spike.window_steps=8", "stability.spike.min_rise_
           "stability.spike.action=rollback", "train.save_every=6 steps", "checkpoints.keep_best=false")  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def tiny(shorter: Tiny) -> Tiny:
-    return shorter
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     run = tiny.copy(tmp_path_factory.mktemp("undisturbed") / "run")
