@@ -215,8 +215,8 @@ def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tup
 
     for index, phase in enumerate(recipe.train.phases):
         if (ramp := phase.loss_ramp) is not None and ramp.losses is None:
-            tokens, exponent = ramp.critical_batch_tokens, ramp.critical_batch_exponent
-            law = f"({tokens:g} tokens / size)^{exponent:g}, where the critical batch is that size (arXiv:2001.08361, equation 1.4)"
+            critical, exponent = ramp.critical_batch_tokens, ramp.critical_batch_exponent
+            law = f"({critical:g} tokens / size)^{exponent:g}, where the critical batch is that size (arXiv:2001.08361, equation 1.4)"
             derive(("train", "phases", index, "batch_ramp", "losses"), tuple(ramp.loss_of(int(size)) for size in ramp.sizes), law)
 
     replicas = recipe.layout.dp_replicate * recipe.layout.dp_shard
