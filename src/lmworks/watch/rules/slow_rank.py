@@ -147,11 +147,10 @@ RULE = Rule(
     ("slow",),
     _check,
     "In a synchronous step every rank waits for the slowest one, so that their times are equal and the total time does not tell which "
-    "one it "
-    "is. Every twenty steps the time outside of collectives and a fixed matrix multiplication are compared, and the ledger warns of a rank "
-    "that stands out. Of two ranks, each is compared with its own past there; one that is slow from the first step on shows in "
-    "perf/slowest_excess. Time that a rank loses within a step and not in arithmetic (a slow link, slow memory) is in no file: if steps "
-    "become longer and nothing explains it, the answer is not sure; if they were long from the first one on, nothing is said. "
+    "one it is. Every twenty steps the time outside of collectives and a fixed matrix multiplication are compared, and the ledger warns "
+    "of a rank that stands out. Of two ranks, each is compared with its own past there; one that is slow from the first step on shows "
+    "in perf/slowest_excess. Time that a rank loses within a step and not in arithmetic (a slow link, slow memory) is in no file: if "
+    "steps become longer and nothing explains it, the answer is not sure; if they were long from the first one on, nothing is said. "
     "lmworks profile times the parts of a step per rank.",
     applies=lambda evidence: evidence.ranks > 1,
     needs=("perf/slowest_rank",),
