@@ -222,6 +222,8 @@ def test_the_index_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path))
     calls: list[Any] = []
     monkeypatch.setattr("lmworks.evaluate.harness.task_index.TaskIndex.build", lambda paths: calls.append(paths) or {})
+    from lmworks.evaluate.harness.task_index import _bundled
+
     for _ in range(2):
-        assert task_index._bundled() == {}
+        assert _bundled() == {}
     assert len(calls) == 1

@@ -29,8 +29,8 @@ def measured(pairs: Pairs, seed: int = 0) -> list[Point]:
     ]
 
 
-def fitted(points: list[Point], seed: int = 0, bootstraps: int = 40) -> LossLaw:
-    return fit_law(points, "bits per byte", "planted", bootstraps=bootstraps, seed=seed)
+def fitted(points: list[Point], seed: int = 0) -> LossLaw:
+    return fit_law(points, "bits per byte", "planted", bootstraps=40, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def fitted(points: list[Point], seed: int = 0, bootstraps: int = 40) -> LossLaw:
 def test_what_a_design_leaves_open_is_named(pairs: Pairs, untold: int, line: str) -> None:
     """On a line of equal operations the optimum is told, and how the loss splits is not."""
     points = measured(pairs)
-    law = fitted(points, bootstraps=0)
+    law = fitted(points)
     design = design_of(law, points)
     assert len(design.untold) == untold and line in "; ".join(design.doubts)
     assert bool(law.undetermined) == bool(untold)
@@ -54,7 +54,7 @@ def test_what_a_design_leaves_open_is_named(pairs: Pairs, untold: int, line: str
 def test_the_proposed_runs_mend_it() -> None:
     """Each proposal is measured, and the law is fitted again: the optimal size is told, and is the planted one."""
     points = measured(RIDGE)
-    design = design_of(fitted(points, bootstraps=0), points)
+    design = design_of(fitted(points), points)
     assert 1 <= len(design.runs) <= 6
     ratios = [tokens / size for size, tokens in design.runs]
     assert min(ratios) < 10 or max(ratios) > 40, "off the line"

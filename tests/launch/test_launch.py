@@ -147,7 +147,7 @@ def test_the_end_of_whoever_started_an_agent_is_the_agents_end(tmp_path: Path, m
     told, ready = tmp_path / "told", tmp_path / "ready"
     stand_in = (
         f"import signal, time, sys, pathlib\nsignal.signal(15, lambda *_: (open({str(told)!r}, 'w').write('15'), sys.exit(3)))\n"
-        f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(600)"
+        f"pathlib.Path({str(ready)!r}).touch()\nwhile True: time.sleep(0.05)"  # a signal that comes just before a sleep does not end it
     )
     monkeypatch.setattr("lmworks.launch.torchrun.Agent.command", lambda self: [sys.executable, "-c", stand_in])
     shell = subprocess.Popen(["sh", "-c", made.script(made.hosts[0], 1)], stdin=subprocess.PIPE)
@@ -166,7 +166,7 @@ def test_the_shell_of_an_agent_lives_for_as_long_as_its_ranks_save(tmp_path: Pat
     ready = tmp_path / "ready"
     stand_in = (
         "import signal, time, sys, pathlib\nsignal.signal(15, lambda *_: (time.sleep(0.3), sys.exit(5)))\n"
-        f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(600)"
+        f"pathlib.Path({str(ready)!r}).touch()\nwhile True: time.sleep(0.05)"  # a signal that comes just before a sleep does not end it
     )
     monkeypatch.setattr("lmworks.launch.torchrun.Agent.command", lambda self: [sys.executable, "-c", stand_in])
     script = replace(made, module="os").script(made.hosts[0], 1)

@@ -57,13 +57,15 @@ def test_two_numbers_a_query_say_what_a_mask_says(window: int | None) -> None:
 
 
 def test_a_cache_says_the_same() -> None:
-    cache = Cache(CONFIGS["dense"], rows=2, capacity=20, device=torch.device("cpu"), dtype=torch.float32)
+    config = CONFIGS["dense"].model_copy(update={"sliding_window": 3})
+    cache = Cache(config, rows=2, capacity=20, device=torch.device("cpu"), dtype=torch.float32)
     cache.begin(9)
     cache.finish([9, 4])
     assert cache.begin(2).tolist() == [[9, 10], [4, 5]]
-    seen = cache.mask(3).dense()
-    assert [row.nonzero().flatten().tolist() for row in seen.view(-1, cache.end)] == [[7, 8, 9], [8, 9, 10], [2, 3, 4], [3, 4, 5]]
-    assert cache.mask(None).dense().sum(-1).flatten().tolist() == [10, 11, 5, 6]
+    assert cache.first(slides=True) == 2, "of the shorter row's first token"
+    seen = cache.seen(True, torch.float32).dense()
+    assert [(2 + row.nonzero().flatten()).tolist() for row in seen.view(-1, cache.end - 2)] == [[7, 8, 9], [8, 9, 10], [2, 3, 4], [3, 4, 5]]
+    assert cache.seen(False, torch.float32).dense().sum(-1).flatten().tolist() == [10, 11, 5, 6]
 
 
 def inputs(heads: tuple[int, int], queries: int, keys: int, value_dim: int) -> list[Tensor]:

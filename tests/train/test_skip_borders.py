@@ -107,9 +107,9 @@ def test_the_phase_that_a_rollback_leaves_is_in_force_no_more() -> None:
         step=9, _boundary=SimpleNamespace(phase=SimpleNamespace(first_step=5)), _saver=SimpleNamespace(wait=nothing, saved=2),
         _faults=SimpleNamespace(roll_back=lambda *_: True), _load=dict, _advance=nothing, _log=SimpleNamespace(rewind=nothing),
         files=SimpleNamespace(sampler=SimpleNamespace(truncate=nothing)), _metrics=SimpleNamespace(restart_clock=nothing),
-        _details=SimpleNamespace(event=lambda: None),
+        _details=SimpleNamespace(event=lambda: None), growth=None, curriculum=SimpleNamespace(tokens_before=lambda step: 0),
     )  # fmt: skip
     request: Any = None
-    bar: Any = None
+    bar: Any = SimpleNamespace(advance=nothing)
     assert Trainer._roll_back(trainer, request, bar)
     assert trainer._boundary.phase is None

@@ -153,7 +153,7 @@ class Cache:
         on. It is made once for all layers."""
         window, first = self._window if slides else None, self.first(slides)
         if window not in self._masks:
-            seen = visible(self.slots_BT - first, self.end - first, window)
+            seen = visible(self.slots_BT - first if first else self.slots_BT, self.end - first, window)
             self._masks[window] = seen.with_bias(dtype) if self.steps == 1 else seen
         return self._masks[window]
 

@@ -17,12 +17,12 @@ from torch import Tensor
 # The state that reaches the next document is multiplied by exp(-40), 4e-18: 1e-10 of what fp32 resolves. The kernels add up decays within
 # a chunk of 64 tokens, and with a larger number the decays after it would lose digits: here 2e-6 for each border, of bf16's 4e-3.
 _EMPTIES = -40.0
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def usable(*activations: Tensor) -> bool:
-    """Whether the kernels take these activations: by their device, what is installed, and their types."""
-    dtype = _least_precise(activations)
-    return dtype in (torch.bfloat16, torch.float16) and _available(activations[0].device)
+    """Whether the kernels take these activations, one of which is in half precision: by their device and what is installed."""
+    return any(x.dtype in _HALF for x in activations) and _available(activations[0].device)
 
 
 @cache
@@ -37,10 +37,6 @@ def installed(device: torch.device) -> str | None:
     return version("flash-linear-attention") if _available(device) else None
 
 
-def _least_precise(tensors: tuple[Tensor, ...]) -> torch.dtype:
-    return min((tensor.dtype for tensor in tensors), key=lambda dtype: dtype.itemsize)
-
-
 def scan(
     query_BTGK: Tensor, key_BTGK: Tensor, value_BTHV: Tensor, log_decay_BTH: Tensor, positions_BT: Tensor,
     state_BHKV: Tensor | None = None,
@@ -50,7 +46,7 @@ def scan(
 
     shared = value_BTHV.shape[2] // query_BTGK.shape[2]
     query, key = (x.repeat_interleave(shared, dim=2) if shared > 1 else x for x in (query_BTGK, key_BTGK))
-    dtype = _least_precise((query, key, value_BTHV))
+    dtype = query.dtype if query.dtype in _HALF else value_BTHV.dtype
     out, state = chunk_simple_gla(
         query.to(dtype), key.to(dtype), value_BTHV.to(dtype), g=_emptied(log_decay_BTH, positions_BT), scale=1.0,
         initial_state=state_BHKV, output_final_state=True,
@@ -67,7 +63,7 @@ def delta_rule(
 
     shared = value_BTHV.shape[2] // query_BTGK.shape[2]
     query, key = (x.repeat_interleave(shared, dim=2) if shared > 1 else x for x in (query_BTGK, key_BTGK))
-    dtype = _least_precise((query, key, value_BTHV))
+    dtype = query.dtype if query.dtype in _HALF else value_BTHV.dtype
     out, state = chunk_gated_delta_rule(
         query.to(dtype), key.to(dtype), value_BTHV.to(dtype), _emptied(log_decay_BTH, positions_BT), beta_BTH.float(), scale=1.0,
         initial_state=state_BHKV, output_final_state=True,

@@ -124,7 +124,7 @@ MUTANTS = [
      "A kernel of a decaying sum goes on from the state that it is given.", "model/test_linear_kernels.py"),
     ("model.linear_kernels:delta_rule", "x.repeat_interleave(shared, dim=2)", "x.repeat(1, 1, shared, 1)",
      "Value heads of a kernel share the key head before them.", "model/test_linear_kernels.py"),
-    ("model.linear_kernels:usable", "dtype in (torch.bfloat16, torch.float16) and ", "",
+    ("model.linear_kernels:usable", "any(x.dtype in _HALF for x in activations) and ", "",
      "Full precision is not given to kernels that multiply in TF32.", "model/test_linear_kernels.py"),
     ("model.rope:_yarn_ramp", "math.floor(first) if rope.truncate else first", "math.floor(first)",
      "YaRN without rounding has its own ramp.", "model/test_rope.py"),

@@ -17,7 +17,8 @@ _FACTORS = ("embedding", "key", "attention_out", "ffn_out", "logits")
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.12g}")
+    """Without the last bits of a quotient. The export is compared in fp64 to some 1e-13: fewer digits would be a difference."""
+    return float(f"{value:.14g}")
 
 
 def _shortest(value: float, back: Callable[[float], float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,6 +66,7 @@ def _to_config(model: Model, rope: Rope) -> dict[str, Any]:
         "mamba_n_heads": mamba.num_heads, "mamba_d_head": mamba.head_dim, "mamba_n_groups": mamba.n_groups,
         "mamba_d_state": mamba.state_size, "mamba_d_conv": mamba.conv_kernel, "mamba_expand": mamba.inner_size // model.hidden_size,
         "mamba_chunk_size": 256, "mamba_conv_bias": mamba.conv_bias, "mamba_proj_bias": False,
+        "time_step_limit": [0.0, math.inf],
         **dict(zip(granite.KEYS, granite.numbers(model), strict=True)), **experts, **positions,
     }  # fmt: skip
 
@@ -150,9 +152,9 @@ FAMILY = Family(
         "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024, "position_embedding_type": Null(str),
         "layer_types": Null(list), "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": Null(int, "auto"),
         "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
-        "time_step_limit": Null(list),
+        "time_step_limit": Null(list, (0.0, math.inf)),
     },
-    aliases={"layers_block_type": "layer_types", "num_experts": "num_local_experts"},
+    aliases={"layers_block_type": "layer_types"},
     fixed={"mamba_proj_bias": (False,), "attention_bias": (False,)}, ignored=("normalization_function", "init_method"),
     requires=frozenset({"Mamba-2"}),
     allows=frozenset({"constant factors", "experts", "shared experts", "softmax gates", "no RoPE"}),
