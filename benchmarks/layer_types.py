@@ -52,6 +52,7 @@ def decode() -> None:
             caches[name] = model.cache(1, length + _ROUNDS + 1)
             for start in range(0, length, _PIECE):
                 model(torch.randint(0, 4096, (1, min(_PIECE, length - start))), cache=caches[name])
+                caches[name].finish(min(_PIECE, length - start))
         took: dict[str, list[float]] = {name: [] for name in models}
         for _ in range(_ROUNDS):
             for name, model in models.items():
