@@ -44,11 +44,9 @@ def scan(
     """`ssd.scan`."""
     from fla.ops.simple_gla import chunk_simple_gla
 
-    shared = value_BTHV.shape[2] // query_BTGK.shape[2]
-    query, key = (x.repeat_interleave(shared, dim=2) if shared > 1 else x for x in (query_BTGK, key_BTGK))
-    dtype = query.dtype if query.dtype in _HALF else value_BTHV.dtype
+    query, key, value = _prepared(query_BTGK, key_BTGK, value_BTHV)
     out, state = chunk_simple_gla(
-        query.to(dtype), key.to(dtype), value_BTHV.to(dtype), g=_emptied(log_decay_BTH, positions_BT), scale=1.0,
+        query, key, value, g=_emptied(log_decay_BTH, positions_BT), scale=1.0,
         initial_state=state_BHKV, output_final_state=True,
     )  # fmt: skip
     return out.float(), state
@@ -61,14 +59,20 @@ def delta_rule(
     """`delta_rule.delta_rule`."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    shared = value_BTHV.shape[2] // query_BTGK.shape[2]
-    query, key = (x.repeat_interleave(shared, dim=2) if shared > 1 else x for x in (query_BTGK, key_BTGK))
-    dtype = query.dtype if query.dtype in _HALF else value_BTHV.dtype
+    query, key, value = _prepared(query_BTGK, key_BTGK, value_BTHV)
     out, state = chunk_gated_delta_rule(
-        query.to(dtype), key.to(dtype), value_BTHV.to(dtype), _emptied(log_decay_BTH, positions_BT), beta_BTH.float(), scale=1.0,
+        query, key, value, _emptied(log_decay_BTH, positions_BT), beta_BTH.float(), scale=1.0,
         initial_state=state_BHKV, output_final_state=True,
     )  # fmt: skip
     return out.float(), state
+
+
+def _prepared(query_BTGK: Tensor, key_BTGK: Tensor, value_BTHV: Tensor) -> list[Tensor]:
+    """All three with H heads, in half precision where one of them is."""
+    shared = value_BTHV.shape[2] // query_BTGK.shape[2]
+    query, key = (x.repeat_interleave(shared, dim=2) if shared > 1 else x for x in (query_BTGK, key_BTGK))
+    dtype = query.dtype if query.dtype in _HALF else value_BTHV.dtype
+    return [x.to(dtype) for x in (query, key, value_BTHV)]
 
 
 def _emptied(log_decay_BTH: Tensor, positions_BT: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ MUTANTS = [
      "A kernel's state is empty where a document begins.", "model/test_linear_kernels.py"),
     ("model.linear_kernels:scan", "initial_state=state_BHKV", "initial_state=None",
      "A kernel of a decaying sum goes on from the state that it is given.", "model/test_linear_kernels.py"),
-    ("model.linear_kernels:delta_rule", "x.repeat_interleave(shared, dim=2)", "x.repeat(1, 1, shared, 1)",
+    ("model.linear_kernels:_prepared", "x.repeat_interleave(shared, dim=2)", "x.repeat(1, 1, shared, 1)",
      "Value heads of a kernel share the key head before them.", "model/test_linear_kernels.py"),
     ("model.linear_kernels:usable", "any(x.dtype in _HALF for x in activations) and ", "",
      "Full precision is not given to kernels that multiply in TF32.", "model/test_linear_kernels.py"),
