@@ -180,3 +180,19 @@ def test_what_is_written_leaves_nothing_to_defaults(family: Family) -> None:
             assert by_class.rope_theta and "rope_theta" in rope and "rope_type" in rope
             assert "partial_rotary_factor" in rope or not by_class.has("partial RoPE")
         assert from_config(written) == model
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_the_interval_of_full_attention_says_what_the_kinds_of_layers_say(kind: str) -> None:
+    """llama.cpp's converter reads `full_attention_interval` alone, and takes 4 where it is not written."""
+    (family,) = [one for one in FAMILIES.values() if one.model_type == kind]
+    seen = set()
+    for seed in range(40):
+        model = from_config(json.loads(random_config(family, seed).to_json_string()))
+        written = to_config(model, model.rope, {})
+        if "full_attention_interval" in written:
+            seen.add(written["full_attention_interval"])
+            assert from_config({key: value for key, value in written.items() if key != "layer_types"}).layer_types == model.layer_types
+        else:
+            assert "full_attention" in model.layer_types[:-1] or model.layer_types[-1] != "full_attention"
+    assert seen - {4}, "the test compares nothing"

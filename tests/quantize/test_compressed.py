@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from lmworks.quantize import compressed
 from lmworks.quantize.agreement import Window
 from lmworks.quantize.certificate import problems
+from lmworks.quantize.child import PROGRAMS
 from lmworks.quantize.evidence import expert_tokens
 from lmworks.quantize.source import SCHEMES, Source, open_source
 
@@ -152,6 +155,21 @@ def test_rows_that_no_group_divides_are_refused(make_run: Callable[..., Any]) ->
         compressed.require(SCHEMES["gptq"], source, [Window((1, 2), "a")])
     with pytest.raises(Exception, match=r"needs text to calibrate with.*--calibration FILE"):
         compressed.require(SCHEMES["gptq"], source, [])
+
+
+def test_what_states_and_routers_are_made_of_is_named_to_the_library() -> None:
+    """Routers of every class, gates of shared experts, and linear layers are kept; the matrices of attention and of experts are not."""
+    sensitive = runpy.run_path(str(PROGRAMS))["_SENSITIVE"]
+
+    def is_kept(module: str) -> bool:
+        return any(re.match(one[3:], module) if one.startswith("re:") else one == module for one in sensitive)
+
+    layer = "model.layers.3."
+    kept = ("mlp.gate", "block_sparse_moe.gate", "mlp.router", "block_sparse_moe.router.layer", "mlp.shared_expert_gate",
+            "linear_attn.in_proj_qkvz", "linear_attn.out_proj", "mamba.in_proj")  # fmt: skip
+    assert all(is_kept(layer + one) for one in kept) and is_kept("lm_head")
+    quantized = ("mlp.gate_proj", "mlp.experts.7.gate_proj", "self_attn.q_proj", "mlp.shared_expert.up_proj", "self_attn.o_proj")
+    assert not any(is_kept(layer + one) for one in quantized)
 
 
 @pytest.mark.slow

@@ -112,6 +112,12 @@ def test_the_steps_of_later_phases_follow_those_of_a_phase_whose_batch_grew() ->
     assert fewest_steps(phases[0]) == 2 + 9 and fewest_steps(phases[0], grown.phases[0]) == 12 and fewest_steps(phases[1]) == 3
 
 
+def test_a_growth_in_a_later_phase_is_at_its_step_of_the_run() -> None:
+    grown = Timeline([phase("two", 640, 20, 200), growing(800, [5, 10])], [Growth("p", 7, 80)])
+    assert [one.steps for one in grown.phases] == [3, 12]
+    assert [grown.sequences(step) for step in (6, 7)] == [(15, 5), (20, 10)]
+
+
 @pytest.mark.parametrize(("changes", "said"), [
     ({"batch_ramp": {"start_tokens": "40 tokens"}}, "batch_ramp needs over, the length of the ramp"),
     ({"batch_ramp": {"start_tokens": "40 tokens", "over": "2%", "window_steps": 7}}, "batch_ramp.window_steps belongs to kind: loss"),

@@ -43,4 +43,6 @@ MUTANTS = [
      "A growth of the batch is numbered through all phases.", "shards/test_timeline.py"),
     ("recipe.checks:_schedules", "for name, length in phases[index].lr_schedule.lengths:", "for name, length in ():",
      "A schedule in steps spans no phase whose batch grows with the loss.", "train/test_batch_growth_run.py"),
+    ("recipe.families.gated_delta:layers_to_config", "len(model.layer_types)", "4",
+     "config.json says the interval of full attention that the layers have.", "export/test_config_keys.py"),
 ]  # fmt: skip
