@@ -98,11 +98,11 @@ def test_a_ledger_that_was_lost_is_written_again_from_the_checkpoint(undisturbed
 
 
 def test_a_resumed_run_follows_the_ledger_and_does_not_decide_again(tiny_copy: Tiny, growths: list[tuple[int, int]]) -> None:
-    """As on another layout, whose losses are rounded otherwise: here the losses that are asked for are others."""
+    """As on another layout, whose losses are rounded otherwise: here any loss is low enough for both sizes."""
     first = growths[0][0]
-    die_in(tiny_copy, first + 1, *GROWING)
-    tiny_copy.pretrain(*GROWING, f"train.phases.general.batch_ramp={RAMP.replace('6.0', '6.24')}")
-    assert grown(tiny_copy) == growths
+    die_in(tiny_copy, first + 1, *GROWING, f"train.save_every={first - 1} steps")
+    tiny_copy.pretrain(*GROWING, f"train.phases.general.batch_ramp={RAMP.replace('6.0', '9.0').replace('5.6', '8.9')}")
+    assert grown(tiny_copy) == [growths[0], (first + 1, 256)]
 
 
 def trained(tiny: Tiny, to: Path, layout: Layout) -> None:
@@ -132,9 +132,10 @@ def test_a_rollback_forgets_the_growth_and_skips_the_data_that_was_read_with_it(
     spoil_steps(monkeypatch, [high], high_loss)
     read = 2 * first + 4 * 2  # sequences before the growth, and in the two steps after it
     stop = -(-read // 2)
-    die_in(tiny_copy, stop + 1, *SPIKED)
+    die_in(tiny_copy, stop + 2, *SPIKED)
     (line,) = [one for one in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if one["event"] == "rollback"]
     assert (line["step"], line["to_step"], line["skip"]) == (high, back, [back, stop])
+    assert [(line["step"], line["train/batch_tokens"]) for line in curve(tiny_copy.run_dir)][-2:] == [(stop + 1, 64), (stop + 2, 64)]
     assert read_growths(tiny_copy.run_dir) == ()
     assert timeline_of(tiny_copy.resolve(*GROWING).recipe, tiny_copy.run_dir).sequences(stop) == (read, 2)
     other = tiny_copy.copy(tmp_path / "other")
