@@ -9,6 +9,7 @@ import sys
 import tomllib
 import zipfile
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
 NOT_RECIPES = {"models": "model", "clusters": "cluster", "ablations": "ablation"}
 
 
+@cache
 def validator(kind: str) -> jsonschema.Draft202012Validator:
     schema = schema_of(kind)
     jsonschema.Draft202012Validator.check_schema(schema)

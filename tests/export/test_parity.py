@@ -123,7 +123,15 @@ def test_each_class_passes_in_the_type_of_its_files(family: Family, tmp_path: Pa
     require_parity(parity, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "mistake"), [*(("dense", one) for one in DENSE), *(("experts", one) for one in SPARSE)])
+SMALLEST = ("norm element by one bit", "scale of scores 0.01%", "one weight of the head", "tied", "element of a bias", "row of an expert",
+            "scaling factor")  # fmt: skip
+MISTAKES = [
+    pytest.param(name, mistake, marks=() if mistake in SMALLEST else pytest.mark.slow)
+    for name, mistakes in (("dense", DENSE), ("experts", SPARSE)) for mistake in mistakes
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mistake"), MISTAKES)
 def test_a_mistake_in_the_last_of_thirty_layers_is_found(written: Any, plant: Any, name: str, mistake: str) -> None:
     model, directory = written(name)
     plant((DENSE if name == "dense" else SPARSE)[mistake])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,16 +15,19 @@ MOST = {"dense": (160, 0.28), "moe": (189, 0.307), "mla": (252, 0.313), "tied": 
 RESULTS = "inference/sampling.py"
 
 
+KINDS = ["moe", "mla", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "tied"))]
+
+
 @pytest.fixture(scope="module")
-def found(fake_cuda: FakeCuda) -> dict[str, Any]:
-    """The reports by kind of model."""
-    return fake_cuda.run("traced_decoding:steps", kinds=list(MOST))
+def found(fake_cuda: FakeCuda) -> Callable[[str], dict[str, Any]]:
+    """The reports of a kind of model."""
+    return cache(lambda kind: fake_cuda.run("traced_decoding:steps", kinds=[kind])[kind])
 
 
-@pytest.mark.parametrize("kind", MOST)
-def test_a_step_of_decoding_waits_once(found: dict[str, Any], kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_decoding_waits_once(found: Callable[[str], dict[str, Any]], kind: str) -> None:
     """Rows of all kinds of options join, are read in pieces, and leave."""
-    reports = found[kind]["steps"]
+    reports = found(kind)["steps"]
     assert len(reports) > 9
     for report in reports:
         assert list(report["waits"].values()) == [1] * bool(report["tokens"]), report["waits"]
@@ -30,9 +35,9 @@ def test_a_step_of_decoding_waits_once(found: dict[str, Any], kind: str) -> None
         assert "pageable" not in report["to_device"]
 
 
-@pytest.mark.parametrize("kind", MOST)
-def test_operators_of_a_step_of_decoding(found: dict[str, Any], kind: str) -> None:
-    report, (operators, mebibytes) = found[kind]["plain"], MOST[kind]
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators_of_a_step_of_decoding(found: Callable[[str], dict[str, Any]], kind: str) -> None:
+    report, (operators, mebibytes) = found(kind)["plain"], MOST[kind]
     assert report["operators"] <= operators and report["bytes"] <= mebibytes * 2**20
 
 

@@ -97,6 +97,7 @@ def of(lines: list[dict[str, Any]], check: str, key: str) -> list[dict[str, Any]
     return [row for row in lines if row["check"] == check and key in row]
 
 
+@pytest.mark.slow  # .ci/run has all checks at this size
 def test_first_quick_checks_run_at_toy_size(found: dict[str, list[dict[str, Any]]]) -> None:
     lines = found["first"]
     assert set(of(lines, "versions", "imports")[0]["imports"].values()) == {"imported"}
@@ -104,6 +105,7 @@ def test_first_quick_checks_run_at_toy_size(found: dict[str, list[dict[str, Any]
     assert of(lines, "decode", "tokens_per_second")[0]["rows"] == 4
 
 
+@pytest.mark.slow  # .ci/run has all checks at this size
 def test_second_command_at_toy_size(found: dict[str, list[dict[str, Any]]]) -> None:
     lines = found["second"]
     assert all(row["tflops"] > 0 for row in of(lines, "muon", "shape")) and len(of(lines, "muon", "shape")) == 2
@@ -123,6 +125,7 @@ def test_parts_of_a_step_at_toy_size(tmp_path: Path) -> None:
     assert of(lines, "shadow weights", "saved_ms_per_micro_batch")
 
 
+@pytest.mark.slow  # .ci/run has all checks at this size
 def test_third_command_at_toy_size(found: dict[str, list[dict[str, Any]]]) -> None:
     parts = {row["part"]: row for row in of(found["third"], "sparse layer", "part")}
     assert list(parts) == ["cast of weights", "router", "sorting", "grouped products", "combining", "whole layer", "shared expert"]

@@ -37,7 +37,7 @@ def node(tmp_path: Path) -> Node:
 
 def results(node: Node) -> dict[str, Result]:
     assert node.recorded
-    request = Request(node.recorded.parent / "scratch", 20.0)
+    request = Request(node.recorded.parent / "scratch", 20.0, quick=True)
     return {check.name: judged(node, request, check) for check in CHECKS}
 
 

@@ -30,7 +30,7 @@ def measured(pairs: Pairs, seed: int = 0) -> list[Point]:
 
 
 def fitted(points: list[Point], seed: int = 0) -> LossLaw:
-    return fit_law(points, "bits per byte", "planted", bootstraps=40, seed=seed)
+    return fit_law(points, "bits per byte", "planted", bootstraps=16, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_the_proposed_runs_mend_it() -> None:
 
 
 def test_intervals_away_from_a_ridge_hold_and_say_why_they_are_wide() -> None:
-    """Four ladders, each with a run of four times the size on a quarter of the tokens and the reverse. Without what the runs leave open,
+    """Three ladders, each with a run of four times the size on a quarter of the tokens and the reverse. Without what the runs leave open,
     intervals held in a quarter of them."""
     held = 0
-    for seed in range(4):
+    for seed in range(3):
         law = fitted(measured(RIDGE, seed), seed)
         for size, tokens in ((4.8e6, 6e6), (3e5, 96e6)):
             interval = law.interval(size, tokens)
@@ -79,7 +79,7 @@ def test_intervals_away_from_a_ridge_hold_and_say_why_they_are_wide() -> None:
             question = law.open_question(size, tokens)
             assert question is not None and f"({tokens / size:.3g} tokens per parameter)" in question
         assert law.open_question(2.4e6, 48e6) is None, "on the ridge"
-    assert held >= 7
+    assert held >= 5
 
 
 @pytest.mark.parametrize("count", [3, 5])

@@ -123,7 +123,6 @@ def _check_hosts(asked: _Asked, text: str, links: bool, address: str | None) -> 
     from lmworks.health.disks import nearest
     from lmworks.health.report import HostsReport
     from lmworks.launch.host_health import HostChecker, answered, compare
-    from lmworks.launch.links import measure_hosts
     from lmworks.launch.torchrun import command_on, find_hosts
 
     hosts, options = find_hosts(text), _launch_options(asked.folder)
@@ -136,6 +135,8 @@ def _check_hosts(asked: _Asked, text: str, links: bool, address: str | None) -> 
     reports = compare(checker.check(hosts))
     if not links:
         return HostsReport(reports)
+    from lmworks.launch.links import measure_hosts  # which loads torch
+
     notes.print("measuring the links between ranks", style="dim")
     left = [host for host in hosts if answered(reports[host.name])]
     return HostsReport(reports, measure_hosts(options, nearest(asked.folder), left, address))
