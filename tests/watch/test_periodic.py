@@ -17,13 +17,14 @@ from lmworks.watch import periodic
 from lmworks.watch.ledger import LEDGER, events_of
 from lmworks.watch.periodic import PeriodicDiagnosis
 from lmworks.watch.rule import Finding, Measurement, Rule
+from patience import PATIENCE
 from tiny_run import Tiny, before_each_step
 from written_run import write_run
 
 FULL = {"event": "save_failed", "step": 30, "reason": "No space left on device", "in_a_row": 1, "stage": "pretrain"}
 
 
-def wait_for(condition: Any, seconds: float = 120.0) -> bool:
+def wait_for(condition: Any, seconds: float = PATIENCE) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
