@@ -55,7 +55,10 @@ def test_recomputed_activations_change_nothing() -> None:
     compare(alone("moe"), [stepped({}, "moe", True)])
 
 
-@pytest.mark.parametrize("kind", ["delta", "hybrid", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mamba", "lightning", "sinks"))])
+_SLOW_KINDS = ("mamba", "lightning", "sinks")
+
+
+@pytest.mark.parametrize("kind", ["delta", "hybrid", *(pytest.param(kind, marks=pytest.mark.slow) for kind in _SLOW_KINDS)])
 def test_recomputed_states_change_no_bit(kind: str) -> None:
     """Layers with a state or sinks, with adapters or whole."""
     compare(alone(kind), [stepped({}, kind, True)], tolerance=0.0, of_update=0.0)
