@@ -47,8 +47,10 @@ def same(config: dict[str, Any], family: Family, kind: Any, draw: random.Random)
     for key in list(config):
         if key in defaults and config[key] == defaults[key] and type(config[key]) is type(defaults[key]) and draw.random() < 0.7:
             del config[key]
-    rope = config.pop("rope_parameters")
-    if family.sliding_rope_theta is None:
+    rope = config.pop("rope_parameters", None)
+    if rope is None:
+        assert "rope_parameters" in family.omits
+    elif family.sliding_rope_theta is None:
         config |= _otherwise(rope, config.get("head_dim", 0), family, kind, draw)
     else:
         config |= _ropes_otherwise(rope, family, draw)

@@ -97,6 +97,21 @@ def random_config(family: Family, seed: int) -> Any:
             "num_local_experts": draw.choice([0, EXPERTS]), "position_embedding_type": draw.choice([None, "nope", "rope"]),
             "shared_intermediate_size": draw.randint(1, 2) * values["intermediate_size"],
         }  # fmt: skip
+    if "layers of one block" in family.requires:
+        feeds = draw.choice([["mlp"], ["moe"], ["mlp", "moe"]])
+        kinds = ["linear_attention", "full_attention", *feeds, *draw.choices(["linear_attention", *feeds], k=layers - 2)]
+        groups = draw.choice([1, 2])
+        values |= {
+            "layers_block_type": draw.sample(kinds, len(kinds)), "layer_norm_epsilon": values.pop("rms_norm_eps"),
+            "mamba_num_heads": groups * draw.choice([1, 3]), "mamba_head_dim": 4, "n_groups": groups,
+            "ssm_state_size": draw.choice([4, 12]), "conv_kernel": draw.choice([2, 4]), "use_conv_bias": draw.random() < 0.5,
+            "chunk_size": draw.choice([8, 32]), "moe_latent_size": draw.choice([None, 8]),
+            "time_step_min": draw.choice([1e-30, 0.001, 0.5]),
+            "moe_shared_expert_intermediate_size": draw.randint(1, 2) * values["moe_intermediate_size"], "n_shared_experts": 1,
+            "tie_word_embeddings": False,
+            "sliding_window": None,
+        }  # fmt: skip
+        values.pop("num_hidden_layers")
     if "linear_num_key_heads" in keys:
         groups, width = draw.choice([1, 2, 3]), 4 * draw.randint(1, 4)
         if usual := draw.random() < 0.5:  # what llama.cpp has too
@@ -129,4 +144,5 @@ def random_config(family: Family, seed: int) -> Any:
     local_theta = draw.choice([300.0, family.sliding_rope_theta, rope["rope_theta"]])
     ropes_of_layers = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local_theta}}
     rope = rope if family.sliding_rope_theta is None else ropes_of_layers
-    return kind(**values, rope_parameters=rope, attn_implementation="eager", architectures=[family.name])
+    values |= {} if "rope_parameters" in family.omits else {"rope_parameters": rope}
+    return kind(**values, attn_implementation="eager", architectures=[family.name])

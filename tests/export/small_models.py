@@ -57,6 +57,10 @@ _MAMBA: dict[str, Any] = {
     **_DENSE, "head_dim": 32, "layer_types": ("linear_attention", "linear_attention", "full_attention"),
     "mamba": {"num_heads": 4, "head_dim": 64, "state_size": 32, "n_groups": 2, "norm_groups": 2},
 }
+_BLOCKS: dict[str, Any] = {
+    **_DENSE, "num_hidden_layers": 6, "hidden_act": "relu2", "rope": {"partial_rotary_factor": 0}, "mamba": _MAMBA["mamba"],
+    "layer_types": ("linear_attention", "mlp", "full_attention", "mlp"),
+}
 MODELS: dict[str, dict[str, Any]] = {
     "glm4moe": {**_DENSE, "use_qk_norm": True, "attention_bias": True, "rope": {"partial_rotary_factor": 0.5}, "moe": _MOE},
     "glm4moe-groups": {**_DENSE, "rope": {"partial_rotary_factor": 0.5}, "moe": {**_MOE, "n_group": 4, "topk_group": 2,
@@ -96,6 +100,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "granitehybrid": {**_MAMBA, "rope": {"partial_rotary_factor": 0}, "tie_word_embeddings": True, "multipliers": {"embedding": 2.0,
         "key": 0.707106781187, "attention_out": 0.5, "mamba_out": 0.5, "ffn_out": 0.5, "logits": 0.5}},
     "granitehybrid-moe": {**_MAMBA, "intermediate_size": 64, "moe": {**SOFTMAX, "n_shared_experts": 2, "first_k_dense_replace": 0}},
+    "nemotron-h": _BLOCKS,
+    "nemotron-h-moe": {**_BLOCKS, "layer_types": ("linear_attention", "moe", "full_attention", "moe"), "intermediate_size": 64,
+        "moe": {**_MOE, "first_k_dense_replace": 0, "n_shared_experts": 2, "moe_latent_size": 96}},
     "glm4": {**_DENSE, "norm_position": "both", "attention_bias": True, "rope": {"partial_rotary_factor": 0.5}},
     "qwen3next": {**_DELTA, "moe": _SHARED},
     "qwen35": {**_DELTA, "tie_word_embeddings": True},

@@ -216,8 +216,8 @@ def test_another_architecture_is_refused_with_those_that_are_read(make_run: Call
     with pytest.raises(UserError, match=r"model\.gguf: its architecture is 'gemma'; lmworks reads deepseek2, .*llama"):
         find_weights(tmp_path / "model.gguf")
     path = _rewritten(tmp_path / "plain.gguf", tmp_path / "hybrid.gguf", lambda name, old: None if name == "general.architecture" else old,
-                      {"general.architecture": "nemotron_h"})  # fmt: skip
-    with pytest.raises(UserError, match=r"its architecture is 'nemotron_h', which has layers of one block alone.*nearest class is Granite"):
+                      {"general.architecture": "gemma4"})  # fmt: skip
+    with pytest.raises(UserError, match=r"its architecture is 'gemma4', which has heads of another size.*nearest class is Gemma3"):
         find_weights(path)
 
 

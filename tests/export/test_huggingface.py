@@ -75,6 +75,11 @@ _LIGHTNING: dict[str, Any] = {
     "moe": _SOFTMAX.model_copy(update={"moe_intermediate_size": 96}),
 }  # fmt: skip
 
+_SQUARED = _SIGMOID.model_copy(update={"n_shared_experts": 2, "routed_scaling_factor": 2.5})
+_NEMOTRON: dict[str, Any] = _COMMON | {
+    "hidden_act": "relu2", "rope": Rope(partial_rotary_factor=0), "mamba": _STATES,
+    "layer_types": ("linear_attention", "mlp", "full_attention", "mlp"),
+}  # fmt: skip
 _PLAIN_SHARED = _SOFTMAX.model_copy(update={"n_shared_experts": 2})
 _SHARED = _SOFTMAX.model_copy(update={"n_shared_experts": 2, "shared_expert_gate": True})
 _DELTA: dict[str, Any] = _COMMON | {
@@ -186,6 +191,14 @@ CASES = {
     "granitemoehybrid_experts": Model(
         **_GRANITE | {"intermediate_size": 32}, rope=_YARN, moe=_PLAIN_SHARED,
     ),
+    "nemotron_h": Model(**_NEMOTRON),
+    "nemotron_h_limit": Model(**_NEMOTRON | {"mamba": _STATES.model_copy(update={"min_time_step": 0.5})}),
+    "nemotron_h_experts": Model(**_NEMOTRON | {"layer_types": ("linear_attention", "moe", "full_attention", "mlp")}, moe=_SQUARED),
+    "nemotron_h_latent": Model(
+        **_NEMOTRON | {"layer_types": ("linear_attention", "moe", "full_attention", "moe"), "mamba": _STATES.model_copy(update={
+            "conv_bias": False}), "intermediate_size": 32},
+        moe=_SQUARED.model_copy(update={"moe_latent_size": 24, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
+    ),
     "minimax": Model(
         **_COMMON, layer_types=("linear_attention", "full_attention"), lightning=Lightning(), norm_position="stream",
         moe=_SOFTMAX.model_copy(update={"moe_intermediate_size": 96}),
@@ -281,7 +294,8 @@ def _same_logits_loss_and_gradients(model: Transformer, peer: Any, tokens: torch
 
 
 def _as_in_memory(key: str) -> str:
-    """A name in a file as transformers names the module; only Mixtral's and Granite's differ."""
+    """A name in a file as transformers names the module; only Mixtral's, Granite's and Nemotron-H's differ."""
+    key = key.replace("backbone.", "model.", 1)
     for stored, module in (("input_linear", "experts.gate_up_proj"), ("output_linear", "experts.down_proj"), ("router.layer", "router")):
         key = key.replace(f".block_sparse_moe.{stored}.weight", f".block_sparse_moe.{module}" + ".weight" * (stored == "router.layer"))
     if ".block_sparse_moe." not in key or "_proj" in key or ".router." in key:
@@ -292,11 +306,11 @@ def _as_in_memory(key: str) -> str:
 
 
 def _fused(key: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-    """transformers holds an MoE layer's gate and up projections in one tensor in memory, gate first."""
-    start = key.rsplit(".", 1)[0]
-    parts = ("gate", "up", "down")
+    """transformers holds an MoE layer's gate and up projections in one tensor in memory, gate first; Nemotron-H has no gate."""
+    start, part = key.rsplit(".", 1)
+    parts = ("gate", "up", "down") if f"{start}.0.gate_proj.weight" in gradients else ("up", "down")
     stack = {part: torch.stack([gradients[f"{start}.{e}.{part}_proj.weight"] for e in range(EXPERTS)]) for part in parts}
-    return torch.cat((stack["gate"], stack["up"]), 1) if key.endswith("gate_up_proj") else stack["down"]
+    return torch.cat((stack["gate"], stack["up"]), 1) if part == "gate_up_proj" else stack[part.removesuffix("_proj")]
 
 
 @torch.no_grad()
@@ -580,9 +594,14 @@ def test_a_selection_bias_is_not_left_behind() -> None:
         ("olmo2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, but Olmo2ForCausalLM has no such"),
         ("llama", {"architectures": ["GemmaForCausalLM"]}, "is of class GemmaForCausalLM; lmworks supports DeepseekV3ForCausalLM, "),
         ("gemma3_text", {"architectures": ["Gemma4ForCausalLM"]}, r"a norm on values, .*lmworks has none of these.*nearest .*Gemma3"),
-        ("llama", {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"},
-         r"layers of one block alone.*a squared ReLU and no gate.*none of these. The nearest class is GraniteMoeHybridForCausalLM"),
-        ("llama", {"architectures": None, "model_type": "nemotron_h"}, "class NemotronHForCausalLM, which has layers of one block"),
+        ("nemotron_h", {"hybrid_override_pattern": "MM*-"}, "hybrid_override_pattern and layers_block_type, and they differ"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-*?", "layers_block_type": None}, "layer_types that are not 4 of .* and mlp and moe"),
+        ("nemotron_h", {"num_hidden_layers": 5}, "layer_types that are not 5 of "),
+        ("nemotron_h", {"hybrid_override_pattern": "M*M*", "layers_block_type": None}, "no layer of mlp or moe"),
+        ("nemotron_h", {"time_step_limit": [0.1, 2.0]}, r"time_step_limit \[0.1, 2.0\]; lmworks supports"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings true; lmworks supports false"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, 'mlp_hidden_act "silu"; lmworks supports "relu2"'),
+        ("nemotron_h_experts", {"moe_shared_expert_intermediate_size": 40}, "40 must be a multiple of moe_intermediate_size 32"),
         ("llama", {"architectures": ["Zamba2ForCausalLM"], "model_type": "zamba2"},
          r"whose weights many layers share.*a smallest time step .*The nearest class is GraniteMoeHybridForCausalLM"),
         ("llama", {"architectures": [], "model_type": "zamba2"}, "of class Zamba2ForCausalLM, which has attention and feed-forward blocks"),

@@ -53,7 +53,8 @@ def written(state: dict[str, torch.Tensor], lora: Lora, folder: Path, config: Mo
     ("name", "targets", "rslora"),
     [*((_CLASS, targets, rslora)
        for targets in (("all-linear",), ("attention.query", "layers.1.attention.key")) for rslora in (False, True)),
-     ("granitemoehybrid", ("all-linear",), False), ("granitemoehybrid_experts", ("mlp",), False)],
+     ("granitemoehybrid", ("all-linear",), False), ("granitemoehybrid_experts", ("mlp",), False),
+     ("nemotron_h_experts", ("query", "input", "mlp"), False)],
 )
 def test_peft_computes_with_our_adapters_and_they_are_read_back(name: str, targets: tuple[str, ...], rslora: bool, tmp_path: Path) -> None:
     lora, config = Lora(rank=3, alpha=6.0, rslora=rslora, targets=targets), CASES[name]

@@ -13,7 +13,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers
-from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.model import Model, Moe
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -29,11 +29,17 @@ MODELS = {
         **_SMALL, layer_types=("linear_attention", "full_attention"),
         mamba=Mamba(num_heads=4, head_dim=8, state_size=16, gate_norm="before_gate", conv_bias=False),
     ),
+    "blocks": Model(
+        **_SMALL | {"num_hidden_layers": 4}, layer_types=("linear_attention", "moe", "full_attention", "mlp"), hidden_act="relu2",
+        mamba=Mamba(num_heads=4, head_dim=8, state_size=16, n_groups=2, norm_groups=2, min_time_step=0.02),
+        moe=Moe(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=0, moe_latent_size=16),
+    ),
     "lightning": Model(
         **_SMALL, layer_types=("linear_attention", "full_attention"), lightning=Lightning(), norm_position="stream",
         multipliers=Multipliers(lightning_stream=1.5, attention_stream=0.75, ffn_out=0.5),
     ),
 }  # fmt: skip
+_FEW = {"n_routed_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
 _ALL = pytest.mark.parametrize("name", MODELS)
 
 
@@ -100,6 +106,12 @@ def test_states_go_on_from_any_token(name: str) -> None:
         ({"mamba": {"num_heads": 2, "norm_groups": 3}, "layer_types": ["hybrid"]}, "norm_groups 3 must divide the inner width 128"),
         ({"mamba": {"num_heads": 2, "norm_groups": 2, "gate_norm": "none"}, "layer_types": ["hybrid"]}, "does nothing without a norm"),
         ({"mamba": {"num_heads": 4}}, "model.mamba is of no layer"),
+        ({"layer_types": ["full_attention", "moe"]}, "has moe, which needs model.moe"),
+        ({"layer_types": ["full_attention", "mlp"], "moe": _FEW}, "has mlp and no moe, so that model.moe is of no layer"),
+        ({"layer_types": ["full_attention", "moe"], "moe": _FEW}, "which layers have experts; set model.moe.first_k_dense_replace to 0"),
+        ({"layer_types": ["full_attention", "mlp"], "mtp": {}}, "mtp does not combine with layers of one block"),
+        ({"hidden_act": "relu2", "moe": _FEW | {"add_bias": True}}, "moe.add_bias is of experts with a gate"),
+        ({"hidden_act": "relu2", "multipliers": {"gate": 0.5}}, "relu2, which has no gate"),
         ({"layer_types": ["hybrid"]}, "hybrid, which needs exactly one of model.mamba"),
         ({"multipliers": {"mamba_out": 0.5}}, "mamba_out has nothing to multiply without model.mamba"),
         ({"multipliers": {"lightning_stream": 0.5}}, "lightning_stream has nothing to multiply without model.lightning"),

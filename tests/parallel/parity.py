@@ -68,6 +68,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": _MOE | {"shared_expert_gate": True}, "attn_output_gate": True,
         "gated_delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6},
     },
+    "moe_blocks": _COMMON | {
+        "hidden_act": "relu2", "rope": {"partial_rotary_factor": 0.0}, "layer_types": ["full_attention", "moe", "full_attention", "mlp"],
+        "moe": _MOE | {"n_shared_experts": 2, "first_k_dense_replace": 0, "moe_latent_size": 12},
+    },
+    "moe_mamba_blocks": _COMMON | {
+        "hidden_act": "relu2", "attention_bias": False, "use_qk_norm": False, "rope": {"partial_rotary_factor": 0.0},
+        "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "norm_groups": 2, "min_time_step": 0.01},
+        "moe": _MOE | {"n_shared_experts": 2, "first_k_dense_replace": 0},
+    },
     "gemma": _COMMON | {
         "attention_bias": False, "norm_position": "both", "hidden_act": "gelu_tanh", "scale_embeddings": True, "query_pre_attn_scalar": 20,
         "sliding_window": "8 tokens", "layer_types": ["sliding_attention", "full_attention"],

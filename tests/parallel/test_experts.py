@@ -20,6 +20,7 @@ SLOW: list[tuple[int, dict[str, Any], str]] = [
     (2, {"dp_shard": 2, "ep": 2, "zero": 0}, "mla"), (4, {"dp_shard": 4, "ep": 4, "zero": 2}, "mtp"), (2, {"cp": 2, "ep": 2}, "moe"),
     (4, {"dp_shard": 2, "ep": 2, "tp": 2}, "mtp"), (4, {"dp_shard": 2, "ep": 2, "tp": 2}, "delta"),
     (2, {"dp_shard": 2, "zero": 3}, "delta"), (2, {"dp_shard": 2, "zero": 3}, "hybrid"),
+    (4, {"dp_shard": 2, "ep": 2, "tp": 2}, "moe_blocks"), (2, {"dp_shard": 2, "ep": 2, "zero": 3}, "moe_mamba_blocks"),
     (2, {"dp_shard": 2, "ep": 2, "zero": 3}, "lightning"), (2, {"dp_shard": 2, "ep": 2, "zero": 3}, "mamba"),
     (2, {"dp_shard": 2, "zero": 3}, "sinks"),
     (2, {"dp_shard": 2, "ep": 2, "zero": 3}, "sinks"), (4, {"dp_shard": 2, "ep": 2, "tp": 2}, "sinks"),

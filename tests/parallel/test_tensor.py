@@ -18,6 +18,7 @@ from rank_pool import RankPool
 
 FAST: list[tuple[dict[str, Any], str]] = [
     ({"tp": 2}, "moe"), ({"tp": 2, "dp_shard": 2, "zero": 3}, "mla"), ({"tp": 2}, "delta"),
+    ({"tp": 2}, "moe_blocks"),
 ]  # fmt: skip
 SLOW: list[tuple[dict[str, Any], str]] = [
     ({"tp": 2}, "dense"), ({"tp": 2}, "mtp"), ({"tp": 2, "dp_shard": 2, "zero": 0}, "tied"),

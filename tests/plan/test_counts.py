@@ -57,6 +57,11 @@ VARIANTS = [
             "mtp": {"num_nextn_predict_layers": 2},
         }
     ),
+    Model.model_validate({
+        **SMALL, "num_hidden_layers": 5, "hidden_act": "relu2", "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba": {"num_heads": 2, "head_dim": 16}, "moe": {"n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12, "first_k_dense_replace": 0, "moe_latent_size": 10},
+    }),
     Model.model_validate({**SMALL, "num_key_value_heads": 4, "head_dim": 12, "mla": {"q_lora_rank": 10, **LATENT}, "mtp": {}}),
     Model.model_validate({**SMALL, "num_key_value_heads": 4, "head_dim": 12, "mla": LATENT}),
 ]
@@ -139,6 +144,8 @@ PUBLISHED = {  # millions of parameters in total, by source
     "deepseek-v3-671b-a37b": 671_000,  # arXiv:2412.19437, section 4.2
     "falcon-h1-0.5b": 521.4, "falcon-h1-1.5b-deep": 1_550, "falcon-h1-7b": 7_590, "falcon-h1-34b": 33_600,  # arXiv:2507.22448, table 1
     "granite-4.0-h-small-32b-a9b": 32_000,  # the model card of Granite-4.0-H-Small
+    "nemotron-nano-9b-v2": 8_888.2,  # the number of values in the files of NVIDIA-Nemotron-Nano-9B-v2
+    "nemotron-3-nano-30b-a3b": 31_600,  # the model card of NVIDIA-Nemotron-3-Nano-30B-A3B
     "minimax-01-456b-a46b": 456_000,  # arXiv:2501.08313, section 1
 }  # fmt: skip
 OWN = ("dense-", "glm-", "glm45-", "glm46-")  # shapes of this project, and GLM's, which the tests above count
@@ -161,6 +168,7 @@ def test_presets_have_the_published_counts(name: str) -> None:
     # With the head (gpt-oss: Table 1 of arXiv:2508.10925), with both ends (Kimi K2: Table 2 of arXiv:2507.20534; Qwen3: its cards;
     # DeepSeek-V3), and with neither
     [("gpt-oss-20b", 3.61, 1), ("gpt-oss-120b", 5.13, 1), ("kimi-k2-1t-a32b", 32.6, 0), ("moonlight-16b-a3b", 2.24, 2),
+     ("nemotron-3-nano-30b-a3b", 3.6, 0), ("nemotron-3-nano-30b-a3b", 3.2, 1),
      ("qwen3-30b-a3b", 3.3, 0), ("qwen3-235b-a22b", 22, 0), ("deepseek-v3-671b-a37b", 37, 0)],
 )
 def test_presets_have_the_published_active_parameters(name: str, billions: float, left_out: int) -> None:

@@ -8,6 +8,7 @@ import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,16 @@ from command import Lmworks
 from engines import engine
 from safetensors.torch import load_file, save_file
 
+from lmworks.errors import UserError
+from lmworks.model import Transformer
 from lmworks.quantize import compressed
 from lmworks.quantize.agreement import Window
 from lmworks.quantize.certificate import problems
 from lmworks.quantize.child import PROGRAMS
 from lmworks.quantize.evidence import expert_tokens
 from lmworks.quantize.source import SCHEMES, Source, open_source
+from lmworks.recipe.schema.model import Model
+from small_config import small_config
 
 
 def quantized_int8(original: Path, target: Path) -> None:
@@ -53,6 +58,14 @@ def change(target: Path, act: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = load_file(target / "model.safetensors")
     act(tensors)
     save_file(tensors, target / "model.safetensors")
+
+
+def test_layers_of_one_block_are_refused() -> None:
+    model = Model.model_validate(small_config() | {"layer_types": ["full_attention", "mlp"]})
+    with torch.device("meta"):
+        source: Any = SimpleNamespace(model=Transformer(model))
+    with pytest.raises(UserError, match=r"int8 would also round the state spaces of layers of one block .* use a form of GGUF"):
+        compressed.require(SCHEMES["int8"], source, ())
 
 
 def test_every_tensor_is_accounted_for_and_comes_back(pair: tuple[Source, Path, Path], tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def expert_use(run: Recomputation, path: Path) -> dict[str, Any]:
     shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
     entropy = -(shares * shares.clamp_min(1e-30).log()).sum(1)
     layers = [
-        {"layer": moe.first_k_dense_replace + index, "shares": [round(value, 6) for value in row.tolist()],
+        {"layer": model.config.sparse_layers[index], "shares": [round(value, 6) for value in row.tolist()],
          "effective": float(entropy[index].exp()), "unused": [expert for expert, value in enumerate(row.tolist()) if not value]}
         for index, row in enumerate(shares)
     ]  # fmt: skip

@@ -51,11 +51,11 @@ def _what(recipe: Recipe, model: Transformer) -> str:
     total = count_parameters(config)
     idle, kind = 0, "dense"
     if config.moe is not None:
-        sparse = (config.num_hidden_layers or 0) - config.moe.first_k_dense_replace
+        sparse = sum(config.feed_forward(layer) == "moe" for layer in range(config.num_hidden_layers or 0))
         idle = (
-            3
+            (2 if config.hidden_act == "relu2" else 3)
             * (config.moe.n_routed_experts - config.moe.num_experts_per_tok)
-            * (config.hidden_size or 0)
+            * (config.moe.moe_latent_size or config.hidden_size or 0)
             * config.moe.moe_intermediate_size
             * sparse
         )

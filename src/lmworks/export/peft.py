@@ -127,9 +127,15 @@ def read_peft(directory: Path, state: Mapping[str, Tensor], model: Model, option
 
 def _their_names(name: str, tensor: Tensor, model: Model, family: Family) -> list[str]:
     """PEFT's names of one of our adapter tensors: a stack of experts is the tensors of each."""
-    theirs = huggingface_name(matrix_of_adapter(name), model, family).removesuffix(".weight")
+    theirs = _module(name, model, family)
     experts = range(tensor.shape[0] if "{e}" in theirs else 1)
     return [f"{_PREFIX}{theirs.replace('{e}', str(expert))}.lora_{name[-1]}.weight" for expert in experts]
+
+
+def _module(name: str, model: Model, family: Family) -> str:
+    """The name of the module in `transformers` of which one of our adapter tensors is; `{e}` is a placeholder for the expert."""
+    theirs = huggingface_name(matrix_of_adapter(name), model, family).removesuffix(".weight")
+    return next((own + theirs.removeprefix(start) for start, own in family.modules.items() if theirs.startswith(start)), theirs)
 
 
 def their_adapters(state: Mapping[str, Tensor], model: Model, family: Family) -> Iterator[tuple[str, Tensor]]:
@@ -217,7 +223,7 @@ def _target_modules(state: Mapping[str, Tensor], model: Model, family: Family) -
     not count, since they are no modules in today's classes; in others they would get adapters of zeros."""
 
     def modules(names: Mapping[str, Any]) -> set[str]:
-        found = [huggingface_name(matrix_of_adapter(name), model, family).removesuffix(".weight") for name in names if name.endswith("A")]
+        found = [_module(name, model, family) for name in names if name.endswith("A")]
         experts = range(model.moe.n_routed_experts if model.moe else 1)
         return {name.replace("{e}", str(expert)) for name in found for expert in experts}
 

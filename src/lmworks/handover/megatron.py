@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.recipe.parameters import is_moe
 from lmworks.recipe.schema.model import Model, Moe
 
 CLASSES = ("Glm4MoeForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -164,7 +163,7 @@ def copies(model: Model) -> dict[str, str]:
 def _layer(model: Model, layer: int, ours: str, fused: bool) -> Iterator[Mapped]:
     theirs = f"model.layers.{layer}."
     attention = f"{ours}self_attention."
-    experts = is_moe(model, layer)
+    experts = model.feed_forward(layer) == "moe"
     yield Mapped(
         f"{attention}linear_qkv.layer_norm_weight" if fused else f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",)
     )

@@ -161,7 +161,7 @@ def _fill(module: nn.Module, place: str, values: dict[str, Tensor], dtype: torch
 def _join(module: nn.Module) -> None:
     """Make one matrix of those that are multiplied by the same input; the single ones are dropped."""
     if isinstance(module, Experts):
-        if has_grouped_mm(module.down):
+        if module.gate is not None and has_grouped_mm(module.down):
             module.joined = nn.Parameter(torch.cat((module.gate, module.up), dim=1), requires_grad=False)
             del module.gate, module.up
         return

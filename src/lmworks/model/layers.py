@@ -1,4 +1,4 @@
-"""Basic layers: linear layers that compute in the dtype of the activations, RMS norm, SwiGLU, and low-rank adapters.
+"""Basic layers: linear layers that compute in the dtype of the activations, RMS norm, feed-forward blocks, and low-rank adapters.
 
 An adapter is that of one matrix, or of a stack of them (LoRA, Hu et al. 2021, arXiv:2106.09685).
 Shapes: r rank, I inputs, O outputs; M rows sorted by expert, E experts.
@@ -137,7 +137,12 @@ _CACHED = 1 << 19  # elements of a piece, for each of which three fp32 numbers a
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-"""The functions of `model.hidden_act`."""
+"""The functions of the gate under `model.hidden_act`; relu2 has no gate (`MLP`)."""
+
+
+def relu2(x: Tensor) -> Tensor:
+    """The square of ReLU (So et al. 2021, arXiv:2109.08668)."""
+    return F.relu(x).square()
 
 
 def times(x: Tensor, factor: float) -> Tensor:
@@ -167,3 +172,20 @@ class SwiGLU(nn.Module):
             gate, up = self.joined(x).chunk(2, dim=-1)
             return self.down(self.activation(times(gate, self.gate_factor)).mul_(up))
         return self.down(self.activation(times(self.gate(x), self.gate_factor)) * self.up(x))
+
+
+class MLP(nn.Module):
+    """down(relu(up(x))^2): a feed-forward block without a gate (Nemotron-H, arXiv:2504.03624)."""
+
+    def __init__(self, size: int, hidden: int) -> None:
+        super().__init__()
+        self.up = Linear(size, hidden)
+        self.down = Linear(hidden, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(relu2(self.up(x)))
+
+
+def feed_forward(size: int, hidden: int, activation: str, gate_factor: float = 1.0) -> SwiGLU | MLP:
+    """The dense feed-forward block for `model.hidden_act`."""
+    return MLP(size, hidden) if activation == "relu2" else SwiGLU(size, hidden, activation, gate_factor)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lmworks.errors import UserError
 from lmworks.model.attention import Attention
-from lmworks.model.layers import Adapter, Linear, SwiGLU
+from lmworks.model.layers import MLP, Adapter, Linear, SwiGLU
 from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import Experts
 from lmworks.model.transformer import Transformer
@@ -68,11 +68,12 @@ def _places(model: Transformer) -> Iterator[tuple[str, nn.Module, str, tuple[str
     """Each matrix that can have an adapter: name, module, attribute, and the groups that it belongs to."""
     for number, block in model.layers.named_children():
         for name, module in block.named_modules(prefix=f"layers.{number}"):
-            if isinstance(module, Attention | LatentAttention | SwiGLU) or getattr(module, "recurrent", False):
-                group = "mlp" if isinstance(module, SwiGLU) else "attention"
+            dense = isinstance(module, SwiGLU | MLP)
+            if dense or isinstance(module, Attention | LatentAttention) or getattr(module, "recurrent", False):
+                group = "mlp" if dense else "attention"
                 for own, part in module.named_children():
                     if isinstance(part, Linear):
                         yield f"{name}.{own}", part, "lora", (group, "all-linear")
             elif isinstance(module, Experts):
-                for stack in _STACKS:
+                for stack in (one for one in _STACKS if getattr(module, one) is not None):
                     yield f"{name}.{stack}", module, stack, ("experts",)

@@ -95,6 +95,7 @@ class Mamba2(nn.Module):
         x_BTX, key_BTX, query_BTX = mixed_BTX.split([config.inner_size, G * N, G * N], dim=-1)
         x_BTHP = at_least_fp32(x_BTX.view(B, T, H, P))
         dt_BTH = softplus(at_least_fp32(dt_BTH) + self.dt_bias)
+        dt_BTH = dt_BTH.clamp_min(config.min_time_step) if config.min_time_step else dt_BTH
         value_BTHP, log_decay_BTH = x_BTHP * dt_BTH[..., None], -dt_BTH * self.A_log.exp()
         if cache is not None and (counts_BT := cache.counted()) is not None:  # padding changes no state
             value_BTHP, log_decay_BTH = value_BTHP * counts_BT[..., None, None], log_decay_BTH * counts_BT[..., None]

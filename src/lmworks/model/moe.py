@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmworks.model.layers import Adapter, Linear, SwiGLU
+from lmworks.model.layers import Adapter, Linear, feed_forward, relu2
 from lmworks.model.operators import operator, register_autograd, register_fake
 from lmworks.model.router import Router, Routing
 from lmworks.recipe.schema.model import Moe
 
 Adapters = tuple[Adapter | None, Adapter | None, Adapter | None]
+Weights = tuple[Tensor | None, Tensor, Tensor]
 _NO_ADAPTERS: Adapters = (None, None, None)
 _ALIGNED = 16  # bytes: grouped products need rows that are a multiple
 
@@ -35,10 +36,15 @@ def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tens
     return (up + 1) * (gate * torch.sigmoid(alpha * gate))
 
 
+def squared_relu(gate: None, up: Tensor) -> Tensor:
+    """relu(up)^2, of experts without a gate."""
+    return relu2(up)
+
+
 class Form(NamedTuple):
     """What experts have besides their matrices: the function of gate and up, and the biases (E, F), (E, F) and (E, D), or none."""
 
-    activation: Callable[[Tensor, Tensor], Tensor] = swiglu
+    activation: Callable[[Any, Tensor], Tensor] = swiglu
     gate_EF: Tensor | None = None
     up_EF: Tensor | None = None
     down_ED: Tensor | None = None
@@ -48,14 +54,15 @@ _PLAIN = Form()
 
 
 class Experts(nn.Module):
-    """E SwiGLU experts in three stacked weights, in some models with biases."""
+    """E SwiGLU experts in three stacked weights, in some models with biases; or experts with a squared ReLU, in two without a gate."""
 
-    def __init__(self, moe: Moe, size: int) -> None:
+    def __init__(self, moe: Moe, size: int, activation: str = "silu") -> None:
         super().__init__()
-        self.activation = swiglu if moe.swiglu_alpha is None or moe.swiglu_limit is None else partial(
-            clamped_swiglu, alpha=moe.swiglu_alpha, limit=moe.swiglu_limit
-        )  # fmt: skip
-        self.gate = nn.Parameter(torch.empty(moe.n_routed_experts, moe.moe_intermediate_size, size))
+        gated = activation != "relu2"
+        self.activation: Callable[[Any, Tensor], Tensor] = swiglu if gated else squared_relu
+        if moe.swiglu_alpha is not None and moe.swiglu_limit is not None:
+            self.activation = partial(clamped_swiglu, alpha=moe.swiglu_alpha, limit=moe.swiglu_limit)
+        self.gate = nn.Parameter(torch.empty(moe.n_routed_experts, moe.moe_intermediate_size, size)) if gated else None
         self.up = nn.Parameter(torch.empty(moe.n_routed_experts, moe.moe_intermediate_size, size))
         self.down = nn.Parameter(torch.empty(moe.n_routed_experts, size, moe.moe_intermediate_size))
         count = moe.n_routed_experts
@@ -74,7 +81,11 @@ class Experts(nn.Module):
         if self.joined is not None:
             return experts_joined(x_ND, routing, self.joined, self.down, form)
         run = experts_fast if has_grouped_mm(x_ND) and not self.plain else experts_plain
-        return run(x_ND, routing, self.gate.to(x_ND.dtype), self.up.to(x_ND.dtype), self.down.to(x_ND.dtype), self.adapters(), form)
+        return run(x_ND, routing, *self.weights(x_ND.dtype), self.adapters(), form)
+
+    def weights(self, dtype: torch.dtype) -> Weights:
+        """Gate, if there is one, up and down in the type of the activations."""
+        return None if self.gate is None else self.gate.to(dtype), self.up.to(dtype), self.down.to(dtype)
 
     def form(self, dtype: torch.dtype) -> Form:
         """The activation, and the biases in the type of the activations."""
@@ -87,18 +98,24 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """The feed-forward block of an MoE layer; returns its output and the routing."""
+    """The feed-forward block of an MoE layer; returns its output and the routing. In some models the routed experts work at a narrower
+    width, between two projections (LatentMoE, arXiv:2601.18089)."""
 
-    def __init__(self, moe: Moe, size: int) -> None:
+    def __init__(self, moe: Moe, size: int, activation: str = "silu") -> None:
         super().__init__()
         self.router = Router(moe, size)
-        self.experts = Experts(moe, size)
-        self.shared = SwiGLU(size, moe.moe_intermediate_size * moe.n_shared_experts) if moe.n_shared_experts else None
+        self.experts = Experts(moe, moe.moe_latent_size or size, activation)
+        self.latent_down = Linear(size, moe.moe_latent_size) if moe.moe_latent_size else None
+        self.latent_up = Linear(moe.moe_latent_size, size) if moe.moe_latent_size else None
+        shared = moe.moe_intermediate_size * moe.n_shared_experts
+        self.shared = feed_forward(size, shared, activation) if shared else None
         self.shared_gate = Linear(size, 1) if moe.shared_expert_gate else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Routing]:
         routing = self.router(x_BTD)
-        out = self.experts(x_BTD.reshape(-1, x_BTD.shape[-1]), routing).view_as(x_BTD)
+        read = x_BTD if self.latent_down is None else self.latent_down(x_BTD)
+        out = self.experts(read.reshape(-1, read.shape[-1]), routing).view_as(read)
+        out = out if self.latent_up is None else self.latent_up(out)
         if self.shared is None:
             return out, routing
         shared_BTD = self.shared(x_BTD)
@@ -136,7 +153,7 @@ def adapted_linear(x: Tensor, weight: Tensor, adapter: Adapter | None, expert: i
 
 
 def experts_fast(
-    x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, adapters: Adapters = _NO_ADAPTERS,
+    x_ND: Tensor, routing: Routing, gate_EFD: Tensor | None, up_EFD: Tensor, down_EDF: Tensor, adapters: Adapters = _NO_ADAPTERS,
     form: Form = _PLAIN,
 ) -> Tensor:  # fmt: skip
     """Sort rows by expert and compute all experts at once; the sort makes sums deterministic."""
@@ -188,14 +205,15 @@ def combine(rows_MD: Tensor, places: Places) -> Tensor:
 
 
 def run_sorted(
-    rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor,
+    rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor | None, up_EFD: Tensor, down_EDF: Tensor,
     adapters: Adapters = _NO_ADAPTERS, form: Form = _PLAIN,
 ) -> Tensor:  # fmt: skip
     """Weighted outputs (M, D) of rows that are sorted by expert; the rows of expert e end at ends[e]."""
     gate, up, down = adapters
-    gate_MF, up_MF = adapted_mm(rows_MD, gate_EFD, ends_E, gate), adapted_mm(rows_MD, up_EFD, ends_E, up)
+    gate_MF = None if gate_EFD is None else adapted_mm(rows_MD, gate_EFD, ends_E, gate)
+    up_MF = adapted_mm(rows_MD, up_EFD, ends_E, up)
     is_of_ME = None
-    if form.gate_EF is not None and form.up_EF is not None:
+    if gate_MF is not None and form.gate_EF is not None and form.up_EF is not None:
         # the biases of each row as a product, whose gradients are sums in a fixed order, unlike those of a gather
         is_of_ME = _experts_of(ends_E, rows_MD)
         gate_MF, up_MF = gate_MF + is_of_ME @ form.gate_EF, up_MF + is_of_ME @ form.up_EF
@@ -213,35 +231,42 @@ def _experts_of(ends_E: Tensor, rows_MD: Tensor) -> Tensor:
 
 
 def run_sorted_plain(
-    rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor,
+    rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor | None, up_EFD: Tensor, down_EDF: Tensor,
     adapters: Adapters = _NO_ADAPTERS, form: Form = _PLAIN,
 ) -> Tensor:  # fmt: skip
     """`run_sorted`, one expert at a time."""
     rows = rows_MD.tensor_split(ends_E[:-1].long().cpu())
-    weights = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True))
+    weights = _of_experts(gate_EFD, up_EFD, down_EDF)
     return torch.cat([_expert(x, expert, weights[expert], adapters, form) for expert, x in enumerate(rows)]) * weights_M[:, None]
 
 
-def _expert(x: Tensor, expert: int, weights: tuple[Tensor, Tensor, Tensor], adapters: Adapters, form: Form) -> Tensor:
+def _of_experts(gate_EFD: Tensor | None, up_EFD: Tensor, down_EDF: Tensor) -> list[Weights]:
+    """The matrices of each expert."""
+    gates = [None] * up_EFD.shape[0] if gate_EFD is None else gate_EFD.unbind()
+    return list(zip(gates, up_EFD.unbind(), down_EDF.unbind(), strict=True))
+
+
+def _expert(x: Tensor, expert: int, weights: Weights, adapters: Adapters, form: Form) -> Tensor:
     """The output of one expert for its rows."""
     biases = (form.gate_EF, form.up_EF, form.down_ED)
 
-    def project(x: Tensor, part: int) -> Tensor:
-        out, bias = adapted_linear(x, weights[part], adapters[part], expert), biases[part]
+    def project(x: Tensor, weight: Tensor, part: int) -> Tensor:
+        out, bias = adapted_linear(x, weight, adapters[part], expert), biases[part]
         return out if bias is None else out + bias[expert]
 
-    return project(form.activation(project(x, 0), project(x, 1)), 2)
+    gate, up, down = weights
+    return project(form.activation(None if gate is None else project(x, gate, 0), project(x, up, 1)), down, 2)
 
 
 def experts_plain(
-    x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, adapters: Adapters = _NO_ADAPTERS,
+    x_ND: Tensor, routing: Routing, gate_EFD: Tensor | None, up_EFD: Tensor, down_EDF: Tensor, adapters: Adapters = _NO_ADAPTERS,
     form: Form = _PLAIN,
 ) -> Tensor:  # fmt: skip
     """`experts_fast`, one expert at a time: the reference implementation for tests."""
     out_ND = torch.zeros_like(x_ND)
-    for expert in range(gate_EFD.shape[0]):
+    for expert, weights in enumerate(_of_experts(gate_EFD, up_EFD, down_EDF)):
         token, slot = (routing.experts == expert).nonzero(as_tuple=True)
-        of_expert = _expert(x_ND[token], expert, (gate_EFD[expert], up_EFD[expert], down_EDF[expert]), adapters, form)
+        of_expert = _expert(x_ND[token], expert, weights, adapters, form)
         weighted = of_expert * routing.weights[token, slot, None].to(x_ND.dtype)
         out_ND = out_ND.index_add(0, token, weighted)
     return out_ND

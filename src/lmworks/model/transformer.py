@@ -17,7 +17,7 @@ from lmworks.host.devices import at_least_fp32
 from lmworks.model import documents
 from lmworks.model.attention import Attention
 from lmworks.model.cache import Cache, JoinedCache, LayerCache
-from lmworks.model.layers import Linear, RMSNorm, SwiGLU, times
+from lmworks.model.layers import MLP, Linear, RMSNorm, SwiGLU, feed_forward, times
 from lmworks.model.lightning import Lightning
 from lmworks.model.loss import ChunkLoss, HeadLoss, chunk_loss, head_loss, head_loss_plain, soft_cap
 from lmworks.model.mixers import mixer
@@ -63,25 +63,30 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)); with post-norm x + norm(attention(x)), then x + norm(ffn(x)) (OLMo 2,
     arXiv:2501.00656, section 3.3); with norms on both sides x + norm(attention(norm(x))), then x + norm(ffn(norm(x))) (Gemma 2,
     arXiv:2408.00118, section 2); with norms on the stream x = norm(x), then x + attention(x), and the same with ffn (MiniMax-01). The
-    layer number decides what takes the place of attention (`lmworks.model.mixers`), and whether the layer is dense or has experts.
+    layer number decides what takes the place of attention (`lmworks.model.mixers`), and whether the layer is dense or has experts; in some
+    models a layer is one of the two blocks alone (Nemotron-H, arXiv:2504.03624).
     """
 
     def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
         assert config.hidden_size and config.intermediate_size
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = mixer(config, layer)
+        mixes, feeds = config.mixer(layer) != "none", config.feed_forward(layer)
         both = config.norm_position == "both"
-        self.attention_out_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if both else None
-        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        sparse = config.moe is not None and layer >= config.moe.first_k_dense_replace
-        self.ffn: MoE | SwiGLU
+
+        def norm(there: bool) -> RMSNorm | None:
+            return RMSNorm(config.hidden_size or 0, config.rms_norm_eps) if there else None
+
+        self.attention_norm = norm(mixes)
+        self.attention = mixer(config, layer) if mixes else None
+        self.attention_out_norm = norm(mixes and both)
+        self.ffn_norm = norm(feeds != "none")
+        self.ffn: MoE | SwiGLU | MLP | None = None
         factors = config.factors
-        if sparse and config.moe:
-            self.ffn = MoE(config.moe, config.hidden_size)
-        else:
-            self.ffn = SwiGLU(config.hidden_size, config.intermediate_size, config.hidden_act, factors.gate)
-        self.ffn_out_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if both else None
+        if feeds == "moe" and config.moe:
+            self.ffn = MoE(config.moe, config.hidden_size, config.hidden_act)
+        elif feeds == "mlp":
+            self.ffn = feed_forward(config.hidden_size, config.intermediate_size, config.hidden_act, factors.gate)
+        self.ffn_out_norm = norm(feeds != "none" and both)
         self.mixer_stream, self.mixer_out = factors.of_mixer(config.mixer(layer))
         self.ffn_stream, self.ffn_out = factors.ffn_stream, factors.ffn_out
         self.post_norm = config.norm_position == "post"
@@ -96,13 +101,16 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """The new x; for an MoE layer also its tokens per expert and its auxiliary loss; and the largest score of each head, where they are
         recorded."""
-        read = x_BTD if self.post_norm else self.attention_norm(x_BTD)
-        x_BTD = read if self.stream_norm else x_BTD
-        after = self.attention_norm if self.post_norm else self.attention_out_norm
         logits: list[Tensor] = []
-        recorded = (logits,) if self.records_logits and torch.is_grad_enabled() else ()
-        x_BTD = self._add(x_BTD, self.attention(read, rope, mask, cache, *recorded), after, self.mixer_stream, self.mixer_out)
+        if self.attention is not None and self.attention_norm is not None:
+            read = x_BTD if self.post_norm else self.attention_norm(x_BTD)
+            x_BTD = read if self.stream_norm else x_BTD
+            after = self.attention_norm if self.post_norm else self.attention_out_norm
+            recorded = (logits,) if self.records_logits and torch.is_grad_enabled() else ()
+            x_BTD = self._add(x_BTD, self.attention(read, rope, mask, cache, *recorded), after, self.mixer_stream, self.mixer_out)
         logits_H = logits[0] if logits else None
+        if self.ffn is None or self.ffn_norm is None:
+            return x_BTD, None, None, logits_H
         read = x_BTD if self.post_norm else self.ffn_norm(x_BTD)
         x_BTD = read if self.stream_norm else x_BTD
         after = self.ffn_norm if self.post_norm else self.ffn_out_norm
@@ -335,7 +343,7 @@ class Transformer(nn.Module):
         counts, aux, logits = [], [], []
         for index, block in enumerate(self.layers):
             attention: Any = block.attention
-            mask, rope = spans.of(attention), rotations[attention.slides]
+            mask, rope = (None, rotations[0]) if attention is None else (spans.of(attention), rotations[attention.slides])
             x_BTD, layer_counts, layer_aux, logits_H = block(x_BTD, rope, mask, cache.layer(index) if cache else None)
             if layer_counts is not None:
                 counts.append(layer_counts)

@@ -77,9 +77,8 @@ def _exchanged(group: Any, ranks: int) -> Any:
         own_RD = _reorder(collectives.exchange(rows_MD, received, sent, group), order_R)
         own_weights_R = _reorder(collectives.exchange(weights_M, received, sent, group), order_R)
         run = run_sorted if has_grouped_mm(x_ND) and not self.plain else run_sorted_plain
-        gate, up, down = (weight.to(x_ND.dtype) for weight in (self.gate, self.up, self.down))
         ends_E = received_PE.sum(0).cumsum(0).to(torch.int32)
-        out_RD = run(own_RD, own_weights_R, ends_E, gate, up, down, self.adapters(), self.form(x_ND.dtype))
+        out_RD = run(own_RD, own_weights_R, ends_E, *self.weights(x_ND.dtype), self.adapters(), self.form(x_ND.dtype))
         back_RD = _reorder(out_RD, order_R.argsort())
         return combine(collectives.exchange(back_RD, sent, received, group), places)
 

@@ -443,14 +443,7 @@ class ParallelModel:
     @property
     def num_moe_layers(self) -> int:
         """MoE layers of the whole model."""
-        moe = self.config.moe
-        assert self.config.num_hidden_layers
-        return (
-            max(0, self.config.num_hidden_layers - moe.first_k_dense_replace)
-            + (self.config.mtp.num_nextn_predict_layers if self.config.mtp else 0)
-            if moe
-            else 0
-        )
+        return len(self.config.sparse_layers)
 
 
 def micro_batches(batch: Batch, count: int, rows: int, blank: int = 1) -> Iterator[tuple[Batch, bool]]:
@@ -470,7 +463,5 @@ def micro_batches(batch: Batch, count: int, rows: int, blank: int = 1) -> Iterat
 
 def _moe_layer_indices(part: Transformer) -> list[int]:
     """The indices of the MoE layers of a part among those of the whole model, in the order of `moe_layers()`."""
-    moe, layers = part.config.moe, part.config.num_hidden_layers
-    assert layers
-    names = [name.split(".") for name, module in part.named_modules() if isinstance(module, MoE)]
-    return [int(number) + (layers if kind == "mtp" else 0) - moe.first_k_dense_replace for kind, number, *_ in names if moe is not None]
+    sparse = part.config.sparse_layers
+    return [sparse.index(layer) for layer, block in part.numbered_blocks() if isinstance(block.ffn, MoE)]

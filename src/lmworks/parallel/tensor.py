@@ -12,8 +12,9 @@ units, and reduce-scatters its output, which is a sum over ranks:
 | experts (`experts.py`)     | all-gather | hidden units: gate, up; down         | reduce-scatter             |
 | head and loss              | all-gather | vocabulary                           | all-reduce of max and sum  |
 
-Replicated are the norms, the router and the gate of shared experts, the projection of multi-token prediction and the down-projections of
-latent attention. Norms and projections process a rank's own tokens or heads, so their gradients are summed; the router and that gate
+Replicated are the norms, the router and the gate of shared experts, the projection of multi-token prediction, those of latent experts and
+the down-projections of latent attention. Norms and projections process a rank's own tokens, heads or hidden units of experts, so their
+gradients are summed; the router and that gate
 compute the same on all ranks. Latent attention gathers its latents instead of the hidden states. All heads share one rotated key, and each
 rank uses it for its own heads only: that gather must sum gradients. Without it the forward pass would be right and the gradients wrong.
 
@@ -40,7 +41,7 @@ from lmworks.model import Transformer
 from lmworks.model.attention import Attention
 from lmworks.model.cache import Cache
 from lmworks.model.gated_delta import GatedDeltaNet
-from lmworks.model.layers import Linear, RMSNorm, SwiGLU
+from lmworks.model.layers import MLP, Linear, RMSNorm, SwiGLU
 from lmworks.model.loss import IGNORE, logits_gradient, soft_cap
 from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
@@ -139,21 +140,23 @@ def shard_tensors(model: Transformer, ranks: Ranks) -> None:
             _row_parallel(mesh, module.output)
             for part in (module, *(getattr(module, name) for name in module.heads)):
                 _place(part, mesh, Shard(0))
-        elif isinstance(module, SwiGLU):
-            _column_parallel(mesh, module.gate, module.up)
+        elif isinstance(module, SwiGLU | MLP):
+            _column_parallel(mesh, module.gate if isinstance(module, SwiGLU) else None, module.up)
             _row_parallel(mesh, module.down)
         elif isinstance(module, Router):
             _place(module, mesh, Replicate(), same_computation=True)
             override_members(module, {"forward": forwards[Router]})
-        elif isinstance(module, MoE) and module.shared_gate is not None:
-            _place(module.shared_gate, mesh, Replicate(), same_computation=True)
-            override_members(module.shared_gate, {"forward": forwards["shared_gate"]})
+        elif isinstance(module, MoE):
+            _replicated(mesh, module.latent_down, module.latent_up)
+            if module.shared_gate is not None:
+                _place(module.shared_gate, mesh, Replicate(), same_computation=True)
+                override_members(module.shared_gate, {"forward": forwards["shared_gate"]})
         elif isinstance(module, RMSNorm):
             _replicated(mesh, module)
         elif isinstance(module, MtpLayer):
             _replicated(mesh, module.projection)
     for block in model.every_block():
-        for part in (block.attention, block.ffn):
+        for part in (one for one in (block.attention, block.ffn) if one is not None):
             override_members(part, {"forward": next(forward for kind, forward in forwards.items() if kind in type(part).__mro__)})
     _shard_ends(model, ranks, stream)
 
@@ -239,6 +242,9 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
     def ffn(self: SwiGLU, x_BTD: Tensor) -> Tensor:
         return stream.leave(SwiGLU.forward(self, stream.enter(x_BTD)))
 
+    def mlp(self: MLP, x_BTD: Tensor) -> Tensor:
+        return stream.leave(MLP.forward(self, stream.enter(x_BTD)))
+
     def moe(self: MoE, x_BTD: Tensor) -> tuple[Tensor, Routing]:
         out_BTD, routing = MoE.forward(self, stream.enter(x_BTD))
         return stream.leave(out_BTD), routing
@@ -254,8 +260,8 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
         return collectives.identity_allreduce_grad(gate_BT1, stream.group)
 
     return {
-        Attention: attention, LatentAttention: latent_attention, GatedDeltaNet: gated_delta, SwiGLU: ffn, MoE: moe, Router: router,
-        "query": query, "query_down": down, "kv_down": down, "shared_gate": shared_gate,
+        Attention: attention, LatentAttention: latent_attention, GatedDeltaNet: gated_delta, SwiGLU: ffn, MLP: mlp, MoE: moe,
+        Router: router, "query": query, "query_down": down, "kv_down": down, "shared_gate": shared_gate,
     }  # fmt: skip
 
 

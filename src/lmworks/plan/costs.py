@@ -22,7 +22,7 @@ from lmworks.plan.counts import count_adapters
 from lmworks.plan.layout import Placement, devices
 from lmworks.plan.memory import rank_parameters
 from lmworks.plan.stages import StagePhase, lora_of
-from lmworks.recipe.parameters import is_moe, parameters
+from lmworks.recipe.parameters import parameters
 from lmworks.recipe.schema.artifacts import lost_share, save_interval, seconds_between_failures
 from lmworks.recipe.schema.layout import Cluster, Layout
 from lmworks.recipe.schema.recipe import Recipe
@@ -210,8 +210,9 @@ def _exposed(recipe: Recipe, cluster: Cluster, phase: Phase, placed: Placement, 
         waited += 3 * layers * group.collective(layout.cp * tokens * 2 * model.num_key_value_heads * model.head_dim * _WEIGHT / layout.tp)
     if model.moe and layout.ep > 1:  # to the experts and back, forward and backward
         group = _Group(layout.ep, inner, each)
-        sparse = sum(is_moe(model, layer) for layer in range(model.num_hidden_layers)) / layout.pp
-        waited += 4 * sparse * group.exchange(tokens * model.moe.num_experts_per_tok * model.hidden_size * _WEIGHT / layout.tp)
+        width = model.moe.moe_latent_size or model.hidden_size
+        sparse = sum(model.feed_forward(layer) == "moe" for layer in range(model.num_hidden_layers)) / layout.pp
+        waited += 4 * sparse * group.exchange(tokens * model.moe.num_experts_per_tok * width * _WEIGHT / layout.tp)
     step_bytes, micro_bytes = _data_parallel(recipe, layout, each)
     seconds = placed.accumulation * (waited / speed + max(0.0, micro_bytes / speed - micro)) + max(0.0, step_bytes / speed - micro)
     if layout.pp > 1 and _Group(layout.pp, cluster.nodes * each // layout.pp, each).machines > 1:  # behind the other micro-batches

@@ -132,7 +132,7 @@ def flops_per_token(model: Model, length: int, frozen: bool = False) -> Flops:
     again = ahead * counts.embedding  # one more pass through the head, which is as large as the embedding
     mtp = each * (counts.mtp_active + again) + per_pair * sum(pairs[model.num_hidden_layers :])
     of_layers = (model.mixer(layer) for layer in range(model.num_hidden_layers))
-    recurrent = 3 * sum(MIXERS[mixer].flops(model) for mixer in of_layers if mixer != "attention")
+    recurrent = 3 * sum(MIXERS[mixer].flops(model) for mixer in of_layers if mixer in MIXERS)
     return Flops(each * counts.active_computed, per_pair * sum(pairs[: model.num_hidden_layers]) + recurrent, mtp)
 
 

@@ -26,7 +26,7 @@ from lmworks.plan.counts import adapter_size
 from lmworks.recipe.mixers import MIXERS
 from lmworks.recipe.mixers import state_bytes as mixer_state_bytes
 from lmworks.recipe.parameter import Parameter
-from lmworks.recipe.parameters import is_moe, kind, layer_parameters, layers_by_kind, mtp_parameters, parameters
+from lmworks.recipe.parameters import Kind, kind, layer_parameters, layers_by_kind, mtp_parameters, parameters
 from lmworks.recipe.schema.align import ROLLOUT_ROWS
 from lmworks.recipe.schema.layout import (
     CHECKPOINTING_POLICIES,
@@ -97,7 +97,7 @@ class _Local:
         expert = parameter.component == "experts"
         # Norms, the router, the down-projections of MLA and the projection of MTP are replicated over tp.
         latent = parameter.name.endswith(("query_down.weight", "kv_down.weight"))
-        split = 1 if latent or parameter.component in ("norms", "router", "mtp projection") else layout.tp
+        split = 1 if latent or parameter.component in ("norms", "router", "mtp projection", "latent projections") else layout.tp
         group = self.experts if expert else self.shared
         group.add(parameter.size / split / (layout.ep if expert else 1), muon and parameter.is_matrix)
 
@@ -140,7 +140,8 @@ def layer_activations(
     D, H, K, d = model.hidden_size, model.num_attention_heads, model.num_key_value_heads, model.head_dim
     assert D and H and K and d and model.intermediate_size
     tp = layout.tp
-    mla, mixer = model.mla if model.attends(layer) else None, model.mixer(layer)
+    mla, (mixer, feeds) = model.mla if model.attends(layer) else None, kind(model, layer)
+    mixes, blocks = mixer != "none", (mixer != "none") + (feeds != "none")
     heads = projected = 0.0  # numbers that the mixer saves: all, and outputs of matrix products
     if mla is not None:
         latents = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.qk_rope_head_dim  # before their norm and after it
@@ -152,39 +153,45 @@ def layer_activations(
         projected = (H + 2 * K) * d
         if model.attn_output_gate:  # the sigmoid and the product; the gate itself is a product
             heads, projected = heads + 2 * H * d, projected + H * d
-    if mixer != "attention":
+    if mixer in MIXERS:
         saved = MIXERS[mixer].saved(model)
         heads, projected = heads + saved[0], projected + saved[1]
-    normed = 6 if model.norm_position == "both" else 4  # inputs and their norms, and outputs that are normed
-    everything = element * (normed * D + heads) / tp + 4 * H / tp  # the last term is the softmax normalizer
+    normed = blocks * (3 if model.norm_position == "both" else 2)  # inputs and their norms, and outputs that are normed
+    everything = element * (normed * D + heads) / tp + 4 * H / tp * mixes  # the last term is the softmax normalizer
     if model.attention_sinks and model.attends(layer):  # a share of each query; scores are not saved
         everything += 8 * H / tp
     elif cpu_length and model.attends(layer):
         everything += element * H * (cpu_length + min(_CPU_QUERIES, cpu_length)) / 2 / tp
     if eager and tp > 1:  # what attention and the feed-forward block read is gathered from all ranks; latent attention gathers latents
-        everything += element * D * (1 if mla else 2) * (tp - 1) / tp
+        everything += element * D * (1 if mla else blocks) * (tp - 1) / tp
     if gathered and model.attends(layer):
         everything += element * (layout.cp - 1) * (H * (d + mla.v_head_dim) if mla else 2 * K * d) / tp
     if model.attention_bias:  # a product with a bias is another operator, which selective checkpointing recomputes
         projected = 0
-    products = element * (D + projected + (0 if model.attention_output_bias else D)) / tp
-    if not is_moe(model, layer):
-        everything += element * (4 if eager else 3) * model.intermediate_size / tp  # gate, up, their product; silu(gate)
-        products += element * (2 * model.intermediate_size + D) / tp
-    else:
+    products = element * (D + (projected + (0 if model.attention_output_bias else D)) * mixes) / tp
+    gated = model.hidden_act != "relu2"
+    if feeds == "mlp":  # gate, up, their product; silu(gate); or relu(up) and its square
+        everything += element * ((4 if eager else 3) if gated else 2) * model.intermediate_size / tp
+        products += element * ((1 + gated) * model.intermediate_size + D) / tp
+    elif feeds == "moe":
         moe = model.moe
         assert moe is not None
         shared = moe.n_shared_experts * moe.moe_intermediate_size
         factors = (5, 4) if eager else (3, 3)  # the hidden rows before and after their weights are two
+        factors = factors if gated else (3, 2)
         if eager and moe.swiglu_alpha is not None:  # gate and up also after their clamps, sigmoid, and up + 1
             factors = (8, 4)
-        rows = moe.num_experts_per_tok * (D + factors[0] * moe.moe_intermediate_size + 2 * moe.add_bias * moe.n_routed_experts)
-        everything += element * (rows + factors[1] * shared) / tp + 8 * moe.n_routed_experts
+        width, latent = moe.moe_latent_size or D, 2 * (moe.moe_latent_size or 0)  # what latent experts read and write
+        rows = moe.num_experts_per_tok * (width + factors[0] * moe.moe_intermediate_size + 2 * moe.add_bias * moe.n_routed_experts)
+        everything += element * (rows + factors[1] * shared) / tp + 8 * moe.n_routed_experts + element * latent
         if moe.shared_expert_gate:  # what it multiplies, and the sigmoid of each token
             everything += element * (D + 1)
         everything += 4 * D / tp if eager and element < 4 else 0  # the router reads fp32
         products += (
-            element * (moe.num_experts_per_tok * (2 * moe.moe_intermediate_size + D) + 2 * shared + (D if shared else 0)) / tp
+            element
+            * (moe.num_experts_per_tok * ((1 + gated) * moe.moe_intermediate_size + width) + (1 + gated) * shared + (D if shared else 0))
+            / tp
+            + element * (latent and width + D)
             + 4 * moe.n_routed_experts
         )
     kept = {"everything": everything, "products": min(products, everything), "input": element * D / tp}
@@ -192,7 +199,7 @@ def layer_activations(
 
 
 @lru_cache(maxsize=16)
-def _layer_groups(model: Model) -> dict[tuple[str, bool], list[Parameter]]:
+def _layer_groups(model: Model) -> dict[Kind, list[Parameter]]:
     """The parameters of a layer of each kind; all layers of a kind are equal."""
     return {key: list(layer_parameters(model, first)) for key, (first, _) in layers_by_kind(model).items()}
 
@@ -449,11 +456,12 @@ def _gradients(model: Model, layer: int, layout: Layout, element: int) -> float:
     """Bytes per token of the gradients that are alive at once in the backward pass of an eager layer: those of both factors of the last
     SwiGLU, and of its input and output."""
     assert model.hidden_size and model.intermediate_size
-    width = model.intermediate_size
-    if is_moe(model, layer):
+    feeds = model.feed_forward(layer)
+    width = 0 if feeds == "none" else model.intermediate_size
+    if feeds == "moe":
         assert model.moe is not None
         width = (model.moe.n_shared_experts or model.moe.num_experts_per_tok) * model.moe.moe_intermediate_size
-    return element * (2 * width + 2 * model.hidden_size) / layout.tp
+    return element * ((1 if model.hidden_act == "relu2" else 2) * width + 2 * model.hidden_size) / layout.tp
 
 
 def _head(

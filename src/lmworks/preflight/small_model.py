@@ -46,14 +46,16 @@ def small_recipe(
     What it computes in is `precision` throughout, Newton-Schulz included, whatever the machine is fastest in.
     """
     model = recipe.model
+    types = tuple(dict.fromkeys(model.layer_types)) if len({*model.layer_types}) > 1 or model.mixers else ()
     changes: dict[str, object] = {
-        "vocab_size": vocab_size, "hidden_size": hidden_size, "num_hidden_layers": 4, "num_attention_heads": HEADS, "intermediate_size": 48,
+        "vocab_size": vocab_size, "hidden_size": hidden_size, "num_hidden_layers": max(4, len(types)), "num_attention_heads": HEADS,
+        "intermediate_size": 48,
         "num_key_value_heads": HEADS if model.num_key_value_heads == model.num_attention_heads else 2, "head_dim": head_dim,
         "initializer_range": 0.1,
         "residual_dropout": 0.0, "attention_dropout": 0.0,
         "no_rope_layer_interval": min(model.no_rope_layer_interval, 2),
         "sliding_window": Tokens(8) if model.sliding_window else None,
-        "layer_types": tuple(dict.fromkeys(model.layer_types)) if len({*model.layer_types}) > 1 or model.mixers else (),
+        "layer_types": types,
     }  # fmt: skip
     if model.moe is not None:
         groups = {"n_group": 4, "topk_group": 2} if model.moe.n_group > 1 else {}
@@ -63,7 +65,8 @@ def small_recipe(
             "moe_intermediate_size": 16,
             "first_k_dense_replace": min(model.moe.first_k_dense_replace, 1),
         }
-        changes["moe"] = model.moe.model_copy(update=sizes | groups)
+        latent = {"moe_latent_size": 16} if model.moe.moe_latent_size else {}
+        changes["moe"] = model.moe.model_copy(update=sizes | groups | latent)
     if model.mla is not None:
         sizes = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
         changes["mla"] = model.mla.model_copy(update=sizes | ({"q_lora_rank": 16} if model.mla.q_lora_rank else {}))

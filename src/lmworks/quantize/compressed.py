@@ -63,6 +63,10 @@ def require(scheme: Scheme, source: Source, calibration: Sequence[Window]) -> No
     """Raise `UserError` if the scheme cannot hold the model, or needs text that is not there."""
     if scheme.calibrated and not calibration:
         raise UserError(f"{scheme.name} needs text to calibrate with, and the held-out text is a single document: give --calibration FILE")
+    if source.model.config.single_blocks:  # the names of all blocks are alike, so that none can be left as it is
+        raise UserError(
+            f"{scheme.name} would also round the state spaces of layers of one block (mlp and moe in model.layer_types); use a form of GGUF"
+        )
     _group(scheme, source)
 
 

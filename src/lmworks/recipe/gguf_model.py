@@ -39,7 +39,10 @@ _BELOW = {  # keys of a family's metadata that are not directly below the archit
     "recurrent_layers": "attention", "dimension_sections": "rope", "scale": "attention",
     **dict.fromkeys(("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"), "ssm"),
 }  # fmt: skip
-_DOTTED = {"rope_dimension_count": "rope.dimension_count", "rope_scaling_finetuned": "rope.scaling.finetuned"}
+_DOTTED = {
+    "rope_dimension_count": "rope.dimension_count", "rope_scaling_finetuned": "rope.scaling.finetuned",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+}  # fmt: skip
 _SAYS_NOTHING = ("rope.scaling.finetuned", "tensor_data_layout")
 _ROPE_FACTORS, _PATTERN = "rope_freqs.weight", "attention.sliding_window_pattern"
 
@@ -212,12 +215,20 @@ def _common(values: _Values, header: Header, rope_factors: list[float] | None) -
     return {
         "vocab_size": embedding.shape[0], "hidden_size": width, "num_hidden_layers": values.size("block_count"),
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
-        "intermediate_size": values.size("feed_forward_length", values.get("expert_feed_forward_length")),
+        "intermediate_size": _width(values),
         "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
         "max_position_embeddings": f"{values.size('context_length')} tokens", "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors, "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
         "rope": _rope(values, fraction, rotated, rope_factors),
     }  # fmt: skip
+
+
+def _width(values: _Values) -> int:
+    """The width of feed-forward blocks; of a list with one for each layer the largest, since layers without such a block have 0."""
+    widths = values.get("feed_forward_length")
+    if isinstance(widths, list) and all(type(one) is int for one in widths) and max(widths, default=0) > 0:
+        return max(widths)
+    return values.size("feed_forward_length", values.get("expert_feed_forward_length"))
 
 
 def _rope(values: _Values, fraction: float, rotated: int, factors: list[float] | None) -> dict[str, Any]:

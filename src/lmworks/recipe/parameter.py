@@ -8,7 +8,9 @@ from typing import Literal
 
 from lmworks.recipe.schema.model import is_convolution
 
-Component = Literal["embedding", "attention", "dense ffn", "experts", "shared experts", "router", "norms", "head", "mtp projection"]
+Component = Literal[
+    "embedding", "attention", "dense ffn", "experts", "shared experts", "router", "norms", "head", "mtp projection", "latent projections",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

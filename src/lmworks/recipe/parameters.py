@@ -17,20 +17,18 @@ from lmworks.recipe.mixers import MIXERS
 from lmworks.recipe.parameter import Component, Parameter
 from lmworks.recipe.schema.model import Mla, Model
 
-
-def is_moe(model: Model, layer: int) -> bool:
-    """Whether `layer` routes to experts."""
-    return model.moe is not None and layer >= model.moe.first_k_dense_replace
+Kind = tuple[str, str]
+"""The mixer of a layer, and its feed-forward block (`Model.feed_forward`). Layers of one kind have tensors of equal shapes."""
 
 
-def kind(model: Model, layer: int) -> tuple[str, bool]:
-    """The kind of a layer: its mixer, and whether it has experts. Layers of one kind have tensors of equal shapes."""
-    return model.mixer(layer), is_moe(model, layer)
+def kind(model: Model, layer: int) -> Kind:
+    """The kind of a layer."""
+    return model.mixer(layer), model.feed_forward(layer)
 
 
-def layers_by_kind(model: Model) -> dict[tuple[str, bool], tuple[int, int]]:
+def layers_by_kind(model: Model) -> dict[Kind, tuple[int, int]]:
     """The first layer of each kind, and the number of layers of it."""
-    found: dict[tuple[str, bool], tuple[int, int]] = {}
+    found: dict[Kind, tuple[int, int]] = {}
     for layer in range(model.num_hidden_layers or 0):
         own = kind(model, layer)
         first, number = found.get(own, (layer, 0))
@@ -65,42 +63,53 @@ def mtp_parameters(model: Model, depth: int) -> Iterator[Parameter]:
 
 def layer_parameters(model: Model, layer: int) -> Iterator[Parameter]:
     """The trained tensors of one layer."""
-    D = model.hidden_size
-    assert D and model.intermediate_size, "the model is not resolved"
     start = f"layers.{layer}."
-    yield Parameter(start + "attention_norm.weight", (D,), "norms", layer)
-    if (mixer := model.mixer(layer)) != "attention":
-        yield from MIXERS[mixer].parameters(model, start, layer)
-    else:
-        yield from _latent_attention(model, model.mla, start, layer) if model.mla else attention_parameters(model, start, layer)
-    if model.norm_position == "both":
-        yield Parameter(start + "attention_out_norm.weight", (D,), "norms", layer)
-    yield Parameter(start + "ffn_norm.weight", (D,), "norms", layer)
-    yield from _feed_forward(model, start, layer)
-    if model.norm_position == "both":
-        yield Parameter(start + "ffn_out_norm.weight", (D,), "norms", layer)
+    mixer, feeds = kind(model, layer)
+    if mixer != "none":
+        yield from _normed(model, "attention", start, layer, _mixer(model, mixer, start, layer))
+    if feeds != "none":
+        yield from _normed(model, "ffn", start, layer, _feed_forward(model, feeds, start, layer))
 
 
-def _feed_forward(model: Model, start: str, layer: int) -> Iterator[Parameter]:
-    D = model.hidden_size
+def _normed(model: Model, block: str, start: str, layer: int, own: Iterator[Parameter]) -> Iterator[Parameter]:
+    """The tensors of a block between its norms."""
+    assert model.hidden_size, "the model is not resolved"
+    yield Parameter(f"{start}{block}_norm.weight", (model.hidden_size,), "norms", layer)
+    yield from own
+    if model.norm_position == "both":
+        yield Parameter(f"{start}{block}_out_norm.weight", (model.hidden_size,), "norms", layer)
+
+
+def _mixer(model: Model, mixer: str, start: str, layer: int) -> Iterator[Parameter]:
+    if mixer != "attention":
+        return MIXERS[mixer].parameters(model, start, layer)
+    return _latent_attention(model, model.mla, start, layer) if model.mla else attention_parameters(model, start, layer)
+
+
+def _feed_forward(model: Model, feeds: str, start: str, layer: int) -> Iterator[Parameter]:
+    D, gated = model.hidden_size, model.hidden_act != "relu2"
     assert D and model.intermediate_size
-    if not is_moe(model, layer):
-        yield from _swiglu(start + "ffn.", D, model.intermediate_size, "dense ffn", layer)
+    if feeds == "mlp":
+        yield from _dense(start + "ffn.", D, model.intermediate_size, gated, "dense ffn", layer)
         return
     moe = model.moe
     assert moe is not None
-    E, X = moe.n_routed_experts, moe.moe_intermediate_size
+    E, X, W = moe.n_routed_experts, moe.moe_intermediate_size, moe.moe_latent_size or D
     yield Parameter(start + "ffn.router.weight", (E, D), "router", layer)
     share = moe.num_experts_per_tok / E
-    yield Parameter(start + "ffn.experts.gate", (E, X, D), "experts", layer, share)
-    yield Parameter(start + "ffn.experts.up", (E, X, D), "experts", layer, share)
-    yield Parameter(start + "ffn.experts.down", (E, D, X), "experts", layer, share)
+    if gated:
+        yield Parameter(start + "ffn.experts.gate", (E, X, W), "experts", layer, share)
+    yield Parameter(start + "ffn.experts.up", (E, X, W), "experts", layer, share)
+    yield Parameter(start + "ffn.experts.down", (E, W, X), "experts", layer, share)
+    if moe.moe_latent_size:
+        yield Parameter(start + "ffn.latent_down.weight", (W, D), "latent projections", layer)
+        yield Parameter(start + "ffn.latent_up.weight", (D, W), "latent projections", layer)
     if moe.add_bias:
         yield Parameter(start + "ffn.router.logit_bias", (E,), "router", layer)
-        for name, size in (("gate", X), ("up", X), ("down", D)):
+        for name, size in (("gate", X), ("up", X), ("down", W)):
             yield Parameter(f"{start}ffn.experts.{name}_bias", (E, size), "experts", layer, share)
     if moe.n_shared_experts:
-        yield from _swiglu(start + "ffn.shared.", D, moe.n_shared_experts * X, "shared experts", layer)
+        yield from _dense(start + "ffn.shared.", D, moe.n_shared_experts * X, gated, "shared experts", layer)
     if moe.shared_expert_gate:
         yield Parameter(start + "ffn.shared_gate.weight", (1, D), "router", layer)
 
@@ -140,8 +149,9 @@ def _latent_attention(model: Model, mla: Mla, start: str, layer: int) -> Iterato
     yield Parameter(start + "attention.output.weight", (D, H * mla.v_head_dim), "attention", layer)
 
 
-def _swiglu(start: str, D: int, F: int, component: Component, layer: int) -> Iterator[Parameter]:
-    yield Parameter(start + "gate.weight", (F, D), component, layer)
+def _dense(start: str, D: int, F: int, gated: bool, component: Component, layer: int) -> Iterator[Parameter]:
+    if gated:
+        yield Parameter(start + "gate.weight", (F, D), component, layer)
     yield Parameter(start + "up.weight", (F, D), component, layer)
     yield Parameter(start + "down.weight", (D, F), component, layer)
 
@@ -177,8 +187,10 @@ def alignment_problems(model: Model, tp: int, element: int) -> Iterator[str]:
         return
     step = _ALIGNMENT // element
     assert model.hidden_size
-    if model.hidden_size % step:
-        yield f"model.hidden_size {model.hidden_size} is not a multiple of {step}, which {_alignment_reason(element)}"
+    latent = model.moe.moe_latent_size
+    name, width = ("moe.moe_latent_size", latent) if latent else ("hidden_size", model.hidden_size)
+    if width % step:
+        yield f"model.{name} {width} is not a multiple of {step}, which {_alignment_reason(element)}"
     own, rest = divmod(model.moe.moe_intermediate_size, tp)
     if own % step and not rest:
         size = f"model.moe.moe_intermediate_size {model.moe.moe_intermediate_size}" + (f" / tp {tp} = {own}" if tp > 1 else "")

@@ -152,12 +152,18 @@ def packing_in(names: Names, ours: str, model: Model, groups: Mapping[str, Calla
         return None
     own, template, theirs = found
     # of one block: a class may have one name for the matrices of a dense block and of a shared expert, of which a layer has one
-    block, count = own.rsplit(".", 2)[0], (groups or {}).get(template)
-    parts = tuple(part for part in _parts(names)[template] if part.rsplit(".", 2)[0] == block)
+    block, count = _block(own), (groups or {}).get(template)
+    parts = tuple(part for part in _parts(names)[template] if _block(part) == block)
     places = (own[: at + 1] for at, letter in enumerate(own) if letter == ".")
     common = [start for start in places if all(part.startswith(start) for part in parts)][-1] if len(parts) > 1 else own
     start = ours.removesuffix(own.removeprefix(common))
     return Packing(theirs, tuple(start + part.removeprefix(common) for part in parts), count(model) if count else 1)
+
+
+def _block(ours: str) -> str:
+    """The block that a tensor is of: the modules around its own. A norm of a layer is one by itself."""
+    module = ours.rpartition(".")[0]
+    return module if module.endswith("_norm") else module.rpartition(".")[0]
 
 
 def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[str, Tensor]]:

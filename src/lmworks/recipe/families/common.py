@@ -99,7 +99,7 @@ def from_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     if found.get("attention_bias") and not family.has("biases"):
         raise UserError(f"config.json has attention_bias, which in {family.name} includes an output bias; lmworks does not support that")
     heads, layers, context = found["num_attention_heads"], found["num_hidden_layers"], found["max_position_embeddings"]
-    if heads <= 0 or not 0 < layers <= MOST_LAYERS:  # divided by, and counted to, below
+    if heads <= 0 or (layers is not None and not 0 < layers <= MOST_LAYERS):  # divided by, and counted to, below
         raise UserError(
             f"config.json has num_attention_heads {heads} and num_hidden_layers {layers}; lmworks supports 1 to {MOST_LAYERS} layers"
         )
@@ -115,7 +115,7 @@ def from_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": found.get("intermediate_size"),
         "attention_bias": "biases" in family.requires or found.get("attention_bias", False),
         "use_qk_norm": "QK norm" in family.requires or (family.has("QK norm") and found["use_qk_norm"]),
-        "tie_word_embeddings": found["tie_word_embeddings"], "rms_norm_eps": found["rms_norm_eps"],
+        "tie_word_embeddings": found["tie_word_embeddings"], "rms_norm_eps": found.get("rms_norm_eps"),
         "initializer_range": found["initializer_range"], "attention_dropout": found["attention_dropout"] or 0.0,
         "max_position_embeddings": f"{context} tokens",
     } | _rope_from_config(family, config, context) | family.from_config(found)  # fmt: skip

@@ -179,6 +179,10 @@ TRAITS: dict[str, Trait] = {
         lambda model: model.moe is not None and model.moe.routed_scaling_factor != 1,
         "its routed output is scaled (moe.routed_scaling_factor)", "its routed output is not scaled (moe.routed_scaling_factor)",
     ),
+    "latent experts": Trait(
+        lambda model: model.moe is not None and model.moe.moe_latent_size is not None,
+        "its experts work at a width of their own (moe.moe_latent_size)", "its experts work at hidden_size (moe.moe_latent_size)",
+    ),
     "MLA": Trait(lambda model: model.mla is not None, "it has latent attention (mla)", "it has no latent attention (mla)"),
     "QK norm": Trait(
         lambda model: model.use_qk_norm and model.qk_norm_over == "head",
@@ -204,6 +208,14 @@ TRAITS: dict[str, Trait] = {
         lambda model: model.hidden_act == "gelu_tanh",
         "its feed-forward has gelu_tanh (hidden_act)", "its feed-forward has silu (hidden_act)",
     ),
+    "squared ReLU": Trait(
+        lambda model: model.hidden_act == "relu2", "its feed-forward has relu2 without a gate (hidden_act)",
+        "its feed-forward has a gate (hidden_act)",
+    ),
+    "layers of one block": Trait(
+        lambda model: model.single_blocks, "its layers are one block each (mlp or moe in layer_types)",
+        "its layers are two blocks each (layer_types)",
+    ),
     "scaled embeddings": Trait(
         lambda model: model.scale_embeddings, "its embeddings are scaled (scale_embeddings)",
         "its embeddings are not scaled (scale_embeddings)",
@@ -223,6 +235,10 @@ TRAITS: dict[str, Trait] = {
     "Mamba-2": Trait(
         lambda model: model.mamba is not None and "linear_attention" in model.layer_types,
         "it has layers of Mamba-2 (linear_attention in layer_types)", "it has no layer of Mamba-2 (linear_attention in layer_types)",
+    ),
+    "smallest time step": Trait(
+        lambda model: model.mamba is not None and model.mamba.min_time_step > 0,
+        "its time steps have a smallest value (mamba.min_time_step)", "its time steps have no smallest value (mamba.min_time_step)",
     ),
     "lightning attention": Trait(
         lambda model: model.lightning is not None, "it has lightning attention (lightning)", "it has no lightning attention (lightning)",
@@ -346,6 +362,7 @@ class Family:
     stacked: tensors of the class that hold all experts of a layer -> the names in `names` of what an expert has in them: transposed, and
         along the last dimension in turn (`lmworks.weights.stacked`); with `stacked_rows` not transposed, and one after the other
     prefixes: beginnings of names of tensors -> the class's own, in files of a class of which this is the language model
+    modules: beginnings of names of tensors in files -> those of the modules of the class, by which PEFT names them, where they differ
     wrapper: that class, with its model_type; its config.json has the keys of the language model in `text_config`
     unread: beginnings of the names of tensors that published models have and lmworks does not read
     mtp: whether the class supports multi-token prediction with experts, as in the published models
@@ -385,6 +402,7 @@ class Family:
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     stacked_rows: bool = False
     prefixes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    modules: Mapping[str, str] = field(default_factory=dict, hash=False)
     wrapper: tuple[str, str] | None = None
     unread: tuple[str, ...] = ()
     groups: Mapping[str, Callable[[Model], int]] = field(default_factory=dict, hash=False)

@@ -19,8 +19,8 @@ OLDER = {"attention": FULL, "mamba": LINEAR}
 """Kinds of layers in config.json as published, which llama.cpp's converter knows -> those of newer versions of `transformers`."""
 
 _OURS = "layers.{i}.mamba."
-_NO_LIMIT = (None, (0.0, math.inf), [0.0, math.inf], [0.0, {"__float__": "Infinity"}], [0.0, "inf"])
-"""As JSON may say it, which has no infinity."""
+NO_LIMIT = (None, (0.0, math.inf), [0.0, math.inf], [0.0, {"__float__": "Infinity"}], [0.0, "inf"])
+"""Time steps without limits, as JSON may say it, which has no infinity."""
 
 
 def names(start: str) -> Names:
@@ -30,7 +30,7 @@ def names(start: str) -> Names:
 
 def refuse_limits(limit: Any) -> None:
     """Raise `UserError` for a time step with limits."""
-    if limit not in _NO_LIMIT:
+    if limit not in NO_LIMIT:
         raise UserError(f"config.json has {said('time_step_limit', limit)}; lmworks supports time steps without limits")
 
 

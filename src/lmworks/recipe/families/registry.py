@@ -30,10 +30,6 @@ _GEMMA_4 = (
     "for each layer and, in some models, keys and values shared by layers (num_kv_shared_layers) and embeddings for each layer "
     "(hidden_size_per_layer_input)"
 )
-_NEMOTRON_H = (
-    "layers of one block alone, Mamba-2, attention or feed-forward (layers_block_type or hybrid_override_pattern), feed-forward blocks and "
-    "experts with a squared ReLU and no gate (mlp_hidden_act) and, in some models, experts of a narrower width (moe_latent_size)"
-)
 _ZAMBA_2 = (
     "attention and feed-forward blocks whose weights many layers share (num_mem_blocks), which read the embedded tokens beside the "
     "residual stream and are twice as wide, low-rank adapters (adapter_rank) and a projection for each use, and a smallest time step "
@@ -44,13 +40,11 @@ _BEYOND = {
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
         (_GEMMA_4, "Gemma3ForCausalLM"),
     ),
-    "NemotronHForCausalLM": (_NEMOTRON_H, "GraniteMoeHybridForCausalLM"),
     "Zamba2ForCausalLM": (_ZAMBA_2, "GraniteMoeHybridForCausalLM"),
 }  # fmt: skip
 """Classes that cannot be expressed -> what they have and lmworks has not, and the nearest class that it has."""
 _BEYOND_BY_TYPE = {
-    "gemma4": "Gemma4ForCausalLM", "gemma4_text": "Gemma4ForCausalLM", "nemotron_h": "NemotronHForCausalLM",
-    "nemotron_h_moe": "NemotronHForCausalLM", "zamba2": "Zamba2ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM", "gemma4_text": "Gemma4ForCausalLM", "zamba2": "Zamba2ForCausalLM",
 }  # fmt: skip
 """The same by model_type, for a config.json without a class, and by the architecture in llama.cpp."""
 

@@ -28,6 +28,9 @@ class Mamba(Recurrent):
         "the gate multiplies; none (Falcon-H1)",
     )
     norm_groups: int = Field(1, gt=0, le=_MOST, description="groups of the inner width that gate_norm normalizes separately")
+    min_time_step: float = Field(
+        0.0, ge=0, le=1, description="the smallest time step; transformers has one in Nemotron-H (0.001), NVIDIA's own code has none"
+    )
 
     @property
     def inner_size(self) -> int:

@@ -19,6 +19,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "gated_delta": ("linear_attention",), "lightning": ("linear_attention",), "mamba": ("linear_attention", "hybrid"),
 }  # fmt: skip
 """Sections of `model` that describe a mixer other than attention -> the entries of `layer_types` that it serves."""
+_FEED_FORWARD = frozenset({"mlp", "moe"})  # entries of `layer_types` without a mixer
 _MOST_ENTRIES = (1 << 31) - 1  # of a vocabulary: token ids are int32
 _SLOWEST = 87.0  # -log of the smallest frequency of RoPE, a normal number of fp32
 
@@ -87,6 +88,10 @@ class Moe(Node):
     n_routed_experts: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per layer")
     num_experts_per_tok: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per token")
     moe_intermediate_size: int = Field(gt=0, le=_WIDEST, description="intermediate size of one expert")
+    moe_latent_size: int | None = Field(
+        None, gt=0, le=_WIDEST, description="width at which routed experts read and write tokens, between two projections of the layer; "
+        "hidden_size when omitted (Nemotron 3 Super: 1024)"
+    )  # fmt: skip
     n_shared_experts: int = Field(
         1,
         ge=0,
@@ -206,9 +211,10 @@ class Model(Node):
         description="where a layer has its norms: pre, on what attention and feed-forward read; post, on what they add to the "
         "residual stream (OLMo 2); both, four norms a layer (Gemma 2 and 3, GLM-4); stream, on the residual stream itself (MiniMax-01)",
     )
-    hidden_act: Literal["silu", "gelu_tanh"] = Field(
-        "silu", description="activation of the gate in feed-forward layers: silu is SwiGLU; gelu_tanh is GEGLU with the tanh form (Gemma)"
-    )
+    hidden_act: Literal["silu", "gelu_tanh", "relu2"] = Field(
+        "silu", description="activation in feed-forward layers: silu of the gate is SwiGLU; gelu_tanh of the gate is GEGLU with the tanh "
+        "form (Gemma); relu2 is the square of ReLU, and there is no gate (Nemotron-H)"
+    )  # fmt: skip
     scale_embeddings: bool = Field(
         False, description="multiply embeddings by the square root of hidden_size, rounded to the type of the activations (Gemma)"
     )
@@ -224,11 +230,12 @@ class Model(Node):
     sliding_window: Tokens | None = Field(
         None, description="window size of the sliding attention layers; full attention everywhere when omitted"
     )
-    layer_types: tuple[Literal["sliding_attention", "full_attention", "linear_attention", "hybrid"], ...] = Field(
+    layer_types: tuple[Literal["sliding_attention", "full_attention", "linear_attention", "hybrid", "mlp", "moe"], ...] = Field(
         (),
         description="kinds of the layers, one entry per layer, or fewer, which repeat; when omitted, all layers slide if there is a "
         "sliding window, and otherwise see everything. linear_attention needs gated_delta, mamba or lightning; hybrid is attention and "
-        "mamba side by side",
+        "mamba side by side. mlp and moe are feed-forward blocks alone, dense and with experts; where a model has them, its other layers "
+        "have no feed-forward block (Nemotron-H)",
     )
     gated_delta: GatedDelta | None = None
     mamba: Mamba | None = None
@@ -308,9 +315,26 @@ class Model(Node):
         return self
 
     @model_validator(mode="after")
-    def _experts_have_silu(self) -> Model:
-        if self.moe is not None and self.hidden_act != "silu":
-            raise ValueError(f"model.hidden_act {self.hidden_act} does not combine with model.moe, whose experts have silu; leave it out")
+    def _experts_have_the_activation(self) -> Model:
+        if self.moe is not None and self.hidden_act == "gelu_tanh":
+            raise ValueError("model.hidden_act gelu_tanh does not combine with model.moe, whose experts have silu or relu2; leave it out")
+        if self.moe is not None and self.hidden_act == "relu2":
+            for name, given in (("add_bias", self.moe.add_bias), ("swiglu_limit", self.moe.swiglu_limit)):
+                if given:
+                    raise ValueError(f"model.moe.{name} is of experts with a gate, and those of model.hidden_act relu2 have none")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_of_one_block(self) -> Model:
+        if not self.single_blocks:
+            return self
+        if ("moe" in self.layer_types) != (self.moe is not None):
+            text = "has moe, which needs model.moe" if self.moe is None else "has mlp and no moe, so that model.moe is of no layer"
+            raise ValueError(f"model.layer_types {text}; add it, or leave the other out")
+        if self.moe is not None and self.moe.first_k_dense_replace:
+            raise ValueError("model.layer_types says which layers have experts; set model.moe.first_k_dense_replace to 0")
+        if self.mtp is not None:
+            raise ValueError("model.mtp does not combine with layers of one block (mlp and moe in model.layer_types); leave it out")
         return self
 
     @model_validator(mode="after")
@@ -392,8 +416,9 @@ class Model(Node):
             return self
         if self.mla is not None or self.mtp is not None:
             raise ValueError("model.multipliers does not combine with model.mla and model.mtp, which have no such factors; leave it out")
-        if self.moe is not None and given.gate != 1:
-            raise ValueError("model.multipliers.gate is a factor of dense feed-forward blocks; leave it out beside model.moe")
+        if (self.moe is not None or self.hidden_act == "relu2") and given.gate != 1:
+            beside = "model.moe" if self.moe is not None else "model.hidden_act relu2, which has no gate"
+            raise ValueError(f"model.multipliers.gate is a factor of dense feed-forward blocks; leave it out beside {beside}")
         for section in ("mamba", "lightning"):
             own = [name for name in given.changed() if name.startswith(section)]
             if getattr(self, section) is None and own:
@@ -421,30 +446,52 @@ class Model(Node):
         """Whether the layer sees only a window."""
         return bool(self.sliding_window) and self.layer_type(layer) == "sliding_attention"
 
+    @property
+    def single_blocks(self) -> bool:
+        """Whether each layer is one block, a mixer or a feed-forward block, and not a mixer before a feed-forward block."""
+        return not _FEED_FORWARD.isdisjoint(self.layer_types)
+
+    def feed_forward(self, layer: int) -> str:
+        """The feed-forward block of the layer: "mlp" if it is dense, "moe" with experts, or "none"."""
+        if self.single_blocks:
+            kind = self.layer_type(layer)
+            return kind if kind in _FEED_FORWARD else "none"
+        return "moe" if self.moe is not None and layer >= self.moe.first_k_dense_replace else "mlp"
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers with experts; layers of multi-token prediction continue the numbers."""
+        return tuple(layer for layer in range(self._numbered_layers) if self.feed_forward(layer) == "moe")
+
     def mixer(self, layer: int) -> str:
-        """What mixes the tokens in the layer: the name of one of `SECTIONS`, "hybrid", or "attention"."""
+        """What mixes the tokens in the layer: the name of one of `SECTIONS`, "hybrid", "attention", or "none"."""
         kind = self.layer_type(layer)
         if kind == "hybrid":
             return kind
+        if kind in _FEED_FORWARD:
+            return "none"
         return next((name for name, kinds in SECTIONS.items() if kind in kinds and getattr(self, name) is not None), "attention")
 
     def attends(self, layer: int) -> bool:
         """Whether the layer has keys and values, or latents, of each token."""
         mixer = self.mixer(layer)
-        return mixer in ("attention", "hybrid") or bool(getattr(self, mixer).attends)
+        return mixer in ("attention", "hybrid") or (mixer != "none" and bool(getattr(self, mixer).attends))
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers whose heads have a softmax over scores of queries and keys; layers of multi-token prediction continue the numbers."""
-        layers = (self.num_hidden_layers or 0) + (self.mtp.num_nextn_predict_layers if self.mtp else 0)
-        return tuple(layer for layer in range(layers) if self.mixer(layer) in ("attention", "hybrid"))
+        return tuple(layer for layer in range(self._numbered_layers) if self.mixer(layer) in ("attention", "hybrid"))
+
+    @property
+    def _numbered_layers(self) -> int:
+        return (self.num_hidden_layers or 0) + (self.mtp.num_nextn_predict_layers if self.mtp else 0)
 
     def states(self, layer: int, tp: int = 1) -> tuple[State, ...]:
         """The states of the layer, with heads split over `tp` ranks; none of attention."""
         mixer = self.mixer(layer)
         if mixer == "lightning":  # its heads are those of attention
             return (State((self.num_attention_heads or 0, self.head_dim or 0, self.head_dim or 0)),)
-        return () if mixer == "attention" else getattr(self, "mamba" if mixer == "hybrid" else mixer).states(tp)
+        return () if mixer in ("attention", "none") else getattr(self, "mamba" if mixer == "hybrid" else mixer).states(tp)
 
     @property
     def mixers(self) -> frozenset[str]:

@@ -301,7 +301,7 @@ class Phase(Node):
             changes["rope"] = self.rope.apply(model.rope)
         if self.sliding_window == "full":
             types = tuple("full_attention" if kind == "sliding_attention" else kind for kind in model.layer_types)
-            changes |= {"sliding_window": None, "layer_types": types if model.mixers else (), "sliding_rope": None}
+            changes |= {"sliding_window": None, "layer_types": types if {*types} - {"full_attention"} else (), "sliding_rope": None}
         elif self.sliding_window is not None:
             changes["sliding_window"] = self.sliding_window
         if self.no_rope_layer_interval is not None:

@@ -130,10 +130,11 @@ def observe_pass(model: ParallelModel, batch: Batch, rows: int = 4) -> Activatio
     blocks = {
         name.removeprefix("layers."): block for part in model.parts for name, block in part.named_modules() if isinstance(block, Block)
     }
+    attention = {name: block.attention for name, block in blocks.items() if block.attention is not None}
     training = model.training
     model.eval()
     try:
-        with record_activations(blocks, {name: block.attention for name, block in blocks.items()}) as seen:
+        with record_activations(blocks, attention) as seen:
             model.summed_cross_entropy_on_device(batch.rows(0, min(rows * model.ranks.size("dp"), len(batch.tokens))))
     finally:
         model.train(training)

@@ -12,7 +12,7 @@ from lmworks.model.balance import load_statistics, temperature
 from lmworks.optim.groups import KINDS
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.schema.model import Model, Moe
+from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.curriculum import Curriculum, PhaseBoundary
 from lmworks.train.fault_handler import FaultHandler
@@ -119,7 +119,8 @@ class StepMetrics:
         if self._state.scaler is not None:
             values["optim/loss_scale"] = found.loss_scale
         clock = self.clock.metrics(self._peak)
-        values |= loss_metrics(found) | clock | expert_metrics(moe, found) | weight_metrics(self._model.trained_by_kind, found)
+        values |= loss_metrics(found) | clock | weight_metrics(self._model.trained_by_kind, found)
+        values |= expert_metrics(self._model.config, found)
         values |= attention_metrics(self._model.config, self._threshold, found)
         if (repeated := self._rows.take_share()) is not None:
             values["train/repeated_rows"] = repeated
@@ -201,12 +202,12 @@ def source_metrics(names: Sequence[str], tokens_S: Sequence[int], found: StepVal
     return values
 
 
-def expert_metrics(moe: Moe | None, found: StepValues) -> dict[str, float]:
+def expert_metrics(model: Model, found: StepValues) -> dict[str, float]:
     """`experts/...`: the balance of the load of the experts (L sparse layers), over all layers and by layer."""
-    if found.counts_LE is None or moe is None:
+    if found.counts_LE is None or model.moe is None:
         return {}
     assert found.biases_L is not None
-    layers, bias_L = load_statistics(found.counts_LE, moe.capacity_factor), found.biases_L
+    layers, bias_L = load_statistics(found.counts_LE, model.moe.capacity_factor), found.biases_L
     values: dict[str, float] = {}
     for name, per_layer, whole in (
         ("load_cv", layers["cv"], layers["cv"].mean()),
@@ -217,5 +218,6 @@ def expert_metrics(moe: Moe | None, found: StepValues) -> dict[str, float]:
         ("bias_max", bias_L, bias_L.max()),
     ):
         values[f"experts/{name}"] = float(whole)
-        values |= {f"experts/{name}/{moe.first_k_dense_replace + i}": round(float(value), 6) for i, value in enumerate(per_layer)}
+        numbered = zip(model.sparse_layers, per_layer, strict=True)
+        values |= {f"experts/{name}/{layer}": round(float(value), 6) for layer, value in numbered}
     return values
