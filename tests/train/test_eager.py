@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,11 +28,19 @@ def test_auto_compiles_on_gpus(tiny: Tiny, value: str, cpu: bool, gpu: bool) -> 
 
 
 @pytest.mark.parametrize(("value", "expected"), [("auto", "eager"), ("true", "compiled")])
-def test_a_run_trains_as_the_recipe_says(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, value: str, expected: str) -> None:
+def test_a_run_trains_as_the_recipe_says(
+    tiny_copy: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, expected: str
+) -> None:
     """From the recipe to the layers, tuning too; what was done is in the ledger."""
     compiled: list[Transformer] = []
     monkeypatch.setattr(Transformer, "compile", lambda model, **_: compiled.append(model))
+    left = tmp_path / "cache" / "ab" / "left.main.so"  # by a compiler that was killed in an earlier run
+    left.parent.mkdir(parents=True)
+    left.touch()
+    os.utime(left, (1, 1))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     tiny_copy.walk(f"train.compile={value}", last="tune")
+    assert left.exists() == (expected == "eager")
     assert len(compiled) == (2 if expected == "compiled" else 0)
     starts = [line["layers"] for line in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if line["event"] == "start"]
     assert starts == [expected, expected]

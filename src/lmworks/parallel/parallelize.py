@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lmworks.errors import UserError
+from lmworks.host.compiler_cache import remove_partial_libraries
 from lmworks.host.devices import dtype_for
 from lmworks.model import Transformer
 from lmworks.model.init import initialize, whole
@@ -126,7 +128,9 @@ def compile_layers(part: Transformer) -> None:
     """Compile each input shape separately, without a limit on their number. Past its limit (8) torch would silently run new shapes in
     eager mode; which shapes those are, and so the last bits of the weights, would depend on where the run was last resumed."""
     import torch._dynamo
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+    remove_partial_libraries(Path(cache_dir()))
     torch._dynamo.config.recompile_limit = _SHAPES
     torch._dynamo.config.accumulated_recompile_limit = 16 * _SHAPES
     torch._dynamo.config.fail_on_recompile_limit_hit = True

@@ -1,6 +1,8 @@
 """Mistakes in sharding, collectives and pipelines: a fast test of ranks must find each. More are planted by tests/parallel/mutations.py."""
 
 MUTANTS = [
+    ("parallel.parallelize:compile_layers", "    remove_partial_libraries(Path(cache_dir()))\n", "",
+     "A library that a killed compiler has left is compiled again.", "train/test_eager.py"),
     ("parallel.parallel_model:ParallelModel.sum_over_ranks", "dist.all_reduce(sums.logits_AH, op=dist.ReduceOp.MAX)", "pass",
      "The largest score of a head is that of all ranks.", "parallel/test_qk_clip_ranks.py"),
     ("parallel.tensor:_row_parallel", "_place(projection, mesh, Shard(1))", "_place(projection, mesh, Shard(0))",
