@@ -167,7 +167,7 @@ MUTANTS = [
     ("recipe.schema.train:Phase.changed", "if model.mtp is not None and self.mtp_loss_weight is not None:", "if False:",
      "A phase may set the weight of the multi-token prediction loss.", "train/test_mtp_run.py train/test_phases.py"),
     ("recipe.schema.train:Phase.changed",
-     'changes |= {"sliding_window": None, "layer_types": types if model.mixers else (), "sliding_rope": None}', "pass",
+     'changes |= {"sliding_window": None, "layer_types": types if {*types} - {"full_attention"} else (), "sliding_rope": None}', "pass",
      "A phase may give all layers full attention.", "recipe/test_phases_in_force.py"),
     ("train.trainer:Trainer._flush", "            self.files.ledger.flush()\n", "",
      "A full disk that keeps events out fails the save.", "train/test_stability.py"),
