@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +18,8 @@ import pytest
 
 from lmworks import doctor as doctor_package
 from lmworks import watch
+from lmworks.io.files import write_json
+from lmworks.pages.run_page import write_page
 from lmworks.recipe.keys import known_paths
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch import evidence as evidence_module
@@ -137,6 +143,46 @@ def test_a_link_out_of_the_folder_is_not_followed(full: Path, tmp_path: Path) ->
     assert Evidence(open_run(full)).tree == {}
 
 
+@pytest.mark.parametrize("command", ["doctor", "bundle", "report"])
+def test_a_folder_that_may_not_be_entered_is_named(
+    command: str, full: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--list"] if command == "bundle" else []
+    command_line(monkeypatch, capsys, command, full, *more)  # imports what another user may not read
+    user, mode = os.geteuid(), full.stat().st_mode
+    full.chmod(0)
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        code, out, err = command_line(monkeypatch, capsys, command, full, *more)
+    finally:
+        os.seteuid(user)
+        full.chmod(mode)
+    assert code == 2 and not out and err.count("\n") == 1 and err.startswith(f"error: {full}") and "Permission denied; ask" in err
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a loop of links", "a folder", "a file without an end"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "resolved.json"])
+def test_what_is_no_file_ends_neither_the_doctor_nor_the_page(
+    kind: str, name: str, full: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_files, "LONGEST_LINE", 1 << 12)
+    path = full / name
+    path.unlink()
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "a file without an end":
+        path.touch()
+        os.truncate(path, 1 << 40)
+    else:
+        path.symlink_to("/dev/zero" if kind == "a device" else name)
+    code, out, err = doctor(monkeypatch, capsys, full)
+    assert (code == 2 and err.startswith("error: ") and err.count("\n") == 1) or (code in (0, 1) and "problem" in out and not err)
+    assert "<html" in write_page(full).read_text(encoding="utf-8")
+
+
 def test_a_long_file_is_read_at_its_ends_and_in_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("_HEAD", 4000), ("_TAIL", 4000), ("_WINDOW", 200), ("_WINDOWS", 10)):
         monkeypatch.setattr(run_files, name, value)
@@ -179,6 +225,24 @@ def test_a_cause_that_is_not_sure_is_said_with_what_was_ruled_out_and_what_to_me
     assert "two: b is 3" in out and "one signal alone; next: lmworks ckpt verify RUN" in out
     (stage,) = json.loads(doctor(monkeypatch, capsys, full, "--json")[1])["stages"]
     assert [one["code"] for one in stage["unsure"]] == ["one"]
+
+
+def test_the_last_step_of_a_process_that_was_killed_is_said(
+    full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "pretrain ! its process is gone since step 60, without a message"
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        holder = {"pid": process.pid, "host": socket.gethostname()}
+    write_json(full / "lock", holder | {"pid": os.getpid()})
+    assert said not in doctor(monkeypatch, capsys, full)[1], "it runs"
+    write_json(full / "lock", holder)
+    assert said in doctor(monkeypatch, capsys, full)[1]
+    assert json.loads(doctor(monkeypatch, capsys, full, "--json")[1])["stages"][0]["died_at"] == 60
+    command_line(monkeypatch, capsys, "bundle", full, "--out", tmp_path / "b.zip", "--yes")
+    assert said in doctor(monkeypatch, capsys, tmp_path / "b.zip")[1]
+    with open(full / "ledger.jsonl", "ab") as ledger:
+        ledger.write(b'{"time": 1e9, "event": "finish", "stage": "pretrain", "step": 60}\n')
+    assert said not in doctor(monkeypatch, capsys, full)[1]
 
 
 def test_a_problem_of_a_later_stage_is_one(full: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -310,8 +310,11 @@ def test_the_lock_of_a_run_is_said(node: Node) -> None:
     assert RunLock(folder).release() is None
 
 
+HANGS = 60.0  # seconds
+
+
 def hang(node: Node, request: Request) -> Result:
-    time.sleep(200)
+    time.sleep(HANGS)
     raise AssertionError
 
 
@@ -342,6 +345,7 @@ def test_a_check_that_hangs_or_crashes_costs_one_check(tmp_path: Path) -> None:
     }  # fmt: skip
     assert report.code == 1 and report.failures == [": the driver hangs: no answer within 1 s"]
     assert not psutil.wait_procs([one for one in psutil.Process().children() if one.pid not in others], timeout=PATIENCE)[1]
+    assert time.monotonic() - began < HANGS, "what hangs has ended by itself"
 
 
 def test_a_check_that_measures_runs_beside_no_other(tmp_path: Path) -> None:

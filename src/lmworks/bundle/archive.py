@@ -107,7 +107,8 @@ def collect(run_dir: Path, preflight: Mapping[str, Any] | None = None) -> Bundle
             if content.fits(name) and not (name == PREFLIGHT and preflight is not None):
                 packer.add(f"{redactor.member(name)}{content.suffix}", content.read(files, name, redactor), content.share)
     index = {
-        "format": _FORMAT, "lmworks": __version__, "running": stages[0].running, "pseudonyms": redactor.pseudonyms.counts,
+        "format": _FORMAT, "lmworks": __version__, "running": stages[0].running, "abandoned": stages[0].abandoned,
+        "pseudonyms": redactor.pseudonyms.counts,
         "members": {one.name: {"bytes": one.size} | ({"note": one.note} if one.note else {}) for one in packer.members},
         "sha256": {name: redactor.text(files.sha256(name)) for name in contents.HASHED if name in names},
         "omitted": packer.omitted, **contents.listing(files, redactor),

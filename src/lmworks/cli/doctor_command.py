@@ -217,7 +217,7 @@ def _print_comparison(found: Any, run: Path, reference: Path) -> None:
 
 
 def _print(label: str, diagnoses: list[Diagnosis]) -> None:
-    from lmworks.doctor.report import areas, probes_text, verdict
+    from lmworks.doctor.report import areas, died_text, probes_text, verdict
 
     out = console()
     out.print(Text(label, "bold"))
@@ -225,6 +225,8 @@ def _print(label: str, diagnoses: list[Diagnosis]) -> None:
         for area, result, words in areas(diagnosis):
             mark, style = _MARKS[result]
             out.print(Text.assemble(f"  {diagnosis.stage:9}", (mark, style), f" {area:13}", words), soft_wrap=True)
+        if words := died_text(diagnosis):
+            out.print(Text(f"  {diagnosis.stage:9}! {words}", "yellow"), soft_wrap=True)
         if words := probes_text(diagnosis):
             out.print(Text(f"  {diagnosis.stage:9}  {words}", "dim"), soft_wrap=True)
     for diagnosis in diagnoses:

@@ -114,6 +114,9 @@ def main() -> None:
         if machine.is_out_of_memory(error):
             advice = "close other programs, or use a machine or a device with more memory"
             _fail(error, f"error: memory ran out ({what}); {advice}", ExitCode.USER_ERROR, debug)
+        if isinstance(error, PermissionError) and error.filename is not None:
+            advice = "ask the owner for the permission, or give another path"
+            _fail(error, f"error: {error.filename}: {error.strerror}; {advice}", ExitCode.USER_ERROR, debug)
         if isinstance(error, RuntimeError) and str(error) == "can't start new thread":  # what threading says for EAGAIN
             advice = "close other programs, or raise the limits of processes (ulimit -u, pids.max of a container) and of memory (ulimit -v)"
             _fail(error, f"error: no thread could be started; {advice}", ExitCode.USER_ERROR, debug)

@@ -66,6 +66,16 @@ def probes_text(diagnosis: Diagnosis) -> str:
     return f"{_counted(found.measurements, 'measurement')} of probes, at step {found.step:,} ({found.checkpoint}){excluded}"
 
 
+def died_text(diagnosis: Diagnosis) -> str:
+    """A line about a process that is gone without a word, which no rule can explain; empty if there is none."""
+    if diagnosis.died_at is None:
+        return ""
+    return (
+        f"its process is gone since step {diagnosis.died_at:,}, without a message: it was killed, or the machine stopped "
+        "(the kernel log has kills for want of memory); the same command resumes the run"
+    )
+
+
 def lines(finding: Finding) -> Iterator[tuple[str, str]]:
     """A finding as pairs of a label and a text."""
     steps = ""
@@ -110,6 +120,7 @@ def as_document(label: str, diagnoses: Sequence[Diagnosis]) -> dict[str, Any]:
                 "stage": one.stage, "problems": [_with_rates(found) for found in one.problems],
                 "unsure": [_with_rates(found) for found in one.unsure], "notes": [_with_rates(found) for found in one.notes],
                 "passed": list(one.passed), "not_judged": dict(one.not_judged), "probes": one.probes and asdict(one.probes),
+                "died_at": one.died_at,
             }
             for one in diagnoses
         ],

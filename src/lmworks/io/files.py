@@ -251,13 +251,18 @@ def open_regular(path: Path) -> BinaryIO:
     return handle
 
 
+def read_regular(path: Path, most: int = _MOST_JSON) -> bytes:
+    """The bytes of a file. Raises `UserError` if it is no regular file or longer than `most` bytes."""
+    with open_regular(Path(path)) as handle:
+        if (size := os.fstat(handle.fileno()).st_size) > most:
+            raise UserError(f"{path} has {size:,} bytes, too many for what it should be; get the file again from its origin")
+        return handle.read()
+
+
 def read_json(path: Path, most: int = _MOST_JSON) -> Any:
     """Read a JSON file; a `UserError` names the file if it is missing, broken, no file, or longer than `most` bytes."""
     try:
-        with open_regular(Path(path)) as handle:
-            if (size := os.fstat(handle.fileno()).st_size) > most:
-                raise UserError(f"{path} has {size:,} bytes, too many for what it should be; get the file again from its origin")
-            return json.loads(handle.read().decode("utf-8"))
+        return json.loads(read_regular(path, most).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except OSError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lmworks.errors import UserError
+from lmworks.io.files import open_regular
 
 _BLOCK = 1 << 12
 
@@ -118,9 +119,11 @@ def cut_tail(fd: int, drop: Callable[[dict[str, Any]], bool]) -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All records; empty if the file does not exist. An incomplete last line is ignored; an invalid line before it is a `UserError`."""
+    """All records; empty if the file does not exist. An incomplete last line is ignored; an invalid line before it is a `UserError`, and so
+    is a pipe or a device."""
     try:
-        data = Path(path).read_bytes()
+        with open_regular(Path(path)) as handle:
+            data = handle.read()
     except FileNotFoundError:
         return []
     records = []

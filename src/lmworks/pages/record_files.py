@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.checkpoint import listing
+from lmworks.errors import UserError
 from lmworks.host import machine
+from lmworks.io.files import open_regular, read_regular
 from lmworks.io.run_layout import INPUTS, MODEL_STAGES
 from lmworks.pages.run_records import Json, Training
+from lmworks.watch.run_files import LONGEST_LINE
 
 MOST = 1e100
 """What is larger is no measurement, and charts calculate with squares."""
@@ -77,13 +80,14 @@ def conform(value: Any, form: Any, depth: int = 0) -> Any:
 
 
 def lines(path: Path) -> Iterator[Json]:
-    """The records of a JSONL file one by one; none if it does not exist. Invalid lines are skipped. Numbers may have any size."""
+    """The records of a JSONL file one by one; none if it is no file. Invalid lines are skipped, and so is all that follows one without an
+    end. Numbers may have any size."""
     try:
-        handle = open(path, "rb")  # noqa: SIM115
-    except OSError:
+        handle = open_regular(path)
+    except (OSError, UserError):
         return
     with handle:
-        for text in handle:
+        while (text := handle.readline(LONGEST_LINE)) and (len(text) < LONGEST_LINE or text.endswith(b"\n")):
             try:
                 record = json.loads(text)
             except (ValueError, RecursionError):
@@ -94,8 +98,8 @@ def lines(path: Path) -> Iterator[Json]:
 
 def read_document(path: Path, form: Json = {}) -> Json:  # noqa: B006  (not modified)
     try:
-        return conform(json.loads(path.read_bytes()), form) or {}
-    except (OSError, ValueError, RecursionError):
+        return conform(json.loads(read_regular(path)), form) or {}
+    except (OSError, ValueError, RecursionError, UserError):
         return {}
 
 

@@ -38,7 +38,8 @@ class Probes:
 class Diagnosis:
     """Of one stage. problems: the most certain first, causes before their consequences; unsure: causes with fewer than two independent
     signals; notes: worth knowing; passed: codes of the rules that found nothing; not_judged: by code, what a rule lacks. probes: those
-    whose measurements are among the evidence (`probes.py`)."""
+    whose measurements are among the evidence (`probes.py`). died_at: the last recorded step of a process that is gone without the end of
+    the stage and without a message; None otherwise."""
 
     stage: str
     problems: Sequence[Finding]
@@ -47,6 +48,7 @@ class Diagnosis:
     passed: Sequence[str]
     not_judged: Mapping[str, str]
     probes: Probes | None = None
+    died_at: int | None = None
 
 
 def diagnose(evidence: Evidence, apply: Iterable[Rule] | None = None) -> Diagnosis:
@@ -73,7 +75,8 @@ def diagnose(evidence: Evidence, apply: Iterable[Rule] | None = None) -> Diagnos
     problems = _causes_first([one for one in found if one.sure and not one.note])
     consequences = {code for one in problems for code in all_rules()[one.code].outranks}
     unsure = [one for one in found if not one.sure and not one.note and one.code not in consequences]
-    return Diagnosis(evidence.stage, problems, unsure, [one for one in found if one.note], passed, lacking)
+    notes = [one for one in found if one.note]
+    return Diagnosis(evidence.stage, problems, unsure, notes, passed, lacking, died_at=evidence.step if evidence.died else None)
 
 
 def _causes_first(found: Sequence[Finding]) -> list[Finding]:

@@ -200,7 +200,14 @@ class Evidence:
     @property
     def died(self) -> bool:
         """Whether the process ended without the stage's end and without a stop that was asked for: it holds the lock, and is gone."""
-        return self.running is False and bool(read_document(self.files, "lock").get("pid")) and not self.finished
+        return self.abandoned and not self.finished
+
+    @cached_property
+    def abandoned(self) -> bool:
+        """Whether a process that is gone still holds the lock of the run, or did when its bundle was made."""
+        if self.files.folder is None:
+            return read_document(self.files, INDEX).get("abandoned") is True
+        return self.running is False and bool(read_document(self.files, "lock").get("pid"))
 
     # Events and recipe.
 

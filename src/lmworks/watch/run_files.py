@@ -25,7 +25,7 @@ INDEX = "bundle.json"  # in an archive: what it contains, and the sizes of all f
 _HEAD, _TAIL, _WINDOW, _WINDOWS = 8 << 20, 24 << 20, 1 << 16, 256
 """Bytes of a file of lines that are read whole at its two ends, and the samples between them: 48 MiB in all, a second of parsing. A run of
 90 days that writes 3 kB every 10 s has 2.3 GB."""
-_LONGEST_LINE = 4 << 20
+LONGEST_LINE = 4 << 20
 _LARGEST_DOCUMENT = 64 << 20
 _MOST_NAMES = 200_000
 _LARGEST_ARCHIVE = 1 << 30  # bytes of all members
@@ -69,11 +69,17 @@ def open_run(path: Path) -> RunFiles:
 
 
 class FolderFiles:
-    """The files of a folder. Symbolic links that lead out of it are not followed."""
+    """The files of a folder. Symbolic links that lead out of it are not followed. Raises `PermissionError` if it cannot be entered."""
 
     def __init__(self, path: Path) -> None:
         self.label, self.folder = str(path), path
-        self._root = path.resolve()
+        try:
+            os.stat(path / "ledger.jsonl")
+        except PermissionError:
+            raise
+        except OSError:  # there is none, or a loop of links
+            pass
+        self._root = Path(os.path.realpath(path))
 
     def names(self) -> Sequence[str]:
         found: list[str] = []
@@ -104,7 +110,7 @@ class FolderFiles:
         return open_regular(self._path(name))
 
     def _path(self, name: str) -> Path:
-        path = (self._root / name).resolve()
+        path = Path(os.path.realpath(self._root / name))  # of a loop, a path that cannot be opened
         if not path.is_relative_to(self._root):
             raise FileNotFoundError(name)
         return path
@@ -200,10 +206,10 @@ def _complete(handle: BinaryIO, start: int, length: int) -> Iterator[bytes]:
     """The complete lines that begin in a range, except one that began before it."""
     handle.seek(max(start - 1, 0))
     if start:
-        handle.readline(_LONGEST_LINE)
+        handle.readline(LONGEST_LINE)
     left = length
     while left > 0:
-        text = handle.readline(_LONGEST_LINE)
+        text = handle.readline(LONGEST_LINE)
         if not text.endswith(b"\n"):
             return
         left -= len(text)
