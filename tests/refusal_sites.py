@@ -210,7 +210,7 @@ PLACES = (
     """),
     (DAMAGE, "files of a run that lmworks wrote", """
         corpus.document split_id
-        io.files full_disk explain_os_errors require_empty explain_damage read_json(4) open_regular
+        io.files full_disk explain_os_errors require_empty explain_damage read_json(3) read_regular open_regular
         io.jsonl read(2)
         optim.optimizer Optimizer.load_state_dict
         shards.lineage open_lineage
