@@ -603,7 +603,7 @@ def test_a_selection_bias_is_not_left_behind() -> None:
         ("nemotron_h", {"mlp_hidden_act": "silu"}, 'mlp_hidden_act "silu"; lmworks supports "relu2"'),
         ("nemotron_h_experts", {"moe_shared_expert_intermediate_size": 40}, "40 must be a multiple of moe_intermediate_size 32"),
         ("llama", {"architectures": ["Zamba2ForCausalLM"], "model_type": "zamba2"},
-         r"whose weights many layers share.*a smallest time step .*The nearest class is GraniteMoeHybridForCausalLM"),
+         r"whose weights many layers share.*a projection for each use; .*The nearest class is NemotronHForCausalLM"),
         ("llama", {"architectures": [], "model_type": "zamba2"}, "of class Zamba2ForCausalLM, which has attention and feed-forward blocks"),
         ("llama", {"architectures": None, "model_type": "gemma"}, r"is of class unknown \(model_type gemma\); lmworks supports"),
     ],

@@ -47,6 +47,16 @@ def model_of(name: str) -> Transformer:
     return initialize(Transformer(MODELS[name]), seed=3)
 
 
+def test_layers_of_one_block_have_one_norm_each() -> None:
+    model = MODELS["blocks"]
+    found = [name.removeprefix("layers.") for name, _ in Transformer(model).named_parameters() if "layers." in name and "_norm." in name]
+    assert [name for name in found if "attention.gate_norm" not in name] == [
+        "0.attention_norm.weight", "1.ffn_norm.weight", "2.attention_norm.weight", "3.ffn_norm.weight",
+    ]  # fmt: skip
+    assert (model.sparse_layers, model.attention_layers) == ((1,), (2,))
+    assert [model.feed_forward(layer) for layer in range(4)] == ["none", "moe", "none", "mlp"]
+
+
 @_ALL
 def test_nothing_of_a_document_reaches_the_next(name: str) -> None:
     model, tokens = model_of(name), torch.randint(64, (2, 90), generator=torch.Generator().manual_seed(1))

@@ -32,15 +32,14 @@ _GEMMA_4 = (
 )
 _ZAMBA_2 = (
     "attention and feed-forward blocks whose weights many layers share (num_mem_blocks), which read the embedded tokens beside the "
-    "residual stream and are twice as wide, low-rank adapters (adapter_rank) and a projection for each use, and a smallest time step "
-    "(time_step_min)"
+    "residual stream and are twice as wide, and low-rank adapters (adapter_rank) and a projection for each use"
 )
 _BEYOND = {
     **dict.fromkeys(
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
         (_GEMMA_4, "Gemma3ForCausalLM"),
     ),
-    "Zamba2ForCausalLM": (_ZAMBA_2, "GraniteMoeHybridForCausalLM"),
+    "Zamba2ForCausalLM": (_ZAMBA_2, "NemotronHForCausalLM"),
 }  # fmt: skip
 """Classes that cannot be expressed -> what they have and lmworks has not, and the nearest class that it has."""
 _BEYOND_BY_TYPE = {
