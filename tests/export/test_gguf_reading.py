@@ -221,6 +221,18 @@ def test_another_architecture_is_refused_with_those_that_are_read(make_run: Call
         find_weights(path)
 
 
+def test_what_llama_cpps_converter_leaves_out_of_nemotron_h_changes_nothing(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    run = make_run("nemotron-h")
+    write_gguf(run.model, run.tokenizer, tmp_path / "plain.gguf", torch.float32, "tiny")
+    left, turned = ("nemotron_h.attention.layer_norm_rms_epsilon", "nemotron_h.rope.freq_base"), "nemotron_h.rope.dimension_count"
+    path = _rewritten(
+        tmp_path / "plain.gguf", tmp_path / "model.gguf", lambda name, old: None if name in (*left, turned) else old, {turned: 64}
+    )
+    found = find_weights(path).model
+    assert found == find_weights(tmp_path / "plain.gguf").model
+    assert found.layer_types[:4] == ("linear_attention", "mlp", "full_attention", "mlp") and found.hidden_act == "relu2"
+
+
 def test_experts_where_no_class_of_the_architecture_has_any_are_refused(make_run: Callable[..., Any], tmp_path: Path) -> None:
     run = make_run("qwen3")
     write_gguf(run.model, run.tokenizer, tmp_path / "plain.gguf", torch.float32, "tiny")

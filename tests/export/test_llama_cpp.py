@@ -171,6 +171,7 @@ def test_llama_cpps_own_converter_writes_the_same(make_run: Callable[..., Any], 
 SAID_BESIDES = {
     "vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length", "ggml.add_bos_token", "ggml.add_eos_token",
     "ggml.bos_token_id", "ggml.eot_token_id", "feed_forward_length", "ggml.eom_token_id", "ggml.unknown_token_id",
+    "attention.layer_norm_rms_epsilon", "rope.freq_base",
 }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ _DOTTED = {
     "rope_dimension_count": "rope.dimension_count", "rope_scaling_finetuned": "rope.scaling.finetuned",
     "layer_norm_eps": "attention.layer_norm_epsilon",
 }  # fmt: skip
+_EPSILON, _OTHER_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"  # the latter alone in files of Nemotron-H
 _SAYS_NOTHING = ("rope.scaling.finetuned", "tensor_data_layout")
 _ROPE_FACTORS, _PATTERN = "rope_freqs.weight", "attention.sliding_window_pattern"
 
@@ -162,6 +163,8 @@ class _Values(Mapping[str, Any]):
             if key == _PATTERN:
                 if _slides(value, model) != [model.slides(layer) for layer in range(model.num_hidden_layers or 0)]:
                     self._refuse(key, value)
+            elif key == "rope.dimension_count" and not model.rope.partial_rotary_factor:
+                continue  # of no positions
             elif key in written:
                 numbers = isinstance(value, (int, float)) and isinstance(written[key], (int, float))
                 same = numbers and math.isclose(value, written[key], rel_tol=1e-6)
@@ -216,7 +219,7 @@ def _common(values: _Values, header: Header, rope_factors: list[float] | None) -
         "vocab_size": embedding.shape[0], "hidden_size": width, "num_hidden_layers": values.size("block_count"),
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
         "intermediate_size": _width(values),
-        "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
+        "rms_norm_eps": values[_EPSILON if _EPSILON in values or _OTHER_EPSILON not in values else _OTHER_EPSILON],
         "max_position_embeddings": f"{values.size('context_length')} tokens", "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors, "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
         "rope": _rope(values, fraction, rotated, rope_factors),

@@ -131,8 +131,10 @@ def _gguf(model: Model) -> Gguf:
     if moe is not None and moe.topk_group < moe.n_group:
         raise NoClass(f"it routes within groups of experts (moe.n_group {moe.n_group}), which llama.cpp does not do for this architecture")
     width = model.intermediate_size if moe is None else moe.moe_intermediate_size
+    assert model.hidden_size and model.num_attention_heads
     metadata: dict[str, Any] = {
-        "rope_scaling_finetuned": False, "rope_dimension_count": model.head_dim, "layer_norm_eps": model.rms_norm_eps,
+        "rope_scaling_finetuned": False, "rope_dimension_count": model.hidden_size // model.num_attention_heads,
+        "layer_norm_eps": model.rms_norm_eps,
         "feed_forward_length": [0 if model.feed_forward(layer) == "none" else width for layer in range(layers)],
     }  # fmt: skip
     further: Names = (
@@ -147,10 +149,12 @@ def _gguf(model: Model) -> Gguf:
         metadata |= {
             "expert_count": moe.n_routed_experts, "expert_used_count": moe.num_experts_per_tok, "expert_shared_count": 1,
             "expert_feed_forward_length": moe.moe_intermediate_size,
-            "expert_shared_feed_forward_length": moe.n_shared_experts * moe.moe_intermediate_size, "expert_gating_func": "SIGMOID",
+            "expert_shared_feed_forward_length": moe.n_shared_experts * moe.moe_intermediate_size,
             "expert_weights_norm": moe.norm_topk_prob, "expert_weights_scale": moe.routed_scaling_factor, "expert_group_count": 1,
+            "expert_group_used_count": 1,
         } | ({"moe_latent_size": moe.moe_latent_size} if moe.moe_latent_size else {})  # fmt: skip
-    return mamba2.gguf(model, "nemotron_h" if moe is None else "nemotron_h_moe", metadata, further)
+    # the converter turns queries and keys, as of Granite, which changes no score of heads without positions
+    return mamba2.gguf(model, "nemotron_h" if moe is None else "nemotron_h_moe", metadata, further, interleaved_rope=True)
 
 
 def _from_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
