@@ -36,6 +36,7 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
 
     torch.set_num_threads(1)
     do_not_wait_for_the_disk()
+    gc.disable()  # it is collected after each job
     frozen = False
     while (job := jobs.get()) is not None:
         if not frozen:
