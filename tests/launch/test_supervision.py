@@ -358,7 +358,10 @@ def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_
     recipe = prepare(run_dir, slurm={"gpus_per_node": 2, "memory": "all", "time_limit": "1:00:00", "partition": "all"})
     (run_dir / "resolved.json").write_text(recipe.model_dump_json())
     monkeypatch.setattr(torchrun.Agent, "module", "toy_rank")
-    monkeypatch.setattr(torchrun.Agent.__init__, "__defaults__", (None, None, "toy_rank", torchrun.Agent.__init__.__defaults__[-1]))
+    defaults = torchrun.Agent.__init__.__defaults__
+    assert "lmworks.cli.rank" in defaults
+    toy = tuple("toy_rank" if value == "lmworks.cli.rank" else value for value in defaults)
+    monkeypatch.setattr(torchrun.Agent.__init__, "__defaults__", toy)
 
     def done() -> int:
         return len(events(run_dir, "step"))
