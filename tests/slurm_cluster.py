@@ -63,8 +63,9 @@ def _free_port() -> int:
 
 @contextmanager
 def cluster(folder: Path, nodes: int = 1, options: str = "") -> Iterator[Path]:
-    """Begin the daemons of nodes n1, n2, ...; yields the configuration file for SLURM_CONF, and ends them. options: more lines of it."""
-    names = [f"n{number + 1}" for number in range(nodes)]
+    """Begin the daemons of nodes n1, n2, ..., or of one with the name of this machine, which its ranks can look up; yields the
+    configuration file for SLURM_CONF, and ends them. options: more lines of it."""
+    names = [f"n{number + 1}" for number in range(nodes)] if nodes > 1 else [socket.gethostname()]
     (folder / "state").mkdir()
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))

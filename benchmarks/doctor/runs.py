@@ -20,6 +20,7 @@ import inspect
 import json
 import resource
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -40,7 +41,8 @@ _MADE_BY = (
     "train/**", "shards/*", "optim/*", "model/*", "metrics/*", "checkpoint/*", "parallel/*", "watch/ledger", "watch/policy",
     "watch/monitors", "watch/heartbeat", "launch/*",
 )  # fmt: skip
-_CPU, _WALL = 90, 240  # seconds that a run may take
+_CPU, _WALL = 90, 240  # seconds that a run may take; beside other programs --wall gives it more
+_LATE = "failed: out of time"
 HEALTHY_SEEDS, STARRED_SEEDS, SEEDS = 22, 10, 6  # with the odd runs, 302 healthy runs are published
 _MOE_OF_WARM = f"model.moe={json.dumps(MOE)}"
 
@@ -53,7 +55,8 @@ def cases(plants: Sequence[Plant] | None = None) -> Iterator[Case]:
         for dose in ("clear", "weak", "strong"):
             for size in SIZES:
                 for one in chosen:
-                    most = HEALTHY_SEEDS if one.name.startswith("H-") else STARRED_SEEDS if one.starred and dose == "clear" else SEEDS
+                    more = dose == "clear" and (one.starred or len(one.sizes) == 1)
+                    most = HEALTHY_SEEDS if one.name.startswith("H-") else STARRED_SEEDS if more else SEEDS
                     if dose in one.doses and size in one.sizes and number < most:
                         yield Case(one, dose, size, one.first_seed + number)
 
@@ -107,7 +110,7 @@ def warm(out: Path) -> None:
     shutil.rmtree(folder)
 
 
-def run_case(case: Case, out: Path) -> dict[str, Any]:
+def run_case(case: Case, out: Path, wall: int = _WALL) -> dict[str, Any]:
     """Make one run in a child; returns its record."""
     folder = out / "runs" / case.name
     shutil.rmtree(folder, ignore_errors=True)
@@ -117,14 +120,14 @@ def run_case(case: Case, out: Path) -> dict[str, Any]:
     scenarios.in_child(lambda: prepare(out, case.size, case.dose.data))
     if case.plant.scenario == "later":
         scenarios.start_of(case, out)
-    began = time.time()
+    before, began = _children(), time.time()
     child = os.fork()
     if child == 0:
         _child(case, out, folder, note)
-    outcome, usage = _wait(child, began)
-    if note.exists():
+    outcome, usage = _wait(child, began, wall, before)
+    if note.exists() and not outcome.startswith(_LATE):
         outcome = json.loads(note.read_text())["outcome"]
-        note.unlink()
+    note.unlink(missing_ok=True)
     if outcome.startswith("refused") and not case.plant.code:
         outcome = f"failed: {outcome}"  # a healthy run that was none says nothing of false alarms
     _slim(folder, case)
@@ -156,19 +159,20 @@ def _child(case: Case, out: Path, folder: Path, note: Path) -> None:
     os._exit(0)
 
 
-def _wait(child: int, began: float) -> tuple[str, resource.struct_rusage]:
-    outcome = "ended without a word"
+def _wait(child: int, began: float, wall: int, before: set[int]) -> tuple[str, resource.struct_rusage]:
+    outcome, late = "ended without a word", False
     while True:
         done, status, usage = os.wait4(child, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
-            outcome = f"killed by signal {-code}" if code < 0 else outcome
+            if code < 0 and not late:
+                outcome = f"killed by signal {-code}"
             break
-        if time.time() - began > _WALL:
-            outcome = "out of time"
-            _end_children(began)
+        if time.time() - began > wall:
+            late, outcome = True, f"{_LATE} after {wall:,} s"  # which says nothing of the plant
+            _end_children(before)
         time.sleep(0.05)
-    _end_children(began)
+    _end_children(before)
     for group in Path("/sys/fs/cgroup").glob("*/lmworks-doctor-*"):
         time.sleep(0.1)  # until its last process is gone
         with suppress(OSError):
@@ -185,14 +189,18 @@ def _adopt() -> None:
         ctypes.CDLL(None).prctl(subreaper, 1, 0, 0, 0)
 
 
-def _end_children(since: float) -> None:
-    """End all that this process has started since then, and what that has started. The child of the run is waited for elsewhere."""
+def _children() -> set[int]:
+    """All that this process has started, and what that has started."""
     import psutil
 
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if process.create_time() >= since - 0.1:
-                process.kill()
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def _end_children(before: set[int]) -> None:
+    """End all children but those of `before`. The child of the run is waited for elsewhere."""
+    for process in _children() - before:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def _slim(folder: Path, case: Case) -> None:
@@ -225,7 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = [one for one in cases() if _is_wanted(one, options)]
     todo = [(case, key_of(case, sources)) for number, case in enumerate(wanted) if number % pieces == piece]
     known = {case.name: found.get(f"runs/{case.name}") for case, _ in todo}
-    left = [(case, key) for case, key in todo if (row := known[case.name]) is None or (row["key"] != key and not options.keep_stale)]
+    left = [
+        (case, key) for case, key in todo
+        if (row := known[case.name]) is None or row["outcome"].startswith(_LATE) or (row["key"] != key and not options.keep_stale)
+    ]  # fmt: skip
     print(f"{len(todo)} runs, {len(todo) - len(left)} of them recorded before", flush=True)
     if left:
         _adopt()
@@ -235,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.until and time.time() > options.until:
             print("the time is over", flush=True)
             break
-        record = {"key": key} | run_case(case, out)
+        record = {"key": key} | run_case(case, out, options.wall)
         with open(out / "results.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         spent += record["cpu_seconds"]
@@ -263,6 +274,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=numbers, metavar="N,N")
     parser.add_argument("--sizes", type=lambda text: text.split(","))
     parser.add_argument("--doses", type=lambda text: text.split(","), default=DOSES)
+    parser.add_argument("--wall", type=int, default=_WALL, metavar="SECONDS", help="limit of a run, for a machine that is shared")
     parser.add_argument("--keep-stale", action="store_true", help="do not repeat runs that other sources have made")
     return parser.parse_args(arguments)
 
