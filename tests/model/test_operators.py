@@ -29,7 +29,7 @@ def cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     first, last = torch.zeros(2, 6, dtype=torch.int64), torch.arange(6).expand(2, 6).contiguous()
     with torch.no_grad():
         out, lse = attend_chunks(query, key, value, first, last, 0.3)
-        blocks, kept = attend_blocks(query, key, value, None, 0.3)
+        blocks, kept = attend_blocks(query, key, value, None, 0.3, 4)
     x, weight, grad = tensors((32, 16), (2, 16, 16), (32, 16), gradient=True)
     ends = torch.tensor([16, 32], dtype=torch.int32)
     added, state, key_width = *tensors((3, 2, 4, 4), (2, 4, 4), gradient=True), (3, 2, 4, 4)
@@ -41,8 +41,8 @@ def cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "attend_chunks": (attend_chunks, (query, key, value, first, last, 0.3)),
         "attend_chunks_backward": (attend_chunks_backward, (out, query, key, value, first, last, out, lse, 0.3)),
         "largest_logits": (largest_logits, (query, key, first, last, 0.3)),
-        "attend_blocks": (attend_blocks, (query, key, value, None, 0.3)),
-        "attend_blocks_backward": (attend_blocks_backward, (blocks, query, key, value, blocks, kept, 0.3)),
+        "attend_blocks": (attend_blocks, (query, key, value, None, 0.3, 4)),
+        "attend_blocks_backward": (attend_blocks_backward, (blocks, query, key, value, blocks, kept, 0.3, 4)),
         "grouped_mm": (moe._opaque_grouped_mm, (x, weight, ends)),
         "grouped_mm_backward": (moe._opaque_grouped_mm_backward, (grad, x, weight, ends)),
         "decayed_states": (states.decayed_states, (added, factor, state)),

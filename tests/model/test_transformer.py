@@ -106,21 +106,21 @@ def test_masked_documents_equal_documents_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("documents", "window"), [(False, None), (True, None), (False, 70), (True, 9)])
 @pytest.mark.parametrize("length", [40, 200, 256])  # of one block, of an uneven last one, of whole ones
-def test_attention_in_blocks_equals_plain(heads: tuple[int, int], documents: bool, length: int) -> None:
+def test_attention_in_blocks_equals_plain(heads: tuple[int, int], documents: bool, window: int | None, length: int) -> None:
     generator = torch.Generator().manual_seed(3)
     shape = [(2, count, length, width) for count, width in ((heads[0], 16), (heads[1], 16), (heads[1], 24))]
     inputs = [torch.randn(s, generator=generator).requires_grad_() for s in shape]
     mask = None
-    if documents:
+    if documents or window:
         places = torch.arange(length).expand(2, length)
-        mask = visible(places, length, None, places // 30 * 30)
+        mask = visible(places, length, window, places // 30 * 30 if documents else 0)
     upstream = torch.randn(2, heads[0], length, 24, generator=generator)
     results = []
 
     def in_blocks(*inputs: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = attend_blocks(*inputs, mask.dense() if mask else None, 16**-0.5)[0]
+        out: torch.Tensor = attend_blocks(*inputs, mask.dense() if mask else None, 16**-0.5, window or length)[0]
         return out
 
     for attend in (in_blocks, partial(attend_plain, mask=mask, dropout=0.0), partial(attend_fast, mask=mask, dropout=0.0)):

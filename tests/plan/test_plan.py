@@ -241,6 +241,27 @@ def test_attention_pairs_are_counted(length: int, window: int, every: int) -> No
         assert keys_seen(model, layer, length) == pytest.approx(sum(min(query + 1, far) for query in range(length)) / length)
 
 
+@pytest.mark.parametrize(("length", "window"), [(40, None), (200, None), (40, 9), (200, 70), (256, 9), (256, 64), (256, 65), (130, 300)])
+def test_the_attention_weights_that_cpus_save_are_counted(length: int, window: int | None) -> None:
+    """The difference that they make to a plan, and what a layer saves."""
+    import torch
+
+    from lmworks.model.attention import attend_fast
+    from lmworks.model.documents import visible
+
+    model = Model.model_validate(small_config() | {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "sliding_window": f"{window or 9} tokens",
+        "layer_types": ["sliding_attention", "full_attention"][:: 1 if window else -1],
+    })  # fmt: skip
+    kept, without = (layer_activations(model, 0, Layout(), 4, cpu)["none"] for cpu in (length, 0))
+    query, key, value = (torch.zeros(1, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        attend_fast(query, key, value, visible(torch.arange(length)[None], length, window), 0.0)
+    weights = sum(tensor.numel() for tensor in saved if tensor.shape[-1] != 8)
+    assert (kept - without) * length == pytest.approx(4 * weights)
+
+
 def test_flops_of_a_forward_are_a_third() -> None:
     """PyTorch's own counter sees 2N and the attention products in a forward pass of the built model."""
     import torch

@@ -139,7 +139,8 @@ def attend_fast(
         return F.scaled_dot_product_attention(grouped, key_BKSC, value_BKSC, attn_mask=bias).reshape(B, H, 1, -1)
     blocked = T == S <= _LONGEST_BLOCKED and torch.is_grad_enabled()  # the fused kernel's forward is fast
     if query_BHTC.device.type == "cpu" and blocked and not dropout:
-        return attend_blocks(query_BHTC, key_BKSC, value_BKSC, seen, query_BHTC.shape[-1] ** -0.5)[0]
+        window = T if mask is None or mask.window is None else mask.window
+        return attend_blocks(query_BHTC, key_BKSC, value_BKSC, seen, query_BHTC.shape[-1] ** -0.5, window)[0]
     return F.scaled_dot_product_attention(
         query_BHTC, key_BKSC, value_BKSC, attn_mask=seen, dropout_p=dropout, is_causal=seen is None,
         enable_gqa=query_BHTC.shape[1] != key_BKSC.shape[1],

@@ -10,7 +10,7 @@ of the scores are never computed, and the scores of a block stay in the CPU cach
 otherwise spend most of its time on the loops of every block.
 
 Shapes: B batch, T queries and keys, H query heads, K key/value heads, G = H / K, C head dimension, V value dimension, Q queries of a
-block, E the end of the block, R = G * Q: the heads of a group share their keys, so that one product serves all.
+block, E the keys that they may see, R = G * Q: the heads of a group share their keys, so that one product serves all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Visible:
     Causal attention, documents and sliding windows all have this form, which needs two numbers per query instead of one per pair.
     `kept` is the dense mask, of short rows on CPUs and of few queries, and `blocks` the block mask of FlexAttention on a GPU. Every query
     sees at least itself. `bias` is the dense mask as numbers that are added to the scores, which attention would otherwise make in each
-    layer.
+    layer. `window` is how many keys a query sees at most, if that is limited.
     """
 
     first_BT: Tensor
@@ -46,6 +46,7 @@ class Visible:
     kept_B1TS: Tensor | None = None
     blocks: BlockMask | None = None
     bias_B1TS: Tensor | None = None
+    window: int | None = None
 
     def with_bias(self, dtype: torch.dtype) -> Visible:
         """With `bias` in this type."""
@@ -93,7 +94,7 @@ def causal(query_BHTC: Tensor, key_BKSC: Tensor) -> Visible:
 
 def visible(last_BT: Tensor, keys: int, window: int | None, start_BT: Tensor | int = 0) -> Visible:
     """The mask of queries at indices `last_BT` in documents that begin at `start_BT`, with or without a sliding window."""
-    seen = Visible(first_seen(last_BT, window, start_BT), last_BT, keys)
+    seen = Visible(first_seen(last_BT, window, start_BT), last_BT, keys, window=window)
     if last_BT.shape[1] >= _BLOCKED and has_flex(last_BT.device):
         return replace(seen, blocks=block_mask(seen.first_BT, last_BT, keys))
     return replace(seen, kept_B1TS=seen.dense()) if last_BT.shape[1] * keys <= _KEPT else seen
@@ -149,26 +150,28 @@ _QUERIES = 64
 
 @operator
 def attend_blocks(
-    query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, mask_B1TT: Tensor | None, scale: float
+    query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, mask_B1TT: Tensor | None, scale: float, window: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """softmax(scale q k^T) v under a causal mask: (B, H, T, V), and the probabilities of each block (B, K, R, E)."""
+    """softmax(scale q k^T) v under a causal mask in which a query sees at most `window` keys: (B, H, T, V), and the probabilities of each
+    block (B, K, R, E)."""
     B, H, T, _ = query_BHTC.shape
     query, hidden_B1TT = _grouped(query_BHTC, key_BKTC) * scale, ~_mask(mask_B1TT, query_BHTC)
     out = value_BKTV.new_empty(B, *query.shape[1:4], value_BKTV.shape[-1])
     kept = []
-    for rows, end in _blocks(T):
-        scores = (query[:, :, :, rows].flatten(2, 3) @ key_BKTC[:, :, :end].transpose(-1, -2)).float()
-        scores.unflatten(2, (-1, end - rows.start)).masked_fill_(hidden_B1TT[:, :, None, rows, :end], float("-inf"))
+    for rows, keys in _blocks(T, window):
+        scores = (query[:, :, :, rows].flatten(2, 3) @ key_BKTC[:, :, keys].transpose(-1, -2)).float()
+        scores.unflatten(2, (-1, rows.stop - rows.start)).masked_fill_(hidden_B1TT[:, :, None, rows, keys], float("-inf"))
         weights = scores.softmax(-1).to(value_BKTV.dtype)
-        out[:, :, :, rows] = (weights @ value_BKTV[:, :, :end]).unflatten(2, (-1, end - rows.start))
+        out[:, :, :, rows] = (weights @ value_BKTV[:, :, keys]).unflatten(2, (-1, rows.stop - rows.start))
         kept.append(weights)
     return out.view(B, H, T, -1), kept
 
 
 @operator
 def attend_blocks_backward(
-    grad_BHTV: Tensor, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, out_BHTV: Tensor, kept: list[Tensor], scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_BHTV: Tensor, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, out_BHTV: Tensor, kept: list[Tensor], scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value."""
     query, grad = _grouped(query_BHTC, key_BKTC), _grouped(grad_BHTV, key_BKTC)
     # the term that the softmax subtracts from each score's gradient: the sum over keys of weight times gradient
@@ -176,12 +179,12 @@ def attend_blocks_backward(
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     grad_key = torch.zeros(key_BKTC.shape, dtype=torch.float32, device=key_BKTC.device)
     grad_value = torch.zeros(value_BKTV.shape, dtype=torch.float32, device=key_BKTC.device)
-    for weights, (rows, end) in zip(kept, _blocks(query_BHTC.shape[2]), strict=True):
-        key, value, grad_BKRV = key_BKTC[:, :, :end], value_BKTV[:, :, :end], grad[:, :, :, rows].flatten(2, 3)
-        grad_value[:, :, :end] += weights.transpose(-1, -2) @ grad_BKRV
+    for weights, (rows, keys) in zip(kept, _blocks(query_BHTC.shape[2], window), strict=True):
+        key, value, grad_BKRV = key_BKTC[:, :, keys], value_BKTV[:, :, keys], grad[:, :, :, rows].flatten(2, 3)
+        grad_value[:, :, keys] += weights.transpose(-1, -2) @ grad_BKRV
         grad_scores = (grad_BKRV @ value.transpose(-1, -2)).float().sub_(mean[:, :, :, rows].flatten(2, 3)).mul_(weights).to(query.dtype)
-        grad_query[:, :, :, rows] = (grad_scores @ key).unflatten(2, (-1, end - rows.start))
-        grad_key[:, :, :end] += grad_scores.transpose(-1, -2) @ query[:, :, :, rows].flatten(2, 3)
+        grad_query[:, :, :, rows] = (grad_scores @ key).unflatten(2, (-1, rows.stop - rows.start))
+        grad_key[:, :, keys] += grad_scores.transpose(-1, -2) @ query[:, :, :, rows].flatten(2, 3)
     return grad_query.view(query_BHTC.shape).mul_(scale), grad_key.mul_(scale).to(key_BKTC.dtype), grad_value.to(value_BKTV.dtype)
 
 
@@ -195,28 +198,29 @@ def _mask(mask_B1TT: Tensor | None, query_BHTC: Tensor) -> Tensor:
     return torch.ones(1, 1, T, T, dtype=torch.bool, device=query_BHTC.device).tril() if mask_B1TT is None else mask_B1TT
 
 
-def _blocks(T: int) -> Iterator[tuple[slice, int]]:
-    """The queries of each block, and where they end."""
+def _blocks(T: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """The queries of each block, and the keys that they may see."""
     for start in range(0, T, _QUERIES):
         end = min(start + _QUERIES, T)
-        yield slice(start, end), end
+        yield slice(start, end), slice(max(start + 1 - window, 0), end)
 
 
 @register_fake(attend_blocks)
-def _(query_BHTC, key_BKTC, value_BKTV, mask_B1TT, scale):  # type: ignore[no-untyped-def]
+def _(query_BHTC, key_BKTC, value_BKTV, mask_B1TT, scale, window):  # type: ignore[no-untyped-def]
     B, H, T, _ = query_BHTC.shape
     K = key_BKTC.shape[1]
-    kept = [value_BKTV.new_empty(B, K, H // K * (end - rows.start), end) for rows, end in _blocks(T)]
+    sizes = [(rows.stop - rows.start, keys.stop - keys.start) for rows, keys in _blocks(T, window)]
+    kept = [value_BKTV.new_empty(B, K, H // K * rows, keys) for rows, keys in sizes]
     return value_BKTV.new_empty(B, H, T, value_BKTV.shape[-1]), kept
 
 
 @register_fake(attend_blocks_backward)
-def _(grad, query, key, value, out, kept, scale):  # type: ignore[no-untyped-def]
+def _(grad, query, key, value, out, kept, scale, window):  # type: ignore[no-untyped-def]
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    query, key, value, _, ctx.scale = inputs
+    query, key, value, _, ctx.scale, ctx.window = inputs
     out, kept = output
     ctx.set_materialize_grads(False)  # nothing reads the probabilities: no zeros of their size
     ctx.save_for_backward(query, key, value, out, *kept)
@@ -224,7 +228,7 @@ def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _differentiate(ctx, grad_out, _):  # type: ignore[no-untyped-def]
     query, key, value, out, *kept = ctx.saved_tensors
-    return (*attend_blocks_backward(grad_out, query, key, value, out, kept, ctx.scale), None, None)
+    return (*attend_blocks_backward(grad_out, query, key, value, out, kept, ctx.scale, ctx.window), None, None, None)
 
 
 register_autograd(attend_blocks, _differentiate, setup_context=_keep)

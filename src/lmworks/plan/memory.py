@@ -45,7 +45,7 @@ GIB = 2**30
 _PLACES = {"cpu": "CPU memory", "nvme": "disk"}
 _SMALLEST_CACHE = 128  # tokens; see lmworks.inference.batching
 _CPU_ATTENTION_KEPT = 2048  # longest sequence whose attention weights are saved on CPUs; see lmworks.model.attention
-_CPU_QUERIES = 64  # of a block of that attention, which saves the keys up to its last query; see lmworks.model.documents
+_CPU_QUERIES = 64  # of a block of that attention, which saves the weights of all keys that one of them sees; see lmworks.model.documents
 _CPU_NORM = 1 << 19  # numbers that the backward pass of a norm has in fp32 at a time on CPUs; see lmworks.model.layers
 
 
@@ -161,7 +161,7 @@ def layer_activations(
     if model.attention_sinks and model.attends(layer):  # a share of each query; scores are not saved
         everything += 8 * H / tp
     elif cpu_length and model.attends(layer):
-        everything += element * H * (cpu_length + min(_CPU_QUERIES, cpu_length)) / 2 / tp
+        everything += element * H * _kept_weights(cpu_length, model.sliding_window if model.slides(layer) else None) / tp
     if eager and tp > 1:  # what attention and the feed-forward block read is gathered from all ranks; latent attention gathers latents
         everything += element * D * (1 if mla else blocks) * (tp - 1) / tp
     if gathered and model.attends(layer):
@@ -225,6 +225,13 @@ def _adapters(model: Model, lora: Lora) -> list[tuple[int, int]]:
             sizes[parameter.component == "experts"] += adapter_size(parameter, lora)
         found.append((sizes[False], sizes[True]))
     return found
+
+
+def _kept_weights(length: int, window: int | None) -> float:
+    """The attention weights that CPUs save for a query and a head, as a mean over a row of `length` tokens."""
+    starts = range(0, length, _CPU_QUERIES)
+    blocks = [(start, min(start + _CPU_QUERIES, length)) for start in starts]
+    return sum((end - start) * (end - max(start + 1 - int(window or length), 0)) for start, end in blocks) / length
 
 
 def _local(model: Model, layout: Layout, stage: int, muon: bool, lora: Lora | None = None) -> tuple[_Local, _Local]:

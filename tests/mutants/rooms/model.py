@@ -1,6 +1,10 @@
 """Mistakes in the forward pass, its losses and the balancing of experts."""
 
 MUTANTS = [
+    ("model.documents:_blocks", "max(start + 1 - window, 0)", "max(start + 2 - window, 0)",
+     "The first query of a block sees the whole window.", "model/test_transformer.py"),
+    ("model.attention:attend_fast", "window = T if mask is None or mask.window is None else mask.window", "window = T",
+     "CPUs multiply no key that a window hides.", "plan/test_plan.py"),
     ("model.documents:visible", "last_BT.shape[1] >= _BLOCKED and has_flex", "last_BT.shape[1] * keys > _KEPT and has_flex",
      "On GPUs rows of one block of queries or more have one fused kernel.", "model/test_long_attention.py"),
     ("model.documents:visible", "last_BT.shape[1] >= _BLOCKED and", "", "A step of decoding has a dense mask also on a GPU.",
