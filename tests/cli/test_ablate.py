@@ -332,4 +332,6 @@ def test_the_shipped_ablations_resolve_and_are_listed() -> None:
     shipped = sorted((root / "recipes" / "ablations").glob("*.yaml"))
     assert sorted(re.findall(r"^\| `([\w-]+)` \|", table, flags=re.M)) == [path.stem for path in shipped]
     for path in shipped:
-        assert resolve(path).runs, path
+        experiment = resolve(path)
+        assert experiment.runs, path
+        assert not any(arm.recipe.export.huggingface or arm.recipe.export.gguf for arm in experiment.arms.values()), path

@@ -37,7 +37,8 @@ from lmworks.run.stages import STAGES
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of an arm, which is that of its directory
 DATA_STAGES = ("corpus", "tokenizer", "shards")
-DEFAULTS = ("checkpoints.keep_last=1", "checkpoints.keep_best=false")  # for all arms; `set` comes after
+# For all arms; `set` comes after. Nothing is exported, and what no class can express may be compared.
+DEFAULTS = ("checkpoints.keep_last=1", "checkpoints.keep_best=false", "export.huggingface=false", "export.gguf=false")
 ALWAYS = ("time=null", *(f"{stage.stage}=null" for stage in MODEL_STAGES[1:]))  # budgets are tokens, and arms are base models
 _ORDER = ("name", "tokens", "mixture", "mixture_changes", "sequence_length", "global_batch_tokens", "batch_ramp")
 
