@@ -150,9 +150,13 @@ def test_the_links_of_hosts_are_measured(tmp_path: Path) -> None:
         (("--reach", "head"), "--reach 'head' is not an address; write HOST:PORT"),
     ],
 )
-def test_options_that_are_wrong(words: tuple[str, ...], said: str) -> None:
+def test_options_that_are_wrong(words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told without torch, which takes seconds to import."""
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     code, text = health(*words)
     assert code == 2 and said in text
+    imported = {line.rpartition("|")[2].strip() for line in text.splitlines() if line.startswith("import time:")}
+    assert "lmworks.cli.health_command" in imported and "torch" not in imported
 
 
 def test_a_recording_that_is_not_there(tmp_path: Path) -> None:
