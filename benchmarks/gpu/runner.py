@@ -20,6 +20,7 @@ from typing import Any
 
 Row = dict[str, Any]
 _POLL = 0.1  # seconds
+_TOY = 4  # times the limit of a check at a small size, which is made beside other programs: compiling for 18 s alone took 120 s
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def run(checks: Sequence[Check], report: Report, toy: bool, seconds: float) -> l
         left = until - time.monotonic()
         if left <= 0:
             report.write(check.name, {"ok": False, "error": "not begun: the time is over"})
-        elif _run_apart(check, report, toy, min(check.seconds, left)):
+        elif _run_apart(check, report, toy, min(check.seconds * (_TOY if toy else 1), left)):
             continue
         failed.append(check.name)
     return failed
