@@ -1,6 +1,9 @@
 """Mistakes in the checks of a node, in the command that runs them, and in what a launch does with their result."""
 
 MUTANTS = [
+    ("cli.health_command:_check_hosts", "    from lmworks.launch.torchrun import command_on, find_hosts\n",
+     "    from lmworks.launch.links import measure_hosts\n    from lmworks.launch.torchrun import command_on, find_hosts\n",
+     "Hosts are checked without torch.", "health/test_health_command.py"),
     ("cli.health_command:health", "    raise typer.Exit(found.code)\n", "", "The exit code of `lmworks health` is that of the node.",
      "health/test_health_command.py"),
     ("cli.health_command:health", "quick and not only", "quick", "A check that is asked for by name runs, also when it takes long.",
