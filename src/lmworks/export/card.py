@@ -11,7 +11,7 @@ from lmworks.io.files import read_json, write_text
 from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.model import Transformer
 from lmworks.recipe.families.registry import class_for
-from lmworks.recipe.parameters import count_parameters
+from lmworks.recipe.parameters import count_active_parameters, count_parameters
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.timeline import PhaseSteps
@@ -48,17 +48,8 @@ def _used(corpus: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _what(recipe: Recipe, model: Transformer) -> str:
     config = model.config
-    total = count_parameters(config)
-    idle, kind = 0, "dense"
+    kind = "dense"
     if config.moe is not None:
-        sparse = sum(config.feed_forward(layer) == "moe" for layer in range(config.num_hidden_layers or 0))
-        idle = (
-            (2 if config.hidden_act == "relu2" else 3)
-            * (config.moe.n_routed_experts - config.moe.num_experts_per_tok)
-            * (config.moe.moe_latent_size or config.hidden_size or 0)
-            * config.moe.moe_intermediate_size
-            * sparse
-        )
         kind = (
             f"mixture of experts: {config.moe.n_routed_experts} routed experts, {config.moe.num_experts_per_tok} active per token; "
             f"shared experts: {config.moe.n_shared_experts}; leading dense layers: {config.moe.first_k_dense_replace}"
@@ -76,7 +67,8 @@ def _what(recipe: Recipe, model: Transformer) -> str:
         if stage.stage in ("dpo", "grpo") and (section := getattr(recipe, stage.stage)) is not None:
             tuned += f" {stage.title} with the loss `{section.loss}` followed." + _adapted(recipe, stage.stage)
     rows = [
-        ("class", f"`{class_for(config)}`"), ("parameters", f"{total:,} ({total - idle:,} active per token)"), ("feed-forward", kind),
+        ("class", f"`{class_for(config)}`"),
+        ("parameters", f"{count_parameters(config):,} ({count_active_parameters(config):,} active per token)"), ("feed-forward", kind),
         ("layers, hidden size", f"{config.num_hidden_layers}, {config.hidden_size}"),
         ("attention", _attention(config)),
         ("vocabulary", f"{config.vocab_size:,}"), ("context length", f"{int(config.max_position_embeddings or 0):,} tokens"),

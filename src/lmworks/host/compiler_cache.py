@@ -1,7 +1,7 @@
 """Machine code that `torch.compile` keeps for later processes (`TORCHINDUCTOR_CACHE_DIR`).
 
 The C++ compiler writes a library under its final name. If the process, the machine or the disk gives out while it does, a part of a library
-is left, and every later process that needs it ends with "file too short".
+is left, and every later process that needs it ends: with "file too short" if it is empty, by SIGBUS if it has its header.
 """
 
 from __future__ import annotations

@@ -209,8 +209,7 @@ def _blocks(T: int, window: int) -> Iterator[tuple[slice, slice]]:
 def _(query_BHTC, key_BKTC, value_BKTV, mask_B1TT, scale, window):  # type: ignore[no-untyped-def]
     B, H, T, _ = query_BHTC.shape
     K = key_BKTC.shape[1]
-    sizes = [(rows.stop - rows.start, keys.stop - keys.start) for rows, keys in _blocks(T, window)]
-    kept = [value_BKTV.new_empty(B, K, H // K * rows, keys) for rows, keys in sizes]
+    kept = [value_BKTV.new_empty(B, K, H // K * (rows.stop - rows.start), keys.stop - keys.start) for rows, keys in _blocks(T, window)]
     return value_BKTV.new_empty(B, H, T, value_BKTV.shape[-1]), kept
 
 

@@ -14,16 +14,16 @@ units, and reduce-scatters its output, which is a sum over ranks:
 
 Replicated are the norms, the router and the gate of shared experts, the projection of multi-token prediction, those of latent experts and
 the down-projections of latent attention. Norms and projections process a rank's own tokens, heads or hidden units of experts, so their
-gradients are summed; the router and that gate
-compute the same on all ranks. Latent attention gathers its latents instead of the hidden states. All heads share one rotated key, and each
-rank uses it for its own heads only: that gather must sum gradients. Without it the forward pass would be right and the gradients wrong.
+gradients are summed; the router and that gate compute the same on all ranks. Latent attention gathers its latents instead of the hidden
+states. All heads share one rotated key, and each rank uses it for its own heads only: that gather must sum gradients. Without it the
+forward pass would be right and the gradients wrong.
 
 Shapes: B batch, T tokens, D hidden, M tokens of a chunk, V own vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -239,11 +239,8 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
     def down(self: Linear, x_BTD: Tensor) -> Tensor:
         return stream.enter(Linear.forward(self, x_BTD))
 
-    def ffn(self: SwiGLU, x_BTD: Tensor) -> Tensor:
-        return stream.leave(SwiGLU.forward(self, stream.enter(x_BTD)))
-
-    def mlp(self: MLP, x_BTD: Tensor) -> Tensor:
-        return stream.leave(MLP.forward(self, stream.enter(x_BTD)))
+    def dense(kind: type[SwiGLU | MLP]) -> Callable[[Any, Tensor], Tensor]:
+        return lambda self, x_BTD: stream.leave(kind.forward(self, stream.enter(x_BTD)))
 
     def moe(self: MoE, x_BTD: Tensor) -> tuple[Tensor, Routing]:
         out_BTD, routing = MoE.forward(self, stream.enter(x_BTD))
@@ -260,8 +257,8 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
         return collectives.identity_allreduce_grad(gate_BT1, stream.group)
 
     return {
-        Attention: attention, LatentAttention: latent_attention, GatedDeltaNet: gated_delta, SwiGLU: ffn, MLP: mlp, MoE: moe,
-        Router: router, "query": query, "query_down": down, "kv_down": down, "shared_gate": shared_gate,
+        Attention: attention, LatentAttention: latent_attention, GatedDeltaNet: gated_delta, SwiGLU: dense(SwiGLU), MLP: dense(MLP),
+        MoE: moe, Router: router, "query": query, "query_down": down, "kv_down": down, "shared_gate": shared_gate,
     }  # fmt: skip
 
 

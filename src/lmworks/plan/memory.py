@@ -141,7 +141,8 @@ def layer_activations(
     assert D and H and K and d and model.intermediate_size
     tp = layout.tp
     mla, (mixer, feeds) = model.mla if model.attends(layer) else None, kind(model, layer)
-    mixes, blocks = mixer != "none", (mixer != "none") + (feeds != "none")
+    mixes = mixer != "none"
+    blocks = mixes + (feeds != "none")
     heads = projected = 0.0  # numbers that the mixer saves: all, and outputs of matrix products
     if mla is not None:
         latents = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.qk_rope_head_dim  # before their norm and after it
@@ -229,9 +230,8 @@ def _adapters(model: Model, lora: Lora) -> list[tuple[int, int]]:
 
 def _kept_weights(length: int, window: int | None) -> float:
     """The attention weights that CPUs save for a query and a head, as a mean over a row of `length` tokens."""
-    starts = range(0, length, _CPU_QUERIES)
-    blocks = [(start, min(start + _CPU_QUERIES, length)) for start in starts]
-    return sum((end - start) * (end - max(start + 1 - int(window or length), 0)) for start, end in blocks) / length
+    blocks = ((start, min(start + _CPU_QUERIES, length)) for start in range(0, length, _CPU_QUERIES))
+    return sum((end - start) * (end - max(start + 1 - (window or length), 0)) for start, end in blocks) / length
 
 
 def _local(model: Model, layout: Layout, stage: int, muon: bool, lora: Lora | None = None) -> tuple[_Local, _Local]:

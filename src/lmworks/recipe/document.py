@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from lmworks.errors import UserError
+from lmworks.io.files import read_regular
 from lmworks.recipe.keys import Keys
 from lmworks.recipe.schema.units import LARGEST
 
@@ -150,10 +151,11 @@ def parse_file(path: Path) -> Document:
     return parse(read_text(path), str(path))
 
 
-def read_text(path: Path) -> str:
-    """The text of a recipe's file. Raises `UserError` if it cannot be read."""
+def read_text(path: Path, regular: bool = False) -> str:
+    """The text of a recipe's file. Raises `UserError` if it cannot be read or, with `regular`, if it is a pipe, a device or a file without
+    an end, as a folder that somebody else has made may have."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_regular(path).decode("utf-8") if regular else Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -7,7 +7,6 @@ import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from pydantic import ValidationError
 from lmworks.errors import UserError
 from lmworks.host import devices
 from lmworks.io import urls
-from lmworks.io.files import read_regular, write_json, write_text
+from lmworks.io.files import write_json, write_text
 from lmworks.io.masking import mask
 from lmworks.recipe import derive, weights
 from lmworks.recipe.changes import as_tree, fingerprint
@@ -208,9 +207,7 @@ def _masked(document: Document, text: str) -> str:
 
 def load_resolved(path: Path) -> Recipe:
     """The recipe of a `resolved.json`, also of an earlier version, which needs no preset and derives nothing."""
-    with suppress(OSError):  # which is told below
-        read_regular(path)  # a folder that somebody else has made may have a pipe there, or a file without an end
-    if (tree := tree_of_json(read_text(path))) is not None:
+    if (tree := tree_of_json(read_text(path, regular=True))) is not None:
         urls.load(path.parent)
         try:
             return Recipe.model_validate(translated(tree))
