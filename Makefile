@@ -13,9 +13,10 @@ assistant: $(VENV)/quickstart.stamp
 	$(BIN)/lmworks run recipes/assistant.yaml
 
 # WORKERS=N: of two cores, three use what a test leaves idle while it waits. Each has worlds of up to 8 ranks of its own: allow 6 GB of memory
-# for one. Compiled modules are kept: hundreds of processes read them.
+# for one. Compiled modules are kept: hundreds of processes read them. glibc fills new memory with bytes of 127, so that what nobody wrote is
+# never the zeros that a fresh process mostly finds there, but 3.4e38 as a float.
 test: $(VENV)/dev.stamp
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(or $(WORKERS),3) --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= MALLOC_PERTURB_=128 $(BIN)/python -m pytest -n $(or $(WORKERS),3) --dist loadfile --no-loadscope-reorder
 
 # The oldest torch that is supported, in an environment of its own (5 GB): the rooms whose results depend on torch, or TESTS=tests for all.
 TESTS ?= tests/model tests/inference tests/optim tests/parallel tests/checkpoint tests/gpu

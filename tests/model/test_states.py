@@ -59,8 +59,8 @@ def test_layers_with_other_decays_share_their_compiled_code() -> None:
     counters.clear()
     x_BTD, documents = torch.randn(1, 8, 16), Documents(torch.arange(8)[None], None, None)
     for layer in layers:
-        for one in (layer.qkv, layer.gate, layer.projection):
-            torch.nn.init.normal_(one.weight)
+        for one in layer.parameters():
+            torch.nn.init.normal_(one)
         torch.testing.assert_close(
             torch.compile(layer.forward, backend="eager")(x_BTD, None, documents), layer(x_BTD, None, documents), rtol=0, atol=0
         )
