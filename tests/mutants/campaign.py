@@ -1,8 +1,10 @@
 """Plants mistakes one at a time and records which fast test finds each: `make mutants`, and with SLICE=K/N one of N pieces.
 
 python tests/mutants/campaign.py [--slice K/N] [--only TEXT] [--sampled TARGET ...] plants the declared mutants (`rooms/`) or those that
-cosmic-ray makes of a target's modules (`sampled.py`). What was recorded under the same sources and tests is not repeated. A mistake counts
-as found if a test fails that passes without it.
+cosmic-ray makes of a target's modules (`sampled.py`). First those tests run that a declaration names, and then those of the room or target
+that run a changed line, the cheapest first, until one fails that passes without the mistake, or until they have taken much longer than
+without it. What was recorded with the same module and tests is not repeated. Mutants that change nothing that can be observed are declared
+in `equivalent.py` and not counted.
 """
 
 from __future__ import annotations
@@ -17,9 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, median
 
@@ -28,26 +29,48 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `import lmworks` sets 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from mutants.mutant import ROOT, declared
+from mutants.equivalent import is_equivalent
+from mutants.held import Held, Outcome
+from mutants.lines import Coverage, digest
+from mutants.mutant import ROOT, Mutant, declared
 from mutants.sampled import TARGETS, sample
-from mutants.workspace import Outcome, Workspace
+from mutants.workspace import Workspace
 
-_QUICK = " quick"  # behind the key of a mistake that the tests named first did not find
+_TURN = 30  # mistakes of one room or target before the next has its share
+_SLOWER, _MORE = 5.0, 5.0  # a test may take so many times its processor time without the mistake, and so many seconds more
+_ONLY_NAMED = "passed those named"  # the others have not run
+_NAMED = 120.0  # seconds of a processor for a test of which nothing is known
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A mistake and the tests that are to find it."""
+    """A mistake: a module, named from the root of the repository, with its contents without and with it."""
 
     name: str
     group: str  # room or target
-    files: dict[str, str]  # contents by name
+    module: str
+    before: str
+    after: str
+    named: tuple[str, ...] = ()  # files of tests, or FILE::NAME, that are to find it
+
+    def key(self) -> str:
+        return hashlib.sha256("\0".join([self.name, self.module, self.before, self.after]).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The mistakes of a room or target, and the files of tests that are to find them."""
+
+    name: str
+    mistakes: list[Planted]
+    modules: tuple[str, ...]
     tests: tuple[str, ...]
 
 
 @dataclass
 class Record:
-    key: str  # of the mistake, all sources and the tests
+    key: str  # of the mistake
+    tests: str  # digest of the file of the test that found it, or of all that did not
     commit: str
     name: str
     group: str
@@ -58,103 +81,151 @@ class Record:
     seconds: float
 
 
-def planted(targets: Sequence[str], count: int, seed: int) -> Iterator[Planted]:
-    """The mistakes that are asked for, of each room or target in turn, so that each has its share whenever the time is over."""
-    groups: dict[str, list[Planted]] = {}
-    for one in declared() if not targets else ():
-        files = {str(one.path.relative_to(ROOT)): one.mutated()}
-        groups.setdefault(one.room, []).append(Planted(one.promise, one.room, files, tuple(one.test_paths)))
+def groups(targets: Sequence[str], count: int, seed: int) -> Iterator[Group]:
+    """The mistakes that are asked for."""
+    rooms: dict[str, list[Mutant]] = {}
+    for mutant in declared() if not targets else ():
+        rooms.setdefault(mutant.room, []).append(mutant)
+    for room, mutants in rooms.items():
+        mistakes = []
+        for one in mutants:
+            before = one.path.read_text(encoding="utf-8")
+            module, named = str(one.path.relative_to(ROOT)), tuple(one.test_paths[:-1])
+            mistakes.append(Planted(one.promise, room, module, before, one.mutated(), named))
+        yield Group(room, mistakes, _modules(mistakes), _files(path for one in mutants for path in one.test_paths))
     for target in targets:
-        tests = TARGETS[target].tests
-        groups[target] = [Planted(one.name, target, {one.path: one.mutated}, tests) for one in sample(target, count, seed)]
-    for turn in zip_longest(*groups.values()):
-        yield from filter(None, turn)
+        drawn = [Planted(one.name, target, one.path, one.source, one.mutated) for one in sample(target, count, seed)]
+        yield Group(target, drawn, _modules(drawn), _files(TARGETS[target].tests))
 
 
-class Keys:
-    """Names what a record depends on: the sources, the mistake, the tests, and what all tests use."""
+def _modules(mistakes: Sequence[Planted]) -> tuple[str, ...]:
+    return tuple(sorted({one.module for one in mistakes}))
 
-    def __init__(self) -> None:
-        shared = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").glob("*.py")]
-        self._digests: dict[str, str] = {"": self._digest(shared)}
 
-    def of(self, one: Planted) -> str:
-        parts = [self._digests[""], one.name, json.dumps(one.files, sort_keys=True), *map(self._tests, one.tests)]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def _files(tests: Iterable[str]) -> tuple[str, ...]:
+    """The files of tests in some folders, files and tests (FILE::NAME)."""
+    found: dict[str, None] = {}
+    for path in (ROOT / one.partition("::")[0] for one in tests):
+        for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
+            found[str(file.relative_to(ROOT))] = None
+    return tuple(found)
 
-    def _tests(self, path: str) -> str:
-        if path not in self._digests:
-            whole = ROOT / path.partition("::")[0]
-            self._digests[path] = self._digest(sorted(whole.rglob("*.py")) if whole.is_dir() else [whole])
-        return path + self._digests[path]
 
-    @staticmethod
-    def _digest(paths: Sequence[Path]) -> str:
-        digest = hashlib.sha256()
-        for path in sorted(paths):
-            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
-        return digest.hexdigest()
+def _digest(root: Path, group: Group, found_by: str) -> str:
+    """Of the tests that a record depends on."""
+    return digest(root, [found_by.partition("::")[0]] if found_by else group.tests)
 
 
 class Campaign:
-    def __init__(self, results: Path, seconds: float, quick: bool = False) -> None:
-        self.results, self.seconds, self.quick = results, seconds, quick
+    def __init__(self, folder: Path, seconds: float, quick: bool = False) -> None:
+        self.folder, self.seconds, self.quick = folder, seconds, quick
         described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, encoding="utf-8")
         self.commit = described.stdout.strip()
+        self.results = folder / "results.jsonl"
         self.records: dict[str, Record] = {}
-        if results.exists():
-            rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+        if self.results.exists():
+            rows = [json.loads(line) for line in self.results.read_text(encoding="utf-8").splitlines()]
             self.records = {row["key"]: Record(**row) for row in rows}
-        self._sound: dict[str, Outcome] = {}
+        self._sound: dict[str, bool] = {}
 
-    def run(self, mistakes: Sequence[Planted], until: float) -> list[Record]:
-        keys = Keys()
-        todo = [(keys.of(one), one) for one in mistakes]
-        left = [(key, one) for key, one in todo if self._recorded(key) is None]
-        print(f"{len(todo)} mistakes, {len(todo) - len(left)} of them recorded before", flush=True)
-        began = time.time()
+    def run(self, asked: Sequence[Group], until: float) -> list[Record]:
+        left = {group.name: [one for one in group.mistakes if self._recorded(group, one) is None] for group in asked}
+        count = sum(map(len, left.values()))
+        print(f"{sum(len(group.mistakes) for group in asked)} mistakes, {count} of them to be planted", flush=True)
         with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
-            workspace = Workspace(ROOT, Path(folder)) if left else None
-            for number, (key, one) in enumerate(left):
+            workspace = Workspace(ROOT, Path(folder)) if count else None
+            while any(left.values()) and time.time() < until:
+                for group in filter(lambda one: left[one.name], asked):
+                    assert workspace is not None
+                    turn, left[group.name] = left[group.name][:_TURN], left[group.name][_TURN:]
+                    self._turn(workspace, group, turn, until)
+        return [record for group in asked for one in group.mistakes if (record := self._recorded(group, one)) is not None]
+
+    def _recorded(self, group: Group, one: Planted) -> Record | None:
+        """What is known of a mistake with the same tests: of the file that found it, or of all."""
+        record = self.records.get(one.key())
+        if record is None or (record.outcome == _ONLY_NAMED and not self.quick):
+            return None
+        if record.test and not (ROOT / record.test.partition("::")[0]).is_file():
+            return None
+        return record if record.tests == _digest(ROOT, group, record.test if record.found else "") else None
+
+    def _turn(self, workspace: Workspace, group: Group, mistakes: Sequence[Planted], until: float) -> None:
+        for one, outcome in self._named(workspace, mistakes, until):
+            self._keep(workspace, group, one, outcome)
+        left = [one for one in mistakes if self._recorded(group, one) is None and not (self.quick and one.named)]
+        if not left or time.time() > until:
+            return
+        coverage = Coverage(workspace, group.modules, group.tests, self.folder / "lines" / f"{group.name.replace('/', '-')}.json")
+        with workspace.hold(group.tests) as held:
+            for one in left:
                 if time.time() > until:
                     break
-                assert workspace is not None
-                record = self._plant(workspace, key, one)
-                self._keep(record)
-                spent = time.time() - began
-                remain = spent / (number + 1) * (len(left) - number - 1)
-                said = f"found by {record.test}" if record.found else f"SURVIVED ({record.outcome}) {record.why}"
-                print(f"{number + 1}/{len(left)} {record.seconds:6.1f} s  {one.group}: {one.name}\n    {said}"
-                      f"  [{spent / 60:.1f} min, some {remain / 60:.1f} min left]", flush=True)  # fmt: skip
-        return [record for key, _ in todo if (record := self._recorded(key)) is not None]
+                tests, imported = coverage.of(one.module, one.before, one.after)
+                limits = {name: _SLOWER * cost + _MORE for name, cost in self._affordable(tests).items()}
+                self._keep(workspace, group, one, self._plant(workspace, held, one, limits, imported))
 
-    def _recorded(self, key: str) -> Record | None:
-        """What is known of a mistake: by all of its tests, or with `quick` by those named first."""
-        return self.records.get(key) or (self.records.get(key + _QUICK) if self.quick else None)
+    def _named(self, workspace: Workspace, mistakes: Sequence[Planted], until: float) -> Iterator[tuple[Planted, Outcome]]:
+        """Those that the tests find that are named for them; with `quick` also those that they do not find."""
+        named = [one for one in mistakes if one.named]
+        if not named:
+            return
+        with workspace.hold(_files(name for one in named for name in one.named)) as held:
+            for one in named:
+                if time.time() > until:
+                    break
+                tests = dict.fromkeys((test for name in one.named for test in held.tests if _is_in(test, name)), _NAMED)
+                outcome = self._plant(workspace, held, one, tests, imported=False)
+                if outcome.found:
+                    yield one, outcome
+                elif self.quick:
+                    yield one, replace(outcome, outcome=_ONLY_NAMED)
 
-    def _plant(self, workspace: Workspace, key: str, one: Planted) -> Record:
-        with workspace.changed(one.files):
-            outcome = workspace.run(one.tests[:-1] or one.tests if self.quick else one.tests, self.seconds)
-        found = outcome.outcome == "failed"
-        if found:
-            sound = self._without(workspace, outcome.test)
-            if sound.outcome != "passed":
-                outcome = Outcome("fails without it", outcome.test, sound.why, outcome.seconds)
-                found = False
-        key += "" if found or not self.quick else _QUICK
-        return Record(key, self.commit, one.name, one.group, found, outcome.outcome, outcome.test, outcome.why, outcome.seconds)
+    def _affordable(self, tests: Mapping[str, float]) -> dict[str, float]:
+        spent = 0.0
+        return {name: cost for name, cost in tests.items() if (spent := spent + cost) <= self.seconds or spent == cost}
 
-    def _without(self, workspace: Workspace, test: str) -> Outcome:
-        """What a test says of the sources as they are."""
+    def _plant(self, workspace: Workspace, held: Held, one: Planted, tests: Mapping[str, float], imported: bool) -> Outcome:
+        """The outcome of the first test that fails because of a mistake. Each may take so many seconds of a processor."""
+        left = dict(tests)
+        outcome = Outcome("no test runs it", "", "")
+        seconds = 0.0
+        while left:
+            with workspace.changed({one.module: one.after}):
+                outcome = Outcome("not planted", "", "") if imported else held.run(left, {one.module: (one.before, one.after)})
+                if outcome.outcome == "not planted":
+                    with workspace.hold([*dict.fromkeys(name.partition("::")[0] for name in left)]) as changed:
+                        outcome = changed.run(left)
+            seconds += outcome.seconds
+            if outcome.test not in left or self._passes(held, outcome.test, left[outcome.test]):
+                break
+            left = dict([*left.items()][[*left].index(outcome.test) + 1 :])  # it fails without the mistake, too: go on behind it
+            outcome = Outcome("passed", "", "")
+        return replace(outcome, seconds=round(seconds, 2))
+
+    def _passes(self, held: Held, test: str, seconds: float) -> bool:
+        """Whether a test passes with the sources as they are."""
         if test not in self._sound:
-            self._sound[test] = workspace.run([test], self.seconds)
+            sound = held.run({test: seconds})
+            self._sound[test] = sound.outcome == "passed"
+            if not self._sound[test]:
+                print(f"    {sound.outcome} without a mistake, too: {test} {sound.why}", flush=True)
         return self._sound[test]
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, workspace: Workspace, group: Group, one: Planted, outcome: Outcome) -> None:
+        tests = _digest(workspace.path, group, outcome.test if outcome.found else "")
+        record = Record(one.key(), tests, self.commit, one.name, group.name, outcome.found, **asdict(outcome))
+        said = f"found by {record.test}" if record.found else f"SURVIVED ({record.outcome})"
+        print(f"{record.seconds:6.1f} s  {one.group}: {one.name}: {said} {record.why[:80]}", flush=True)
         self.records[record.key] = record
         self.results.parent.mkdir(parents=True, exist_ok=True)
         with open(self.results, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(record)) + "\n")
+
+
+def _is_in(test: str, name: str) -> bool:
+    """Whether a test is of a file, or a case of FILE::NAME."""
+    return test == name or test.startswith((f"{name}::", f"{name}["))
 
 
 def wilson(found: int, count: int) -> tuple[float, float]:
@@ -164,19 +235,22 @@ def wilson(found: int, count: int) -> tuple[float, float]:
     return (center - spread) / (count + z * z), (center + spread) / (count + z * z)
 
 
-def table(records: Sequence[Record]) -> Iterator[str]:
-    yield "| room | planted | found | share found (95%) | median seconds |"
-    yield "|---|---|---|---|---|"
+def table(records: Sequence[Record], equivalent: Collection[str]) -> Iterator[str]:
+    """`equivalent` are the keys of mistakes that no test can find."""
+    yield "| room | planted | equivalent | found | of these by time | share found (95%) | median seconds |"
+    yield "|---|---|---|---|---|---|---|"
     groups: dict[str, list[Record]] = {}
     for one in sorted(records, key=lambda record: record.group):
         groups.setdefault(one.group, []).append(one)
-    for name, ones in [*groups.items(), *([("all", list(records))] if len(groups) > 1 else [])]:
+    for name, planted in [*groups.items(), *([("all", list(records))] if len(groups) > 1 else [])]:
+        ones = [one for one in planted if one.found or one.key not in equivalent]
         found = sum(one.found for one in ones)
-        low, high = wilson(found, len(ones))
-        share, seconds = f"{found / len(ones):.2f} ({low:.2f} to {high:.2f})", median(one.seconds for one in ones)
-        yield f"| {name} | {len(ones)} | {found} | {share} | {seconds:.1f} |"
+        low, high = wilson(found, len(ones)) if ones else (0.0, 1.0)
+        share = f"{found / max(len(ones), 1):.3f} ({low:.3f} to {high:.3f})"
+        late, seconds = sum(one.outcome == "timed out" for one in ones), median(one.seconds for one in planted)
+        yield f"| {name} | {len(planted)} | {len(planted) - len(ones)} | {found} | {late} | {share} | {seconds:.1f} |"
     for one in records:
-        if not one.found:
+        if not one.found and one.key not in equivalent:
             yield f"- {one.group}: {one.name} ({one.outcome})"
 
 
@@ -187,20 +261,20 @@ def main() -> None:
     parser.add_argument("--sampled", nargs="*", default=[], choices=[*TARGETS, "all"], help="mutants of cosmic-ray, not declared ones")
     parser.add_argument("--count", type=int, default=300, help="of each target that is sampled")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=900, help="time limit of the tests of one mistake")
-    parser.add_argument("--quick", action="store_true", help="only the tests that are named first")
+    parser.add_argument("--seconds", type=float, default=60, help="processor time that the tests of one mistake take without it, at most")
+    parser.add_argument("--quick", action="store_true", help="only the tests that a declaration names, where it names some")
     parser.add_argument("--until", type=float, default=float("inf"), help="begin none after this time, in seconds since 1970")
-    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants" / "results.jsonl")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutants", help="of results and of the lines that tests run")
     options = parser.parse_args()
-    mistakes = list(planted([*TARGETS] if "all" in options.sampled else options.sampled, options.count, options.seed))
-    if options.only:
-        mistakes = [one for one in mistakes if re.search(options.only, f"{one.group}: {one.name}")]
-    if options.slice:
-        number, pieces = map(int, options.slice.split("/"))
-        mistakes = mistakes[number % pieces :: pieces]
+    asked = [*groups([*TARGETS] if "all" in options.sampled else options.sampled, options.count, options.seed)]
+    number, pieces = map(int, (options.slice or "0/1").split("/"))
+    for group in asked:
+        group.mistakes[:] = [one for one in group.mistakes if re.search(options.only or "", f"{one.group}: {one.name}")]
+        group.mistakes[:] = group.mistakes[number % pieces :: pieces]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of the tests end with this one
-    records = Campaign(options.results, options.seconds, options.quick).run(mistakes, options.until)
-    print("\n".join(table(records)))
+    records = Campaign(options.folder, options.seconds, options.quick).run(asked, options.until)
+    equivalent = {one.key() for group in asked for one in group.mistakes if is_equivalent(one.module, one.before, one.after)}
+    print("\n".join(table(records, equivalent)))
     sys.exit(any(not one.found for one in records) and not options.sampled)
 
 

@@ -23,7 +23,7 @@ class Mutant:
     where: `module:name` below lmworks, such as `optim.optimizer:Ema.step`: a function, class or constant. The name survives moves.
     old, new: what is replaced there, and by what; `old` occurs there exactly once.
     promise: what the mutant breaks, in one sentence; it names the mutant.
-    tests: files, tests (FILE::NAME) or folders below tests/, the most probable first; the folder of the room comes last by itself.
+    tests: files, tests (FILE::NAME) or folders below tests/ whose files may find it, besides those in the folder of the room.
     """
 
     where: str

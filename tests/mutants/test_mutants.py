@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+from pathlib import Path
 
+from mutants.equivalent import EQUIVALENT
+from mutants.lines import changed_lines, needed_lines
 from mutants.mutant import ROOT, declared
 from mutants.sampled import TARGETS
+
+SOURCE = '''"""A module."""
+
+LIMIT = 3
+
+
+@cached
+def half(
+    number,
+    most=2,
+):
+    if number > most and (
+        number > 1
+    ):
+        return most
+    return number / 2
+'''
 
 
 def test_every_mutant_can_be_planted() -> None:
@@ -24,3 +46,58 @@ def test_what_mutants_are_drawn_from_is_there() -> None:
     for target in TARGETS.values():
         assert all(list((ROOT / "src" / "lmworks").glob(pattern)) for pattern in target.modules.split()), target.modules
         assert all((ROOT / test).exists() for test in target.tests), target.tests
+
+
+def test_equivalent_mutants_are_of_lines_that_are_there() -> None:
+    for module, before, _, _ in EQUIVALENT:
+        text = " ".join(line.strip() for line in (ROOT / "src" / "lmworks" / module).read_text(encoding="utf-8").splitlines())
+        assert before in text, (module, before)
+
+
+def test_the_lines_that_a_mistake_changes() -> None:
+    for old, new, lines, imported in (
+        ("number / 2", "number / 3", {15}, {6, 7, 8, 9, 10}),
+        ("number > 1", "number > 0", {11, 12, 13}, {6, 7, 8, 9, 10}),
+        ("most=2", "most=1", set(range(6, 16)), {6, 7, 8, 9, 10}),
+        ("LIMIT = 3", "LIMIT = 4", set(range(1, 17)), {3, 6}),
+    ):
+        assert needed_lines(SOURCE, SOURCE.replace(old, new), imported)[0] == lines, old
+    assert changed_lines(SOURCE, SOURCE.replace("LIMIT = 3\n", "")) == (3, 4)
+    assert changed_lines(SOURCE, SOURCE + "half = None\n") == (16, 17)
+
+
+HELD = """
+import sys
+from pathlib import Path
+
+from mutants.held import Held
+
+module, test = Path("src/lmworks/one.py"), "tests/test_one.py::test_half"
+before, after = "def half(x):\\n    return x / 2\\n", "def half(x):\\n    return x * 2\\n"
+module.write_text(before)
+held = Held(Path.cwd(), ["tests/test_one.py"])
+module.write_text(after)
+planted = held.run({test: 10.0}, {str(module): (before, after)})
+module.write_text(before)
+print(held.tests == [test], planted.outcome, held.run({test: 10.0}).outcome)
+held.close()
+"""
+
+
+def test_a_mistake_does_not_stay_in_the_process_that_runs_the_tests(tmp_path: Path) -> None:
+    """Which took the mistake for the source when that was changed while it still imported the tests."""
+    for name, text in (("src/lmworks/__init__.py", ""), ("tests/test_one.py", """
+import time
+time.sleep(0.5)
+from lmworks.one import half
+
+def test_half():
+    assert half(4) == 2
+""")):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    found = subprocess.run(
+        [sys.executable, "-c", HELD], cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "tests")}, capture_output=True,
+        encoding="utf-8", timeout=120,
+    )  # fmt: skip
+    assert found.stdout.split() == ["True", "failed", "passed"], found.stdout + found.stderr
