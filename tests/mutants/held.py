@@ -33,7 +33,7 @@ from mutants.tracing import Traced, Tracing
 _SUBREAPER = 36  # of prctl: processes whose parent has died become children of this one
 _DEATH_SIGNAL = 1  # of prctl: sent to this process when its parent dies
 _PATIENCE = 60.0  # seconds that a test waits for what must come
-_WALL = 4.0  # times the processor seconds that a run may take, and this many minutes more: a test that waits for ever uses no processor
+_WALL = 4.0  # times the processor seconds that a run may take, and a minute more: a test that waits for ever uses no processor
 
 
 @dataclass(frozen=True)
@@ -198,15 +198,18 @@ class _Session:
         return self._in_fork(play, float("inf"))
 
     def _play(self, tests: Mapping[str, float]) -> list[str]:
-        """Run tests until one fails. Each may use so many seconds of the processor; those with 0, any number."""
+        """Run tests until one fails. Each may use so many seconds of the processor, and a minute more if it waits; with 0, any number."""
         items = [self.items[name] for name in tests]
         for item, after in zip(items, [*items[1:], None], strict=True):
-            signal.signal(signal.SIGPROF, functools.partial(self._late, item.nodeid))
-            signal.setitimer(signal.ITIMER_PROF, tests[item.nodeid])
+            seconds = tests[item.nodeid]
+            for number, clock, limit in ((signal.SIGPROF, signal.ITIMER_PROF, seconds), (signal.SIGALRM, signal.ITIMER_REAL, 60 + seconds)):
+                signal.signal(number, functools.partial(self._late, item.nodeid))
+                signal.setitimer(clock, limit if seconds else 0)
             item.ihook.pytest_runtest_protocol(item=item, nextitem=after)
             if self.failure:
                 break
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         return self.failure
 
     def _late(self, test: str, *_: Any) -> None:

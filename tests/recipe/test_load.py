@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -112,6 +113,17 @@ def test_resolved_json_is_the_same_recipe(name: str, tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "resolved.json").fingerprint == resolved.fingerprint
     assert load_recipe(tmp_path / "recipe.yaml").fingerprint == resolved.fingerprint
     assert json.loads((tmp_path / "resolved.json").read_text())["name"] == name
+
+
+def test_a_resolved_recipe_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    """As a folder may have it that somebody else has made."""
+    endless, pipe = tmp_path / "endless.json", tmp_path / "pipe.json"
+    endless.touch()
+    os.truncate(endless, 1 << 40)
+    os.mkfifo(pipe)
+    for path, why in ((endless, "too many for what it should be"), (pipe, "is not a regular file")):
+        with pytest.raises(UserError, match=why):
+            load_resolved(path)
 
 
 def test_misspelt_key(write: Write) -> None:
