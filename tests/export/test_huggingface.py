@@ -183,6 +183,9 @@ CASES = {
         **_COMMON, layer_types=("hybrid",), mamba=_MAMBA.model_copy(update={"gate_norm": "after_gate", "norm_groups": 2}),
         tie_word_embeddings=True,
     ),
+    "falcon_h1_norm_first": Model(
+        **_COMMON, layer_types=("hybrid",), mamba=_MAMBA.model_copy(update={"gate_norm": "before_gate", "norm_groups": 2})
+    ),
     "granitemoehybrid": Model(
         **_COMMON | {"head_dim": 16}, layer_types=("linear_attention", "linear_attention", "full_attention"), mamba=_STATES,
         rope=Rope(partial_rotary_factor=0), multipliers=Multipliers(

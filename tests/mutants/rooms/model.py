@@ -134,4 +134,13 @@ MUTANTS = [
      "YaRN without rounding has its own ramp.", "model/test_rope.py"),
     ("model.cache:Cache.first", "min(self.lengths)", "max(self.lengths)",
      "A sliding layer reads as far back as its shortest row sees.", "inference/test_generate.py"),
+    ("model.mamba2:Mamba2.forward", "dt_BTH.clamp_min(config.min_time_step) if config.min_time_step else dt_BTH", "dt_BTH",
+     "Time steps have a smallest value.", "export/test_huggingface.py::test_logits_loss_and_gradients"),
+    ("model.layers:relu2", "F.relu(x).square()", "F.relu(x)", "ReLU is squared.",
+     "export/test_huggingface.py::test_logits_loss_and_gradients"),
+    ("model.moe:MoE.forward", "out = out if self.latent_up is None else self.latent_up(out)",
+     "out = out if self.latent_up is None else out @ self.latent_down.weight",
+     "Latent experts have a matrix of their own on the way back.", "export/test_huggingface.py::test_logits_loss_and_gradients"),
+    ("model.mamba2:GatedNorm.forward", "y = y * factor if self.gate_first else y", "y = y * factor",
+     "A gate comes before the norm or after it, and once.", "export/test_huggingface.py::test_logits_loss_and_gradients"),
 ]  # fmt: skip
