@@ -5,7 +5,18 @@ from __future__ import annotations
 from mutants.lines import changed_lines
 
 # module below src/lmworks, the changed lines without and with the mistake, joined by spaces, the reason
-EQUIVALENT: list[tuple[str, str, str, str]] = []
+EQUIVALENT: list[tuple[str, str, str, str]] = [
+    ("checkpoint/manifest.py", "helpers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, machine.cores()) - 1)]",
+     "helpers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, machine.cores()) >> 1)]",
+     "how many threads share the work changes its speed"),
+    ("shards/order.py", "if len(missing) == len(weights):", "if len(missing) >= len(weights):", "what is missing is some of them"),
+    ("optim/qk_clip.py", "return (held if parameter.ndim == 1 else held[:, 0]).to(local(parameter).device, copy=True)",
+     "return (held if parameter.ndim <= 1 else held[:, 0]).to(local(parameter).device, copy=True)", "no parameter has no dimension"),
+    ("optim/groups.py",
+     'assert grad.placements == parameter.placements, f"a gradient placed {grad.placements}, its parameter {parameter.placements}"',
+     'assert grad.placements <= parameter.placements, f"a gradient placed {grad.placements}, its parameter {parameter.placements}"',
+     "placements have no order: both raise if they differ"),
+]  # fmt: skip
 
 
 def is_equivalent(module: str, before: str, after: str) -> bool:

@@ -64,3 +64,11 @@ def test_what_another_stage_counts_is_scaled_and_not_counted() -> None:
     norm, _ = clip_gradients(parameters, 0.5, copies=[copy])
     torch.testing.assert_close(norm, counted)
     torch.testing.assert_close(copy.grad, before * 0.5 / counted, rtol=1e-4, atol=0)
+
+
+def test_squares_are_summed_by_kind() -> None:
+    parameters = with_gradients()
+    kinds = {id(parameter): kind for parameter, kind in zip(parameters, (2, 0, 2, 1), strict=True)}
+    _, squares = clip_gradients(parameters, 0.0, kind_of=kinds, count=3)
+    first, second, third = (one.grad.square().sum() for one in parameters[:-1])
+    torch.testing.assert_close(squares, torch.stack([second, torch.zeros(()), first + third]))

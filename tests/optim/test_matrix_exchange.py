@@ -34,6 +34,14 @@ def test_owners_have_alike_to_do() -> None:
     assert load.max() - load.min() <= min(one.cost for one in runs)
 
 
+def test_what_a_run_of_matrices_has_and_costs() -> None:
+    """All of their elements, and the cost of products of their smaller side."""
+    for rows, cols, count in ((8, 32, 3), (32, 8, 1)):
+        one = run(rows, cols, count=count)
+        assert (one.shape, one.elements, one.cost) == ((8, 32), 256 * count, 8 * 256 * count)
+        assert one.elements_H().tolist() == [128 * count] * 4
+
+
 def test_a_bucket_is_bounded() -> None:
     limit, size = 300, 4
     for replicas, shards in ((1, 4), (2, 2), (4, 1)):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmworks.errors import UserError
-from lmworks.shards.mixture import PERIOD, Mixture
+from lmworks.shards.mixture import PERIOD, Mixture, MixturePlan
 
 weights = st.lists(st.integers(1, 10**6), min_size=1, max_size=24)
 
@@ -57,6 +57,28 @@ def test_each_source_counts_its_sequences_without_gap_or_repeat(parts: list[int]
     for index in range(len(mixture.names)):
         assert k[source == index].tolist() == list(range(before[index], after[index]))
     assert after.sum() == stop
+
+
+def test_each_source_counts_on_across_changes() -> None:
+    """Also across a second change, before which a mixture began that is not the first."""
+    mixtures = [Mixture({"a": 0.7, "b": 0.3}), Mixture({"a": 0.2, "c": 0.8}), Mixture({"b": 0.5, "c": 0.5})]
+    plan = MixturePlan([*zip((0, 700, 1900), mixtures, strict=True)])
+    source, k = plan.locate(np.arange(3000))
+    for index in range(3):
+        assert k[source == index].tolist() == list(range((source == index).sum()))
+    for prefix in (0, 700, 701, 1900, 1901, 3000):
+        assert plan.counts(prefix).tolist() == np.bincount(source[:prefix], minlength=3).tolist()
+
+
+def test_the_turns_are_pinned() -> None:
+    """A run that is resumed by a later version reads on where it stopped."""
+    turns = {
+        (0.7, 0.3): "abaaabaabaabaaabaabaabaa", (0.5, 0.3, 0.2): "abacabacbaabacabacbaabac",
+        (0.61, 0.2, 0.1, 0.09): "aabacaabdaaabacaabadaaba",
+    }  # fmt: skip
+    for shares, expected in turns.items():
+        mixture = Mixture(dict(zip("abcd", shares, strict=False)))
+        assert "".join(mixture.names[turn] for turn in mixture.locate(np.arange(24))[0]) == expected, shares
 
 
 def test_decimal_weights_are_not_spoilt_by_floats() -> None:
