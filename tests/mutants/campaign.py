@@ -3,8 +3,8 @@
 python tests/mutants/campaign.py [--slice K/N] [--only TEXT] [--sampled TARGET ...] plants the declared mutants (`rooms/`) or those that
 cosmic-ray makes of a target's modules (`sampled.py`). First those tests run that a declaration names, and then those of the room or target
 that run a changed line, the cheapest first, until one fails that passes without the mistake, or until they have taken much longer than
-without it. What was recorded with the same module and tests is not repeated. Mutants that change nothing that can be observed are declared
-in `equivalent.py` and not counted.
+without it. For a few mistakes nobody finds out which lines they run, and all tests of the room do. What was recorded with the same module
+and tests is not repeated. Mutants that change nothing that can be observed are declared in `equivalent.py` and not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +29,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from mutants.equivalent import is_equivalent
-from mutants.held import Held, Outcome
+from mutants.held import Held, Outcome, temporary_folder
 from mutants.lines import Coverage, digest
 from mutants.mutant import ROOT, Mutant, declared
 from mutants.sampled import TARGETS, sample
@@ -38,6 +37,7 @@ from mutants.workspace import Workspace
 
 _TURN = 30  # mistakes of one room or target before the next has its share
 _SLOWER, _MORE = 5.0, 5.0  # a test may take so many times its processor time without the mistake, and so many seconds more
+_FEW = 3  # mistakes for which running all tests costs less than finding out which lines they run
 _ONLY_NAMED = "passed those named"  # the others have not run
 _NAMED = 120.0  # seconds of a processor for a test of which nothing is known
 
@@ -132,8 +132,8 @@ class Campaign:
         left = {group.name: [one for one in group.mistakes if self._recorded(group, one) is None] for group in asked}
         count = sum(map(len, left.values()))
         print(f"{sum(len(group.mistakes) for group in asked)} mistakes, {count} of them to be planted", flush=True)
-        with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
-            workspace = Workspace(ROOT, Path(folder)) if count else None
+        with temporary_folder("mutants-") as folder:
+            workspace = Workspace(ROOT, folder) if count else None
             while any(left.values()) and time.time() < until:
                 for group in filter(lambda one: left[one.name], asked):
                     assert workspace is not None
@@ -156,13 +156,16 @@ class Campaign:
         left = [one for one in mistakes if self._recorded(group, one) is None and not (self.quick and one.named)]
         if not left or time.time() > until:
             return
-        coverage = Coverage(workspace, group.modules, group.tests, self.folder / "lines" / f"{group.name.replace('/', '-')}.json")
+        kept = self.folder / "lines" / f"{group.name.replace('/', '-')}.json"
+        coverage = Coverage(workspace, group.modules, group.tests, kept) if len(left) > _FEW else None
         with workspace.hold(group.tests) as held:
             for one in left:
                 if time.time() > until:
                     break
-                tests, imported = coverage.of(one.module, one.before, one.after)
-                limits = {name: _SLOWER * cost + _MORE for name, cost in self._affordable(tests).items()}
+                limits, imported = dict.fromkeys(held.tests, _NAMED), False
+                if coverage is not None:
+                    tests, imported = coverage.of(one.module, one.before, one.after)
+                    limits = {name: _SLOWER * cost + _MORE for name, cost in self._affordable(tests).items()}
                 self._keep(workspace, group, one, self._plant(workspace, held, one, limits, imported))
 
     def _named(self, workspace: Workspace, mistakes: Sequence[Planted], until: float) -> Iterator[tuple[Planted, Outcome]]:
@@ -271,6 +274,8 @@ def main() -> None:
     for group in asked:
         group.mistakes[:] = [one for one in group.mistakes if re.search(options.only or "", f"{one.group}: {one.name}")]
         group.mistakes[:] = group.mistakes[number % pieces :: pieces]
+    first = number % max(len(asked), 1)  # so that the time is over in another room each time
+    asked = [*asked[first:], *asked[:first]]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of the tests end with this one
     records = Campaign(options.folder, options.seconds, options.quick).run(asked, options.until)
     equivalent = {one.key() for group in asked for one in group.mistakes if is_equivalent(one.module, one.before, one.after)}

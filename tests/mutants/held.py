@@ -12,13 +12,14 @@ import gc
 import json
 import multiprocessing as mp
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,18 +51,29 @@ class Outcome:
         return self.outcome in ("failed", "timed out")
 
 
+@contextmanager
+def temporary_folder(prefix: str, inside: Path | None = None) -> Iterator[Path]:
+    """A folder that this process removes; a `tempfile.TemporaryDirectory` is also removed by each fork of the process that ends as usual."""
+    owner, path = os.getpid(), Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
+    try:
+        yield path
+    finally:
+        if os.getpid() == owner:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 class Held:
     """The process of the tests in the files `tests` below `root`. Of the modules `traced` it tells which lines run.
     `keep_compiled` is whether what it imports is compiled for others, too."""
 
     def __init__(self, root: Path, tests: Sequence[str], traced: Sequence[str] = (), keep_compiled: bool = False) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="held-", ignore_cleanup_errors=True)
+        self._folder = Path(tempfile.mkdtemp(prefix="held-"))
         self._pipe, there = mp.Pipe()
         sys.stdout.flush()
         self._process = os.fork()
         if self._process == 0:
             self._pipe.close()
-            _serve(root, Path(self._folder.name), there, tests, traced, keep_compiled)
+            _serve(root, self._folder, there, tests, traced, keep_compiled)
         there.close()
         self.tests: list[str] = []
         with suppress(EOFError):  # then the tests cannot be imported, which the first request tells
@@ -90,13 +102,13 @@ class Held:
             return None
 
     def _log(self) -> str:
-        return " ".join((Path(self._folder.name) / "log").read_text(encoding="utf-8", errors="replace")[-600:].split())
+        return " ".join((self._folder / "log").read_text(encoding="utf-8", errors="replace")[-600:].split())
 
     def close(self) -> None:
         self._pipe.close()
         os.kill(self._process, signal.SIGTERM)
         os.waitpid(self._process, 0)
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _serve(root: Path, folder: Path, pipe: Connection, tests: Sequence[str], traced: Sequence[str], keep_compiled: bool) -> None:
@@ -218,14 +230,14 @@ class _Session:
 
     def _in_fork(self, play: Callable[[], Any], seconds: float) -> Any:
         """None if the process ends without a result."""
-        with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as folder:
-            self.result = result = Path(folder) / "result.json"
+        with temporary_folder("fork-", self.folder) as folder:
+            self.result = result = folder / "result.json"
             child = os.fork()
             if child == 0:
                 try:
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
                     os.setpgid(0, 0)
-                    os.environ["TMPDIR"] = folder
+                    os.environ["TMPDIR"] = str(folder)
                     tempfile.tempdir = None
                     result.write_text(json.dumps(play()), encoding="utf-8")
                 except BaseException:

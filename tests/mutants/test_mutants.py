@@ -101,3 +101,23 @@ def test_half():
         encoding="utf-8", timeout=120,
     )  # fmt: skip
     assert found.stdout.split() == ["True", "failed", "passed"], found.stdout + found.stderr
+
+
+FORKED = """
+import os
+import sys
+
+from mutants.held import temporary_folder
+
+with temporary_folder("folder-") as folder:
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    print(os.waitpid(child, 0)[1], folder.is_dir())
+print(folder.exists())
+"""
+
+
+def test_a_fork_that_ends_leaves_the_copy_of_the_sources() -> None:
+    found = subprocess.run([sys.executable, "-c", FORKED], env={"PYTHONPATH": str(ROOT / "tests")}, capture_output=True, encoding="utf-8")
+    assert found.stdout.split() == ["0", "True", "False"], found.stdout + found.stderr
