@@ -53,7 +53,7 @@ class Outcome:
 
 @contextmanager
 def temporary_folder(prefix: str, inside: Path | None = None) -> Iterator[Path]:
-    """A folder that this process removes; a `tempfile.TemporaryDirectory` is also removed by each fork of the process that ends as usual."""
+    """A folder that this process removes; each fork that ends as usual removes a `tempfile.TemporaryDirectory`, too."""
     owner, path = os.getpid(), Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
     try:
         yield path
