@@ -16,6 +16,8 @@ EQUIVALENT: list[tuple[str, str, str, str]] = [
      'assert grad.placements == parameter.placements, f"a gradient placed {grad.placements}, its parameter {parameter.placements}"',
      'assert grad.placements <= parameter.placements, f"a gradient placed {grad.placements}, its parameter {parameter.placements}"',
      "placements have no order: both raise if they differ"),
+    ("shards/epochs.py", "return (high << low_bits) | low", "return (high << low_bits) + low", "the bits of both are apart"),
+    ("shards/mixture.py", "mine = which == number", "mine = which >= number", "the next segments overwrite it"),
 ]  # fmt: skip
 
 

@@ -153,3 +153,8 @@ def test_what_is_added_to_a_source_is_read_before_anything_is_read_again(taken: 
     assert sorted(found[first : first + 6]) == [*range(10, 16)]
     assert set(epoch[first : first + 6]) == {0}
     assert sorted(found[first + 6 :]) == [*range(16)]
+    read = -(-first // 10)  # how often the oldest was
+    assert set(epoch[first + 6 :]) == {read}
+    order.extend(first + 6 + 20, 17)
+    assert set(order.locate(first + 6 + np.arange(16, 20))[1]) == {read + 1}
+    assert set(order.locate(first + 6 + 20 + 1 + np.arange(17))[1]) == {read + 2}, "once, and a quarter of it again"

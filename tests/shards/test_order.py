@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.timeline import Growth
-from lmworks.shards.order import Order, sequences_of_rank
+from lmworks.shards.order import Order, epoch_warnings, sequences_of_rank
 
 
 def recipe_of(phases: list[tuple[str, int, int, dict[str, float]]], seed: int = 1, **more: object) -> Recipe:
@@ -205,9 +205,19 @@ def test_repetition_is_counted_and_limited() -> None:
         Order(recipe_of(phases), {"a": 16 * 5 + 1, "b": 16 * 800 + 1})
 
 
+def test_repetition_is_told_by_phase() -> None:
+    data = {"a": 16 * 100 + 1, "b": 16 * 600 + 1}
+    order = Order(recipe_of([("one", 50, 16, {"a": 0.5, "b": 0.5}), ("two", 50, 16, {"b": 1.0})]), data)
+    assert max(order.epochs_by_source().values()) <= max(share.epochs for share in order.shares()) == 2.0
+    assert [*epoch_warnings(order, 2.0)] == []
+    assert [*epoch_warnings(order, 1.5)] == ["phase one reads source a 2.0 times, more than shards.warn_epochs 1.5"]
+
+
 def test_a_share_smaller_than_a_sequence_is_refused() -> None:
     with pytest.raises(UserError, match=r"phase p: its share of source a is 16 tokens, less than one sequence of 16; add text"):
         Order(recipe_of([("p", 10, 16, {"a": 0.5, "b": 0.5})]), {"a": 16, "b": 5000})
+    with pytest.raises(UserError, match=r"phase q: its share of source a is 9 tokens, less than one sequence of 16"):
+        Order(recipe_of([("p", 10, 16, {"a": 0.5, "b": 0.5}), ("q", 2, 16, {"a": 0.5, "b": 0.5})]), {"a": 54, "b": 5000})
 
 
 def test_a_source_without_tokens_is_named() -> None:
