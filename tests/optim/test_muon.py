@@ -152,3 +152,9 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
     named["used"].grad = torch.randn(16, 24)
     Muon([group(named)]).step()
     assert torch.equal(named["unused"], before)
+
+
+@pytest.mark.parametrize(("device", "stacks"), [("cpu", 3), ("meta", 1)])
+def test_stacks_fit_the_cache_of_a_cpu_and_are_large_elsewhere(device: str, stacks: int) -> None:
+    matrices = {f"m{number}": nn.Parameter(torch.empty(512, 512, device=device)) for number in range(12)}
+    assert len(Muon([group(matrices)])._alone) == stacks

@@ -80,9 +80,10 @@ def clip_gradients(
     # A rank without gradients still takes part in the all-reduce, with an empty tensor on its device.
     measured = counted or [parameter.new_zeros(0) for parameter in map(local, parameters[:1])]
     norm, squares = norm_and_squares(measured, group, holders, kinds if count else (), count)
-    # On CPU the norm is known, so multiplying all gradients by one can be skipped.
-    if max_grad_norm and grads and not (norm.device.type == "cpu" and norm.item() <= max_grad_norm):
-        torch._foreach_mul_(grads, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+    if max_grad_norm and grads:
+        factor = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        if factor.device.type != "cpu" or factor.item() != 1:  # on a CPU it is known, and nothing is multiplied by one
+            torch._foreach_mul_(grads, factor)
     return norm, squares
 
 
