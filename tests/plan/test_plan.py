@@ -102,13 +102,6 @@ def test_tensor_ranks_share_the_tokens_of_a_sequence() -> None:
     assert "tp 8 does not divide the 2,052 tokens of a sequence on a rank of cp" in found
 
 
-def test_a_norm_over_all_heads_has_no_tensor_ranks() -> None:
-    recipe, cluster = load_recipe("smollm3-3b", ["model.use_qk_norm=true", "model.qk_norm_over=all_heads"]).recipe, load_cluster("64xh100")
-    found = list(problems(recipe, cluster, Layout(dp_shard=32, tp=2)))
-    assert found == ["with tp 2 each rank has only some of the heads, and model.qk_norm_over all_heads normalizes all at once"]
-    assert not list(problems(recipe, cluster, Layout(dp_shard=64)))
-
-
 def test_a_dense_model_has_no_expert_ranks() -> None:
     recipe, cluster = load_recipe("smollm3-3b").recipe, load_cluster("64xh100")
     found = list(problems(recipe, cluster, Layout(dp_shard=64, ep=8)))

@@ -31,6 +31,7 @@ class Lightning(nn.Module):
         super().__init__()
         assert config.lightning and config.hidden_size and config.num_attention_heads and config.head_dim and config.num_hidden_layers
         self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.own = slice(None)  # the heads of this rank
         size = self.heads * self.head_dim
         self._slowing = 1 - layer / (config.num_hidden_layers - 1 + 1e-5) + 1e-5  # the published constants: no head's decay is ever 1
         self.qkv = Linear(config.hidden_size, 3 * size)  # of each head its query, key and value
@@ -43,11 +44,11 @@ class Lightning(nn.Module):
     def configure(self, device: torch.device) -> None:
         """Compute the constants, which are a buffer so that layers share their compiled code; in fp64, so that they are rounded once."""
         numbers_H = torch.arange(1, self.heads + 1, device=device, dtype=torch.float64)
-        self.register_buffer("log_decay_H", -self._slowing * torch.exp2(-8 / self.heads * numbers_H), persistent=False)
+        self.register_buffer("log_decay_H", -self._slowing * torch.exp2(-8 / self.heads * numbers_H)[self.own], persistent=False)
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], documents: Documents, cache: LayerCache | None = None) -> Tensor:
         B, T, _ = x_BTD.shape
-        query, key, value = F.silu(self.qkv(x_BTD)).view(B, T, self.heads, -1).split(self.head_dim, dim=-1)
+        query, key, value = F.silu(self.qkv(x_BTD)).view(B, T, -1, 3 * self.head_dim).split(self.head_dim, dim=-1)
         log_decay_BTH = self.log_decay_H.to(torch.float64 if x_BTD.dtype == torch.float64 else torch.float32).expand(B, T, -1)
         if cache is not None and (counts_BT := cache.counted()) is not None:  # padding changes no state
             value, log_decay_BTH = value * counts_BT[..., None, None], log_decay_BTH * counts_BT[..., None]

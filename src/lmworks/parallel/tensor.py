@@ -8,6 +8,7 @@ units, and reduce-scatters its output, which is a sum over ranks:
 | embedding                  |            | vocabulary                           | reduce-scatter             |
 | attention                  | all-gather | heads: query, key, value, gate; output | reduce-scatter           |
 | latent attention           |            | heads: query_up, kv_up; output       | reduce-scatter             |
+| gated delta, lightning     | all-gather | heads: all but the last; output      | reduce-scatter             |
 | dense and shared ffn       | all-gather | hidden units: gate, up; down         | reduce-scatter             |
 | experts (`experts.py`)     | all-gather | hidden units: gate, up; down         | reduce-scatter             |
 | head and loss              | all-gather | vocabulary                           | all-reduce of max and sum  |
@@ -15,8 +16,9 @@ units, and reduce-scatters its output, which is a sum over ranks:
 Replicated are the norms, the router and the gate of shared experts, the projection of multi-token prediction, those of latent experts and
 the down-projections of latent attention. Norms and projections process a rank's own tokens, heads or hidden units of experts, so their
 gradients are summed; the router and that gate compute the same on all ranks. Latent attention gathers its latents instead of the hidden
-states. All heads share one rotated key, and each rank uses it for its own heads only: that gather must sum gradients. Without it the
-forward pass would be right and the gradients wrong.
+states. A norm over all heads has the weights of a rank's own heads and sums the squares of all ranks, forward and backward (OLMo 2;
+lightning attention). All heads of latent attention share one rotated key, and each rank uses it for its own heads only: that gather must
+sum gradients. Without it the forward pass would be right and the gradients wrong.
 
 Shapes: B batch, T tokens, D hidden, M tokens of a chunk, V own vocabulary.
 """
@@ -42,6 +44,7 @@ from lmworks.model.attention import Attention
 from lmworks.model.cache import Cache
 from lmworks.model.gated_delta import GatedDeltaNet
 from lmworks.model.layers import MLP, Linear, RMSNorm, SwiGLU
+from lmworks.model.lightning import Lightning
 from lmworks.model.loss import IGNORE, logits_gradient, soft_cap
 from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
@@ -91,8 +94,6 @@ def problems(config: Model, tp: int) -> list[str]:
     found = [f"tp {tp} does not divide model.{name} {size}" for name, size in _sizes(config).items() if size % tp]
     if tp > 1 and (section := unsplit(config)) is not None:
         found.append(f"the heads of model.{section} are not split over ranks")
-    if tp > 1 and config.qk_norm_over == "all_heads":
-        found.append("model.qk_norm_over all_heads normalizes all heads at once, and with tp each rank has only some of them")
     return found
 
 
@@ -122,8 +123,11 @@ def shard_tensors(model: Transformer, ranks: Ranks) -> None:
         raise UserError(f"layout: {found[0]}; the nearest valid size is tp {nearest}")
     stream = Stream(ranks.group("tp"), size)
     forwards = _forwards(stream)
+    over_heads: set[nn.Module | None] = {None}
     for module in list(model.modules()):
         if isinstance(module, Attention):
+            if model.config.qk_norm_over == "all_heads":
+                over_heads |= {module.query_norm, module.key_norm}
             _column_parallel(mesh, module.query, module.key, module.value, module.gate)
             _row_parallel(mesh, module.output)
             if module.sinks is not None:
@@ -140,6 +144,13 @@ def shard_tensors(model: Transformer, ranks: Ranks) -> None:
             _row_parallel(mesh, module.output)
             for part in (module, *(getattr(module, name) for name in module.heads)):
                 _place(part, mesh, Shard(0))
+        elif isinstance(module, Lightning):
+            own = module.heads // size
+            module.own = slice(own * ranks.rank("tp"), own * (ranks.rank("tp") + 1))
+            module.configure(module.log_decay_H.device)
+            _column_parallel(mesh, module.qkv, module.gate)
+            _row_parallel(mesh, module.projection)
+            over_heads.add(module.output_norm)
         elif isinstance(module, SwiGLU | MLP):
             _column_parallel(mesh, module.gate if isinstance(module, SwiGLU) else None, module.up)
             _row_parallel(mesh, module.down)
@@ -151,6 +162,10 @@ def shard_tensors(model: Transformer, ranks: Ranks) -> None:
             if module.shared_gate is not None:
                 _place(module.shared_gate, mesh, Replicate(), same_computation=True)
                 override_members(module.shared_gate, {"forward": forwards["shared_gate"]})
+        elif isinstance(module, RMSNorm) and module in over_heads:
+            module.size //= size
+            _place(module, mesh, Shard(0))
+            override_members(module, {"forward": forwards["norm_over_heads"]})
         elif isinstance(module, RMSNorm):
             _replicated(mesh, module)
         elif isinstance(module, MtpLayer):
@@ -233,6 +248,15 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
     def gated_delta(self: GatedDeltaNet, x_BTD: Tensor, *context: Any) -> Tensor:
         return stream.leave(GatedDeltaNet.forward(self, stream.enter(x_BTD), *context))
 
+    def lightning(self: Lightning, x_BTD: Tensor, *context: Any) -> Tensor:
+        return stream.leave(Lightning.forward(self, stream.enter(x_BTD), *context))
+
+    def norm_over_heads(self: RMSNorm, x: Tensor) -> Tensor:
+        wide = at_least_fp32(x)
+        squares = collectives.identity_allreduce_grad(wide.square().sum(-1, keepdim=True), stream.group)
+        mean = collectives.all_sum(squares, stream.group) / (self.size * stream.size)
+        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight.to(x.dtype)
+
     def query(self: Linear, x_BTD: Tensor) -> Tensor:
         return Linear.forward(self, stream.enter(x_BTD))
 
@@ -257,8 +281,9 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
         return collectives.identity_allreduce_grad(gate_BT1, stream.group)
 
     return {
-        Attention: attention, LatentAttention: latent_attention, GatedDeltaNet: gated_delta, SwiGLU: dense(SwiGLU), MLP: dense(MLP),
-        MoE: moe, Router: router, "query": query, "query_down": down, "kv_down": down, "shared_gate": shared_gate,
+        Attention: attention, LatentAttention: latent_attention, GatedDeltaNet: gated_delta, Lightning: lightning, SwiGLU: dense(SwiGLU),
+        MLP: dense(MLP), MoE: moe, Router: router, "query": query, "query_down": down, "kv_down": down, "shared_gate": shared_gate,
+        "norm_over_heads": norm_over_heads,
     }  # fmt: skip
 
 

@@ -81,8 +81,6 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     for name, size in sizes:
         if size % layout.tp:
             yield f"tp {layout.tp} does not divide model.{name} {size}"
-    if layout.tp > 1 and model.qk_norm_over == "all_heads":
-        yield f"with tp {layout.tp} each rank has only some of the heads, and model.qk_norm_over all_heads normalizes all at once"
     bf16 = recipe.train.precision == "bf16" or (recipe.train.precision == "auto" and cluster.bf16)
     if bf16 or cluster.on_cpu:
         yield from alignment_problems(model, layout.tp, 4 if not bf16 and recipe.train.precision != "fp16" else 2)

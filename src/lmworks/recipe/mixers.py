@@ -123,6 +123,10 @@ def _lightning_saved(model: Model) -> tuple[float, float]:
     return 4.0 * size + 3 * size * 3 + 6 * size + 4 * heads * _CHUNK, 4.0 * size
 
 
+def _lightning_shards(model: Model) -> dict[str, int]:
+    return {"num_attention_heads": model.num_attention_heads or 0}
+
+
 def _whole(_: Model) -> dict[str, int]:
     """Not split over `tp`: one matrix gives all parts of all heads."""
     return {}
@@ -133,7 +137,7 @@ MIXERS: dict[str, Mixer] = {
     "gated_delta": Mixer(_gated_delta_parameters, _gated_delta_flops, _gated_delta_saved, _gated_delta_shards),
     "mamba": Mixer(_mamba_parameters, _mamba_flops, _mamba_saved, _whole),
     "hybrid": Mixer(_hybrid_parameters, _mamba_flops, _mamba_saved, _whole),
-    "lightning": Mixer(_lightning_parameters, _lightning_flops, _lightning_saved, _whole),
+    "lightning": Mixer(_lightning_parameters, _lightning_flops, _lightning_saved, _lightning_shards),
 }
 """By the names of `schema.model.SECTIONS`."""
 

@@ -71,4 +71,12 @@ MUTANTS = [
      "counts_LE[self._moe_indices.tolist()]", "The biases of experts are updated without a host wait.", "gpu/test_host_waits.py"),
     ("parallel.process_group:_device", "machine.ranks_here()[0]", 'int(os.environ["LOCAL_RANK"])',
      "Ranks of several agents on one machine take different GPUs.", "parallel/test_process_group.py"),
+    ("parallel.tensor:_forwards", "collectives.identity_allreduce_grad(wide.square().sum(-1, keepdim=True), stream.group)",
+     "wide.square().sum(-1, keepdim=True)", "A norm over the heads of several ranks has the gradient of all of them.",
+     "parallel/test_tensor.py::test_equals_one_process"),
+    ("parallel.tensor:_forwards", "collectives.all_sum(squares, stream.group)", "squares * stream.size",
+     "A norm over the heads of several ranks sums the squares of all of them.", "parallel/test_tensor.py::test_equals_one_process"),
+    ("parallel.tensor:shard_tensors", 'module.own = slice(own * ranks.rank("tp"), own * (ranks.rank("tp") + 1))',
+     "module.own = slice(0, own)", "Heads of lightning attention have their own decays on every rank.",
+     "parallel/test_tensor.py::test_equals_one_process"),
 ]  # fmt: skip

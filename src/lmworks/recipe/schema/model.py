@@ -490,7 +490,7 @@ class Model(Node):
         """The states of the layer, with heads split over `tp` ranks; none of attention."""
         mixer = self.mixer(layer)
         if mixer == "lightning":  # its heads are those of attention
-            return (State((self.num_attention_heads or 0, self.head_dim or 0, self.head_dim or 0)),)
+            return (State(((self.num_attention_heads or 0) // tp, self.head_dim or 0, self.head_dim or 0)),)
         return () if mixer in ("attention", "none") else getattr(self, "mamba" if mixer == "hybrid" else mixer).states(tp)
 
     @property
