@@ -78,7 +78,7 @@ def find_start(text: str, recipe: Recipe) -> Start:
 def _require_same_model(recipe: Recipe, identity: Mapping[str, Any], path: Path) -> None:
     from lmworks.train.build import identity as identity_of
 
-    if json.loads(json.dumps(identity_of(recipe))) != json.loads(json.dumps(identity)):
+    if listing.differences(identity_of(recipe), identity):
         raise UserError(f"checkpoint: {path} is of another model than the recipe; name the run itself as recipe, or its recipe file")
 
 

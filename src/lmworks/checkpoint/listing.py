@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from lmworks.errors import UserError
 from lmworks.io.files import explain_damage
 from lmworks.io.run_layout import checkpoint_name, step_in
 from lmworks.recipe.changes import canonical
+from lmworks.recipe.former import translated, with_defaults
+from lmworks.recipe.keys import flatten
 from lmworks.recipe.schema.artifacts import Checkpoints as Options
+from lmworks.recipe.schema.model import Lora, Model
 from lmworks.recipe.schema.units import Duration
 from lmworks.ui.terminal import bar
 
@@ -187,6 +191,21 @@ def parse_meta(data: bytes) -> dict[str, Any]:
     if not right:
         raise ValueError(f"{META} does not match what was written")
     return document
+
+
+def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """In which keys two identities of checkpoints differ, which earlier versions may have stored: keys that came later have their defaults.
+
+    An identity has nodes of the recipe by name: "model", and "lora" of adapters; and other values.
+    """
+    nodes = {"model": Model, "lora": Lora}
+    one, other = ({key: translated(value, nodes.get(key)) for key, value in identity.items()} for identity in (here, there))
+    for key, node in nodes.items():
+        if key in one and key in other:
+            one[key], other[key] = with_defaults(one[key], other[key], node), with_defaults(other[key], one[key], node)
+    flat = [flatten(json.loads(json.dumps(identity))) for identity in (one, other)]
+    keys = [*flat[0], *(key for key in flat[1] if key not in flat[0])]
+    return [f"{key} is {flat[1].get(key)!r} there and {flat[0].get(key)!r} here" for key in keys if flat[0].get(key) != flat[1].get(key)]
 
 
 def _streak_began(document: dict[str, Any]) -> int | None:

@@ -71,7 +71,8 @@ def average(paths: Sequence[Path], weights: Sequence[float], target: Path) -> Pa
     names = {name for name in last.table if name.startswith(_WEIGHTS)}
     for path, reader, meta in zip(paths, readers, metas, strict=True):
         kinds = {name: (record.dtype, record.shape) for name, record in reader.table.items() if name.startswith(_WEIGHTS)}
-        if meta["identity"] != metas[-1]["identity"] or kinds != {name: (last.table[name].dtype, last.table[name].shape) for name in names}:
+        expected = {name: (last.table[name].dtype, last.table[name].shape) for name in names}
+        if listing.differences(meta["identity"], metas[-1]["identity"]) or kinds != expected:
             raise UserError(f"{path.name} and {paths[-1].name} are of different models; average checkpoints of one run")
     parts = [
         TensorSlice(name, saved.dtype, saved.shape, offsets, sizes, partial(_mean, readers, shares, name, offsets, sizes))

@@ -59,8 +59,7 @@ def put_values(state: State, values: dict[str, Any]) -> None:
 
 def refuse_other_identity(where: str, here: dict[str, Any], there: dict[str, Any]) -> None:
     """Raise `UserError` naming the first keys in which two identities differ."""
-    keys = [*here, *(key for key in there if key not in here)]
-    differ = [f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in keys if there.get(key) != here.get(key)]
+    differ = listing.differences(here, there)
     _refuse(where, differ, len(differ))
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from lmworks.recipe.document import Document
 from lmworks.recipe.keys import Keys, item_names, node_for, sections
 from lmworks.recipe.names import CONVERTED, FORMER
@@ -49,6 +51,19 @@ def _translate(value: Any, annotation: Any, before: Keys, now: Keys, moved: dict
         moved[old] = new
         inside = isinstance(item, dict | list) and name in fields
         found[name] = _translate(item, fields[name].annotation, old, new, moved) if inside else item
+    return found
+
+
+def with_defaults(tree: Any, like: Any, root: Any) -> Any:
+    """A stored node of the class `root`, with the defaults of the keys that the node `like` has and an earlier version did not know."""
+    if not isinstance(tree, dict) or not isinstance(like, dict) or (node := node_for(root, like)) is None:
+        return tree
+    found, fields = dict(tree), node.model_fields
+    for key in [key for key in like if key in fields]:
+        if key in found:
+            found[key] = with_defaults(found[key], like[key], fields[key].annotation)
+        elif not fields[key].is_required():
+            found[key] = to_jsonable_python(fields[key].get_default(call_default_factory=True))
     return found
 
 

@@ -57,4 +57,10 @@ MUTANTS = [
      "Saves leave half of the machine's memory unlocked.", "gpu/test_host_waits.py"),
     ("checkpoint.state:Staging.copy", "if self._memory.numel() != begins[-1]:", "if True:",
      "The memory of a save is locked once.", "gpu/test_host_waits.py"),
+    ("checkpoint.listing:differences",
+     "            one[key], other[key] = with_defaults(one[key], other[key], node), with_defaults(other[key], one[key], node)",
+     "            pass",
+     "A checkpoint that knows fewer keys is of the same model where these have their defaults.", "cli/test_older_runs.py"),
+    ("recipe.former:with_defaults", "elif not fields[key].is_required():", "elif key == like[key]:",
+     "Keys that came later have their defaults in what is stored.", "cli/test_older_runs.py"),
 ]  # fmt: skip
