@@ -33,6 +33,7 @@ from mutants.held import Held, Outcome, temporary_folder
 from mutants.lines import Coverage, digest
 from mutants.mutant import ROOT, Mutant, declared
 from mutants.sampled import TARGETS, sample
+from mutants.tracing import Traced
 from mutants.workspace import Workspace
 
 _TURN = 30  # mistakes of one room or target before the next has its share
@@ -165,7 +166,7 @@ class Campaign:
                 limits, imported = dict.fromkeys(held.tests, _NAMED), False
                 if coverage is not None:
                     tests, imported = coverage.of(one.module, one.before, one.after)
-                    limits = {name: _SLOWER * cost + _MORE for name, cost in self._affordable(tests).items()}
+                    limits = self._limits(tests)
                 self._keep(workspace, group, one, self._plant(workspace, held, one, limits, imported))
 
     def _named(self, workspace: Workspace, mistakes: Sequence[Planted], until: float) -> Iterator[tuple[Planted, Outcome]]:
@@ -184,9 +185,17 @@ class Campaign:
                 elif self.quick:
                     yield one, replace(outcome, outcome=_ONLY_NAMED)
 
-    def _affordable(self, tests: Mapping[str, float]) -> dict[str, float]:
-        spent = 0.0
-        return {name: cost for name, cost in tests.items() if (spent := spent + cost) <= self.seconds or spent == cost}
+    def _limits(self, tests: Mapping[str, Traced]) -> dict[str, float]:
+        """How much each test may take, of those that all together take at most `seconds` without the mistake, or one alone."""
+        limits: dict[str, float] = {}
+        spent, made = 0.0, set[str]()
+        for name, test in tests.items():
+            spent += test.seconds + sum(cost for fixture, cost in test.fixtures.items() if fixture not in made)
+            made |= {*test.fixtures}
+            if limits and spent > self.seconds:
+                break
+            limits[name] = _SLOWER * (test.seconds + sum(test.fixtures.values())) + _MORE
+        return limits
 
     def _plant(self, workspace: Workspace, held: Held, one: Planted, tests: Mapping[str, float], imported: bool) -> Outcome:
         """The outcome of the first test that fails because of a mistake. Each may take so many seconds of a processor."""

@@ -42,14 +42,14 @@ class Coverage:
             kept.write_text(json.dumps({name: asdict(one) for name, one in known.items()}), encoding="utf-8")
         self._files = [known[name] for name in tests]
 
-    def of(self, module: str, before: str, after: str) -> tuple[dict[str, float], bool]:
-        """The tests that run what a mistake changes, with their processor seconds, the cheapest first; and whether it has run before any of
+    def of(self, module: str, before: str, after: str) -> tuple[dict[str, Traced], bool]:
+        """The tests that run what a mistake changes, the cheapest first; and whether it has run before any of
         them, when the modules were imported: then it may show in all that run the function, or else the module."""
         ran = {line for file in self._files for line in file.imported.get(module, ())}
         lines, imported = needed_lines(before, after, ran)
         tests = [one for file in self._files for one in file.tests.items()]
-        found = {name: test.seconds for name, test in tests if not lines.isdisjoint(test.lines.get(module, ()))}
-        return dict(sorted(found.items(), key=lambda one: one[1])), imported
+        found = {name: test for name, test in tests if not lines.isdisjoint(test.lines.get(module, ()))}
+        return dict(sorted(found.items(), key=lambda one: one[1].seconds + sum(one[1].fixtures.values()))), imported
 
 
 def needed_lines(before: str, after: str, imported: Collection[int]) -> tuple[set[int], bool]:

@@ -24,9 +24,11 @@ _RANKS = 10.0  # processor seconds that ranks take to start, which only the firs
 
 @dataclass
 class Traced:
-    """`lines` are by module, named from the root of the repository."""
+    """seconds: of a processor, beside those of `fixtures` by name, which many tests share. lines: by module, named from the root of the
+    repository."""
 
     seconds: float = 0.0
+    fixtures: dict[str, float] = field(default_factory=dict)
     lines: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -111,8 +113,9 @@ class Tracing:
         for test in filter(lambda one: one.passed, self._tests):
             names: Sequence[str] = getattr(test.item, "fixturenames", ())
             parts = [test, *(one for one in self._fixtures if one.name in names and test.item.nodeid.startswith(one.base))]
-            seconds = sum(one.seconds for one in parts) + _RANKS * ("ranks" in names)
-            tests[test.item.nodeid] = asdict(Traced(round(seconds, 3), _sorted([ran.get(one.number, {}) for one in parts])))
+            fixtures = {f"{one.base}::{one.name}": round(one.seconds, 3) for one in parts[1:] if isinstance(one, _Fixture)}
+            fixtures |= {"ranks": _RANKS} if "ranks" in names else {}
+            tests[test.item.nodeid] = asdict(Traced(round(test.seconds, 3), fixtures, _sorted([ran.get(one.number, {}) for one in parts])))
         return _sorted([ran.get(0, {})]), tests
 
 
