@@ -19,7 +19,16 @@ from lmworks.shards.batch import IGNORE, Batch
 from lmworks.shards.batches import Batches
 from lmworks.train.build import build_model
 from lmworks.train.observe.step_metrics import source_metrics
-from lmworks.train.step import Limits, StepResult, StepValues, dropout_seed, seed_dropout, train_step
+from lmworks.train.step import (
+    Limits,
+    StepResult,
+    StepValues,
+    accumulate_gradients,
+    dropout_seed,
+    micro_batch_of,
+    seed_dropout,
+    train_step,
+)
 from tiny_run import Tiny, same_bits
 
 
@@ -84,6 +93,48 @@ def test_how_the_batch_is_cut_does_not_matter(tiny: Tiny, batch: Batch) -> None:
         assert farthest(gradients(model), expected) < 1e-5
         assert farthest(weights(model), moved) < 1e-5
         assert result.counts_LE is not None and torch.equal(result.counts_LE, whole.counts_LE)
+
+
+def test_what_is_accumulated_in_parts_is_that_of_the_whole(tiny: Tiny, batch: Batch) -> None:
+    model, optimizer = make(tiny)
+    whole = accumulate_gradients(model, batch, 4, normalizer=50.0)
+    expected = gradients(model)
+    optimizer.zero_grad()
+    sums = [accumulate_gradients(model, batch.rows(start, start + 4), 4, normalizer=50.0) for start in (0, 4)]
+    both = sums[0] + sums[1]
+    assert (both.normalizer, both.positions, both.valid_tokens) == (50.0, whole.positions, whole.valid_tokens) == (50.0, 256, 98)
+    torch.testing.assert_close(both.sums.cross_entropy, whole.sums.cross_entropy, rtol=1e-5, atol=0)
+    assert both.sums.counts_LE is not None and whole.sums.counts_LE is not None
+    torch.testing.assert_close(both.sums.counts_LE, whole.sums.counts_LE)
+    # without the losses of routers, whose weight is that of the tokens of their call
+    names = [name for name in expected if "embedding" in name or "head" in name]
+    found = gradients(model)
+    assert farthest({name: found[name] for name in names}, {name: expected[name] for name in names}) < 1e-2
+
+
+def test_shorter_sequences_have_more_rows_in_a_micro_batch(tiny: Tiny) -> None:
+    """As many tokens as in the longest phase, which has sequences of 64."""
+    recipe = tiny.resolve("train.micro_batch_sequences=3").recipe
+    assert [micro_batch_of(recipe, length) for length in (64, 32, 48, 128, 4096)] == [3, 6, 4, 1, 1]
+    assert micro_batch_of(recipe, 32, pipelined=True) == 3
+
+
+def test_losses_are_means_over_the_tokens_of_the_step(tiny: Tiny, batch: Batch) -> None:
+    """Weights at their start give each token of 512 some e^-6.2; the next but one too."""
+    model, optimizer = make(tiny, "model.mtp={num_nextn_predict_layers: 1, loss_weight: 0.3}", "model.z_loss_weight=0.001")
+    result = step(model, optimizer, batch, 4)
+    assert result.mtp_loss is not None and result.auxiliary_loss is not None
+    assert [float(one) for one in (result.loss, result.mtp_loss)] == pytest.approx([6.2, 6.2], abs=0.5)
+    assert float(result.auxiliary_loss) == pytest.approx(3e-4, rel=0.2), "3 layers of weight 0.0001, where all experts are used alike"
+    assert float(result.z_loss) == pytest.approx(6.2**2, rel=0.2)
+
+
+@pytest.mark.parametrize("limits", [Limits(loss=0.1), Limits(grad_norm=1e-6)])
+def test_a_spike_of_either_changes_nothing(tiny: Tiny, batch: Batch, limits: Limits) -> None:
+    model, optimizer = make(tiny)
+    before = weights(model)
+    assert not step(model, optimizer, batch, 8, limits=limits).applied
+    assert same_bits(weights(model), before) == []
 
 
 def test_dropout_is_a_function_of_seed_step_and_rank() -> None:
