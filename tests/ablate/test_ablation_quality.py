@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from lmworks.ablate.conclusions import fit_parabola, from_norms
 from lmworks.ablate.contrast import Noise
-from lmworks.ablate.quality import kendall, quality, spearman
+from lmworks.ablate.quality import _around_lines, kendall, quality, spearman
 from lmworks.ablate.verdict import is_above
 
 
@@ -121,3 +123,11 @@ def test_the_gradient_noise_scale_of_known_gradients() -> None:
     found = from_norms((batches**2).sum(axis=2).ravel(), (batches.mean(axis=1) ** 2).sum(axis=1), small, large)
     assert found.tokens == pytest.approx(500, rel=0.15)
     assert from_norms(np.array([4.0]), np.array([0.1]), 64, 512).tokens is None
+
+
+def test_noise_around_lines_leaves_out_what_a_line_explains() -> None:
+    """Of the residuals 1, -1, -1, 1 no line explains a part; each curve has two degrees of freedom."""
+    steps, residuals = np.arange(4), np.array([1.0, -1.0, -1.0, 1.0])
+    curves = np.array([[3 - 2 * steps + residuals, 7 + 5 * steps - residuals]])
+    assert _around_lines(curves) == pytest.approx(math.sqrt(8 / (2 * 2)))
+    assert _around_lines(curves - np.array([[residuals, -residuals]])) == pytest.approx(0, abs=1e-9)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from late import Late
-from lmworks.ablate.contrast import UNKNOWN, Contrast, Noise, contrast, paired, pairing_pays, pooled, unpaired
+from lmworks.ablate.contrast import UNKNOWN, Contrast, Noise, contrast, own_df, paired, pairing_pays, pooled, unpaired
 from lmworks.ablate.verdict import detectable_in_noise, judge, seeds_needed
 from lmworks.ablate.welch import nominal, size, t_two_sided
 
@@ -141,3 +141,8 @@ def test_seeds_needed_grow_as_the_difference_shrinks() -> None:
     assert seeds_needed(made(0.5, 1.0, items=1.0), 0.05) is None, "more seeds do not help where the items are the noise"
     sizes = [detectable_in_noise(seeds, 4) for seeds in (1, 3, 10)]
     assert sizes[0] is None and sizes[1] > sizes[2]  # type: ignore[operator]
+
+
+def test_degrees_of_freedom_of_the_noise_floor() -> None:
+    """Pairs have no freedom in the arm that the others are compared with."""
+    assert [own_df(arms, seeds, is_paired) for arms, seeds, is_paired in ((2, 4, True), (3, 5, True), (2, 4, False))] == [3, 8, 6]

@@ -30,6 +30,8 @@ EQUIVALENT: list[tuple[str, str, str, str]] = [
      "the other kind, muon, comes later in the alphabet"),
     ("optim/groups.py", "layers = 1 + max((layer for name, _ in named if (layer := _layer(name)) is not None), default=-1)",
      "layers = 1 + max((layer for name, _ in named if (layer := _layer(name)) is not None), default=- 2)", "every model has a layer"),
+    ("shards/order.py", "for phase, shares in zip(self.timeline.phases, self._shares, strict=True):",
+     "for phase, shares in zip(self.timeline.phases, self._shares, strict=False):", "every phase has its shares"),
 ]  # fmt: skip
 
 

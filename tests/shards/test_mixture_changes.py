@@ -100,7 +100,7 @@ def test_a_source_that_was_in_no_mixture_can_be_added_on_the_way() -> None:
 
 def test_a_planned_change_is_made_at_the_first_step_after_its_moment() -> None:
     base = recipe_of([("one", 100, 16, {"a": 1.0})])
-    for at, step in (("25 steps", 25), ("3200 tokens", 25), ("3201 tokens", 26), ("25%", 25)):
+    for at, step in (("1 steps", 1), ("25 steps", 25), ("3200 tokens", 25), ("3201 tokens", 26), ("25%", 25)):
         order = Order(planned(base, (at, {"a": 0.5, "b": 0.5})), DATA)
         sources = [source for source, _, _ in everything(order, 0)]
         assert "b" not in sources[: step * 8]

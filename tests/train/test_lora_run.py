@@ -103,7 +103,7 @@ def test_killed_it_resumes_bit_for_bit(based: Tiny, tmp_path: Path) -> None:
 
 def test_other_adapters_and_another_base_are_refused(based: Tiny) -> None:
     tune(based)
-    with pytest.raises(UserError, match="lora.rank is 4 there and 2 here"):
+    with pytest.raises(UserError, match=r"lora\.rank is 4 there and 2 here"):
         tune(based, "tune.lora.rank=2")
     path = listing.directories(based.run_dir / "checkpoints")[-1]
     other = listing.directories(based.run_dir / "checkpoints")[0]
