@@ -11,7 +11,7 @@ from lmworks.errors import UserError
 from lmworks.inference.generate import GenerateOptions, stream
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallelize import build
-from lmworks.parallel.tensor import problems
+from lmworks.recipe.mixers import tp_problems
 from lmworks.recipe.schema.layout import Layout
 from parallel.parity import alone, batch_of, compare, recipe_of, train
 from rank_pool import RankPool
@@ -97,7 +97,7 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(ranks: Ra
     assert set(ranks.run(_refused, 4, {"tp": 4}, 24)) == {heads}
     length = "layout.tp 2 does not divide sequences of 23 tokens; use a multiple of 2"
     assert set(ranks.run(_refused, 2, {"tp": 2}, 23)) == {length}
-    assert problems(recipe_of("mla").model, 4) == [], "latent attention has no key heads of its own"
+    assert tp_problems(recipe_of("mla").model, 4) == [], "latent attention has no key heads of its own"
 
 
 def _refused(layout: dict[str, Any], length: int, kind: str = "dense") -> str:

@@ -172,7 +172,7 @@ def load(
     except ValueError as error:  # on all ranks alike: they have the same bytes
         raise _damaged(path, str(error)) from None
     if identity is not None:
-        states.refuse_other_identity(str(path), as_json(identity), document["identity"])
+        states.refuse_other_identity(str(path), identity, document["identity"])
     states.refuse_other_tensors(str(path), state, table, document["values"], communicator)
     parts = local_slices(state)
     communicator.run_on_all(lambda: Reader(path, table, local_files).fill(parts))

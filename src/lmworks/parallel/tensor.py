@@ -54,8 +54,7 @@ from lmworks.model.transformer import LayerStats
 from lmworks.parallel import collectives
 from lmworks.parallel.collectives import override_members, use_local_parameters
 from lmworks.parallel.mesh import Ranks
-from lmworks.recipe.mixers import MIXERS, unsplit
-from lmworks.recipe.schema.model import Model
+from lmworks.recipe.mixers import tp_problems
 
 _TOKENS = 1  # the dimension of T
 
@@ -89,41 +88,18 @@ class Stream:
         return collectives.gather_alike(x_BTD, _TOKENS, self.group) if self.sharded else x_BTD
 
 
-def problems(config: Model, tp: int) -> list[str]:
-    """The reasons why the matrices of a model cannot be sharded over `tp` ranks; empty if they can."""
-    found = [f"tp {tp} does not divide model.{name} {size}" for name, size in _sizes(config).items() if size % tp]
-    if tp > 1 and (section := unsplit(config)) is not None:
-        found.append(f"the heads of model.{section} are not split over ranks")
-    return found
-
-
-def _sizes(config: Model) -> dict[str, int]:
-    sizes = {
-        "num_attention_heads": config.num_attention_heads,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-    }
-    if not config.mla:
-        sizes["num_key_value_heads"] = config.num_key_value_heads
-    if config.moe:
-        sizes["moe.moe_intermediate_size"] = config.moe.moe_intermediate_size
-    for mixer in config.mixers:
-        sizes |= MIXERS[mixer].shards(config)
-    return {name: size for name, size in sizes.items() if size}
-
-
 def shard_tensors(model: Transformer, ranks: Ranks) -> None:
     """Shard a model on the meta device, or one pipeline stage of it, over the ranks of `tp`, except the weights of experts.
 
     Raises `UserError` if a size is not divisible, with the nearest valid number of ranks.
     """
     size, mesh = ranks.size("tp"), ranks.mesh("tp")
-    if found := problems(model.config, size):
-        nearest = max(number for number in range(1, size) if not problems(model.config, number))
+    if found := tp_problems(model.config, size):
+        nearest = max(number for number in range(1, size) if not tp_problems(model.config, number))
         raise UserError(f"layout: {found[0]}; the nearest valid size is tp {nearest}")
     stream = Stream(ranks.group("tp"), size)
     forwards = _forwards(stream)
-    over_heads: set[nn.Module | None] = {None}
+    over_heads: set[nn.Module | None] = set()
     for module in list(model.modules()):
         if isinstance(module, Attention):
             if model.config.qk_norm_over == "all_heads":
@@ -239,17 +215,12 @@ def _replicated(mesh: DeviceMesh, *modules: nn.Module | None) -> None:
 def _forwards(stream: Stream) -> dict[Any, Any]:
     """The forward methods, with communication, of the modules of a block and of the projections of latent attention."""
 
-    def attention(self: Attention, x_BTD: Tensor, *context: Any) -> Tensor:
-        return stream.leave(Attention.forward(self, stream.enter(x_BTD), *context))
+    def block_part(kind: type[nn.Module]) -> Callable[..., Tensor]:
+        """A module that takes all tokens and gives this rank's share of a sum."""
+        return lambda self, x_BTD, *context: stream.leave(kind.forward(self, stream.enter(x_BTD), *context))
 
     def latent_attention(self: LatentAttention, x_BTD: Tensor, *context: Any) -> Tensor:
         return stream.leave(LatentAttention.forward(self, x_BTD, *context))
-
-    def gated_delta(self: GatedDeltaNet, x_BTD: Tensor, *context: Any) -> Tensor:
-        return stream.leave(GatedDeltaNet.forward(self, stream.enter(x_BTD), *context))
-
-    def lightning(self: Lightning, x_BTD: Tensor, *context: Any) -> Tensor:
-        return stream.leave(Lightning.forward(self, stream.enter(x_BTD), *context))
 
     def norm_over_heads(self: RMSNorm, x: Tensor) -> Tensor:
         wide = at_least_fp32(x)
@@ -262,9 +233,6 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
 
     def down(self: Linear, x_BTD: Tensor) -> Tensor:
         return stream.enter(Linear.forward(self, x_BTD))
-
-    def dense(kind: type[SwiGLU | MLP]) -> Callable[[Any, Tensor], Tensor]:
-        return lambda self, x_BTD: stream.leave(kind.forward(self, stream.enter(x_BTD)))
 
     def moe(self: MoE, x_BTD: Tensor) -> tuple[Tensor, Routing]:
         out_BTD, routing = MoE.forward(self, stream.enter(x_BTD))
@@ -281,9 +249,9 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
         return collectives.identity_allreduce_grad(gate_BT1, stream.group)
 
     return {
-        Attention: attention, LatentAttention: latent_attention, GatedDeltaNet: gated_delta, Lightning: lightning, SwiGLU: dense(SwiGLU),
-        MLP: dense(MLP), MoE: moe, Router: router, "query": query, "query_down": down, "kv_down": down, "shared_gate": shared_gate,
-        "norm_over_heads": norm_over_heads,
+        **{kind: block_part(kind) for kind in (Attention, GatedDeltaNet, Lightning, SwiGLU, MLP)},
+        LatentAttention: latent_attention, MoE: moe, Router: router, "query": query, "query_down": down, "kv_down": down,
+        "shared_gate": shared_gate, "norm_over_heads": norm_over_heads,
     }  # fmt: skip
 
 

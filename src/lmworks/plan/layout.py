@@ -13,7 +13,7 @@ from lmworks.parallel.pipeline_stages import bubble, pipeline_stage_problems, pi
 from lmworks.plan.memory import GIB, Memory, activation_bytes, gathered_weights, memory
 from lmworks.plan.stages import StagePhase, has_rollouts, lora_of
 from lmworks.recipe import checks
-from lmworks.recipe.mixers import MIXERS, unsplit
+from lmworks.recipe.mixers import tp_problems
 from lmworks.recipe.parameters import alignment_problems
 from lmworks.recipe.schema.layout import CHECKPOINT_NONE, ActivationCheckpointing, Cluster, Layout, world_size
 from lmworks.recipe.schema.recipe import Recipe
@@ -67,20 +67,10 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
         yield f"{product} is {world_size(layout):,} ranks, the cluster has {count:,} devices"
     if cluster.devices_per_node % layout.tp:
         yield f"tp {layout.tp} must fit within a node of {cluster.devices_per_node} devices; between nodes its communication is too slow"
-    sizes = [("heads", model.num_attention_heads), ("intermediate_size", model.intermediate_size), ("vocab_size", model.vocab_size)]
-    if not model.mla:
-        sizes.insert(1, ("num_key_value_heads", model.num_key_value_heads))
-    if model.moe:
-        sizes.append(("moe.moe_intermediate_size", model.moe.moe_intermediate_size))
-    if (section := unsplit(model)) is not None and layout.tp > 1:
-        yield f"tp {layout.tp} splits heads, and those of model.{section} are not split; set tp 1"
-    for mixer in model.mixers:
-        sizes += MIXERS[mixer].shards(model).items()
-        if layout.cp > 1:
+    yield from tp_problems(model, layout.tp)
+    if layout.cp > 1:
+        for mixer in model.mixers:
             yield f"cp {layout.cp} splits sequences, and the states of model.{mixer} are passed from no rank to the next; set cp 1"
-    for name, size in sizes:
-        if size % layout.tp:
-            yield f"tp {layout.tp} does not divide model.{name} {size}"
     bf16 = recipe.train.precision == "bf16" or (recipe.train.precision == "auto" and cluster.bf16)
     if bf16 or cluster.on_cpu:
         yield from alignment_problems(model, layout.tp, 4 if not bf16 and recipe.train.precision != "fp16" else 2)

@@ -20,7 +20,7 @@ class Mixer:
     """parameters: the trained tensors of a layer from (model, start of their names, layer)
     flops: operations of the forward pass per token beyond 2 per parameter
     saved: numbers per token that a layer saves for the backward pass: all, and those that are outputs of matrix products
-    shards: the number that `layout.tp` must divide, by the name of its key; empty if the layer is not split (`unsplit`)
+    shards: the number that `layout.tp` must divide, by the name of its key; empty if the layer is not split
     """
 
     parameters: Callable[[Model, str, int], Iterator[Parameter]]
@@ -140,6 +140,21 @@ MIXERS: dict[str, Mixer] = {
     "lightning": Mixer(_lightning_parameters, _lightning_flops, _lightning_saved, _lightning_shards),
 }
 """By the names of `schema.model.SECTIONS`."""
+
+
+def tp_problems(model: Model, tp: int) -> list[str]:
+    """The reasons why the matrices of a model cannot be sharded over `tp` ranks; empty if they can."""
+    sizes = {name: getattr(model, name) for name in ("num_attention_heads", "intermediate_size", "vocab_size")}
+    if not model.mla:
+        sizes["num_key_value_heads"] = model.num_key_value_heads
+    if model.moe:
+        sizes["moe.moe_intermediate_size"] = model.moe.moe_intermediate_size
+    for mixer in model.mixers:
+        sizes |= MIXERS[mixer].shards(model)
+    found = [f"tp {tp} does not divide model.{name} {size}" for name, size in sizes.items() if (size or 0) % tp]
+    if tp > 1 and (section := unsplit(model)) is not None:
+        found.append(f"tp {tp} splits heads, and those of model.{section} are not split; set tp 1")
+    return found
 
 
 def unsplit(model: Model) -> str | None:

@@ -80,7 +80,7 @@ def load_model(
         loading.refuse_damaged(path, communicator)
     document = communicator.broadcast(communicator.run_on_all(lambda: listing.read_meta(path) if communicator.is_first else {}))
     if identity is not None:
-        states.refuse_other_identity(str(path), loading.as_json(identity), document["identity"])
+        states.refuse_other_identity(str(path), identity, document["identity"])
     weights = communicator.broadcast(communicator.run_on_all(lambda: [find(path, about)] if communicator.is_first else []))[0]
     added = range(*about.get("added", (0, 0)))
     for tensors in state.values():
