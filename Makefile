@@ -7,7 +7,7 @@ OLDEST := $(VENV)-oldest
 .PHONY: quickstart assistant test oldest slow mutants doctor gpu gpu-wheels chaos fuzz lint docs site clean
 
 quickstart: $(VENV)/quickstart.stamp
-	$(BIN)/lmworks run recipes/quickstart.yaml
+	$(BIN)/lmworks launch local recipes/quickstart.yaml --ranks auto
 
 assistant: $(VENV)/quickstart.stamp
 	$(BIN)/lmworks run recipes/assistant.yaml

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from command import Done, Lmworks
 
-from lmworks.launch.launcher import launch_local
+from lmworks.launch.launcher import Launch, launch_local
 from lmworks.launch.torchrun import CountRange
 from lmworks.recipe.load import load_recipe
 
@@ -96,6 +96,53 @@ def test_a_recipe_that_only_tunes_gets_a_layout_for_its_stages(lmworks: Lmworks,
 def test_the_number_of_ranks_must_be_known(lmworks: Lmworks, tmp_path: Path) -> None:
     done = lmworks("launch", "local", "quickstart", "--set", "layout=auto", "--set", f"run_dir={tmp_path}", "--dry-run")
     assert "layout: auto needs the number of ranks: add --ranks N" in done.error
+
+
+@pytest.mark.parametrize(("cores", "sequences", "ranks"), [(2, 16, 2), (1, 16, 1), (6, 16, 4), (64, 12, 12)])
+def test_ranks_auto_gives_every_core_a_rank_that_the_steps_can_be_divided_over(
+    lmworks: Lmworks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, sequences: int, ranks: int
+) -> None:  # fmt: skip
+    """Only data is divided on a CPU, though sharded heads would occupy all 64 cores."""
+    monkeypatch.setattr("lmworks.host.machine.cores", lambda: cores)
+    batches = [f"train.phases.{phase}.global_batch_tokens={sequences * length}" for phase, length in (("general", 256), ("anneal", 1024))]
+    words = [word for one in (*batches, f"run_dir={tmp_path / 'run'}") for word in ("--set", one)]
+    done = lmworks("launch", "local", "quickstart", "--ranks", "auto", *words, "--dry-run")
+    assert done.code == 0, done.err
+    assert f"--nproc-per-node={ranks} " in done.out
+    assert (chosen(done.out)["dp_shard"], chosen(done.out)["tp"]) == (str(ranks), "1")
+    assert f"ranks: {ranks} of {cores} CPU cores" in done.err
+
+
+def test_ranks_auto_leaves_a_layout_that_is_written_alone(lmworks: Lmworks, tmp_path: Path) -> None:
+    asked = ("launch", "local", "quickstart", "--ranks", "auto", "--dry-run", "--set", f"run_dir={tmp_path / 'run'}")
+    assert "write layout: auto, or leave --ranks out" in lmworks(*asked, "--set", "layout.dp_shard=2").error
+    assert lmworks(*asked, "--set", "layout=auto").code == 0
+
+
+@pytest.mark.parametrize(
+    ("cores", "more", "launched"),
+    [(2, (), True), (8, ("--to", "tune"), True), (1, (), False), (2, ("--set", "layout.tp=2"), False), (2, ("--allow", "layout"), False)],
+)
+def test_run_goes_on_with_the_ranks_that_a_run_began_with(
+    lmworks: Lmworks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, more: tuple[str, ...], launched: bool
+) -> None:
+    """Where this machine has as many devices, and nobody asks for another layout: then the process goes on alone, or says what changed."""
+    run, begun = tmp_path / "run", []
+    (run / "checkpoints" / "step-00000010").mkdir(parents=True)
+    load_recipe("quickstart", ["layout.dp_shard=2", f"run_dir={run}"]).save(run)
+    monkeypatch.setattr("lmworks.host.machine.cores", lambda: cores)
+    monkeypatch.setattr(Launch, "supervise", lambda launch: begun.append(launch) or 5)
+    monkeypatch.setattr("lmworks.run.runner.run_stages", lambda *_, **__: run)
+    monkeypatch.setattr("lmworks.run.prediction.summary", lambda _: "")
+    done = lmworks("run", "quickstart", "--set", f"run_dir={run}", *more)
+    if not launched:
+        assert (done.code, begun) == (0, []), done.err
+        return
+    (launch,) = begun
+    words = " ".join(launch.arguments)
+    assert done.code == 5, "that of the launch"
+    assert launch.hosts[0].slots == 2 and "layout.dp_shard=2" in words and words.startswith("tune" if more else "run")
+    assert "ranks: 2, as the run began" in done.err
 
 
 def test_ranks_come_and_go_by_what_the_model_axes_leave(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ class Held:
     `keep_compiled` is whether what it imports is compiled for others, too."""
 
     def __init__(self, root: Path, tests: Sequence[str], traced: Sequence[str] = (), keep_compiled: bool = False) -> None:
+        self._again = lambda: self.__init__(root, tests, traced, keep_compiled)  # type: ignore[misc]
         self._folder = Path(tempfile.mkdtemp(prefix="held-"))
         self._pipe, there = mp.Pipe()
         sys.stdout.flush()
@@ -83,8 +84,14 @@ class Held:
         """Run these tests, in this order, until one fails or takes more than its seconds of a processor. `changed` names modules, with
         their contents before and after a mistake; the outcome is "not planted" if it is not inside functions."""
         began = time.monotonic()
-        answer = self._ask("run", dict(tests), dict(changed or {})) or ["failed", "", f"the tests cannot be imported: {self._log()}"]
-        return Outcome(*answer, round(time.monotonic() - began, 2))
+        answer = self._ask("run", dict(tests), dict(changed or {}))
+        if answer is None and self.tests:  # what had imported all does not end because of a mistake: those are in forks of it
+            print(f"    the process of the tests has ended and is started again: {self._log()}", flush=True)
+            self.close()
+            self._again()
+            if (answer := self._ask("run", dict(tests), dict(changed or {}))) is None:
+                raise RuntimeError(f"the process of the tests ends whatever it is asked: {self._log()}")
+        return Outcome(*(answer or ["failed", "", f"the tests cannot be imported: {self._log()}"]), round(time.monotonic() - began, 2))
 
     def trace(self) -> tuple[dict[str, list[int]], dict[str, Traced]]:
         """The lines that run before any test does, and what each test that passes runs."""
@@ -102,11 +109,12 @@ class Held:
             return None
 
     def _log(self) -> str:
-        return " ".join((self._folder / "log").read_text(encoding="utf-8", errors="replace")[-600:].split())
+        return " ".join((self._folder / "log").read_text(encoding="utf-8", errors="replace")[-1500:].split())
 
     def close(self) -> None:
         self._pipe.close()
-        os.kill(self._process, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.kill(self._process, signal.SIGTERM)
         os.waitpid(self._process, 0)
         shutil.rmtree(self._folder, ignore_errors=True)
 

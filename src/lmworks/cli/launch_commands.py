@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -82,13 +83,21 @@ class _Run:
         # The command that the ranks print for resuming: this one, or `resume`.
         os.environ[COMMAND] = resume or shlex.join(["lmworks", *(word for word in sys.argv[1:] if word != "--dry-run")])
 
+    def override(self, *more: str) -> None:
+        """Give the recipe further overrides, and the ranks too."""
+        from lmworks.recipe.load import load_recipe
+
+        self._overrides = [*self._overrides, *more]
+        self.recipe = load_recipe(self._asked.recipe, self._overrides, self._asked.size).recipe
+
     def settle(self, ranks: int, per_host: int) -> None:
         """Choose the mesh layout of `layout: auto`, now that the number of ranks is known."""
         from lmworks.recipe.load import load_recipe
         from lmworks.run.start import choose_mesh
 
-        resolved, more = choose_mesh(load_recipe(self._asked.recipe, self._overrides, self._asked.size), self.cluster, ranks, per_host)
-        self.recipe, self._overrides = resolved.recipe, [*self._overrides, *more]
+        self.override(
+            *choose_mesh(load_recipe(self._asked.recipe, self._overrides, self._asked.size), self.cluster, ranks, per_host)[1]
+        )
 
     @property
     def work(self) -> list[str]:
@@ -111,14 +120,29 @@ class _Run:
 
 def local(
     asked: _Asked,
-    ranks: Annotated[str | None, typer.Option("--ranks", metavar="N", help="Number of ranks, or a range such as 2:4.")] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            "--ranks", metavar="N", help="Number of ranks, or a range such as 2:4; auto: one on each GPU, or on each core if there is none."
+        ),
+    ] = None,
 ) -> None:
     """Run with several ranks on this machine; ranks that die or hang are restarted."""
     from lmworks.launch import launcher
     from lmworks.launch.torchrun import CountRange
-    from lmworks.recipe.schema.layout import world_size
+    from lmworks.recipe.schema.layout import Layout, world_size
 
     run = _Run(asked)
+    if ranks == "auto":
+        if run.recipe.layout == Layout():
+            run.override("layout=auto")
+        if not run.recipe.layout.auto:
+            raise UserError("--ranks auto chooses the layout too, and the recipe has one; write layout: auto, or leave --ranks out")
+        from lmworks.plan.automatic import ranks_here
+
+        count, why = ranks_here(run.recipe)
+        ranks = str(count)
+        print(plain(f"ranks: {why}"), file=sys.stderr)
     of_cluster = run.cluster is not None and (run.recipe.layout.auto or not run.cluster.layout)
     if ranks is None and run.recipe.layout.auto and not of_cluster:
         raise UserError("layout: auto needs the number of ranks: add --ranks N, or a cluster (--cluster C)")
@@ -126,6 +150,13 @@ def local(
     sizes = CountRange.parse(ranks or str(usual))
     run.settle(sizes.maximum, sizes.maximum)
     _start(launcher.launch_local(run.recipe, run.run_dir, sizes, run.work), asked.dry_run)
+
+
+def launch_again(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequence[str], last: str | None, ranks: int) -> NoReturn:
+    """Go on with a run on this machine on as many ranks as it began with; ends this process with the code of the launch."""
+    print(f"ranks: {ranks}, as the run began", file=sys.stderr)
+    local(_Asked(recipe, [*overrides, "layout=auto"], list(allow), size, to=last), str(ranks))
+    raise AssertionError("the launch ends the process")
 
 
 def hosts(

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from lmworks.cli import checkpoint_commands, completion, corpus_commands, data_commands, evaluate_commands
+from lmworks.cli import checkpoint_commands, completion, corpus_commands, data_commands, evaluate_commands, launch_commands
 from lmworks.cli.options import (
     AllowOption,
     JsonOption,
@@ -81,6 +81,11 @@ def _run_stages(recipe: str, overrides: Sequence[str], size: str | None, allow: 
     from lmworks.recipe.load import load_recipe
 
     resolved = load_recipe(recipe, overrides, size, corpus_only=last == "corpus")
+    if last != "corpus" and "RANK" not in os.environ and not any(key.startswith("layout") for key in allow):
+        from lmworks.run.start import ranks_of_run
+
+        if (ranks := ranks_of_run(resolved.recipe)) > 1:
+            launch_commands.launch_again(recipe, overrides, size, allow, last, ranks)
     start_run(resolved, console(), last=last, allow=allow, resume_command=_resume_command())
 
 

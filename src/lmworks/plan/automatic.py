@@ -5,6 +5,7 @@ Without a cluster file, this machine is the cluster: its devices, and their meas
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,6 +109,20 @@ def layout_of_run(run_dir: Path) -> LayoutChoice | None:
     recipe = load_resolved(path)
     assert recipe.train.micro_batch_sequences
     return LayoutChoice(recipe.layout, recipe.train.micro_batch_sequences, f"{describe(recipe.layout)}: as the run began")
+
+
+def ranks_here(recipe: Recipe) -> tuple[int, str]:
+    """The most ranks that the steps of all phases can be divided over on this machine, and of how many devices: its GPUs, or else the cores
+    of its CPU, which share data only: what tensor, pipeline and context parallelism exchange takes longer than a core saves."""
+    found = this_machine(recipe.threads)
+    most, device = (machine.cores(), "CPU cores") if found.on_cpu else (found.devices_per_node, f"GPUs ({found.device})")
+    for ranks in range(most, 1, -1):
+        memory = found.memory_gib / ranks if found.on_cpu else found.memory_gib
+        with suppress(UserError):
+            layout = choose_layout(recipe, found.model_copy(update={"devices_per_node": ranks, "memory_gib": memory})).layout
+            if not found.on_cpu or layout.tp * layout.pp * layout.cp == 1:
+                return ranks, f"{ranks} of {most} {device}"
+    return 1, f"1 of {most} {device}"
 
 
 def devices_of(cluster: Cluster | None, ranks: int, per_host: int, threads: int | None) -> Cluster:

@@ -20,6 +20,7 @@ from lmworks.ui.terminal import Terminal, plain
 if TYPE_CHECKING:
     from lmworks.recipe.load import Resolved
     from lmworks.recipe.schema.layout import Cluster
+    from lmworks.recipe.schema.recipe import Recipe
     from lmworks.run.runner import StageEvent
 
 HEADINGS = {
@@ -57,6 +58,21 @@ def choose_mesh(resolved: Resolved, cluster: Cluster | None, ranks: int, per_hos
 def choose_mesh_here(resolved: Resolved) -> Resolved:
     """The recipe with its mesh layout for this process: one of the ranks that were started, or alone."""
     return choose_mesh(resolved, None, int(os.environ.get("WORLD_SIZE", "1")), machine.ranks_here()[1])[0]
+
+
+def ranks_of_run(recipe: Recipe) -> int:
+    """The number of ranks that a run has begun with on a machine like this one; 1 where the recipe has a layout of its own, or there are
+    too few devices here."""
+    from lmworks.plan.automatic import layout_of_run
+    from lmworks.recipe.schema.layout import Layout, world_size
+
+    assert recipe.run_dir
+    found = layout_of_run(Path(recipe.run_dir)) if recipe.layout == Layout() else None
+    if found is None or (ranks := world_size(found.layout)) == 1:
+        return 1
+    import torch
+
+    return ranks if ranks <= (torch.cuda.device_count() or machine.cores()) else 1
 
 
 def start_run(resolved: Resolved, out: Terminal, *, last: str | None, allow: Sequence[str], resume_command: str) -> Path:

@@ -44,7 +44,7 @@ MUTANTS = [
     ("cli.launch_commands:_Run._words", 'options += [("--size", self._asked.size)] if self._asked.size else []', "options += []",
      "The size that is given reaches every rank.",
      "cli/test_launch_commands.py::test_what_is_asked_for_reaches_every_rank_and_no_password_is_printed"),
-    ("cli.launch_commands:_Run.settle", "[*self._overrides, *more]", "self._overrides", "The layout that was chosen reaches every rank.",
+    ("cli.launch_commands:_Run.override", "[*self._overrides, *more]", "self._overrides", "The layout that was chosen reaches every rank.",
      "cli/test_layout_auto.py::test_every_rank_is_told_the_layout_that_was_chosen"),
     ("cli.launch_commands:slurm", "gpus = each if run.cluster and not run.cluster.on_cpu else None", "gpus = each",
      "A job on CPUs asks for no GPU.", "cli/test_launch_commands.py"),

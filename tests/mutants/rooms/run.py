@@ -62,4 +62,8 @@ MUTANTS = [
      "io/test_temporary_folder.py"),
     ("io.files:_is_abandoned", "return time.time() - folder.stat().st_mtime > _FRESH", "return True",
      "A temporary folder that is being made is left alone.", "io/test_temporary_folder.py"),
+    ("run.start:ranks_of_run", "return ranks if ranks <= (torch.cuda.device_count() or machine.cores()) else 1", "return ranks",
+     "A run of more ranks than there are cores goes on alone.", "cli/test_layout_auto.py"),
+    ("run.start:ranks_of_run", "if recipe.layout == Layout() else None", "", "A layout that is written is not that of the run.",
+     "cli/test_layout_auto.py"),
 ]  # fmt: skip
