@@ -1,18 +1,23 @@
 """What layers of several kinds cost and remember, on a CPU.
 
     python benchmarks/layer_types.py decode
+    python benchmarks/layer_types.py copies runs/quickstart FILE
     python benchmarks/layer_types.py recall runs/ablations/layer-types
 
 `decode`: milliseconds of a token and bytes of cache and states of a row, by the length of its context: eight layers of 256 channels with
-initial weights, one thread, the arms in turn. `recall`: a segment of 24 random tokens comes twice, a text apart. What the runs of an
-ablation gain in bits per token on its second half the second time, by the distance.
+initial weights, one thread, the arms in turn. `recall`: a segment of 24 random words comes twice, a text apart. What the runs of an
+ablation gain in bits per token on its second half the second time, by the distance. `copies`: documents of segments of 8 to 32 random
+words, each a token, that come again and again, for a source that teaches a small model to copy, which it does not learn from a few million
+tokens of text.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -39,6 +44,7 @@ ARMS = {
 _SHAPE = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4,
           "head_dim": 64, "intermediate_size": 704}  # fmt: skip
 _PIECE, _ROUNDS, _NEEDLE, _ROWS = 1024, 15, 24, 32
+_DOCUMENTS, _DOCUMENT = 1000, 1000  # documents, and words of each
 
 
 @torch.no_grad()
@@ -67,23 +73,45 @@ def recall(folder: Path) -> None:
     distances = (64, 128, 256, 512, 896)
     print(f"| run | {' | '.join(f'{distance} tokens' for distance in distances)} |\n|---|{'---|' * len(distances)}")
     for run in sorted(folder.glob("arms/*/seed-*")):
-        model, text = load_model(run), load_tokenizer(run).encode("\n".join(topics.values()))
-        gains = (statistics.mean(_gains(model, text, distance)) for distance in distances)
+        model, tokenizer = load_model(run), load_tokenizer(run)
+        text, words = tokenizer.encode("\n".join(topics.values())), [*_words(run)]
+        gains = (statistics.mean(_gains(model, text, words, distance)) for distance in distances)
         print(f"| {run.parent.name}, {run.name} | {' | '.join(f'{gain:.2f}' for gain in gains)} |", flush=True)
 
 
-def _gains(model: LoadedModel, text: list[int], distance: int) -> Iterator[float]:
+def copies(run: Path, file: Path) -> None:
+    draw, words = random.Random(5), [*_words(run).values()]
+    with open(file, "w", encoding="utf-8") as out:
+        for _ in range(_DOCUMENTS):
+            segments: list[list[str]] = []
+            text: list[str] = []
+            while len(text) < _DOCUMENT:
+                if not segments or draw.random() < 0.4:
+                    segments.append(draw.choices(words, k=draw.randint(8, 32)))
+                    text += segments[-1]
+                else:
+                    text += draw.choice(segments)
+            out.write(json.dumps({"text": " " + " ".join(text)}) + "\n")
+
+
+def _words(run: Path) -> dict[int, str]:
+    """The tokens of a byte-level vocabulary that are a space and a word, by id."""
+    vocabulary = json.loads((run / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    return {number: token[1:] for token, number in vocabulary.items() if re.fullmatch("Ġ[a-z]{3,}", token)}
+
+
+def _gains(model: LoadedModel, text: list[int], words: list[int], distance: int) -> Iterator[float]:
     """Bits per token that the second half of a segment costs less the second time."""
-    draw, vocabulary, half = random.Random(distance), model.config.vocab_size, _NEEDLE // 2
+    draw, half = random.Random(distance), _NEEDLE // 2
     for _ in range(_ROWS):
-        segment, start = [draw.randrange(300, vocabulary - 300) for _ in range(_NEEDLE)], draw.randrange(len(text) - distance)
+        segment, start = draw.choices(words, k=_NEEDLE), draw.randrange(len(text) - distance)
         bits = [-value / math.log(2) for value in model.token_logprobs([*segment, *text[start : start + distance], *segment])]
         yield statistics.mean(bits[half:_NEEDLE]) - statistics.mean(bits[-half:])
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["decode", "recall"])
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/ablations/layer-types"))
+    parser.add_argument("what", choices=["decode", "copies", "recall"])
+    parser.add_argument("paths", nargs="*", type=Path)
     options = parser.parse_args()
-    decode() if options.what == "decode" else recall(options.folder)
+    {"decode": decode, "copies": copies, "recall": recall}[options.what](*options.paths)
