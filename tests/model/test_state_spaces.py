@@ -12,6 +12,7 @@ from lmworks.inference.generate import GenerateOptions, generate
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.load import load_recipe
+from lmworks.recipe.mixers import tp_problems
 from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers
 from lmworks.recipe.schema.model import Model, Moe
 
@@ -138,8 +139,26 @@ def test_settings_that_do_not_combine_are_refused(change: dict[str, Any], reason
         Model.model_validate(_SMALL | change)
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_layouts_that_split_states_are_refused(axis: str) -> None:
-    settings = ["model.layer_types=[hybrid]", "model.mamba={num_heads: 4}", f"layout.{axis}=2"]
-    with pytest.raises(UserError, match=rf"model.mamba are (not split over ranks|passed from no rank).*set layout.{axis} to 1"):
+def test_layouts_that_split_states_are_refused() -> None:
+    settings = ["model.layer_types=[hybrid]", "model.mamba={num_heads: 4}", "layout.cp=2"]
+    with pytest.raises(UserError, match=r"model.mamba are passed from no rank.*set layout.cp to 1"):
         load_recipe("quickstart", settings)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problems"),
+    [
+        ({"num_heads": 6}, ["tp 4 does not divide model.mamba.num_heads 6"]),
+        ({"num_heads": 24, "n_groups": 6}, ["tp 4 neither divides model.mamba.n_groups 6 nor is a multiple of it"]),
+        ({"num_heads": 8, "norm_groups": 2}, ["tp 4 does not divide model.mamba.norm_groups 2"]),
+        ({"num_heads": 8, "state_size": 7}, ["tp 4 does not divide the 14 rows of B and C, 2 * model.mamba.n_groups * state_size"]),
+        ({"num_heads": 8, "n_groups": 2, "norm_groups": 4}, []),
+        ({"num_heads": 8, "n_groups": 8, "norm_groups": 8}, []),
+    ],
+)
+def test_heads_that_ranks_cannot_split_are_named(sizes: dict[str, Any], problems: list[str]) -> None:
+    """Two key/value heads are no matter where no layer attends."""
+    model = Model(**_SMALL, layer_types=("linear_attention",), mamba=Mamba(head_dim=8, **{"state_size": 16} | sizes))
+    assert tp_problems(model, 4) == problems
+    attending = model.model_copy(update={"layer_types": ("linear_attention", "full_attention")})
+    assert tp_problems(attending, 4) == ["tp 4 does not divide model.num_key_value_heads 2", *problems]

@@ -59,6 +59,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": _MOE | {"n_shared_experts": 2, "first_k_dense_replace": 0, "scoring_func": "softmax", "routed_scaling_factor": 1.0},
         "multipliers": {"embedding": 1.5, "key": 0.75, "attention_out": 0.5, "mamba_out": 0.5, "ffn_out": 0.5, "logits": 0.75},
     },
+    "mamba_alone": _COMMON | {
+        "num_attention_heads": 3, "num_key_value_heads": 1, "attention_bias": False, "use_qk_norm": False,
+        "layer_types": ["linear_attention"],
+        "mamba": {"num_heads": 4, "head_dim": 12, "state_size": 6, "n_groups": 1, "conv_bias": False, "gate_norm": "before_gate"},
+        "multipliers": {"mamba_in": 0.75, "mamba_parts": [1.5, 0.75, 1.25, 0.5, 2.0], "mamba_out": 0.5},
+    },
+    "mamba_pairs": _COMMON | {
+        "num_key_value_heads": 4, "layer_types": ["hybrid", "linear_attention", "full_attention"], "use_qk_norm": False,
+        "mamba": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
+        "multipliers": {"key": 0.75, "attention_in": 0.5, "mamba_parts": [1.5, 0.75, 1.25, 0.5, 2.0]},
+    },
     "lightning": _COMMON | {
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"], "moe": _MOE, "lightning": {},
         "norm_position": "stream", "multipliers": {"lightning_stream": 0.75, "ffn_out": 0.5},

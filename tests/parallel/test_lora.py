@@ -21,6 +21,7 @@ SLOW: list[tuple[dict[str, Any], str]] = [
     ({"dp_shard": 2, "tp": 2, "ep": 2, "zero": 3}, "mla"), ({"pp": 2, "dp_shard": 2}, "tied"), ({"dp_shard": 3, "zero": 2}, "moe"),
     ({"dp_shard": 2, "zero": 0}, "mla"), ({"pp": 2, "tp": 2}, "moe"), ({"tp": 2}, "delta"), ({"dp_shard": 2, "zero": 3}, "delta"),
     ({"pp": 2}, "hybrid"), ({"dp_shard": 2, "zero": 1}, "mamba"), ({"dp_shard": 2, "zero": 3}, "lightning"),
+    ({"tp": 2}, "hybrid"), ({"tp": 4}, "mamba_pairs"), ({"dp_shard": 2, "tp": 2, "zero": 3}, "mamba_alone"),
 ]  # fmt: skip
 
 

@@ -26,7 +26,8 @@ SLOW: list[tuple[dict[str, Any], str]] = [
     ({"dp_shard": 2, "zero": 0}, "moe"), ({"dp_shard": 4, "zero": 1}, "tied"), ({"dp_shard": 2, "zero": 2}, "mtp"),
     ({"dp_replicate": 2}, "mla"), ({"tp": 2}, "moe"), ({"tp": 2}, "mtp"), ({"tp": 2}, "tied"), ({"cp": 2}, "mla"), ({"cp": 4}, "tied"),
     ({"dp_shard": 2, "ep": 2}, "moe"), ({"dp_shard": 2, "ep": 2}, "mla"), ({"pp": 2}, "moe"), ({"pp": 2}, "mtp"),
-    ({"dp_shard": 2, "cp": 2, "ep": 4}, "mla"), ({"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2}, "moe"),
+    ({"dp_shard": 2, "cp": 2, "ep": 4}, "mla"), ({"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2}, "moe"), ({"tp": 2}, "mamba"),
+    ({"tp": 4}, "mamba_pairs"), ({"dp_shard": 2, "tp": 2, "zero": 3}, "mamba_alone"),
 ]  # fmt: skip
 
 

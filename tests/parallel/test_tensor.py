@@ -12,18 +12,22 @@ from lmworks.inference.generate import GenerateOptions, stream
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.mixers import tp_problems
-from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.layout import Layout, world_size
 from parallel.parity import alone, batch_of, compare, recipe_of, train
 from rank_pool import RankPool
 
 FAST: list[tuple[dict[str, Any], str]] = [
     ({"tp": 2}, "moe"), ({"tp": 2, "dp_shard": 2, "zero": 3}, "mla"), ({"tp": 2}, "delta"),
     ({"tp": 2}, "moe_blocks"), ({"tp": 2}, "lightning"), ({"tp": 2, "dp_shard": 2, "zero": 3}, "post_norm"),
+    ({"tp": 2}, "hybrid"), ({"tp": 2}, "mamba_alone"), ({"tp": 4}, "mamba_pairs"),
 ]  # fmt: skip
 SLOW: list[tuple[dict[str, Any], str]] = [
     ({"tp": 2}, "dense"), ({"tp": 2}, "mtp"), ({"tp": 2, "dp_shard": 2, "zero": 0}, "tied"),
     ({"tp": 2}, "tied"), ({"tp": 4}, "mla"), ({"tp": 2, "dp_shard": 2, "zero": 1}, "moe"), ({"tp": 2, "dp_shard": 2, "zero": 2}, "mtp"),
     ({"tp": 2, "dp_replicate": 2}, "dense"), ({"tp": 2}, "sinks"), ({"tp": 2, "dp_shard": 2, "zero": 3}, "sinks"),
+    ({"tp": 2}, "mamba"), ({"tp": 2}, "moe_mamba_blocks"), ({"tp": 2, "dp_shard": 2, "zero": 3}, "hybrid"), ({"tp": 4}, "mamba_alone"),
+    ({"tp": 2, "dp_shard": 2, "zero": 3}, "mamba_pairs"), ({"tp": 2, "dp_shard": 2, "zero": 1}, "mamba"), ({"tp": 2, "pp": 2}, "mamba"),
+    ({"tp": 2, "dp_replicate": 2}, "mamba_alone"), ({"tp": 2, "dp_shard": 2, "ep": 2, "zero": 3}, "moe_mamba_blocks"),
 ]  # fmt: skip
 
 
@@ -32,7 +36,7 @@ def _name(value: Any) -> str:
 
 
 def _world(layout: dict[str, Any]) -> int:
-    return layout.get("tp", 1) * layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)
+    return world_size(Layout(**layout))
 
 
 @pytest.mark.parametrize(("layout", "kind"), FAST, ids=_name)
@@ -55,7 +59,7 @@ def _train(layout: dict[str, Any], kind: str, options: dict[str, Any]) -> Any:
     return train(layout, kind, 2, **options)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "mla", "delta", "lightning", "post_norm"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "mla", "delta", "lightning", "post_norm", "hybrid", "mamba_alone"])
 def test_generates_what_one_process_generates(ranks: RankPool, kind: str) -> None:
     """Prompts of odd lengths and steps of one token, which do not divide: the stream goes whole. fp32 sums in another order: 1e-5."""
     expected = _generated({}, kind)

@@ -10,12 +10,16 @@ import yaml
 
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
-from lmworks.optim.groups import decays, is_matrix
+from lmworks.optim.groups import decays, is_matrix, local
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.tensor import shard_tensors
 from lmworks.plan.counts import count_by_component, flops_per_token
-from lmworks.plan.memory import kv_cache_bytes
+from lmworks.plan.memory import kv_cache_bytes, layer_activations, rank_parameters
 from lmworks.recipe.parameters import parameters
+from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.mixers import Lightning, Mamba
 from lmworks.recipe.schema.model import Model
+from made_up_ranks import made_up_ranks
 
 _SMALL = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -52,6 +56,28 @@ def test_parameters_are_those_of_the_module(name: str) -> None:
     with torch.device("meta"):
         built = {key: tuple(parameter.shape) for key, parameter in Transformer(model).named_parameters()}
     assert {parameter.name: parameter.shape for parameter in parameters(model)} == built
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_of_tensor_parallelism_holds_what_the_plan_says(name: str) -> None:
+    model, layout = MODELS[name], Layout(tp=2)
+    with torch.device("meta"):
+        part = Transformer(model)
+    with made_up_ranks(1, 2):
+        shard_tensors(part, Ranks(layout))
+        held = {key: local(parameter).numel() for key, parameter in part.named_parameters()}
+        assert sum(held.values()) == rank_parameters(model, layout)[0]
+    whole = {parameter.name: parameter.size for parameter in parameters(model)}
+    replicated = [key for key, size in held.items() if size == whole[key] and ".attention." in key]
+    assert all(".conv." in key for key in replicated) and bool(replicated) == (name != "lightning")
+
+
+def test_activations_of_ranks_that_share_a_group_by_hand() -> None:
+    """Two groups on four ranks: each rank has B and C of a whole group, in its projection, before and after SiLU."""
+    model = MODELS["hybrid"]
+    one, four = (layer_activations(model, 0, Layout(tp=tp), 2)["none"] for tp in (1, 4))
+    assert four - one / 4 == 2 * 3 * (2 * 16 - 2 * 2 * 16 / 4)
+    assert [tuple(state) for state in model.states(0, 4)] == [((3, 8 + 2 * 16), True), ((1, 16, 8), False)]
 
 
 @pytest.mark.parametrize("name", MODELS)

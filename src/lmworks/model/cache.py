@@ -75,22 +75,18 @@ class Cache:
     values, and the rotated key behind it: (kv_lora_rank + rope_dim) numbers per token and layer.
     Recurrent layers store states of constant size instead (`Model.states`), which padding must not change: where a step has some,
     `expect` says so before it.
-    `heads`: number of key/value heads on this rank; all by default. Rows can be added, removed and copied; the memory of removed rows is
-    used again.
+    `tp`: the ranks over which heads are split. Rows can be added, removed and copied; the memory of removed rows is used again.
     """
 
-    def __init__(
-        self, config: Model, rows: int, capacity: int, device: torch.device, dtype: torch.dtype, heads: int | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, config: Model, rows: int, capacity: int, device: torch.device, dtype: torch.dtype, tp: int = 1) -> None:
         assert config.num_hidden_layers and config.num_key_value_heads and config.head_dim
-        entries, size = 2 * (heads or config.num_key_value_heads), int(config.head_dim)
+        entries, size = 2 * (config.num_key_value_heads // tp), int(config.head_dim)
         if mla := config.mla:
             entries, size = 1, mla.kv_lora_rank + mla.qk_rope_head_dim
         # not empty memory: a masked entry has weight 0, and 0 times nan is nan
         layers = range(config.num_hidden_layers)
         self._places = {layer: place for place, layer in enumerate(layer for layer in layers if config.attends(layer))}
         self._entries = torch.zeros(len(self._places), rows, entries, capacity, size, device=device, dtype=dtype)
-        tp = config.num_key_value_heads // heads if heads else 1
         wide = torch.promote_types(dtype, torch.float32)
         self._states = [
             [torch.zeros(rows, *state.shape, device=device, dtype=dtype if state.narrow else wide)

@@ -38,9 +38,13 @@ class GatedNorm(nn.Module):
         """In the type of `y`, which is fp32 after a scan."""
         factor = F.silu(gate.to(y.dtype))
         y = y * factor if self.gate_first else y
-        grouped = y.unflatten(-1, (self.groups, -1))
-        y = F.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2) * self.weight.to(y.dtype)
+        y = self.normalize(y) * self.weight.to(y.dtype)
         return y if self.gate_first else y * factor
+
+    def normalize(self, y: Tensor) -> Tensor:
+        """Each group divided by its root mean square."""
+        grouped = y.unflatten(-1, (self.groups, -1))
+        return F.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2)
 
 
 class Filters(nn.Module):
@@ -53,8 +57,13 @@ class Filters(nn.Module):
 
     def forward(self, x_BTX: Tensor, positions_BT: Tensor, before_BWX: Tensor | None) -> Tensor:
         """The sums of each channel, (B, T, X)."""
-        out = short_conv(x_BTX, self.weight[:, 0], positions_BT, before_BWX)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        return self.convolve(x_BTX, positions_BT, before_BWX, self.weight, self.bias)
+
+    @staticmethod
+    def convolve(x_BTX: Tensor, positions_BT: Tensor, before_BWX: Tensor | None, weight_X1W: Tensor, bias_X: Tensor | None) -> Tensor:
+        """The same with some of the filters."""
+        out = short_conv(x_BTX, weight_X1W[:, 0], positions_BT, before_BWX)
+        return out if bias_X is None else out + bias_X.to(out.dtype)
 
 
 class Mamba2(nn.Module):
@@ -66,7 +75,7 @@ class Mamba2(nn.Module):
     def __init__(self, model: Model, layer: int) -> None:
         super().__init__()
         assert model.mamba and model.hidden_size
-        self.config = config = model.mamba
+        self.config = config = model.mamba  # on ranks of tensor parallelism with the sizes of one of them
         inner = config.inner_size
         self.input = Linear(model.hidden_size, inner + config.conv_size + config.num_heads)
         self.conv = Filters(config.conv_size, config.conv_kernel, config.conv_bias)
@@ -77,10 +86,8 @@ class Mamba2(nn.Module):
         if config.gate_norm != "none":
             self.gate_norm = GatedNorm(inner, config.norm_groups, model.rms_norm_eps, config.gate_norm == "after_gate")
         self.projection = Linear(inner, model.hidden_size)
-        self.factors: list[tuple[int, float]] = []  # sizes and constant factors of the parts of the projection
-        if (given := model.multipliers) is not None:
-            sizes = (inner, inner, *(2 * (config.n_groups * config.state_size,)), config.num_heads)
-            self.factors = [(size, given.mamba_in * factor) for size, factor in zip(sizes, given.mamba_parts, strict=True)]
+        given = model.multipliers
+        self.factors = [] if given is None else [given.mamba_in * factor for factor in given.mamba_parts]  # of the parts of the projection
         self.plain = False
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], documents: Documents, cache: LayerCache | None = None) -> Tensor:
@@ -88,7 +95,8 @@ class Mamba2(nn.Module):
         H, P, G, N = config.num_heads, config.head_dim, config.n_groups, config.state_size
         parts = self.input(x_BTD)
         if self.factors:
-            parts = parts * torch.cat([parts.new_full((size,), factor) for size, factor in self.factors])
+            sizes = (config.inner_size, config.inner_size, G * N, G * N, H)
+            parts = parts * torch.cat([parts.new_full((size,), factor) for size, factor in zip(sizes, self.factors, strict=True)])
         gate_BTX, inputs_BTX, dt_BTH = parts.split([config.inner_size, config.conv_size, H], dim=-1)
         inputs_before, state_before = (None, None) if cache is None else cache.states()
         mixed_BTX = F.silu(self.conv(inputs_BTX, positions_BT, inputs_before))

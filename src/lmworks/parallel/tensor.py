@@ -9,16 +9,18 @@ units, and reduce-scatters its output, which is a sum over ranks:
 | attention                  | all-gather | heads: query, key, value, gate; output | reduce-scatter           |
 | latent attention           |            | heads: query_up, kv_up; output       | reduce-scatter             |
 | gated delta, lightning     | all-gather | heads: all but the last; output      | reduce-scatter             |
+| Mamba-2 (`mamba.py`)       | all-gather | heads: input, dt_bias, A_log, skip, gate norm; projection | reduce-scatter |
 | dense and shared ffn       | all-gather | hidden units: gate, up; down         | reduce-scatter             |
 | experts (`experts.py`)     | all-gather | hidden units: gate, up; down         | reduce-scatter             |
 | head and loss              | all-gather | vocabulary                           | all-reduce of max and sum  |
 
-Replicated are the norms, the router and the gate of shared experts, the projection of multi-token prediction, those of latent experts and
-the down-projections of latent attention. Norms and projections process a rank's own tokens, heads or hidden units of experts, so their
-gradients are summed; the router and that gate compute the same on all ranks. Latent attention gathers its latents instead of the hidden
-states. A norm over all heads has the weights of a rank's own heads and sums the squares of all ranks, forward and backward (OLMo 2;
-lightning attention). All heads of latent attention share one rotated key, and each rank uses it for its own heads only: that gather must
-sum gradients. Without it the forward pass would be right and the gradients wrong.
+Replicated are the norms, the router and the gate of shared experts, the projection of multi-token prediction, those of latent experts, the
+down-projections of latent attention and the filters of Mamba-2. Norms, projections and filters process a rank's own tokens, heads or hidden
+units of experts, so their gradients are summed; the router and that gate compute the same on all ranks. Latent attention gathers its
+latents instead of the hidden states. A norm over all heads has the weights of a rank's own heads and sums the squares of all ranks, forward
+and backward (OLMo 2; lightning attention; the gate norm of Mamba-2 with one group). All heads of latent attention share one rotated key,
+and each rank uses it for its own heads only: that gather must sum gradients. Without it the forward pass would be right and the gradients
+wrong.
 
 Shapes: B batch, T tokens, D hidden, M tokens of a chunk, V own vocabulary.
 """
@@ -46,12 +48,13 @@ from lmworks.model.gated_delta import GatedDeltaNet
 from lmworks.model.layers import MLP, Linear, RMSNorm, SwiGLU
 from lmworks.model.lightning import Lightning
 from lmworks.model.loss import IGNORE, logits_gradient, soft_cap
+from lmworks.model.mamba2 import GatedNorm, Hybrid, Mamba2
 from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
 from lmworks.model.mtp import MtpLayer
 from lmworks.model.router import Router, Routing
 from lmworks.model.transformer import LayerStats
-from lmworks.parallel import collectives
+from lmworks.parallel import collectives, mamba
 from lmworks.parallel.collectives import override_members, use_local_parameters
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.mixers import tp_problems
@@ -99,6 +102,7 @@ def shard_tensors(model: Transformer, ranks: Ranks) -> None:
         raise UserError(f"layout: {found[0]}; the nearest valid size is tp {nearest}")
     stream = Stream(ranks.group("tp"), size)
     forwards = _forwards(stream)
+    of_mamba = mamba.forwards(model.config.mamba, size, ranks.rank("tp"), stream.group) if model.config.mamba else {}
     over_heads: set[nn.Module | None] = set()
     for module in list(model.modules()):
         if isinstance(module, Attention):
@@ -127,6 +131,20 @@ def shard_tensors(model: Transformer, ranks: Ranks) -> None:
             _column_parallel(mesh, module.qkv, module.gate)
             _row_parallel(mesh, module.projection)
             over_heads.add(module.output_norm)
+        elif isinstance(module, Mamba2):
+            module.config = module.config.of_rank(size)
+            _column_parallel(mesh, module.input)
+            _row_parallel(mesh, module.projection)
+            _replicated(mesh, module.conv)
+            _place(module, mesh, Shard(0))
+            override_members(module.input, {"forward": of_mamba["input"]})
+            override_members(module.conv, {"forward": of_mamba["conv"]})
+        elif isinstance(module, GatedNorm):
+            _place(module, mesh, Shard(0))
+            if module.groups % size:
+                override_members(module, {"normalize": forwards[GatedNorm]})
+            else:
+                module.groups //= size
         elif isinstance(module, SwiGLU | MLP):
             _column_parallel(mesh, module.gate if isinstance(module, SwiGLU) else None, module.up)
             _row_parallel(mesh, module.down)
@@ -222,11 +240,15 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
     def latent_attention(self: LatentAttention, x_BTD: Tensor, *context: Any) -> Tensor:
         return stream.leave(LatentAttention.forward(self, x_BTD, *context))
 
-    def norm_over_heads(self: RMSNorm, x: Tensor) -> Tensor:
+    def over_ranks(self: RMSNorm | GatedNorm, x: Tensor) -> Tensor:
+        """Vectors of which each rank has an equal part, divided by their root mean square, in at least fp32."""
         wide = at_least_fp32(x)
         squares = collectives.identity_allreduce_grad(wide.square().sum(-1, keepdim=True), stream.group)
-        mean = collectives.all_sum(squares, stream.group) / (self.size * stream.size)
-        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight.to(x.dtype)
+        mean = collectives.all_sum(squares, stream.group) / (x.shape[-1] * stream.size)
+        return wide * torch.rsqrt(mean + self.eps)
+
+    def norm_over_heads(self: RMSNorm, x: Tensor) -> Tensor:
+        return over_ranks(self, x).to(x.dtype) * self.weight.to(x.dtype)
 
     def query(self: Linear, x_BTD: Tensor) -> Tensor:
         return Linear.forward(self, stream.enter(x_BTD))
@@ -249,17 +271,17 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
         return collectives.identity_allreduce_grad(gate_BT1, stream.group)
 
     return {
-        **{kind: block_part(kind) for kind in (Attention, GatedDeltaNet, Lightning, SwiGLU, MLP)},
+        **{kind: block_part(kind) for kind in (Hybrid, Attention, GatedDeltaNet, Lightning, Mamba2, SwiGLU, MLP)},  # subclasses first
         LatentAttention: latent_attention, MoE: moe, Router: router, "query": query, "query_down": down, "kv_down": down,
-        "shared_gate": shared_gate, "norm_over_heads": norm_over_heads,
+        "shared_gate": shared_gate, "norm_over_heads": norm_over_heads, GatedNorm: over_ranks,
     }  # fmt: skip
 
 
 def _shard_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
     """Shard the embedding and the head that this stage has over the vocabulary, and override the loss and the outputs of the model."""
     config, mesh = model.config, ranks.mesh("tp")
-    assert config.vocab_size and config.num_key_value_heads
-    own, heads = config.vocab_size // stream.size, config.num_key_value_heads // stream.size
+    assert config.vocab_size
+    own = config.vocab_size // stream.size
     first = own * ranks.rank("tp")
 
     def embed(self: Transformer, tokens_BT: Tensor) -> Tensor:
@@ -282,7 +304,7 @@ def _shard_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
         return Transformer.head_loss(self, stream.enter(hidden_BTD), labels_BT, weights_BT)
 
     def cache(self: Transformer, rows: int, capacity: int) -> Cache:
-        return Cache(config, rows, capacity, self.embedding.weight.device, self.compute_dtype, heads)
+        return Cache(config, rows, capacity, self.embedding.weight.device, self.compute_dtype, stream.size)
 
     for end in (model.embedding, model.head):
         if end is not None:

@@ -95,9 +95,11 @@ class _Local:
 
     def add(self, parameter: Parameter, layout: Layout, muon: bool) -> None:
         expert = parameter.component == "experts"
-        # Norms, the router, the down-projections of MLA and the projection of MTP are replicated over tp.
-        latent = parameter.name.endswith(("query_down.weight", "kv_down.weight"))
-        split = 1 if latent or parameter.component in ("norms", "router", "mtp projection", "latent projections") else layout.tp
+        # Norms, the router, the down-projections of MLA, the filters of Mamba-2 and the projection of MTP are replicated over tp.
+        replicated = parameter.component in ("norms", "router", "mtp projection", "latent projections")
+        replicated |= parameter.name.endswith(("query_down.weight", "kv_down.weight", ".conv.weight", ".conv.bias"))
+        over_heads = parameter.name.endswith(("gate_norm.weight", "attention.output_norm.weight"))
+        split = 1 if replicated and not over_heads else layout.tp
         group = self.experts if expert else self.shared
         group.add(parameter.size / split / (layout.ep if expert else 1), muon and parameter.is_matrix)
 
@@ -143,22 +145,23 @@ def layer_activations(
     mla, (mixer, feeds) = model.mla if model.attends(layer) else None, kind(model, layer)
     mixes = mixer != "none"
     blocks = mixes + (feeds != "none")
-    heads = projected = 0.0  # numbers that the mixer saves: all, and outputs of matrix products
+    heads = projected = 0.0  # numbers that the mixer saves on a rank: all, and outputs of matrix products
     if mla is not None:
         latents = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.qk_rope_head_dim  # before their norm and after it
-        projected = H * d + H * (mla.qk_nope_head_dim + mla.v_head_dim)
-        heads = latents * tp + projected + 2 * H * d + H * mla.v_head_dim  # replicated latents; concatenated q and k, out
-        projected += ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim) * tp
+        projected = H * (d + mla.qk_nope_head_dim + mla.v_head_dim) / tp
+        heads = latents + projected + H * (2 * d + mla.v_head_dim) / tp  # replicated latents; concatenated q and k, out
+        projected += (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
     elif model.attends(layer):
         heads = (2 * H + K) * d + (H + K) * d * (2 if model.use_qk_norm else 1)  # rotated q and k, v, out; q and k before norm and rotation
         projected = (H + 2 * K) * d
         if model.attn_output_gate:  # the sigmoid and the product; the gate itself is a product
             heads, projected = heads + 2 * H * d, projected + H * d
+        heads, projected = heads / tp, projected / tp
     if mixer in MIXERS:
-        saved = MIXERS[mixer].saved(model)
+        saved = MIXERS[mixer].saved(model, tp)
         heads, projected = heads + saved[0], projected + saved[1]
     normed = blocks * (3 if model.norm_position == "both" else 2)  # inputs and their norms, and outputs that are normed
-    everything = element * (normed * D + heads) / tp + 4 * H / tp * mixes  # the last term is the softmax normalizer
+    everything = element * (normed * D / tp + heads) + 4 * H / tp * mixes  # the last term is the softmax normalizer
     if model.attention_sinks and model.attends(layer):  # a share of each query; scores are not saved
         everything += 8 * H / tp
     elif cpu_length and model.attends(layer):
@@ -169,7 +172,7 @@ def layer_activations(
         everything += element * (layout.cp - 1) * (H * (d + mla.v_head_dim) if mla else 2 * K * d) / tp
     if model.attention_bias:  # a product with a bias is another operator, which selective checkpointing recomputes
         projected = 0
-    products = element * (D + (projected + (0 if model.attention_output_bias else D)) * mixes) / tp
+    products = element * (D / tp + (projected + (0 if model.attention_output_bias else D / tp)) * mixes)
     gated = model.hidden_act != "relu2"
     if feeds == "mlp":  # gate, up, their product; silu(gate); or relu(up) and its square
         everything += element * ((4 if eager else 3) if gated else 2) * model.intermediate_size / tp

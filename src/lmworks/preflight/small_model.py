@@ -75,8 +75,8 @@ def small_recipe(
         sizes = {"num_key_heads": 2, "num_value_heads": HEADS, "key_head_dim": 8, "value_head_dim": 8}
         changes["gated_delta"] = model.gated_delta.model_copy(update=sizes)
     if model.mamba is not None:
-        sizes = {"num_heads": HEADS, "head_dim": 8, "state_size": 8, "n_groups": min(model.mamba.n_groups, 2), "norm_groups": 1}
-        changes["mamba"] = model.mamba.model_copy(update=sizes)
+        groups = {name: min(getattr(model.mamba, name), 2) for name in ("n_groups", "norm_groups")}
+        changes["mamba"] = model.mamba.model_copy(update={"num_heads": HEADS, "head_dim": 8, "state_size": 8} | groups)
     if model.mtp is not None:
         changes["mtp"] = model.mtp.model_copy(update={"num_nextn_predict_layers": 1})
     train = recipe.train.model_copy(update={"precision": precision, "compile": False, "micro_batch_sequences": 1, "deepspeed": None})

@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from lmworks.errors import UserError, all_refusals
 from lmworks.recipe.keys import Keys, nearest
-from lmworks.recipe.mixers import unsplit
 from lmworks.recipe.parameters import alignment_problems
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.recipe import Recipe
@@ -231,8 +230,6 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             name = next((name for name in ("sliding_window", "no_rope_layer_interval") if getattr(phase, name) is not None), "rope")
             yield (*at, name if phase.rope is None else "rope"), error.errors()[0]["msg"].removeprefix("Value error, ")
             return
-        if (section := unsplit(model)) is not None and recipe.layout.tp > 1:
-            yield ("layout", "tp"), f"the heads of model.{section} are not split over ranks; set layout.tp to 1"
         if model.mixers and recipe.layout.cp > 1:
             yield ("layout", "cp"), f"the states of model.{min(model.mixers)} are passed from no rank to the next; set layout.cp to 1"
         if model.moe and model.moe.balance.method == "sinkhorn" and recipe.layout.cp > 1:

@@ -7,7 +7,7 @@ are not normal in `lmworks.model.init`; and its sizes in `lmworks.preflight.smal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -19,14 +19,14 @@ from lmworks.recipe.schema.model import Model
 class Mixer:
     """parameters: the trained tensors of a layer from (model, start of their names, layer)
     flops: operations of the forward pass per token beyond 2 per parameter
-    saved: numbers per token that a layer saves for the backward pass: all, and those that are outputs of matrix products
-    shards: the number that `layout.tp` must divide, by the name of its key; empty if the layer is not split
+    saved: numbers per token that a layer saves for the backward pass on a rank of `tp`: all, and those that are outputs of matrix products
+    problems: the reasons why its heads cannot be split over `tp` ranks
     """
 
     parameters: Callable[[Model, str, int], Iterator[Parameter]]
     flops: Callable[[Model], float]
-    saved: Callable[[Model], tuple[float, float]]
-    shards: Callable[[Model], dict[str, int]]
+    saved: Callable[[Model, int], tuple[float, float]]
+    problems: Callable[[Model, int], Iterator[str]]
 
 
 def _gated_delta_parameters(model: Model, start: str, layer: int) -> Iterator[Parameter]:
@@ -50,7 +50,7 @@ def _gated_delta_flops(model: Model) -> float:
     return 3 * 2.0 * sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim
 
 
-def _gated_delta_saved(model: Model) -> tuple[float, float]:
+def _gated_delta_saved(model: Model, tp: int) -> tuple[float, float]:
     """Inputs of the convolution and its outputs, of which fp32 copies are normed; gate; solutions of the chunk, decays and scores."""
     sizes = model.gated_delta
     assert sizes is not None
@@ -58,12 +58,12 @@ def _gated_delta_saved(model: Model) -> tuple[float, float]:
     products = 2.0 * keys + 2 * values + 2 * H
     chunk, repeats = 64, sizes.num_value_heads / sizes.num_key_heads
     inside = 3 * H * chunk + 4 * repeats * keys + 6 * values
-    return products + 4 * keys + 2 * values + inside, products
+    return (products + 4 * keys + 2 * values + inside) / tp, products / tp
 
 
-def _gated_delta_shards(model: Model) -> dict[str, int]:
+def _gated_delta_problems(model: Model, tp: int) -> Iterator[str]:
     assert model.gated_delta is not None
-    return {"gated_delta.num_key_heads": model.gated_delta.num_key_heads}
+    return _undivided(tp, {"gated_delta.num_key_heads": model.gated_delta.num_key_heads})
 
 
 def _mamba_parameters(model: Model, start: str, layer: int) -> Iterator[Parameter]:
@@ -86,13 +86,26 @@ def _mamba_flops(model: Model) -> float:
     return 2 * 2.0 * model.mamba.inner_size * model.mamba.state_size
 
 
-def _mamba_saved(model: Model) -> tuple[float, float]:
+def _mamba_saved(model: Model, tp: int) -> tuple[float, float]:
     """The projection, the convolution and SiLU; in fp32 (two numbers each) inputs times time steps and outputs; decays and scores of a
     chunk, once as decays and once weighted."""
-    mamba = model.mamba
-    assert mamba is not None
+    assert model.mamba is not None
+    mamba = model.mamba.of_rank(tp)
     products = float(mamba.inner_size + mamba.conv_size + mamba.num_heads)
     return products + 2 * mamba.conv_size + 10 * mamba.inner_size + 4 * mamba.num_heads * _CHUNK, products
+
+
+def _mamba_problems(model: Model, tp: int) -> Iterator[str]:
+    """A rank has whole groups, or is one of several ranks of a group. It stores an equal share of the rows of the joined projection."""
+    mamba = model.mamba
+    assert mamba is not None
+    yield from _undivided(tp, {"mamba.num_heads": mamba.num_heads})
+    if mamba.norm_groups > 1:  # one group is summed over all ranks
+        yield from _undivided(tp, {"mamba.norm_groups": mamba.norm_groups})
+    if mamba.n_groups % tp and tp % mamba.n_groups:
+        yield f"tp {tp} neither divides model.mamba.n_groups {mamba.n_groups} nor is a multiple of it"
+    elif (rows := 2 * mamba.n_groups * mamba.state_size) % tp:
+        yield f"tp {tp} does not divide the {rows} rows of B and C, 2 * model.mamba.n_groups * state_size"
 
 
 def _hybrid_parameters(model: Model, start: str, layer: int) -> Iterator[Parameter]:
@@ -117,49 +130,42 @@ def _lightning_flops(model: Model) -> float:
     return 2 * 2.0 * model.num_attention_heads * model.head_dim**2
 
 
-def _lightning_saved(model: Model) -> tuple[float, float]:
+def _lightning_saved(model: Model, tp: int) -> tuple[float, float]:
     """The projections, SiLU of queries, keys and values and their fp32 copies; outputs; decays and scores of a chunk."""
     heads, size = model.num_attention_heads or 0, (model.num_attention_heads or 0) * (model.head_dim or 0)
-    return 4.0 * size + 3 * size * 3 + 6 * size + 4 * heads * _CHUNK, 4.0 * size
+    return (4.0 * size + 3 * size * 3 + 6 * size + 4 * heads * _CHUNK) / tp, 4.0 * size / tp
 
 
-def _lightning_shards(model: Model) -> dict[str, int]:
-    return {"num_attention_heads": model.num_attention_heads or 0}
+def _lightning_problems(model: Model, tp: int) -> Iterator[str]:
+    return _undivided(tp, {"num_attention_heads": model.num_attention_heads})
 
 
-def _whole(_: Model) -> dict[str, int]:
-    """Not split over `tp`: one matrix gives all parts of all heads."""
-    return {}
+def _undivided(tp: int, sizes: Mapping[str, int | None]) -> Iterator[str]:
+    """The sizes, by the names of their keys, that `tp` does not divide."""
+    return (f"tp {tp} does not divide model.{name} {size}" for name, size in sizes.items() if (size or 0) % tp)
 
 
 _CHUNK = 64  # tokens of a chunk; see lmworks.model.ssd
 MIXERS: dict[str, Mixer] = {
-    "gated_delta": Mixer(_gated_delta_parameters, _gated_delta_flops, _gated_delta_saved, _gated_delta_shards),
-    "mamba": Mixer(_mamba_parameters, _mamba_flops, _mamba_saved, _whole),
-    "hybrid": Mixer(_hybrid_parameters, _mamba_flops, _mamba_saved, _whole),
-    "lightning": Mixer(_lightning_parameters, _lightning_flops, _lightning_saved, _lightning_shards),
+    "gated_delta": Mixer(_gated_delta_parameters, _gated_delta_flops, _gated_delta_saved, _gated_delta_problems),
+    "mamba": Mixer(_mamba_parameters, _mamba_flops, _mamba_saved, _mamba_problems),
+    "hybrid": Mixer(_hybrid_parameters, _mamba_flops, _mamba_saved, _mamba_problems),
+    "lightning": Mixer(_lightning_parameters, _lightning_flops, _lightning_saved, _lightning_problems),
 }
 """By the names of `schema.model.SECTIONS`."""
 
 
 def tp_problems(model: Model, tp: int) -> list[str]:
     """The reasons why the matrices of a model cannot be sharded over `tp` ranks; empty if they can."""
-    sizes = {name: getattr(model, name) for name in ("num_attention_heads", "intermediate_size", "vocab_size")}
-    if not model.mla:
+    sizes = {"intermediate_size": model.intermediate_size, "vocab_size": model.vocab_size}
+    if model.attention_layers:
+        sizes["num_attention_heads"] = model.num_attention_heads
+    if model.attention_layers and not model.mla:
         sizes["num_key_value_heads"] = model.num_key_value_heads
     if model.moe:
         sizes["moe.moe_intermediate_size"] = model.moe.moe_intermediate_size
-    for mixer in model.mixers:
-        sizes |= MIXERS[mixer].shards(model)
-    found = [f"tp {tp} does not divide model.{name} {size}" for name, size in sizes.items() if (size or 0) % tp]
-    if tp > 1 and (section := unsplit(model)) is not None:
-        found.append(f"tp {tp} splits heads, and those of model.{section} are not split; set tp 1")
-    return found
-
-
-def unsplit(model: Model) -> str | None:
-    """The section of layers whose heads are not split over the ranks of `tp`; None if there is none."""
-    return next((section for section in sorted(model.mixers) if not MIXERS[section].shards(model)), None)
+    of_mixers = (problem for mixer in sorted(model.mixers) for problem in MIXERS[mixer].problems(model, tp))
+    return list(dict.fromkeys((*_undivided(tp, sizes), *of_mixers)))  # lightning attention has the heads of attention
 
 
 def state_bytes(model: Model, element: int = 2) -> float:

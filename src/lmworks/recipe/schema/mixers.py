@@ -42,9 +42,16 @@ class Mamba(Recurrent):
         """Channels of the convolution: the inputs, B and C."""
         return self.inner_size + 2 * self.n_groups * self.state_size
 
+    def of_rank(self, tp: int) -> Mamba:
+        """The sizes of one of `tp` ranks: its heads, the groups that these belong to, and the groups of their norm. Ranks that have heads
+        of one group all have that group."""
+        names = ("num_heads", "n_groups", "norm_groups")
+        return self.model_copy(update={name: max(1, getattr(self, name) // tp) for name in names})
+
     def states(self, tp: int) -> tuple[State, ...]:
         """The last inputs of the convolution, and a matrix per head."""
-        return State((self.conv_kernel - 1, self.conv_size), narrow=True), State((self.num_heads, self.state_size, self.head_dim))
+        own = self.of_rank(tp)
+        return State((own.conv_kernel - 1, own.conv_size), narrow=True), State((own.num_heads, own.state_size, own.head_dim))
 
     @model_validator(mode="after")
     def _groups_divide(self) -> Mamba:
