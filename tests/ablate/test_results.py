@@ -83,6 +83,18 @@ def test_a_noisy_baseline_gives_no_verdict_and_the_assumption_is_printed(tiny: T
     assert line in html.unescape(write_ablation_page(_saved(tiny, tmp_path, wide)).read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize(
+    ("equal", "ratio", "told"), [("time", 0.8, True), ("time", 1.25, True), ("time", 1.05, False), ("tokens", 0.8, False)]
+)
+def test_arms_that_did_not_train_for_an_equal_time_are_named(tiny: Tiny, tmp_path: Path, equal: str, ratio: float, told: bool) -> None:
+    """Seed by seed: other programs ran beside all but the first, of both arms."""
+    found = results(tiny, tmp_path, {"base": [2.0, 2.01, 2.02], "fast": [1.9, 1.91, 1.92]}, equal=equal)
+    for run in found.experiment.runs:
+        found.seconds[run.directory] = (300 if run.seed > 1 else 100) * (ratio if run.arm.name == "fast" else 1)
+    lines = [line for line in document(found)["assumptions"] if line.startswith("not at equal time")]
+    assert [f"fast has trained for {ratio:.2f} of the baseline's time" in line for line in lines] == [True] * told
+
+
 def _saved(tiny: Tiny, folder: Path, values: dict[str, list[float]]) -> Path:
     found = results(tiny, folder, values)
     save(found)

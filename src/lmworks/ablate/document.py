@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -25,6 +26,7 @@ from lmworks.ui.amounts import compact, short_size, significant, span
 
 SEED_VARIES = "the data order, the initial weights and dropout; corpus, tokenizer, shards and held-out text are the same for all seeds"
 _MORE_SEEDS = (3, 5, 10)
+_SAME_TIME = 0.1  # of the baseline's time, by which arms of equal time may differ
 
 
 def save(results: Results) -> dict[str, Any]:
@@ -103,6 +105,7 @@ def _verdict(results: Results, arm: Arm, measure: Measure, verdict: Verdict) -> 
 
 def _assumptions(results: Results, measures: set[str]) -> Iterator[str]:
     """What the verdicts on these measures rest on."""
+    yield from _unequal_times(results)
     assumed = [measure.name for measure in results.experiment.measures if measure.name in measures and results.assumes_floor(measure)]
     if len(assumed) < len(measures):
         yield (
@@ -114,6 +117,22 @@ def _assumptions(results: Results, measures: set[str]) -> Iterator[str]:
             f"assumed for {', '.join(assumed)}: all arms vary over seeds as the runs of the ablation named in noise. With a baseline three "
             "times as noisy as its arms, 20% of ablations have a false verdict under this assumption"
         )
+
+
+def _unequal_times(results: Results) -> Iterator[str]:
+    """The arms that should have trained for as long as the baseline and have not, seed by seed, so that a load that comes and goes matters
+    less."""
+    if results.experiment.ablation.equal != "time":
+        return
+    base = {run.seed: results.seconds[run.directory] for run in results.finished(results.experiment.baseline)}
+    for arm in results.experiment.arms.values():
+        ratios = [results.seconds[run.directory] / base[run.seed] for run in results.finished(arm) if base.get(run.seed)]
+        if ratios and abs(ratio := median(ratios) - 1) > _SAME_TIME:
+            yield (
+                f"not at equal time: {arm.name} has trained for {1 + ratio:.2f} of the baseline's time, because the speeds that its tokens "
+                "follow from were measured in a few seconds, beside other programs or by chance; where its verdicts matter, repeat the "
+                "ablation in another --out"
+            )
 
 
 def _is_at_chance(results: Results, arm: Arm, measure: Measure) -> bool:

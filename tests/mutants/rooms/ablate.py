@@ -21,4 +21,8 @@ MUTANTS = [
     ("ablate.verdict:seeds_needed", "max(high, one.seeds + 1)", "high", "More seeds are asked for than there were.",
      "ablate/test_contrasts.py ablate/test_results.py"),
     ("ablate.verdict:_testable", "one.se > 0", "True", "A difference without noise has no verdict.", "ablate/test_contrasts.py"),
+    ("ablate.document:_unequal_times", "/ base[run.seed]", "/ min(base.values())",
+     "Times of arms are compared seed by seed.", "ablate/test_results.py"),
+    ("ablate.document:_assumptions", "yield from _unequal_times(results)", "", "Arms that did not train for an equal time are named.",
+     "ablate/test_results.py"),
 ]  # fmt: skip
