@@ -284,7 +284,7 @@ def main() -> None:
             words = [word for one in options.text for word in ("--text", one)]
             asked = json.dumps({"job": asdict(job), "trained": trained})
             found = subprocess.run([sys.executable, __file__, str(options.out), *words, "--score", asked], env={**os.environ, **env},
-                                   stdout=subprocess.PIPE, check=True, text=True)  # fmt: skip
+                                   stdout=subprocess.PIPE, check=True, encoding="utf-8")  # fmt: skip
             lines.append({"name": job.name, **asdict(job), **trained, "bits": json.loads(found.stdout.splitlines()[-1])})
             with open(results, "a", encoding="utf-8") as file:
                 file.write(json.dumps(lines[-1]) + "\n")

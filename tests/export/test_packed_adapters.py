@@ -63,7 +63,7 @@ def test_peft_computes_with_our_adapters_and_they_are_read_back(name: str, targe
     write_model(ours(config), tmp_path / "base", {}, torch.float32)
     peer = peft.PeftModel.from_pretrained(_load(tmp_path / "base"), folder)
     with torch.no_grad():
-        assert relative(peer(TOKENS).logits, model(TOKENS)) < bound(model, TOKENS)
+        assert relative(peer(TOKENS).logits, model(TOKENS)) < bound(model, TOKENS, peer)
     again = {name: torch.zeros_like(value) for name, value in state.items()}
     read_peft(folder, again, config, lora, "abc")
     assert all(torch.equal(again[name], value) for name, value in state.items())
@@ -80,7 +80,7 @@ def test_an_adapter_that_peft_made_has_one_a_for_all_parts(tmp_path: Path) -> No
     model, state = adapted(lora)
     read_peft(tmp_path / "peft", state, MODEL, lora, None)
     with torch.no_grad():
-        assert relative(model(TOKENS), peer(TOKENS).logits) < bound(model, TOKENS)
+        assert relative(model(TOKENS), peer(TOKENS).logits) < bound(model, TOKENS, peer)
     assert torch.equal(state["layers.0.attention.query.lora.A"], state["layers.0.attention.value.lora.A"])
     fewer = {name: value for name, value in state.items() if ".attention.query." not in name}
     with pytest.raises(UserError, match=r"is not one of .* alone; see lora\.targets"):

@@ -154,7 +154,7 @@ def local(
 
 def launch_again(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequence[str], last: str | None, ranks: int) -> NoReturn:
     """Go on with a run on this machine on as many ranks as it began with; ends this process with the code of the launch."""
-    print(f"ranks: {ranks}, as the run began", file=sys.stderr)
+    print(plain(f"ranks: {ranks}, as the run began"), file=sys.stderr)
     local(_Asked(recipe, [*overrides, "layout=auto"], list(allow), size, to=last), str(ranks))
     raise AssertionError("the launch ends the process")
 

@@ -104,7 +104,10 @@ def choose_layout(recipe: Recipe, cluster: Cluster) -> LayoutChoice:
 def layout_of_run(run_dir: Path) -> LayoutChoice | None:
     """The layout of a run that has begun; all its axes except the data axis are kept when it resumes on another number of ranks."""
     path = run_dir / "resolved.json"
-    if not path.exists() or not listing.has_checkpoints(run_dir / "checkpoints"):
+    try:
+        if not path.exists() or not listing.has_checkpoints(run_dir / "checkpoints"):
+            return None
+    except OSError:  # no folder can have this name, or nobody may look into it; the run says so
         return None
     recipe = load_resolved(path)
     assert recipe.train.micro_batch_sequences
