@@ -60,13 +60,13 @@ class Scripted(nn.Module):
     def __init__(self, replies: Mapping[str, str], context: int | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(259, 1)
-        self.config = SimpleNamespace(max_position_embeddings=context)
+        self.config = SimpleNamespace(max_position_embeddings=context, sliding_window=None)
         self.replies = replies
         self.widest = 0  # most tokens in one forward pass
         self.rows: list[int] = []  # rows of each cache
         self.texts: list[list[int]] = []  # of the forward passes since the last logits
 
-    def cache(self, rows: int, capacity: int) -> ScriptCache:
+    def cache(self, rows: int, capacity: int, behind: int = 0) -> ScriptCache:
         if rows:
             self.rows.append(rows)
         return ScriptCache(rows, capacity)

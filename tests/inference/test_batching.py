@@ -159,7 +159,7 @@ def test_the_caches_are_bounded() -> None:
     while batch.busy:
         batch.step()
         running.append(batch.stats().running)
-        held = sum(group.cache._entries.shape[1] * group.cache.capacity for group in batch._running.values())
+        held = sum(group.cache.room * group.cache.capacity for group in batch._running.values())
         assert held <= 4 * 64
     assert max(running) == 2
     with pytest.raises(UserError, match="3 tokens of prompt and 80 new ones need 128 slots, but the caches have 64; ask for fewer"):
@@ -173,7 +173,7 @@ def test_memory_is_given_back_when_rows_leave() -> None:
     for _ in range(4):
         batch.step()
     (group,) = batch._running.values()
-    assert len(group.rows) == 1 and group.cache._entries.shape[1] <= 4
+    assert len(group.rows) == 1 and group.cache.room <= 4
 
 
 def test_the_rows_of_a_cache_are_copied_once_when_they_outgrow_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +256,33 @@ def test_prefixes_change_nothing_and_are_not_read_again(name: str) -> None:
     found_together = run(together)
     for row, prompt in zip(rows, following, strict=True):  # rows that begin at different lengths are padded
         assert [token.id for token in found_together[row]] == generate(model, [prompt], options)[0]
+
+
+def test_prefixes_where_layers_with_a_window_have_forgotten() -> None:
+    """The prompt is several windows long, and so is the answer, of which only the end can be gone on from."""
+    model, size = build(CONFIGS["gemma"]).eval(), 4
+    batch = ContinuousBatch(model, prefill_tokens=10, prefixes=PrefixCache(1024, size))
+
+    def hits(prompt: list[int], new: int = 2) -> tuple[int, list[int]]:
+        before, row = batch.stats().hit_tokens, batch.add(prompt, GenerateOptions(max_new_tokens=new))
+        found = run(batch)[row]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt + [token.id for token in found]]))[0, len(prompt) - 1 :].log_softmax(-1)
+        for token, expected in zip(found, logprobs, strict=False):
+            assert token.id == int(expected.argmax()) and token.logprob == pytest.approx(float(expected[token.id]), abs=1e-4)
+        return batch.stats().hit_tokens - before, [token.id for token in found]
+
+    system = [(7 * n) % 97 for n in range(53)]
+    first, answer = hits(system, 30)
+    assert first == 0
+    text = [*system, *answer]
+    assert hits([*text, 1, 2, 3])[0] == 80, "the next turn: prompt and answer"
+    assert hits([*system[:30], 5])[0] == 28, "another prompt of the same beginning"
+    assert hits([*text[:70], 1])[0] == 52, "within the answer: as far as the prompt"
+    assert hits([*text[:70], 2])[0] == 68, "which has been read since"
+    assert hits([*text[:75], 3])[0] == 68
+    assert hits([*text[:80], 4])[0] == 80
+    assert hits([*text, 1, 2, 3])[0] == 84
 
 
 def test_prefixes_are_kept_apart_by_salt_and_forgotten() -> None:

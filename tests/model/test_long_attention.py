@@ -59,13 +59,13 @@ def test_two_numbers_a_query_say_what_a_mask_says(window: int | None) -> None:
 def test_a_cache_says_the_same() -> None:
     config = CONFIGS["dense"].model_copy(update={"sliding_window": 3})
     cache = Cache(config, rows=2, capacity=20, device=torch.device("cpu"), dtype=torch.float32)
+    cache.expect([9, 4])
     cache.begin(9)
     cache.finish([9, 4])
     assert cache.begin(2).tolist() == [[9, 10], [4, 5]]
-    assert cache.first(slides=True) == 2, "of the shorter row's first token"
-    seen = cache.seen(True, torch.float32).dense()
-    assert [(2 + row.nonzero().flatten()).tolist() for row in seen.view(-1, cache.end - 2)] == [[7, 8, 9], [8, 9, 10], [2, 3, 4], [3, 4, 5]]
-    assert cache.seen(False, torch.float32).dense().sum(-1).flatten().tolist() == [10, 11, 5, 6]
+    seen = cache._sliding.mask().dense().view(4, 4)  # of the two tokens before those of the step, and these
+    assert [row.nonzero().flatten().tolist() for row in seen] == [[0, 1, 2], [1, 2, 3]] * 2
+    assert cache._full.mask().dense().sum(-1).flatten().tolist() == [10, 11, 5, 6]
 
 
 def inputs(heads: tuple[int, int], queries: int, keys: int, value_dim: int) -> list[Tensor]:

@@ -148,8 +148,7 @@ def test_generation_equals_the_whole_row_again_and_again(name: str) -> None:
 def test_the_cache_holds_latents_alone() -> None:
     model = build(CONFIGS["latent query"])
     cache = Cache(model.config, 2, 10, torch.device("cpu"), torch.bfloat16)
-    held = cache._entries.numel() * cache._entries.element_size()
-    assert held == 3 * 2 * 10 * (12 + 4) * 2 == 2 * kv_cache_bytes(model.config, 10)
+    assert cache.bytes == 3 * 2 * 10 * (12 + 4) * 2 == 2 * kv_cache_bytes(model.config, 10)
 
 
 def test_positions_change_at_a_phase_boundary() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,11 @@ def test_logits_and_tokens_are_those_of_transformers(gemma: Path) -> None:
     for tokens in (torch.tensor([ids]), beyond_the_window):
         found, expected = ours(tokens), theirs(tokens).logits
         assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+    cache, starts = ours.cache(1, 1200), [0, 300, 900, *range(1180, 1201)]  # pieces within and beyond the window, then single tokens
+    for start, end in pairwise(starts):
+        found = ours(tokens[:, start:end], cache=cache)
+        cache.finish(end - start)
+        assert float((found - expected[:, start:end]).abs().max() / expected.abs().max()) < 1e-5
 
 
 @pytest.mark.slow  # the same with random weights: model/test_transformer, export/test_huggingface

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lmworks.errors import UserError
 from lmworks.inference.sampling import Draw, GenerateOptions, Grammar, Token, choose
-from lmworks.model.cache import Cache, JoinedCache
+from lmworks.model.cache import Cache, JoinedCache, Piece
 from lmworks.model.transfers import to_device
 from lmworks.model.transformer import Transformer
 
@@ -96,11 +96,11 @@ class Prefixes(Protocol):
 
     block: int
 
-    def find(self, tokens: Sequence[int], salt: str = "") -> list[Tensor]:
-        """Entries of the first tokens, as many blocks as are known."""
+    def find(self, tokens: Sequence[int], salt: str = "", past: int = 0) -> list[Piece]:
+        """Entries of the first tokens, as many blocks as are known; those of layers with a window at least of the last `past` tokens."""
 
     def keep(self, tokens: Sequence[int], cache: Cache, row: int, salt: str = "") -> None:
-        """Copy the whole blocks of a row."""
+        """Copy the whole blocks of a row, as far as the row holds them."""
 
 
 class ContinuousBatch:
@@ -121,6 +121,9 @@ class ContinuousBatch:
         self.model, self.prefixes = model, prefixes
         self.max_rows, self.max_tokens, self.prefill_tokens = max_rows, max_tokens, prefill_tokens
         self._context = int(model.config.max_position_embeddings) if model.config.max_position_embeddings else None
+        self._past = int(model.config.sliding_window) - 1 if model.config.sliding_window else 0  # tokens that a window shows besides one
+        # What layers with a window hold besides, so that prefixes get all blocks that the end of a row's last whole block sees.
+        self._behind = prefixes.block - 1 + -self._past % prefixes.block if prefixes else 0
         self._waiting: deque[_Sequence] = deque()
         self._reading: deque[_Prefill] = deque()
         self._running: dict[int, _DecodeBatch] = {}  # by capacity
@@ -240,13 +243,14 @@ class ContinuousBatch:
         for rows in twins:
             prompt = rows[0].prompt
             # the last token is read in any case: its output is needed
-            kept.append(prefixes.find(prompt[:-1], rows[0].salt) if prefixes else [])
+            kept.append(prefixes.find(prompt[:-1], rows[0].salt, self._past) if prefixes else [])
             self.prompt_tokens += len(prompt) * len(rows)
             for twin in rows[1:]:
                 twin.hit_tokens = len(prompt)
         # a row that begins with a prefix is padded beyond the longest prompt
         known = [len(found) * prefixes.block if prefixes else 0 for found in kept]
-        cache = self.model.cache(len(twins), max(len(rows[0].prompt) for rows in twins) + max(known))
+        behind = self._behind + self.prefill_tokens if prefixes else 0  # and those that end in a piece, after it
+        cache = self.model.cache(len(twins), max(len(rows[0].prompt) for rows in twins) + max(known), behind)
         for number, found in enumerate(kept):
             cache.write(number, found)
             twins[number][0].hit_tokens = known[number]
@@ -269,9 +273,10 @@ class ContinuousBatch:
         cache.finish(counts)
         ended = [row for row, (prompt, start) in enumerate(zip(prompts, begun, strict=True)) if start + width >= len(prompt)]
         rows, places = [], []
+        if self.prefixes:
+            for row in range(cache.rows) if self._past else ended:  # layers with a window forget what was read before the next piece
+                self.prefixes.keep(prompts[row][: cache.lengths[row]], cache, row, group.twins[row][0].salt)
         for row in ended:
-            if self.prefixes:
-                self.prefixes.keep(prompts[row], cache, row, group.twins[row][0].salt)
             for twin in group.twins[row]:
                 self._place(twin, cache, row, len(twin.prompt) + 1)
                 rows.append(twin)
@@ -315,7 +320,7 @@ class ContinuousBatch:
         """Copy a row to the cache in which so many tokens fit."""
         capacity = _capacity(needed)
         if capacity not in self._running:
-            self._running[capacity] = _DecodeBatch(self.model.cache(0, capacity))
+            self._running[capacity] = _DecodeBatch(self.model.cache(0, capacity, self._behind))
             self._running[capacity].cache.reserve(sum(one.reserved >= capacity for one in self._active()))  # those that can come to it
         group = self._running[capacity]
         group.cache.add(source, number)

@@ -55,7 +55,7 @@ class Attention(nn.Module):
         B, T, _ = x_BTD.shape
         if self.joined is not None:
             query, entries = self._projected(self.joined, x_BTD, rope)
-            mixed_BHTC = self._mix(query, entries, mask) if cache is None else cache.attend(self._mix, (query,), entries, self.slides)
+            mixed_BHTC = self._mix(query, entries, mask) if cache is None else cache.attend(self._mix, (query,), entries)
             return self._read_out(mixed_BHTC, x_BTD)
         query, key, value = self.query(x_BTD), times(self.key(x_BTD), self.key_factor), self.value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         if cache is None:
             mixed_BHTC = self._attend(query, key, value, mask, logits)
         else:
-            mixed_BHTC = cache.attend(self._mix, (query,), torch.cat((key, value), dim=1), self.slides)
+            mixed_BHTC = cache.attend(self._mix, (query,), torch.cat((key, value), dim=1))
         return self._read_out(mixed_BHTC, x_BTD)
 
     def _read_out(self, mixed_BHTC: Tensor, x_BTD: Tensor) -> Tensor:

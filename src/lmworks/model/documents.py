@@ -37,7 +37,8 @@ class Visible:
     Causal attention, documents and sliding windows all have this form, which needs two numbers per query instead of one per pair.
     `kept` is the dense mask, of short rows on CPUs and of few queries, and `blocks` the block mask of FlexAttention on a GPU. Every query
     sees at least itself. `bias` is the dense mask as numbers that are added to the scores, which attention would otherwise make in each
-    layer. `window` is how many keys a query sees at most, if that is limited.
+    layer. `window` is how many keys a query sees at most, if that is limited. One query in a cache that uses slots again may not see all
+    keys from `first` to `last`: there `kept` is what counts.
     """
 
     first_BT: Tensor

@@ -58,7 +58,7 @@ class LatentAttention(nn.Module):
         else:
             mix, entries_B1SX = self._mix_latents if one else self._mix_entries, torch.cat((latent_B1SL, key_B1SR), dim=-1)
             queries = (nope_BHTN, rotated_BHTR)
-            mixed_BHTV = mix(*queries, entries_B1SX, mask) if cache is None else cache.attend(mix, queries, entries_B1SX, self.slides)
+            mixed_BHTV = mix(*queries, entries_B1SX, mask) if cache is None else cache.attend(mix, queries, entries_B1SX)
         return self.output(mixed_BHTV.transpose(1, 2).flatten(2))
 
     def _queries(self, x_BTD: Tensor) -> Tensor:

@@ -314,9 +314,10 @@ class Transformer(nn.Module):
         x_BTD, layers = self.blocks(self.embed(tokens_BT), spans, cache)
         return self.norm(x_BTD), layers
 
-    def cache(self, rows: int, capacity: int) -> Cache:
-        """Room for the keys and values of so many rows, of at most `capacity` tokens each."""
-        return Cache(self.config, rows, capacity, self.embedding.weight.device, self.compute_dtype)
+    def cache(self, rows: int, capacity: int, behind: int = 0) -> Cache:
+        """Room for the keys and values of so many rows, of at most `capacity` tokens each. Layers with a window hold `behind` tokens more
+        than it shows."""
+        return Cache(self.config, rows, capacity, self.embedding.weight.device, self.compute_dtype, behind=behind)
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Tokens as vectors (B, T, D) in the type of the activations."""

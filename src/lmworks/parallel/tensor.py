@@ -303,8 +303,9 @@ def _shard_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
     def head_loss(self: Transformer, hidden_BTD: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None) -> Any:
         return Transformer.head_loss(self, stream.enter(hidden_BTD), labels_BT, weights_BT)
 
-    def cache(self: Transformer, rows: int, capacity: int) -> Cache:
-        return Cache(config, rows, capacity, self.embedding.weight.device, self.compute_dtype, stream.size)
+    def cache(self: Transformer, rows: int, capacity: int, behind: int = 0) -> Cache:
+        # its config now: a phase may have changed the window
+        return Cache(self.config, rows, capacity, self.embedding.weight.device, self.compute_dtype, stream.size, behind)
 
     for end in (model.embedding, model.head):
         if end is not None:

@@ -110,16 +110,14 @@ def state_bytes(parameters: float, kind: str = "adamw") -> float:
 
 
 def kv_cache_bytes(model: Model, length: int, element: int = 2) -> float:
-    """Bytes of the KV cache of one sequence, at `element` bytes per number; with MLA, of latents and rotated keys. With linear layers also
-    their states, which do not grow with the length."""
+    """Bytes of the KV cache of one sequence, at `element` bytes per number; with MLA, of latents and rotated keys. Layers with a window
+    hold no more than it; linear layers have states, which do not grow with the length."""
     assert model.num_key_value_heads and model.head_dim and model.num_hidden_layers
     attending = [layer for layer in range(model.num_hidden_layers) if model.attends(layer)]
     states = mixer_state_bytes(model, element)
     if model.mla:
         return float(len(attending) * (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim) * length * element) + states
-    kept = 0
-    for layer in attending:
-        kept += min(length, model.sliding_window) if model.sliding_window and model.slides(layer) else length
+    kept = sum(model.cached_tokens(layer, length) for layer in attending)
     return 2.0 * model.num_key_value_heads * model.head_dim * kept * element + states
 
 

@@ -3,7 +3,8 @@
 They are kept in blocks of some tokens. A block is found by a hash of its tokens and all tokens before it, so equal beginnings are stored
 once, whatever follows (vLLM, arXiv:2309.06180, describes such blocks). The least recently used blocks are dropped.
 
-Shapes: E entries of a token, C size of an entry (`lmworks.model.cache`).
+A row does not hold all of its tokens in layers with a window. A block that was copied too late has no entries of these layers: a prompt can
+begin with it, but cannot go on behind it before all blocks within the window have them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor
-
-from lmworks.model.cache import Cache
+from lmworks.model.cache import Cache, Piece
 
 
 class PrefixCache:
@@ -27,7 +26,7 @@ class PrefixCache:
 
     def __init__(self, max_tokens: int, block: int = 32) -> None:
         self.max_tokens, self.block = max_tokens, block
-        self._blocks: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._blocks: OrderedDict[bytes, Piece] = OrderedDict()
 
     @property
     def tokens(self) -> int:
@@ -38,22 +37,28 @@ class PrefixCache:
         """Forget everything."""
         self._blocks.clear()
 
-    def find(self, tokens: Sequence[int], salt: str = "") -> list[Tensor]:
-        """Entries (layers, E, `block`, C) of the first tokens, as many blocks as are known."""
+    def find(self, tokens: Sequence[int], salt: str = "", past: int = 0) -> list[Piece]:
+        """Entries of the first tokens, as many blocks as are known; those of layers with a window at least of the last `past` tokens, or of
+        all."""
         found: list[bytes] = []
+        usable = run = 0  # blocks; the last ones that have all entries
         for key in _keys(tokens, salt, self.block):
             if key not in self._blocks:
                 break
             found.append(key)
-        self._touch(found)
-        return [self._blocks[key] for key in found]
+            run = 0 if self._blocks[key].sliding is None else run + 1
+            if run * self.block >= min(past, len(found) * self.block):
+                usable = len(found)
+        self._touch(found[:usable])
+        return [self._blocks[key] for key in found[:usable]]
 
     def keep(self, tokens: Sequence[int], cache: Cache, row: int, salt: str = "") -> None:
-        """Copy what is new of a row's whole blocks; `tokens` are those whose keys and values are in the row."""
+        """Copy what is new of a row's whole blocks, and is still there; `tokens` are those whose keys and values are in the row."""
         keys = list(_keys(tokens, salt, self.block))[: self.max_tokens // self.block]
         for number, key in enumerate(keys):
-            if key not in self._blocks:
-                self._blocks[key] = cache.read(row, number * self.block, (number + 1) * self.block)
+            start, known = number * self.block, self._blocks.get(key)
+            if known is None or (known.sliding is None and start >= cache.first_held(row)):
+                self._blocks[key] = cache.read(row, start, start + self.block)
         self._touch(keys)
         while self.tokens > self.max_tokens:
             self._blocks.popitem(last=False)

@@ -5,7 +5,7 @@ MUTANTS = [
      "Muon keeps one moment per matrix element.", "plan/test_plan.py"),
     ("plan.memory:_fsdp_state", "(degree if layout.zero >= level else 1 for level in (1, 2, 3))",
      "(degree if layout.zero > level else 1 for level in (1, 2, 3))", "ZeRO shards what its level says.", "plan/test_plan.py"),
-    ("plan.memory:kv_cache_bytes", "min(length, model.sliding_window)", "length", "A sliding window bounds the KV cache.",
+    ("recipe.schema.model:Model.cached_tokens", "min(length, int(self.sliding_window))", "length", "A sliding window bounds the KV cache.",
      "plan/test_plan.py deploy/test_sizing.py"),
     ("plan.memory:_at_peak", "tokens * micro_batches_in_flight(layout, stage, micro_batches) * stored", "tokens * stored",
      "A pipeline rank keeps the activations of several micro-batches.", "plan/test_plan.py plan/test_pipelines.py"),

@@ -446,6 +446,10 @@ class Model(Node):
         """Whether the layer sees only a window."""
         return bool(self.sliding_window) and self.layer_type(layer) == "sliding_attention"
 
+    def cached_tokens(self, layer: int, length: int) -> int:
+        """Of how many of `length` tokens, the last ones, the layer's cache must hold keys and values while a model generates."""
+        return min(length, int(self.sliding_window)) if self.sliding_window and self.slides(layer) else length
+
     @property
     def single_blocks(self) -> bool:
         """Whether each layer is one block, a mixer or a feed-forward block, and not a mixer before a feed-forward block."""
