@@ -65,7 +65,7 @@ def test_the_sections_of_the_page_are_run_by_its_commands(
             recipe |= yaml.safe_load("\n".join(block.lines))
     for name, changes in SMALL.items():
         recipe[name] |= changes
-    recipe["grpo"]["data"][0]["count"] = 8
+    recipe["grpo"]["data"][0]["max_rows"] = 8
     recipe["model"]["max_position_embeddings"] = "128 tokens"  # the questions of chain_sum do not fit into the longest phase
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe | {"run_dir": str(tiny_copy.run_dir)}))

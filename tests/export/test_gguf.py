@@ -117,6 +117,16 @@ def test_metadata(make_run: Callable[..., Any], tmp_path: Path) -> None:
     assert found["tokenizer.ggml.merges"] == [" ".join(pair) for pair in spec["model"]["merges"]]
 
 
+def test_names_that_llama_cpp_takes_for_a_tokenizer_are_spelt_otherwise(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    """It lowers the name and looks for these three in it."""
+    run = make_run("llama")
+    for name in ("My-Phi-3-mini", "phi3", "ModernBERT modern-bert", "phi-4", "my run"):
+        write_gguf(run.model, run.tokenizer, tmp_path / "model.gguf", torch.float32, name)
+        stored = gguf.GGUFReader(tmp_path / "model.gguf").fields["general.name"].contents()
+        assert not any(one in stored.lower() for one in ("phi-3", "phi3", "modern-bert"))
+        assert stored.replace("_", "-") == name.replace("phi3", "phi-3")
+
+
 def loaded_by_transformers(path: Path, model: Model) -> Any:
     """What `from_pretrained(gguf_file=...)` does, which wants the accelerate package besides."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'lmworks[export]'")

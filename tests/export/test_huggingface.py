@@ -19,14 +19,20 @@ from lmworks.errors import UserError
 from lmworks.export.huggingface import write_model
 from lmworks.inference.model import for_inference
 from lmworks.model import Transformer
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.parallelize import build
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import FAMILIES, class_for, family_of, from_config, table, to_config
+from lmworks.recipe.mixers import tp_problems
 from lmworks.recipe.schema.gated_delta import GatedDelta
+from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers
 from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Rope
-from lmworks.weights.huggingface import read_model
+from lmworks.weights.huggingface import load_weights, read_model
 from lmworks.weights.names import is_exported, to_huggingface
 from lmworks.weights.stacked import stack
+from parallel.parity import recipe_of
+from rank_pool import RankPool
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
@@ -379,6 +385,40 @@ def test_random_configs_of_transformers_are_read_and_written(family: Family, see
         assert from_config(to_config(read.config, read.rope, {})) == read.config, config
         write_model(read, tmp_path / f"{seed}-back", {"eos_token_id": 0, "pad_token_id": 0}, torch.float32)
         _same_logits_loss_and_gradients(read, _load(tmp_path / f"{seed}-back"), tokens)
+
+
+WITH_STATES = ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in WITH_STATES else pytest.mark.slow) for name in FAMILIES]
+)
+def test_what_transformers_writes_is_read_by_ranks_that_hold_parts_of_each_layer(name: str, tmp_path: Path, ranks: RankPool) -> None:
+    """Two of `tp`, for the first random configuration whose sizes they divide."""
+    import transformers
+
+    for seed in range(_ALL):
+        peer = getattr(transformers, name)(random_config(FAMILIES[name], seed)).eval()
+        _randomize(peer, seed)
+        peer.save_pretrained(tmp_path / f"{seed}")
+        read = read_model(tmp_path / f"{seed}")
+        if not tp_problems(read.config, 2) and read.config.hidden_size % 2 == 0:
+            break
+    tokens = torch.randint(1, 96, (2, 24), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        expected = peer(tokens).logits
+    for logits in ranks.run(_logits_of_two, 2, read.config, tmp_path / f"{seed}", tokens.tolist()):
+        assert relative(torch.tensor(logits), expected) < bound(read, tokens, peer)
+
+
+def _logits_of_two(config: Model, folder: Path, tokens: list[list[int]]) -> list[Any]:
+    ranks = Ranks(Layout(tp=2))
+    (part,) = build(recipe_of("dense").model_copy(update={"model": config}), ranks, torch.device("cpu"))
+    load_weights(folder, dict(part.state_dict()), config)
+    with torch.no_grad():
+        hidden, _ = part.eval().hidden(torch.tensor(tokens))
+        found: list[Any] = part.logits(hidden).tolist()
+    return found
 
 
 def test_a_new_family_is_one_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,10 @@ Tolerance 2e-5 on log-probabilities unless a test says otherwise: fp32 sums in a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -258,9 +260,10 @@ def test_prefixes_change_nothing_and_are_not_read_again(name: str) -> None:
         assert [token.id for token in found_together[row]] == generate(model, [prompt], options)[0]
 
 
-def test_prefixes_where_layers_with_a_window_have_forgotten() -> None:
+def test_prefixes_where_layers_with_a_window_have_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt is several windows long, and so is the answer, of which only the end can be gone on from."""
-    model, size = build(CONFIGS["gemma"]).eval(), 4
+    model, size, hashed = build(CONFIGS["gemma"]).eval(), 4, Mock(wraps=hashlib.blake2b)
+    monkeypatch.setattr("lmworks.serve.prefixes.hashlib.blake2b", hashed)
     batch = ContinuousBatch(model, prefill_tokens=10, prefixes=PrefixCache(1024, size))
 
     def hits(prompt: list[int], new: int = 2) -> tuple[int, list[int]]:
@@ -275,6 +278,7 @@ def test_prefixes_where_layers_with_a_window_have_forgotten() -> None:
     system = [(7 * n) % 97 for n in range(53)]
     first, answer = hits(system, 30)
     assert first == 0
+    assert hashed.call_count == 2 * (1 + 82 // size), "each block is hashed once to keep it, however many pieces it was read in"
     text = [*system, *answer]
     assert hits([*text, 1, 2, 3])[0] == 80, "the next turn: prompt and answer"
     assert hits([*system[:30], 5])[0] == 28, "another prompt of the same beginning"

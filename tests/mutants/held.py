@@ -67,7 +67,11 @@ class Held:
     `keep_compiled` is whether what it imports is compiled for others, too."""
 
     def __init__(self, root: Path, tests: Sequence[str], traced: Sequence[str] = (), keep_compiled: bool = False) -> None:
-        self._again = lambda: self.__init__(root, tests, traced, keep_compiled)  # type: ignore[misc]
+        self._asked = root, tests, traced, keep_compiled
+        self._start()
+
+    def _start(self) -> None:
+        root, tests, traced, keep_compiled = self._asked
         self._folder = Path(tempfile.mkdtemp(prefix="held-"))
         self._pipe, there = mp.Pipe()
         sys.stdout.flush()
@@ -88,7 +92,7 @@ class Held:
         if answer is None and self.tests:  # what had imported all does not end because of a mistake: those are in forks of it
             print(f"    the process of the tests has ended and is started again: {self._log()}", flush=True)
             self.close()
-            self._again()
+            self._start()
             if (answer := self._ask("run", dict(tests), dict(changed or {}))) is None:
                 raise RuntimeError(f"the process of the tests ends whatever it is asked: {self._log()}")
         return Outcome(*(answer or ["failed", "", f"the tests cannot be imported: {self._log()}"]), round(time.monotonic() - began, 2))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 
+from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
 from lmworks.inference.generate import GenerateOptions, stream
+from lmworks.optim.optimizer import Updates, build_optimizer
 from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.mixers import tp_problems
+from lmworks.recipe.schema.artifacts import Checkpoints as Saving
 from lmworks.recipe.schema.layout import Layout, world_size
-from parallel.parity import alone, batch_of, compare, recipe_of, train
+from parallel.parity import alone, batch_of, compare, recipe_of, step_of, train, whole
 from rank_pool import RankPool
 
 FAST: list[tuple[dict[str, Any], str]] = [
@@ -74,6 +81,47 @@ def _generated(layout: dict[str, Any], kind: str) -> tuple[list[int], list[float
     steps = stream(model, [[1, 2, 3], [4, 5, 6, 7, 8]], GenerateOptions(max_new_tokens=6))
     found = [token for step in steps for token in step if token is not None]
     return [token.id for token in found], [token.logprob for token in found]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "mamba_pairs" else pytest.mark.slow) for _, kind in FAST]
+)
+def test_a_checkpoint_is_read_on_another_number_of_ranks(ranks: RankPool, kind: str, tmp_path: Path) -> None:
+    """Weights and the state of the optimizer after a step, bit for bit."""
+    saved = ranks.run(_saved, 2, {"tp": 2}, kind, tmp_path)
+    most = {"tp": 4} if not tp_problems(recipe_of(kind).model, 4) else {"tp": 2, "dp_shard": 2, "zero": 3}
+    for held in [*saved, _read({}, kind, tmp_path), *ranks.run(_read, 4, most, kind, tmp_path)]:
+        assert held == saved[0]
+
+
+def _saved(layout: dict[str, Any], kind: str, folder: Path) -> dict[str, str]:
+    model, optimizer = _with_optimizer(layout, kind)
+    step_of(model, optimizer, batch_of(0), None)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with Checkpoints(folder, Saving(asynchronous=False), {}) as checkpoints:
+        checkpoints.save(1, state, {})
+    return _hashes(state)
+
+
+def _read(layout: dict[str, Any], kind: str, folder: Path) -> dict[str, str]:
+    model, optimizer = _with_optimizer(layout, kind)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with Checkpoints(folder, Saving(), {}) as checkpoints:
+        assert checkpoints.load_latest(state) is not None
+    return _hashes(state)
+
+
+def _with_optimizer(layout: dict[str, Any], kind: str) -> tuple[ParallelModel, Updates]:
+    recipe, ranks = recipe_of(kind), Ranks(Layout(**layout))
+    model = ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks)
+    return model, build_optimizer(model, recipe.optimizer)
+
+
+def _hashes(state: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {
+        f"{part}/{name}": blake3(np.ascontiguousarray(whole(value)).tobytes()).hexdigest()
+        for part, values in state.items() for name, value in values.items()
+    }  # fmt: skip
 
 
 def test_callers_of_the_model_see_whole_tensors(ranks: RankPool) -> None:

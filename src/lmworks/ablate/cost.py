@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,12 @@ from lmworks.recipe.schema.evaluate import Evaluate
 from lmworks.shards.indexed import token_dtype
 
 if TYPE_CHECKING:
+    from lmworks.recipe.schema.recipe import Recipe
     from lmworks.train.calibrate import Speed
 
 FILE = "speed.json"
-_PATIENCE = 2.0  # seconds of training steps for each sequence length
+_PATIENCE = 6.0  # seconds of training steps for each arm and sequence length, in all turns together
+_TURNS = 3
 
 
 @dataclass(frozen=True)
@@ -54,25 +57,34 @@ def flops_of(arm: Arm) -> float:
 
 
 def calibrate(runs: RunSet, arms: Sequence[Arm], threads: int) -> None:
-    """Measure how long a run of these arms takes, on their own model and optimizer with random tokens, unless that is known already."""
+    """Measure how long a run of these arms takes, on their own data, model and optimizer, unless that is known already.
+
+    The arms take turns, and the median of the turns counts: what else the machine does then slows all of them.
+    """
+    from lmworks.run.time_budget import batches_by_length
     from lmworks.run.time_estimate import fixed_work, predict_seconds
-    from lmworks.train.calibrate import measure, random_batch
+    from lmworks.train.calibrate import measure
 
     known = _known(runs.out)
-    for arm in arms:
-        if arm.name in known:
-            continue
-        recipe = arm.recipe.model_copy(update={"evaluate": Evaluate(references=False), "threads": threads})
-        lengths = dict.fromkeys(int(phase.sequence_length) for phase in recipe.train.phases)
-        rows = 4 * (recipe.train.micro_batch_sequences or 1)
-        batches = [random_batch(recipe, length, rows) for length in lengths]
-        model = recipe.model
-        speed = measure(recipe, batches, _PATIENCE, lambda length: flops_per_token(model, length).total)  # noqa: B023
+    new = [(arm, arm.recipe.model_copy(update={"evaluate": Evaluate(references=False), "threads": threads}))
+           for arm in arms if arm.name not in known]  # fmt: skip
+    speeds: dict[str, list[Speed]] = {}
+    for _ in range(_TURNS):
+        for arm, recipe in new:
+            batches = batches_by_length(recipe, runs.data_dir(arm)).values()
+            flops_of_token = partial(_flops_per_token, recipe)
+            speeds.setdefault(arm.name, []).append(measure(recipe, [*batches], _PATIENCE / _TURNS, flops_of_token))
+    for arm, recipe in new:
+        speed = sorted(speeds[arm.name], key=partial(_tokens_per_second, arm))[_TURNS // 2]
         seconds = predict_seconds(recipe, speed, fixed_work(recipe, runs.data_dir(arm)))["pretrain"]
         flops = flops_of(arm)
         seconds *= flops / flops_of(replace(arm, branch=None))
         known[arm.name] = {"seconds": seconds, "flops": flops, "tokens_per_second": _tokens_per_second(arm, speed), "threads": threads}
-        write_json(runs.out / FILE, known)
+    write_json(runs.out / FILE, known)
+
+
+def _flops_per_token(recipe: Recipe, length: int) -> float:
+    return flops_per_token(recipe.model, length).total
 
 
 def _tokens_per_second(arm: Arm, speed: Speed) -> float:

@@ -127,9 +127,9 @@ def _unequal_times(results: Results) -> Iterator[str]:
     base = {run.seed: results.seconds[run.directory] for run in results.finished(results.experiment.baseline)}
     for arm in results.experiment.arms.values():
         ratios = [results.seconds[run.directory] / base[run.seed] for run in results.finished(arm) if base.get(run.seed)]
-        if ratios and abs(ratio := median(ratios) - 1) > _SAME_TIME:
+        if ratios and abs((ratio := median(ratios)) - 1) > _SAME_TIME:
             yield (
-                f"not at equal time: {arm.name} has trained for {1 + ratio:.2f} of the baseline's time, because the speeds that its tokens "
+                f"not at equal time: {arm.name} has trained for {ratio:.2f} of the baseline's time, because the speeds that its tokens "
                 "follow from were measured in a few seconds, beside other programs or by chance; where its verdicts matter, repeat the "
                 "ablation in another --out"
             )

@@ -60,7 +60,8 @@ class Report:
     """The exports and their comparison with the model. `tensors` counts GGUF tensors that were read back and are equal bit for bit.
 
     refused: why a format is not in its place, by its name. no_gguf: why there is no file for llama.cpp under `export.gguf: auto`;
-    no_gguf_adapter: why llama.cpp cannot apply the adapters that were trained. notes: for which texts llama.cpp gives other ids.
+    no_gguf_adapter: why llama.cpp cannot apply the adapters that were trained. notes: for which texts llama.cpp gives other ids, and
+    another name of the model in its file.
     """
 
     model: str
@@ -182,7 +183,10 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
             path = directory / "model.gguf"
             gguf_.write_gguf(model, tokenizer, path, dtype, recipe.name)
             sizes["gguf"] = path.stat().st_size
-            values |= {"gguf_architecture": gguf_.architecture_for(model.config), "notes": find_rule(tokenizer).notes}
+            notes = find_rule(tokenizer).notes
+            if (stored := gguf_.stored_name(recipe.name)) != recipe.name:
+                notes += (f"the file names the model {stored}, because llama.cpp takes {recipe.name} for one with another tokenizer",)
+            values |= {"gguf_architecture": gguf_.architecture_for(model.config), "notes": notes}
             if adapter:
                 beside, name = path.with_name("adapter.gguf"), f"adapter of {_base_name(recipe, adapter.base)}"
                 try:

@@ -7,6 +7,7 @@ converter (`tests/export/test_llama_cpp.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -53,6 +54,12 @@ def gguf_writer(path: Path, architecture: str) -> Iterator[gguf.GGUFWriter]:
             writer.close()
         raise
     writer.close()
+
+
+def stored_name(name: str) -> str:
+    """A model's name as the file has it. llama.cpp takes three names for those of models whose tokenizers strip spaces beside special
+    tokens: it strips them then, or does not load a file whose vocabulary lacks their tokens."""
+    return re.sub(r"(phi)-?(?=3)|(modern)-(?=bert)", lambda found: f"{found[1] or found[2]}_", name, flags=re.IGNORECASE)
 
 
 def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torch.dtype, name: str) -> None:
@@ -182,7 +189,7 @@ def _split_latents(names: tuple[str, str], tensor: Tensor, dtype: torch.dtype, c
 def _add_general(writer: gguf.GGUFWriter, name: str, dtype: torch.dtype) -> None:
     gguf = gguf_package()
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(name)
+    writer.add_name(stored_name(name))
     writer.add_size_label(gguf.size_label(*writer.get_total_parameter_count()))
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if dtype == torch.bfloat16 else gguf.LlamaFileType.ALL_F32)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

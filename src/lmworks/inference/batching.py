@@ -59,6 +59,7 @@ class _Sequence:
     group: _DecodeBatch | None = None  # once the prompt has been read
     number: int = 0  # of its row in the cache of the group
     hit_tokens: int = 0
+    hashes: list[bytes] = field(default_factory=list)  # of its first blocks, in the prefixes
 
     @property
     def cached(self) -> int:
@@ -99,8 +100,8 @@ class Prefixes(Protocol):
     def find(self, tokens: Sequence[int], salt: str = "", past: int = 0) -> list[Piece]:
         """Entries of the first tokens, as many blocks as are known; those of layers with a window at least of the last `past` tokens."""
 
-    def keep(self, tokens: Sequence[int], cache: Cache, row: int, salt: str = "") -> None:
-        """Copy the whole blocks of a row, as far as the row holds them."""
+    def keep(self, tokens: Sequence[int], cache: Cache, row: int, salt: str, hashes: list[bytes]) -> None:
+        """Copy the whole blocks of a row, as far as the row holds them. `hashes` are those of its first blocks, to which this adds."""
 
 
 class ContinuousBatch:
@@ -275,7 +276,8 @@ class ContinuousBatch:
         rows, places = [], []
         if self.prefixes:
             for row in range(cache.rows) if self._past else ended:  # layers with a window forget what was read before the next piece
-                self.prefixes.keep(prompts[row][: cache.lengths[row]], cache, row, group.twins[row][0].salt)
+                first = group.twins[row][0]
+                self.prefixes.keep(prompts[row][: cache.lengths[row]], cache, row, first.salt, first.hashes)
         for row in ended:
             for twin in group.twins[row]:
                 self._place(twin, cache, row, len(twin.prompt) + 1)
@@ -331,7 +333,7 @@ class ContinuousBatch:
         """Free the place of a row that has ended."""
         assert row.group is not None
         if self.prefixes:
-            self.prefixes.keep((*row.prompt, *row.written[:-1]), row.group.cache, row.number, row.salt)
+            self.prefixes.keep((*row.prompt, *row.written[:-1]), row.group.cache, row.number, row.salt, row.hashes)
         self._remove(row.group, row.number)
 
     def _remove(self, group: _DecodeBatch, number: int) -> None:

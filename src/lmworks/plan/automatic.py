@@ -44,10 +44,16 @@ def this_machine(threads: int | None = None) -> Cluster:
 
 def machine_for(recipe: Recipe) -> Cluster:
     """This machine with one device for each rank of the recipe's layout: ranks on CPUs share its cores and memory."""
-    found, ranks = this_machine(recipe.threads), world_size(recipe.layout)
-    if not found.on_cpu or ranks == 1:
-        return found
-    return found.model_copy(update={"devices_per_node": ranks, "memory_gib": found.memory_gib / ranks, "tflops": found.tflops / ranks})
+    found = this_machine(recipe.threads)
+    return _with_ranks(found, world_size(recipe.layout)) if found.on_cpu else found
+
+
+def _with_ranks(host: Cluster, ranks: int) -> Cluster:
+    """A measured machine with so many ranks: each on a GPU of its own, or all on the cores and in the memory of its CPU."""
+    parts = ranks if host.on_cpu else 1
+    return host.model_copy(
+        update={"devices_per_node": ranks, "memory_gib": host.memory_gib / parts, "tflops": host.tflops / parts}
+    )
 
 
 def _cluster(name: str, count: int, memory: int, device: torch.device) -> Cluster:
@@ -120,19 +126,14 @@ def ranks_here(recipe: Recipe) -> tuple[int, str]:
     found = this_machine(recipe.threads)
     most, device = (machine.cores(), "CPU cores") if found.on_cpu else (found.devices_per_node, f"GPUs ({found.device})")
     for ranks in range(most, 1, -1):
-        memory = found.memory_gib / ranks if found.on_cpu else found.memory_gib
         with suppress(UserError):
-            layout = choose_layout(recipe, found.model_copy(update={"devices_per_node": ranks, "memory_gib": memory})).layout
+            layout = choose_layout(recipe, _with_ranks(found, ranks)).layout
             if not found.on_cpu or layout.tp * layout.pp * layout.cp == 1:
                 return ranks, f"{ranks} of {most} {device}"
     return 1, f"1 of {most} {device}"
 
 
 def devices_of(cluster: Cluster | None, ranks: int, per_host: int, threads: int | None) -> Cluster:
-    """The devices of `ranks` ranks, `per_host` on each host: like those of the cluster, or of this machine if none is given.
-
-    Ranks on CPUs share the memory of their host.
-    """
-    found = cluster or this_machine(threads)
-    memory = found.memory_gib / per_host if cluster is None and found.on_cpu else found.memory_gib
-    return found.model_copy(update={"nodes": -(-ranks // per_host), "devices_per_node": per_host, "memory_gib": memory})
+    """The devices of `ranks` ranks, `per_host` on each host: like those of the cluster, or of this machine if none is given."""
+    found = cluster or _with_ranks(this_machine(threads), per_host)
+    return found.model_copy(update={"nodes": -(-ranks // per_host), "devices_per_node": per_host})

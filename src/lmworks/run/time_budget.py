@@ -33,6 +33,7 @@ from lmworks.watch.ledger import LEDGER, Ledger, events_of
 
 if TYPE_CHECKING:
     from lmworks.parallel.mesh import Ranks
+    from lmworks.shards.batches import Batch
     from lmworks.train.calibrate import Speed
 
 EVENT = "budget"
@@ -85,27 +86,39 @@ def require_kept(recipe: Recipe, stage: str | None) -> None:
 
 def measure_speed(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> Speed:
     """Measure the speed of the recipe's own steps on a batch of each sequence length. Called on all ranks."""
-    from lmworks.shards.batches import Batches
-    from lmworks.shards.manifest import check_vocabulary
     from lmworks.train import calibrate
     from lmworks.train.step import micro_batch_of
 
-    assert recipe.model.vocab_size
-    batches = Batches(scale_budgets(recipe, 0), run_dir / "shards")
-    check_vocabulary(batches.manifest, recipe.model.vocab_size, sha256_file(run_dir / "tokenizer" / "tokenizer.json"))
-    found = {}
-    for index, phase in enumerate(batches.order.timeline.phases):
-        length = phase.sequence_length
-        if length not in found:
-            rows = min(phase.full, 4 * micro_batch_of(recipe, length) * (1 if ranks is None else ranks.size("dp")))
-            last = batches.order.timeline.first_step(index + 1) - 1  # after any batch ramp
-            found[length] = batches.batch(last, 0, min(rows, batches.order.sequences(last)[1]))
+    found = batches_by_length(recipe, run_dir, 1 if ranks is None else ranks.size("dp"))
     if recipe.tune is not None and (length := int(recipe.tune.sequence_length)) not in found:
         rows = min(int(recipe.tune.global_batch_tokens) // length, 4 * micro_batch_of(recipe, length))
         found[length] = calibrate.random_batch(recipe, length, rows)
     return calibrate.measure(
         recipe, list(found.values()), _patience(recipe), lambda length: flops_per_token(recipe.model, length).total, ranks
     )  # fmt: skip
+
+
+def batches_by_length(recipe: Recipe, run_dir: Path, data_ranks: int = 1) -> dict[int, Batch]:
+    """For each sequence length of pretraining what a step reads, of at most four micro-batches on each data rank.
+
+    Random tokens would not do: with documents as long as a row attention sees more keys than in training, and with more sequences than a
+    step has the optimizer costs less per token.
+    """
+    from lmworks.shards.batches import Batches
+    from lmworks.shards.manifest import check_vocabulary
+    from lmworks.train.step import micro_batch_of
+
+    assert recipe.model.vocab_size
+    batches = Batches(scale_budgets(recipe, 0), run_dir / "shards")
+    check_vocabulary(batches.manifest, recipe.model.vocab_size, sha256_file(run_dir / "tokenizer" / "tokenizer.json"))
+    found: dict[int, Batch] = {}
+    for index, phase in enumerate(batches.order.timeline.phases):
+        length = phase.sequence_length
+        if length not in found:
+            rows = min(phase.full, 4 * micro_batch_of(recipe, length) * data_ranks)
+            last = batches.order.timeline.first_step(index + 1) - 1  # after any batch ramp
+            found[length] = batches.batch(last, 0, min(rows, batches.order.sequences(last)[1]))
+    return found
 
 
 def _patience(recipe: Recipe) -> float:

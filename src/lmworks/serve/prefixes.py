@@ -52,9 +52,13 @@ class PrefixCache:
         self._touch(found[:usable])
         return [self._blocks[key] for key in found[:usable]]
 
-    def keep(self, tokens: Sequence[int], cache: Cache, row: int, salt: str = "") -> None:
-        """Copy what is new of a row's whole blocks, and is still there; `tokens` are those whose keys and values are in the row."""
-        keys = list(_keys(tokens, salt, self.block))[: self.max_tokens // self.block]
+    def keep(self, tokens: Sequence[int], cache: Cache, row: int, salt: str, hashes: list[bytes]) -> None:
+        """Copy what is new of a row's whole blocks, and is still there; `tokens` are those whose keys and values are in the row.
+
+        `hashes` are those of its first blocks, to which this adds: a row that is kept after each piece of its prompt is hashed once.
+        """
+        hashes += [*_keys(tokens, salt, self.block, hashes)]
+        keys = hashes[: self.max_tokens // self.block]
         for number, key in enumerate(keys):
             start, known = number * self.block, self._blocks.get(key)
             if known is None or (known.sliding is None and start >= cache.first_held(row)):
@@ -69,10 +73,10 @@ class PrefixCache:
             self._blocks.move_to_end(key)
 
 
-def _keys(tokens: Sequence[int], salt: str, size: int) -> Iterator[bytes]:
-    """The key of each whole block."""
-    key = salt.encode("utf-8", "surrogatepass")
-    for start in range(0, len(tokens) - size + 1, size):
+def _keys(tokens: Sequence[int], salt: str, size: int, before: Sequence[bytes] = ()) -> Iterator[bytes]:
+    """The key of each whole block behind those whose keys are known."""
+    key = before[-1] if before else salt.encode("utf-8", "surrogatepass")
+    for start in range(len(before) * size, len(tokens) - size + 1, size):
         block = array("q", tokens[start : start + size]).tobytes()
         key = hashlib.blake2b(block, key=hashlib.blake2b(key, digest_size=32).digest(), digest_size=32).digest()
         yield key
