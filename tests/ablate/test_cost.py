@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -12,6 +14,9 @@ from lmworks.ablate.ablate import Options, open_experiment
 from lmworks.ablate.document import cost_text
 from lmworks.ablate.run_set import prepare_data
 from lmworks.host import machine
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.shards.batch import Batch
+from lmworks.train.calibrate import Speed
 from tiny_run import Tiny
 
 SPEED = 1e9
@@ -47,3 +52,31 @@ def test_predicted_hours_and_equal_time(tiny: Tiny, tmp_path: Path, monkeypatch:
     measured = cost.cost(after, {directory: 100.0}, 1)
     assert measured.basis == "finished runs" and measured.measured_hours == pytest.approx(100 / 3600)
     assert measured.predicted_hours_of_finished == pytest.approx(cost.cost(after, {}, 1).hours / 4, rel=0.1)  # type: ignore[operator]
+
+
+def test_arms_are_measured_in_turns_on_the_batches_of_their_steps(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median of the turns counts, so that a moment in which other programs run costs no arm its tokens."""
+    file = tmp_path / "pair.yaml"
+    tree = {
+        "recipe": str(tiny.recipe), "out": str(tmp_path / "out"), "equal": "time", "seeds": 1, "budget": "16384 tokens",
+        "arms": {"small": [], "wide": ["model.intermediate_size=512"]},
+    }  # fmt: skip
+    file.write_text(yaml.safe_dump(tree, sort_keys=False))
+    experiment = open_experiment(str(file), Options())
+    prepare_data(experiment, lambda event: None, lambda line: None)
+    seen: list[tuple[int, list[np.ndarray]]] = []
+
+    def measure(recipe: Recipe, batches: Sequence[Batch], patience: float, flops: Callable[[int], float]) -> Speed:
+        seen.append((int(recipe.model.intermediate_size or 0), [batch.tokens for batch in batches]))
+        speed = SPEED * (1, 9, 3)[(len(seen) - 1) // 2]
+        return Speed({batch.tokens.shape[1]: speed for batch in batches}, speed, speed)
+
+    monkeypatch.setattr("lmworks.train.calibrate.measure", measure)
+    arms = list(experiment.arms.values())
+    cost.calibrate(experiment, arms, 1)
+    assert [width for width, _ in seen] == 3 * [int(arm.recipe.model.intermediate_size or 0) for arm in arms]
+    phases = arms[0].recipe.train.phases
+    rows = {int(phase.sequence_length): int(phase.global_batch_tokens // phase.sequence_length) for phase in reversed(phases)}
+    assert all({tokens.shape[1]: len(tokens) for tokens in batches} == rows for _, batches in seen), "as many sequences as a step has"
+    speeds = cost.speeds(experiment.out)
+    assert [speeds[arm.name] for arm in arms] == pytest.approx([3 * SPEED / (cost.flops_of(arm) / arm.tokens) for arm in arms], rel=1e-6)

@@ -1,6 +1,9 @@
 """Mistakes in contrasts, noise floors and verdicts."""
 
 MUTANTS = [
+    ("ablate.cost:calibrate", "[_TURNS // 2]", "[0]", "The median of the turns says how fast an arm is.", "ablate/test_cost.py"),
+    ("ablate.cost:calibrate", "    for _ in range(_TURNS):\n        for arm, recipe in new:",
+     "    for arm, recipe in new:\n        for _ in range(_TURNS):", "Arms are measured in turns.", "ablate/test_cost.py"),
     ("ablate.contrast:_made", "for part in parts] + [from_items]", "for part in parts]",
      "The choice of the items counts in the error of a score.", "ablate/test_contrasts.py"),
     ("ablate.contrast:contrast", "math.sqrt(2) * assumed.sd", "assumed.sd", "A difference has the variance of two arms.",

@@ -18,6 +18,8 @@ MUTANTS = [
     ("plan.counts:flops_per_token", "FROZEN if frozen else TRAINED", "TRAINED", "Frozen weights cost 4 operations per parameter and token.",
      "plan"),
     ("plan.counts:keys_seen", "(length + 1) / 2", "length", "A causal query sees half of the keys.", "plan/test_plan.py"),
+    ("plan.automatic:_with_ranks", "host.memory_gib / parts", "host.memory_gib", "Ranks on a CPU share its memory.",
+     "plan/test_automatic.py"),
     ("plan.automatic:ranks_here", "layout.tp * layout.pp * layout.cp == 1", "True", "The cores of a CPU share data only.",
      "cli/test_layout_auto.py"),
     ("plan.counts:mfu", "/ (devices * tflops * 1e12)", "/ (tflops * 1e12)", "MFU is of all devices.", "plan"),
