@@ -8,6 +8,7 @@ from torch import nn
 from lmworks.errors import UserError
 from lmworks.model.transformer import Transformer
 from lmworks.optim.groups import Group, group_parameters
+from lmworks.optim.optimizer import build_optimizer
 from lmworks.recipe.schema.model import Mla, Model, Moe, Mtp
 from lmworks.recipe.schema.train import Optimizer as Options
 from small_config import small_config
@@ -76,6 +77,21 @@ def test_names_do_not_depend_on_compilation() -> None:
     model.compile(dynamic=False)
     grouped = {name for group in group_parameters(model.named_parameters(), Options(learning_rate=0.01)) for name in group.parameters}
     assert grouped == names
+
+
+def test_kinds_of_weights_have_factors() -> None:
+    scales = {"embedding": 4.0, "head": 0.5, "matrices": 2.0, "experts": 3.0, "router": 0.25, "vectors": 5.0}
+    expected = {
+        "embedding.weight": 0.008, "head.weight": 0.001, "layers.0.attention.query.weight": 0.02, "layers.1.ffn.experts.up": 0.03,
+        "layers.1.ffn.router.weight": 0.0025, "layers.1.ffn_norm.weight": 0.01, "layers.2.attention.query.bias": 0.01,
+    }  # fmt: skip
+    groups = by_name(Transformer(MODEL), lr_scales=scales)
+    assert {name: groups[name].learning_rate for name in expected} == pytest.approx(expected)
+    model = Transformer(MODEL)
+    options = Options(learning_rate=0.01, adam_learning_rate=0.002, lr_scales=scales)
+    assert build_optimizer(model, options).learning_rates(0.5) == pytest.approx({"muon": 0.005, "adamw": 0.001}), "without the factors"
+    tied = by_name(Transformer(MODEL.model_copy(update={"tie_word_embeddings": True})), lr_scales={"embedding": 4.0})
+    assert tied["embedding.weight"].learning_rate == 0.008 and tied["norm.weight"].learning_rate == 0.002
 
 
 def test_a_missing_rate_is_named() -> None:

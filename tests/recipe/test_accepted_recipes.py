@@ -76,7 +76,7 @@ KEYS: dict[str, list[Any]] = {
     "optimizer.kind": ["adamw", "muon"], "optimizer.learning_rate": NUMBERS, "optimizer.adam_learning_rate": NUMBERS,
     "optimizer.betas": [[0.0, 0.0], [0.9, 0.95], [0.999, 0.999], [1.0, 0.9]], "optimizer.eps": NUMBERS, "optimizer.weight_decay": NUMBERS,
     "optimizer.newton_schulz_steps": [*COUNTS, 10**9], "optimizer.momentum": NUMBERS, "optimizer.max_grad_norm": NUMBERS,
-    "optimizer.ema_decay": NUMBERS,
+    "optimizer.ema_decay": NUMBERS, "optimizer.lr_scales": [{"embedding": 100.0}, {"head": 1e-9, "vectors": 30.0}, {"matrices": 7.0}],
     **{f"train.phases.{number}.{key}": values for number in (0, 1) for key, values in {
         "tokens": [*LENGTHS, "2Ki", "500 tokens"], "sequence_length": LENGTHS, "global_batch_tokens": [*LENGTHS, "96 tokens"],
         "learning_rate_scale": NUMBERS, "lr_schedule.kind": ["constant", "cosine", "linear", "wsd", "multistep"],

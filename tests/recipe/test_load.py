@@ -290,6 +290,14 @@ def test_two_bodies_of_conversations_need_two_names(write: Callable[..., Path]) 
         load_recipe(write(), [f"tune.data={data}"])
 
 
+def test_a_rate_of_weights_that_the_model_has_not_is_refused(write: Write) -> None:
+    message = refusal(write(), ["optimizer.lr_scales.experts=2", "model.moe=null"])
+    assert message.endswith("lr_scales.experts: this model has embedding, head, matrices, vectors; it has no experts, so leave this out")
+    message = refusal(write(), ["optimizer.lr_scales.head=2", "model.tie_word_embeddings=true"])
+    assert message.endswith("matrices, router, vectors; its head is the embedding (tie_word_embeddings), so leave this out")
+    assert "input should be 'embedding', 'head'" in refusal(write(), ["optimizer.lr_scales.body=2"])
+
+
 @pytest.mark.parametrize(("key", "value"), [
     ("optimizer.betas", "[1, 1]"), ("optimizer.betas", "[0.9, 1.5]"), ("optimizer.betas", "[-0.5, 0.9]"),
     ("train.phases.0.lr_schedule.milestone_fractions", "[2.0, -1.0]"), ("train.phases.0.lr_schedule.milestone_fractions", "[0.9, 0.8]"),

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lmworks.errors import UserError
+from lmworks.recipe.parameter import kind_of
 from lmworks.recipe.schema.model import is_adapter, is_convolution
 from lmworks.recipe.schema.train import Optimizer as Options
 
@@ -31,11 +32,13 @@ _MTP = re.compile(r"(?:^|\.)mtp\.\d+\.")
 
 @dataclass
 class Group:
-    """Parameters with the same optimizer and hyperparameters. `learning_rate` is the peak; the schedule's factor multiplies it."""
+    """Parameters with the same optimizer and hyperparameters. `learning_rate` is the peak; the schedule's factor multiplies it. `scale` is
+    the factor of `optimizer.lr_scales` in it."""
 
     kind: Literal["muon", "adamw"]
     learning_rate: float
     weight_decay: float
+    scale: float = 1.0
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
@@ -53,19 +56,6 @@ def is_matrix(name: str, parameter: nn.Parameter) -> bool:
     return _LAYER.search(name) is not None or _MTP.search(name) is not None
 
 
-KINDS = ("embedding", "head", "matrices", "experts", "router", "vectors")
-
-
-def kind_of(name: str, parameter: Tensor) -> int:
-    """The number in `KINDS` of what a parameter is, for statistics: vectors are norms, biases, gates and filters of convolutions; adapters
-    count by their shape."""
-    if name in ("embedding.weight", "head.weight"):
-        return KINDS.index(name.split(".")[0])
-    if parameter.ndim < 2 or name.endswith("bias") or is_convolution(name):
-        return KINDS.index("vectors")
-    return KINDS.index("router" if ".router." in name else "matrices" if parameter.ndim == 2 else "experts")
-
-
 def decays(name: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay applies: to matrices, adapters and the head; never to norms, biases and embeddings (a tied head is one)."""
     return is_matrix(name, parameter) or name == "head.weight" or is_adapter(name)
@@ -78,6 +68,7 @@ def group_parameters(
 
     With `layer_lr_decay` d and n layers, the rate of layer i is multiplied by d**(n-1-i), that of the embedding by d**n, and that
     of the final norm, the head and multi-token prediction by 1. `layers` is n, needed for a pipeline stage; by default the largest i + 1.
+    `lr_scales` multiply them besides.
     """
     named = list(named_parameters)
     if layers is None:
@@ -88,16 +79,17 @@ def group_parameters(
     if peak is None or adam_peak is None:
         missing = "learning_rate" if peak is None else "adam_learning_rate"
         raise UserError(f"optimizer.{missing} has no value; set it, or load the recipe with load_recipe, which derives it")
-    groups: dict[tuple[str, float, float], Group] = {}
+    groups: dict[tuple[str, float, float, float], Group] = {}
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
         kind: Literal["muon", "adamw"] = "muon" if options.kind == "muon" and is_matrix(name, parameter) else "adamw"
         layer = _layer(name)
         above = layers - 1 - layer if layer is not None else layers if name.startswith("embedding.") else 0
-        rate = (peak if kind == "muon" else adam_peak) * options.layer_lr_decay**above
+        scale = options.lr_scales.get(kind_of(name, parameter.ndim), 1.0)
+        rate = (peak if kind == "muon" else adam_peak) * options.layer_lr_decay**above * scale
         decay = options.weight_decay if decays(name, parameter) else 0.0
-        groups.setdefault((kind, rate, decay), Group(kind, rate, decay)).parameters[name] = parameter
+        groups.setdefault((kind, rate, decay, scale), Group(kind, rate, decay, scale)).parameters[name] = parameter
     return list(groups.values())
 
 

@@ -136,10 +136,10 @@ class Optimizer:
             parameter.grad = None
 
     def learning_rates(self, lr_factor: float = 1.0) -> dict[str, float]:
-        """The largest rate of each kind at this lr_factor, for the metrics."""
+        """The largest rate of each kind at this lr_factor, for the metrics; without `optimizer.lr_scales`."""
         rates: dict[str, float] = {}
         for group in self.groups:
-            rates[group.kind] = max(rates.get(group.kind, 0.0), lr_factor * group.learning_rate)
+            rates[group.kind] = max(rates.get(group.kind, 0.0), lr_factor * group.learning_rate / group.scale)
         return rates
 
     def state_dict(self, values: bool = True) -> dict[str, Tensor]:

@@ -20,12 +20,13 @@ from lmworks.model.moe import MoE
 from lmworks.model.transfers import HostToDevice, to_host
 from lmworks.model.transformer import Loss
 from lmworks.optim.clip import clip_gradients
-from lmworks.optim.groups import KINDS, kind_of, local, shards
+from lmworks.optim.groups import local, shards
 from lmworks.optim.optimizer import Ema
 from lmworks.parallel import context, data
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.pipeline import Pipeline, sum_by_source
 from lmworks.parallel.pipeline_stages import pipelined_micro_batch, runnable
+from lmworks.recipe.parameter import KINDS, kind_of
 from lmworks.recipe.schema.model import Model, is_adapter
 from lmworks.shards.batch import IGNORE, Batch
 from lmworks.shards.order import sequences_of_rank
@@ -280,7 +281,7 @@ class ParallelModel:
     def clip_gradients(self, max_grad_norm: float) -> tuple[Tensor, Tensor | None]:
         """Scale the gradients so that their global norm is at most `max_grad_norm` (0 leaves them unchanged); returns the norm before, and
         the sum of squares of the gradients of each of `KINDS` before, (G,), None where it is not known."""
-        kinds = {id(parameter): kind_of(name, parameter) for name, parameter in self.named_parameters()}
+        kinds = {id(parameter): KINDS.index(kind_of(name, parameter.ndim)) for name, parameter in self.named_parameters()}
         return clip_gradients(
             self.parameters(), max_grad_norm, self.ranks.world_group, self.ranks.size("weights"), self.duplicates, kinds, len(KINDS)
         )  # fmt: skip
@@ -291,7 +292,7 @@ class ParallelModel:
         held, sizes = {id(duplicate) for duplicate in self.duplicates}, [0] * len(KINDS)
         for name, parameter in self.named_parameters():
             if parameter.requires_grad and id(parameter) not in held:
-                sizes[kind_of(name, parameter)] += parameter.numel()
+                sizes[KINDS.index(kind_of(name, parameter.ndim))] += parameter.numel()
         if self.ranks.size("pp") == 1:
             return sizes
         return list(self.ranks.all_reduce(torch.tensor(sizes, device=self.device), "pp").tolist())

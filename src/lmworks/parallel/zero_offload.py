@@ -45,7 +45,7 @@ class FlatAdamW(torch.optim.Optimizer):
     def __init__(self, groups: list[Group], options: Options) -> None:
         self.betas, self.eps = options.betas, options.eps
         self.apply, self.count = False, torch.zeros(())
-        rules = [{"peak": group.learning_rate, "lr": 0.0, "weight_decay": group.weight_decay} for group in groups]
+        rules = [{"peak": group.learning_rate, "scale": group.scale, "lr": 0.0, "weight_decay": group.weight_decay} for group in groups]
         super().__init__([{"params": [*group.parameters.values()]} | rule for group, rule in zip(groups, rules, strict=True)], {})
 
     @torch.no_grad()
@@ -220,7 +220,7 @@ class ZeroOptimizer:
 
     def learning_rates(self, lr_factor: float = 1.0) -> dict[str, float]:
         """The largest learning rate at this `lr_factor`, for the metrics."""
-        return {"adamw": lr_factor * max(group["peak"] for group in self._model.flat.param_groups)}
+        return {"adamw": lr_factor * max(group["peak"] / group["scale"] for group in self._model.flat.param_groups)}
 
     def state_dict(self, values: bool = True) -> dict[str, Tensor]:
         """As `ParallelModel.state_dict`."""

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from lmworks.errors import UserError, all_refusals
 from lmworks.recipe.keys import Keys, nearest
-from lmworks.recipe.parameters import alignment_problems
+from lmworks.recipe.parameter import kind_of
+from lmworks.recipe.parameters import alignment_problems, parameters
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import LrSchedule, Phase
@@ -178,6 +179,11 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         yield ("tokenizer", "chat_template"), "a file is the template of a tokenizer that is kept; set tokenizer.as_is=true, or take brief"
     yield from deepspeed_problems(recipe)
     yield from _qk_clip_problems(recipe)
+    kinds = {kind_of(one.name, len(one.shape)) for one in parameters(model)}
+    for kind in recipe.optimizer.lr_scales:
+        if kind not in kinds:
+            why = "its head is the embedding (tie_word_embeddings)" if kind == "head" else f"it has no {kind}"
+            yield ("optimizer", "lr_scales", kind), f"this model has {', '.join(sorted(kinds))}; {why}, so leave this out"
     if model.qk_norm_blend != 1:
         yield ("model", "qk_norm_blend"), "phases set it, and it ends at 1; leave it out, and set train.phases.qk_norm_steps"
     if model.moe and model.moe.first_k_dense_replace >= model.num_hidden_layers:

@@ -131,6 +131,7 @@ def _later(key: str, *before: str, note: str = "") -> Ours:
 
 
 _PHASE, _MOE, _LAYOUT = "train.phases.NAME.", "model.moe.", "layout."
+_GROUP_RATE = _ours("optimizer.adam_learning_rate", "optimizer.lr_scales", note="lr_scales are factors on it, such as {embedding: 4}")
 _MICRO = _ours("train.micro_batch_sequences", note="it changes speed and memory only; global_batch_tokens is the batch of a step")
 _ACCUMULATION = _ours(
     _PHASE + "global_batch_tokens", "tune.global_batch_tokens", "dpo.pairs_per_step", "grpo.prompts_per_step",
@@ -276,7 +277,7 @@ FOREIGN: dict[str, dict[str, Ours]] = {
         "depth": _ours("model.num_hidden_layers", "size", note="size derives the whole model from a number of parameters"),
         "max_seq_len": _LENGTH, "device_batch_size": _MICRO, "total_batch_size": _GLOBAL, "num_iterations": _STEPS,
         "target_param_data_ratio": _ours("size", note="size derives the token budget"), "matrix_lr": _ours("optimizer.learning_rate"),
-        "embedding_lr": _ours("optimizer.adam_learning_rate"), "unembedding_lr": _ours("optimizer.adam_learning_rate"),
+        "embedding_lr": _GROUP_RATE, "unembedding_lr": _GROUP_RATE,
         "scalar_lr": _ours("optimizer.adam_learning_rate"), "warmup_ratio": _WARMUP, "warmdown_ratio": _DECAY, "final_lr_frac": _MIN_LR,
         "eval_every": _VALIDATE, "eval_tokens": _ours("train.validation_bytes_per_domain", note="in bytes, since tokenizers differ"),
         "core_metric_every": _ours("evaluate.every"), "core_metric_max_per_task": _ours("evaluate.every_items"),

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from lmworks.recipe.schema.model import is_convolution
+from lmworks.recipe.schema.train import WeightKind
 
 Component = Literal[
     "embedding", "attention", "dense ffn", "experts", "shared experts", "router", "norms", "head", "mtp projection", "latent projections",
 ]  # fmt: skip
+
+KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
+"""What weights are: for statistics, and for `optimizer.lr_scales`."""
+
+
+def kind_of(name: str, dimensions: int) -> WeightKind:
+    """What a parameter is, by its name and number of dimensions."""
+    if name == "embedding.weight":
+        return "embedding"
+    if name == "head.weight":
+        return "head"
+    if dimensions < 2 or name.endswith("bias") or is_convolution(name):
+        return "vectors"
+    return "router" if ".router." in name else "matrices" if dimensions == 2 else "experts"
 
 
 @dataclass(frozen=True)

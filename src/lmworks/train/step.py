@@ -59,7 +59,7 @@ class StepResult:
     the host wait.
 
     `applied` is whether the update was applied; `counts_LE` are the tokens per expert, `sources_S` the summed cross-entropy of each source,
-    `grad_squares_G` the sum of squares of the gradients of each kind of weight (`optim.groups.KINDS`) before clipping,
+    `grad_squares_G` the sum of squares of the gradients of each kind of weight (`recipe.parameter.KINDS`) before clipping,
     `logits_AH` the largest score of each head of each layer of attention, where they are recorded.
     """
 

@@ -376,6 +376,10 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 MOST_RATE = 10.0  # a first update moves each weight by about the rate, and weights begin near 0.02
 
 
+WeightKind = Literal["embedding", "head", "matrices", "experts", "router", "vectors"]
+"""What a weight is. Vectors are norms, biases, gates and filters of convolutions; adapters are matrices, or experts."""
+
+
 class Optimizer(Node):
     """Muon for hidden matrices and experts, AdamW for embeddings, head, norms and biases; or AdamW for all."""
 
@@ -403,6 +407,10 @@ class Optimizer(Node):
         None, gt=0, description="QK-clip (Kimi K2, arXiv:2507.20534): after a step in which a score of attention was larger than this, the "
         "query and key weights of that head are scaled down to it (Kimi K2: 100); a threshold that is never reached only measures "
         "attention/logit_max"
+    )  # fmt: skip
+    lr_scales: dict[WeightKind, Annotated[float, Field(gt=0, le=100)]] = Field(
+        default_factory=dict,
+        description="factors on the peak learning rates of kinds of weights, such as {embedding: 4}; metrics show the rates without them",
     )  # fmt: skip
     layer_lr_decay: float = Field(
         1.0, gt=0, le=1, description="layer-wise learning rate decay: rate of each layer relative to the layer above it"

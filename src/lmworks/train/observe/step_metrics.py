@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from lmworks.metrics import system
 from lmworks.model.balance import load_statistics, temperature
-from lmworks.optim.groups import KINDS
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.parameter import KINDS
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.curriculum import Curriculum, PhaseBoundary
