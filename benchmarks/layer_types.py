@@ -1,14 +1,11 @@
 """What layers of several kinds cost and remember, on a CPU.
 
     python benchmarks/layer_types.py decode
-    python benchmarks/layer_types.py copies runs/quickstart FILE
-    python benchmarks/layer_types.py recall runs/ablations/layer-types
+    python benchmarks/layer_types.py recall MODEL ... runs/ablations/layer-types
 
 `decode`: milliseconds of a token and bytes of cache and states of a row, by the length of its context: eight layers of 256 channels with
-initial weights, one thread, the arms in turn. `recall`: a segment of 24 random words comes twice, a text apart. What the runs of an
-ablation gain in bits per token on its second half the second time, by the distance. `copies`: documents of segments of 8 to 32 random
-words, each a token, that come again and again, for a source that teaches a small model to copy, which it does not learn from a few million
-tokens of text.
+initial weights, one thread, the arms in turn. `recall`: a segment of 24 random words comes twice, a text apart. What models, and the
+runs of ablations, gain in bits per token on its second half the second time, by the distance.
 """
 
 from __future__ import annotations
@@ -26,13 +23,15 @@ from pydoc_data.topics import topics
 
 import torch
 
-from lmworks import load_model, load_tokenizer
+from lmworks import load_model
 from lmworks.api.models import Model as LoadedModel
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.schema.model import Model
+from lmworks.tokenizer import Tokenizer
 
 LENGTHS = (1024, 4096, 16384, 32768)
+DISTANCES = (64, 256, 896, 2048, 4096)
 ARMS = {
     "attention": {},
     "windows 3:1": {"sliding_window": "1Ki", "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
@@ -43,8 +42,7 @@ ARMS = {
 }  # fmt: skip
 _SHAPE = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4,
           "head_dim": 64, "intermediate_size": 704}  # fmt: skip
-_PIECE, _ROUNDS, _NEEDLE, _ROWS = 1024, 15, 24, 32
-_DOCUMENTS, _DOCUMENT = 1000, 1000  # documents, and words of each
+_PIECE, _ROUNDS, _NEEDLE, _ROWS = 1024, 15, 24, 8
 
 
 @torch.no_grad()
@@ -69,35 +67,22 @@ def decode() -> None:
         print(f"| {length:,} | {' | '.join(cells)} |", flush=True)
 
 
-def recall(folder: Path) -> None:
-    distances = (64, 128, 256, 512, 896)
-    print(f"| run | {' | '.join(f'{distance} tokens' for distance in distances)} |\n|---|{'---|' * len(distances)}")
-    for run in sorted(folder.glob("arms/*/seed-*")):
-        model, tokenizer = load_model(run), load_tokenizer(run)
-        text, words = tokenizer.encode("\n".join(topics.values())), [*_words(run)]
-        gains = (statistics.mean(_gains(model, text, words, distance)) for distance in distances)
-        print(f"| {run.parent.name}, {run.name} | {' | '.join(f'{gain:.2f}' for gain in gains)} |", flush=True)
+def recall(*places: Path) -> None:
+    print(f"| model | {' | '.join(f'{distance:,} tokens' for distance in DISTANCES)} |\n|---|{'---|' * len(DISTANCES)}")
+    for place in places:
+        for where in sorted(place.glob("arms/*/seed-*")) or [place]:
+            model = load_model(where)
+            text, words = model.tokenizer.encode("\n".join(topics.values())), _words(model.tokenizer)
+            context = model.context or int(model.config.max_position_embeddings or 0)
+            fitting = [distance for distance in DISTANCES if distance + 2 * _NEEDLE <= context]
+            gains = [f"{statistics.mean(_gains(model, text, words, distance)):.2f}" for distance in fitting]
+            print(f"| {where.relative_to(place) if where != place else model.name} | {' | '.join(gains)} |", flush=True)
 
 
-def copies(run: Path, file: Path) -> None:
-    draw, words = random.Random(5), [*_words(run).values()]
-    with open(file, "w", encoding="utf-8") as out:
-        for _ in range(_DOCUMENTS):
-            segments: list[list[str]] = []
-            text: list[str] = []
-            while len(text) < _DOCUMENT:
-                if not segments or draw.random() < 0.4:
-                    segments.append(draw.choices(words, k=draw.randint(8, 32)))
-                    text += segments[-1]
-                else:
-                    text += draw.choice(segments)
-            out.write(json.dumps({"text": " " + " ".join(text)}) + "\n")
-
-
-def _words(run: Path) -> dict[int, str]:
-    """The tokens of a byte-level vocabulary that are a space and a word, by id."""
-    vocabulary = json.loads((run / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    return {number: token[1:] for token, number in vocabulary.items() if re.fullmatch("Ġ[a-z]{3,}", token)}
+def _words(tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a vocabulary that are a space and a word."""
+    vocabulary = json.loads((tokenizer.directory / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    return [number for token, number in vocabulary.items() if re.fullmatch("[Ġ▁][a-z]{3,}", token)]
 
 
 def _gains(model: LoadedModel, text: list[int], words: list[int], distance: int) -> Iterator[float]:
@@ -111,7 +96,7 @@ def _gains(model: LoadedModel, text: list[int], words: list[int], distance: int)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["decode", "copies", "recall"])
+    parser.add_argument("what", choices=["decode", "recall"])
     parser.add_argument("paths", nargs="*", type=Path)
     options = parser.parse_args()
-    {"decode": decode, "copies": copies, "recall": recall}[options.what](*options.paths)
+    {"decode": decode, "recall": recall}[options.what](*options.paths)

@@ -179,9 +179,9 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         yield ("tokenizer", "chat_template"), "a file is the template of a tokenizer that is kept; set tokenizer.as_is=true, or take brief"
     yield from deepspeed_problems(recipe)
     yield from _qk_clip_problems(recipe)
-    kinds = {kind_of(one.name, len(one.shape)) for one in parameters(model)}
-    for kind in recipe.optimizer.lr_scales:
-        if kind not in kinds:
+    if scales := recipe.optimizer.lr_scales:
+        kinds = {kind_of(one.name, len(one.shape)) for one in parameters(model)}
+        for kind in scales.keys() - kinds:
             why = "its head is the embedding (tie_word_embeddings)" if kind == "head" else f"it has no {kind}"
             yield ("optimizer", "lr_scales", kind), f"this model has {', '.join(sorted(kinds))}; {why}, so leave this out"
     if model.qk_norm_blend != 1:
