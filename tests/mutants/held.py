@@ -270,7 +270,12 @@ class _Session:
         old, new = ([*_code_objects(compile(text, path, "exec", dont_inherit=True))] for text in (before, after))
         if [one.co_qualname for one in old] != [one.co_qualname for one in new]:
             return []
-        changed = {one: other for one, other in zip(old, new, strict=True) if one != other}
+        pairs = [*zip(old, new, strict=True)]
+        live = {one.__code__ for one in self.functions if one.__code__.co_filename == path}
+        of_calls = {part for code in live for part in _code_objects(code)}
+        if any(_content(one) != _content(other) for one, other in pairs if one not in of_calls):
+            return []  # in what runs when the module is imported
+        changed = {one: other for one, other in pairs if [*map(_content, _code_objects(one))] != [*map(_content, _code_objects(other))]}
         return [(one, changed[one.__code__]) for one in self.functions if one.__code__.co_filename == path and one.__code__ in changed]
 
 
@@ -279,6 +284,13 @@ def _code_objects(code: CodeType) -> Iterator[CodeType]:
     for one in code.co_consts:
         if isinstance(one, CodeType):
             yield from _code_objects(one)
+
+
+def _content(code: CodeType) -> list[Any]:
+    """What a code object does, without the lines that it is in and the code objects in it."""
+    constants = [repr(one) for one in code.co_consts if not isinstance(one, CodeType)]
+    names = [code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars]
+    return [code.co_code, code.co_exceptiontable, code.co_flags, code.co_argcount, code.co_kwonlyargcount, *names, *constants]
 
 
 def _wait(process: psutil.Process, seconds: float) -> str | None:

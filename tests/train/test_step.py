@@ -12,9 +12,9 @@ import torch
 
 from lmworks.model import Transformer
 from lmworks.optim.clip import LossScaler
-from lmworks.optim.groups import KINDS, kind_of
 from lmworks.optim.optimizer import Optimizer, build_optimizer
 from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.parameter import KINDS, kind_of
 from lmworks.shards.batch import IGNORE, Batch
 from lmworks.shards.batches import Batches
 from lmworks.train.build import build_model
@@ -354,11 +354,12 @@ def test_gradients_and_ends_are_measured_before_clipping(tiny: Tiny, batch: Batc
     assert clipped.grad_squares_G is not None and torch.equal(clipped.grad_squares_G, unclipped.grad_squares_G)
     squares = [0.0] * len(KINDS)
     for name, gradient in gradients(model).items():
-        squares[kind_of(name, gradient)] += float(gradient.double().square().sum())
+        squares[KINDS.index(kind_of(name, gradient.ndim))] += float(gradient.double().square().sum())
     np.testing.assert_allclose(clipped.grad_squares_G.numpy(), squares, rtol=1e-5)
     assert sum(squares) == pytest.approx(float(clipped.grad_norm) ** 2, rel=1e-5)
     assert all(squares), "the model has all kinds"
-    assert model.trained_by_kind == [sum(p.numel() for n, p in model.named_parameters() if kind_of(n, p) == k) for k in range(len(KINDS))]
+    sizes = {kind: sum(p.numel() for n, p in model.named_parameters() if kind_of(n, p.ndim) == kind) for kind in KINDS}
+    assert model.trained_by_kind == [*sizes.values()]
     ends = [float(parameter.detach().norm()) for name, parameter in model.named_parameters() if name in ("embedding.weight", "head.weight")]
     found = model.end_norms()
     assert found is not None

@@ -51,9 +51,7 @@ def machine_for(recipe: Recipe) -> Cluster:
 def _with_ranks(host: Cluster, ranks: int) -> Cluster:
     """A measured machine with so many ranks: each on a GPU of its own, or all on the cores and in the memory of its CPU."""
     parts = ranks if host.on_cpu else 1
-    return host.model_copy(
-        update={"devices_per_node": ranks, "memory_gib": host.memory_gib / parts, "tflops": host.tflops / parts}
-    )
+    return host.model_copy(update={"devices_per_node": ranks, "memory_gib": host.memory_gib / parts, "tflops": host.tflops / parts})
 
 
 def _cluster(name: str, count: int, memory: int, device: torch.device) -> Cluster:

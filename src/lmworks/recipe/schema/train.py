@@ -410,7 +410,8 @@ class Optimizer(Node):
     )  # fmt: skip
     lr_scales: dict[WeightKind, Annotated[float, Field(gt=0, le=100)]] = Field(
         default_factory=dict,
-        description="factors on the peak learning rates of kinds of weights, such as {embedding: 4}; metrics show the rates without them",
+        description="factors on the peak learning rates of embedding, head, matrices, experts, router and vectors (norms, biases), such as "
+        "{embedding: 4}; metrics show the rates without them",
     )  # fmt: skip
     layer_lr_decay: float = Field(
         1.0, gt=0, le=1, description="layer-wise learning rate decay: rate of each layer relative to the layer above it"
