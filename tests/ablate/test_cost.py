@@ -22,22 +22,28 @@ from tiny_run import Tiny
 SPEED = 1e9
 
 
-def test_predicted_hours_and_equal_time(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine of known speed an arm with more operations per token gets fewer tokens, and all take as long."""
-    monkeypatch.setenv(machine.VARIABLE, f"speed={SPEED},cores=1")
-    file = tmp_path / "pair.yaml"
+def pair(tiny: Tiny, folder: Path) -> str:
+    """The file of an ablation of two arms in equal time, of which one has more operations per token."""
+    file = folder / "pair.yaml"
     tree = {
-        "recipe": str(tiny.recipe), "out": str(tmp_path / "out"), "equal": "time", "seeds": 2, "budget": "16384 tokens",
+        "recipe": str(tiny.recipe), "out": str(folder / "out"), "equal": "time", "seeds": 2, "budget": "16384 tokens",
         "arms": {"small": [], "wide": ["model.intermediate_size=512"]},
     }  # fmt: skip
     file.write_text(yaml.safe_dump(tree, sort_keys=False))
-    before = open_experiment(str(file), Options())
+    return str(file)
+
+
+def test_predicted_hours_and_equal_time(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of known speed an arm with more operations per token gets fewer tokens, and all take as long."""
+    monkeypatch.setenv(machine.VARIABLE, f"speed={SPEED},cores=1")
+    file = pair(tiny, tmp_path)
+    before = open_experiment(file, Options())
     assert before.arms["wide"].tokens == before.arms["small"].tokens
     assert cost.cost(before, {}, 1).hours is None, "nothing has been measured"
     prepare_data(before, lambda event: None, lambda line: None)
     cost.calibrate(before, list(before.arms.values()), 1)
 
-    after = open_experiment(str(file), Options())
+    after = open_experiment(file, Options())
     small, wide = after.arms.values()
     flops = {arm.name: cost.flops_of(arm) for arm in (small, wide)}
     assert small.tokens == before.arms["small"].tokens and wide.tokens < 0.75 * small.tokens
@@ -56,13 +62,7 @@ def test_predicted_hours_and_equal_time(tiny: Tiny, tmp_path: Path, monkeypatch:
 
 def test_arms_are_measured_in_turns_on_the_batches_of_their_steps(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The median of the turns counts, so that a moment in which other programs run costs no arm its tokens."""
-    file = tmp_path / "pair.yaml"
-    tree = {
-        "recipe": str(tiny.recipe), "out": str(tmp_path / "out"), "equal": "time", "seeds": 1, "budget": "16384 tokens",
-        "arms": {"small": [], "wide": ["model.intermediate_size=512"]},
-    }  # fmt: skip
-    file.write_text(yaml.safe_dump(tree, sort_keys=False))
-    experiment = open_experiment(str(file), Options())
+    experiment = open_experiment(pair(tiny, tmp_path), Options())
     prepare_data(experiment, lambda event: None, lambda line: None)
     seen: list[tuple[int, list[np.ndarray]]] = []
 

@@ -134,6 +134,14 @@ def test_bf16_halves_the_files_and_keeps_the_selection_bias(glm: Any, tmp_path: 
     assert found["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
 
 
+def test_the_name_that_the_gguf_file_has_in_place_of_a_models_is_told(glm: Any, tmp_path: Path) -> None:
+    """llama.cpp would take it for that of a model with another tokenizer."""
+    recipe = with_export(glm.recipe, huggingface=False).model_copy(update={"name": "my-phi3"})
+    told = "the file names the model my-phi_3, because llama.cpp takes my-phi3 for one with another tokenizer"
+    assert export(recipe, glm.directory, tmp_path / "named").notes[-1:] == (told,)
+    assert export(with_export(glm.recipe, huggingface=False), glm.directory, tmp_path / "plain").notes == ()
+
+
 @pytest.mark.parametrize(
     ("name", "architecture", "gguf"),
     [

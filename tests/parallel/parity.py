@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from torch.distributed.tensor import DTensor
 
 from lmworks.model.init import normal_part
@@ -225,6 +227,11 @@ def alone_16bit(kind: str, precision: str = "bf16") -> tuple[Trained, Trained]:
 def whole(tensor: torch.Tensor) -> np.ndarray:
     found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return found.detach().numpy().copy()
+
+
+def hashes(state: Mapping[str, Any]) -> dict[str, str]:
+    """A hash of the bits of each whole tensor."""
+    return {name: blake3(np.ascontiguousarray(whole(value)).tobytes()).hexdigest() for name, value in state.items()}
 
 
 def compare(expected: Trained, found: list[Trained], tolerance: float = 1e-5, of_update: float = 2e-3) -> None:

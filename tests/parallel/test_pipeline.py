@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from blake3 import blake3
 from torch.distributed.pipelining import PipelineStage
 
 from lmworks.checkpoint.checkpoints import Checkpoints
@@ -24,7 +23,7 @@ from lmworks.parallel.pipeline_stages import bubble, micro_batches_in_flight
 from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.recipe.schema.layout import Layout, world_size
 from lmworks.shards.batch import IGNORE
-from parallel.parity import Trained, alone, batch_of, compare, recipe_of, train, whole
+from parallel.parity import Trained, alone, batch_of, compare, hashes, recipe_of, train
 from rank_pool import RankPool
 
 KINDS = ("dense", "tied", "moe", "mla", "mtp")
@@ -180,7 +179,7 @@ def _round_trip(layout: dict[str, Any], into: Path, other: Path) -> dict[str, st
             parameter.zero_()
     with Checkpoints(other, Options(asynchronous=False), {}) as checkpoints:
         assert checkpoints.load_latest(state) is not None
-    return {name: blake3(np.ascontiguousarray(whole(value)).tobytes()).hexdigest() for name, value in state["model"].items()}
+    return hashes(state["model"])
 
 
 Action = tuple[str, int, int]  # F, B, or I and W for the halves of B; stage; micro-batch

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from blake3 import blake3
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
@@ -20,7 +18,7 @@ from lmworks.parallel.parallelize import build
 from lmworks.recipe.mixers import tp_problems
 from lmworks.recipe.schema.artifacts import Checkpoints as Saving
 from lmworks.recipe.schema.layout import Layout, world_size
-from parallel.parity import alone, batch_of, compare, recipe_of, step_of, train, whole
+from parallel.parity import alone, batch_of, compare, hashes, model_of, recipe_of, step_of, train
 from rank_pool import RankPool
 
 FAST: list[tuple[dict[str, Any], str]] = [
@@ -96,11 +94,12 @@ def test_a_checkpoint_is_read_on_another_number_of_ranks(ranks: RankPool, kind: 
 
 def _saved(layout: dict[str, Any], kind: str, folder: Path) -> dict[str, str]:
     model, optimizer = _with_optimizer(layout, kind)
+    model.train()
     step_of(model, optimizer, batch_of(0), None)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     with Checkpoints(folder, Saving(asynchronous=False), {}) as checkpoints:
         checkpoints.save(1, state, {})
-    return _hashes(state)
+    return hashes(state["model"] | state["optimizer"])
 
 
 def _read(layout: dict[str, Any], kind: str, folder: Path) -> dict[str, str]:
@@ -108,20 +107,12 @@ def _read(layout: dict[str, Any], kind: str, folder: Path) -> dict[str, str]:
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     with Checkpoints(folder, Saving(), {}) as checkpoints:
         assert checkpoints.load_latest(state) is not None
-    return _hashes(state)
+    return hashes(state["model"] | state["optimizer"])
 
 
 def _with_optimizer(layout: dict[str, Any], kind: str) -> tuple[ParallelModel, Updates]:
-    recipe, ranks = recipe_of(kind), Ranks(Layout(**layout))
-    model = ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks)
-    return model, build_optimizer(model, recipe.optimizer)
-
-
-def _hashes(state: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {
-        f"{part}/{name}": blake3(np.ascontiguousarray(whole(value)).tobytes()).hexdigest()
-        for part, values in state.items() for name, value in values.items()
-    }  # fmt: skip
+    model, _ = model_of(kind, Ranks(Layout(**layout)))
+    return model, build_optimizer(model, recipe_of(kind).optimizer)
 
 
 def test_callers_of_the_model_see_whole_tensors(ranks: RankPool) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lmworks.train.calibrate import Speed
 
 FILE = "speed.json"
-_PATIENCE = 6.0  # seconds of training steps for each arm and sequence length, in all turns together
+_PATIENCE = 2.0  # seconds of training steps for each arm and sequence length in a turn
 _TURNS = 3
 
 
@@ -68,12 +68,12 @@ def calibrate(runs: RunSet, arms: Sequence[Arm], threads: int) -> None:
     known = _known(runs.out)
     new = [(arm, arm.recipe.model_copy(update={"evaluate": Evaluate(references=False), "threads": threads}))
            for arm in arms if arm.name not in known]  # fmt: skip
-    speeds: dict[str, list[Speed]] = {}
+    batches = {arm.name: [*batches_by_length(recipe, runs.data_dir(arm)).values()] for arm, recipe in new}
+    speeds: dict[str, list[Speed]] = {arm.name: [] for arm, _ in new}
     for _ in range(_TURNS):
         for arm, recipe in new:
-            batches = batches_by_length(recipe, runs.data_dir(arm)).values()
             flops_of_token = partial(_flops_per_token, recipe)
-            speeds.setdefault(arm.name, []).append(measure(recipe, [*batches], _PATIENCE / _TURNS, flops_of_token))
+            speeds[arm.name].append(measure(recipe, batches[arm.name], _PATIENCE, flops_of_token))
     for arm, recipe in new:
         speed = sorted(speeds[arm.name], key=partial(_tokens_per_second, arm))[_TURNS // 2]
         seconds = predict_seconds(recipe, speed, fixed_work(recipe, runs.data_dir(arm)))["pretrain"]

@@ -181,7 +181,7 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     yield from _qk_clip_problems(recipe)
     if scales := recipe.optimizer.lr_scales:
         kinds = {kind_of(one.name, len(one.shape)) for one in parameters(model)}
-        for kind in scales.keys() - kinds:
+        for kind in (one for one in scales if one not in kinds):
             why = "its head is the embedding (tie_word_embeddings)" if kind == "head" else f"it has no {kind}"
             yield ("optimizer", "lr_scales", kind), f"this model has {', '.join(sorted(kinds))}; {why}, so leave this out"
     if model.qk_norm_blend != 1:

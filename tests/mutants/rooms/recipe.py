@@ -1,8 +1,8 @@
 """Mistakes in units and in what is derived from a recipe."""
 
 MUTANTS = [
-    ("recipe.checks:problems", "scales.keys() - kinds", "set()", "A factor on the rate of weights that a model has not is refused.",
-     "recipe/test_load.py"),
+    ("recipe.checks:problems", "(one for one in scales if one not in kinds)", "()",
+     "A factor on the rate of weights that a model has not is refused.", "recipe/test_load.py"),
     ("recipe.parameters:counted_parameters", "((parameter, number) for parameter in layer_parameters(model, layer))",
      "((parameter, 1) for parameter in layer_parameters(model, layer))", "Layers of one kind are counted as often as they are there.",
      "plan/test_counts.py"),
