@@ -50,12 +50,18 @@ def test_all_ranks_choose_the_same(ranks: RankPool, layout: dict[str, Any]) -> N
 @pytest.mark.slow
 def test_another_choice_than_that_of_one_process_is_a_near_tie(ranks: RankPool) -> None:
     """Sums of shares are rounded to bf16 elsewhere than whole sums, by 2^-8 of a term: gates that are nearer than some of that may change
-    places. Everything else is chosen alike."""
+    places. Everything else is chosen alike. Compared as far as both compute the same: in the first step, whose weights are the same, and in
+    each micro-batch up to the first layer that differs, as another expert gives another state to all layers behind it."""
     expected, found = _choices({})[0], ranks.run(_choices, 2, {"tp": 2})[0][0]
-    first = slice(0, ROWS * SPARSE)  # of the first step, from the same weights
-    gates_NE, experts_NK = (np.concatenate(parts) for parts in zip(*expected[first], strict=True))
-    other_NK = np.concatenate([experts for _, experts in found[first]])
-    differs_N = (experts_NK != other_NK).any(-1)
-    lost, won = (np.take_along_axis(gates_NE[differs_N], chosen[differs_N], -1).min(-1) for chosen in (experts_NK, other_NK))
-    assert (lost - won < 2**-5).all()
-    assert differs_N.mean() < 0.05
+    first = len(expected) // STEPS
+    compared = differing = 0
+    for micro_batch in range(0, first, SPARSE):
+        for (gates_NE, experts_NK), (other_NE, other_NK) in list(zip(expected, found, strict=True))[micro_batch : micro_batch + SPARSE]:
+            np.testing.assert_allclose(other_NE, gates_NE, rtol=0, atol=2**-6)
+            differs_N = (experts_NK != other_NK).any(-1)
+            kept, other = (np.take_along_axis(gates_NE[differs_N], chosen[differs_N], -1).sum(-1) for chosen in (experts_NK, other_NK))
+            assert (kept - other < 2**-6).all()
+            compared, differing = compared + len(differs_N), differing + int(differs_N.sum())
+            if differs_N.any():
+                break
+    assert compared >= len(expected[0][0]) * first // SPARSE and differing < 0.05 * compared

@@ -111,7 +111,7 @@ def test_a_run_that_is_asked_tells_of_its_layers(tiny: Tiny, tmp_path: Path) -> 
 
 
 def test_a_sample_of_the_weights_stands_for_all(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates of which half of the elements are none: estimated from a part of each tensor as from all, with a copy that is bounded."""
+    """Updates of which three quarters of the elements are none: estimated from a part of each tensor as from all, with a copy that is bounded."""
     monkeypatch.setattr("lmworks.train.observe.layer_statistics._SAMPLED", 500)
     recipe = tiny.resolve().recipe
     found = build_model(recipe)
@@ -121,12 +121,12 @@ def test_a_sample_of_the_weights_stands_for_all(tiny: Tiny, monkeypatch: pytest.
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in found.parameters():
-            moved = torch.rand(parameter.shape, generator=generator) < 0.5
+            moved = torch.rand(parameter.shape, generator=generator) < 0.25
             parameter += moved * 0.01 * torch.randn(parameter.shape, generator=generator)
     exact, sampled = (statistics[whole].metrics(batch) for whole in (True, False))
     assert exact.keys() == sampled.keys() and exact["optim/weight_norm"] == sampled["optim/weight_norm"]
-    assert exact["optim/unchanged_weights"] == pytest.approx(0.5, abs=0.01)
-    assert sampled["optim/unchanged_weights"] == pytest.approx(0.5, abs=0.05)
+    assert exact["optim/unchanged_weights"] == pytest.approx(0.75, abs=0.01)
+    assert sampled["optim/unchanged_weights"] == pytest.approx(0.75, abs=0.05)
     for name in ("optim/update_ratio", *(f"layers/{layer}/update_ratio" for layer in range(recipe.model.num_hidden_layers or 0))):
         assert sampled[name] == pytest.approx(exact[name], rel=0.15)
 
