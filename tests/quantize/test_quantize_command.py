@@ -69,6 +69,14 @@ def test_a_result_is_certified_and_the_model_untouched(lmworks: Lmworks, run: An
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gguf-q8_0", "quantization.html", "quantization.json"]
 
 
+def test_a_certificate_tells_the_name_that_the_file_has_in_place_of_the_models(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    named = shutil.copytree(run.directory, tmp_path / "my-phi3")
+    done = lmworks("quantize", named, "--to", "gguf-q8_0", "--out", tmp_path / "out", "--tokens", "280", "--json")
+    assert done.code == 0, done.err
+    told = "the file names the model my-phi_3, because llama.cpp takes my-phi3 for one with another tokenizer"
+    assert told in json.loads(done.out)["results"][0]["warnings"]
+
+
 def test_a_certified_result_is_kept_until_something_changes(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
     made = tmp_path / "gguf-q8_0" / "model.gguf"
     times = []

@@ -183,9 +183,7 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
             path = directory / "model.gguf"
             gguf_.write_gguf(model, tokenizer, path, dtype, recipe.name)
             sizes["gguf"] = path.stat().st_size
-            notes = find_rule(tokenizer).notes
-            if (stored := gguf_.stored_name(recipe.name)) != recipe.name:
-                notes += (f"the file names the model {stored}, because llama.cpp takes {recipe.name} for one with another tokenizer",)
+            notes = gguf_.notes(tokenizer, recipe.name)
             values |= {"gguf_architecture": gguf_.architecture_for(model.config), "notes": notes}
             if adapter:
                 beside, name = path.with_name("adapter.gguf"), f"adapter of {_base_name(recipe, adapter.base)}"

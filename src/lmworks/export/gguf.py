@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.export.gguf_tokenizer import add_tokenizer
+from lmworks.export.gguf_tokenizer import add_tokenizer, find_rule
 from lmworks.inference.generate import SAMPLING
 from lmworks.io.files import atomic_path, final_name
 from lmworks.model import Transformer
@@ -60,6 +60,14 @@ def stored_name(name: str) -> str:
     """A model's name as the file has it. llama.cpp takes three names for those of models whose tokenizers strip spaces beside special
     tokens: it strips them then, or does not load a file whose vocabulary lacks their tokens."""
     return re.sub(r"(phi)-?(?=3)|(modern)-(?=bert)", lambda found: f"{found[1] or found[2]}_", name, flags=re.IGNORECASE)
+
+
+def notes(tokenizer: Tokenizer, name: str) -> tuple[str, ...]:
+    """What a file says otherwise than the model: of its tokenizer, and its name. Raises `UserError` for a tokenizer that llama.cpp lacks."""
+    found = find_rule(tokenizer).notes
+    if (stored := stored_name(name)) != name:
+        found += (f"the file names the model {stored}, because llama.cpp takes {name} for one with another tokenizer",)
+    return found
 
 
 def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torch.dtype, name: str) -> None:

@@ -123,6 +123,7 @@ def gguf_evidence(scheme: Scheme, job: Job) -> Evidence:
     evidence = Evidence(
         made_by, "", target.stat().st_size, original.stat().st_size, records, None, gguf.check_fields(job.source, original, target),
         calibration={"used": False, "why": "the scheme needs no calibration"}, mtp=gguf.mtp(job.source.model),
+        notes=gguf.notes_of(job.source),
     )  # fmt: skip
     if _is_lost(records, evidence):
         return evidence

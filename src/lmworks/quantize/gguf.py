@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.export.gguf import check_gguf, gguf_writer, load_gguf, write_gguf
+from lmworks.export.gguf import check_gguf, gguf_writer, load_gguf, notes, write_gguf
 from lmworks.host import machine
 from lmworks.io.files import full_disk, is_full_disk
 from lmworks.model import Transformer
@@ -39,8 +39,17 @@ def find_llama(scheme: Scheme, given: Sequence[Path]) -> Path | None:
 
 def write_original(source: Source, path: Path) -> None:
     """The unquantized file, read back and compared bit for bit."""
-    write_gguf(source.model, source.opened.tokenizer, path, source.dtype, source.opened.name.partition("@")[0])
+    write_gguf(source.model, source.opened.tokenizer, path, source.dtype, _name(source))
     check_gguf(source.model, path, source.dtype)
+
+
+def notes_of(source: Source) -> list[str]:
+    """What the file says otherwise than the model."""
+    return list(notes(source.opened.tokenizer, _name(source)))
+
+
+def _name(source: Source) -> str:
+    return source.opened.name.partition("@")[0]
 
 
 def quantize(scheme: Scheme, original: Path, target: Path, python: Path | None) -> str:
