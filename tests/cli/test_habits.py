@@ -69,10 +69,27 @@ def test_the_table_leads_to_commands_and_keys_that_exist_and_to_one_each() -> No
         ("plan r.yaml --gpus 8xh100", "plan r.yaml --cluster 8xh100"),
         ("sft --config r.yaml seed=3", "tune r.yaml --set seed=3"),
         ("run 'my recipe.yaml' seed=3", "run 'my recipe.yaml' --set seed=3"),
+        ("run r.yaml --weight-decay 0.1 --max_grad_norm=2", "run r.yaml --set optimizer.weight_decay=0.1 --set optimizer.max_grad_norm=2"),
+        ("run r.yaml --output-dir x --resume-from-checkpoint x/7", "run r.yaml --set run_dir=x"),
+        ("sft r.yaml --max-length 512 --lora-r 8", "tune r.yaml --set tune.sequence_length=512 --set tune.lora.rank=8"),
     ],
 )
 def test_habits_are_answered_with_the_right_command(lmworks: Lmworks, typed: str, right: str) -> None:
     assert lmworks(*shlex.split(typed)).error.endswith(f"; write: lmworks {right}")
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("--max-length 512", "train.phases.NAME.sequence_length or tune.sequence_length or dpo.sequence_length or grpo.sequence_length"),
+        ("--save-steps=100", "train.save_every; such as 500 steps or 10%"),
+        ("--bf16", "train.precision"),
+    ],
+)
+def test_an_option_of_several_keys_or_another_unit_is_not_guessed(lmworks: Lmworks, option: str, instead: str) -> None:
+    """Nor one without its value: a command that leaves out what was given would be run as it is."""
+    name = option.partition("=")[0].split()[0]
+    assert lmworks("run", "r.yaml", *option.split()).error == f"{name} is not an option: use {instead}"
 
 
 def test_what_nobody_knows_is_refused_as_before(lmworks: Lmworks) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmworks.model.router import Router
-from parallel.parity import ROWS, STEPS, train
+from parallel.parity import STEPS, train
 from rank_pool import RankPool
 
 SPARSE = 3  # layers

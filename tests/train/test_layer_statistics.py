@@ -111,7 +111,8 @@ def test_a_run_that_is_asked_tells_of_its_layers(tiny: Tiny, tmp_path: Path) -> 
 
 
 def test_a_sample_of_the_weights_stands_for_all(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates of which three quarters of the elements are none: estimated from a part of each tensor as from all, with a copy that is bounded."""
+    """Updates of which three quarters of the elements are none: estimated from a part of each tensor as from all, with a copy that is
+    bounded."""
     monkeypatch.setattr("lmworks.train.observe.layer_statistics._SAMPLED", 500)
     recipe = tiny.resolve().recipe
     found = build_model(recipe)

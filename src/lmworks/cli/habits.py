@@ -45,14 +45,15 @@ _COMMAND_OF = {word: command for command, words in WORDS.items() for word in wor
 POSITIONAL = {"--recipe", "--config", "-c", "--config-file", "--config-name", "--config-path", "--cfg", "--yaml", "--job.config-file"}
 """Options whose value is the recipe, which is an argument here."""
 KEYS = {
-    "run_dir": "output-dir out-dir run-dir save-dir save output", "start_from": "model model-name-or-path base-model model-path pretrained",
+    "run_dir": "out-dir run-dir save-dir save output", "start_from": "model model-path pretrained",
     "optimizer.learning_rate": "lr learning-rate", "train.precision": "dtype precision mixed-precision", "seed": "random-seed seed",
     "tune.epochs": "epochs num-epochs num-train-epochs n-epochs", "threads": "num-threads threads workers",
 }  # fmt: skip
-"""A key of the recipe: the options that mean it, without their dashes."""
+"""A key of the recipe: the options that mean it, without their dashes. Others are looked up among the keys of other tools
+(`recipe/names.py`), some of which mean one of several keys, or another unit."""
 _KEY_OF = {f"--{word}": key for key, words in KEYS.items() for word in words.split()}
 NEEDLESS = {
-    "--resume": "a run resumes by itself", "--resume-from-checkpoint": "a run resumes by itself", "--continue": "a run resumes by itself",
+    "--resume": "a run resumes by itself", "--continue": "a run resumes by itself",
     "--verbose": "--debug shows the traceback of an error", "-v": "--debug shows the traceback of an error",
 }  # fmt: skip
 RANKS = {"--gpus", "--num-gpus", "--n-gpus", "--ngpus", "--nproc-per-node", "--num-processes", "--nproc", "--world-size", "-np"}
@@ -86,11 +87,13 @@ def answer(arguments: Sequence[str], group: Any) -> str | None:
         command = command.commands[words[place]]
         place += 1
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    path, rest, ranks = words[:place], _options(words[place:], known, words[:place], said), ""
+    path, ranks = words[:place], ""
+    rest, whole = _options(words[place:], known, path, said)
     if rest and rest[0].startswith("\0"):
         ranks, rest = rest[0][1:], rest[1:]
         path, rest = (["launch", "local"], [*rest, "--ranks", ranks]) if path != ["plan"] else (path, [*rest, "--cluster", ranks])
-    return f"{'; '.join(said)}; write: {shlex.join(['lmworks', *path, *rest])}" if said else None
+    written = f"; write: {shlex.join(['lmworks', *path, *rest])}" if whole else ""
+    return f"{'; '.join(said)}{written}" if said else None
 
 
 def _of_stage(key: str | None, path: list[str]) -> str | None:
@@ -106,13 +109,15 @@ def _of_stage(key: str | None, path: list[str]) -> str | None:
     return None if key.partition(".")[0] == "tune" else key
 
 
-def _options(words: list[str], known: set[str], path: list[str], said: list[str]) -> list[str]:
-    """The words behind a command with its own options in place of habitual ones, each of which is named in `said`. A number of processes
-    comes first, behind a zero byte."""
+def _options(words: list[str], known: set[str], path: list[str], said: list[str]) -> tuple[list[str], bool]:
+    """The words behind a command with its own options in place of habitual ones, each of which is named in `said`; and whether all are
+    there: one that stands for several keys, or for one in another unit, is left to the user. A number of processes comes first, behind a
+    zero byte."""
+    from lmworks.recipe.keys import advice, of_another_tool
     from lmworks.recipe.schema.recipe import Recipe
 
-    recipe, ranks, kept, waiting = list[str](), list[str](), list[str](), list(words)
-    takes_keys = "--set" in known
+    recipe, ranks, kept, waiting, whole = list[str](), list[str](), list[str](), list(words), True
+    takes_keys, where = "--set" in known, ".".join(path) if path in (["tune"], ["dpo"], ["grpo"]) else ""
     while waiting:
         word = waiting.pop(0)
         name, equals, value = word.partition("=")
@@ -139,7 +144,15 @@ def _options(words: list[str], known: set[str], path: list[str], said: list[str]
         elif takes_keys and assigned and assigned[1].partition(".")[0] in Recipe.model_fields:
             kept += ["--set", f"{assigned[1]}={assigned[2]}"]
             said.append("values of the recipe are given by --set")
+        elif takes_keys and name.startswith("--") and (instead := advice(where, name[2:])):
+            given = value if equals else waiting.pop(0) if waiting and not waiting[0].startswith("-") else ""
+            named, notes = of_another_tool(where, name[2:])
+            said.append(f"{name} is not an option: {instead}")
+            if given and len(named) == 1 and not notes:
+                kept += ["--set", f"{named[0]}={given}"]
+            elif named:
+                whole = False
         else:
             kept.append(word)
     said[:] = dict.fromkeys(said)
-    return [*ranks[:1], *recipe, *kept]
+    return [*ranks[:1], *recipe, *kept], whole

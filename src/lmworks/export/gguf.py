@@ -63,7 +63,8 @@ def stored_name(name: str) -> str:
 
 
 def notes(tokenizer: Tokenizer, name: str) -> tuple[str, ...]:
-    """What a file says otherwise than the model: of its tokenizer, and its name. Raises `UserError` for a tokenizer that llama.cpp lacks."""
+    """What a file says otherwise than the model: of its tokenizer, and its name. Raises `UserError` for a tokenizer that llama.cpp
+    lacks."""
     found = find_rule(tokenizer).notes
     if (stored := stored_name(name)) != name:
         found += (f"the file names the model {stored}, because llama.cpp takes {name} for one with another tokenizer",)

@@ -232,16 +232,20 @@ def _former(tree: Any, value: Any, annotation: Any, keys: Keys) -> Iterator[tupl
 _MOST_NAMED = 4
 
 
-def _advice(where: str, key: str) -> str | None:
-    """What to set instead of a key of another tool; of several keys of ours those nearest to `where` it stands."""
+def of_another_tool(where: str, key: str) -> tuple[list[str], list[str]]:
+    """The keys that stand for one of another tool, of several those nearest to `where` it is written, and at most one note on them. Both
+    are empty for a key that no tool is known to have."""
     found = list(dict.fromkeys(ours[word] for ours in FOREIGN.values() if (word := key.replace("-", "_").lower()) in ours))
-    if not found:
-        return None
     paths = [(path, one) for one in found for path in one.keys]
     shared = {path: _shared(path, where) for path, _ in paths}
     nearest = [(path, one) for path, one in paths if shared[path] == max(shared.values())]
     named = list(dict.fromkeys(_at(path, where) for path, _ in nearest))[:_MOST_NAMED]
-    notes = list(dict.fromkeys(one.note for one in ([one for _, one in nearest] or found) if one.note))[:1]
+    return named, list(dict.fromkeys(one.note for one in ([one for _, one in nearest] or found) if one.note))[:1]
+
+
+def advice(where: str, key: str) -> str:
+    """What to set instead of a key of another tool; empty if no tool is known to have it."""
+    named, notes = of_another_tool(where, key)
     return "; ".join([*(["use " + " or ".join(named)] if named else []), *notes])
 
 
@@ -259,8 +263,8 @@ def _at(path: str, where: str) -> str:
 
 def _message(tree: Any, root: type[Node], node: type[Node], keys: Keys, key: str) -> str:
     where = display(tree, keys) or "the top"
-    if advice := _advice(where, key):
-        return f"{where} has no key {key!r}; {advice}"
+    if instead := advice(where, key):
+        return f"{where} has no key {key!r}; {instead}"
     close = nearest(key, list(node.model_fields))
     if close:
         return f"{where} has no key {key!r}; did you mean {close!r}?"
