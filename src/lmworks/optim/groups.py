@@ -42,6 +42,14 @@ class Group:
     scale: float = 1.0
 
 
+def largest_rates(groups: Sequence[Group], lr_factor: float = 1.0) -> dict[str, float]:
+    """The largest rate of each kind at this lr_factor; without `optimizer.lr_scales`."""
+    rates: dict[str, float] = {}
+    for group in groups:
+        rates[group.kind] = max(rates.get(group.kind, 0.0), lr_factor * group.learning_rate / group.scale)
+    return rates
+
+
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Whether a parameter is a hidden matrix: a 2-D weight or a stack of experts inside the layers, including multi-token prediction.
 

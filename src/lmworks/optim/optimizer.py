@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lmworks.errors import UserError
 from lmworks.optim.adamw import AdamW
-from lmworks.optim.groups import Group, conditional_update, group_parameters, local, part_of
+from lmworks.optim.groups import Group, conditional_update, group_parameters, largest_rates, local, part_of
 from lmworks.optim.muon import Muon
 from lmworks.optim.qk_clip import QkClip
 from lmworks.recipe.schema.model import Model
@@ -136,11 +136,8 @@ class Optimizer:
             parameter.grad = None
 
     def learning_rates(self, lr_factor: float = 1.0) -> dict[str, float]:
-        """The largest rate of each kind at this lr_factor, for the metrics; without `optimizer.lr_scales`."""
-        rates: dict[str, float] = {}
-        for group in self.groups:
-            rates[group.kind] = max(rates.get(group.kind, 0.0), lr_factor * group.learning_rate / group.scale)
-        return rates
+        """`largest_rates`, for the metrics."""
+        return largest_rates(self.groups, lr_factor)
 
     def state_dict(self, values: bool = True) -> dict[str, Tensor]:
         """The state itself, not a copy: flat, KIND.PARAMETER, each shaped and placed as its parameter; and `count`, the steps taken.

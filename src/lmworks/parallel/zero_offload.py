@@ -24,7 +24,7 @@ from lmworks.model import Transformer
 from lmworks.model.loss import HeadLoss
 from lmworks.model.transformer import LayerStats, Loss
 from lmworks.optim.adamw import fused_update
-from lmworks.optim.groups import Group, group_parameters
+from lmworks.optim.groups import Group, group_parameters, largest_rates
 from lmworks.parallel.collectives import override_members
 from lmworks.parallel.mesh import Ranks, backend_for, own_device
 from lmworks.parallel.parallel_model import ParallelModel, micro_batches
@@ -45,7 +45,8 @@ class FlatAdamW(torch.optim.Optimizer):
     def __init__(self, groups: list[Group], options: Options) -> None:
         self.betas, self.eps = options.betas, options.eps
         self.apply, self.count = False, torch.zeros(())
-        rules = [{"peak": group.learning_rate, "scale": group.scale, "lr": 0.0, "weight_decay": group.weight_decay} for group in groups]
+        self.groups = groups
+        rules = [{"peak": group.learning_rate, "lr": 0.0, "weight_decay": group.weight_decay} for group in groups]
         super().__init__([{"params": [*group.parameters.values()]} | rule for group, rule in zip(groups, rules, strict=True)], {})
 
     @torch.no_grad()
@@ -219,8 +220,8 @@ class ZeroOptimizer:
         """Does nothing: DeepSpeed frees the gradients at the end of each step."""
 
     def learning_rates(self, lr_factor: float = 1.0) -> dict[str, float]:
-        """The largest learning rate at this `lr_factor`, for the metrics."""
-        return {"adamw": lr_factor * max(group["peak"] / group["scale"] for group in self._model.flat.param_groups)}
+        """As `Optimizer.learning_rates`."""
+        return largest_rates(self._model.flat.groups, lr_factor)
 
     def state_dict(self, values: bool = True) -> dict[str, Tensor]:
         """As `ParallelModel.state_dict`."""

@@ -3,7 +3,7 @@
 MUTANTS = [
     ("optim.groups:group_parameters", "options.layer_lr_decay**above * scale", "options.layer_lr_decay**above",
      "Kinds of weights have factors on their rates.", "optim/test_groups.py"),
-    ("optim.optimizer:Optimizer.learning_rates", " / group.scale", "", "Metrics show rates without the factors of kinds.",
+    ("optim.groups:largest_rates", " / group.scale", "", "Metrics show rates without the factors of kinds.",
      "optim/test_groups.py"),
     ("optim.optimizer:Optimizer.step", "self.qk_clip.step(logits_AH, on_device)", "pass", "QK-clip scales weights after the update.",
      "optim/test_qk_clip.py train/test_qk_clip_run.py"),
