@@ -220,12 +220,11 @@ def test_every_command_is_run_or_listed() -> None:
 
 
 PAGES_WITH_COMMANDS = list(dict.fromkeys(command.page for command in EVERY if is_known(command.text)))
-TUTORIALS = [page for page in PAGES_WITH_COMMANDS if page.name in ("README.md", "quickstart.md")]
 
 
 @pytest.mark.timeout(1800)
-def test_the_commands_of_the_tutorials_work_in_their_order(folder: Path, server: subprocess.Popen[str]) -> None:
-    _follow(TUTORIALS, folder, server)
+def test_the_commands_of_the_readme_work_in_their_order(folder: Path, server: subprocess.Popen[str]) -> None:
+    _follow([ROOT / "README.md"], folder, server)
 
 
 @pytest.mark.slow

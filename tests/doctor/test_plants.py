@@ -68,7 +68,7 @@ def made(out: Path, name: str, dose: str = "clear", steps: int = 0, seed: int = 
     return matrix._scored(record | matrix.judge(out / record["folder"]))
 
 
-NAMED = (("E1", "clear", 24), ("E5-full", "strong", 24), ("M1", "clear", 40))
+NAMED = (("E1", "clear", 24), ("E5-full", "strong", 24), pytest.param("M1", "clear", 40, marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize(("name", "dose", "steps"), NAMED)

@@ -216,14 +216,16 @@ def test_no_folder(opened: OpenModel, tmp_path: Path) -> None:
 
 
 def test_the_index_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is read from the cache, and made again for another installation."""
+    """It is read from the cache, and made anew for another environment, beside the first."""
     known = json.loads(next((wheels.cache_directory().parent / "lm-eval").glob("tasks-*.json")).read_text())
     assert len(known["tasks"]) > 10_000
     monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path))
     calls: list[Any] = []
     monkeypatch.setattr("lmworks.evaluate.harness.task_index.TaskIndex.build", lambda paths: calls.append(paths) or {})
-    from lmworks.evaluate.harness.task_index import _bundled
+    from lmworks.evaluate.harness import task_index
 
-    for _ in range(2):
-        assert _bundled() == {}
-    assert len(calls) == 1
+    own = task_index._BUNDLED
+    for folder in (own, own, tmp_path, own, tmp_path):
+        monkeypatch.setattr(task_index, "_BUNDLED", folder)
+        assert task_index._bundled() == {}
+    assert calls == [[own], [tmp_path]]

@@ -15,7 +15,8 @@ MOST = {"dense": (160, 0.28), "moe": (189, 0.307), "mla": (252, 0.313), "tied": 
 RESULTS = "inference/sampling.py"
 
 
-KINDS = ["moe", "mla", "tied", pytest.param("dense", marks=pytest.mark.slow)]  # tied: with a window, shorter than some rows
+_SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "mla")]
+KINDS = ["moe", "tied", *_SLOW]  # tied: with a window, shorter than some rows
 
 
 @pytest.fixture(scope="module")

@@ -142,6 +142,7 @@ def test_a_rank_of_64_at_toy_size(tmp_path: Path) -> None:
     assert built["parameters_held"] > 0 and step["tokens_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_attention_and_a_sparse_layer_at_full_size_on_fake_cuda(fake_cuda: FakeCuda) -> None:
     """One document in each row has a mask of blocks where its boundaries are given, as in training, beside none."""
     found = fake_cuda.run("traced_checks:rows", checks={"first": ["attention"], "third": ["sparse layer", "linear attention"]})

@@ -79,7 +79,11 @@ def _losses(layout: dict[str, Any]) -> list[float]:
     return [before, within, model.summed_cross_entropy(batch)]
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard": 2, "zero": 0}, {"dp_shard": 2, "zero": 2}, {"dp_shard": 2, "zero": 3}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [*(pytest.param({"dp_shard": 2, "zero": zero}, marks=pytest.mark.slow) for zero in (0, 2)), {"dp_shard": 2, "zero": 3}, {"tp": 2}],
+    ids=str,
+)
 def test_statistics_of_layers_are_those_of_one_process(ranks: RankPool, layout: dict[str, Any]) -> None:
     """Of all elements and of a sample, before and after passes in evaluation mode, behind which no backward pass frees the gathered
     weights; and training goes on."""

@@ -8,6 +8,7 @@ check and lm-evaluation-harness read these files with one and the same loader, w
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from importlib.metadata import version
@@ -59,17 +60,18 @@ def check_names(tasks: TaskManager, names: Iterable[str]) -> None:
 
 
 def _bundled() -> dict[str, Entry]:
-    """The bundled tasks. Reading their 13,000 files takes a minute, so the result is kept for each version."""
-    path = cache_directory().parent / "lm-eval" / f"tasks-{version('lm_eval')}.json"
+    """The bundled tasks. Reading their 13,000 files takes a minute, so the result is kept for each version in each environment."""
+    environment = hashlib.sha256(str(_BUNDLED).encode()).hexdigest()[:8]
+    path = cache_directory().parent / "lm-eval" / f"tasks-{version('lm_eval')}-{environment}.json"
     known = read_json(path) if path.is_file() else None
-    if not isinstance(known, dict) or known.get("root") != str(_BUNDLED):
+    if not isinstance(known, dict):
         console.print("reading the task files of lm-evaluation-harness (once)", style="dim")
         index = TaskIndex.build([_BUNDLED])
         tasks = {
             name: [entry.kind.name, str(entry.yaml_path.relative_to(_BUNDLED)) if entry.yaml_path else None, sorted(entry.tags)]
             for name, entry in index.items()
         }
-        known = {"root": str(_BUNDLED), "tasks": tasks}
+        known = {"tasks": tasks}
         write_json(path, known)
     return {
         name: Entry(name, Kind[kind], _BUNDLED / place if place else None, None, set(tags))
