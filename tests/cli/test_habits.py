@@ -71,6 +71,7 @@ def test_the_table_leads_to_commands_and_keys_that_exist_and_to_one_each() -> No
         ("run 'my recipe.yaml' seed=3", "run 'my recipe.yaml' --set seed=3"),
         ("run r.yaml --weight-decay 0.1 --max_grad_norm=2", "run r.yaml --set optimizer.weight_decay=0.1 --set optimizer.max_grad_norm=2"),
         ("run r.yaml --output-dir x --resume-from-checkpoint x/7", "run r.yaml --set run_dir=x"),
+        ("run --resume-from-checkpoint r.yaml --seed=2", "run r.yaml --set seed=2"),
         ("sft r.yaml --max-length 512 --lora-r 8", "tune r.yaml --set tune.sequence_length=512 --set tune.lora.rank=8"),
     ],
 )

@@ -145,7 +145,8 @@ def _options(words: list[str], known: set[str], path: list[str], said: list[str]
             kept += ["--set", f"{assigned[1]}={assigned[2]}"]
             said.append("values of the recipe are given by --set")
         elif takes_keys and name.startswith("--") and (instead := advice(where, name[2:])):
-            given = value if equals else waiting.pop(0) if waiting and not waiting[0].startswith("-") else ""
+            follows = bool(waiting) and not waiting[0].startswith("-") and not waiting[0].endswith((".yaml", ".yml"))
+            given = value if equals else waiting.pop(0) if follows else ""
             named, notes = of_another_tool(where, name[2:])
             said.append(f"{name} is not an option: {instead}")
             if given and len(named) == 1 and not notes:

@@ -1,6 +1,10 @@
 """Mistakes between the command line and what it calls: options that do not arrive, exit codes, output for machines."""
 
 MUTANTS = [
+    ("cli.habits:_options", "len(named) == 1 and not notes", "named", "An option of several keys or another unit is not guessed.",
+     "cli/test_habits.py"),
+    ("cli.habits:_options", 'not waiting[0].endswith((".yaml", ".yml"))', "True",
+     "A recipe behind a flag of another tool stays the recipe.", "cli/test_habits.py"),
     ("cli.main:main", '_fail(error, f"error: {error}", ExitCode.USER_ERROR, debug)', '_fail(error, f"error: {error}", ExitCode.BUG, debug)',
      "A user's error is exit code 2.",
      "cli/test_bad_input.py::test_a_recipe_that_is_not_there"),

@@ -1,6 +1,8 @@
 """Mistakes in scores, comparisons, bits per byte and replies."""
 
 MUTANTS = [
+    ("evaluate.harness.task_index:_bundled", "str(_BUNDLED).encode()", 'b""', "The index of tasks is that of the environment.",
+     "evaluate/test_harness_tasks.py"),
     ("evaluate.statistics:holm", "(len(p_values) - rank) * p_values[index]", "p_values[index]",
      "Comparisons are corrected for many tests.", "evaluate/test_differences.py"),
     ("evaluate.statistics:holm", "most = max(most, min(1.0,", "most = max(0.0, min(1.0,",

@@ -1,6 +1,8 @@
 """Mistakes in the measurement and the certificate of quantized models."""
 
 MUTANTS = [
+    ("quantize.evidence:gguf_evidence", "notes=gguf.notes_of(job.source)", "notes=[]",
+     "A certificate tells what the file says otherwise than the model.", "quantize/test_quantize_command.py"),
     ("quantize.agreement:_compare", "(p.exp() * (p - q)).sum(-1)", "(q.exp() * (q - p)).sum(-1)",
      "The divergence is that of the quantized from the original distribution.", "quantize"),
     ("quantize.agreement:_compare", "ids[begin + 1 : begin + _ROWS + 1]", "ids[begin : begin + _ROWS]", "Perplexity is of the next token.",
