@@ -93,6 +93,21 @@ def test_an_option_of_several_keys_or_another_unit_is_not_guessed(lmworks: Lmwor
     assert lmworks("run", "r.yaml", *option.split()).error == f"{name} is not an option: use {instead}"
 
 
+def test_the_published_command_of_trl_is_answered_key_by_key(lmworks: Lmworks) -> None:
+    """`trl/scripts/sft.py` 1.x, "LoRA". A batch in tokens is not guessed, so no command is written."""
+    typed = """sft r.yaml --model_name_or_path Qwen/Qwen2-0.5B --dataset_name trl-lib/Capybara --learning_rate 2.0e-4 --num_train_epochs 1
+        --packing --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --eos_token '<|im_end|>' --eval_strategy steps
+        --eval_steps 100 --use_peft --lora_r 32 --lora_alpha 16 --output_dir Qwen2-0.5B-SFT --push_to_hub"""
+    said = lmworks(*shlex.split(typed)).error
+    for name, key in {
+        "model_name_or_path": "start_from", "dataset_name": "tune.data", "packing": "shards.packing", "eval_steps": "train.validate_every",
+        "per_device_train_batch_size": "train.micro_batch_sequences", "gradient_accumulation_steps": "tune.global_batch_tokens",
+        "lora_r": "tune.lora.rank", "lora_alpha": "tune.lora.alpha", "output_dir": "run_dir",
+    }.items():  # fmt: skip
+        assert f"--{name} is not an option: use {key}" in said
+    assert "write:" not in said
+
+
 def test_what_nobody_knows_is_refused_as_before(lmworks: Lmworks) -> None:
     assert "No such command 'flurb'" in lmworks("flurb").error
     assert lmworks("run", "r.yaml", "--flurb").error == "No such option: --flurb"

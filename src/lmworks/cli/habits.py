@@ -60,6 +60,8 @@ RANKS = {"--gpus", "--num-gpus", "--n-gpus", "--ngpus", "--nproc-per-node", "--n
 """Options with a number of processes."""
 _MODEL = {"--model", "--model-path", "--model-name-or-path", "--checkpoint", "--ckpt", "--run", "-m"}
 """Options whose value is the argument of commands that read a model."""
+_OWN_SECTION = (["tune"], ["dpo"], ["grpo"])
+"""Commands that run a stage with a section of its own in the recipe."""
 _READERS = (["evaluate"], ["chat"], ["serve"], ["quantize"], ["report"], ["speed"], ["deploy", "write"])
 _NEAR = 0.75  # similarity of a mistyped word
 _ASSIGNED = re.compile(r"(?:\+\+|\+|--)?([a-z_]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)
@@ -101,7 +103,7 @@ def _of_stage(key: str | None, path: list[str]) -> str | None:
     from lmworks.recipe.keys import known_paths
     from lmworks.recipe.schema.recipe import Recipe
 
-    if key is None or path not in (["tune"], ["dpo"], ["grpo"]):
+    if key is None or path not in _OWN_SECTION:
         return key
     own = f"{path[0]}.{key.rpartition('.')[2]}"
     if own in known_paths(Recipe):
@@ -117,7 +119,7 @@ def _options(words: list[str], known: set[str], path: list[str], said: list[str]
     from lmworks.recipe.schema.recipe import Recipe
 
     recipe, ranks, kept, waiting, whole = list[str](), list[str](), list[str](), list(words), True
-    takes_keys, where = "--set" in known, ".".join(path) if path in (["tune"], ["dpo"], ["grpo"]) else ""
+    takes_keys, where = "--set" in known, path[0] if path in _OWN_SECTION else ""
     while waiting:
         word = waiting.pop(0)
         name, equals, value = word.partition("=")
@@ -144,11 +146,11 @@ def _options(words: list[str], known: set[str], path: list[str], said: list[str]
         elif takes_keys and assigned and assigned[1].partition(".")[0] in Recipe.model_fields:
             kept += ["--set", f"{assigned[1]}={assigned[2]}"]
             said.append("values of the recipe are given by --set")
-        elif takes_keys and name.startswith("--") and (instead := advice(where, name[2:])):
+        elif takes_keys and name.startswith("--") and any(found := of_another_tool(where, name[2:])):
             follows = bool(waiting) and not waiting[0].startswith("-") and not waiting[0].endswith((".yaml", ".yml"))
             given = value if equals else waiting.pop(0) if follows else ""
-            named, notes = of_another_tool(where, name[2:])
-            said.append(f"{name} is not an option: {instead}")
+            named, notes = found
+            said.append(f"{name} is not an option: {advice(named, notes)}")
             if given and len(named) == 1 and not notes:
                 kept += ["--set", f"{named[0]}={given}"]
             elif named:

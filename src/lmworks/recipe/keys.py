@@ -243,9 +243,8 @@ def of_another_tool(where: str, key: str) -> tuple[list[str], list[str]]:
     return named, list(dict.fromkeys(one.note for one in ([one for _, one in nearest] or found) if one.note))[:1]
 
 
-def advice(where: str, key: str) -> str:
-    """What to set instead of a key of another tool; empty if no tool is known to have it."""
-    named, notes = of_another_tool(where, key)
+def advice(named: Sequence[str], notes: Sequence[str]) -> str:
+    """What `of_another_tool` has found in words; empty if that is nothing."""
     return "; ".join([*(["use " + " or ".join(named)] if named else []), *notes])
 
 
@@ -263,7 +262,7 @@ def _at(path: str, where: str) -> str:
 
 def _message(tree: Any, root: type[Node], node: type[Node], keys: Keys, key: str) -> str:
     where = display(tree, keys) or "the top"
-    if instead := advice(where, key):
+    if instead := advice(*of_another_tool(where, key)):
         return f"{where} has no key {key!r}; {instead}"
     close = nearest(key, list(node.model_fields))
     if close:
