@@ -74,7 +74,10 @@ class _Pair:
 def judge(found: Mapping[str, Any]) -> list[Checked]:
     """The results of what the ranks have measured (`lmworks.launch.link_rank`)."""
     hosts: list[str] = found["hosts"]
-    names, pairs = _names(hosts), [_Pair(int(one[0]), int(one[1]), float(one[2]), float(one[3])) for one in found["pairs"]]
+    names, pairs = _names(hosts), list[_Pair]()
+    for one in found["pairs"]:  # agents get their ranks in any order; a pair has one name in all measurements
+        first, second = sorted((int(one[0]), int(one[1])), key=names.__getitem__)
+        pairs.append(_Pair(first, second, float(one[2]), float(one[3])))
     latency, rate = found["all_reduce"]
     where = f"{len(hosts)} ranks on {_count(len(set(hosts)), 'host')} ({found['backend']})"
     figures = {"latency_seconds": float(latency), "bytes_per_second": float(rate)}

@@ -31,6 +31,8 @@ MUTANTS = [
      "A host whose agent ends because a job is preempted is not excluded.", "launch/test_supervisor.py"),
     ("launch.links:_judge_pairs", "if rate < _SLOW * usual} if len(best) > 2 else set()", "if False}",
      "Of three hosts the bad one is named.", "launch/test_host_links.py"),
+    ("launch.links:judge", "key=names.__getitem__", "key=int",
+     "A pair of hosts has one name in all measurements.", "launch/test_host_links.py"),
     ("launch.links:rounds_of", "zip(groups[first], groups[second], strict=False)", "zip(groups[first][:1], groups[second], strict=False)",
      "Each rank is measured with its counterpart on each other host.", "launch/test_host_links.py"),
     ("launch.torchrun:HostTable.__init__", "host.excluded is not None and name not in self._hosts", "False",
