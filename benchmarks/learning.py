@@ -11,7 +11,8 @@ of its defaults, ours of the recipe's.
 
 Scored in fp32 by windows of 256 tokens on the held-out text of the corpus and on other texts, of which a `--text` is a file that neither
 has seen. nanochat reads its BOS token before each document, which costs it nothing; our first token costs log2(vocabulary) bits. Every run
-is a line of OUT/results.jsonl, and what is there is not repeated. `--only TEXT` runs some; `--core N` binds them to a core.
+is a line of OUT/results.jsonl, and what is there is not repeated. `--only TEXT` runs some; `--core N` binds them to a core. `--without
+softcap softcap,scalars` adds runs of nanochat without the first and without both, which we cannot export (`nanochat_parts.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nanochat_parts import PARTS, leave_out
+
 WIDTHS = {"1M": (128, 2), "4M": (256, 4), "16M": (384, 6)}
 RATES = {"lmworks": (0.5, 1.0, 2.0), "lmworks-dense": (0.5, 1.0, 2.0), "nanochat": (2.0, 4.0, 8.0)}
 VOCABULARY, LENGTH, BATCH, CHARACTERS = 4096, 256, 4096, 750
@@ -47,6 +50,11 @@ class Job:
     tokens: int
     rate: float
     seed: int
+
+    @property
+    def without(self) -> str:
+        """The parts that nanochat is trained without, separated by commas."""
+        return self.side.partition("-without-")[2]
 
     @property
     def name(self) -> str:
@@ -127,8 +135,11 @@ class Nanochat:
         log = base / f"{job.name}.log"
         log.unlink(missing_ok=True)
         rates = [f"--{name}-lr={job.rate * rate:g}" for name, rate in _NANOCHAT_RATES.items()]
+        module = [Path(__file__).with_name("nanochat_parts.py"), job.without] if job.without else ["-m"]
+        if "weight-decay" in job.without:
+            rates.append("--weight-decay=0")
         seconds = call(
-            [sys.executable, "-m", "scripts.base_train", "--device-type=cpu", f"--depth={depth}", f"--aspect-ratio={width // depth}",
+            [sys.executable, *module, "scripts.base_train", "--device-type=cpu", f"--depth={depth}", f"--aspect-ratio={width // depth}",
              "--head-dim=64", "--window-pattern=L", f"--max-seq-len={LENGTH}", f"--device-batch-size={BATCH // LENGTH}",
              f"--total-batch-size={BATCH}", f"--num-iterations={job.tokens // BATCH}", "--eval-every=-1", "--core-metric-every=-1",
              "--sample-every=-1", "--save-every=-1", f"--model-tag={job.name}", *rates],
@@ -174,7 +185,8 @@ def score(job: Job, trained: Mapping[str, Any], texts: Mapping[str, Sequence[str
     import torch
 
     torch.set_num_threads(1)
-    logits, encode, free = _nanochat_model(trained) if job.side == "nanochat" else _own_model(trained)
+    leave_out(job.without.split(",") if job.without else ())
+    logits, encode, free = _nanochat_model(trained) if job.side.startswith("nanochat") else _own_model(trained)
     return {name: _bits(logits, [encode(one) for one in whole], free) / sum(len(one.encode()) for one in whole)
             for name, whole in texts.items()}  # fmt: skip
 
@@ -250,6 +262,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--nanochat", type=Path, help="a checkout; without it only ours is trained")
     parser.add_argument("--packages", type=Path, default=Path(), help="folder of the packages that it needs besides ours")
+    parser.add_argument("--without", nargs="*", default=[], metavar="PARTS", help=f"some of {', '.join(PARTS)}, separated by commas")
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="a text that neither has seen")
     parser.add_argument("--tokens", type=int, default=4_771_840)
     parser.add_argument("--sizes", nargs="+", default=[*WIDTHS], choices=[*WIDTHS])
@@ -260,6 +273,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the table of what is there, and run nothing")
     parser.add_argument("--score", metavar="LINE", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if unknown := {part for parts in options.without for part in parts.split(",")} - {*PARTS}:
+        parser.error(f"--without: {', '.join(sorted(unknown))} is no part; these are: {', '.join(PARTS)}")
     others = {name: Path(file) for name, _, file in (one.partition("=") for one in options.text)}
     if options.score:
         line = json.loads(options.score)
@@ -273,14 +288,16 @@ def main() -> None:
         run = corpus(options.out)
         done = {line["name"] for line in lines}
         nanochat = Nanochat(options.nanochat, options.packages, options.out) if options.nanochat else None
-        sides = [side for side in RATES if side != "nanochat" or nanochat]
-        jobs = [Job(side, size, options.tokens, rate, seed) for size in options.sizes for seed in options.seeds for side in sides
-                for rate in RATES[side]]  # fmt: skip
+        sides = {side: rates for side, rates in RATES.items() if side != "nanochat" or nanochat}
+        sides |= {f"nanochat-without-{parts}": RATES["nanochat"][:1] for parts in options.without if nanochat}
+        jobs = [Job(side, size, options.tokens, rate, seed) for size in options.sizes for seed in options.seeds
+                for side, rates in sides.items() for rate in rates]  # fmt: skip
         for job in (job for job in jobs if job.name not in done and re.search(options.only, job.name)):
             if time.time() > options.until:
                 break
-            trained = nanochat.train(run, job) if job.side == "nanochat" and nanochat else ours(run, options.out, job)
-            env = nanochat.environment(Path(trained["model"])) if job.side == "nanochat" and nanochat else {}
+            theirs = nanochat if job.side.startswith("nanochat") else None
+            trained = theirs.train(run, job) if theirs else ours(run, options.out, job)
+            env = theirs.environment(Path(trained["model"])) if theirs else {}
             words = [word for one in options.text for word in ("--text", one)]
             asked = json.dumps({"job": asdict(job), "trained": trained})
             found = subprocess.run([sys.executable, __file__, str(options.out), *words, "--score", asked], env={**os.environ, **env},

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 from lmworks.io import jsonl
 from lmworks.io.files import write_json
@@ -70,7 +73,9 @@ def write_metrics(folder: Path, first: int, last: int) -> None:
 
 
 def write_training(run: Path) -> None:
-    with Ledger(run / "ledger.jsonl") as ledger:
+    """Each record a second after the one before: a machine writes all of them within a millisecond, which would be no time at all."""
+    seconds = itertools.count(time.time() - 120)
+    with patch.object(time, "time", lambda: next(seconds)), Ledger(run / "ledger.jsonl") as ledger:
         ledger.write("start", stage="pretrain", steps=STEPS, tokens=64 * STEPS)
         ledger.write("phase", stage="pretrain", phase="general", step=0, sequence_length=32)
         write_metrics(run, 1, 30)

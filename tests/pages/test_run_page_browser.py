@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
-from page_runs import HOSTILE, STEPS, write_run, write_samples
+from page_runs import HOSTILE, STEPS, write_metrics, write_run, write_samples
 
 from lmworks.pages.run_page import write_page
 
@@ -246,3 +248,15 @@ def test_nothing_is_loaded(page: Page, report: str) -> None:
     page.goto(report)
     assert [url for url in seen if not url.startswith("data:")] == [report]
     assert Path(report.removeprefix("file://")).stat().st_size < 400_000
+
+
+def test_rows_of_one_moment_have_an_axis_of_time(page: Page, tmp_path: Path) -> None:
+    """All hours are 0, which uPlot by itself draws as 0 to 100."""
+    run = tmp_path / "moment"
+    run.mkdir()
+    with patch.object(time, "time", lambda: 1.0e9):
+        write_metrics(run, 1, 30)
+    page.goto(write_page(run).as_uri())
+    page.get_by_label("x axis").select_option("time")
+    settle(page)
+    assert scale(page, "pretrain-loss") == (0, 1) and page.locator("button[name=whole]").is_hidden()

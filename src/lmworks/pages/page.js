@@ -202,7 +202,8 @@ class Chart {
     const about = (_, values) => Math.ceil(Math.max(24, ...(values ?? []).map(value => (pixel.font = FONT, pixel.measureText(value ?? "").width)))) + 12;
     const axis = { stroke: () => color("soft"), ticks: { show: false }, font: FONT, labelFont: FONT };
     const yText = show[this.shown], layers = value => this.lines[this.lines.length - 1 - Math.floor(value)]?.name;
-    const table = uPlot.join(tables), zoomed = (low, high) => low !== null && (low !== table[0][0] || high !== table[0].at(-1));
+    const table = uPlot.join(tables), first = table[0][0], last = table[0].at(-1);
+    const zoomed = (low, high) => low !== null && first !== last && (low !== first || high !== last);  // uPlot widens a range of one value itself
     this.u = new uPlot({
       ...this.size(), bands, series, legend: { show: false }, padding: [this.named ? 20 : 8, 24, 0, 0]  /* names of phases stand above the lines */,
       scales: {
