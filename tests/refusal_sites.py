@@ -131,7 +131,7 @@ PLACES = (
     (BEGINNING, "the ranks that were started do not fit the layout, or each other", """
         parallel.process_group check_consistency
         parallel.mesh Ranks.__init__(3)
-        parallel.process_group layout_for
+        recipe.schema.layout layout_for
     """),
     (LATER, "a layout whose sizes `run.refusals` has checked; this is the same rule where tensors are split", """
         parallel.context shard_context(3) split

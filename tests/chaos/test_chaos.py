@@ -15,8 +15,7 @@ from plans import BORDERS, DECK, FIRST, IN_A_ROLL_BACK, LAYOUTS, PLANTED, POINTS
 from strikes import spoil
 
 from lmworks.parallel.pipeline_stages import pipeline_stage_problems
-from lmworks.parallel.process_group import layout_for
-from lmworks.recipe.schema.layout import world_size
+from lmworks.recipe.schema.layout import layout_for, world_size
 from tiny_run import Tiny
 
 SEEDS = 8 * sum(DECK.values())

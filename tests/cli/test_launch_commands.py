@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,17 @@ def test_a_job_asks_for_the_gpus_of_the_cluster(lmworks: Lmworks, tmp_path: Path
 
 def test_a_job_of_no_known_size_is_refused(lmworks: Lmworks, tmp_path: Path) -> None:
     assert "--nodes N --ranks-per-node M" in lmworks("launch", "slurm", "quickstart", "--set", f"run_dir={tmp_path}", "--dry-run").error
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("local", "quickstart", "--set", "layout.tp=2", "--ranks", "3"), "3 ranks are not a multiple of 2"),
+    (("slurm", "quickstart", "--nodes", "1", "--ranks-per-node", "2", "--dry-run"), "#SBATCH --nodes=1"),
+])  # fmt: skip
+def test_torch_takes_no_seconds_of_a_launch_that_starts_nothing(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "lmworks.cli.main", "launch", *words, "--set", f"run_dir={tmp_path}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8")
+    imported = {line.rpartition("|")[2].strip() for line in done.stdout.splitlines() if line.startswith("import time:")}
+    assert said in done.stdout and "lmworks.launch.launcher" in imported and "torch" not in imported
 
 
 @pytest.mark.parametrize("key", ["options", "partition", "account", "qos", "time_limit"])

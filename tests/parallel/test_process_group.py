@@ -18,8 +18,8 @@ import torch.distributed as dist
 from lmworks.errors import UserError
 from lmworks.host import machine
 from lmworks.parallel import process_group
-from lmworks.parallel.process_group import init_ranks, layout_for
-from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.parallel.process_group import init_ranks
+from lmworks.recipe.schema.layout import Layout, layout_for, world_size
 from patience import PATIENCE
 from rank_pool import FORKS
 

@@ -8,12 +8,11 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.parallel.pipeline_stages import bubble
-from lmworks.parallel.process_group import layout_for
 from lmworks.plan.automatic import choose_layout, devices_of, layout_of_run
 from lmworks.plan.layout import MARGIN, Placement, automatic, fits, legal, place, problems
 from lmworks.plan.plan import make_plan
 from lmworks.recipe.load import load_cluster, load_recipe
-from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.recipe.schema.layout import Layout, layout_for, world_size
 
 
 @pytest.mark.parametrize(("name", "where"), [("smollm3-3b", "64xh100"), ("glm-15b-a3b", "64xh100"), ("glm46-355b-a32b", "8192xh800")])

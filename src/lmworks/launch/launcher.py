@@ -16,7 +16,7 @@ from lmworks.launch.host_health import HostChecker, compare
 from lmworks.launch.launch_dir import LaunchDir, file_name, reason_of_end
 from lmworks.launch.supervisor import Supervisor
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, command_on, read_table
-from lmworks.parallel.process_group import layout_for, min_world_size
+from lmworks.recipe.schema.layout import layout_for, min_world_size
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.ui.terminal import console
 from lmworks.watch.alerting import alerting

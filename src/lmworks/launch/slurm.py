@@ -19,7 +19,7 @@ from lmworks.launch.agent import report_exits
 from lmworks.launch.launch_dir import VARIABLE, LaunchDir, reason_of_end
 from lmworks.launch.launcher import Launch
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_table
-from lmworks.parallel.process_group import layout_for
+from lmworks.recipe.schema.layout import layout_for
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.ui.exit_codes import ExitCode
 from lmworks.watch.alerting import alerting

@@ -18,7 +18,7 @@ from lmworks import __version__
 from lmworks.errors import UserError
 from lmworks.host import devices, machine
 from lmworks.parallel.mesh import AXES, Ranks, backend_for
-from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.recipe.schema.layout import Layout, layout_for
 from lmworks.ui.terminal import console
 
 _NAMED = 8  # ranks
@@ -83,32 +83,6 @@ before the first collective of a group is noticed at once; a pair that connects 
 torch 2.13), until heartbeats report it.
 """
 _FLIGHT_RECORDER_SIZE = "256"  # latest collectives that a rank records, for the diagnosis of a hang
-
-
-def min_world_size(layout: Layout) -> int:
-    """The smallest number of ranks of a layout; all other possible numbers are multiples of it."""
-    axis = _data_axis(layout)
-    per_data_rank = 1 if axis == "dp_replicate" else max(1, layout.ep // layout.cp)  # experts need dp_shard in multiples of this
-    return world_size(layout) // int(getattr(layout, axis)) * per_data_rank
-
-
-def layout_for(layout: Layout, world: int) -> Layout:
-    """The layout on `world` ranks: pp, cp, tp and ep are kept, and the data axis takes the remaining ranks.
-
-    The data axis is dp_shard, or dp_replicate if the recipe has replicas, because then dp_shard is what a replica needs to fit.
-    Raises `UserError` that names the nearest possible numbers of ranks.
-    """
-    axis, unit = _data_axis(layout), min_world_size(layout)
-    if world % unit:
-        legal = sorted({size for size in (world // unit * unit, -(-world // unit) * unit) if size})
-        sizes = {name: getattr(layout, name) for name in ("pp", "dp_shard", "cp", "tp", "ep") if name != axis}
-        kept = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        raise UserError(f"{world} ranks are not a multiple of {unit} (layout {kept}); start {' or '.join(map(str, legal))} ranks")
-    return layout.model_copy(update={axis: world // (world_size(layout) // int(getattr(layout, axis)))})
-
-
-def _data_axis(layout: Layout) -> str:
-    return "dp_replicate" if layout.dp_replicate > 1 else "dp_shard"
 
 
 def is_launched() -> bool:

@@ -17,8 +17,8 @@ from lmworks.io import jsonl
 from lmworks.launch.launch_dir import VARIABLE, LaunchDir
 from lmworks.launch.rank import run_rank
 from lmworks.launch.rank_context import rank_context
-from lmworks.parallel.process_group import layout_for
 from lmworks.preflight.small_model import first_weights, one_step, state_of
+from lmworks.recipe.schema.layout import layout_for
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.build import with_optimizer
 from lmworks.watch.heartbeat import HOST
