@@ -185,7 +185,8 @@ def score(job: Job, trained: Mapping[str, Any], texts: Mapping[str, Sequence[str
     import torch
 
     torch.set_num_threads(1)
-    leave_out(job.without.split(",") if job.without else ())
+    if job.without:
+        leave_out(job.without.split(","))
     logits, encode, free = _nanochat_model(trained) if job.side.startswith("nanochat") else _own_model(trained)
     return {name: _bits(logits, [encode(one) for one in whole], free) / sum(len(one.encode()) for one in whole)
             for name, whole in texts.items()}  # fmt: skip
