@@ -54,8 +54,8 @@ def options_of(folder: Path, reward: str = OWN, **changes: Any) -> dict[str, Any
     } | changes  # fmt: skip
 
 
-def stage(tiny: Tiny, run_dir: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
-    recipe = tiny.resolve(f"run_dir={run_dir}", f"grpo={json.dumps(options)}").recipe
+def stage(tiny: Tiny, run_dir: Path, options: dict[str, Any], *overrides: str) -> list[dict[str, Any]]:
+    recipe = tiny.resolve(f"run_dir={run_dir}", f"grpo={json.dumps(options)}", *overrides).recipe
     grpo(training_context(recipe, run_dir))
     return [line for line in read(run_dir / "grpo") if "grpo/reward" in line]
 
@@ -308,6 +308,14 @@ def test_bad_input_is_one_line(tiny: Tiny, tmp_path: Path, changes: dict[str, An
         stage(tiny, tmp_path / "run", options_of(tmp_path) | changes)
 
 
+def test_a_row_that_is_no_json_fails_for_itself(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def reward(prompt, answer, row):\n    return 1.0\n")
+    judge = make_judge(task(reward="python", file=str(tmp_path / "reward.py")), "key", {})
+    bad, good = judge.all(["text", "text"], [{"prompt": "x", "raw": b"x"}, {"prompt": "x"}])
+    assert (bad.value, bad.outcome) == (0, "failed") and "cannot be given the row: Object of type bytes" in bad.detail
+    assert good.value == 1
+
+
 def test_a_file_without_the_function_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     save_run(tiny, tmp_path / "run")
     with pytest.raises(UserError, match=r"reward.py does not define reward\(prompt, answer, row\); it defines score"):
@@ -430,6 +438,13 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
     assert curve(tmp_path / "run" / "grpo") == curve(trained[0] / "grpo")
 
 
+def test_models_with_experts_in_layers_of_multi_token_prediction_are_trained(tiny: Tiny, tmp_path: Path) -> None:
+    sparse = ("model.mtp={num_nextn_predict_layers: 1}", "model.moe.first_k_dense_replace=0")
+    save_run(tiny, tmp_path / "run", *sparse)
+    (line,) = stage(tiny, tmp_path / "run", options_of(tmp_path, steps=1, validation_prompts=0), *sparse)
+    assert "experts/load_cv/1" in line and "experts/load_cv/2" not in line
+
+
 def test_groups_without_a_difference_are_replaced_within_bounds(tiny: Tiny, tmp_path: Path) -> None:
     """No answer earns anything, so that no group ever differs; the user is told once, in the terminal and in the ledger."""
     save_run(tiny, tmp_path / "run")
@@ -440,6 +455,9 @@ def test_groups_without_a_difference_are_replaced_within_bounds(tiny: Tiny, tmp_
         assert line["grpo/equal_groups"] == line["grpo/no_signal"] == 1
     told = events_of(tmp_path / "run", "no_signal")
     assert [event["step"] for event in told] == [0]
+    save_run(tiny, tmp_path / "once")
+    (line,) = stage(tiny, tmp_path / "once", options_of(tmp_path, nothing, steps=1, resample_rounds=1, validation_prompts=0))
+    assert line["grpo/groups"] == 3 + 3
 
 
 def rollouts_of(*groups: Sequence[Reward]) -> list[list[Rollout]]:

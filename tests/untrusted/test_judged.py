@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+from typing import Any
+
 import pytest
 
-from lmworks.untrusted.judged import decode, encode
+from lmworks.untrusted.judged import encode, imported
 from lmworks.untrusted.sandbox import Limits, judge_python
 
 LIMITS = Limits(seconds=60)
@@ -56,6 +60,8 @@ def f(x): return Liar({start})
     "import os\ndef f(x):\n    os.write(3, b'{\"found\": {\"module\": \"__main__\"}, \"arguments\": [1]}\\n')\n    return 0",
     "import os\ndef f(x):\n    for pid in range(1, 50):\n        try: os.kill(pid, 15)\n        except OSError: pass\n    return 0",
     "import os\ndef f(x):\n    os.write(1, b'passed\\n'); os.close(3); return 2",
+    "import types\nx = types.ModuleType('unittest.__main__')\ndef f(x): return 0", "import unittest.__main__\ndef f(x): return 0",
+    "def f(x):\n    import types\n    return types.ModuleType('unittest.__main__')", "import idlelib.idle\ndef f(x): return 0",
 ])  # fmt: skip
 def test_what_does_not_answer_does_not_pass(program: str) -> None:
     assert outcome(program, TESTS) == "failed"
@@ -90,6 +96,35 @@ def test_a_number_crosses_as_a_plain_one() -> None:
     assert large == {"int": hex(1 << 60)}  # a number that JSON readers would round
 
 
-def test_modules_that_cross_are_those_of_the_standard_library() -> None:
-    assert decode({"module": "json.decoder"}, None).JSONDecoder
-    assert decode({"module": "numpy"}, None) is None
+FORGER = """
+import json, socket
+stream = socket.socket(fileno=3).makefile("rwb")
+def send(message): stream.write(json.dumps(message).encode() + b"\\n"); stream.flush()
+send(%s)
+for line in stream: send({"found": {"float": (0.0).hex()}, "arguments": json.loads(line)["arguments"]})
+"""
+
+
+@pytest.mark.parametrize("sent", [
+    {"names": {"f": {"object": 0}, "__builtins__": {"dict": [["abs", {"object": 1}]]}}, "modules": []},
+    {"names": {"f": {"object": 0}, "abs": {"object": 1}}, "modules": []},
+    {"names": {"f": {"object": 0}, "os": {"module": "unittest.__main__"}}, "modules": ["os"]},
+    {"names": {"f": {"object": 0}, "os": {"object": 1}}, "modules": ["os", "unittest.__main__"]},
+], ids=["all builtins", "a builtin", "a kind of values", "another module"])  # fmt: skip
+def test_a_program_that_speaks_to_the_tests_itself_decides_nothing(sent: dict[str, Any]) -> None:
+    assert outcome("import os\n" + FORGER % json.dumps(sent), "assert abs(f(2) - 5) < 1e-6") == "failed"
+
+
+def test_the_end_of_an_iteration_does_not_end_one_of_the_tests() -> None:
+    """`all` takes it for the end of the cases, of which it has seen none."""
+    tests = "cases = [(1, 2)]\nassert all(map(lambda case: f(case[0]) == case[1], cases))"
+    assert outcome("def f(x): return x + 1", tests) == "passed"
+    for kind in ("StopIteration", "StopAsyncIteration"):
+        assert outcome(f"def f(x): raise {kind}", tests) == "failed"
+
+
+def test_modules_of_the_tests_are_those_that_the_text_of_the_program_imports() -> None:
+    found = imported(b"import json.decoder, os.path as p, numpy, unittest.__main__, _thread\nif 1:\n    import math")
+    assert found == {"json": json, "p": os.path}
+    assert outcome("import math\nmath.sqrt = lambda x: 5\ndef f(x): return 5", "assert f(2) == math.sqrt(2)") == "failed"
+    assert outcome("import math\ndef math(x): return x", "assert math(2) == 2") == "passed", "a name that is bound anew"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from lmworks.train.data.row_files import read_files, skipped_files
 from lmworks.train.data.sets import TASK_SEEDS, Drawn, LeftOut, report_set, require_sets
 from lmworks.train.rewards import AnswerCheck, Judge, Reward, answer_check, answer_of, check_file, make_judge, score
 from lmworks.train.rollouts import Prompt
+from lmworks.train.unit_tests import runnable_tests
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def read_prompts(
     options = recipe.grpo
     assert options is not None
     raise_first(refusals(recipe))
+    tokenizer.fix_date()
     judges: list[Judge] = []
     found: list[Prompt] = []
     sets: dict[str, Any] = {}
@@ -86,7 +89,8 @@ def read_prompts(
         key = f"grpo.data.{data.name}"
         decontamination = Decontamination(key, recipe, questions, decontaminator, generated=data.kind == "tasks")
         answers = answer_check(data, key)
-        drawn = Drawn(_good(_rows(data, recipe, verifiers, answers), lost), data.limit, recipe.seed, data.name)
+        read = partial(_read, data, recipe, verifiers, answers, lost)
+        drawn = Drawn(read, data.limit, recipe.seed, data.name)
         for row, contaminated in decontamination.search(drawn, _contents):
             if cut := len(found) - before == data.limit:
                 break
@@ -143,8 +147,13 @@ def _contents(row: PromptRow) -> Contents:
     return Contents(row.origin, [*row.messages, asked], (answer, row.row))
 
 
-def _good(rows: Iterator[PromptRow | tuple[str, str]], lost: LeftOut) -> Iterator[PromptRow]:
-    for row in rows:
+def _read(
+    data: RewardTask, recipe: Recipe, verifiers: dict[str, Any], answers: AnswerCheck | None, lost: LeftOut, first: bool
+) -> Iterator[PromptRow]:
+    """The good rows; the others are counted the `first` time."""
+    if not first:
+        lost, answers = LeftOut(), answer_check(data, f"grpo.data.{data.name}")
+    for row in _rows(data, recipe, verifiers, answers):
         if isinstance(row, tuple):
             lost.add(*row)
         else:
@@ -166,6 +175,10 @@ def _rows(
                 yield raw.origin, str(raw.fault)
             elif data.reward == "unit_tests" and found.row.get("tests") is None:
                 yield raw.origin, f"no tests: {described_columns(found.row, data)}"
+            elif data.reward == "unit_tests" and (fault := _fault_of_tests(found.row)):
+                yield raw.origin, fault
+            elif data.reward == "python" and (columns := _no_json(found.row)):
+                yield raw.origin, f"columns that a reward cannot be given: {columns}"
             elif answers is not None and answer_of(found.row) is None:
                 yield raw.origin, f"no answer: {described_columns(found.row, data)}"
             elif answers is not None and not answers.readable(raw.origin, found.row):
@@ -186,6 +199,26 @@ def _rows(
                 continue
             row = {"prompt": entry["question"], "question": entry["question"], "generator": name, "entry": entry}
             yield PromptRow(origin, [Message(role="user", content=entry["question"])], None, row)
+
+
+def _fault_of_tests(row: dict[str, Any]) -> str:
+    """Why the tests of a row judge no program; empty if they may."""
+    try:
+        runnable_tests(row)
+    except NoRow as reason:
+        return str(reason)
+    return ""
+
+
+def _no_json(row: dict[str, Any]) -> str:
+    """The columns of a row that are no JSON, as the bytes of a table, in words."""
+    found = []
+    for name, value in row.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            found.append(f"{name} ({error})")
+    return ", ".join(found)
 
 
 def _data_sets(data: RewardTask, recipe: Recipe, count: int) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.align import RewardTask
+from lmworks.train.data.row_columns import NoRow
+from lmworks.train.unit_tests import runnable_tests
 from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, ProcessDied
 from lmworks.untrusted.sandbox import Limits, judge_python
 from lmworks.verify.answers import Kind, RightAnswer, check_installed, right_answer
@@ -46,7 +48,7 @@ def right_answer_of(row: Mapping[str, Any], kind: Kind) -> RightAnswer | None:
     return _read(written, kind) if isinstance(written, (str, int, float)) else None
 
 
-@lru_cache(maxsize=65_536)
+@lru_cache(maxsize=65_536, typed=True)  # 1 is no True
 def _read(written: str | int | float, kind: Kind) -> RightAnswer | None:
     return right_answer(written, kind)
 
@@ -174,7 +176,7 @@ def make_judge(task: RewardTask, key: str, verifiers: dict[str, Any]) -> Judge:
         case "unit_tests":
             if (ran := judge_python("", "")).outcome != "passed":
                 raise UserError(f"{key}.reward unit_tests runs programs of the model, and only in a sandbox: {ran.detail}")
-            return Judge(lambda text, row: _tested(text, str(row["tests"]), task.timeout))
+            return Judge(lambda text, row: _tested(text, row, task.timeout))
         case _:
             return _own(check_file(task, key), task.timeout)
 
@@ -216,15 +218,28 @@ def _verified(verifier: Any, text: str, entry: Any) -> Reward:
         return Reward(0.0, "unparsed", f"{type(error).__name__}: {error}")
 
 
-def _tested(text: str, tests: str, seconds: float) -> Reward:
-    """1 if the tests of the program, which run in a process that it cannot reach, end without an exception."""
+def _tested(text: str, row: Any, seconds: float) -> Reward:
+    """1 if the tests of the program, which run in a process that it cannot reach, end without an exception. Tests that do so without a
+    program judge none."""
+    try:
+        tests = runnable_tests(row)
+    except NoRow as error:
+        return Reward(0.0, "failed", str(error))
     blocks = _BLOCK.findall(text)
     code = blocks[-1] if blocks else text
     try:
         ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return Reward(0.0, "unparsed", str(error))
-    return Reward(float(judge_python(code, tests, Limits(seconds=seconds)).outcome == "passed"))
+    passed = judge_python(code, tests, Limits(seconds=seconds)).outcome == "passed"
+    if passed and _passed_by_nothing(tests, seconds):
+        return Reward(0.0, "failed", f"tests that pass without a program: {tests[:_LONGEST_SHOWN]!r}")
+    return Reward(float(passed))
+
+
+@lru_cache(maxsize=65_536)
+def _passed_by_nothing(tests: str, seconds: float) -> bool:
+    return judge_python("", tests, Limits(seconds=seconds)).outcome == "passed"
 
 
 def _own(path: Path, seconds: float) -> Judge:
@@ -259,7 +274,11 @@ class _Failed(Exception):
 def _asked(process: LimitedProcess, request: dict[str, Any], answers: int) -> Any:
     """What the user's function returns, in its process; it may take the time of so many answers. Raises `_Failed`."""
     try:
-        found = json.loads(process(json.dumps(request).encode(), times=answers))
+        asked = json.dumps(request).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _Failed(f"the reward cannot be given the row: {error}") from None
+    try:
+        found = json.loads(process(asked, times=answers))
     except CallFailed as error:
         raise _Failed(str(error)) from None
     except ProcessDied as error:

@@ -3,9 +3,11 @@
 `sandbox.judge_python` puts this text in front of both. The program's process executes it and then calls its functions when asked (`serve`);
 the tests' process has a stand-in for each name of the program (`names_of`). Values cross as JSON of plain values, made anew on the other
 side, so that a comparison in the tests is one of Python's own values, whatever class the program gave its answer. Other objects stay where
-they are: the tests hold a stand-in with calls, attributes, items and iteration, which is equal to no plain value.
+they are: the tests hold a stand-in with calls, attributes, items and iteration, which is equal to no plain value. Modules are no values:
+what the tests import is named by the program's text, never by the running program, since an import runs code.
 """
 
+import ast
 import builtins
 import collections
 import importlib
@@ -39,8 +41,6 @@ def encode(value: Any, keep: Any) -> Any:
             return {name: [encode(one, keep) for one in kind.__iter__(value)]}
     if isinstance(value, dict):
         return {"dict": [[encode(key, keep), encode(one, keep)] for key, one in dict.items(value)]}
-    if isinstance(value, types.ModuleType):
-        return {"module": str(value.__name__)}
     return {"object": keep(value)}
 
 
@@ -58,10 +58,19 @@ def decode(given: Any, known: Any) -> Any:
         return {decode(key, known): decode(one, known) for key, one in body}
     if name == "object":
         return known(body)
-    if name == "module":  # the real one
-        return importlib.import_module(body) if body.partition(".")[0] in sys.stdlib_module_names else None
     sequences: dict[str, Any] = {"tuple": tuple, "list": list, "set": set, "frozenset": frozenset}
     return sequences[name](decode(one, known) for one in body)
+
+
+def imported(source: bytes) -> dict[str, Any]:
+    """The modules of the standard library that `import` statements at the top of a program bind, by their names there."""
+    found = {}
+    for alias in (alias for node in ast.parse(source).body if isinstance(node, ast.Import) for alias in node.names):
+        first, _, rest = alias.name.partition(".")
+        if first in sys.stdlib_module_names and not any(part.startswith("_") for part in alias.name.split(".")):
+            module = importlib.import_module(alias.name)
+            found[alias.asname or first] = module if alias.asname or not rest else sys.modules[first]
+    return found
 
 
 class Channel:
@@ -96,8 +105,9 @@ def serve(source: bytes) -> None:
     names: dict[str, Any] = {"__name__": "program"}
     try:
         exec(compile(source, "program", "exec"), names)
+        modules = [name for name, value in names.items() if isinstance(value, types.ModuleType)]
         found = {name: encode(value, keep) for name, value in list(names.items()) if not name.startswith("__")}
-        channel.send({"names": found})
+        channel.send({"names": found, "modules": modules})
     except BaseException as error:
         channel.send(failed(error))
         return
@@ -122,15 +132,16 @@ class _Ended(Exception):
     """The program ended itself."""
 
 
-def names_of(channel: Channel) -> dict[str, Any]:
-    """In the tests' process: a stand-in, or the plain value, for each name of the program. Ends this process if the program fails."""
+def names_of(channel: Channel, source: bytes) -> dict[str, Any]:
+    """In the tests' process: a stand-in, or the plain value, for each name of the program `source`, and the real modules that it imports.
+    Ends this process if the program fails."""
 
     def answer(message: Any) -> Any:
         if "failed" in message:
             kind, text = message["failed"]
             error = getattr(builtins, str(kind), None)
-            if not (isinstance(error, type) and issubclass(error, Exception)):
-                error, text = RuntimeError, f"{kind}: {text}"
+            if not (isinstance(error, type) and issubclass(error, Exception)) or issubclass(error, StopIteration | StopAsyncIteration):
+                error, text = RuntimeError, f"{kind}: {text}"  # the end of an iteration would end one of the tests' own, as all(map(...))
             try:
                 made = error(text)
             except Exception:  # one that takes other arguments
@@ -202,8 +213,10 @@ def names_of(channel: Channel) -> dict[str, Any]:
             return str(ask(self._number, "text"))
 
     try:
-        found = answer(receive())["names"].items()
-        return {str(name): decode(value, StandIn) for name, value in found if not hasattr(builtins, name)}
-    except Exception as error:
+        message, modules = answer(receive()), imported(source)
+        own = {name: modules[name] if name in message["modules"] and name in modules else decode(value, StandIn)
+               for name, value in message["names"].items() if not name.startswith("__") and not hasattr(builtins, name)}  # fmt: skip
+    except BaseException as error:  # an import may raise SystemExit, which is no verdict
         print(f"{type(error).__name__}: {error}")
         raise SystemExit(1) from None
+    return own

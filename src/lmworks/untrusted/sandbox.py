@@ -65,14 +65,15 @@ def run_python(source: str, limits: Limits | None = None) -> RunResult:
 def judge_python(source: str, tests: str, limits: Limits | None = None) -> RunResult:
     """Run tests of an untrusted Python program, and report whether they end without an exception.
 
-    The tests see the program's names, except those of builtins; modules of the standard library are the real ones. They run in another
-    process, so that the program can read neither them nor what their verdict is made of: it is called with plain values and returns such
-    (`judged`). Objects of its own classes can be made and used by the tests, and are equal to no plain value. Functions of the tests cannot
-    be handed to it, and what it prints is not seen.
+    The tests see the program's names, except those of builtins and those that begin with two underscores; modules of the standard library
+    that its text imports at the top are the real ones. They run in another process, so that the program can read neither them nor what
+    their verdict is made of: it is called with plain values and returns such (`judged`). Objects of its own classes can be made and used by
+    the tests, and are equal to no plain value. Functions of the tests cannot be handed to it, and what it prints is not seen.
     """
     parts = _JUDGED.read_bytes()
     program = parts + b"\nserve(" + repr(_bytes(source)).encode() + b")\n"
-    run = f"exec(compile({_bytes(tests)!r}, 'tests', 'exec'), {{'__name__': 'tests', **names_of(Channel())}})\n"
+    names = f"{{**names_of(Channel(), {_bytes(source)!r}), '__name__': 'tests'}}"
+    run = f"exec(compile({_bytes(tests)!r}, 'tests', 'exec'), {names})\n"
     return _run(program + parts + b"\n" + run.encode(), limits or Limits(), {"program_bytes": len(program)})
 
 
