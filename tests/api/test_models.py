@@ -151,7 +151,19 @@ def refusing(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> lmworks.Mo
     return lmworks.load_model(export(tiny, tmp_path_factory.mktemp("refusing"), QWEN3 | {"max_position_embeddings": "64 tokens"}), "cpu")
 
 
+def test_an_empty_context_is_the_one_token_before_a_document(tmp_path: Path, refusing: lmworks.Model) -> None:
+    write_tokenizer(tmp_path, "llama")
+    write_model(tmp_path, 400)
+    model = lmworks.load_model(tmp_path, device="cpu")
+    bos, *ids = model.encode(TEXT)
+    assert (bos,) == model.tokenizer.prefix
+    assert model.log_likelihood("", TEXT) == pytest.approx(model.log_likelihood([bos], ids))
+    text = refusing.encode(TEXT)
+    assert refusing.log_likelihood("", TEXT) == pytest.approx(refusing.log_likelihood([refusing.tokenizer.eos_id], text))
+
+
 def test_pairs_that_cannot_be_scored_are_refused(refusing: lmworks.Model) -> None:
-    for pair, said in (((["a"], "b"), "both as text, or both as ids"), (([], [3]), "at least one token each"), (([3], []), "at least one")):
+    for pair, said in (((["a"], "b"), "both as text, or both as ids"), (([], [3]), "at least one token each"), (([3], []), "at least one"),
+                       (("a b c", ""), "at least one token each"), (("", ""), "at least one token each")):  # fmt: skip
         with pytest.raises(lmworks.UserError, match=said):
             refusing.log_likelihood(*pair)  # type: ignore[arg-type]

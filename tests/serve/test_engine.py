@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -213,15 +214,65 @@ def test_scores_equal_a_direct_forward(engine: Engine, model: Transformer, vocab
         assert [number for number, _ in token.top] == logprobs[at].topk(3).indices.tolist()
 
 
-def test_long_prompts_are_scored_in_slices(model: Transformer, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.serve import engine as scoring
+def scored(model: Transformer, prompt: list[int], piece: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Token, ...]:
+    monkeypatch.setattr("lmworks.serve.engine._PIECE", piece)
+    pieces = score(model, prompt, 2)
+    with torch.inference_mode():
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as ended:
+                found: tuple[Token, ...] = ended.value
+                return found
 
+
+def test_long_prompts_are_scored_in_pieces(model: Transformer, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = vocabulary.encode("import os, sys\n" * 10)
-    whole = score(model, prompt, 2)
-    monkeypatch.setattr(scoring, "_ROWS", 7)
-    sliced = score(model, prompt, 2)
-    assert [token.id for token in sliced] == list(prompt)
-    assert [token.logprob for token in sliced[1:]] == pytest.approx([token.logprob for token in whole[1:]], abs=2e-5)
+    whole, pieces = scored(model, prompt, 512, monkeypatch), scored(model, prompt, 7, monkeypatch)
+    assert [token.id for token in pieces] == list(prompt)
+    assert [token.logprob for token in pieces[1:]] == pytest.approx([token.logprob for token in whole[1:]], abs=2e-5)
+    assert [[number for number, _ in token.top] for token in pieces] == [[number for number, _ in token.top] for token in whole]
+    assert math.isnan(scored(model, prompt[:1], 7, monkeypatch)[0].logprob)
+
+
+def test_answers_go_on_between_the_pieces_of_a_prompt_that_is_scored(
+    engine: Engine, model: Transformer, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmworks.serve.engine._PIECE", 4)
+    widths: list[int] = []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda ids, **more: (widths.append(ids.shape[1]), hidden(ids, **more))[1])
+    answer = engine.stream(Request(ids(vocabulary, "a"), GenerateOptions(max_new_tokens=200)))
+    next(answer)
+    prompt = tuple(vocabulary.encode("import os, sys\n" * 10)[:41])
+    scores = engine.stream(Request((prompt,), GenerateOptions(max_new_tokens=0), score_prompts=True))
+    assert isinstance(next(scores), Scores)
+    pieces = [at for at, width in enumerate(widths) if width == 4]
+    assert len(pieces) == 10 and all(1 in widths[one:other] for one, other in pairwise(pieces))
+    answer.close()
+
+
+def test_equal_prompts_are_scored_once_and_those_of_a_canceled_request_no_more(
+    engine: Engine, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, ...]] = []
+    monkeypatch.setattr("lmworks.serve.engine.score", lambda model, prompt, top: (begun.append(prompt), score(model, prompt, top))[1])
+    same, *others = ids(vocabulary, "a = 1", *(f"value = {n}" for n in range(8)))
+    nothing = GenerateOptions(max_new_tokens=0)
+    events = [one for one in engine.stream(Request((same,) * 40, nothing, score_prompts=True)) if isinstance(one, Scores)]
+    assert [one.index for one in events] == [*range(40)] and len({id(one.tokens) for one in events}) == 1 and begun == [same]
+    held, wait = threading.Event(), threading.Event()
+
+    def hold(*_: object) -> None:
+        held.set()
+        assert wait.wait(PATIENCE)
+
+    job = engine.submit(Request(tuple(others), nothing, score_prompts=True), hold)  # the worker waits with the first scores
+    assert held.wait(PATIENCE)
+    job.cancel()
+    wait.set()
+    assert texts(engine, Request((same,), GenerateOptions(max_new_tokens=1)))
+    assert begun == [same, others[0]]
 
 
 def test_a_failure_is_told_and_the_worker_goes_on(

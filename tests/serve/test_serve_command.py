@@ -279,6 +279,34 @@ def test_a_run_with_a_tuned_model_serves_its_base_model_too(run_dir: Path, servi
     assert httpx.get(f"{url}/health", timeout=PATIENCE).json() == {"status": "ok", "model": "talker"}
 
 
+@pytest.mark.parametrize("base", [False, True])
+def test_both_models_of_a_run_are_reached_under_the_name_that_is_given(
+    run_dir: Path, serving: Callable[[Models, ServerOptions], str], base: bool
+) -> None:
+    models = load_models(run_dir, base=base, name="mine")
+    assert [(name, one.tuned) for name, one in models.known.items()] == [("mine", True), ("mine-base", False)][:: -1 if base else 1]
+    client = openai.OpenAI(base_url=f"{serving(models, ServerOptions())}/v1", api_key="none", max_retries=0)
+    texts: dict[str, set[str]] = {"mine": set(), "mine-base": set()}
+    threads = []
+    for name in list(texts) * 2:
+        reply = client.completions.create(model=name, prompt="def ", max_tokens=12, temperature=0)
+        assert reply.model == name
+        texts[name].add(reply.choices[0].text)
+        threads.append(sum(thread.name == "lmworks-generate" for thread in threading.enumerate()))
+    assert [len(one) for one in texts.values()] == [1, 1] and texts["mine"] != texts["mine-base"]
+    assert threads[1] == threads[-1], "a model is loaded once"
+    assert [(engine.name, engine.tuned) for engine in models.known.values()] == [(name, name == "mine") for name in models.known]  # type: ignore[union-attr]
+
+
+def test_a_name_is_that_of_the_only_model(run_dir: Path, tmp_path: Path) -> None:
+    untuned = tmp_path / "untuned"
+    shutil.copytree(run_dir, untuned, ignore=shutil.ignore_patterns("tune"))
+    for where, base in ((untuned, False), (untuned, True), (f"{run_dir}@base", False)):
+        models = load_models(where, base=base, name="mine")
+        models.close()
+        assert list(models.known) == ["mine"]
+
+
 def test_answers_that_wait_for_one_model_count_for_the_other(run_dir: Path, serving: Callable[[Models, ServerOptions], str]) -> None:
     models = load_models(run_dir, base=True)
     assert list(models.known) == ["talker-base", "talker"]

@@ -185,6 +185,16 @@ def test_echo_scores_a_text_like_a_direct_forward(client: openai.OpenAI, model: 
     assert longer.logprobs.text_offset[-2] == len(text)
 
 
+def test_top_logprobs_of_a_completion_have_the_token_itself(client: openai.OpenAI, vocabulary: Vocabulary) -> None:
+    prompt = vocabulary.encode("for name in sorted(names):")
+    reply = client.completions.create(model="tiny", prompt=prompt, max_tokens=20, echo=True, logprobs=2, temperature=2, seed=1)
+    logprobs = reply.choices[0].logprobs
+    rows = list(zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True))
+    for part in (rows[1 : len(prompt)], rows[len(prompt) :]):  # echoed, and written
+        assert all(top[token] == value for token, value, top in part)
+        assert {len(top) for _, _, top in part} == {2, 3}, "likely or not"
+
+
 @pytest.mark.parametrize(
     ("body", "message", "param"),
     [
@@ -207,7 +217,7 @@ def test_echo_scores_a_text_like_a_direct_forward(client: openai.OpenAI, model: 
         ({"messages": HELLO, "tools": [DEEP]}, "more than 64 deep", None),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": [1]}]}]}, "a tool call without a function name", "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}, "a tool call without a function name", "messages"),
-        ({"messages": [CALLED | {"tool_calls": [{"function": {"name": "f", "arguments": "[" * 99_999}}]}]}, "not JSON", "messages"),
+        ({"messages": [CALLED | {"tool_calls": [{"function": {"name": "f", "arguments": "[" * 99_999}}]}]}, "nested deeper", "messages"),
         ({"messages": [CALLED | {"tool_calls": [{"function": {"name": "f", "arguments": "1" * 9_999}}]}]}, "not JSON", "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}]}, "not an object", "messages"),
     ],

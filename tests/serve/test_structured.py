@@ -27,7 +27,7 @@ from lmworks.serve.grammar import GrammarError
 from lmworks.serve.grammar_trial import Trial
 from lmworks.serve.structured import choice_grammar, json_grammar, regex_grammar, require_distinct, tools_grammar
 from lmworks.serve.vocabulary import Vocabulary
-from lmworks.tokenizer import load
+from lmworks.tokenizer import Tokenizer, load
 from lmworks.tokenizer.reply import read
 from small_config import small_config
 
@@ -197,12 +197,78 @@ def forced(parameters: Any) -> Any:
     ({"tool_choice": "required"}, "tool_choice demands a call, but the request has no tools", "tool_choice"),
     (forced({"anyOf": [{}]}), "have 'anyOf', but a forced call", "tool_choice"),
     (forced({"properties": {"a": {"type": 5}}}), "tool_choice: ", "tool_choice"),
+    (forced({"properties": {"a": {"type": "string", "not": {"const": "x"}}}}), "a string has 'not', but a forced call", "tool_choice"),
+    (forced({"properties": {"a": {"type": "string", "format": ["date"]}}}), r"format \"\['date'\]\" is none of date, time", "tool_choice"),
+    (forced({"properties": {"a": {"type": "string", "pattern": 5}}}), "a pattern is a string", "tool_choice"),
+    (forced({"properties": {"a": {"type": "string", "enum": [1]}}}), "the enum of a string has no string", "tool_choice"),
+    (forced({"properties": {"a": {"type": "string", "minLength": 3, "const": "x"}}, "required": ["a"]}), "no answer", "tool_choice"),
+    (forced({"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}}), r"a \$ref of a forced call refers to", "tool_choice"),
 ])  # fmt: skip
 def test_bad_requests(tool_client: openai.OpenAI, body: Any, message: str, param: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         tool_client.chat.completions.create(model="tiny", messages=HELLO, extra_body=body)
     assert caught.value.param == param
     assert "\n" not in caught.value.message
+
+
+STRINGS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"pattern": "^[a-z]*$", "minLength": 5, "maxLength": 6}, ["abcde", "abcdef"], ["abcd", "abcdefg", "abc1e"]),
+    ({"enum": ["ab", "c", "", 1], "minLength": 2}, ["ab"], ["c", "", "1"]),
+    ({"enum": ["ab", "b"], "const": "b", "pattern": "b"}, ["b"], ["ab"]),
+    ({"enum": ["", "x\"/\n"]}, ["", "x\"/\n"], ["x"]),
+    ({"pattern": "^a|b"}, ["axx", "xxb", "xbx"], ["xxa", ""]),
+    ({"pattern": r"(a|b)c$"}, ["xbc"], ["bcx"]),
+    ({"pattern": r"a\\$|[|]x"}, ["xa\\", "1|x1"], ["a\\x", "x"]),
+    ({"pattern": r"\d\$"}, ["x1$x"], ["1"]),
+    ({"format": "date", "pattern": "^2"}, ["2024-02-29", "2023-12-31"], ["1999-12-31", "2024-02-30", "2024-13-01", "x2024-01-01"]),
+    ({"format": "time"}, ["23:59:60Z", "01:02:03.5+01:00"], ["24:00:00Z", "01:02:03"]),
+    ({"format": "date-time"}, ["2024-01-31T00:00:00Z"], ["2024-01-31", "2024-01-31 00:00:00Z"]),
+    ({"format": "duration"}, ["P1Y2M3DT4H5M6S", "PT5M", "P3W", "P1DT1S"], ["P", "PT", "1Y", "P1S"]),
+    ({"format": "email"}, ["a.b+c@ex-ample.org", "x@[127.0.0.1]"], ["a", "a@", "a b@c", "@c"]),
+    ({"format": "hostname"}, ["a", "ex-ample.org"], ["-a", "a..b", "a_b"]),
+    ({"format": "ipv4"}, ["0.0.0.0", "255.249.199.1"], ["256.0.0.1", "1.2.3", "01.2.3.4"]),
+    ({"format": "ipv6"}, ["::", "::1", "1:2:3:4:5:6:7:8", "fe80::1", "1::", "1:2::7:8"], ["1:2", ":", "1::2::3", "12345::"]),
+    ({"format": "uuid"}, ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
+    ({"format": "uri"}, ["http://a.b/c?d=e#f", "mailto:x@y.z", "file:///etc", "http://u:p@[::1]:80/%20"], ["a b", "//x", "1:x", "x:<"]),
+]  # fmt: skip
+
+
+def accepts(grammar: grammar_module.Grammar, ids: list[int]) -> bool:
+    matcher = grammar.matcher.deep_copy()
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(("keywords", "right", "wrong"), STRINGS, ids=[json.dumps(keywords)[:40] for keywords, _, _ in STRINGS])
+def test_bare_strings_of_a_forced_call_follow_all_keywords(
+    tokenizer: Tokenizer, vocabulary: Vocabulary, keywords: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    schema = {"type": "string", **keywords}
+    call = tools_grammar(vocabulary, forced({"properties": {"x": schema}, "required": ["x"]})["tools"], several=False)
+    quoted = json_grammar(vocabulary, schema)
+    for text in right + wrong:
+        written = f"<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+        assert accepts(call, tokenizer.encode(written, allow_special=True)) == (text in right), text
+        assert accepts(quoted, tokenizer.encode(json.dumps(text))) == (text in right), "llguidance sees it otherwise"
+
+
+@pytest.mark.parametrize("template", ["<arg_key>", '<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>'])
+def test_references_of_a_forced_call_are_those_of_its_parameters(
+    tokenizer: Tokenizer, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    """Not of the object with name and arguments around them."""
+    monkeypatch.setattr(Vocabulary, "template", template)
+    refs = {"a": "#/definitions/n", "b": "#/$defs/n"} | ({} if template == "<arg_key>" else {"c": "#/properties/a", "name": "#"})
+    parameters = {"properties": {name: {"$ref": ref} for name, ref in refs.items()}, "additionalProperties": False,
+                  "definitions": {"n": {"type": "integer"}}, "$defs": {"n": {"type": "boolean"}}}  # fmt: skip
+    call = tools_grammar(vocabulary, forced(parameters)["tools"], several=False)
+    for a, valid in (("1", True), ("true", False)):
+        if template == "<arg_key>":
+            values = "".join(f"<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>\n" for name, value in (("a", a), ("b", "true")))
+            written = f"<tool_call>f\n{values}</tool_call>"
+        else:
+            arguments = f'{{"a":{a},"b":true,"c":2,"name":{{"a":3}}}}'
+            written = f'<tool_call>\n{{"name":"f","arguments":{arguments}}}\n</tool_call>'
+        assert accepts(call, tokenizer.encode(written, allow_special=True)) == valid
 
 
 def test_the_names_of_tools_are_compared_once() -> None:

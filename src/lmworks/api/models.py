@@ -154,7 +154,8 @@ class Model:
     def log_likelihood(self, context: str | Sequence[int], continuation: str | Sequence[int]) -> float:
         """The log-probability in nats of `continuation` after `context`, summed over its tokens, as benchmarks score choices.
 
-        Two texts are encoded together and split where their tokens differ from those of the context alone; ids are taken as they are.
+        Two texts are encoded together and split where their tokens differ from those of the context alone; ids are taken as they are. An
+        empty context is the start of a document: BOS, or the end of text for a tokenizer without it.
         """
         return self.log_likelihoods([(context, continuation)])[0]
 
@@ -164,7 +165,7 @@ class Model:
 
     def _request(self, context: str | Sequence[int], continuation: str | Sequence[int]) -> Request:
         if isinstance(context, str) and isinstance(continuation, str):
-            before, after = split_at_boundary(self.tokenizer, context or self.tokenizer.decode([self.tokenizer.eos_id]), continuation)
+            before, after = split_at_boundary(self.tokenizer, context, continuation) if continuation else ((), ())
         elif isinstance(context, str) or isinstance(continuation, str):
             raise UserError("give context and continuation both as text, or both as ids")
         else:
@@ -178,7 +179,12 @@ class Model:
         """The log-probability in nats of each token of a text after those before it; nan for the first, which has nothing before it."""
         from lmworks.serve.engine import score
 
-        return [token.logprob for token in score(self.module, self.encode(text))]
+        pieces = score(self.module, self.encode(text))
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                return [token.logprob for token in end.value]
 
     @torch.no_grad()
     def hidden_states(self, text: str | Sequence[int]) -> tuple[Tensor, ...]:

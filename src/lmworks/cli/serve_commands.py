@@ -84,7 +84,8 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
     name: Annotated[
-        str | None, typer.Option("--name", help="Name of the model for clients; by default that of the recipe, or of the folder.")
+        str | None,
+        typer.Option("--name", help="Name of the model for clients, by default that of the recipe or folder; NAME-base is its base model."),
     ] = None,
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="API key that clients must send.")] = None,
     dtype: DtypeOption = "auto",

@@ -178,7 +178,8 @@ class Draw:
     history: History | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
+        # of an integer, Python takes the absolute value: a negative seed would draw what the positive one does
+        self.random = random.Random(self.seed if self.seed >= 0 else hex(self.seed))
         if self.options.changes_logits:
             self.history = History(self.options, self.prompt)
 

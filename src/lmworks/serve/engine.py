@@ -1,6 +1,6 @@
 """The generation engine: one worker thread runs all requests in one continuous batch, and drops those of disconnected clients.
 
-Requests for the log-probabilities of a given text are scored token by token by the same worker.
+The same worker scores prompts for requests that ask for their log-probabilities, a piece between two steps of the answers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import queue
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -32,30 +32,29 @@ if TYPE_CHECKING:
     from lmworks.serve.vocabulary import Vocabulary
 
 
-_ROWS = 512  # positions whose (rows, vocabulary) log-softmax is in memory at once
+_PIECE = 512  # tokens of a prompt that are scored between two steps of the answers
 
 
-def score(model: Transformer, prompt: Sequence[int], top: int = 0) -> tuple[Token, ...]:
+def score(model: Transformer, prompt: Sequence[int], top: int = 0) -> Generator[None, None, tuple[Token, ...]]:
     """Each token of `prompt` with its log-probability given those before it, and the `top` likeliest there.
 
-    The first token has log-probability nan and no alternatives. One forward pass in the model's own precision; the softmax
-    is in fp32.
+    The first token has log-probability nan and no alternatives. The model reads a piece at a time, in its own precision, and this yields
+    after each; the softmax is in fp32.
     """
-    import torch
-
-    device = next(model.parameters()).device
+    device, last = next(model.parameters()).device, len(prompt) - 1
     ids_1T = torch.tensor([list(prompt)], dtype=torch.long, device=device)
-    tokens = [Token(int(prompt[0]), float("nan"), ())]
-    with torch.inference_mode():
-        hidden_1TD, _ = model.hidden(ids_1T)
-        for start in range(0, len(prompt) - 1, _ROWS):
-            stop = min(start + _ROWS, len(prompt) - 1)
-            logprobs_RV = model.logits(hidden_1TD[0, start:stop]).log_softmax(dim=-1)
-            chosen_R = logprobs_RV.gather(1, ids_1T[0, start + 1 : stop + 1, None])[:, 0].tolist()
-            best, ids = logprobs_RV.topk(top, dim=-1) if top else (None, None)
-            for row, value in enumerate(chosen_R):
-                likeliest = () if best is None or ids is None else tuple(zip(ids[row].tolist(), best[row].tolist(), strict=True))
-                tokens.append(Token(int(prompt[start + row + 1]), value, likeliest))
+    tokens, cache = [Token(int(prompt[0]), float("nan"), ())], model.cache(1, max(last, 1))
+    for start in range(0, last, _PIECE):
+        stop = min(start + _PIECE, last)
+        hidden_1RD, _ = model.hidden(ids_1T[:, start:stop], cache=cache)
+        cache.finish(stop - start)
+        logprobs_RV = model.logits(hidden_1RD[0]).log_softmax(dim=-1)
+        chosen_R = logprobs_RV.gather(1, ids_1T[0, start + 1 : stop + 1, None])[:, 0].tolist()
+        best, ids = logprobs_RV.topk(top, dim=-1) if top else (None, None)
+        for row, value in enumerate(chosen_R):
+            likeliest = () if best is None or ids is None else tuple(zip(ids[row].tolist(), best[row].tolist(), strict=True))
+            tokens.append(Token(int(prompt[start + row + 1]), value, likeliest))
+        yield
     return tuple(tokens)
 
 
@@ -75,6 +74,7 @@ class _Answer:
     hit_tokens: int = 0
     done: bool = False
     kept: list[Piece] = field(default_factory=list)  # of an answer that is sent whole
+    scoring: Generator[None, None, tuple[Token, ...]] | None = None
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -129,6 +129,7 @@ class Engine:
     sampling: Mapping[str, float] = field(default_factory=lambda: dict(SAMPLING))
     threads: int = field(default_factory=torch.get_num_threads)
     _waiting: deque[_Answer] = field(default_factory=deque, repr=False)
+    _scoring: deque[_Answer] = field(default_factory=deque, repr=False)
     _running: dict[int, _Answer] = field(default_factory=dict, repr=False)
     _counts: _Counts = field(default_factory=_Counts, repr=False)
 
@@ -216,7 +217,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Statistics for `/metrics`."""
         with self._wake:
-            running = sum(not answer.job.canceled for answer in list(self._running.values()))
+            running = sum(not answer.job.canceled for answer in [*self._scoring, *self._running.values()])
             counts = self._counts
             return EngineStats(running, len(self._waiting), counts.prompt_tokens, counts.generated_tokens, self._batch.hit_tokens)
 
@@ -235,14 +236,18 @@ class Engine:
     def _work(self) -> None:
         while True:
             with self._wake:
-                while not self._waiting and not self._running and not self._closed:
+                while not self._waiting and not self._scoring and not self._running and not self._closed:
                     self._wake.wait()
                 if self._closed:
                     self._abandon()
                     return
                 chosen = self._take()
+                self._scoring += (answer for answer in chosen if answer.job.request.score_prompts)
             for answer in chosen:
-                self._begin(answer)
+                self._counts.prompt_tokens += len(answer.prompt)
+                if not answer.job.request.score_prompts:
+                    self._begin(answer)
+            self._score_piece()
             for row, answer in list(self._running.items()):
                 if answer.done or answer.job.canceled:
                     self._drop(row)
@@ -251,23 +256,54 @@ class Engine:
 
     def _take(self) -> list[_Answer]:
         """Take as many answers from the queue as there is room for. The next is the longest-waiting one of the requests with the fewest
-        running answers, so that a request for many answers does not delay the others by all of them."""
+        running answers, so that a request for many answers does not delay the others by all of them. Of a request whose prompts are scored,
+        one at a time."""
         self._waiting = deque(answer for answer in self._waiting if not answer.job.canceled)
         running = Counter(id(answer.job) for answer in self._running.values())
+        scoring = {id(answer.job) for answer in self._scoring}
         chosen: list[_Answer] = []
-        while self._waiting and len(self._running) + len(chosen) < self.max_rows:
-            answer = min(self._waiting, key=lambda one: running[id(one.job)])
+        while len(self._running) + len(self._scoring) + len(chosen) < self.max_rows:
+            answer = min((one for one in self._waiting if id(one.job) not in scoring), key=lambda one: running[id(one.job)], default=None)
+            if answer is None:
+                break
             self._waiting.remove(answer)
             running[id(answer.job)] += 1
+            if answer.job.request.score_prompts:
+                scoring.add(id(answer.job))
             chosen.append(answer)
         return chosen
+
+    def _score_piece(self) -> None:
+        """Score a piece of the prompt whose turn it is, and begin its answer after the last one. Equal prompts of a request are scored
+        once."""
+        while self._scoring and self._scoring[0].job.canceled:
+            self._leave_scoring()
+        if not self._scoring:
+            return
+        answer = self._scoring[0]
+        job, prompt = answer.job, answer.prompt
+        try:
+            if prompt not in job.scored:
+                answer.scoring = answer.scoring or score(self.model, prompt, answer.options.logprobs or 0)
+                try:
+                    next(answer.scoring)
+                    return
+                except StopIteration as ended:
+                    job.scored[prompt] = ended.value
+            job.send(Scores(answer.index, job.scored[prompt]))
+        except Exception as error:
+            self._fail([answer], error)
+        else:
+            self._begin(answer)
+        self._leave_scoring()
+
+    def _leave_scoring(self) -> None:
+        with self._wake:
+            self._scoring.popleft()
 
     def _begin(self, answer: _Answer) -> None:
         request, options = answer.job.request, answer.options
         try:
-            self._counts.prompt_tokens += len(answer.prompt)
-            if request.score_prompts:
-                answer.job.send(Scores(answer.index, score(self.model, answer.prompt, options.logprobs or 0)))
             if options.max_new_tokens == 0:
                 answer.end(Piece(), "length")
                 return
@@ -327,8 +363,9 @@ class Engine:
 
     def _abandon(self) -> None:
         stopping = RuntimeError("the server is stopping")
-        for job in {id(answer.job): answer.job for answer in [*self._waiting, *self._running.values()]}.values():
+        for job in {id(answer.job): answer.job for answer in [*self._waiting, *self._scoring, *self._running.values()]}.values():
             job.send(stopping)
         self._waiting.clear()
+        self._scoring.clear()
         self._running.clear()
         self._batch.clear()

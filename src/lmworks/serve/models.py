@@ -63,12 +63,12 @@ class Models:
         if name not in self._loaded:
             async with self._loading:
                 if name not in self._loaded:  # another request may have loaded it
-                    self._add(await asyncio.to_thread(self._lazy[name].load))
+                    self._add(name, await asyncio.to_thread(self._lazy[name].load))
         return self._loaded[name]
 
-    def _add(self, engine: Engine) -> None:
-        del self._lazy[engine.name]
-        self._loaded[engine.name] = engine
+    def _add(self, name: str, engine: Engine) -> None:
+        del self._lazy[name]
+        self._loaded[name] = engine
         for each in self._loaded.values():
             each.max_rows = max(1, self._rows // len(self._loaded))
 
@@ -138,16 +138,17 @@ def load_models(
     where: str | Path, base: bool = False, dtype: Dtype = "auto", name: str | None = None, rope: RopeExtension | None = None
 ) -> Models:  # fmt: skip
     """The models to serve: that of `load_engine`, and the other one of a run's base model and the one that it ends with, if it exists,
-    which is loaded at its first request."""
+    which is loaded at its first request. Where there are two, the base model is called NAME-base, and the other NAME: `name`, or the name
+    of the recipe."""
     from lmworks.weights.run_models import final_model
 
-    first = load_engine(where, base, dtype=dtype, name=name, rope=rope)
     run_dir = Path(where).expanduser()
     if not (run_dir / "resolved.json").is_file() or final_model(run_dir) == BASE.model:
-        return Models(first)
-    name = first.name.removesuffix("-base") if base else f"{first.name}-base"
-    load = lambda: apart(lambda: load_engine(where, not base, first.threads, dtype, rope=rope))  # noqa: E731
-    return Models(first, {name: LazyModel(first.context, base, load, first.sampling)})
+        return Models(load_engine(where, base, dtype=dtype, name=name, rope=rope))
+    first = load_engine(where, base, dtype=dtype, name=f"{name}-base" if base and name is not None else name, rope=rope)
+    other = first.name.removesuffix("-base") if base else f"{first.name}-base"
+    load = lambda: apart(lambda: load_engine(where, not base, first.threads, dtype, name=other, rope=rope))  # noqa: E731
+    return Models(first, {other: LazyModel(first.context, base, load, first.sampling)})
 
 
 def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool = True, threads: int | None = None) -> Engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmworks.errors import UserError
 from lmworks.inference.sampling import GenerateOptions, Token
@@ -79,12 +79,13 @@ Event = Delta | Scores | Exception | None  # None ends a job
 
 @dataclass(eq=False)
 class Job:
-    """A submitted request; after `cancel` the worker drops it at the next token."""
+    """A submitted request; after `cancel` the worker drops it at the next token. `scored`: the prompts that have been scored."""
 
     request: Request
     emit: Callable[[Event], None]
     remaining: int
     canceled: bool = False
+    scored: dict[tuple[int, ...], tuple[Token, ...]] = field(default_factory=dict)
 
     def cancel(self) -> None:
         self.canceled = True

@@ -162,10 +162,12 @@ def _finite(logprob: float) -> float | None:
 
 
 def _top(token: Token, text: Any) -> dict[str, float | None] | None:
+    """The most likely tokens, and the token itself if it is none of them, as OpenAI and vLLM list them."""
     if not token.top:
         return None
-    # Ids with the same text (parts of a character) share a key, which the most likely one, listed first, gets.
-    return {text(other): _finite(value) for other, value in reversed(token.top)}
+    # Ids with the same text (parts of a character) share a key: it is that of the token itself, else of the most likely one, listed first.
+    likeliest = {text(other): _finite(value) for other, value in reversed(token.top)}
+    return likeliest | {text(token.id): _finite(token.logprob)}
 
 
 def _call(call: ToolCall, form: ToolForm | None) -> dict[str, Any]:

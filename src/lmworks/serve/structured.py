@@ -7,10 +7,12 @@ llguidance's form of Lark, in which `<[5]>` is the token 5 and `%json` is follow
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from lmworks.serve.formats import FORMATS
 from lmworks.serve.grammar import Grammar, GrammarError, compile_grammar
 from lmworks.serve.parameters import BadRequest
 from lmworks.serve.vocabulary import Vocabulary
@@ -18,6 +20,9 @@ from lmworks.tokenizer.special import ARGS, CALL, CALL_END, KEY, KEY_END, TOOL_C
 
 _LARGEST = 100_000  # characters of a schema, of an expression or of all choices
 _TOP_KEYS = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions", "$schema", "strict"}
+_APPLIED = {"$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
+_ELSEWHERE = re.compile(r'"\$ref": "#(?!/\$defs/|/definitions/)')
+_PARTS = re.compile(r"\\.|.", re.DOTALL)  # of an expression: escapes and characters
 _THOUGHT = "thought: {think} /(?s:.*)/ {thought_end} /\\n*/\n"
 
 
@@ -73,25 +78,22 @@ def _compile(vocabulary: Vocabulary, rules: str, thinking: bool) -> Grammar:
 
 def _object_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any], arguments: str = "arguments") -> str:
     """A call as JSON alone."""
-    return f"call_{number}: %json {_call_schema(function, arguments)}\n"
+    return f"call_{number}: {_call_object(function, arguments)}\n"
 
 
 def _json_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any]) -> str:
     """A call as JSON between tags, as Qwen and Hermes write it."""
-    json_ = _call_schema(function, "arguments")
-    return f'call_{number}: {_tag(vocabulary, CALL)} "\\n" %json {json_} "\\n" {_tag(vocabulary, CALL_END)}\n'
+    return f'call_{number}: {_tag(vocabulary, CALL)} "\\n" {_call_object(function, "arguments")} "\\n" {_tag(vocabulary, CALL_END)}\n'
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object"} | (function.get("parameters") or {})
 
 
-def _call_schema(function: Mapping[str, Any], arguments: str) -> str:
-    parameters = _parameters(function)
-    return _schema({
-        "type": "object", "properties": {"name": {"const": function["name"]}, arguments: parameters}, "required": ["name", arguments],
-        "additionalProperties": False, "$defs": parameters.get("$defs", {}),
-    })  # fmt: skip
+def _call_object(function: Mapping[str, Any], arguments: str) -> str:
+    """A JSON object with name and arguments. The parameters are a schema of their own, because references begin at its root."""
+    head = f'{{"name":{json.dumps(function["name"], ensure_ascii=False)},"{arguments}":'
+    return f'{_literal(head)} %json {_schema(_parameters(function))} "}}"'
 
 
 def _named_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any]) -> str:
@@ -123,23 +125,58 @@ def _tagged_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any
 
 def _argument(terminal: str, schema: Any, shared: Mapping[str, Any]) -> tuple[str, str]:
     """The content of an argument, and a rule for it."""
-    if not isinstance(schema, dict) or schema.get("type") != "string":
-        return f"%json {_schema({**schema, **shared} if isinstance(schema, dict) else schema)}", ""
-    if (allowed := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:
-        if not isinstance(allowed, list) or not allowed or not all(isinstance(one, str) and one for one in allowed):
-            raise GrammarError("an enum of strings must list texts that are not empty")
-        return f"({' | '.join(map(_literal, allowed))})", ""
-    if "pattern" in schema:  # of JSON schema, it matches anywhere in the text unless it has anchors
-        pattern = str(schema["pattern"])
-        pattern = pattern[1:] if pattern.startswith("^") else f"(?s:.*){pattern}"
-        pattern = pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else f"{pattern}(?s:.*)"
-        text = _expression(pattern)
-    else:
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
-        if not _is_length(least) or not (most is None or _is_length(most)):
-            raise GrammarError(f"minLength and maxLength are whole numbers up to {_LARGEST:,}")
-        text = f"/(?s:.){{{least},{'' if most is None else most}}}/"
-    return terminal, f"{terminal}: {text} & ~/(?s:.*)<\\/arg_value>(?s:.*)/\n"
+    if isinstance(schema, dict) and schema.get("type") == "string":
+        return terminal, f"{terminal}: {_text(schema)} & ~/(?s:.*)<\\/arg_value>(?s:.*)/\n"
+    json_ = _schema({**schema, **shared} if isinstance(schema, dict) else schema)
+    if _ELSEWHERE.search(json_):
+        raise GrammarError("a $ref of a forced call refers to $defs or definitions of the parameters")
+    return f"%json {json_}", ""
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    """The texts of a schema of strings, without quotes: what all of its keywords allow. Keywords of other types do not restrict strings."""
+    if applied := sorted(_APPLIED & set(schema)):
+        raise GrammarError(f"a string has {applied[0]!r}, but a forced call needs enum, const, pattern, format, minLength or maxLength")
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if not _is_length(least) or not (most is None or _is_length(most)):
+        raise GrammarError(f"minLength and maxLength are whole numbers up to {_LARGEST:,}")
+    parts = [f"/(?s:.){{{least},{'' if most is None else most}}}/"]
+    if "pattern" in schema:
+        parts.append(_expression(_found_in_text(schema["pattern"])))
+    if "format" in schema:
+        if not isinstance(name := schema["format"], str) or name not in FORMATS:
+            raise GrammarError(f"the format {str(name)[:100]!r} is none of {', '.join(FORMATS)}")
+        parts.append(_expression(FORMATS[name]))
+    for key in ("enum", "const"):
+        if key not in schema:
+            continue
+        allowed = schema["enum"] if key == "enum" else [schema["const"]]
+        if not isinstance(allowed, list) or not any(isinstance(one, str) for one in allowed):
+            raise GrammarError(f"the {key} of a string has no string")
+        parts.append(f"({' | '.join(_literal(one) for one in allowed if isinstance(one, str))})")
+    return " & ".join(parts)
+
+
+def _found_in_text(pattern: Any) -> str:
+    """An expression of whole texts for a pattern of JSON schema, which may match anywhere in a text where it has no anchors."""
+    if not isinstance(pattern, str):
+        raise GrammarError("a pattern is a string")
+    _require_size(pattern)
+    choices: list[list[str]] = [[]]
+    depth, in_class = 0, False
+    for part in _PARTS.findall(pattern):
+        in_class = part == "[" or (in_class and part != "]")
+        depth += 0 if in_class else (part == "(") - (part == ")")
+        if part == "|" and not in_class and not depth:
+            choices.append([])
+        else:
+            choices[-1].append(part)
+    return "|".join(map(_between_anchors, choices))
+
+
+def _between_anchors(parts: Sequence[str]) -> str:
+    first, last = parts[:1] == ["^"], parts[-1:] == ["$"]
+    return f"{'' if first else '(?s:.*)'}(?:{''.join(parts[first : len(parts) - last])}){'' if last else '(?s:.*)'}"
 
 
 def _is_length(value: Any) -> bool:
