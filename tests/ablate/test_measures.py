@@ -60,6 +60,8 @@ def test_scores_and_their_items(tmp_path: Path) -> None:
     assert len(found.items[SCORE.name]) == 40 and sum(found.items[SCORE.name].values()) == 30
     assert (found.counts, found.baselines) == ({SCORE.name: 40}, {SCORE.name: 0.25})
     assert SCORE.has_chance and not BITS.has_chance
+    (folder / "outcomes-base.jsonl").write_text("".join(json.dumps(one | {"asked": "other"}) + "\n" for one in records))
+    assert not read_run(run, [SCORE]).items[SCORE.name].keys() & found.items[SCORE.name].keys(), "other rows under the same ids"
     assert found.curves == {}, "nothing was measured in this form during training"
 
 

@@ -38,6 +38,14 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_general_text_begins_with_one_bos(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, "llama")
+    tokenizer = load(tmp_path)
+    (bos,) = tokenizer.prefix
+    for batches in shipped_text(tokenizer, 64, 3).values():
+        assert batches[0].tokens[0, 0] == bos and bos not in batches[0].labels[0]
+
+
 def test_the_cost_of_general_text_is_that_of_transformers(base: Path) -> None:
     """Bits per byte over the shipped text, each document from its beginning, nothing leaking from one row into another."""
     import transformers

@@ -16,6 +16,8 @@ class ByteTokenizer:
     vocab_size = 259
     eos_id = 256
     stop_ids = (256, 257)
+    prefix: tuple[int, ...] = ()
+    start = (256,)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

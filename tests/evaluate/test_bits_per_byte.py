@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -45,6 +46,18 @@ def test_equals_the_direct_computation(small_transformer, byte_tokenizer) -> Non
     assert total.bytes == measured["prose"].bytes + measured["code"].bytes
     assert total.bits == pytest.approx(measured["prose"].bits + measured["code"].bits)
     assert total.documents == 4
+
+
+@pytest.mark.parametrize("prefix", [(256,), (257, 256)])
+@pytest.mark.parametrize("length", [8, 96])
+def test_a_token_before_every_text_costs_nothing_and_is_not_counted(bigram, byte_tokenizer, prefix: tuple[int, ...], length: int) -> None:
+    byte_tokenizer.prefix, encode = prefix, byte_tokenizer.encode
+    byte_tokenizer.encode = lambda text: [*prefix, *encode(text)]
+    texts = ["a", "the quick brown fox jumps over the lazy dog. " * 5]
+    measured = bits_per_byte({"d": texts}, byte_tokenizer, byte_tokenizer.vocab_size, BatchedLogProbs(bigram), length)["d"]
+    table = bigram.embedding.weight / math.log(2)
+    assert measured.bits == pytest.approx(-sum(table[a, b].item() for text in texts for a, b in pairwise([256, *encode(text)])))
+    assert measured.tokens == measured.bytes == sum(map(len, texts))
 
 
 @pytest.mark.parametrize("length", [2, 3, 8, 17, 64])

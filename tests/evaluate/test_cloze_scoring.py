@@ -106,6 +106,9 @@ def test_an_empty_context_is_refused(bigram) -> None:
 class Merging:
     """A tokenizer that merges `: ` into one token, over the boundary of context and continuation."""
 
+    prefix: tuple[int, ...] = ()
+    start = (2000,)
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
         while text:
@@ -119,6 +122,21 @@ def test_a_token_over_the_boundary_is_scored_with_the_continuation() -> None:
     context, continuation = forms.split_at_boundary(Merging(), "Q:", " yes")
     assert (context, continuation) == ([ord("Q")], [1000, *map(ord, "yes")])
     assert Merging().encode("Q:")[-1] == ord(":")  # encoded apart, the colon would have been another token
+
+
+class WithBos(Merging):
+    prefix = start = (1,)
+
+    def encode(self, text: str) -> list[int]:
+        return [1, *super().encode(text)]
+
+
+@pytest.mark.parametrize(("encoder", "first"), [(Merging(), 2000), (WithBos(), 1)])
+def test_text_without_a_context_is_predicted_from_the_one_token_before_a_text(encoder: Merging, first: int) -> None:
+    assert forms.split_at_boundary(encoder, "", "yes") == ([first], [*map(ord, "yes")])
+    assert forms.split_at_boundary(encoder, ":", " ") == ([first], [1000]), "both are one token together"
+    assert forms.split_at_boundary(encoder, "", "") == ([first], [])
+    assert forms.without_question(encoder, "She sang", "yes") == ([first], [*map(ord, "yes")])
 
 
 def test_scores_know_chance_and_the_best_constant_answer() -> None:

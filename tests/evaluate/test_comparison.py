@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,32 @@ def test_only_common_items_count() -> None:
     row = compare([results("a", {SCORE: a}), results("b", {SCORE: b})])["comparisons"][0]["scores"][0]
     assert (row["n"], row["only_a"], row["only_b"]) == (27, 2, 1)
     assert row["verdict"] == "worse"
+
+
+def test_items_of_equal_ids_that_ask_something_else_are_left_out_and_counted() -> None:
+    """By default an id is the number of a row, and rows change between the evaluations of two models."""
+    def asked(right: str, hashes: str) -> dict[str, Outcome]:
+        return {key: replace(one, asked=name) for (key, one), name in zip(outcomes(right).items(), hashes, strict=True)}
+
+    a, b = results("a", {SCORE: asked("++++++", "abcdef")}), results("b", {SCORE: asked("--++++", "xbcdez")})
+    document = compare([a, b])
+    found = document["comparisons"][0]
+    (row,) = found["scores"]
+    assert (row["n"], row["lost_ids"], row["gained"], row["only_a"], row["only_b"]) == (4, ["1"], 0, 2, 2)
+    told = "2 of 6 items of equal ids ask something else: the rows or the prompt have changed; they are left out"
+    assert found["not_comparable"] == [{"score": SCORE, "reason": told}]
+    assert f"not comparable: {SCORE}: {told}" in text(printable_comparison(document))
+    with pytest.raises(UserError, match="6 of 6 items of equal ids ask something else: the rows or the prompt have changed"):
+        compare([a, results("c", {SCORE: asked("++++++", "uvwxyz")})])
+
+
+def test_records_without_hashes_are_paired_by_their_questions() -> None:
+    questions = {("sums", str(n)): (f"{n} + 1", str(n + 1)) for n in range(6)}
+    a = results("a", {SCORE: outcomes("++++++")}, questions=questions)
+    b = results("b", {SCORE: outcomes("--++++")}, questions=questions | {("sums", "0"): ("0 + 1", "2"), ("sums", "1"): ("1 + 2", "2")})
+    del a.questions["sums", "5"]  # of an unknown question nothing is said
+    (row,) = compare([a, b])["comparisons"][0]["scores"]
+    assert (row["n"], row["lost"]) == (4, 0)
 
 
 def test_a_published_score_is_compared_unpaired() -> None:

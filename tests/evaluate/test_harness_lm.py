@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from base_models import write_model, write_tokenizer
 from late import Late, require_package
 from lmworks.errors import UserError
 from lmworks.evaluate.sets.forms import split_at_boundary
@@ -80,6 +81,21 @@ def test_log_likelihoods(ours: HarnessLM, theirs: Any) -> None:
     found, expected = (lm.loglikelihood(instances("loglikelihood", *pairs)) for lm in (ours, theirs))
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-4)  # fp32 in another order
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+def test_a_tokenizer_with_bos(tmp_path: Path) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    write_tokenizer(tmp_path, "llama")
+    write_model(tmp_path, 400)
+    ours = lm.HarnessLM(open_model(tmp_path, "cpu"))
+    theirs = HFLM(pretrained=str(tmp_path), dtype="float32", device="cpu", batch_size=1)
+    assert ours.prefix_token_id == theirs.prefix_token_id == ours.tokenizer.prefix[0]
+    texts = [("short",), ("several windows. " * 40,)]
+    found, expected = (lm.loglikelihood_rolling(instances("loglikelihood_rolling", *texts)) for lm in (ours, theirs))
+    assert found == pytest.approx(expected, rel=1e-4)
+    found, expected = ([one for one, _ in lm.loglikelihood(instances("loglikelihood", ("", "import os")))] for lm in (ours, theirs))
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_greedy_is_what_generation_writes(ours: HarnessLM, opened: OpenModel) -> None:

@@ -78,7 +78,7 @@ def test_a_task_of_ones_own_with_data_beside_it(opened: OpenModel, tasks: Path) 
     entry = scores["sums/lm-eval/0-shot/acc"]
     assert (entry["n"], entry["chance"], entry["form"]) == (4, 0.5, "lm-eval")
     assert entry["correct"] == sum(one["correct"] for one in outcomes if one["score"] == "sums/lm-eval/0-shot/acc")
-    assert {one["id"] for one in outcomes} == {"0", "1", "2", "3"}
+    assert {one["id"] for one in outcomes} == {"0", "1", "2", "3"} and len({one["asked"] for one in outcomes}) == 4
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.sets import benchmarks, sources
-from lmworks.evaluate.sets.items import ChoiceItem, OpenItem
+from lmworks.evaluate.sets.items import ChoiceItem, OpenItem, asked_hash
 from lmworks.evaluate.sets.sources import Data, rows
 from lmworks.recipe.schema.evaluate import Benchmark
 
@@ -48,6 +48,33 @@ def test_rows_of_local_files(tmp_path: Path, name: str) -> None:
     items = benchmarks.load_all(Benchmark(name="piqa", path=str(path)))
     assert len(items) == 12 and items[3].choices == ("do 3", "never do 3") and items[3].answer == 1  # type: ignore[union-attr]
     assert items[3].contexts[0] == "Goal: goal 3\nAnswer:" and items[3].id == "3"  # type: ignore[union-attr]
+
+
+def test_local_files_are_read_again_after_they_have_changed(tmp_path: Path) -> None:
+    """In one process, too: a notebook evaluates, changes rows and evaluates again."""
+    write(tmp_path / "validation.jsonl", PIQA)
+    write(tmp_path / "train.jsonl", PIQA)
+    benchmark = Benchmark(name="piqa", path=str(tmp_path))
+    before = benchmarks.contents([benchmark])
+    assert benchmarks.contents([benchmark]) == before
+    first, _ = benchmarks.load_all(benchmark)[0], benchmarks.load(benchmark, None, 1)
+    for split in ("validation", "train"):
+        write(tmp_path / f"{split}.jsonl", [row | {"goal": f"another {row['goal']}"} for row in PIQA])
+    assert benchmarks.load_all(benchmark)[0].question != first.question
+    assert "another" in benchmarks.load(benchmark, None, 1).examples[0].question
+    assert benchmarks.contents([benchmark]) != before
+
+
+def test_an_item_is_what_it_asks_and_what_is_right() -> None:
+    def made(**changes: Any) -> str:
+        asked = {"question": "Q?", "choices": ("a", "b"), "answer": 0, "contexts": ("Q?:",) * 2, "continuations": (" a", " b"), "text": ""}
+        return asked_hash(ChoiceItem("set", changes.pop("id", "1"), "", **(asked | changes)))
+
+    others = ({"question": "R?"}, {"answer": 1}, {"continuations": (" a", " c")}, {"contexts": ("Q?",) * 2}, {"preamble": "Answer."})
+    assert made() == made(id="2") and len({made(), *(made(**one) for one in others)}) == 6
+    free = [OpenItem("set", "1", "", question, answers, metric, "") for question, answers, metric in
+            (("Q?", ("a",), "exact"), ("R?", ("a",), "exact"), ("Q?", ("b",), "exact"), ("Q?", ("a",), "contains"))]  # fmt: skip
+    assert len({asked_hash(one) for one in free}) == 4
 
 
 def test_a_folder_has_splits_and_its_training_split_gives_the_examples(tmp_path: Path) -> None:

@@ -86,6 +86,33 @@ def test_a_certified_result_is_kept_until_something_changes(lmworks: Lmworks, ru
     assert times[0] == times[1] < times[2]
 
 
+def test_other_contents_under_the_same_names_are_certified_anew(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    held_out, calibration, rows = (tmp_path / name for name in ("held.txt", "calibration.txt", "rows.jsonl"))
+    task = tmp_path / "own.yaml"
+    task.write_text("file: rows.jsonl\nchoices: c\nform: cloze\n")
+
+    def write(path: Path, word: str) -> None:
+        table = [{"question": f"{word} {n}?", "c": ["one", "two"], "answer": n % 2} for n in range(4)]
+        many = "\n\n\n".join(f"{word} of number {n} and some more of it, " * 9 for n in range(6))
+        path.write_text(many if path.suffix == ".txt" else "".join(json.dumps(row) + "\n" for row in table), encoding="utf-8")
+
+    write(held_out, "this")
+    write(calibration, "that")
+    write(rows, "Which")
+    options = ("--held-out", held_out, "--calibration", calibration, "--tasks", task)
+    made, times = tmp_path / "out" / "gguf-q8_0" / "model.gguf", []
+    steps: list[Callable[[], Any]] = [
+        lambda: None, lambda: None, lambda: write(held_out, "other"), lambda: write(calibration, "third"), lambda: write(rows, "What"),
+        lambda: task.write_text(task.read_text() + "shots: 1\n"), lambda: None,
+    ]  # fmt: skip
+    for step in steps:
+        step()
+        done = quantize(lmworks, run, tmp_path / "out", *options)
+        assert done.code == 0, done.err
+        times.append(made.stat().st_mtime_ns)
+    assert times[0] == times[1] < times[2] < times[3] < times[4] < times[5] == times[6]
+
+
 def zero_router(path: Path) -> None:
     tensor(path, "blk.1.ffn_gate_inp.weight").data[:] = 0
 
@@ -181,6 +208,18 @@ def test_what_a_killed_process_left_is_removed(lmworks: Lmworks, run: Any, tmp_p
     (left / "original.gguf").write_bytes(b"x")
     assert quantize(lmworks, run, tmp_path).code == 0
     assert not left.exists()
+
+
+def test_what_others_keep_where_a_result_would_be_stays(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    for name, contents in (("gguf-q8_0", {"mine.txt": b"mine"}), ("gguf-q8_0.failed", {"sub/mine.txt": b"mine"})):
+        out = tmp_path / name / "out"
+        for file, content in contents.items():
+            (out / name / file).parent.mkdir(parents=True)
+            (out / name / file).write_bytes(content)
+        before = files(out)
+        refused = quantize(lmworks, run, out)
+        assert refused.code == 2 and f"{out / name} is no result of lmworks quantize; nothing was changed" in refused.err.replace("\n", " ")
+        assert files(out) == before
 
 
 def test_a_hugging_face_directory_needs_text(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:

@@ -45,6 +45,10 @@ def test_a_reply_may_begin_in_thoughts_that_its_prompt_has_opened() -> None:
         ("#### Step 1\nSo it is.\nThe answer is 5", "5"), ("#### 5 apples\nas said", "5 apples"), ("a\n#### Paris", "Paris"),
         ("The answer to the question is 5.", "5."), ("The answer is:\n\n5", "5"), ("Answer:\n\\[\nx^2\n\\]", "x^2"),
         ("The final answer is $x^2$. I hope it is correct.", "$x^2$"), ("答案是 5", "5"), ("**Answer:** Paris", "Paris"),
+        ("The answer is _42_", "42"), ("The answer is __42__.", "42."), ("__Answer:__ _Paris_", "Paris"), ("<answer>_42_</answer>", "42"),
+        ("_The answer is 42_", "42"), ("It is _42_", "It is 42"), ("The answer is x_1", "x_1"), ("\\boxed{$_{5}C_{2}$}", "$_{5}C_{2}$"),
+        ("\\boxed{$_5C_2$}", "$_5C_2$"), ("\\boxed{$_5C_{2}$}", "$_5C_{2}$"),
+        ("\\boxed{x _1 + y _2}", "x _1 + y _2"), ("The answer is a_1 + a_2", "a_1 + a_2"), ("The answer is snake_case_", "snake_case_"),
     ],
 )  # fmt: skip
 def test_what_is_stated(reply: str, answer: str) -> None:
@@ -63,6 +67,11 @@ def test_what_is_stated(reply: str, answer: str) -> None:
         ("12,34,567", "1234567"),
         ("The answer is 5 - or so", "5"), ("The answer is 5!", "5"), ("The answer is minus 5", "-5"), ("The answer is 2 dozen", "24"),
         ("\\boxed{5\\text{ cm}^2}", "5"), ("The answer is 4 (four)", "4"), ("\\boxed{ - 3 }", "-3"),
+        ("The answer is _42_", "42"), ("The answer is __42__ dollars.", "42"), ("So it is _42_.", "42"),
+        ("The answer is 2/3 of 12 = 8", "8"), ("10% of 50 = 5", "5"), ("The answer is 20% off $50 = $40.", "40"),
+        ("The answer is 3 out of 12 = 1/4", "1/4"), ("The answer is 2/3 of 12", "2/3"), ("The answer is 2 of 5 apples", "2"),
+        ("The answer is 2.5 + 3.5 = 6", "6"), ("The answer is 12. Then 3 + 4 = 7", "12"), ("The answer is 12. 3 + 4 = 7", "12"),
+        ("The answer is 5 km = 5000 m", "5"), ("The answer is x = 5", "5"),
     ],
 )  # fmt: skip
 def test_numbers_in_the_forms_in_which_they_are_written(reply: str, value: str) -> None:
@@ -82,6 +91,9 @@ def test_a_part_of_an_expression_is_not_its_value(answer: str) -> None:
     assert final_number(f"It is not 7. So $\\boxed{{{answer}}}$") is None
     assert number(answer) is None
     assert final_number(f"It is not 7. The answer is {answer.removesuffix('!')}.") is None or answer == "5!"
+
+
+COLUMN, MATRIX = r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"
 
 
 @pytest.mark.parametrize(
@@ -106,11 +118,35 @@ def test_a_part_of_an_expression_is_not_its_value(answer: str) -> None:
         ("math", "1\\pm\\sqrt{2}", "\\boxed{1-\\sqrt{2}, 1+\\sqrt{2}}", "right"),
         ("math", "2\\sqrt{3}", "\\boxed{2*sqrt(3)}", "right"), ("math", "5", "\\boxed{5 and 7}", "wrong"),
         ("math", "5", "<think>\\boxed{5}</think>", "unparsed"),
+        ("math", COLUMN, r"\boxed{\begin{pmatrix} -\frac{1}{3} \\ \frac{2}{3} \end{pmatrix}}", "right"),
+        ("math", COLUMN, r"\boxed{\begin{pmatrix} -\frac{1}{3} \\ \frac{1}{3} \end{pmatrix}}", "wrong"),
+        ("math", COLUMN, r"\boxed{\begin{pmatrix} -1/3 & 2/3 \end{pmatrix}}", "wrong"),
+        ("math", MATRIX, "\\boxed{\\begin{bmatrix}\n 1 & 2 \\\\\n 3 & 4 \n\\end{bmatrix}}", "right"),
+        ("math", MATRIX, r"The answer is $\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}$.", "right"),
+        ("math", MATRIX, r"\boxed{\left[\begin{array}{c|c} 1 & 2 \\ 3 & 4 \end{array}\right]}", "right"),
+        ("math", MATRIX, r"\boxed{\left(\begin{smallmatrix} 1 & 2 \\ 3 & 4 \end{smallmatrix}\right)}", "right"),
+        ("math", MATRIX, r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}}", "wrong"),
+        ("math", MATRIX, r"\boxed{\begin{pmatrix} 12 \\ 34 \end{pmatrix}}", "wrong"),
+        ("math", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\boxed{\begin{pmatrix} 1\2 \end{pmatrix}}", "wrong"),
+        ("math", r"\begin{pmatrix} a \\ b \end{pmatrix}", r"\boxed{\begin{pmatrix} b \\ a \end{pmatrix}}", "wrong"),
+        ("math", r"\begin{pmatrix} a & \cdots \end{pmatrix}", r"\boxed{\begin{pmatrix}a&\cdots\end{pmatrix}}", "right"),
+        ("math", r"\begin{cases} 1 & x > 0 \\ 2 & x < 0\end{cases}", r"\boxed{\begin{cases}1&x>0\\2&x<0\end{cases}}", "right"),
+        ("math", r"\frac{\pi}{4}", "\\boxed{arctan(1)}", "right"), ("math", r"\arcsin(x)", "\\boxed{arcsin(x)}", "right"),
+        ("math", r"\arcsin(x)", "\\boxed{arccos(x)}", "wrong"), ("math", r"\sinh x", "\\boxed{sinh(x)}", "right"),
+        ("math", "arctan(2)", r"\boxed{\operatorname{arctan} 2}", "right"), ("math", "8", "The answer is 2/3 of 12 = 8", "right"),
     ],
 )  # fmt: skip
 def test_verdicts(kind: str, right: str, reply: str, verdict: str) -> None:
     gold = right_answer(right, kind)  # type: ignore[arg-type]
     assert gold is not None and gold.judge(reply) == verdict
+
+
+@pytest.mark.parametrize(
+    ("given", "right", "same"),
+    [(r"x \rightarrow y", "x arrow y", False), (r"\leftarrow", "arrow", False), (r"\left( 1, 2 \right)", "(1,2)", True)],
+)
+def test_only_sizes_of_brackets_are_left_out(given: str, right: str, same: bool) -> None:
+    assert answers.same_expression(given, right) == same
 
 
 @pytest.mark.parametrize(
@@ -142,7 +178,7 @@ def test_hostile_expressions_are_wrong_within_the_limits(hostile: str) -> None:
 
 
 @pytest.mark.parametrize("hostile", ["\\boxed{", "{", "}", "<answer>", "<think>", "</think>", "#### a\n", "$", "answer to ", "\\frac",
-        "1 ", "1,", "√"])
+        "1 ", "1,", "√", "_", "_a", "_a ", " _" + "a" * 198, "10% of ", "answer is 1 of ", "\\begin{pmatrix} 1 \\\\ "])
 def test_hostile_replies_take_linear_time(hostile: str) -> None:
     """Of quadratic time these would take minutes."""
     long = hostile * (1_000_000 // len(hostile))

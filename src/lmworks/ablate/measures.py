@@ -252,9 +252,9 @@ def _in_training(score: str) -> str:
 
 
 def _outcomes(folder: Path) -> dict[str, dict[str, float]]:
-    """Right (1) or wrong (0) per item, by score."""
+    """Right (1) or wrong (0) per item, by score. An item is its id and what it asks: finished runs keep the outcomes of earlier rows."""
     found: dict[str, dict[str, float]] = {}
     for line in jsonl.read(folder / "outcomes-base.jsonl"):
         with explain_damage(folder / "outcomes-base.jsonl"):
-            found.setdefault(line["score"], {})[line["id"]] = float(line["correct"])
+            found.setdefault(line["score"], {})[f"{line['id']} {line.get('asked', '')}"] = float(line["correct"])
     return found

@@ -365,5 +365,6 @@ def _follow(run: Path, wanted: list[Any] | None, items: int | None, device: torc
     from lmworks.evaluate.follow import follow, scores_in_loop
     from lmworks.run.run_dir import require_run
 
-    count = follow(run, scores_in_loop(require_run(run), wanted or (), items), device, wait)
+    scores = scores_in_loop(require_run(run), wanted or (), items)
+    count = follow(run, scores, device, wait, asked=scores.asked)
     console().out(f"evaluated {count} checkpoints of {run}")

@@ -125,7 +125,8 @@ def references(held_out: Mapping[str, Sequence[str]], training: Iterable[str]) -
 
 HOW = (
     "whole documents, each from its own start and without its end token; longer ones in windows of the context length that "
-    "overlap by a quarter, each token scored once; a document's first token, which nothing predicts, costs log2(vocabulary) bits"
+    "overlap by a quarter, each token scored once; a document's first token, which nothing predicts, costs log2(vocabulary) bits; where "
+    "the tokenizer puts a BOS token before every text, BOS costs nothing and is not counted, and the first token is predicted from it"
 )
 
 
@@ -135,7 +136,7 @@ ANSWERS = "answers: "
 
 @dataclass(frozen=True)
 class DocumentBits:
-    """The bits of one held-out document. `document` is a hash of its text."""
+    """The bits of one held-out document. `document` is a hash of its text; `tokens` are those of the text, without a BOS token."""
 
     document: str
     domain: str
@@ -166,8 +167,8 @@ class BitsPerByte:
         )
 
 
-def windows(ids: Sequence[int], length: int) -> list[Request]:
-    """Requests that score tokens 1, 2, ... of a document once each, in order.
+def windows(ids: Sequence[int], length: int, given: int = 1) -> list[Request]:
+    """Requests that score the tokens of a document once each, in order, but for the first `given` ones.
 
     The first window scores as much as `length` inputs can; each later one moves on by three quarters of a window, so every
     token is predicted from at least `length // 4` tokens (or from all before it, near the start), for 4/3 of the work.
@@ -175,9 +176,9 @@ def windows(ids: Sequence[int], length: int) -> list[Request]:
     assert length >= 2
     stride = max(1, length - max(1, length // 4))
     requests: list[Request] = []
-    done = 1  # the first token is the context of the rest
+    done = given  # the first tokens are the context of the rest
     while done < len(ids):
-        end = min(len(ids), length + 1 if done == 1 else done + stride)
+        end = min(len(ids), length + 1 if done == given else done + stride)
         start = max(0, end - 1 - length)
         requests.append((ids[start:done], ids[done:end]))
         done = end
@@ -196,16 +197,19 @@ def document_bits(
 ) -> list[DocumentBits]:
     """The bits of each document, domain by domain; arguments as for `bits_per_byte`."""
     encoded = {domain: [encoder.encode(text) for text in texts] for domain, texts in held_out.items()}
-    requests = {domain: [windows(ids, length) for ids in documents] for domain, documents in encoded.items()}
+    no_text = len(encoder.prefix)  # from which the first token of a text is predicted
+    first_bits = 0.0 if no_text else math.log2(vocab_size)
+    requests = {domain: [windows(ids, length, max(1, no_text)) for ids in documents] for domain, documents in encoded.items()}
     found: list[DocumentBits] = []
     with bar(label, sum(map(len, (of_document for documents in requests.values() for of_document in documents)))) as progress:
         for domain, documents in encoded.items():
             progress.note(domain)
             nats = iter(logprobs([request for of_document in requests[domain] for request in of_document], progress.advance))
             for text, ids, own in zip(held_out[domain], documents, requests[domain], strict=True):
-                bits = -math.fsum(next(nats) for _ in own) / math.log(2) + math.log2(vocab_size)
+                bits = -math.fsum(next(nats) for _ in own) / math.log(2) + first_bits
                 data = text.encode()
-                found.append(DocumentBits(hashlib.blake2b(data, digest_size=8).hexdigest(), domain, bits, len(data), len(ids)))
+                digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+                found.append(DocumentBits(digest, domain, bits, len(data), len(ids) - no_text))
     return found
 
 

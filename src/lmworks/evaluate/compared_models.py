@@ -21,7 +21,7 @@ from lmworks.evaluate.bits_per_byte import DocumentBits, document_bits, held_out
 from lmworks.evaluate.evaluate import evaluate_model
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.results import SUFFIXES, Answers, Results, names_in, read_results, read_table
-from lmworks.evaluate.sets.benchmarks import CHOICE, GENERATION
+from lmworks.evaluate.sets.benchmarks import CHOICE, GENERATION, contents
 from lmworks.evaluate.sets.items import FORMS
 from lmworks.evaluate.sets.scoring import training_flops
 from lmworks.io import files
@@ -197,7 +197,7 @@ def _formulated(listed: Benchmark | None, answers: Answers) -> Benchmark | None:
 def _compute(source: Source, benchmarks: Sequence[Benchmark], texts: Texts, asked: Asked) -> Results:
     """Evaluate a model, or read what an earlier comparison has found."""
     key = {
-        "weights": _identity(source), "benchmarks": [one.model_dump(mode="json") for one in benchmarks], "items": asked.items,
+        "weights": _identity(source), "benchmarks": contents(benchmarks), "items": asked.items,
         "texts": hashlib.sha256(canonical({domain: list(part) for domain, part in texts.items()})).hexdigest(),
         "device": str(asked.device), "lmworks": __version__,
     }  # fmt: skip

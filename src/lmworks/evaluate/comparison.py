@@ -90,12 +90,13 @@ def compare(models: Sequence[Results], examples: int = 3) -> dict[str, Any]:
 
 
 class _Pairing:
-    """One model beside the first. `differences` has a key (kind, name) for each test."""
+    """One model beside the first. `differences` has a key (kind, name) for each test, `common` the items of a score that both answered."""
 
     def __init__(self, a: Results, b: Results) -> None:
         self.a, self.b = a, b
         self.differences: dict[tuple[str, str], Difference] = {}
         self.not_comparable: dict[str, str] = {}
+        self.common: dict[str, list[tuple[Outcome, Outcome]]] = {}
         pairs: dict[str, Pairs] = {}
         for name in dict.fromkeys([*a.scores, *b.scores]):
             if reason := _not_comparable(name, a, b):
@@ -105,8 +106,16 @@ class _Pairing:
             if mine.items is None or theirs.items is None:
                 counts = (round(mine.score * mine.n), mine.n, round(theirs.score * theirs.n), theirs.n)
                 self.differences["score", name] = compare_counts(*counts)
-            else:
-                pairs[name] = _pairs(mine, theirs)
+                continue
+            both = _of_equal_ids(mine, theirs)
+            common = [pair for pair in both if _same_question(mine.set, *pair, a, b)]
+            if len(common) < len(both):
+                others = f"{len(both) - len(common)} of {len(both)}"
+                what = f"{others} items of equal ids ask something else: the rows or the prompt have changed"
+                self.not_comparable[name] = what + ("; they are left out" if common else "")
+            if common:
+                self.common[name] = common
+                pairs[name] = _pairs(mine.set, common)
         each, pooled = compare_pairs(list(pairs.values())) if pairs else ([], None)
         self.differences |= {("score", name): found for name, found in zip(pairs, each, strict=True)}
         if pooled is not None:
@@ -153,7 +162,7 @@ class _Pairing:
         mine, theirs = self.a.scores[name], self.b.scores[name]
         if mine.items is None or theirs.items is None:
             return {}
-        common = [(one, theirs.items[key]) for key, one in mine.items.items() if key in theirs.items]
+        common = self.common[name]
         lost = [pair for pair in common if pair[0].mark > pair[1].mark]
         gained = [pair for pair in common if pair[0].mark < pair[1].mark]
         return {
@@ -220,11 +229,21 @@ def _first(reasons: dict[str, str]) -> str:
     return next((f"{name}: {reason}" for name, reason in reasons.items()), "neither has any")
 
 
-def _pairs(mine: Answers, theirs: Answers) -> Pairs:
-    assert mine.items is not None
-    assert theirs.items is not None
-    common = [(one, theirs.items[key]) for key, one in mine.items.items() if key in theirs.items]
+def _of_equal_ids(mine: Answers, theirs: Answers) -> list[tuple[Outcome, Outcome]]:
+    others = theirs.items or {}
+    return [(one, others[key]) for key, one in (mine.items or {}).items() if key in others]
+
+
+def _same_question(set_: str, one: Outcome, other: Outcome, a: Results, b: Results) -> bool:
+    """Whether two outcomes of equal ids are of one item. An id is often the number of a row, and rows change between evaluations."""
+    if one.asked and other.asked:
+        return one.asked == other.asked
+    asked, also = a.questions.get((set_, one.id)), b.questions.get((set_, other.id))
+    return asked is None or also is None or asked == also
+
+
+def _pairs(set_: str, common: Sequence[tuple[Outcome, Outcome]]) -> Pairs:
     clusters = [one.passage or one.subject or one.id for one, _ in common]
     clustered = FEWEST_CLUSTERS <= len(set(clusters)) < len(common)
     units = clusters if clustered else [one.id for one, _ in common]
-    return Pairs(mine.set, units, [one.mark for one, _ in common], [other.mark for _, other in common], clustered)
+    return Pairs(set_, units, [one.mark for one, _ in common], [other.mark for _, other in common], clustered)

@@ -1,13 +1,14 @@
 """Evaluates the checkpoints of a run while it trains, in a process of its own, on any device.
 
-    RUN/follow.jsonl   one line per checkpoint: stage, step, time, content of the checkpoint, and metrics (`eval/...`)
+    RUN/follow.jsonl   one line per evaluation: stage, step, time, content of the checkpoint, what was asked, and metrics (`eval/...`)
 
 No other file of the run is written, and checkpoints are only read. A checkpoint has its name once it is complete; one that the run prunes
-before it is read is passed over.
+before it is read is passed over. One that was asked something else, other sets or other rows, is evaluated again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +21,13 @@ import torch
 
 from lmworks.checkpoint import listing, manifest
 from lmworks.errors import UserError
-from lmworks.evaluate.sets.benchmarks import CHOICE, check_names
+from lmworks.evaluate.sets.benchmarks import CHOICE, check_names, contents
 from lmworks.evaluate.sets.scoring import ALL_SETS, measure
 from lmworks.io import jsonl
 from lmworks.io.files import explain_os_errors, try_lock
 from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.metrics.names import describe
+from lmworks.recipe.changes import canonical
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.recipe import Recipe
@@ -51,7 +53,30 @@ class Checkpoint:
     path: Path
 
 
-def scores_in_loop(recipe: Recipe, benchmarks: Sequence[Benchmark] = (), items: int | None = None) -> Measure:
+@dataclass(frozen=True)
+class Scores:
+    """A measure: scores of `benchmarks` on at most `items` items of each that says nothing else."""
+
+    benchmarks: Sequence[Benchmark]
+    items: int
+
+    @property
+    def asked(self) -> str:
+        """A hash of what is asked, the rows of local files included."""
+        return hashlib.sha256(canonical([contents(self.benchmarks), self.items])).hexdigest()[:16]
+
+    def __call__(self, opened: OpenModel) -> dict[str, float]:
+        values = {}
+        for score in measure(opened, self.benchmarks, self.items).scores.values():
+            if score["set"] != ALL_SETS:
+                values[f"eval/{score['set']}/{score['form']}-{score['shots']}-shot"] = score["score"]
+                values |= {f"eval/{score['set']}/items": score["n"], f"eval/{score['set']}/chance": score["chance"]}
+                if "bits_per_byte" in score:
+                    values[f"eval/{score['set']}/bits_per_byte"] = score["bits_per_byte"]
+        return values
+
+
+def scores_in_loop(recipe: Recipe, benchmarks: Sequence[Benchmark] = (), items: int | None = None) -> Scores:
     """The scores that a run measures in its loop, on the same items: sets in cloze form without examples.
 
     `benchmarks` replace those of the recipe. Raises `UserError` if there are none that can be scored so.
@@ -61,42 +86,32 @@ def scores_in_loop(recipe: Recipe, benchmarks: Sequence[Benchmark] = (), items: 
     wanted = [one.model_copy(update={"form": "cloze", "shots": 0}) for one in listed if one.file is not None or one.name in CHOICE]
     if not wanted:
         raise UserError("the recipe of this run lists no multiple-choice set; name some: --tasks arc-easy,hellaswag")
-
-    def measured(opened: OpenModel) -> dict[str, float]:
-        values = {}
-        for score in measure(opened, wanted, items or recipe.evaluate.every_items).scores.values():
-            if score["set"] != ALL_SETS:
-                values[f"eval/{score['set']}/{score['form']}-{score['shots']}-shot"] = score["score"]
-                values |= {f"eval/{score['set']}/items": score["n"], f"eval/{score['set']}/chance": score["chance"]}
-                if "bits_per_byte" in score:
-                    values[f"eval/{score['set']}/bits_per_byte"] = score["bits_per_byte"]
-        return values
-
-    return measured
+    return Scores(wanted, items or recipe.evaluate.every_items)
 
 
 def follow(
-    run_dir: Path, evaluate: Measure, device: torch.device | str | None = None, wait: float = WAIT_SECONDS, poll: float = POLL_SECONDS
-) -> int:
+    run_dir: Path, evaluate: Measure, device: torch.device | str | None = None, wait: float = WAIT_SECONDS, poll: float = POLL_SECONDS,
+    asked: str = "",
+) -> int:  # fmt: skip
     """Call `evaluate` on every checkpoint of the run once, oldest first, until its training has finished; returns the number evaluated.
 
-    Checkpoints of earlier calls are not evaluated again. A run that has not finished is waited for until nothing in it has changed for
-    `wait` seconds; 0 evaluates the checkpoints that are there. Raises `UserError` if `run_dir` is no run or another process follows it, and
-    `Interrupted` on Ctrl-C, when all finished lines are kept.
+    Checkpoints that earlier calls asked the same (`asked` identifies it) are not evaluated again. A run that has not finished is waited for
+    until nothing in it has changed for `wait` seconds; 0 evaluates the checkpoints that are there. Raises `UserError` if `run_dir` is no
+    run or another process follows it, and `Interrupted` on Ctrl-C, when all finished lines are kept.
     """
     recipe = load_resolved(_resolved(run_dir))
     path = run_dir / FILE
     count, passed = 0, set[Checkpoint]()
     quiet_since, before = time.monotonic(), _signs(run_dir)
     with _append(path) as (fd, records):
-        done = {(one.get("stage"), one.get("step"), one.get("content")) for one in records}
+        done = {(one.get("stage"), one.get("step"), one.get("content")) for one in records if one.get("asked", "") == asked}
         pace = _Pace(run_dir)
         try:
             while True:
                 finished = _finished(run_dir, recipe)  # before the listing: the last checkpoint comes before the word that all is done
                 found = [one for one in checkpoints(run_dir) if one not in passed and (one.stage, one.step, one.content) not in done]
                 if found:
-                    record = _evaluate(found[0], evaluate, device)
+                    record = _evaluate(found[0], evaluate, device, asked)
                     if record is None:
                         passed.add(found[0])
                         continue
@@ -130,7 +145,7 @@ def checkpoints(run_dir: Path) -> Iterator[Checkpoint]:
                 yield Checkpoint(stage.stage, listing.step_of(path), content, path)
 
 
-def _evaluate(one: Checkpoint, evaluate: Measure, device: torch.device | str | None) -> dict[str, Any] | None:
+def _evaluate(one: Checkpoint, evaluate: Measure, device: torch.device | str | None, asked: str) -> dict[str, Any] | None:
     """The line of a checkpoint; None if it is damaged, or if the run has removed it meanwhile."""
     begun = time.time()
     try:
@@ -147,7 +162,7 @@ def _evaluate(one: Checkpoint, evaluate: Measure, device: torch.device | str | N
         describe(name)
     now = time.time()
     about = {"stage": one.stage, "step": one.step, "time": round(now, 3), "seconds": round(now - begun, 3), "content": one.content}
-    return about | values
+    return about | {"asked": asked} | values
 
 
 def _line(record: dict[str, Any], eta: str) -> str:

@@ -29,7 +29,8 @@ class Outcome:
     """What became of one item under one score. `mark` is what the item adds to the score: 1 for a correct answer, or a share of it.
 
     Items of one `passage`, or else of one `subject`, are resampled together. `tokens` is the length of the prompt; `answer` is what the
-    model answered, where it is known; `value` is the bits per byte of the right answer in cloze form.
+    model answered, where it is known; `value` is the bits per byte of the right answer in cloze form. `asked` is a hash of what the item
+    asks; records of earlier versions have none.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Outcome:
     tokens: int = 0
     value: float | None = None
     answer: str = ""
+    asked: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ def _outcome(one: dict[str, Any]) -> Outcome:
         int(_number(one.get("tokens"))),
         float(value) if isinstance(value, int | float) and math.isfinite(value) else None,
         str(one.get("answer") or ""),
+        str(one.get("asked") or ""),
     )
 
 

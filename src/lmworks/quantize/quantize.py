@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import shutil
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.errors import UserError
+from lmworks.evaluate.sets.benchmarks import contents
 from lmworks.host import machine
 from lmworks.io.files import explain_os_errors, read_json, replace_directory, write_json
 from lmworks.quantize import compressed, gguf
@@ -58,6 +61,8 @@ def quantize(where: str, schemes: Sequence[Scheme], out: Path, options: Options)
     source = open_source(where)
     if source.directory is not None and out.resolve() == source.directory.resolve():
         raise UserError(f"--out {out} is the model itself; choose another directory")
+    for scheme in schemes:
+        _require_own_folders(out, scheme)
     length = min(_LONGEST, source.opened.context - 1)  # an engine wants room for a next token
     texts = read_texts(source.run_dir, options.held_out, options.calibration, source.opened.tokenizer, length, options.tokens)
     for scheme in schemes:
@@ -117,7 +122,14 @@ def _made_from(where: str, source: Source, texts: Texts, options: Options) -> di
         "model": source.opened.name, "where": where, "fingerprint": source.fingerprint, "dtype": str(source.dtype).removeprefix("torch."),
         "held_out": texts.measured_from, "calibration": texts.calibration_from, "tokens": options.tokens,
         "benchmarks": [one.name for one in options.benchmarks], "items": options.items,
+        "read": _read(texts, options),
     }  # fmt: skip
+
+
+def _read(texts: Texts, options: Options) -> str:
+    """A hash of all that is read beside the model: files keep their names when their contents change."""
+    windows = [[[window.domain, *window.ids] for window in part] for part in (texts.measured, texts.calibration)]
+    return hashlib.sha256(json.dumps([windows, contents(options.benchmarks)]).encode()).hexdigest()[:16]
 
 
 def _is_done(out: Path, scheme: Scheme, wanted: dict[str, Any]) -> bool:
@@ -134,6 +146,14 @@ def _is_done(out: Path, scheme: Scheme, wanted: dict[str, Any]) -> bool:
             continue
         return True
     return False
+
+
+def _require_own_folders(out: Path, scheme: Scheme) -> None:
+    """Raise `UserError` if there is something else where a result will be: it would be removed."""
+    for folder in (out / scheme.name, out / f"{scheme.name}.failed"):
+        is_ours = folder.is_dir() and not folder.is_symlink() and ((folder / CERTIFICATE).is_file() or not any(folder.iterdir()))
+        if (folder.exists() or folder.is_symlink()) and not is_ours:
+            raise UserError(f"{folder} is no result of lmworks quantize; nothing was changed: move it away, or choose another --out")
 
 
 def _publish(folder: Path, out: Path, document: dict[str, Any]) -> None:

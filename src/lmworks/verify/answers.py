@@ -33,7 +33,13 @@ from lmworks.verify.numbers import final_number, number
 SECONDS = 2.0  # of processor time; the first comparison of a process takes 0.5, later ones 0.01 to 0.3
 _MEMORY = 2 << 30
 _LONGEST = 1000  # characters
-_FUNCTIONS = re.compile(r"(?<![\\A-Za-z])(pi|infinity|infty|sin|cos|tan|cot|sec|csc|ln|log|exp|theta|alpha|beta|gamma)(?![A-Za-z])")
+_NAMES = (
+    "pi", "infinity", "infty", "theta", "alpha", "beta", "gamma", "ln", "log", "exp", "sin", "cos", "tan", "cot", "sec", "csc",
+    "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc",
+    "arsinh", "arcosh", "artanh", "arcsinh", "arccosh", "arctanh",
+)  # fmt: skip
+_FUNCTIONS = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_NAMES)})(?![A-Za-z])")
+_MATRIX = re.compile(r"\\(begin|end) ?\{(?:small)?([pbvBV]?matrix|array)\}(?: ?\{([lcr| ]{1,40})\})?")  # with the columns of an array
 
 
 def check_installed(where: str) -> None:
@@ -71,6 +77,8 @@ def _process() -> LimitedProcess:
 def _latex(text: str) -> str:
     """The way in which people type mathematics as LaTeX."""
     text = text.strip().strip("$").strip().removesuffix(".").translate(_SYMBOLS)
+    text = _MATRIX.sub(lambda found: f"\\{found[1]}{{{found[2]}}}" + (f"{{{found[3].replace('|', '')}}}" if found[3] else ""), text)
+    text = re.sub(r"\\operatorname ?\{([a-z]{1,10})\}", r" \1 ", text)
     text = re.sub(r"√ ?\(([^()]*)\)|√ ?([A-Za-z0-9]+)", lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     text = re.sub(r"(?<![\\A-Za-z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"\*\* ?(\w+|\([^()]*\))", r"^{\1}", text)
@@ -121,7 +129,7 @@ _WRAPPER = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf|operatorname)\s?\{([
 _WORD = re.compile(r"(?<!\\)(?<![A-Za-z])[^\W\d_]{4,}")
 _BASE = re.compile(r"([0-9A-Za-z]+)_\{?([0-9]{1,2})\}?")
 _FORMULA = re.compile(r"\$\$([^$]{1,400})\$\$|\$([^$\n]{1,400})\$|\\\(([^\n]{1,400}?)\\\)|\\\[(.{1,400}?)\\\]", re.DOTALL)
-_FUNCTION_NAMES = {"sqrt", "sinh", "cosh", "tanh", "infinity", "infty", "theta", "alpha", "beta", "gamma", "sin", "cos", "frac"}
+_NO_WORDS = {*_NAMES, "sqrt", "frac"}
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,7 @@ def right_answer(written: object, kind: Kind) -> RightAnswer | None:
     if kind == "exact":
         return RightAnswer(found, kind) if normal(found) else None
     found = _before_prose(found) if mark and mark.mark == "said" else found
-    readable = number(found) or _is_text(found) or _BASE.fullmatch(_bare(found)) or is_readable(found)
+    readable = number(found) or _is_text(found) or _BASE.fullmatch(_bare(found)) or _MATRIX.search(found) or is_readable(found)
     return RightAnswer(found, kind) if readable else None
 
 
@@ -202,17 +210,18 @@ def _verdict(right: bool) -> Verdict:
 
 def _bare(text: str) -> str:
     """Without white space, dollar signs, sizes of brackets, wrappers of text, and a full stop at the end."""
-    text = _WRAPPER.sub(r"\1", text.strip().strip("$").strip()).removesuffix(".").replace("\\left", "").replace("\\right", "")
+    text = _WRAPPER.sub(r"\1", text.strip().strip("$").strip()).removesuffix(".")
     text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
-    return re.sub(r"\\[!,;: ]|[\s$]", "", text)
+    # the break of a matrix row (two backslashes) comes first: its second one is no space
+    return re.sub(r"(\\\\)|\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|[\s$]", r"\1", text)
 
 
 def _is_text(text: str) -> bool:
     """Whether an answer is words and no expression: `Evelyn`, `\\text{east}`, `(C)`. Letters in words do not commute."""
     if re.search(r"\\(?:text|mbox)", text) and not re.search(r"[0-9]", text):
         return True
-    plain = _WRAPPER.sub("", text)
-    words = [word for word in _WORD.findall(plain) if word.casefold() not in _FUNCTION_NAMES]
+    plain = _MATRIX.sub("", _WRAPPER.sub("", text))
+    words = [word for word in _WORD.findall(plain) if word.casefold() not in _NO_WORDS]
     return bool(words) or bool(re.fullmatch(r"\(?[A-Z]\)?", plain.strip()))
 
 

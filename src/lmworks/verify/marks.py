@@ -67,6 +67,7 @@ _SAID = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _FORMULA = (("\\[", "\\]"), ("$$", "$$"), ("\\(", "\\)"))
+_EMPHASIS = re.compile(r"(?<![\w\\)}\]])(_{1,3})(?![\s{_])([^_\n]{1,200})(?<=\S)\1(?![\w{(\\])")  # and no index, as of x_1 or _{5}C_{2}
 _HOPE = re.compile(r"\.?\s*I hope (?:it|this|that).{0,40}$", re.IGNORECASE)
 _MOST_READ = 100_000  # characters at the end of a reply
 _MOST_SAID = 100  # statements at the end of a reply
@@ -83,7 +84,7 @@ class Statement:
 
 def statements(reply: str, thinking: bool = False) -> Iterator[Statement]:
     """What the reply states as its answer: a single marked one, or everything that it says is the answer, the last first."""
-    text = without_thoughts(reply, thinking)[-_MOST_READ:]
+    text = final_text(reply, thinking)
     if tags := _TAG.findall(text):
         inside = next(_marked(tags[-1]), None)
         yield Statement(inside.text if inside else _unwrapped(tags[-1]), "tag")
@@ -94,7 +95,12 @@ def statements(reply: str, thinking: bool = False) -> Iterator[Statement]:
 def stated(reply: str, thinking: bool = False) -> str:
     """The text that a reply states as its answer, without quotes and emphasis around it; the whole reply where it states none."""
     found = next(statements(reply, thinking), None)
-    return found.text if found else _unwrapped(without_thoughts(reply, thinking)[-_MOST_READ:])
+    return found.text if found else _unwrapped(final_text(reply, thinking))
+
+
+def final_text(reply: str, thinking: bool = False) -> str:
+    """The end of a reply, without its thoughts and the underscores of Markdown's emphasis."""
+    return _EMPHASIS.sub(r"\2", without_thoughts(reply, thinking)[-_MOST_READ:])
 
 
 def _marked(text: str) -> Iterator[Statement]:

@@ -10,7 +10,7 @@
 | `$18`, `\\$18`, `18 €`, `18 dollars`, `18 km/h`   | 18: currencies and units are left out                                    |
 | `50%`, `50\\%`, `50 percent`                     | 50, and 1/2 where the other number has no percent sign                   |
 | `45^\\circ`, `45°`                               | 45                                                                       |
-| `x = 5`, `5 + 3 = 8 dollars`                     | 5, 8: the end of an equation                                             |
+| `x = 5`, `5 + 3 = 8 dollars`, `10% of 50 = 5`    | 5, 8, 5: the end of an equation                                          |
 | `3\\sqrt{2}`, `2^{10}`, `5!`, `2x`, `3 * 4`, `3:2` | none: a part of these is not their value                    |
 | `5 to 10`, `3, 4`, `5 feet 6 inches`, `52_8`     | none                                                        |
 
@@ -24,7 +24,7 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lmworks.verify.marks import statements, without_thoughts
+from lmworks.verify.marks import final_text, statements
 
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,2}(?:,[0-9]{2}){1,6},[0-9]{3}(?![0-9])|[0-9]+"
 _DECIMAL = rf"(?:(?:{_WHOLE})(?:\.[0-9]+)?|\.[0-9]+)"
@@ -58,8 +58,10 @@ _GOES_ON = re.compile(
 # What stands before a number and makes it a part of something else.
 _BEGAN = re.compile(r"[\\^_√π(\[{|±<>≤≥]|[0-9]|[-+*/×·÷=] ?$|(?:^|[^A-Za-z])[A-Za-z]$")
 _IN_FORMULA = re.compile(r" ?(?:\\(?:sqrt|pi|cdot|times)\b|[√π^])|[a-zA-Z](?![a-zA-Z'’])(?<![mgshlLtKCFWVAJNMk])")
-_EQUATION = re.compile(
-    r"(?:[-+*/×÷·x()$%., 0-9]|times|plus|minus|divided by|multiplied by){0,100}(?:=|\bequals\b|\bis\b) {0,4}", re.IGNORECASE
+_EQUATION = re.compile(  # not beyond a full stop
+    r"(?:[-+*/×÷·x()$%, 0-9]|\.(?=[0-9])|(?<= )\.|times|plus|minus|divided by|multiplied by|(?:out )?off?\b){0,100}"
+    r"(?:=|\bequals\b|\bis\b) {0,4}",
+    re.IGNORECASE,
 )
 _ASSIGNED = re.compile(r"^(?:\\?[A-Za-z][A-Za-z_{}0-9'() ]{0,30}?) ?= ?(?=[^=]*$)")
 _ABOUT = re.compile(r"^(?:\\approx|\\sim|≈|~|about|approximately|exactly|only|just|around) ?", re.IGNORECASE)
@@ -69,7 +71,6 @@ _UNIT = re.compile(
 _GROUPED = re.compile(r"[-+]?[$€£]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?\.?")  # by spaces, only where nothing else stands
 _IN_SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SIGNS = {**dict.fromkeys(map(ord, "−–‒﹣－"), "-"), ord("⁄"): "/"}
-_MOST_READ = 100_000  # characters at the end of a reply
 _LONGEST = 400  # characters of a statement
 _MOST_DIGITS = 60  # longer ones are not answers
 
@@ -103,7 +104,7 @@ def final_number(reply: str, thinking: bool = False) -> Stated | None:
             return found
         if one.mark != "said" or re.search("[0-9]", line):
             return None  # it states something else
-    text = _plain(without_thoughts(reply, thinking)[-_MOST_READ:])
+    text = _plain(final_text(reply, thinking))
     for match in reversed(list(_NUMBER.finditer(text))):
         if found := _with_scale(match, text, stated=False)[0]:
             before = text[max(0, match.start() - 12) : match.start()]

@@ -28,4 +28,6 @@ MUTANTS = [
      "Times of arms are compared seed by seed.", "ablate/test_results.py"),
     ("ablate.document:_assumptions", "yield from _unequal_times(results)", "", "Arms that did not train for an equal time are named.",
      "ablate/test_results.py"),
+    ("ablate.measures:_outcomes", """ {line.get('asked', '')}""", "", "Outcomes of other rows are not paired by their ids.",
+     "ablate/test_measures.py::test_scores_and_their_items"),
 ]  # fmt: skip

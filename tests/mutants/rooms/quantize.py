@@ -1,6 +1,9 @@
 """Mistakes in the measurement and the certificate of quantized models."""
 
 MUTANTS = [
+    ("quantize.quantize:quantize", "        _require_own_folders(out, scheme)\n", "        pass\n",
+     "A folder of somebody else stays where a result would be.",
+     "quantize/test_quantize_command.py::test_what_others_keep_where_a_result_would_be_stays"),
     ("quantize.evidence:gguf_evidence", "notes=gguf.notes_of(job.source)", "notes=[]",
      "A certificate tells what the file says otherwise than the model.", "quantize/test_quantize_command.py"),
     ("quantize.agreement:_compare", "(p.exp() * (p - q)).sum(-1)", "(q.exp() * (q - p)).sum(-1)",
@@ -18,4 +21,10 @@ MUTANTS = [
      "A certificate names the file that it is of.", "quantize/test_quantize_command.py::test_a_deployment_serves_what_is_certified"),
     ("quantize.programs:_SENSITIVE", r"(linear_attn|mamba)", "(mamba)",
      "Layers whose errors add up in a state are not quantized.", "quantize/test_compressed.py"),
+    ("quantize.quantize:_read", "(texts.measured, texts.calibration)", "(texts.calibration,)", "Other held-out text is measured again.",
+     "quantize/test_quantize_command.py::test_other_contents_under_the_same_names_are_certified_anew"),
+    ("quantize.quantize:_read", "(texts.measured, texts.calibration)", "(texts.measured,)", "Other calibration text makes another model.",
+     "quantize/test_quantize_command.py::test_other_contents_under_the_same_names_are_certified_anew"),
+    ("quantize.quantize:_read", "contents(options.benchmarks)", "[]", "Other rows of the tasks are asked again.",
+     "quantize/test_quantize_command.py::test_other_contents_under_the_same_names_are_certified_anew"),
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -13,7 +13,7 @@ from lmworks.corpus.contamination import Question
 from lmworks.errors import UserError
 from lmworks.evaluate.generation.interface import Declared, GenerationSet, Judged, Lengths, Prompt, Reply, commonest, read_rows
 from lmworks.evaluate.sets.items import digest
-from lmworks.evaluate.sets.sources import Data
+from lmworks.evaluate.sets.sources import Data, state
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.verify.numbers import Stated, final_number, number
 
@@ -39,7 +39,7 @@ def _examples() -> list[dict[str, str]]:
 
 
 @cache
-def _problems(path: str | None, hub: bool) -> tuple[_Problem, ...]:
+def _problems(path: str | None, hub: bool, state: Hashable) -> tuple[_Problem, ...]:
     problems = []
     for line, row in read_rows(_NAME, _DATA, ("question", "answer"), path, hub):
         solution, marked, written = row["answer"].rpartition("####")
@@ -73,7 +73,7 @@ class Gsm8k(GenerationSet):
                 (*turns, {"role": "user", "content": one.question + ending}), one.answer, _MOST_TOKENS, ("Question:", "\n\n"),
                 answer=str(one.answer.value),
             )
-            for one in _problems(self._path, self._hub)[:count]
+            for one in _problems(self._path, self._hub, state(self._path))[:count]
         ]  # fmt: skip
 
     def judge(self, prompt: Prompt, replies: Sequence[Reply]) -> list[Judged]:
@@ -83,7 +83,7 @@ class Gsm8k(GenerationSet):
         return commonest(prompt.answer for prompt in prompts)
 
     def questions(self) -> Iterator[Question]:
-        for one in _problems(self._path, self._hub):
+        for one in _problems(self._path, self._hub, state(self._path)):
             yield Question(f"{self.name}/{one.id}", one.question, one.solution)
 
 

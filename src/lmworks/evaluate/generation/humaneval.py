@@ -6,14 +6,14 @@ Programs run in the sandbox of `lmworks.untrusted` only; a machine without one c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 
 from lmworks.corpus.contamination import Question
 from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.generation.interface import Declared, GenerationSet, Judged, Lengths, Prompt, Reply, ask, read_rows
 from lmworks.evaluate.sets.items import Row, digest
-from lmworks.evaluate.sets.sources import Data
+from lmworks.evaluate.sets.sources import Data, state
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.untrusted.sandbox import Limits, judge_python
 from lmworks.verify.marks import without_thoughts
@@ -31,7 +31,7 @@ _REQUEST = "Complete this Python function. Reply with the whole function in one 
 
 
 @cache
-def _problems(path: str | None, hub: bool) -> tuple[Row, ...]:
+def _problems(path: str | None, hub: bool, state: Hashable) -> tuple[Row, ...]:
     rows = [row for _, row in read_rows(_NAME, _DATA, _COLUMNS, path, hub)]
     for row in rows:
         if not row["entry_point"].isidentifier() or f"def {row['entry_point']}(" not in row["prompt"]:
@@ -61,7 +61,7 @@ class HumanEval(GenerationSet):
                 self.name, row["task_id"], row["prompt"], ask(_REQUEST.format(prompt=row["prompt"])), row, _MOST_TOKENS, STOP,
                 answer=row["canonical_solution"], samples=self.samples,
             )
-            for row in _problems(self._path, self._hub)[:count]
+            for row in _problems(self._path, self._hub, state(self._path))[:count]
         ]  # fmt: skip
 
     def judge(self, prompt: Prompt, replies: Sequence[Reply]) -> list[Judged]:
@@ -75,7 +75,7 @@ class HumanEval(GenerationSet):
         }  # fmt: skip
 
     def questions(self) -> Iterator[Question]:
-        for row in _problems(self._path, self._hub):
+        for row in _problems(self._path, self._hub, state(self._path)):
             yield Question(f"{self.name}/{row['task_id']}", row["prompt"].strip(), row["canonical_solution"].strip())
 
 

@@ -22,7 +22,7 @@ from lmworks.errors import Unavailable
 from lmworks.evaluate.generation.interface import Failure, GenerationSet, Judged, Lengths, Prompt, Reply, ask, commonest
 from lmworks.evaluate.generation.replies import Answerer
 from lmworks.evaluate.records import EvaluationResults
-from lmworks.evaluate.sets.items import score_name
+from lmworks.evaluate.sets.items import digest, score_name
 from lmworks.evaluate.statistics import Score
 from lmworks.host import machine
 from lmworks.recipe.schema.evaluate import Generator
@@ -69,6 +69,7 @@ def measure(chosen: GenerationSet, answerer: Answerer, count: int | None, shots:
         found.unavailable[chosen.name] = str(reason)
         return
     found.asked[chosen.name] = list(chosen.questions())
+    questions = {one.name: one.text for one in found.asked[chosen.name]}
     by_id = {prompt.id: (prompt, of_item, written) for prompt, of_item, written in zip(prompts, judged, replies, strict=True)}
     scores = chosen.values(list(zip(prompts, judged, strict=True)))
     shown: set[str] = set()
@@ -78,6 +79,9 @@ def measure(chosen: GenerationSet, answerer: Answerer, count: int | None, shots:
         entry |= {"set": chosen.name, "form": FORM, "shots": shots, "norm": None, "chosen": False, "reason": "the only form of this set"}
         entry |= _details(parts, chosen) | _by_subject(parts, values)
         outcomes = [_outcome(prompt, of_item, written, values[prompt.id]) for prompt, of_item, written in parts]
+        for one, (prompt, _, _) in zip(outcomes, parts, strict=True):  # items that are drawn at random have no question, but an answer
+            question = questions.get(f"{prompt.set}/{prompt.id.removeprefix(f'{prompt.set}/')}", "")
+            one["asked"] = digest(question, prompt.answer).hex()[:16]
         name = score_name(chosen.name, FORM, shots, *([ending] if ending else []))
         found.add(name, entry, outcomes, _notable([part for part in parts if part[0].id not in shown]))
         shown |= values.keys()

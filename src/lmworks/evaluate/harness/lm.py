@@ -40,7 +40,7 @@ class HarnessLM(TemplateLM):
         super().__init__()
         self.opened, self.model, self.tokenizer = opened, opened.model, opened.tokenizer
         self.batch_tokens, self.seed = batch_tokens, seed
-        self.eos_id = self.tokenizer.eos_id
+        self.eos_id, self.prefix, self.start = self.tokenizer.eos_id, self.tokenizer.prefix, self.tokenizer.start
         self._logprobs = BatchedLogProbs(opened.model, opened.context, batch_tokens)
         self._device = opened.model.embedding.weight.device
         self._chat = False  # whether prompts come out of the chat template, so that special tokens in them are special
@@ -52,8 +52,7 @@ class HarnessLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without a context: BOS where the tokenizer has one, else the end of text, as in lm-evaluation-harness."""
-        bos = getattr(self.tokenizer, "tokens", {}).get("bos_token", "")
-        return self.tokenizer.special.get(bos, self.eos_id)
+        return self.start[-1]
 
     @property
     def max_length(self) -> int:
@@ -101,26 +100,23 @@ class HarnessLM(TemplateLM):
         """The ids of a text or prompt, with BOS where the tokenizer adds one: what our own scores use."""
         if not self._chat:
             return self.tokenizer.encode(text)
-        prefix, ids = list(getattr(self.tokenizer, "prefix", ())), encode_marked(self.tokenizer, text, _MARKER)
+        prefix, ids = list(self.prefix), encode_marked(self.tokenizer, text, _MARKER)
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """`encode`; without BOS if `add_special_tokens` is False."""
-        ids, prefix = self.encode(string), list(getattr(self.tokenizer, "prefix", ()))
-        return ids[len(prefix) :] if add_special_tokens is False else ids
+        ids = self.encode(string)
+        return ids[len(self.prefix) :] if add_special_tokens is False else ids
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if self._chat:
             continuation = mark(self.tokenizer, continuation, _MARKER)
-        if not context:
-            rest = self.tok_encode(continuation, add_special_tokens=False)
-            return (rest[:1], rest[1:]) if rest[:1] == [self.prefix_token_id] else ([self.prefix_token_id], rest)
         bare = context.rstrip()
         context, continuation = (bare, context[len(bare) :] + continuation) if bare else (context, continuation)
-        if not continuation:
+        if context and not continuation:
             return self.encode(context), []
-        before, after = map(list, split_at_boundary(self, context, continuation))
-        return (before, after) if before else ([self.prefix_token_id], after)  # both are one token together
+        before, after = split_at_boundary(self, context, continuation)
+        return list(before), list(after)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Sum of the log-probabilities of each continuation after its context, and whether greedy decoding would write it."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from glob import glob
+from pathlib import Path
 from typing import Any
 
 from lmworks.corpus.contamination import Question
@@ -21,7 +23,8 @@ from lmworks.evaluate.sets import choice_sets, sources
 from lmworks.evaluate.sets.choice_sets import ANSWER, Asked, ChoiceSet, item
 from lmworks.evaluate.sets.items import LETTERS, ChoiceItem, Item, OpenItem, Row, digest, protected_question, ranked
 from lmworks.evaluate.sets.sources import Data, rows, where
-from lmworks.recipe.schema.evaluate import Benchmark, OwnTask, data_path, load_task
+from lmworks.io.files import explain_os_errors, sha256_file
+from lmworks.recipe.schema.evaluate import Benchmark, OwnTask, data_path, load_task, local_paths
 
 
 def _by_name(sets: Iterable[Any]) -> dict[str, Any]:
@@ -135,11 +138,11 @@ def load_all(benchmark: Benchmark) -> tuple[Item, ...]:
     """Every item, in the order of its source. Raises `UserError` or `Unavailable` if the data is missing or is of another form."""
     if benchmark.file is not None:
         return _own_items(benchmark.name, benchmark.file)
-    return _set_items(benchmark.name, benchmark.path, benchmark.hub)
+    return _set_items(benchmark.name, benchmark.path, benchmark.hub, sources.state(benchmark.path))
 
 
 @cache
-def _set_items(name: str, path: str | None, hub: bool) -> tuple[Item, ...]:
+def _set_items(name: str, path: str | None, hub: bool, state: Hashable) -> tuple[Item, ...]:
     chosen = CHOICE[name]
     return tuple(_read(chosen, chosen.data, path, hub))
 
@@ -230,7 +233,7 @@ def _examples(benchmark: Benchmark) -> tuple[list[Item], bool, str]:
         sources.has_split(benchmark.path, split.split) if benchmark.path else benchmark.hub or split.members is not None
     )
     if split is not None and in_place:
-        made: list[Item] = list(_set_examples(benchmark.name, benchmark.path, benchmark.hub))
+        made: list[Item] = list(_set_examples(benchmark.name, benchmark.path, benchmark.hub, sources.state(benchmark.path)))
         # the examples of a subject in their own order; of a large training split those that come first in the order of samples
         return made if chosen.per_subject else ranked(made)[:25], chosen.per_subject, f"{split.split} split"
     if benchmark.path is None and not benchmark.hub and chosen.prepared:
@@ -239,7 +242,7 @@ def _examples(benchmark: Benchmark) -> tuple[list[Item], bool, str]:
 
 
 @cache
-def _set_examples(name: str, path: str | None, hub: bool) -> tuple[ChoiceItem, ...]:
+def _set_examples(name: str, path: str | None, hub: bool, state: Hashable) -> tuple[ChoiceItem, ...]:
     chosen = CHOICE[name]
     assert chosen.examples is not None
     return tuple(_read(chosen, chosen.examples, path, hub))
@@ -253,6 +256,22 @@ def _prepared(name: str) -> tuple[ChoiceItem, ...]:
 def questions(benchmark: Benchmark) -> Iterator[Question]:
     """Question and right answer of every item of the set (not only of a sample), for decontamination."""
     yield from map(protected_question, load_all(benchmark))
+
+
+def contents(benchmarks: Iterable[Benchmark]) -> list[Any]:
+    """What decides which items are asked and how, as JSON values: the options of each benchmark and the hashes of its local files. What is
+    kept of an evaluation is kept under it, because rows change while the names of their files remain."""
+    return [[one.model_dump(mode="json"), [_hash(path) for place in local_paths(one) for path in _files(place)]] for one in benchmarks]
+
+
+def _files(place: str) -> list[Path]:
+    path = Path(place).expanduser()
+    return sorted(one for one in (path.rglob("*") if path.is_dir() else map(Path, glob(str(path), recursive=True))) if one.is_file())
+
+
+def _hash(path: Path) -> str:
+    with explain_os_errors(path):
+        return sha256_file(path)
 
 
 def fingerprint(examples: Sequence[Item]) -> str:

@@ -84,7 +84,13 @@ NORMS: tuple[Norm, ...] = ("byte", "char", "token", "none", "unconditional")
 
 
 class Encoder(Protocol):
-    eos_id: int
+    """A tokenizer: `encode` puts `prefix` before a text, and `start` is what a model reads before a text without a context."""
+
+    @property
+    def prefix(self) -> Sequence[int]: ...
+
+    @property
+    def start(self) -> Sequence[int]: ...
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -94,14 +100,18 @@ def split_at_boundary(encoder: Encoder, context: str, continuation: str) -> Requ
 
     The joined text is encoded, because tokens of the two parts encoded apart may never stand side by side in training. The
     split lies where the joined ids stop agreeing with those of the context alone: a token that reaches over the boundary,
-    and one that the merge has changed, is scored with the continuation. No text is lost or counted twice either way.
+    and one that the merge has changed, is scored with the continuation. No text is lost or counted twice either way. Where nothing is
+    left of the context, the model reads `Encoder.start`.
     """
+    if not context:
+        start, ids = list(encoder.start), encoder.encode(continuation)
+        return start, ids[len(start) :] if ids[: len(start)] == start else ids
     alone, joined = encoder.encode(context), encoder.encode(context + continuation)
     split = 0
     while split < min(len(alone), len(joined)) and alone[split] == joined[split]:
         split += 1
     split = min(max(split, 1), len(joined) - 1)  # at least one token on each side
-    return joined[:split], joined[split:]
+    return joined[:split] or list(encoder.start), joined[split:]
 
 
 @dataclass(frozen=True)
@@ -168,7 +178,7 @@ def without_question(encoder: Encoder, context: str, continuation: str) -> Reque
     """The continuation after "Answer:" alone, or at the start of a document where the context does not end so."""
     if context.endswith(ANSWER):
         return split_at_boundary(encoder, ANSWER.strip(), continuation)
-    return [encoder.eos_id], encoder.encode(continuation)
+    return split_at_boundary(encoder, "", continuation)
 
 
 def requests_of(items: Sequence[ChoiceItem], encoder: Encoder) -> list[Request]:

@@ -71,6 +71,12 @@ def digest(*parts: str) -> bytes:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
 
 
+def asked_hash(item: Item) -> str:
+    """Identifies what an item asks and what is right, whatever its id is: two outcomes are of one item only if it is the same."""
+    asked = (*item.contexts, *item.continuations, str(item.answer)) if isinstance(item, ChoiceItem) else (item.metric, *item.answers)
+    return digest(item.preamble, item.question, *asked).hex()[:16]
+
+
 def ranked(items: Sequence[Item]) -> list[Item]:
     """The items in the order in which samples take them: by the hash of (set, id).
 

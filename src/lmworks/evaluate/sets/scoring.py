@@ -19,7 +19,7 @@ from lmworks.evaluate.records import EvaluationResults
 from lmworks.evaluate.sets import benchmarks as loading
 from lmworks.evaluate.sets import forms
 from lmworks.evaluate.sets.benchmarks import GENERATION, Loaded, is_generated
-from lmworks.evaluate.sets.items import ChoiceItem, Form, Item, OpenItem, protected_question, score_name, shortened
+from lmworks.evaluate.sets.items import ChoiceItem, Form, Item, OpenItem, asked_hash, protected_question, score_name, shortened
 from lmworks.evaluate.statistics import Score, pooled
 from lmworks.recipe.parameters import parameters
 from lmworks.recipe.schema.evaluate import Benchmark, load_task
@@ -221,7 +221,7 @@ def _outcome(item: Item, failure: str | None, value: float | None, tokens: int, 
     passage = {"passage": item.passage} if isinstance(item, ChoiceItem) and item.passage else {}
     return {
         "set": item.set, "id": item.id, "subject": item.subject, "correct": failure is None, "value": value, "failure": failure,
-        "tokens": tokens, "answer": shortened(answer, _MOST_ANSWER), **passage,
+        "tokens": tokens, "answer": shortened(answer, _MOST_ANSWER), "asked": asked_hash(item), **passage,
     }  # fmt: skip
 
 

@@ -86,6 +86,12 @@ def files(path: str, split: str | None = None) -> list[Path]:
     return [one for one in data if split and one.name.startswith(split)] or data
 
 
+def state(path: str | None) -> tuple[tuple[str, int, int], ...]:
+    """What changes with the local files at `path`, by which rows are kept in memory; nothing for rows of the package or the hub."""
+    found = files(path) if path is not None else []
+    return tuple((str(one), status.st_size, status.st_mtime_ns) for one in found for status in (one.stat(),))
+
+
 def has_split(path: str, split: str) -> bool:
     """Whether `path` is a directory with files of that split."""
     return Path(path).expanduser().is_dir() and any(one.name.startswith(split) for one in files(path))

@@ -98,7 +98,7 @@ def shipped_text(tokenizer: Tokenizer, length: int, rows: int) -> dict[str, list
 
 
 def _begin(tokenizer: Tokenizer, text: str, tokens: int, size: int) -> np.ndarray:
-    ids = np.array([*tokenizer.prefix, *tokenizer.encode(text)][:tokens], np.int32)
+    ids = np.array(tokenizer.encode(text)[:tokens], np.int32)
     return ids[: max(2, int(np.searchsorted(np.cumsum(tokenizer.byte_lengths[ids]), size, side="right")))]
 
 
