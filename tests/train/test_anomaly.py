@@ -207,9 +207,11 @@ def lmworks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def test_a_kept_batch_is_replayed(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, lmworks: Callable[..., str]) -> None:
     """Through the weights of before: what the step saw, loss and norm alike; and with the fault still there, the operator."""
     run = tiny_copy.run_dir
+    more = ("model.moe.temperature=4", "model.moe.temperature_steps=18", "model.use_qk_norm=true",
+            "train.phases.long.qk_norm_steps=6 steps")  # fmt: skip
     with monkeypatch.context() as patch:
         poison(patch, [6, 15], nan_loss)
-        tiny_copy.walk("train.save_every=3 steps", "checkpoints.keep_last=99", last="pretrain")
+        tiny_copy.walk(*more, "train.save_every=3 steps", "checkpoints.keep_last=99", last="pretrain")
     assert "replay" in lmworks("--help")
     before = checkpoint(run)
     found = json.loads(lmworks("replay", run, "15", "--json"))
@@ -218,7 +220,7 @@ def test_a_kept_batch_is_replayed(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPat
     for path in (reference.run_dir / "checkpoints").glob("step-*"):
         if path.name > "step-00000015":
             shutil.rmtree(path)
-    reference.pretrain()  # goes on from step 15 without the fault, in the second phase
+    reference.pretrain(*more)  # goes on from step 15 without the fault, in the second phase
     line = next(line for line in curve(reference.run_dir) if line["step"] == 16)
     # an eager pass under watch against the trainer's: the same operators in the same order
     assert (found["loss"], found["grad_norm"]) == pytest.approx((line["train/loss"], line["optim/grad_norm"]), rel=1e-5)

@@ -51,8 +51,8 @@ def options_of(path: Path, **changes: Any) -> str:
     return f"dpo={json.dumps(node)}"
 
 
-def stage(tiny: Tiny, run_dir: Path, path: Path, **changes: Any) -> None:
-    recipe = tiny.resolve(f"run_dir={run_dir}", options_of(path, **changes)).recipe
+def stage(tiny: Tiny, run_dir: Path, path: Path, *overrides: str, **changes: Any) -> None:
+    recipe = tiny.resolve(f"run_dir={run_dir}", options_of(path, **changes), *overrides).recipe
     dpo(training_context(recipe, run_dir))
 
 
@@ -312,6 +312,20 @@ def test_other_losses_train(tiny: Tiny, tmp_path: Path, loss: str) -> None:
     assert lines[-1]["dpo/margin"] > lines[0]["dpo/margin"]
     assert ("dpo/divergence" in lines[0]) == (loss == "kto")
     assert (tmp_path / "run" / "dpo" / "reference").exists() == (loss != "simpo")
+
+
+@pytest.mark.parametrize("dense", [0, 1])
+def test_models_with_experts_in_layers_of_multi_token_prediction_are_trained(tiny: Tiny, tmp_path: Path, dense: int) -> None:
+    """Those layers are not used, so they count no tokens: the counts of the others are theirs, in the checkpoint and in the metrics."""
+    sparse = ("model.mtp={num_nextn_predict_layers: 1}", f"model.moe.first_k_dense_replace={dense}")
+    save_run(tiny, tmp_path / "run", *sparse)
+    stage(tiny, tmp_path / "run", write(tmp_path / "pairs.jsonl", [pair(a, b) for a, b in SUMS[:17]]), *sparse, pairs_per_step=16)
+    counts = checkpoint(tmp_path / "run" / "dpo")["experts/counts"]
+    assert counts.shape == (3 - dense, 4)
+    assert counts[:-1].sum(-1).tolist() == [counts[0].sum()] * (2 - dense) and counts[0].sum() > 0 and counts[-1].sum() == 0
+    line = next(line for line in read(tmp_path / "run" / "dpo") if "dpo/margin" in line)
+    assert [name for name in line if name.startswith("experts/load_cv/")] == [f"experts/load_cv/{layer}" for layer in range(dense, 2)]
+    assert line["experts/dead"] < 4
 
 
 class Killed(Exception):

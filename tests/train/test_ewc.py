@@ -245,6 +245,27 @@ def test_the_estimate_is_made_with_the_positions_of_the_earlier_phase(tiny_copy:
     assert seen == [(20_000, 32)] * 2 + [(50_000, 64)], "made again where nothing of the phase had been trained"
 
 
+def test_the_estimate_is_made_as_the_step_before_computed(tiny_copy: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its temperature of routers, in one go and after a resume at the border; and in a first phase that adds QK norm, without it."""
+    seen: list[tuple[float, float]] = []
+
+    def estimate(self: EwcPenalty, earlier: Any, loss_scale: float = 1.0) -> None:
+        seen.append((float(self._model.moe_layers()[0].router.temperature), self._model.config.qk_norm_blend))
+
+    monkeypatch.setattr(EwcPenalty, "estimate", estimate)
+    warm = (*BRIEF, "model.moe.temperature=4", "model.moe.temperature_steps=6", "train.phases.long.ewc={weight: 1, sequences: 4}")
+    with monkeypatch.context() as patch:
+        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == FIRST - 1 else None)
+        with pytest.raises(Interrupted):
+            tiny_copy.pretrain(*warm)
+    tiny_copy.pretrain(*warm)
+    assert [one for one, _ in seen] == pytest.approx([4 - 3 * (FIRST - 1) / 6] * 2)
+    adds = (f"start_from={tiny_copy.run_dir}", "model.use_qk_norm=true", "train.phases.general.qk_norm_steps=2 steps",
+            "train.phases.general.ewc={weight: 1, sequences: 4, mixture: {code: 1}}")  # fmt: skip
+    replace(tiny_copy, run_dir=tmp_path / "other").walk(*BRIEF, *adds, last="pretrain")
+    assert seen[2:] == [(1.0, 0.0)]
+
+
 def fisher_here(tiny: Tiny, layout: Layout) -> dict[str, np.ndarray]:
     """What a rank holds of the estimate; whole where it holds whole parameters."""
     made, *_ = estimated(tiny, *layout.overrides())

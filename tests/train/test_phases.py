@@ -164,6 +164,7 @@ def test_tuning_does_not_repeat_the_warm_up_of_the_routers(tiny_copy: Tiny, monk
     monkeypatch.setattr(trainer, "train_step", observed)
     tiny_copy.walk(*warm, last="tune")
     assert seen and set(seen) == {1.0}
+    assert not any("experts/temperature" in line for line in curve(tiny_copy.run_dir / "tune"))
     with pytest.raises(UserError, match=r"model\.moe\.temperature_steps 7 are not over when the run ends after 7 steps"):
         tiny_copy.walk(*warm, "model.moe.temperature_steps=7", f"run_dir={tiny_copy.run_dir}-long", last="pretrain")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -340,18 +340,22 @@ class ParallelModel:
 
     @torch.no_grad()
     def sum_over_ranks(self, sums: StepSums) -> StepSums:
-        """All-reduce the sums of a step; the result has the counts of all MoE layers, and the largest scores of all heads."""
-        if not self.ranks.distributed:
+        """All-reduce the sums of a step; the result has the counts of all MoE layers, 0 for those of multi-token prediction in evaluation
+        mode, and the largest scores of all heads."""
+        if not self.ranks.distributed and (sums.counts_LE is None or len(sums.counts_LE) == self.num_moe_layers):
             return sums
+        counts_LE, moe = None, self.config.moe
+        used = self.num_moe_layers - (0 if self.training or self.config.mtp is None else self.config.mtp.num_nextn_predict_layers)
+        if moe is not None and used > 0:
+            counts_LE = torch.zeros(self.num_moe_layers, moe.n_routed_experts, device=self.device)
+            if sums.counts_LE is not None:
+                counts_LE.index_copy_(0, self._moe_indices[: len(sums.counts_LE)], sums.counts_LE.float())
+        if not self.ranks.distributed:
+            return replace(sums, counts_LE=counts_LE)
         scalars = torch.stack((sums.cross_entropy, sums.z, sums.auxiliary, sums.mtp))
         scalars = scalars if sums.sources_S is None else torch.cat((scalars, sums.sources_S))
         scalars = self.ranks.all_reduce(self.ranks.all_reduce(scalars, "loss"), "pp")
-        counts_LE = None
-        layers = self.num_moe_layers - (0 if self.training or self.config.mtp is None else self.config.mtp.num_nextn_predict_layers)
-        if (moe := self.config.moe) is not None and layers > 0:
-            counts_LE = torch.zeros(layers, moe.n_routed_experts, device=self.device)
-            if sums.counts_LE is not None:
-                counts_LE.index_copy_(0, self._moe_indices[: len(sums.counts_LE)], sums.counts_LE.float())
+        if counts_LE is not None:
             counts_LE = self.ranks.all_reduce(self.ranks.all_reduce(counts_LE, "loss"), "pp")
         cross_entropy, z, auxiliary, mtp, *_ = scalars
         by_source = None if sums.sources_S is None else scalars[4:]

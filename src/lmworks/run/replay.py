@@ -14,9 +14,7 @@ from lmworks.checkpoint import checkpoints, listing
 from lmworks.checkpoint.state import SINGLE_PROCESS
 from lmworks.errors import UserError
 from lmworks.io.run_layout import BASE, of_model
-from lmworks.model.balance import set_temperature
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.phases import in_force
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.weights import model_of
@@ -24,6 +22,7 @@ from lmworks.run.checkpoint_commands import find
 from lmworks.run.run_dir import require_run
 from lmworks.shards.batch import IGNORE, Batch
 from lmworks.train.build import build_model, identity, load_weights
+from lmworks.train.curriculum import phase_settings
 from lmworks.train.step import micro_batch_of, seed_dropout
 from lmworks.train.step_inspector import FirstNonFinite
 from lmworks.watch.batch_growth import timeline_of
@@ -128,12 +127,15 @@ def _before(run_dir: Path, model_name: str, step: int) -> int:
 def _as_in_step(
     model: ParallelModel, run_dir: Path, recipe: Recipe, model_name: str, step: int, meta: Mapping[str, Any]
 ) -> None:  # fmt: skip
-    """Configure the model, and the router temperature, as they were at a step; `meta` is that of the checkpoint."""
+    """Configure the model as it was at a step; `meta` is that of the checkpoint."""
     if model_name == BASE.model:
-        model.configure(in_force(recipe)[timeline_of(recipe, run_dir).phase_of(step)])
+        timeline = timeline_of(recipe, run_dir)
+        phase = phase_settings(recipe, timeline)[timeline.phase_of(step)]
+        assert phase.model is not None
+        model.configure(phase.model)
+        phase.begin_step(model, step)
     else:
         model.configure(model_of(recipe, meta))
-    set_temperature(model.moe_layers(), model.config.moe, step)
     model.train()
     seed_dropout(recipe.training_seed, step, 0, model.device)
 

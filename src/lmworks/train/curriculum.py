@@ -17,6 +17,7 @@ from typing import Protocol
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
+from lmworks.model.balance import set_temperature
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.phases import in_force
 from lmworks.recipe.schema.align import Dpo, Grpo
@@ -59,6 +60,13 @@ class PhaseSettings:
         """The share of QK norm in a step of the run: from 0 in the first step of the phase to 1 after `norm_steps`. None where the phase
         does not change it."""
         return None if self.norm_steps is None else min(1.0, (step - self.first_step) / self.norm_steps)
+
+    def begin_step(self, model: ParallelModel, step: int) -> None:
+        """Set what changes with each step: the share of QK norm, and the temperature of the routers, which is 1 after pretraining."""
+        if self.model is not None:
+            set_temperature(model.moe_layers(), self.model.moe, step)
+        if (blend := self.norm_blend(step)) is not None:
+            model.set_norm_blend(blend)
 
 
 class Curriculum(Protocol):
@@ -290,9 +298,13 @@ class PhaseBoundary:
         if saved > phase.first_step:
             penalty.load(self._checkpoints, phase.name, phase.first_step)
             return penalty
-        before = self._curriculum.phase(max(phase.first_step, 1) - 1)
-        if before.model is not None and phase.first_step:  # weights of start_from already have their own
-            self._model.configure(before.model)
+        if phase.first_step:  # as in the step before, whether that was in this process or not
+            before = self._curriculum.phase(phase.first_step - 1)
+            if before.model is not None:
+                self._model.configure(before.model)
+            before.begin_step(self._model, phase.first_step - 1)
+        elif (blend := phase.norm_blend(0)) is not None:  # weights of start_from already have the rest
+            self._model.set_norm_blend(blend)
         self._heartbeat.beat(step, "ewc")
         penalty.estimate(self._curriculum.sequences_before(phase, options.sequences), loss_scale)
         self._kept = False

@@ -94,19 +94,14 @@ def dropout_seed(seed: int, step: int, rank: int) -> int:
 def micro_batch_of(recipe: Recipe, sequence_length: int, pipelined: bool = False) -> int:
     """Sequences of a micro-batch.
 
-    `train.micro_batch_sequences` is that of the longest phase; shorter sequences get proportionally more, so that a micro-batch has
-    the same number of tokens. A pipeline needs many micro-batches and keeps `train.micro_batch_sequences`, as the plan does.
+    `train.micro_batch_sequences` is that of the longest phase (`Recipe.micro_batch_stages`); shorter sequences get proportionally more, so
+    that a micro-batch has the same number of tokens. A pipeline needs many micro-batches and keeps the key's, as the plan does.
     """
     assert recipe.train.micro_batch_sequences
     if pipelined:
         return recipe.train.micro_batch_sequences
-    lengths = [int(phase.sequence_length) for phase in recipe.train.phases]
-    longest = max(lengths) if lengths else _longest_of_tuning(recipe)
+    longest = max((int(stage.sequence_length) for stage in recipe.micro_batch_stages), default=sequence_length)
     return max(1, recipe.train.micro_batch_sequences * longest // sequence_length)
-
-
-def _longest_of_tuning(recipe: Recipe) -> int:
-    return int(recipe.tune.sequence_length) if recipe.tune else 1
 
 
 def train_step(
@@ -157,7 +152,7 @@ def accumulate_gradients(
     valid_tokens = batch.valid_tokens if valid_tokens is None else valid_tokens
     tokens = max(valid_tokens, 1) if normalizer is None else normalizer
     scale = (1.0 if scaler is None else scaler.scale) / tokens
-    positions = max(sequences * batch.tokens.shape[1], 1)
+    positions = sequences * batch.tokens.shape[1]
     share = max(valid_tokens, 1) / positions
     sums = model.sum_over_ranks(model.forward_backward(batch, sequences, micro_batch_size, scale, share))
     return Gradients(sums, tokens, positions, valid_tokens)

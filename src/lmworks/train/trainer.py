@@ -20,11 +20,10 @@ import torch
 from lmworks.errors import UserError
 from lmworks.host.counters import process_identity
 from lmworks.host.machine import keep_freed_memory
-from lmworks.io.run_layout import BASE, USED, ModelStage, checkpoint_name
+from lmworks.io.run_layout import USED, ModelStage, checkpoint_name
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.metrics.names import describe
 from lmworks.model import linear_kernels
-from lmworks.model.balance import set_temperature
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import is_compiled
@@ -205,10 +204,8 @@ class Trainer:
     def _begin_step(self) -> None:
         """Seed the dropout of a step, and set the temperature of its routers and the share of its QK norm."""
         seed_dropout(self.recipe.training_seed, self.step, self.model.ranks.global_rank, self.model.device)
-        if self.stage == BASE.stage:  # the stages after it have its last temperature, 1
-            set_temperature(self.model.moe_layers(), self.model.config.moe, self.step)
-        if self._boundary.phase is not None and (blend := self._boundary.phase.norm_blend(self.step)) is not None:
-            self.model.set_norm_blend(blend)
+        assert self._boundary.phase is not None
+        self._boundary.phase.begin_step(self.model, self.step)
 
     def _micro_batch(self, batch: Batch) -> int:
         return micro_batch_of(self.recipe, batch.tokens.shape[1], self.model.pipeline is not None)
@@ -510,10 +507,10 @@ class Trainer:
     def _load(self) -> dict[str, Any] | None:
         """Load the newest good checkpoint that no rollback has undone; its meta, or None if there is none."""
         state = self._state.tensors(values=False)
-        meta = self.files.checkpoints.load_latest(state, self._faults.is_undone)
+        meta = self.files.checkpoints.load_latest(state, self._faults.is_undone, self._state.OPTIONAL)
         if meta is None:
             return None
-        self.model.state_loaded(state)
+        self._state.loaded(state)
         self._faults.load(meta)
         self._saver.saved = int(meta["step"])
         if self.growth is not None:

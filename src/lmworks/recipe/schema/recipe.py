@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -15,7 +16,7 @@ from lmworks.recipe.schema.evaluate import Evaluate
 from lmworks.recipe.schema.launch import Launch, Stability
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Lora, Model
-from lmworks.recipe.schema.train import Optimizer, Train
+from lmworks.recipe.schema.train import Optimizer, Phase, Train
 from lmworks.recipe.schema.tune import Tune
 from lmworks.recipe.schema.units import Seconds
 
@@ -73,6 +74,12 @@ class Recipe(Node):
         """What is trained after pretraining, in order, by the name of the stage."""
         sections = {"tune": self.tune, "dpo": self.dpo, "grpo": self.grpo}
         return {name: section for name, section in sections.items() if section is not None}
+
+    @property
+    def micro_batch_stages(self) -> Sequence[Phase | Tune | Dpo | Grpo]:
+        """Those of whose longest sequences `train.micro_batch_sequences` is the number in a micro-batch: the phases of pretraining, else
+        tuning, else preferences and rewards."""
+        return self.train.phases or list(self.later_stages.values())[: 1 if self.tune else None]
 
     @property
     def loras(self) -> dict[str, Lora]:

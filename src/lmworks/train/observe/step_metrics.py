@@ -112,7 +112,7 @@ class StepMetrics:
             "optim/clipped": float(0 < self._max_grad_norm < found.grad_norm),
         }
         moe = self._model.config.moe
-        if moe is not None and moe.temperature_steps:
+        if moe is not None and moe.temperature_steps and phase and phase.model is not None:  # it is 1 in later stages
             values["experts/temperature"] = temperature(moe, step - 1)
         if found.penalty is not None:
             values["train/ewc"] = found.penalty
@@ -203,11 +203,13 @@ def source_metrics(names: Sequence[str], tokens_S: Sequence[int], found: StepVal
 
 
 def expert_metrics(model: Model, found: StepValues) -> dict[str, float]:
-    """`experts/...`: the balance of the load of the experts (L sparse layers), over all layers and by layer."""
-    if found.counts_LE is None or model.moe is None:
+    """`experts/...`: the balance of the load of the experts (L sparse layers), over all layers and by layer; layers of multi-token
+    prediction that were not used have none."""
+    if found.counts_LE is None or model.moe is None or not (used_L := found.counts_LE.sum(-1) > 0).any():
         return {}
     assert found.biases_L is not None
-    layers, bias_L = load_statistics(found.counts_LE, model.moe.capacity_factor), found.biases_L
+    numbers = [layer for layer, used in zip(model.sparse_layers, used_L.tolist(), strict=True) if used]
+    layers, bias_L = load_statistics(found.counts_LE[used_L], model.moe.capacity_factor), found.biases_L[used_L]
     values: dict[str, float] = {}
     for name, per_layer, whole in (
         ("load_cv", layers["cv"], layers["cv"].mean()),
@@ -218,6 +220,5 @@ def expert_metrics(model: Model, found: StepValues) -> dict[str, float]:
         ("bias_max", bias_L, bias_L.max()),
     ):
         values[f"experts/{name}"] = float(whole)
-        numbered = zip(model.sparse_layers, per_layer, strict=True)
-        values |= {f"experts/{name}/{layer}": round(float(value), 6) for layer, value in numbered}
+        values |= {f"experts/{name}/{layer}": round(float(value), 6) for layer, value in zip(numbers, per_layer, strict=True)}
     return values
