@@ -5,6 +5,7 @@ what a test itself takes is nothing beside them.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,104 @@ def test_tuning_that_was_given_up_is_told_at_the_end_and_by_every_later_command(
     assert "no tuned model" not in own and (run_dir / "tune" / "checkpoints").is_dir(), "with a budget of its own it is made after all"
 
 
+LONG = "1000000 steps"
+CHANGE = "train.phases.general.mixture_changes=[{at: 100000 tokens, mixture: {docs: 1.0}}]"
+
+
+@pytest.mark.parametrize(
+    ("words", "speed", "said"),
+    [(["train.phases.general.lr_schedule={warmup: 1000000 steps}"], SPEED, "phase general: lr_schedule.warmup of 1000000 steps is longer"),
+     (["tune.lr_schedule={warmup: 1000000 steps}"], SPEED, "phase tune: lr_schedule.warmup of 1000000 steps is longer than the phase's "),
+     (["train.phases.long.qk_norm_steps=1000000 steps"], SPEED, "phase long: qk_norm_steps of 1000000 steps are 1,000,000 steps,"),
+     (["model.moe.temperature=8", "model.moe.temperature_steps=1000000"], SPEED, "model.moe.temperature_steps 1,000,000 are not over when"),
+     ([CHANGE], SPEED, "phase general: the mixture change at 100000 tokens falls on step"),
+     ([CHANGE, "shards.max_epochs=1.5"], 1e9, "phase general: the mixture change at 100000 tokens falls on step")],
+    ids=["warmup", "tuning", "qk_norm", "temperature", "mixture", "little_text"],
+)  # fmt: skip
+def test_what_does_not_scale_with_the_budgets_is_refused_before_anything_is_trained(
+    runs: Runs, words: list[str], speed: float, said: str
+) -> None:  # fmt: skip
+    run_dir = runs.fresh("run")
+    runs.monkeypatch.setenv("LMWORKS_MACHINE", f"speed={speed}")
+    sets = [word for one in words for word in ("--set", one)]
+    refused = runs.lmworks("run", runs.tiny.recipe, "--set", f"run_dir={run_dir}", "--time", HOURS, *sets).error
+    assert refused.startswith(f"time: with the token budgets for 40.0 hours, {said}")
+    assert not (run_dir / "checkpoints").exists()
+    assert "budget" not in {line["event"] for line in read_ledger(run_dir / "ledger.jsonl")}, "the next command may take other numbers"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [(["tune.lr_schedule={warmup: 20 steps}"], "a warm-up longer than the 8 steps of the proportion"),
+     (["tune.tokens=100 tokens"], "a proportion smaller than a step"),
+     (["train.phases.general.lr_schedule={warmup: 20 steps}"], "of a phase"),
+     ([CHANGE, "shards.max_epochs=1000"], "a change of the mixture behind the fewest steps")],
+    ids=["warmup", "tokens", "phase", "mixture"],
+)  # fmt: skip
+def test_the_proportions_of_a_time_are_refused_nothing(runs: Runs, words: list[str], why: str) -> None:
+    run_dir = runs.fresh("run")
+    sets = ["--time", HOURS, *(word for one in words for word in ("--set", one))]
+    shown = runs.lmworks("show", runs.tiny.recipe, "--set", f"run_dir={run_dir}", *sets)
+    assert shown.code == 0, shown.err
+    runs(run_dir, *sets, speed=10 * SPEED)
+    found = budgets(run_dir)
+    assert found["tune"] > 20 * 256 and found["general"] > 100_000, why
+
+
+def test_a_run_that_has_its_budgets_is_held_to_them(runs: Runs) -> None:
+    run_dir = runs.fresh("run")
+    runs(run_dir, "--time", HOURS)
+    words = [runs.tiny.recipe, "--set", f"run_dir={run_dir}", "--time", HOURS, "--set", f"train.phases.general.lr_schedule.warmup={LONG}"]
+    for command in ("show", "pretrain", "plan"):
+        assert f"phase general: lr_schedule.warmup of {LONG} is longer" in runs.lmworks(command, *words).error
+
+
+def test_epochs_of_tuning_take_the_time_of_their_data(runs: Runs) -> None:
+    epochs = ("--set", "tune.tokens=null", "--set", "tune.epochs=2")
+    planned = {}
+    for name, data in (("few", "tune.data.sums.max_rows=20"), ("many", "tune.data.sums.max_rows=200"), ("counted", "seed=5")):
+        run_dir = runs.fresh(name)
+        if name == "counted":  # before the run the tokens are estimated, because the tokenizer is trained by it
+            shutil.rmtree(run_dir / "tokenizer")
+            data = "tune.data.sums.max_rows=200"
+        runs(run_dir, "--time", "400h", *epochs, "--set", data)
+        planned[name] = event(run_dir)["planned"]["tune"]
+        assert event(run_dir)["given_up"] == []
+    assert planned["many"] / planned["few"] == pytest.approx(10, rel=0.3), "rows, and what a validation takes"
+    assert planned["counted"] == planned["many"]
+
+
+def test_tuning_whose_data_are_not_read_before_is_not_predicted(runs: Runs) -> None:
+    run_dir = runs.fresh("run")
+    data = "tune.data=[{name: sums, kind: tasks, tasks: [chain_sum], max_rows: 100}]"
+    runs(run_dir, "--time", HOURS, "--set", "tune.tokens=null", "--set", "tune.epochs=2", "--set", data)
+    found = event(run_dir)
+    assert "tune" not in found["planned"]
+    assert found["given_up"] == ["the time of tune, which is not predicted and comes on top"]
+
+
+@pytest.mark.parametrize("budget", ["tune.tokens=2Ki", "tune.epochs=2"])
+def test_tuning_that_was_given_up_is_made_with_the_budget_that_is_advised(runs: Runs, budget: str) -> None:
+    run_dir = runs.fresh("run")
+    words = ["--time", "1h", "--set", "tune.tokens=null", "--set", budget]
+    runs.monkeypatch.setenv("LMWORKS_MACHINE", f"speed={SPEED}")
+    refused = runs.lmworks("tune", runs.tiny.recipe, "--set", f"run_dir={run_dir}", *words).error
+    advice = refused.partition("such as ")[2].partition(", or")[0].split()
+    before = event(run_dir)
+    runs(run_dir, *words, *advice, command="tune")
+    assert event(run_dir) == before, "the other budgets are kept"
+    assert budgets(run_dir)["tune"] == 100_000
+
+
+def test_a_stage_planned_to_take_no_time_has_no_predicted_speed(runs: Runs) -> None:
+    run_dir = runs.fresh("run")
+    runs(run_dir, "--time", "60s", "--set", "tune=null", "--set", "shards.max_epochs=6", speed=1e13)
+    assert event(run_dir)["planned"]["pretrain"] == 0
+    found = event(run_dir, "prediction")
+    assert set(found["figures"]) == {"seconds", "perf/memory", "checkpoint_bytes"}
+    assert "0 s (the speed that was measured for the time budget)" in (run_dir / "report.html").read_text()
+
+
 def test_the_order_in_which_things_are_given_up() -> None:
     recipe = load_recipe("quickstart").recipe
     reductions = [keys for keys, *_ in time_budget._reductions(recipe, 600)]
@@ -210,6 +309,8 @@ def test_the_summary_has_what_was_planned_beside_what_it_took(runs: Runs) -> Non
     assert list(found["planned_and_actual"]) == ["data, start and measuring", "pretrain", "tune", "evaluate", "export"]
     assert all(planned >= 0 and took is not None for planned, took in found["planned_and_actual"].values())
     assert "Where the time went" in said and f"{found['planned_and_actual']['pretrain'][0]:.0f}" in said
+    predicted = {line["stage"]: line["tokens"] for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "prediction"}
+    assert predicted["tune"] == budgets(run_dir)["tune"], "not those of the proportion"
 
 
 def test_a_run_without_a_time_is_as_it_was(runs: Runs) -> None:

@@ -93,7 +93,7 @@ def predict(
     recipe, beside = resolved.recipe, resolved.path.parent
     where = load_cluster(cluster, beside) if isinstance(cluster, str) else cluster or this_machine(recipe.threads)
     assert recipe.run_dir
-    before = Before(recipe, Path(recipe.run_dir), beside, most=EXACT_BYTES)
+    before = Before(recipe, Path(recipe.run_dir), beside, most=EXACT_BYTES, proportions=bool(note))
     refusals = list(look_ahead(before, [stage.name for stage in stages_for(recipe)]))
     certain = [error for check, error in refusals if not check.here or (not shipped and cluster is None)]
     rehearsed, budget = None, None

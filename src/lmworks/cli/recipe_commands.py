@@ -9,7 +9,7 @@ import typer
 
 from lmworks.cli import completion
 from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption, TimeOption, console, print_json, within
-from lmworks.errors import UserError
+from lmworks.errors import UserError, raise_first
 from lmworks.recipe.schema.units import Seconds, Tokens
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def register(app: typer.Typer) -> None:
         from lmworks.recipe.load import load_recipe
 
         resolved, note = settled_budget(load_recipe(recipe, within(time, overrides), size))
-        for refusal in phase_refusals(resolved.recipe):
-            raise refusal
+        if not note:  # the budgets are those of a run, not proportions
+            raise_first(phase_refusals(resolved.recipe))
         if as_json:
             print_json(showing.recipe_as_json(resolved))
         else:

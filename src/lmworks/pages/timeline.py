@@ -174,8 +174,9 @@ def _words(event: Json) -> tuple[str, str]:
                 pairs = ((name, *pair) for name, pair in event["planned_and_actual"].items())
                 return "Time", "; ".join(f"{name}: {span(planned)} planned, {span(took or 0)} taken" for name, planned, took in pairs)
             case "prediction":
-                speed, seconds = event["figures"]["perf/tokens_per_second"], event["figures"]["seconds"]
-                return "Prediction", f"{compact(speed)} tokens/s, {span(seconds)} ({event['source']})"
+                speed, seconds = event["figures"].get("perf/tokens_per_second"), event["figures"]["seconds"]
+                rate = "" if speed is None else f"{compact(speed)} tokens/s, "
+                return "Prediction", f"{rate}{span(seconds)} ({event['source']})"
             case "prediction_error":
                 errors = (f"{name} {100 * one['error']:+.0f}%" for name, one in event["figures"].items())
                 return "Error of the prediction", ", ".join(errors)

@@ -19,6 +19,7 @@ from lmworks.recipe.schema.layout import Cluster, Layout, world_size
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.timeline import fewest_steps
+from lmworks.recipe.weights import start_context
 from lmworks.ui.amounts import DAY, days
 
 _LONG = 365 * DAY
@@ -314,7 +315,7 @@ def make_plan(
         later_stages=later,
         shortages=tuple(str(one) for one in sorted(shortages, key=lambda one: -one.placed.memory.total)),
         unwise=(
-            *warnings(recipe),
+            *warnings(whole, start_context(whole)),
             *_other_engines(recipe),
             *assumptions(recipe, data, measured is not None),
             *stage_data.data_warnings(whole, data),

@@ -122,11 +122,12 @@ def _data(plan: Plan) -> list[Table]:
     """What was read of the data of the stages after pretraining."""
     if not plan.data:
         return []
-    table = _table("\nData", "stage", "examples", "held out", "left out", "tokens", "steps", "read", "passes", "counted")
+    table = _table("\nData", "stage", "examples", "held out", "left out", "cut", "tokens", "steps", "read", "passes", "counted")
     for name, found in plan.data.items():
         table.add_row(
-            name, f"{found.examples:,} {found.noun}", f"{found.held_out:,}", f"{sum(found.left_out.values()):,}", f"{found.tokens:,}",
-            f"{found.steps:,}", f"{found.read:,}", f"{found.passes:.3g}", found.counted,
+            name, f"{found.examples:,} {found.noun}", f"{found.held_out:,}", f"{sum(found.left_out.values()):,}",
+            f"{sum(found.cut.values()):,}", f"{found.tokens:,}", f"{found.steps:,}", f"{found.read:,}", f"{found.passes:.3g}",
+            found.counted,
         )  # fmt: skip
     return [table]
 

@@ -26,6 +26,7 @@ NOUNS = {"tune": "conversations", "dpo": "pairs", "grpo": "prompts"}
 _FEW_STEPS = 20
 # The loss of one conversation differs from the next one's by about half of it; its mean over 20 is known to a tenth.
 _FEW_HELD_OUT = 20
+_TOO_LONG = 0.1  # of the examples: a few long ones may be cut or left out, but what all of them lack is never learned
 _OFTEN = 10  # passes over the same rows: reading them again gains nothing beyond about 4 (arXiv:2305.16264), and tuning overfits before
 
 
@@ -36,7 +37,8 @@ class StageData:
     `examples` are trained on and have `tokens`, `held_out` are not; both are without those that were `left_out`, by reason. `read` counts
     the tokens of all steps, padding included, of rows of the stage's sequence length; `passes` how often an example is read. `counted` says
     how: exact, from a sample of the rows, or by the bytes of the text where there is no tokenizer yet. `longest` is the number of tokens of
-    the longest example.
+    the longest example. `cut` are conversations that are trained on without their end, by how they are cut. Rows of `length_for_all` tokens
+    cut none, and leave out none as too long.
     """
 
     stage: str
@@ -49,11 +51,18 @@ class StageData:
     counted: str = EXACT
     left_out: Mapping[str, int] = field(default_factory=dict)
     longest: int = 0
+    cut: Mapping[str, int] = field(default_factory=dict)
+    length_for_all: int = 0
 
     @property
     def noun(self) -> str:
         """What an example is."""
         return NOUNS[self.stage]
+
+    @property
+    def too_long(self) -> dict[str, int]:
+        """What sequence_length cuts and leaves out."""
+        return {**self.cut, **{reason: count for reason, count in self.left_out.items() if "sequence_length" in reason}}
 
     def text(self) -> str:
         """One line: how many examples, which were left out, and the steps that they make."""
@@ -83,6 +92,14 @@ def data_warnings(recipe: Recipe, data: Mapping[str, StageData]) -> Iterator[str
                 f"{name}: each of the {found.examples:,} {found.noun} is read {found.passes:,.0f} times; {_fewer(section)}, or give more "
                 f"{found.noun}"
             )
+        short = found.too_long
+        count = found.examples + found.held_out + sum(found.left_out[reason] for reason in short if reason in found.left_out)
+        if sum(short.values()) > _TOO_LONG * count:
+            how = ", ".join(f"{number:,} {reason}" for reason, number in short.items())
+            yield (
+                f"{name}: sequence_length is too short for {sum(short.values()):,} of {count:,} {found.noun} ({how}); "
+                f"{_longer(section, found.length_for_all)}, which is enough for all, or as long as the memory allows"
+            )
         judged = "early_stopping" if section.early_stopping is not None else ""
         if isinstance(section, Tune) and section.final_weights == "best":
             judged = "final_weights: best"
@@ -106,6 +123,17 @@ def _fewer(section: Tune | Dpo | Grpo) -> str:
     )
 
 
+def _longer(section: Tune | Dpo | Grpo, length: int) -> str:
+    """Rows of at least this length, of which steps are made up."""
+    if not isinstance(section, Tune):
+        return f"set {'dpo' if isinstance(section, Dpo) else 'grpo'}.sequence_length={length}"
+    step = int(section.global_batch_tokens)
+    fitting = next((one for one in range(length, step + 1) if step % one == 0), None)
+    if fitting is not None:
+        return f"set tune.sequence_length={fitting}"
+    return f"set tune.sequence_length={length} and tune.global_batch_tokens={-(-step // length) * length}"
+
+
 def _smaller(section: Tune | Dpo | Grpo, found: StageData) -> str:
     """The largest step with which there are enough of them, or more epochs where even the smallest has too few."""
     if isinstance(section, Dpo):
@@ -122,7 +150,7 @@ def _smaller(section: Tune | Dpo | Grpo, found: StageData) -> str:
 
 def plain_data(data: Mapping[str, StageData]) -> dict[str, Any]:
     """As JSON values."""
-    return {name: {**vars(found), "left_out": dict(found.left_out)} for name, found in data.items()}
+    return {name: {**vars(found), "left_out": dict(found.left_out), "cut": dict(found.cut)} for name, found in data.items()}
 
 
 class StagePhase(Phase):

@@ -278,8 +278,8 @@ def _unknown(name: str, known: list[str]) -> str:
 
 def phase_refusals(recipe: Recipe) -> Iterator[UserError]:
     """Phases without a whole step, and schedules longer than their phase: one refusal for each phase; and routers whose temperature is not
-    1 at the end. With `time` budgets are set later."""
-    if not recipe.trains_base or recipe.time is not None:
+    1 at the end. Of a recipe with `time` they are asked for once its budgets are set."""
+    if not recipe.trains_base:
         return
 
     def look(phases: Sequence[Phase]) -> None:

@@ -116,8 +116,8 @@ def record_prediction(recipe: Recipe, run_dir: Path, stage: str, data: Mapping[s
     elif rehearsed is not None:
         training, source = rehearsed.stages[stage]["steps"], rehearsed.how
     figures = {
-        "perf/tokens_per_second": tokens / training, "seconds": seconds,
-        "perf/memory": max(phase.placed.memory.total for phase in phases), "checkpoint_bytes": plan.disk.checkpoint,
+        **({"perf/tokens_per_second": tokens / training} if training else {}),  # what was planned is rounded, and may be 0
+        "seconds": seconds, "perf/memory": max(phase.placed.memory.total for phase in phases), "checkpoint_bytes": plan.disk.checkpoint,
     }  # fmt: skip
     with Ledger(run_dir / LEDGER) as ledger:
         ledger.write(PREDICTION, stage=stage, tokens=tokens, source=source, figures={k: float(f"{v:.6g}") for k, v in figures.items()})

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from lmworks.errors import UserError, all_refusals, raise_first
 from lmworks.host import machine
+from lmworks.plan.budget import scale_budgets
 from lmworks.plan.stages import StageData
 from lmworks.recipe.schema.align import PreferenceData, RewardTask
 from lmworks.recipe.schema.recipe import Recipe
@@ -38,10 +39,16 @@ class Before:
     """A run that has not begun: its recipe, its directory, and the folder of the recipe file, with what several checks need.
 
     `resuming` are stages that continue in their folder, where what they read is already; `most` bytes of a stage's data are read whole.
+    proportions: the token budgets are to be scaled to the recipe's `time`, after which `settle_budget` checks what depends on them.
     """
 
-    def __init__(self, recipe: Recipe, run_dir: Path, folder: Path, resuming: Sequence[str] = (), most: int = RUN_BYTES) -> None:
+    def __init__(
+        self, recipe: Recipe, run_dir: Path, folder: Path, resuming: Sequence[str] = (), most: int = RUN_BYTES, proportions: bool = False
+    ) -> None:
         self.recipe, self.run_dir, self.folder, self.resuming, self.most = recipe, run_dir, folder, resuming, most
+        self.proportions = proportions
+        self.shortest = scale_budgets(recipe, 0) if proportions else recipe
+        """The recipe with the smallest budgets that it may get: a proportion may be smaller than a step."""
         self.data: dict[str, StageData] = {}
         self.notes: list[str] = []
 
@@ -80,7 +87,7 @@ class Before:
             texts = {one.text.strip() for one in self.protected.questions}
             return texts, self.protected.decontaminator(options.ngram_words) if options else None
 
-        recipe = self.recipe
+        recipe = self.shortest
         if only is not None:
             recipe = recipe.model_copy(update={stage: recipe.later_stages[stage].model_copy(update={"data": [only]})})
         if readable(recipe, stage):
@@ -161,10 +168,10 @@ def _enough_text(before: Before) -> None:
         raise UserError(missing)
 
 
-def _phases(before: Before) -> Iterator[UserError]:
+def _phases(before: Before) -> Iterable[UserError]:
     from lmworks.recipe.checks import phase_refusals
 
-    return phase_refusals(before.recipe)
+    return () if before.proportions else phase_refusals(before.recipe)
 
 
 def _mixtures(before: Before) -> Iterator[UserError]:
@@ -265,7 +272,7 @@ def _section(stage: str) -> Look:
     def look(before: Before) -> Iterable[UserError]:
         from lmworks.train.stage import stage_refusals
 
-        return stage_refusals(before.recipe, stage) if stage in before.recipe.later_stages else ()
+        return stage_refusals(before.shortest, stage) if stage in before.recipe.later_stages else ()
 
     return look
 
@@ -282,7 +289,8 @@ def _data(stage: str) -> Look:
                 for data in before.recipe.later_stages[stage].data:
                     each = all_refusals([partial(before.read, stage, data)])
                     yield from (other for other in each if f"{stage}.data.{data.name}" in str(other))
-            if (found := before.data.get(stage)) is not None:
+            scaled = before.proportions and stage == "tune" and before.recipe.tune is not None and before.recipe.tune.epochs is None
+            if (found := before.data.get(stage)) is not None and not scaled:
                 check_steps(before.recipe, stage, found.steps, found.read, found.held_out)
 
     return look

@@ -19,7 +19,7 @@ from lmworks.errors import UserError
 from lmworks.io import urls
 from lmworks.io.files import explain_full_disk, read_json, write_json
 from lmworks.pages.run_page import write_page
-from lmworks.plan.stages import StageData
+from lmworks.plan.stages import BY_BYTES, StageData
 from lmworks.recipe.changes import Change, as_tree, changed_keys, harmless, readers, require_allowed
 from lmworks.recipe.load import Resolved, load_resolved
 from lmworks.recipe.schema.layout import Layout
@@ -186,7 +186,7 @@ def _run_first_rank(
         with RunLock(run_dir), ExitStack() as stack:
             settled = time_budget.recorded_budget(resolved, run_dir)
             recipe = (settled or resolved).recipe
-            time_budget.require_kept(recipe, last)
+            time_budget.require_kept(recipe, run_dir, last)
             stages = stages_for(recipe, last)
             state = _detect_changes(run_dir, settled or resolved, allow, on_event)
             trains = any(stage.name == "pretrain" for stage in stages)  # the data stages do not check the model
@@ -194,7 +194,7 @@ def _run_first_rank(
             for stage in waiting:
                 require_own_folder(run_dir, stage)
             if waiting:
-                _look_ahead(context, recipe, state, stages if not trains else stages_for(recipe), on_event)
+                _look_ahead(context, recipe, state, stages if not trains else stages_for(recipe), settled is None, on_event)
             require_same(run_dir, weights_of(run_dir))
             _record_layout(run_dir, recipe)
             stack.enter_context(_record_end(run_dir, last, bool(context.recipe.alerts.targets)))
@@ -209,13 +209,16 @@ def _run_first_rank(
                 return
             made_now = settled is None
             if settled is None:
-                settled, lines = time_budget.settle_budget(resolved, run_dir, lambda: time.monotonic() - began, speed_of, ranks is None)
+                tuning = _tuning_data(context, recipe, state)
+                settled, lines = time_budget.settle_budget(
+                    resolved, run_dir, lambda: time.monotonic() - began, speed_of, ranks is None, tuning
+                )
                 settled.save(run_dir)
                 for line in lines:
                     on_event(StageEvent("pretrain", "note", printable=line))
             if lost := time_budget.given_up(settled.recipe, run_dir):
                 on_event(StageEvent("pretrain", "note", printable=lost))
-            time_budget.require_kept(settled.recipe, last)
+            time_budget.require_kept(settled.recipe, run_dir, last)
             if ranks is not None and settled is not resolved:
                 ranks.broadcast(settled.recipe)
             context = replace(context, recipe=settled.recipe)
@@ -231,18 +234,33 @@ def _run_first_rank(
 
 
 def _look_ahead(
-    context: StageContext, recipe: Recipe, state: _State, stages: Sequence[Stage], on_event: Callable[[StageEvent], None]
+    context: StageContext, recipe: Recipe, state: _State, stages: Sequence[Stage], proportions: bool, on_event: Callable[[StageEvent], None]
 ) -> None:  # fmt: skip
-    """Refuse what one of `stages` would refuse, from the first that has to run on, and say what may become short."""
+    """Refuse what one of `stages` would refuse, from the first that has to run on, and say what may become short. `proportions` is that of
+    `Before`."""
     reasons = {stage.name: state.stale_reason(stage, recipe) for stage in stages}
     names = list(reasons)
     first = next((number for number, name in enumerate(names) if reasons[name]), len(names))
     resuming = [stage.name for stage in stages if stage.resumes and not reasons[stage.name].changed and not reasons[stage.name].new]
-    before = Before(recipe, context.run_dir, context.folder, resuming)
+    before = Before(recipe, context.run_dir, context.folder, resuming, proportions=proportions)
     require_possible(before, names[first:])
     state.data.update(before.data)
     for note in before.notes:
         on_event(StageEvent(names[first], "note", printable=Text(f"warning: {note}", "yellow")))
+
+
+def _tuning_data(context: StageContext, recipe: Recipe, state: _State) -> StageData | None:
+    """What was read of the data of tuning. With epochs it decides how long tuning takes, and is counted with the tokenizer of the run;
+    otherwise the time decides, and the steps that were counted are those of no run."""
+    if recipe.tune is None or "tune" not in state.data:
+        return None
+    if recipe.tune.epochs is None:
+        return state.data.pop("tune")
+    if state.data["tune"].counted == BY_BYTES:
+        before = Before(recipe, context.run_dir, context.folder)
+        before.read("tune")
+        state.data.update(before.data)
+    return state.data["tune"]
 
 
 def _require_enough_text(run_dir: Path, recipe: Recipe) -> None:
@@ -377,7 +395,7 @@ def _accept_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], fil
         changed.append(Change("train.phases", phase_names(before), phase_names(recipe)))
     if not saved.has_checkpoints(run_dir / "checkpoints"):
         return changed
-    accepted = require_allowed(changed, allow, _derived_keys(resolved))
+    accepted = require_allowed(changed, allow, _derived_keys(resolved), before.trains_base)
     if changed:
         with Ledger(run_dir / LEDGER) as ledger:
             ledger.write(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ def read_stage(
     section = recipe.later_stages[stage]
     size = sum(path.stat().st_size for data in section.data for path in files_of(f"{stage}.data.{data.name}", Path(data.path or "")))
     sampled = size > most
-    kept = _kept_at(recipe, stage, tokenizer, sampled) if size > _WORTH_KEEPING and tokenizer is not None else None
+    kept = _kept_at(recipe, stage, tokenizer, corpus_dir, sampled) if size > _WORTH_KEEPING and tokenizer is not None else None
     if kept is not None and kept.is_file():
         return StageData(**read_json(kept))
     with TemporaryDirectory(prefix="lmworks-data-") as folder, _quiet():
@@ -78,10 +78,12 @@ def _quiet() -> Iterator[None]:
         terminal.console.quiet = before
 
 
-def _kept_at(recipe: Recipe, stage: str, tokenizer: Tokenizer, sampled: bool) -> Path:
-    """Where the result is kept: by the contents of the files and of the tokenizer, and by the recipe."""
-    files = {name: found for name, found in list_files(recipe, {}).items() if name.startswith(f"{stage}.data.")}
-    about = [as_tree(recipe), files, sampled, [sha256_file(path) for path in sorted(tokenizer.directory.glob("*.j*"))]]
+def _kept_at(recipe: Recipe, stage: str, tokenizer: Tokenizer, corpus_dir: Path, sampled: bool) -> Path:
+    """Where the result is kept: by the contents of the files and of the tokenizer, by the recipe, and by what is left out of the data:
+    evaluation items, and documents that the corpus holds out."""
+    files = {name: found for name, found in list_files(recipe, {}).items() if name.startswith((f"{stage}.data.", "evaluate."))}
+    others = (*sorted(tokenizer.directory.glob("*.j*")), *corpus_dir.glob("manifest.json"))
+    about = [as_tree(recipe), files, sampled, [one.name for one in fields(StageData)], [sha256_file(path) for path in others]]
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     return cache_directory().parent / "data" / f"{key}.json"
 
@@ -100,7 +102,10 @@ def _read(
     found = _conversations(seen, tokenizer, corpus_dir, protect, data) if stage == "tune" else _pairs(seen, tokenizer, protect, data)
     if sampled:
         found = _extrapolated(recipe, stage, found)
-    return replace(found, tokens=found.tokens // scale, read=found.read // scale, longest=-(-found.longest // scale), counted=counted)
+    return replace(
+        found, tokens=found.tokens // scale, read=found.read // scale, longest=-(-found.longest // scale),
+        length_for_all=-(-found.length_for_all // scale), counted=counted,
+    )  # fmt: skip
 
 
 def _scaled(recipe: Recipe, stage: str, scale: int, most: int | None) -> Recipe:
@@ -124,18 +129,22 @@ def _conversations(recipe: Recipe, tokenizer: Tokenizer, corpus_dir: Path, prote
 
     options = recipe.tune
     assert options is not None
-    bodies = build_chat_data(recipe, tokenizer, data, corpus_dir, *protect())["data"].values()
+    bodies = build_chat_data(recipe, tokenizer, data, corpus_dir, *protect())["data"]
     batches, _ = tuning_batches(recipe, data)
-    left: Counter[str] = Counter()
-    for body in bodies:
+    left, cut = Counter[str](), Counter[str]()
+    for body in bodies.values():
         left.update(body["left_out"])
+        cut.update({what: count for what, count in body["noted"].items() if "cut at" in what})
     count, tokens, held_out = (
-        sum(body[split][key] for body in bodies)
+        sum(body[split][key] for body in bodies.values())
         for split, key in (("train", "conversations"), ("train", "tokens"), ("validation", "conversations"))
     )
     passes = max(batches.epochs.values())
     read = batches.steps * int(options.global_batch_tokens)
-    return StageData("tune", count, held_out, tokens, batches.steps, read, passes, left_out=dict(left.most_common()))
+    return StageData(
+        "tune", count, held_out, tokens, batches.steps, read, passes, left_out=dict(left.most_common()), cut=dict(cut.most_common()),
+        length_for_all=_length_for_all(bodies),
+    )  # fmt: skip
 
 
 def _pairs(recipe: Recipe, tokenizer: Tokenizer, protect: Protect, data: Path) -> StageData:
@@ -156,7 +165,7 @@ def _pairs(recipe: Recipe, tokenizer: Tokenizer, protect: Protect, data: Path) -
     read = sum(rows) * int(options.sequence_length)
     return StageData(
         "dpo", len(pairs), held_out, manifest["train"]["tokens"], len(rows), read, float(options.epochs),
-        left_out=dict(left.most_common()), longest=longest,
+        left_out=dict(left.most_common()), longest=longest, length_for_all=_length_for_all(manifest["data"]),
     )  # fmt: skip
 
 
@@ -177,7 +186,13 @@ def _prompts(recipe: Recipe, tokenizer: Tokenizer, protect: Protect, counted: st
         "grpo", len(found.train), len(found.held_out), sum(lengths) // scale, options.steps,
         options.steps * answers * int(options.sequence_length) // scale, options.steps * options.prompts_per_step / len(found.train),
         BY_BYTES if counted == BY_BYTES else EXACT, dict(left.most_common()), -(-max(lengths) // scale),
+        length_for_all=-(-_length_for_all(found.sets) // scale) + options.max_new_tokens,
     )  # fmt: skip
+
+
+def _length_for_all(sets: Mapping[str, Any]) -> int:
+    """The `sequence_length` with which no row of these sets would be cut, or left out as too long; 0 where none is."""
+    return max(body.get("sequence_length_for_all", 0) for body in sets.values())
 
 
 def _extrapolated(recipe: Recipe, stage: str, found: StageData) -> StageData:
@@ -191,6 +206,7 @@ def _extrapolated(recipe: Recipe, stage: str, found: StageData) -> StageData:
             bar.advance()
     factor = max(1.0, rows / (len(section.data) * _SAMPLE))
     examples, tokens = round(found.examples * factor), round(found.tokens * factor)
+    found = replace(found, cut={what: round(count * factor) for what, count in found.cut.items()})
     if isinstance(section, Tune) and section.epochs is None:
         return replace(found, examples=examples, tokens=tokens, passes=found.passes / factor, held_out=round(found.held_out * factor))
     steps = round(found.steps * factor)

@@ -9,30 +9,42 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from lmworks.checkpoint import listing
-from lmworks.errors import UserError
+from lmworks.errors import UserError, raise_first
 from lmworks.host import machine
 from lmworks.io.files import sha256_file
 from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.plan.budget import FEWEST, SIZES, largest_factor, scale_budgets
 from lmworks.plan.counts import flops_per_token
 from lmworks.recipe.changes import as_tree
+from lmworks.recipe.checks import phase_refusals
 from lmworks.recipe.document import Keys
 from lmworks.recipe.keys import display, get
 from lmworks.recipe.load import Numbers, Resolved
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
-from lmworks.run.time_estimate import FEW_ITEMS, FixedWork, fixed_work, predict_seconds, total_seconds, training_seconds
+from lmworks.run.time_estimate import (
+    FEW_ITEMS,
+    FixedWork,
+    fixed_work,
+    predict_seconds,
+    shortest_batches,
+    total_seconds,
+    training_seconds,
+    tuning_steps,
+)
 from lmworks.ui.amounts import amount, days
 from lmworks.watch.ledger import LEDGER, Ledger, events_of
 
 if TYPE_CHECKING:
     from lmworks.parallel.mesh import Ranks
+    from lmworks.plan.stages import StageData
     from lmworks.shards.batches import Batch
     from lmworks.train.calibrate import Speed
 
@@ -40,6 +52,7 @@ EVENT = "budget"
 BEFORE = "data, start and measuring"
 _SLACK = 0.03  # fraction of the time reserved for saves, metrics, the run page and everything that is not predicted
 _THREADS: Keys = ("threads",)
+_TUNE: Keys = ("tune",)
 _NO_TUNING = "tuning, so there is no tuned model"
 _LEAST = 0.25  # fraction of the time that training gets before evaluation is reduced
 
@@ -62,9 +75,17 @@ def recorded_budget(resolved: Resolved, run_dir: Path) -> Resolved | None:
         for keys, number in numbers.items()
         if get(tree, keys) in (number["old"], number["new"]) or (keys == _THREADS and _derived(resolved, keys))  # a machine of other cores
     }
-    if not begun and (len(same) < len(numbers) or events[-1]["seconds"] != recipe.time):
+    own = _TUNE in numbers and numbers[_TUNE]["new"] is None and _has_own_budget(recipe, numbers[_TUNE]["old"])
+    changed = numbers.keys() - same.keys() - ({_TUNE} if own else set())
+    if not begun and (changed or events[-1]["seconds"] != recipe.time):
         return None
     return resolved.settled({keys: (number["new"], number["why"]) for keys, number in same.items()})
+
+
+def _has_own_budget(recipe: Recipe, given_up: Mapping[str, Any]) -> bool:
+    """Whether tuning has got another budget since it was given up with these values."""
+    tune = as_tree(recipe)["tune"]
+    return tune is not None and any(tune[key] != given_up.get(key) for key in ("tokens", "epochs"))
 
 
 def given_up(recipe: Recipe, run_dir: Path) -> Text | None:
@@ -75,12 +96,14 @@ def given_up(recipe: Recipe, run_dir: Path) -> Text | None:
     return Text(f"given up for the time of {days(float(recipe.time or 0))}: {'; '.join(listed)}", "yellow") if listed else None
 
 
-def require_kept(recipe: Recipe, stage: str | None) -> None:
+def require_kept(recipe: Recipe, run_dir: Path, stage: str | None) -> None:
     """Raise `UserError` if a stage that the user asks for was given up for the time. `recipe` has its budgets."""
     if stage == "tune" and recipe.tune is None:
+        numbers = events_of(run_dir, EVENT)[-1]["numbers"]
+        epochs = any(number["old"].get("epochs") for number in numbers if number["keys"] == list(_TUNE))
         raise UserError(
             f"tuning was given up for the time of {days(float(recipe.time or 0))}; give it a budget of its own, such as "
-            "--set tune.tokens=100k, or take a new run_dir and a longer --time"
+            f"{'--set tune.epochs=null ' if epochs else ''}--set tune.tokens=100k, or take a new run_dir and a longer --time"
         )
 
 
@@ -104,20 +127,18 @@ def batches_by_length(recipe: Recipe, run_dir: Path, data_ranks: int = 1) -> dic
     Random tokens would not do: with documents as long as a row attention sees more keys than in training, and with more sequences than a
     step has the optimizer costs less per token.
     """
-    from lmworks.shards.batches import Batches
     from lmworks.shards.manifest import check_vocabulary
     from lmworks.train.step import micro_batch_of
 
     assert recipe.model.vocab_size
-    batches = Batches(scale_budgets(recipe, 0), run_dir / "shards")
+    batches = shortest_batches(recipe, run_dir)
     check_vocabulary(batches.manifest, recipe.model.vocab_size, sha256_file(run_dir / "tokenizer" / "tokenizer.json"))
     found: dict[int, Batch] = {}
     for index, phase in enumerate(batches.order.timeline.phases):
         length = phase.sequence_length
         if length not in found:
             rows = min(phase.full, 4 * micro_batch_of(recipe, length) * data_ranks)
-            last = batches.order.timeline.first_step(index + 1) - 1  # after any batch ramp
-            found[length] = batches.batch(last, 0, min(rows, batches.order.sequences(last)[1]))
+            found[length] = batches.batch(batches.order.timeline.first_step(index), 0, rows)
     return found
 
 
@@ -150,13 +171,15 @@ def _derived(resolved: Resolved, keys: Keys) -> bool:
 
 
 def settle_budget(
-    resolved: Resolved, run_dir: Path, spent: Callable[[], float], speed_of: Callable[[Recipe], Speed], alone: bool
-) -> tuple[Resolved, list[str]]:
+    resolved: Resolved, run_dir: Path, spent: Callable[[], float], speed_of: Callable[[Recipe], Speed], alone: bool,
+    tuning: StageData | None = None,
+) -> tuple[Resolved, list[str]]:  # fmt: skip
     """Turn the time of a recipe whose shards exist into token budgets, and record them in the ledger.
 
-    `spent` returns the seconds of the command so far, `speed_of` measures a recipe, `alone` says that there are no other ranks. Returns the
-    recipe with the budgets, and lines for the terminal: how they were computed, and the planned times. What was given up is in the ledger
-    (`given_up`). Raises `UserError` if the time is already over.
+    `spent` returns the seconds of the command so far, `speed_of` measures a recipe, `alone` says that there are no other ranks, `tuning` is
+    what was read of the data of tuning. Returns the recipe with the budgets, and lines for the terminal: how they were computed, and the
+    planned times. What was given up is in the ledger (`given_up`). Raises `UserError` if the time is already over, and, before anything is
+    recorded, if a schedule or a change of the mixture is longer than its budget.
     """
     recipe = resolved.recipe
     assert recipe.time is not None
@@ -166,7 +189,7 @@ def settle_budget(
             f"time: {days(whole)} are not enough, preparing the data alone took {days(spent())}; run the same command again, whose time "
             f"starts from zero with the data done, or allow more time, such as --time {4 * spent():.0f}s"
         )
-    work = fixed_work(recipe, run_dir)
+    work = fixed_work(recipe, run_dir, tuning)
     numbers = choose_threads(resolved) if alone else {}
     recipe = resolved.settled(numbers).recipe
     speed = speed_of(recipe)
@@ -179,20 +202,21 @@ def settle_budget(
     lost = []
     for keys, value, text, least in _reductions(recipe, whole):
         shortest = scale_budgets(recipe, 0)
-        if total_seconds(shortest, speed, work) + max(0.0, least - training_seconds(shortest, speed)) <= left:
+        if total_seconds(shortest, speed, work) + max(0.0, least - training_seconds(shortest, speed, work)) <= left:
             break
         recipe = _with(recipe, keys, value)
         numbers[keys] = value, f"reduced to stay within {days(whole)}"
         lost.append(text)
     factor = largest_factor(lambda factor: total_seconds(scale_budgets(recipe, factor), speed, work) <= left)
-    readings = _max_epochs_read(scale_budgets(recipe, factor), run_dir) / recipe.shards.max_epochs
+    with _naming_time(whole):
+        readings = _max_epochs_read(scale_budgets(recipe, factor), run_dir) / recipe.shards.max_epochs
     if readings > 1:
         factor *= 0.99 / readings
         text = f"no source is read more than {recipe.shards.max_epochs:g} times (shards.max_epochs)"
         lost.append(f"part of the time stays unused: {text}")
     recipe = scale_budgets(recipe, factor)
     planned = {BEFORE: before, **predict_seconds(recipe, speed, work)}
-    fixed = sum(planned.values()) - before - training_seconds(recipe, speed)
+    fixed = sum(planned.values()) - before - training_seconds(recipe, speed, work)
     why = f"{days(whole)}: {_describe_speed(speed)}, {before:.0f} s before the first step, {fixed:.0f} s besides training; in whole steps"
     asked = resolved.settled(numbers).recipe
     for index, (phase, old) in enumerate(zip(recipe.train.phases, asked.train.phases, strict=True)):
@@ -203,8 +227,31 @@ def settle_budget(
         lost.append(f"the time limit: with the minimum of {FEWEST} steps per phase it takes about {days(sum(planned.values()))}")
     if beyond := [one.stage for one in MODEL_STAGES if getattr(recipe, one.stage, None) is not None and one.stage not in planned]:
         lost.append(f"the time of {' and '.join(beyond)}, which is not predicted and comes on top")
+    settled = resolved.settled(numbers)
+    with _naming_time(whole):
+        _require_room(settled.recipe, run_dir, work)
     _write_ledger(resolved, run_dir, numbers, planned, lost, why)
-    return resolved.settled(numbers), [why, "planned: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in planned.items())]
+    return settled, [why, "planned: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in planned.items())]
+
+
+@contextmanager
+def _naming_time(whole: float) -> Iterator[None]:
+    """Say in a refusal where the budgets come from, which nobody wrote."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"time: with the token budgets for {days(whole)}, {error}") from None
+
+
+def _require_room(recipe: Recipe, run_dir: Path, work: FixedWork) -> None:
+    """Raise `UserError` if the budgets have no room for what does not scale with them, as training would later."""
+    from lmworks.shards.batches import Batches
+    from lmworks.train.stage import check_steps
+
+    raise_first(phase_refusals(recipe))
+    Batches(recipe, run_dir / "shards")
+    if recipe.tune is not None and (known := tuning_steps(recipe.tune, work)) is not None:
+        check_steps(recipe, "tune", *known, held_out=0)
 
 
 def _scaled_tokens(tokens: Tokens, old: Tokens, why: str) -> tuple[str, str]:
@@ -253,7 +300,7 @@ def _reductions(recipe: Recipe, whole: float) -> Iterator[tuple[Keys, Any, str, 
     if wanted.tasks and wanted.task_items > FEW_ITEMS:
         yield ("evaluate", "task_items"), FEW_ITEMS, f"questions ({wanted.task_items} -> {FEW_ITEMS} per task)", _LEAST * whole
     if recipe.tune is not None:
-        yield ("tune",), None, _NO_TUNING, 0.0
+        yield _TUNE, None, _NO_TUNING, 0.0
 
 
 def _with(recipe: Recipe, keys: Keys, value: Any) -> Recipe:

@@ -17,7 +17,10 @@ from lmworks.recipe.schema.units import Duration
 from lmworks.recipe.timeline import PhaseSteps
 
 if TYPE_CHECKING:
+    from lmworks.plan.stages import StageData
     from lmworks.recipe.schema.evaluate import Benchmark
+    from lmworks.recipe.schema.tune import Tune
+    from lmworks.shards.batches import Batches
     from lmworks.train.calibrate import Speed
 
 FEW_ITEMS = 10  # questions per benchmark set and task where time is short
@@ -33,17 +36,28 @@ _OWN_CONVERSATIONS = 2000  # assumed of a set without a count, which is not open
 @dataclass(frozen=True)
 class FixedWork:
     """Work of the stages after the data that does not depend on the budget: tokens of a validation, tokens and bytes of all held-out text,
-    tokens per item by benchmark set. `slowness` scales the CPU time of everything that is not model computation."""
+    tokens per item by benchmark set, and what was read of the data of tuning, if it was. `slowness` scales the CPU time of everything that
+    is not model computation."""
 
     validation: int
     held_out: int
     held_out_bytes: int
     items: Mapping[str, float]
     slowness: float
+    tuning: StageData | None = None
 
 
-def fixed_work(recipe: Recipe, run_dir: Path) -> FixedWork:
+def shortest_batches(recipe: Recipe, run_dir: Path) -> Batches:
+    """The batches of a run with the fewest steps, to measure them. A change of the mixture or a ramp of the batch has a length of its own,
+    which such a run may not reach the end of; without them its steps are those of most of a whole run."""
     from lmworks.shards.batches import Batches
+
+    recipe = scale_budgets(recipe, 0)
+    phases = [phase.model_copy(update={"mixture_changes": [], "batch_ramp": None}) for phase in recipe.train.phases]
+    return Batches(recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases})}), run_dir / "shards")
+
+
+def fixed_work(recipe: Recipe, run_dir: Path, tuning: StageData | None = None) -> FixedWork:
     from lmworks.tokenizer import load
     from lmworks.train.pretrain import held_out
 
@@ -52,7 +66,7 @@ def fixed_work(recipe: Recipe, run_dir: Path) -> FixedWork:
     def length_of(text: str) -> int:
         return len(tokenizer.encode(text))
 
-    batches = Batches(scale_budgets(recipe, 0), run_dir / "shards")
+    batches = shortest_batches(recipe, run_dir)
     phases = recipe.train.phases
     length = int(phases[0].sequence_length)
     rows = max(1, (recipe.train.micro_batch_sequences or 1) * max(int(phase.sequence_length) for phase in phases) // length)
@@ -64,6 +78,7 @@ def fixed_work(recipe: Recipe, run_dir: Path) -> FixedWork:
         held_out_bytes=sum(split.bytes for split in splits),
         items={name: mean for name, (mean, _) in tokens_per_item(recipe.evaluate.benchmarks, length_of, FEW_ITEMS).items()},
         slowness=1.0 if machine.speed() is not None else statistics.median(_loop() for _ in range(5)) / _LOOP,
+        tuning=tuning,
     )
 
 
@@ -121,7 +136,7 @@ def _loop() -> float:
 
 
 def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, float]:
-    """Predicted seconds of each stage after the data."""
+    """Predicted seconds of each stage after the data; without those of tuning if they depend on data that were not read."""
     from lmworks.evaluate.sets.benchmarks import GENERATION, is_generated
     from lmworks.train.calibrate import ROWS
 
@@ -144,11 +159,11 @@ def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, 
     if isinstance(wanted.every, Duration):
         items = sum(work.items[one.name] * min(one.items or wanted.every_items, wanted.every_items) for one in wanted.benchmarks)
         found["pretrain"] += wanted.every.times(steps, tokens) * forward(items, phases[0].sequence_length)
-    if tune is not None:
+    if tune is not None and (known := tuning_steps(tune, work)) is not None:
         length, batch = int(tune.sequence_length), int(tune.global_batch_tokens)
-        found["tune"] = _step_seconds(recipe, speed, int(tune.planned_tokens), length)
-        found["tune"] += course(tune.planned_tokens // batch, tune.planned_tokens, 4 * batch, length)
-        found["tune"] += work.slowness * _CONVERSATION * sum(data.limit or _OWN_CONVERSATIONS for data in tune.data)
+        found["tune"] = _step_seconds(recipe, speed, known[1], length) + course(*known, 4 * batch, length)
+        read, assumed = work.tuning, sum(data.limit or _OWN_CONVERSATIONS for data in tune.data)
+        found["tune"] += work.slowness * _CONVERSATION * (assumed if read is None else read.examples + read.held_out)
     context, models = phases[-1].sequence_length, 1 if tune is None else 2
     scored = _WINDOWS * work.held_out + sum(work.items[one.name] * (one.items or wanted.benchmark_items) for one in wanted.benchmarks)
     replies = -(-len(wanted.tasks) * wanted.task_items // ROWS) * _REPLY
@@ -165,11 +180,20 @@ def total_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> float:
     return sum(predict_seconds(recipe, speed, work).values())
 
 
-def training_seconds(recipe: Recipe, speed: Speed) -> float:
+def tuning_steps(tune: Tune, work: FixedWork) -> tuple[int, int] | None:
+    """Steps of tuning, and their tokens. Those of epochs follow from the data: None if these were not read."""
+    if tune.epochs is None:
+        return tune.planned_tokens // tune.global_batch_tokens, int(tune.planned_tokens)
+    return None if work.tuning is None else (work.tuning.steps, work.tuning.read)
+
+
+def training_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> float:
     """Seconds of the training steps alone, including tuning."""
     seconds = sum(_step_seconds(recipe, speed, int(phase.tokens), int(phase.sequence_length)) for phase in recipe.train.phases)
     tune = recipe.tune
-    return seconds + (_step_seconds(recipe, speed, int(tune.planned_tokens), int(tune.sequence_length)) if tune else 0.0)
+    if tune is not None and (known := tuning_steps(tune, work)) is not None:
+        seconds += _step_seconds(recipe, speed, known[1], int(tune.sequence_length))
+    return seconds
 
 
 def _step_seconds(recipe: Recipe, speed: Speed, tokens: int, length: int) -> float:

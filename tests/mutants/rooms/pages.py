@@ -97,4 +97,8 @@ MUTANTS = [
     ("pages.corpus_page:_shares", "found[place] += count * part / width", "found[place] += count * part",
      "A distribution holds every document once.", "pages/test_corpus_page.py"),
     # the checks before a run
+    ("pages.timeline:_words", 'event["figures"].get("perf/tokens_per_second")', 'event["figures"]["perf/tokens_per_second"]',
+     "A prediction without a speed is told in words.", "cli/test_time.py::test_a_stage_planned_to_take_no_time_has_no_predicted_speed"),
+    ("pages.run_page:write_page", "        require_records(Path(one))\n", "        pass\n",
+     "No page is written into a folder that is no run.", "pages/test_run_page.py::test_a_folder_without_records_of_a_run_is_left_alone"),
 ]  # fmt: skip

@@ -34,4 +34,12 @@ MUTANTS = [
      "plan/test_hybrid_sizes.py"),
     ("recipe.mixers:_mamba_saved", "model.mamba.of_rank(tp)", "model.mamba.of_rank(1)", "A rank of tp saves activations of its own heads.",
      "plan/test_hybrid_sizes.py"),
+    ("plan.plan:make_plan", "*warnings(whole, start_context(whole)),", "*warnings(recipe),",
+     "The plan compares sequences with the context of the weights.", "recipe/test_positions.py"),
+    ("plan.stages:data_warnings", "if sum(short.values()) > _TOO_LONG * count:", "if False:",
+     "The plan warns where sequence_length cuts the answers.", "cli/test_plan_data.py"),
+    ("plan.stages:_longer", "range(length, step + 1)", "range(length, length + 1)",
+     "The longer rows that the plan proposes make up whole steps.", "cli/test_plan_data.py"),
+    ("run.stage_data:_prompts", "+ options.max_new_tokens,", "+ 0,",
+     "The length that the plan proposes for prompts has room for the answers.", "cli/test_plan_data.py"),
 ]  # fmt: skip
