@@ -84,7 +84,7 @@ def rank(number: int, ranks: int, rounds: int, store: str) -> None:
         f"{ranks} ranks, copies": lambda module: fully_shard(module, mesh=copies),
         f"{ranks} ranks, each all": lambda module: None,
     }
-    optimizers = {name: Muon([Group("muon", 0.01, 0.1, parameters(place))]) for name, place in arms.items()}
+    optimizers = {name: Muon([Group("muon", 0.01, 0.1, 1.0, parameters(place))]) for name, place in arms.items()}
     waited = Waited()
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     waiting: dict[str, list[float]] = {name: [] for name in arms}

@@ -269,3 +269,13 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
         if name.endswith(".bin"):
             tensors = tensors_of(make_state(1)).values()
             assert len(content) == sum(tensor.numel() * tensor.element_size() for tensor in tensors), "raw elements and nothing else"
+
+
+@pytest.mark.parametrize(("shape", "slices"), [
+    ((), [((), ())]), ((0, 3), [((0, 0), (0, 3))]), ((3, 0), [((0, 0), (3, 0))]), ((5,), [((0,), (5,))]),
+    ((5, 4), [((0, 0), (2, 4)), ((2, 0), (2, 4)), ((4, 0), (1, 4))]), ((2, 40), [((0, 0), (1, 40)), ((1, 0), (1, 40))]),
+])  # fmt: skip
+def test_a_tensor_is_read_in_slices_that_fit(shape: tuple[int, ...], slices: list[Any]) -> None:
+    """Of 32 bytes here, and of a row where that is more; also where there is nothing in it."""
+    record = tensor_files_module.SavedTensor(torch.float32, shape, [])
+    assert tensor_files_module.split_rows(record, 32) == slices

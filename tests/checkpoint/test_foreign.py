@@ -85,6 +85,12 @@ def test_a_table_of_nonsense_is_said_to_be_one(saved: Path, change: Callable[[di
     assert not verify(saved.parent)[0]["good"]
 
 
+@pytest.mark.parametrize(("dtype", "sizes", "at"), [("uint8", [8], 1), ("float32", [3], 0), ("float32", [2], 1), ("float64", [1], 8)])
+def test_a_slice_beyond_the_end_of_its_file_is_told_before_it_is_read(saved: Path, dtype: str, sizes: list[int], at: int) -> None:
+    retable(saved, part(dtype=dtype, shape=sizes, sizes=sizes, at=at))
+    assert "weight reaches beyond the end of" in str(verify(saved.parent)[0]["problem"])
+
+
 def test_a_table_that_unpacks_to_more_than_it_describes_is_not_unpacked(saved: Path) -> None:
     (saved / TABLE).write_bytes(gzip.compress(b" " * (1 << 26)))
     sign(saved)

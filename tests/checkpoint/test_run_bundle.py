@@ -33,6 +33,7 @@ def test_what_a_run_keeps_comes_back_and_nothing_else_is_packed(tmp_path: Path) 
         unpack(packed, tmp_path / "back")
     found = {str(path.relative_to(tmp_path / "back")): path.read_bytes() for path in (tmp_path / "back").rglob("*") if path.is_file()}
     assert found == {name: content for name, content in wanted.items() if name not in left_out}
+    assert {*run_files_of(run, run / "checkpoints")} == {name for name in found if not name.startswith("tune/")}
 
 
 @pytest.mark.parametrize("name", [

@@ -14,9 +14,13 @@ import yaml
 from command import Lmworks
 
 from lmworks.checkpoint import listing, manifest, rewrite, tensor_files, verify
+from lmworks.export.export import find_adapter, write_adapter
+from lmworks.io.run_layout import USED
+from lmworks.recipe.weights import find_weights
 from lmworks.watch.ledger import RunLock, read_ledger
-from lmworks.weights.run_models import load_model
-from tiny_run import STEPS, Tiny, checkpoint, curve, same_bits
+from lmworks.weights.adapters import adapter_identity
+from lmworks.weights.run_models import load_checkpoint, load_model
+from tiny_run import BRIEF, STEPS, Tiny, checkpoint, curve, same_bits
 
 KEEP = "checkpoints.keep_last=9"
 SAVED = [4, 8, 12, 16, 20, STEPS]
@@ -182,6 +186,71 @@ def test_prune_keeps_the_newest_good_one(lmworks: Lmworks, run: Tiny) -> None:
         (run.run_dir / "checkpoints" / listing.name_of(step) / tensor_files.TABLE).write_bytes(b"")
     lmworks("ckpt", "prune", run.run_dir, "--keep-last", 1)
     assert SAVED[3] in steps(run)
+
+
+@pytest.fixture(scope="module")
+def aligned(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Tuned with adapters, on routed experts, too, and aligned: both in epochs, with checkpoints kept after shares of the tokens."""
+    run = tiny.copy(tmp_path_factory.mktemp("aligned") / "run")
+    pairs = run.run_dir.parent / "pairs.jsonl"
+    pairs.write_text("\n".join(
+        json.dumps({"prompt": f"What is {a} + 1?", "chosen": f"{a + 1}.", "rejected": f"{a + 2}."}) for a in range(80)
+    ))  # fmt: skip
+    run.walk(
+        *BRIEF, "tune.lora={rank: 2, alpha: 4, rslora: true, targets: [all-linear, experts]}", "tune.learning_rate=0.01",
+        "tune.tokens=null", f"dpo.data=[{{name: pairs, kind: files, path: {pairs}}}]", "dpo.pairs_per_step=16", "dpo.epochs=2",
+        "dpo.sequence_length=64 tokens", "checkpoints.keep_every=20%", "checkpoints.keep_last=1", "train.save_every=1 steps", last="dpo",
+    )  # fmt: skip
+    return run
+
+
+@pytest.mark.parametrize("model", ["base", "tuned", "dpo"])
+def test_prune_keeps_what_the_run_has_kept(lmworks: Lmworks, aligned: Tiny, model: str) -> None:
+    place = aligned.run_dir / ("checkpoints" if model == "base" else f"{'tune' if model == 'tuned' else model}/checkpoints")
+    assert len(listing.directories(place)) > 4
+    assert lmworks("ckpt", "prune", aligned.run_dir, "--model", model, "--dry-run").out == "nothing to delete\n"
+    half = json.loads(lmworks("ckpt", "prune", aligned.run_dir, "--model", model, "--keep-every", "100%", "--dry-run", "--json").out)
+    assert half["steps"] and set(half["steps"]) < {listing.step_of(path) for path in listing.directories(place)}
+
+
+def test_prune_keeps_the_weights_that_a_stage_ends_with(lmworks: Lmworks, run: Tiny) -> None:
+    place = run.run_dir / "checkpoints"
+    newest = place / listing.name_of(STEPS)
+    document = json.loads((newest / listing.META).read_text())
+    document["meta"][USED] = 8
+    (newest / listing.META).write_text(json.dumps(document))
+    entries = {path.name: manifest.entry_of(path.read_bytes()) for path in newest.iterdir() if path.name != manifest.NAME}
+    (newest / manifest.NAME).write_bytes(manifest.canonical(entries))
+    resolved = json.loads((run.run_dir / "resolved.json").read_text())
+    resolved["checkpoints"]["keep_best"] = False
+    (run.run_dir / "resolved.json").write_text(json.dumps(resolved))
+    lmworks("ckpt", "prune", run.run_dir, "--keep-last", 1)
+    assert steps(run) == [8, STEPS]
+    assert {(one["stage"], one["step"]) for one in events(run, "checkpoint_pruned")} == {("pretrain", step) for step in (4, 12, 16, 20)}
+
+
+def test_an_average_of_adapters_is_the_mean_of_their_models(lmworks: Lmworks, aligned: Tiny, tmp_path: Path) -> None:
+    kept = [listing.step_of(path) for path in listing.directories(aligned.run_dir / "tune" / "checkpoints")]
+    first, last, to = kept[1], kept[-1], tmp_path / "averaged"
+    weights = ("--weight", 1, "--weight", 3)
+    done = lmworks("ckpt", "average", aligned.run_dir, first, last, *weights, "--to", to, "--model", "tuned")
+    assert done.code == 0, done.err
+
+    def loaded(step: int) -> dict[str, torch.Tensor]:
+        found = find_weights(aligned.run_dir / "tune" / "checkpoints" / listing.name_of(step))
+        return load_checkpoint(found).state_dict()
+
+    one, other, mean, base = loaded(first), loaded(last), load_model(to, "tuned").state_dict(), load_model(to, "base").state_dict()
+    for name, found in mean.items():
+        expected = 0.25 * one[name].double() + 0.75 * other[name].double()
+        assert (found - expected).norm() <= 1e-6 * max((expected - base[name]).norm(), base[name].norm()), name
+    assert max((one[name] - other[name]).norm() / other[name].norm() for name in mean) > 1e-3, "they differ"
+    adapter = find_adapter(aligned.resolve().recipe.model_copy(update={"dpo": None}), to)
+    assert adapter is not None and (adapter.lora.rank, adapter.lora.scale) == (4, pytest.approx(4 / 2**0.5))
+    document = listing.read_meta(to / "tune" / "checkpoints" / listing.name_of(last))
+    assert document["identity"]["lora"] == adapter_identity(adapter.lora, adapter.base)["lora"]
+    write_adapter(aligned.resolve().recipe, adapter, tmp_path / "peft")
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["r"] == 4
 
 
 def test_average_is_a_run_of_its_own(lmworks: Lmworks, run: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

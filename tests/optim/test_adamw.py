@@ -27,7 +27,8 @@ def set_gradients(named: dict[str, nn.Parameter], step: int) -> None:
 def test_equal_to_torch(fused: bool) -> None:
     """Weights and state after 25 steps at changing rates, two groups; 1e-5, the order of the same roundings."""
     ours, theirs = parameters(), parameters()
-    groups = [Group("adamw", 0.01, 0.0, {k: ours[k] for k in ("embedding", "norm")}), Group("adamw", 0.02, 0.1, {"head": ours["head"]})]
+    groups = [Group("adamw", 0.01, 0.0, 1.0, {k: ours[k] for k in ("embedding", "norm")}),
+              Group("adamw", 0.02, 0.1, 1.0, {"head": ours["head"]})]  # fmt: skip
     adamw = AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=fused)
     assert adamw.fused == fused
     reference = torch.optim.AdamW(
@@ -57,7 +58,7 @@ def test_a_parameter_without_gradient_is_left_alone(fused: bool) -> None:
     set_gradients(named, 0)
     named["head"].grad = None
     before = named["head"].detach().clone()
-    adamw = AdamW([Group("adamw", 0.01, 0.1, named)], fused=fused)
+    adamw = AdamW([Group("adamw", 0.01, 0.1, 1.0, named)], fused=fused)
     adamw.step()
     assert torch.equal(named["head"], before)
     assert not adamw.first["head"].any()

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from lmworks.optim.matrix_exchange import MatrixRun, _assign_owners, _cut, _stacks
+from lmworks.optim.groups import Holders
+from lmworks.optim.matrix_exchange import MatrixRun, _assign_owners, _cut, _runs, _stacks
 
 
 def run(rows: int, cols: int, replicas: int = 2, shards: int = 2, count: int = 1) -> MatrixRun:
@@ -40,6 +41,16 @@ def test_what_a_run_of_matrices_has_and_costs() -> None:
         one = run(rows, cols, count=count)
         assert (one.shape, one.elements, one.cost) == ((8, 32), 256 * count, 8 * 256 * count)
         assert one.elements_H().tolist() == [128 * count] * 4
+
+
+def test_a_stack_is_split_where_its_holders_change() -> None:
+    """One rank has six matrices, two others have two and four of them, and a fourth has none."""
+    boxes = np.array([[(begin, end), (0, 4), (0, 8)] for begin, end in ((0, 6), (0, 2), (2, 6), (6, 6))])
+    found = Holders(np.array([3, 5, 7, 9]), np.arange(4)[:, None], boxes)
+    runs = [*_runs("w", torch.empty(6, 4, 8, device="meta"), found, (3, 5, 7, 9), 1000)]
+    assert [(one.first, one.count, one.members_H.tolist()) for one in runs] == [
+        (0, 1, [0, 1]), (1, 1, [0, 1]), (2, 2, [0, 2]), (4, 2, [0, 2]),
+    ]  # fmt: skip
 
 
 def test_a_bucket_is_bounded() -> None:

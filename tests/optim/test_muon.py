@@ -27,7 +27,7 @@ def gradient(weight: Tensor, name: str, step: int) -> Tensor:
 
 
 def group(named: dict[str, nn.Parameter], rate: float = 0.01, decay: float = 0.1) -> Group:
-    return Group("muon", rate, decay, named)
+    return Group("muon", rate, decay, 1.0, named)
 
 
 def run(muon: Muon, named: dict[str, nn.Parameter], steps: int = STEPS) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -156,15 +156,19 @@ class Checkpoints(ClosesAtEnd):
                 self.report("checkpoint_refused", path=str(path), reason=reason, renamed=str(aside))
         return None
 
-    def load(self, path: Path, state: State) -> dict[str, Any]:
+    def load(self, path: Path, state: State, optional: Collection[str] = ()) -> dict[str, Any]:
         """Fill the tensors of `state` in place from a checkpoint, replace its plain values, and return the meta that was saved.
 
         Raises `UserError` if the checkpoint is damaged or of another model.
         """
-        return load(path, state, self.identity, verified=path in self._verified, communicator=self._communicator)
+        known = path in self._verified
+        return load(path, state, self.identity, optional=optional, verified=known, communicator=self._communicator)
 
-    def load_latest(self, state: State, undone: Callable[[int, dict[str, Any]], bool] | None = None) -> dict[str, Any] | None:
-        """`load` the newest good checkpoint, from the machines' own disks where they have it. None if there is no checkpoint."""
+    def load_latest(
+        self, state: State, undone: Callable[[int, dict[str, Any]], bool] | None = None, optional: Collection[str] = ()
+    ) -> dict[str, Any] | None:
+        """`load` the newest good checkpoint, from the machines' own disks where they have it. None if there is no checkpoint. `optional`
+        as in `lmworks.checkpoint.state.load`."""
         self.wait()
         self._finish_local_copies()
         if self._local_disk is not None:
@@ -172,12 +176,15 @@ class Checkpoints(ClosesAtEnd):
             taken_back = newest and undone and undone(listing.step_of(newest[0]), listing.read_meta(newest[0])["meta"])
             if newest and not taken_back and (local_files := self._local_disk.files(newest[0], local_slices(state))) is not None:
                 self._resume_copy(newest[0])
-                return load(newest[0], state, self.identity, verified=True, communicator=self._communicator, local_files=local_files)
+                return load(
+                    newest[0], state, self.identity, optional=optional, verified=True, communicator=self._communicator,
+                    local_files=local_files,
+                )  # fmt: skip
         path = self.latest_good(undone=undone)
         if path is None:
             return None
         self._resume_copy(path)
-        return self.load(path, state)
+        return self.load(path, state, optional)
 
     def _finish_local_copies(self) -> None:
         """Finish the copies from local disks to the run's directory, those of a killed process included."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from lmworks.io.files import explain_os_errors, link_tree
 from lmworks.io.run_layout import USED
 from lmworks.recipe.changes import changed_keys
 from lmworks.recipe.former import translated
+from lmworks.recipe.schema.model import Lora, is_adapter
 from lmworks.ui.terminal import bar
 
 _OPTIMIZER = "optimizer/"
@@ -63,8 +64,9 @@ def _kept_or_zero(reader: Reader, name: str, offsets: tuple[int, ...], sizes: tu
 def average(paths: Sequence[Path], weights: Sequence[float], target: Path) -> Path:
     """Write a checkpoint of the weighted mean of the weights of several checkpoints of one model into the directory `target`.
 
-    weights: relative, one per checkpoint. Sums are computed in fp64. Tensors of integers are taken from the last checkpoint. The result has
-    no optimizer state: it can be evaluated, tuned and exported. The checkpoints must have been verified.
+    weights: relative, one per checkpoint. Sums are computed in fp64. Tensors of integers are taken from the last checkpoint. Low-rank
+    adapters are put side by side, since the mean of A and that of B are not the factors of the mean of B A. The result has no optimizer
+    state: it can be evaluated, tuned and exported. The checkpoints must have been verified.
     """
     readers, metas = [Reader(path) for path in paths], [listing.read_meta(path) for path in paths]
     last, shares = readers[-1], [weight / sum(weights) for weight in weights]
@@ -75,14 +77,16 @@ def average(paths: Sequence[Path], weights: Sequence[float], target: Path) -> Pa
         if listing.differences(meta["identity"], metas[-1]["identity"]) or kinds != expected:
             raise UserError(f"{path.name} and {paths[-1].name} are of different models; average checkpoints of one run")
     parts = [
-        TensorSlice(name, saved.dtype, saved.shape, offsets, sizes, partial(_mean, readers, shares, name, offsets, sizes))
-        for name, saved in sorted(last.table.items())
-        if name in names
-        for offsets, sizes in split_rows(saved)
+        part
+        for name in sorted(names)
+        for offsets, sizes in split_rows(last.table[name])
+        for part in (_side_by_side if is_adapter(name) else _averaged)(readers, shares, name, offsets, sizes)
     ]  # fmt: skip
     own = {key: value for key, value in metas[-1]["meta"].items() if key != USED}  # the average is the final checkpoint of its run
     meta = own | {"average_of": {path.name: share for path, share in zip(paths, shares, strict=True)}}
     document = metas[-1] | {"metric": None, "permanent": True, "meta": meta, "values": {}}
+    if any(map(is_adapter, names)):
+        _widen(document, len(paths))
     final = target / paths[-1].name
 
     def publish_it(aside: Path) -> Path:
@@ -90,6 +94,40 @@ def average(paths: Sequence[Path], weights: Sequence[float], target: Path) -> Pa
         return final
 
     return _write(final, parts, document, publish_it)
+
+
+def _averaged(
+    readers: Sequence[Reader], shares: Sequence[float], name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterator[TensorSlice]:
+    saved = readers[-1].table[name]
+    yield TensorSlice(name, saved.dtype, saved.shape, offsets, sizes, partial(_mean, readers, shares, name, offsets, sizes))
+
+
+def _side_by_side(
+    readers: Sequence[Reader], shares: Sequence[float], name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterator[TensorSlice]:
+    """A of an adapter has the rows of all checkpoints, and B their columns, times the shares: B A is then the mean of theirs."""
+    saved = readers[-1].table[name]
+    of_a = name.endswith("A")
+    axis = len(saved.shape) - (2 if of_a else 1)
+    rank = saved.shape[axis]
+
+    def put(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:axis], value, *values[axis + 1 :])
+
+    for number, (reader, share) in enumerate(zip(readers, shares, strict=True)):
+        values = partial(_mean, [reader], [1.0 if of_a else share], name, offsets, sizes)
+        shape, at = put(saved.shape, len(readers) * rank), put(offsets, offsets[axis] + number * rank)
+        yield TensorSlice(name, saved.dtype, shape, at, sizes, values)
+
+
+def _widen(document: dict[str, Any], count: int) -> None:
+    """Say of a checkpoint of adapters that it has `count` side by side."""
+    about = document["meta"]["lora"]
+    wide = Lora.model_validate(translated(about["options"], Lora)).side_by_side(count)
+    changed = {"rank": wide.rank, "alpha": wide.alpha}
+    document["meta"]["lora"] = about | {"options": about["options"] | changed}
+    document["identity"] = document["identity"] | {"lora": document["identity"]["lora"] | changed}
 
 
 def _mean(

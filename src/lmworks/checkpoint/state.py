@@ -6,7 +6,7 @@ Loading a checkpoint into a state, on any mesh layout.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -149,12 +149,13 @@ SINGLE_PROCESS = Communicator()
 
 
 def load(
-    path: Path, state: State, identity: dict[str, Any] | None = None, *,
+    path: Path, state: State, identity: dict[str, Any] | None = None, *, optional: Collection[str] = (),
     verified: bool = False, communicator: Communicator = SINGLE_PROCESS, local_files: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Fill the tensors of `state` in place from the checkpoint at `path`, replace its plain values, and return the meta saved with it.
 
-    Only the top-level parts that `state` has are read: `{"model": model.state_dict()}` leaves the optimizer alone. The layout of
+    Only the top-level parts that `state` has are read: `{"model": model.state_dict()}` leaves the optimizer alone. Those that are
+    `optional` are taken out of `state` where the checkpoint has none of that name, as before they were switched on. The layout of
     DTensors may differ from that of the save. The ranks of `communicator` call it together and may hold different tensors. Each rank
     reads the slices that it holds; only rank 0 reads meta.json and the table of tensors. `verified` skips the hashing. `local_files`
     maps file names to copies that are read instead. Raises `UserError` if the checkpoint is damaged, or of another model (`identity`,
@@ -173,6 +174,9 @@ def load(
         raise _damaged(path, str(error)) from None
     if identity is not None:
         states.refuse_other_identity(str(path), identity, document["identity"])
+    saved = {name.split("/")[0] for name in (*table, *document["values"])}
+    for part in {*optional} - saved:
+        state.pop(part, None)
     states.refuse_other_tensors(str(path), state, table, document["values"], communicator)
     parts = local_slices(state)
     communicator.run_on_all(lambda: Reader(path, table, local_files).fill(parts))

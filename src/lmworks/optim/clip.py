@@ -96,10 +96,15 @@ class LossScaler:
     """
 
     def __init__(self, initial: float = 2.0**16, window: int = 1000, device: torch.device | str = "cpu") -> None:
-        self.window = window
-        self.scale = torch.tensor(float(initial), device=device)
+        self.window, self.initial = window, float(initial)
+        self.scale = torch.tensor(self.initial, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.exhausted = torch.zeros((), dtype=torch.bool, device=device)
+
+    def restart(self) -> None:
+        """Return to the state of the start."""
+        self.scale.fill_(self.initial)
+        self.good_steps.zero_()
 
     @torch.no_grad()
     def update(self, finite: Tensor | bool) -> None:

@@ -38,8 +38,8 @@ class Group:
     kind: Literal["muon", "adamw"]
     learning_rate: float
     weight_decay: float
+    scale: float
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    scale: float = 1.0
 
 
 def largest_rates(groups: Sequence[Group], lr_factor: float = 1.0) -> dict[str, float]:
@@ -97,7 +97,7 @@ def group_parameters(
         scale = options.lr_scales.get(kind_of(name, parameter.ndim), 1.0)
         rate = (peak if kind == "muon" else adam_peak) * options.layer_lr_decay**above * scale
         decay = options.weight_decay if decays(name, parameter) else 0.0
-        groups.setdefault((kind, rate, decay, scale), Group(kind, rate, decay, scale=scale)).parameters[name] = parameter
+        groups.setdefault((kind, rate, decay, scale), Group(kind, rate, decay, scale)).parameters[name] = parameter
     return list(groups.values())
 
 

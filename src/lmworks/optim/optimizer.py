@@ -34,6 +34,12 @@ class Ema:
         self.average = {name: p.detach().float().clone() for name, p in self.parameters.items()}
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Start again from the weights as they are."""
+        for name, parameter in self.parameters.items():
+            local(self.average[name]).copy_(local(parameter))
+
+    @torch.no_grad()
     def step(self, apply: Tensor | None = None) -> None:
         """Update the average with the weights; `apply` (0-d bool) False leaves it unchanged."""
         for name, parameter in self.parameters.items():

@@ -207,17 +207,26 @@ def harmless(change: Change | str) -> bool:
     return rule([change] if isinstance(change, str) else change.keys) == "free"
 
 
-def require_allowed(changes: Sequence[Change], allowed: Sequence[str] = (), derived: Collection[str] = ()) -> list[Change]:
+def require_allowed(
+    changes: Sequence[Change], allowed: Sequence[str] = (), derived: Collection[str] = (), pretrained: bool = True
+) -> list[Change]:
     """The changes that matter, if each is allowed by name (itself, or a node above it); for the ledger.
 
     What is `derived` from other values follows those: it needs no word of its own as long as one of them has changed. Raises `UserError`
-    naming the others and how to allow them, and for what no word allows. Harmless changes are dropped.
+    naming the others and how to allow them, and for what no word allows. Harmless changes are dropped. `pretrained`: the run has trained
+    its base model, whose checkpoints have the state of an optimizer; the stages after it begin with a new one.
     """
-    frozen = [change for change in changes if rule(change.keys) == "never"]
+    frozen = [change for change in changes if any(effect_of(key).frozen for key in change.keys)]
     if frozen:
         raise UserError(
             f"the recipe changed what the weights of this run were trained with: {_named(frozen)}; no --allow permits that, since "
-            "their tokens would mean something else: undo it, or choose another run_dir"
+            "they would mean something else: undo it, or choose another run_dir"
+        )
+    state = [change for change in changes if pretrained and any(effect_of(key).optimizer_state for key in change.keys)]
+    if state:
+        raise UserError(
+            f"the checkpoints of this run have the state of another optimizer: {_named(state)}; no --allow permits that: undo it, or "
+            "choose another run_dir and set start_from to this run, to begin with its weights"
         )
     matter = [change for change in changes if not harmless(change)]
     causes = [change for change in matter if not derived or not set(change.keys) <= set(derived)]

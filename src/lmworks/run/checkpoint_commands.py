@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ from lmworks.errors import UserError
 from lmworks.evaluate.protection import SEARCHED
 from lmworks.io import urls
 from lmworks.io.files import explain_os_errors, read_json, write_json
-from lmworks.io.run_layout import BASE, of_model, up_to
+from lmworks.io.run_layout import BASE, final_checkpoint_of, of_model, up_to
 from lmworks.recipe.changes import as_tree
 from lmworks.recipe.schema.artifacts import Checkpoints as Options
-from lmworks.recipe.timeline import Timeline
 from lmworks.run.run_dir import invalidate_stamp, read_stamp, require_run, write_stamp
 from lmworks.run.stages import STAGES, STAMP
 from lmworks.watch.batch_growth import growths, skip_of_rollback
@@ -121,22 +120,30 @@ def reset_optimizer(run_dir: Path, model: str, step: int | None) -> dict[str, An
 
 
 def prune(run_dir: Path, model: str, options: Options, set_aside: bool, dry: bool) -> dict[str, Any]:
-    """Delete the checkpoints that the options do not keep; with `set_aside` also damaged, rolled-back and replaced ones."""
-    recipe = require_run(run_dir)
-    timeline = Timeline(recipe.train.phases)
-    tokens = timeline.tokens_before(timeline.steps) if model == BASE.model or recipe.tune is None else int(recipe.tune.planned_tokens)
-    place = folder(run_dir, model)
+    """Delete the checkpoints that the options do not keep, nor the stage after this one needs, as the run itself would; with `set_aside`
+    also damaged, rolled-back and replaced ones."""
+    require_run(run_dir)
+    stage, place = of_model(model).stage, folder(run_dir, model)
     with RunLock(run_dir), Ledger(run_dir / LEDGER) as ledger, explain_os_errors(place):
         newest, _ = listing.newest_good(place)
         if newest is None:
             raise UserError(f"{place} has no good checkpoint, so nothing is deleted")
-        steps = names.prune(place, options, listing.step_of(newest), tokens, dry=dry)
+        used = final_checkpoint_of(newest, listing.read_meta(newest)["meta"])
+        steps = names.prune(place, options, listing.step_of(newest), _planned_tokens(ledger.read(), stage), {used}, dry=dry)
         aside = sorted(path for path in place.glob("step-*.*") if path.is_dir()) if set_aside else []
         for path in () if dry else aside:
             shutil.rmtree(path)
         for step in () if dry else steps:
-            ledger.write("checkpoint_pruned", step=step)
+            ledger.write("checkpoint_pruned", stage=stage, step=step)
     return {"steps": steps, "set_aside": [path.name for path in aside], "dry_run": dry}
+
+
+def _planned_tokens(lines: Iterable[Mapping[str, Any]], stage: str) -> int:
+    """The tokens of a stage as it last began or resumed: of these its run counts `checkpoints.keep_every` in percent. 0, by which all are
+    kept, for a stage that this run has not trained: its checkpoints are the weights of `start_from`, an average, or copies."""
+    key = {"start": "tokens", "resume": "planned_tokens"}
+    planned = [line.get(key[line["event"]]) for line in lines if line["event"] in key and line.get("stage") == stage]
+    return int(next((tokens for tokens in reversed(planned) if tokens is not None), 0))
 
 
 def average(run_dir: Path, model: str, steps: Sequence[int], weights: Sequence[float], to: Path) -> Path:

@@ -80,7 +80,12 @@ def is_due(step: int, interval: int | None) -> bool:
 
 
 class TrainingState:
-    """Everything that a later step depends on, and that a checkpoint therefore holds. `scaler` is the loss scale of fp16, else None."""
+    """Everything that a later step depends on, and that a checkpoint therefore holds. `scaler` is the loss scale of fp16, else None.
+
+    `OPTIONAL` are the kinds of tensors that a resumed run may switch on: checkpoints from before do not have them.
+    """
+
+    OPTIONAL = ("average", "scaler")
 
     def __init__(self, recipe: Recipe, model: ParallelModel, optimizer: Updates) -> None:
         self._model, self.optimizer = model, optimizer
@@ -109,6 +114,14 @@ class TrainingState:
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
         return state
+
+    def loaded(self, state: dict[str, Any]) -> None:
+        """Use the `tensors` that were loaded. What the checkpoint does not have begins as in a run that starts from its weights."""
+        self._model.state_loaded(state)
+        if self.optimizer.ema is not None and "average" not in state:
+            self.optimizer.ema.restart()
+        if self.scaler is not None and "scaler" not in state:
+            self.scaler.restart()
 
     def add_expert_counts(self, result: StepResult) -> None:
         """Add the tokens per expert of a step whose update was applied. On the device: the host does not wait."""

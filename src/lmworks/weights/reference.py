@@ -71,11 +71,13 @@ def load_model(
 ) -> dict[str, Any]:  # fmt: skip
     """Fill the weights of `state`, under "model" or "average", from a checkpoint or from the files that it names; returns its meta.
 
-    As `lmworks.checkpoint.state.load`, and collective as that is. Raises `UserError` if a file is missing, or is not what it was.
+    Under "average" they stay as they are if the checkpoint has no averages: it may be older than `optimizer.ema_decay`, and averages begin
+    with the weights. As `lmworks.checkpoint.state.load`, and collective as that is. Raises `UserError` if a file is missing, or is not
+    what it was.
     """
     about = communicator.broadcast(communicator.run_on_all(lambda: listing.reference_of(path) if communicator.is_first else None))
     if about is None:
-        return loading.load(path, dict(state), identity, verified=verified, communicator=communicator)
+        return loading.load(path, dict(state), identity, optional=("average",), verified=verified, communicator=communicator)
     if not verified:
         loading.refuse_damaged(path, communicator)
     document = communicator.broadcast(communicator.run_on_all(lambda: listing.read_meta(path) if communicator.is_first else {}))

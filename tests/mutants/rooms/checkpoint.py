@@ -63,4 +63,11 @@ MUTANTS = [
      "A checkpoint that knows fewer keys is of the same model where these have their defaults.", "cli/test_older_runs.py"),
     ("recipe.former:with_defaults", "elif not fields[key].is_required():", "elif key == like[key]:",
      "Keys that came later have their defaults in what is stored.", "cli/test_older_runs.py"),
+    ("checkpoint.rewrite:average", "(_side_by_side if is_adapter(name) else _averaged)", "_averaged",
+     "An average of adapters is the mean of their models.",
+     "cli/test_checkpoint_commands.py::test_an_average_of_adapters_is_the_mean_of_their_models"),
+    ("checkpoint.rewrite:_side_by_side", "[1.0 if of_a else share]", "[share]", "Of adapters that are averaged, one factor is weighted.",
+     "cli/test_checkpoint_commands.py::test_an_average_of_adapters_is_the_mean_of_their_models"),
+    ("checkpoint.state:load", "        state.pop(part, None)\n", "        pass\n", "A resumed run may begin an average or a loss scale.",
+     "run/test_changed_state.py"),
 ]  # fmt: skip

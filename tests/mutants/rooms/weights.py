@@ -36,4 +36,7 @@ MUTANTS = [
      "Gate and up take turns in a stacked tensor, gate first.", "weights/test_mxfp4.py"),
     ("weights.names:is_shifted", ' and not name.endswith("attention.norm.weight")', "",
      "The norm of a delta rule's output is stored as it is.", "export/test_parity.py"),
+    ("weights.reference:load_model", 'optional=("average",), ', "",
+     "Of a checkpoint that is older than the averages the weights are read.",
+     "run/test_changed_state.py::test_averages_that_are_switched_on_begin_with_the_weights"),
 ]  # fmt: skip

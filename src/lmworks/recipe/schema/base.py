@@ -25,23 +25,24 @@ class Effect:
     """The stages whose own code reads a key. Files that a stage reads of an earlier stage do not count: the stage names those itself.
 
     `resume`: no finished stage depends on the key, but a run in progress would not resume bit-exactly. `frozen`: the weights would mean
-    something else after a change.
+    something else after a change. `optimizer_state`: the state of the optimizer would have other tensors.
     """
 
     readers: tuple[StageName, ...] = ()
     resume: bool = False
     frozen: bool = False
+    optimizer_state: bool = False
 
     @property
     def rule(self) -> Rule:
-        if self.frozen:
+        if self.frozen or self.optimizer_state:
             return "never"
         return "allow" if self.resume or any(stage in BEFORE_TUNING for stage in self.readers) else "free"
 
 
-def read_by(*stages: StageName, frozen: bool = False) -> Effect:
+def read_by(*stages: StageName, frozen: bool = False, optimizer_state: bool = False) -> Effect:
     """The effect of a key that these stages read."""
-    return Effect(stages, frozen=frozen)
+    return Effect(stages, frozen=frozen, optimizer_state=optimizer_state)
 
 
 NO_EFFECT = Effect()

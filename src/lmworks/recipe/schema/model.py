@@ -7,12 +7,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lmworks.recipe.schema.base import NO_EFFECT, NOT_ARCHITECTURE, Node, read_by
+from lmworks.recipe.schema.base import NO_EFFECT, NOT_ARCHITECTURE, Node, StageName, read_by
 from lmworks.recipe.schema.gated_delta import GatedDelta
 from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers
 from lmworks.recipe.schema.states import State
 from lmworks.recipe.schema.units import Tokens
 
+_READERS: tuple[StageName, ...] = ("pretrain", "tune", "dpo", "grpo", "evaluate", "export")
+_MAY_CHANGE = read_by(*_READERS)  # of a key by which no checkpoint is told apart (`lmworks.train.build.identity`)
 # Plans and derivations loop over these numbers, so they are bounded whatever the recipe says. The largest models are far below.
 _WIDEST, MOST_LAYERS, _MOST_PARTS = 1 << 20, 2000, 1 << 16
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -119,11 +121,13 @@ class Moe(Node):
     capacity_factor: Annotated[float, NO_EFFECT, NOT_ARCHITECTURE] = Field(
         1.25, gt=0, description="only for the overflow metric; tokens are never dropped"
     )
-    temperature: Annotated[float, NOT_ARCHITECTURE] = Field(
+    temperature: Annotated[float, _MAY_CHANGE, NOT_ARCHITECTURE] = Field(
         1.0, gt=0, description="router temperature at the start; falls linearly to 1 over temperature_steps"
     )
-    temperature_steps: Annotated[int, NOT_ARCHITECTURE] = Field(0, ge=0, description="optimizer steps until the router temperature is 1")
-    balance: Annotated[Balance, NOT_ARCHITECTURE] = Balance()
+    temperature_steps: Annotated[int, _MAY_CHANGE, NOT_ARCHITECTURE] = Field(
+        0, ge=0, description="optimizer steps until the router temperature is 1"
+    )
+    balance: Annotated[Balance, _MAY_CHANGE, NOT_ARCHITECTURE] = Balance()
 
     @model_validator(mode="after")
     def _consistent(self) -> Moe:
@@ -167,13 +171,15 @@ class Mtp(Node):
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers that each predict one token further ahead."""
 
     num_nextn_predict_layers: int = Field(1, gt=0, le=MOST_LAYERS, description="number of these layers (GLM-4.x and DeepSeek-V3: 1)")
-    loss_weight: float = Field(0.3, gt=0, description="weight of their mean loss; a phase may change it (GLM: 0.3, later 0.1)")
+    loss_weight: Annotated[float, _MAY_CHANGE] = Field(
+        0.3, gt=0, description="weight of their mean loss; a phase may change it (GLM: 0.3, later 0.1)"
+    )
 
 
 class Model(Node):
     """A decoder-only transformer. Shapes follow the usual names; see `lmworks.model`."""
 
-    effect: ClassVar = read_by("pretrain", "tune", "dpo", "grpo", "evaluate", "export")
+    effect: ClassVar = read_by(*_READERS, frozen=True)
 
     preset: Annotated[str | None, NO_EFFECT, NOT_ARCHITECTURE] = Field(
         None, description="model preset: the name of a file in recipes/models, or the path of a config.json"
@@ -222,7 +228,7 @@ class Model(Node):
         None, gt=0, le=_WIDEST, description="scores are divided by its square root; head_dim when omitted (Gemma 3 27B: 168)"
     )
     mla: Mla | None = None
-    rope: Rope = Rope()
+    rope: Annotated[Rope, _MAY_CHANGE] = Rope()
     sliding_rope: Rope | None = Field(
         None, description="RoPE of the sliding layers; that of `rope` when omitted. Phases that change `rope` leave it (Gemma 3, OLMo 3)"
     )
@@ -249,11 +255,17 @@ class Model(Node):
         0.02, gt=0, le=10, description="standard deviation of the initial weights"
     )
     final_logit_softcapping: float = Field(0.0, ge=0, le=1e6, description="tanh cap on the logits; 0 turns it off")
-    z_loss_weight: Annotated[float, NOT_ARCHITECTURE] = Field(0.0, ge=0, description="weight of the squared log-partition term (GLM: 1e-4)")
-    residual_dropout: Annotated[float, NOT_ARCHITECTURE] = Field(0.0, ge=0, lt=1, description="dropout rate of residual updates")
-    attention_dropout: Annotated[float, NOT_ARCHITECTURE] = Field(0.0, ge=0, lt=1, description="dropout rate of attention weights")
+    z_loss_weight: Annotated[float, _MAY_CHANGE, NOT_ARCHITECTURE] = Field(
+        0.0, ge=0, description="weight of the squared log-partition term (GLM: 1e-4)"
+    )
+    residual_dropout: Annotated[float, _MAY_CHANGE, NOT_ARCHITECTURE] = Field(
+        0.0, ge=0, lt=1, description="dropout rate of residual updates"
+    )
+    attention_dropout: Annotated[float, _MAY_CHANGE, NOT_ARCHITECTURE] = Field(
+        0.0, ge=0, lt=1, description="dropout rate of attention weights"
+    )
     max_position_embeddings: Annotated[Tokens | None, read_by("evaluate", "export"), NOT_ARCHITECTURE] = Field(
-        None, description="context length that the exported config.json states; derived from the phases"
+        None, description="context length that config.json states: that of the weights of start_from, or the longest sequence_length"
     )
 
     @property
@@ -524,6 +536,10 @@ class Lora(Node):
     def scale(self) -> float:
         """The factor of B A x."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    def side_by_side(self, count: int) -> Lora:
+        """Of `count` such adapters as one, which adds what they add together."""
+        return self.model_copy(update={"rank": self.rank * count, "alpha": self.alpha * (count**0.5 if self.rslora else count)})
 
 
 LORA_GROUPS = ("attention", "mlp", "experts", "all-linear")

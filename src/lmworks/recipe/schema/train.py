@@ -385,7 +385,9 @@ class Optimizer(Node):
 
     effect: ClassVar = read_by("pretrain", "tune", "dpo", "grpo")
 
-    kind: Literal["muon", "adamw"] = Field("muon", description="optimizer of the hidden matrices")
+    kind: Annotated[Literal["muon", "adamw"], read_by("pretrain", "tune", "dpo", "grpo", optimizer_state=True)] = Field(
+        "muon", description="optimizer of the hidden matrices"
+    )
     learning_rate: float | None = Field(
         None, gt=0, le=MOST_RATE, description="peak learning rate of the hidden matrices; derived from the model size when omitted"
     )
