@@ -125,6 +125,7 @@ def test_the_bytes_of_ids_are_those_of_the_text(kind: tuple[str, Path]) -> None:
     ids = tokenizer.encode(text)
     assert tuple(ids[: len(tokenizer.prefix)]) == tokenizer.prefix
     assert bool(tokenizer.prefix) == (kind[0] in ("llama", "mistral"))
+    assert tokenizer.start == (tokenizer.special.get(tokenizer.tokens.get("bos_token", ""), tokenizer.eos_id),)
     assert tokenizer.byte_lengths[ids].sum() == len(found)
 
 

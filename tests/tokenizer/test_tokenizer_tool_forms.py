@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from base_models import KINDS, write_tokenizer
+from lmworks.errors import UserError
 from lmworks.tokenizer import StreamDecoder, load
 from lmworks.tokenizer.reply import Reply, ReplyReader, ToolCall, read
 from lmworks.tokenizer.special import tool_form
@@ -128,3 +129,20 @@ def test_the_marks_reach_the_reader_and_no_other_control_token_does(tmp_path: Pa
     assert [*calls, *rest.calls] == [ToolCall("weather", '{"city": "Zürich"}')] and not rest.content
     hidden = StreamDecoder(tokenizer, skip_special=True)
     assert form.marks[0] not in "".join(map(hidden.push, written))
+
+
+def test_what_is_nested_too_deep_is_refused_by_name(tmp_path: Path) -> None:
+    """Of a request, whose JSON nobody has looked into: templates could not be given it."""
+    write_tokenizer(tmp_path, "qwen")
+    tokenizer, deep = load(tmp_path), []
+    for _ in range(3000):
+        deep = [deep]
+    asked = {"role": "user", "content": "Hi"}
+    with pytest.raises(UserError, match="message 2 is nested deeper than 100 levels"):
+        tokenizer.encode_chat([asked, {"role": "assistant", "content": "Hi", "more": deep}])
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {"a": deep}}}
+    with pytest.raises(UserError, match="tools that are nested deeper than 100 levels"):
+        tokenizer.encode_chat([asked], [tool], add_generation_prompt=True)
+    call = {"function": {"name": "clock", "arguments": '{"a": ' + "[" * 200 + "]" * 200 + "}"}}
+    with pytest.raises(UserError, match="message 1 has a tool call whose arguments are nested deeper than 100 levels"):
+        tokenizer.encode_chat([{"role": "assistant", "content": "", "tool_calls": [call]}])

@@ -112,7 +112,10 @@ def test_bad_rows_are_counted_and_never_fatal(tokenizer: Tokenizer, tmp_path: Pa
         "with a question that leaves no room for an answer within sequence_length": 1,
     }  # fmt: skip
     assert mine["train"]["conversations"] + mine["validation"]["conversations"] == 3
-    assert mine["noted"] == {"cut at an answer": 1, "with an answer that is cut at sequence_length": 1, "empty answers, not trained": 1}
+    assert mine["noted"] == {
+        "with turns at the end that nobody answers, which are left out": 1, "with an answer that is cut at sequence_length": 1,
+        "empty answers, not trained": 1,
+    }  # fmt: skip
     longest = max(len(tokenizer.encode_chat(chat(*said))[0]) - 1 for said in (("x", "y" * 2000), ("x " * 400, "y")))
     assert mine["sequence_length_for_all"] == longest
     cut = next((ids, mask) for ids, mask in everything(tmp_path / "out", "mine") if len(ids) == 129)
@@ -148,6 +151,31 @@ def test_long_conversations_end_at_the_last_answer_that_fits(tokenizer: Tokenize
     assert begun is not None and begun.cut == "answer"
     assert begun.ids.tolist() == tokenizer.encode_chat(messages)[0][: lengths[0] - 1]
     assert fit(messages, None, tokenizer, 3) is None, "not even the question"
+
+
+@pytest.mark.parametrize("answers", ["all", "last", "each"])
+def test_an_end_that_nobody_answers_is_told_as_such(tokenizer: Tokenizer, tmp_path: Path, answers: str) -> None:
+    """And costs no answer: a call whose results nobody answers, or answers without being trained, is trained itself."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+    result = {"role": "tool", "content": "5"}
+    asked, done = chat("go")[0], {"role": "assistant", "content": "done"}
+    rows = [{"messages": chat("one", "two", "three")}, {"messages": [asked, call, result]}]
+    mine = build_chat_data(recipe_of(jsonl(tmp_path / "a.jsonl", rows) | {"answers": answers}), tokenizer, tmp_path / "out")["data"]["mine"]
+    assert mine["noted"] == {"with turns at the end that nobody answers, which are left out": 2}
+    assert mine["left_out"] == {} and "sequence_length_for_all" not in mine
+    expected = [tokenizer.encode_chat(one)[0] for one in (chat("one", "two"), [asked, call])]
+    assert sorted(ids for ids, _ in everything(tmp_path / "out", "mine")) == sorted(expected)
+    rows = [{"messages": [asked, call, result, done | {"weight": 0}]}, {"messages": [asked, call, result, done]}]
+    build_chat_data(recipe_of(jsonl(tmp_path / "b.jsonl", rows) | {"answers": answers}), tokenizer, tmp_path / "two")
+    found = sorted(sum(mask) for _, mask in everything(tmp_path / "two", "mine"))
+    assert len(found) == 2 and found[0] > 0, "the call, and the call with the answer"
+
+
+def test_an_answer_of_which_a_part_is_not_trained_is_one_answer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": text, "weight": weight} for text, weight in (("one ", 1), ("two ", 0), ("three ", 1))]
+    rows = [{"messages": [*chat("go"), {"role": "assistant", "content": parts}, *chat("and", "four")]}]
+    mine = build_chat_data(recipe_of(jsonl(tmp_path / "a.jsonl", rows)), tokenizer, tmp_path / "out")["data"]["mine"]
+    assert (mine["answers"], mine["noted"]) == (2, {})
 
 
 def test_thoughts_that_appear_by_cutting_are_counted(tokenizer: Tokenizer) -> None:

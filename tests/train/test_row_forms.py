@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from base_models import write_tokenizer
-from lmworks.recipe.schema.align import PreferenceData
+from lmworks.errors import UserError
+from lmworks.recipe.schema.align import PreferenceData, RewardTask
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import ChatData
 from lmworks.tokenizer import Tokenizer, load
@@ -19,6 +22,8 @@ from lmworks.train.data.chat import build_chat_data
 from lmworks.train.data.preferences import build_preferences, read_preferences
 from lmworks.train.data.row_columns import NoRow
 from lmworks.train.data.row_files import read_files
+from lmworks.train.data.sets import Drawn
+from lmworks.train.prompts import _rows, read_prompts
 
 _NEAR = [folder / "shared" / "real" for folder in Path(__file__).resolve().parents[2:]]  # beside the checkout
 REAL = next((folder for folder in _NEAR if folder.is_dir()), _NEAR[1])
@@ -82,6 +87,50 @@ def trained(tokenizer: Tokenizer, path: str, out: Path, **data: Any) -> list[lis
 def test_one_question_and_answer_in_all_forms(row: dict[str, Any]) -> None:
     found = forms.convert_conversation(row)
     assert [(one["role"], one["content"]) for one in found.messages] == [("user", Q), ("assistant", A)]
+
+
+@pytest.mark.parametrize(
+    ("row", "asked", "said", "unused"),
+    [
+        ({"instruction": "Who won?", "context": "Italy won.", "response": A, "category": "qa"}, "Who won?\nItaly won.", A, ""),  # dolly
+        ({"question": "Who won?", "context": "Italy won.", "answer": A}, "Who won?\nItaly won.", A, ""),  # sql-create-context
+        ({"question": "Who won?", "input": "Italy won.", "answer": A}, "Who won?\nItaly won.", A, ""),
+        ({"question": "Italy won. Who?", "context": "Italy won.", "answer": A}, "Italy won. Who?", A, ""),
+        ({"instruction": "Add.", "input": "2", "output": A, "prompt": f"### Add.\n2\n### {A}"}, "Add.\n2", A, "prompt"),  # code_alpaca
+        ({"instruction": "", "prompt": Q, "output": A}, Q, A, ""),
+        ({"question": Q, "solution": f"{A} So 5.", "answer": "5"}, Q, f"{A} So 5.", ""),  # LIMO
+        ({"question": Q, "solution": A, "answer": "five"}, Q, A, "answer"),
+        ({"prompt": [ASKED], "instruction": "Add up.", "response": A}, Q, A, "instruction"),
+        ({"question": Q, "solution": A, "thinking_trajectories": ["Hm."]}, Q, A, "thinking_trajectories"),  # s1K
+        ({"question": Q, "options": {"A": "five", "B": "six"}, "choices": [A], "answer": A}, Q, A, "options"),
+        ({"messages": [ASKED, GOOD], "prompt": Q, "context": "Sums", "id": "x"}, Q, A, "context"),  # ultrachat
+    ],
+    ids=lambda row: ",".join(row),
+)  # fmt: skip
+def test_no_column_of_question_or_answer_is_lost_in_silence(row: dict[str, Any], asked: str, said: str, unused: str) -> None:
+    found = forms.convert_conversation(row)
+    assert [one["content"] for one in found.messages] == [asked, said]
+    assert [what for what, count in found.noted.items() if count] == ([f"with columns not used: {unused}"] if unused else [])
+    if "messages" not in row:
+        assert [one["content"] for one in forms.convert_prompt(row, "x").messages] == [asked]
+        pair = preference_forms.convert_preference({**row, "chosen": A, "rejected": B}, "x", labeled=False)
+        assert [one["content"] for one in pair.prompt] == [asked]
+
+
+def test_a_split_of_files_that_is_not_read_is_refused(qwen: Tokenizer, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"messages": [ASKED, GOOD]})
+    with pytest.raises(UserError, match=r"tune\.data\.mine\.split: kind files reads all files of path"):
+        tuned(qwen, path, tmp_path / "out", split="test")
+
+
+def test_columns_that_the_set_names_come_before_those_that_are_guessed() -> None:
+    named = ChatData.model_validate({"name": "x", "kind": "files", "columns": {"prompt": "q", "answer": "a", "input": "c"}})
+    found = forms.convert_conversation({"instruction": "Other", "q": Q, "a": A, "response": "Other", "c": "Sums"}, data=named)
+    assert [one["content"] for one in found.messages] == [f"{Q}\nSums", A]
+    row = {"messages": [ASKED, GOOD], "q": "Which?", "chosen": A, "rejected": B, "a": A}
+    asked = [{"role": "user", "content": "Which?"}]
+    assert preference_forms.convert_preference(row, "x", labeled=False, data=named).prompt == asked
+    assert forms.convert_prompt(row, "x", named).messages == asked
 
 
 def test_columns_and_roles_may_have_other_names() -> None:
@@ -171,6 +220,10 @@ PAIRS: list[Any] = [
     {"input": Q, "chosen": A, "rejected": B}, {"instruction": "What is", "input": "2 + 3?", "chosen": A, "rejected": B},
     {"conversations": [{"from": "human", "value": Q}], "chosen": {"from": "gpt", "value": A}, "rejected": {"from": "gpt", "value": B}},
     {"messages": [ASKED], "chosen": GOOD, "rejected": BAD},
+    {"prompt": Q, "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD], "messages": [ASKED, GOOD]},  # ultrafeedback_binarized
+    {"prompt": Q, "chosen": [GOOD], "rejected": [BAD], "messages": [ASKED, BAD]}, {"messages": [ASKED, GOOD], "chosen": A, "rejected": B},
+    {"messages": [ASKED, GOOD], "chosen": [GOOD], "rejected": [BAD]},
+    {"prompt": Q, "chosen": A, "rejected": B, "messages": [ASKED, {"role": "assistant", "content": "Five."}]},
     {"input": {"messages": [ASKED]}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
     {"chosen": f"\n\nHuman: {Q}\n\nAssistant: {A}", "rejected": f"\n\nHuman: {Q}\n\nAssistant: {B}"},
     {"prompt": f"\n\nHuman: {Q}\n\nAssistant:", "chosen": f" {A}", "rejected": f" {B}"},
@@ -212,6 +265,7 @@ def test_longer_pairs() -> None:
     ("row", "label"),
     [
         ({"prompt": Q, "completion": A, "label": True}, True), ({"prompt": [ASKED], "completion": [GOOD], "label": False}, False),
+        ({"prompt": Q, "messages": [ASKED, GOOD], "completion": A, "label": True}, True),
         ({"messages": [ASKED, GOOD], "label": True}, True), ({"messages": [ASKED, GOOD], "kto_tag": False}, False),
         ({"conversations": [{"from": "human", "value": Q}, {"from": "gpt", "value": A}], "label": 1}, True),
         ({"instruction": Q, "output": A, "kto_tag": "false"}, False),
@@ -231,6 +285,7 @@ def test_labeled_answers_in_all_forms(row: dict[str, Any], label: bool) -> None:
         ({"prompt": "Count", "completions": ["1", "2"], "labels": [True, False]}, "stepwise supervision has no loss here"),
         ({"prompt": [ASKED], "chosen": [EARLIER[0], GOOD], "rejected": [EARLIER[0], BAD]}, "do not begin with the prompt"),
         ({"chosen": [ASKED, GOOD], "rejected": [EARLIER[0], BAD]}, "different prompts"),
+        ({"messages": [ASKED, {"role": "assistant", "content": "Five."}], "chosen": A, "rejected": B}, "messages end with an answer that"),
         ({"prompt": Q, "completion": A, "label": "good"}, "label is 'good', not true or false"),
         ({"prompt": Q, "chosen": A, "rejected": B, "images": ["x.png"]}, "with images"),
     ],
@@ -312,9 +367,10 @@ def test_every_file_has_the_same_rows_for_tuning_and_corpus(tmp_path: Path, name
         (b'{"a": "caf\xe9"}\n{"a": 1}\n', ["bad UTF-8: byte 0xe9 at 10 is not UTF-8; save the file as UTF-8", None]),
         (b'{"a": 1}\n{"a": \n{"a": 2}\n', [None, "broken JSON: Expecting value", None]),
         (b'[{"a": "\xff"}, {"a": 1}]', ["bad UTF-8: byte 0xff", None]),
-        (b'[{"a": 1}, {"a": ', [None, "broken JSON: Expecting value"]),
+        (b'[{"a": 1}, {"a": \\x}, {"a": 2}]', [None, "broken JSON: Expecting value", None]),
+        (b'[{"a": 1}, {"a": ', [None, "broken JSON: rest of the file unread, 6 bytes: Expecting value"]),
         (b'[{"a": 1},', [None, "broken JSON: the array does not end"]),
-        (b'[{"a": 1}] {"b": 2}', [None, "broken JSON: text behind the end of the array"]),
+        (b'[{"a": 1}] {"b": 2}', [None, "broken JSON: rest of the file unread, 8 bytes: it follows the end"]),
         (b'{"a": [1,\n{"b": 2}\n{"b": 3}\n', ["broken JSON", None, None]),
         (LINES.encode("utf-16-le"), ["broken JSON: it has zero bytes: save the file as UTF-8"] * 4),
         (b'\xff\xfe{\x00"', ["damaged file: it is not UTF-16, which its byte order mark says"]),
@@ -344,6 +400,14 @@ def test_a_file_of_which_nothing_is_used_is_told_with_its_first_reasons(
     assert "bad.jsonlisused:" in said and "itscolumnsarea" in said and "itscolumnsareb" in said and "itscolumnsarec" not in said
 
 
+def test_a_rest_that_is_not_read_is_told_with_its_size(qwen: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text("[" + json.dumps(ROWS[0]) + ', {"messages": [}, ' + ", ".join(map(json.dumps, ROWS)) + "]")
+    body = tuned(qwen, str(tmp_path / "a.json"), tmp_path / "out")
+    (reason,) = body["left_out"]
+    assert reason.startswith("rest of the file unread, ") and body["examples"][0]["origin"] == f"{tmp_path}/a.json:2"
+    assert f"left out: 1 {reason}" in " ".join(capsys.readouterr().err.split())
+
+
 def test_rows_of_parquet_that_are_not_utf8_cost_themselves(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -355,6 +419,140 @@ def test_rows_of_parquet_that_are_not_utf8_cost_themselves(tmp_path: Path) -> No
     assert [row.fault and row.fault.partition(":")[0] for row in found] == [None, "bad UTF-8", None]
     (tmp_path / "B.parquet.gz").write_bytes(gzip.compress((tmp_path / "A.PARQUET").read_bytes()))
     assert len(list(read_files("tune.data.mine", str(tmp_path / "B.parquet.gz")))) == 3
+
+
+WHEN = datetime(2023, 4, 1, tzinfo=UTC)
+OTHERS = {"when": WHEN, "score": Decimal("1.5"), "day": WHEN.date(), "took": timedelta(seconds=2)}
+
+
+def table(path: Path, *rows: dict[str, Any]) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
+def test_times_and_decimals_of_a_table_are_texts_to_templates_and_rewards(qwen: Tokenizer, tmp_path: Path) -> None:
+    """WildChat has a timestamp in every message; templates and the process of a reward get JSON."""
+    path = table(tmp_path / "a.parquet", {"messages": [ASKED | OTHERS, GOOD | OTHERS], **OTHERS})
+    assert trained(qwen, path, tmp_path / "out") == [["<think>\n\n</think>\n\nIt is 5.<|im_end|>"]]
+    (row,) = read_files("tune.data.mine", path)
+    assert row.value["messages"][0]["when"] == "2023-04-01T00:00:00+00:00" and row.value["score"] == "1.5"
+    json.dumps(row.value)
+    pairs = {name: [ASKED | OTHERS, answer | OTHERS] for name, answer in (("chosen", GOOD), ("rejected", BAD))}
+    dpo = {"data": [{"name": "mine", "kind": "files", "path": table(tmp_path / "b.parquet", pairs)}]}
+    made = build_preferences(Recipe.model_validate({"name": "t", "dpo": dpo}), qwen, tmp_path / "pairs")
+    assert made["data"]["mine"]["pairs"] == 1
+
+
+def test_bytes_cost_the_row_that_has_them(qwen: Tokenizer, tmp_path: Path) -> None:
+    path = table(tmp_path / "a.parquet", {"messages": [ASKED | {"raw": b"\xff"}, GOOD]}, {"messages": [ASKED, GOOD]})
+    body = tuned(qwen, path, tmp_path / "out")
+    assert body["left_out"] == {"malformed": 1} and "bytes is not JSON serializable" in body["examples"][0]["detail"]
+    task = {"name": "a", "kind": "files", "reward": "python", "file": "r.py"}
+    data = RewardTask.model_validate(task | {"path": table(tmp_path / "b.parquet", {"prompt": Q, "raw": b"\xff"})})
+    ((_, reason),) = _rows(data, None, {}, None)  # type: ignore[arg-type,misc]
+    assert reason == "columns that a reward cannot be given: raw (Object of type bytes is not JSON serializable)"
+
+
+@pytest.mark.parametrize("depth", [90, 120, 600, 900])
+@pytest.mark.parametrize("form", ["column", "message", "arguments", "text", "parts", "tools"])
+def test_what_is_nested_too_deep_costs_its_row(qwen: Tokenizer, tmp_path: Path, form: str, depth: int) -> None:
+    """In each place where it is read, also with names of roles, for which all columns are searched."""
+    deep = "[" * (depth - 6) + "]" * (depth - 6)
+    call = json.dumps({"name": "add", "arguments": {"a": "DEEP"}}).replace('"DEEP"', deep)
+    thoughts = '[{"type":"thinking","thinking":' * (depth // 2) + '"Hm"' + "}]" * (depth // 2)
+    row: dict[str, Any] = {
+        "column": {"messages": [ASKED, GOOD], "other": "DEEP"}, "message": {"messages": [ASKED | {"other": "DEEP"}, GOOD]},
+        "arguments": {"messages": [ASKED, {"role": "assistant", "function_call": call}]},
+        "text": {"messages": json.dumps([ASKED | {"other": "DEEP"}, GOOD]).replace('"DEEP"', deep)},
+        "parts": {"messages": f'[{json.dumps(ASKED)}, {{"role": "assistant", "content": {thoughts}}}]'},
+        "tools": {"messages": [ASKED, GOOD], "tools": json.dumps([TOOL | {"other": "DEEP"}]).replace('"DEEP"', deep)},
+    }[form]  # fmt: skip
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row).replace('"DEEP"', deep) + "\n" + json.dumps({"messages": [ASKED, BAD]}) + "\n")
+    body = tuned(qwen, str(path), tmp_path / "out", roles={"agent": "assistant"})
+    conversations = body["train"]["conversations"] + body["validation"]["conversations"]
+    kept = depth == 90 and form != "parts"  # thoughts of thoughts are no text
+    assert (conversations, sum(body["left_out"].values())) == ((2, 0) if kept else (1, 1))
+
+
+def test_a_limit_is_reached_though_most_rows_do_not_fit(qwen: Tokenizer, tmp_path: Path) -> None:
+    """Each row is counted once, in the order in which all were drawn."""
+    rows: list[Any] = [{"prompt": f"Q{n}", "chosen": "good " * (1 if n % 20 == 0 else 400) + str(n), "rejected": "bad"} for n in range(400)]
+    data = {"name": "mine", "kind": "files", "path": jsonl(tmp_path / "a.jsonl", *rows, {"body": 1}), "max_rows": 10}
+    dpo = {"data": [data], "sequence_length": "128 tokens", "validation_fraction": 0}
+    made = build_preferences(Recipe.model_validate({"name": "t", "dpo": dpo}), qwen, tmp_path / "pairs")["data"]["mine"]
+    assert (made["pairs"], made["rows"], made["left_out"]["no known form"]) == (10, 400, 1)
+    path = jsonl(tmp_path / "b.jsonl", *({"prompt": f"Q{n if n % 20 == 0 else 1}", "completion": A} for n in range(400)), {"body": 1})
+    body = tuned(qwen, path, tmp_path / "out", max_rows=12)
+    assert body["forms"] == {"completion": 12} and body["rows"] == 400 and body["left_out"]["no known form"] == 1
+    grpo = {"data": [data | {"path": path, "reward": "exact", "columns": {"answer": "completion"}, "max_rows": 15}]}
+    found = read_prompts(Recipe.model_validate({"name": "t", "grpo": grpo | {"sequence_length": "512 tokens"}}), qwen)
+    assert found.sets["mine"]["prompts"] == 15 and found.sets["mine"]["left_out"]["no prompt"] == 1
+    drawn = [list(Drawn(lambda first: iter(range(50)), limit, 1, "x")) for limit in (2, 50)]
+    assert drawn[0] == drawn[1] and sorted(drawn[0]) == list(range(50))
+
+
+def test_an_answer_that_is_good_in_one_pair_and_bad_in_another_has_both_labels(qwen: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"prompt": Q, "chosen": "A", "rejected": "B"}, {"prompt": Q, "chosen": "B", "rejected": "A"},
+            {"prompt": "Hi", "chosen": "B", "rejected": "A"}, {"prompt": Q, "chosen": "A", "rejected": "B"}]  # fmt: skip
+    data = [{"name": "mine", "kind": "files", "path": jsonl(tmp_path / "a.jsonl", *rows)}]
+    dpo: dict[str, Any] = {"data": data, "loss": "kto", "validation_fraction": 0}
+    made = build_preferences(Recipe.model_validate({"name": "t", "dpo": dpo}), qwen, tmp_path / "pairs")["data"]["mine"]
+    assert (made["pairs"], made["left_out"]) == (6, {"repeated": 2})
+
+    def written(folder: Path) -> list[Any]:
+        pairs, labels = read_preferences(folder, "train")
+        assert labels is not None and labels.sum() == 3
+        return sorted((*(one.ids.tolist() for one in pair), bool(label)) for pair, label in zip(pairs, labels, strict=True))
+
+    dpo["data"] = [{"name": "mine", "kind": "files", "path": jsonl(tmp_path / "b.jsonl", *rows[2::-1])}]
+    build_preferences(Recipe.model_validate({"name": "t", "dpo": dpo}), qwen, tmp_path / "other")
+    assert written(tmp_path / "pairs") == written(tmp_path / "other"), "whatever the order of the rows"
+
+
+DATED = (
+    "<|im_start|>system\nToday is {{ strftime_now('%d %b %Y, %H:%M:%S') }}.<|im_end|>\n{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_with_the_date_renders_the_same_on_another_day(tmp_path: Path) -> None:
+    """In training; elsewhere, as for a server, it shows today's. The run records the day on which it takes the tokenizer."""
+    from lmworks.tokenizer.opening import keep
+
+    source = tmp_path / "source"
+    source.mkdir()
+    write_tokenizer(source, "qwen")
+    (source / "chat_template.jinja").write_text(DATED)
+    recipe = Recipe.model_validate({"name": "t", "tokenizer": {"path": str(source)}})
+    report = keep(recipe, tmp_path / "run")[1]
+    assert report["chat_date"] == date.today().isoformat()
+    (tmp_path / "run" / "report.json").write_text(json.dumps(report | {"chat_date": "2024-02-03"}))
+    assert keep(recipe, tmp_path / "run")[1]["chat_date"] == "2024-02-03"
+    tokenizer = load(tmp_path / "run")
+    assert "03 Feb 2024" not in tokenizer.apply_chat([ASKED])
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": Q, "completion": A, "answer": "5", "chosen": A, "rejected": B})
+    data = {"name": "mine", "kind": "files", "path": path}
+    sections: dict[str, Any] = {
+        "tune": {"data": [data]}, "dpo": {"data": [data]},
+        "grpo": {"data": [data | {"reward": "numeric"}], "sequence_length": "512 tokens"},
+    }  # fmt: skip
+    for stage, section in sections.items():
+        recipe, tokenizer = Recipe.model_validate({"name": "t", stage: section}), load(tmp_path / "run")
+        if stage == "grpo":
+            shown = tokenizer.decode(read_prompts(recipe, tokenizer).train[0].ids)
+        elif stage == "dpo":
+            build_preferences(recipe, tokenizer, tmp_path / stage)
+            shown = tokenizer.decode(read_preferences(tmp_path / stage, "train")[0][0][0].ids.tolist())
+        else:
+            build_chat_data(recipe, tokenizer, tmp_path / stage)
+            from test_chat_data import documents
+
+            shown = tokenizer.decode(documents(tmp_path / stage / "train" / "mine")[0][0])
+        assert "Today is 03 Feb 2024, 00:00:00." in shown, stage
 
 
 # published rows -------------------------------------------------------------------------------------------------------------------------

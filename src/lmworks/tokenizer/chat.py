@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
 from lmworks.tokenizer.messages import Message, Span, normal, normal_tools
-from lmworks.tokenizer.rendering import GENERATION, Refused, Render, compiled, compiled_in_process
+from lmworks.tokenizer.rendering import DATE, GENERATION, Refused, Render, compiled, compiled_in_process
 from lmworks.tokenizer.special import ASSISTANT, OPEN
 
 if TYPE_CHECKING:
@@ -47,8 +47,10 @@ def shipped_template(name: str = "brief") -> str:
 
 class Template:
     """A compiled chat template. Templates are untrusted code: a template that lmworks does not ship runs in jinja2's sandbox, in a process
-    with limits.
+    with limits. `date`, in ISO 8601, is the day that it shows where it asks for one; today's if None.
     """
+
+    date: str | None = None
 
     def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None) -> None:
         """`tokens` are variables of a foreign template: bos_token, eos_token and so on. It gets thoughts inside an answer as they are."""
@@ -99,6 +101,7 @@ class Template:
         """
         options: dict[str, Any] = self._tokens | ({} if thinking is None else {"enable_thinking": thinking})
         options |= {} if generation is None else {GENERATION: list(generation)}
+        options |= {} if self.date is None else {DATE: self.date}
         given = [self._given(message) for message in self.checked(messages)]
         try:
             return self._render(messages=given, tools=normal_tools(tools), add_generation_prompt=add_generation_prompt, **options)
@@ -226,7 +229,7 @@ def unlearn(mask: list[bool], starts: Sequence[int], begin: int, end: int) -> No
 def unused_markers(messages: Sequence[Any], tools: Any, count: int = 1) -> list[str]:
     """`count` characters of `MARKERS` that the conversation does not contain."""
     everything: list[str] = []
-    _map_text([*messages, *(tools or [])], lambda text: everything.append(text) or text)  # type: ignore[func-returns-value]
+    _map_text([*messages, *(normal_tools(tools) or [])], lambda text: everything.append(text) or text)  # type: ignore[func-returns-value]
     text = "".join(everything)
     unused = [marker for marker in MARKERS if marker not in text]
     if len(unused) >= count:

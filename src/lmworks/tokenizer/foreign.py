@@ -81,6 +81,11 @@ class ForeignTokenizer(Tokenizer):
             ends = ()
         return tuple(dict.fromkeys([*self.eos_ids, *sorted(ends)]))
 
+    @property
+    def start(self) -> tuple[int, ...]:
+        """`prefix`, else the BOS token, else the end of text, as in lm-evaluation-harness."""
+        return self.prefix or (self.special.get(self.tokens.get("bos_token", ""), self.eos_id),)
+
     def _optional(self, name: str) -> dict[str, Any]:
         path = self.directory / name
         found = read_json(path) if path.is_file() else {}

@@ -32,6 +32,8 @@ _ROLE_NAMES = {
 }  # fmt: skip
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _WEIGHTS = ("train", "weight", "loss_weight")
+DEEPEST = 100
+"""How many lists and objects may lie inside each other. Functions that call themselves for each, as templates do, end at about 1,000."""
 _TEXT_PARTS = {"text", "input_text", "output_text"}
 _THOUGHT_PARTS = {"reasoning", "thinking"}
 
@@ -86,6 +88,8 @@ def normal(number: int, given: Any) -> Message:
         return given
     if not isinstance(given, Mapping):
         raise UserError(f"message {number} is not an object with role and content")
+    if too_deep(given):
+        raise UserError(f"message {number} is nested deeper than {DEEPEST} levels")
     message = {str(key): value for key, value in given.items() if value is not None}
     role = _role(number, message)
     content = message.pop("content", message.pop("value", None))
@@ -128,24 +132,26 @@ def normal_tools(given: Any) -> list[dict[str, Any]] | None:
     Raises `UserError`.
     """
     if isinstance(given, str):
-        given = _json(given, "tools that are") if given.strip() else None
+        given = read_json(given, "tools that are") if given.strip() else None
     if isinstance(given, Mapping):
         given = [given]
     if not given:
         return None
     if not isinstance(given, list | tuple):
         raise UserError("tools that are no list of functions")
+    if too_deep(given):
+        raise UserError(f"tools that are nested deeper than {DEEPEST} levels")
     return [_tool(one) for one in given]
 
 
 def _tool(given: Any) -> dict[str, Any]:
     if isinstance(given, str):
-        given = _json(given, "a tool that is")
+        given = read_json(given, "a tool that is")
     function = given.get("function", given) if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError("tools of which one has no function name")
     if isinstance(parameters := function.get("parameters"), str):
-        function = {**function, "parameters": _json(parameters, "parameters of a tool that are")}
+        function = {**function, "parameters": read_json(parameters, "parameters of a tool that are")}
     return {**given, "function": dict(function)} if "function" in given else {"type": "function", "function": dict(function)}
 
 
@@ -249,37 +255,50 @@ def _detail(number: int, given: Any, text: str) -> list[Span]:
 
 def _list_of_calls(number: int, given: Any, what: str) -> Sequence[Any]:
     if isinstance(given, str):
-        given = _json(given, f"message {number} has tool_calls that are") if given.strip() else None
+        given = read_json(given, f"message {number} has tool_calls that are") if given.strip() else None
     if given is not None and not isinstance(given, list | tuple):
         raise UserError(f"message {number} has {what}")
     return given or ()
 
 
 def _calls_in_text(number: int, value: Any) -> list[Any]:
-    found = _json(value, f"message {number} has a function call that is") if isinstance(value, str) else value
+    found = read_json(value, f"message {number} has a function call that is") if isinstance(value, str) else value
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
 def _tool_call(number: int, call: Any) -> dict[str, Any]:
     if isinstance(call, str):
-        call = _json(call, f"message {number} has a tool call that is")
+        call = read_json(call, f"message {number} has a tool call that is")
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"message {number} has a tool call without a function name")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):  # also for a number with too many digits
-            raise UserError(f"message {number} has a tool call whose arguments are not JSON") from None
+        arguments = read_json(arguments, f"message {number} has a tool call whose arguments are")
     if not isinstance(arguments, Mapping):
         raise UserError(f"message {number} has a tool call whose arguments are not an object")
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}} | identity
 
 
-def _json(text: str, what: str) -> Any:
+def too_deep(value: Any) -> bool:
+    """Whether more than `DEEPEST` lists and objects lie inside each other."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [inner for one in level if isinstance(one, dict | list | tuple)
+                 for inner in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
+    return bool(level)
+
+
+def read_json(text: str, what: str) -> Any:
+    """JSON text of a message, a tool or a row. Raises `UserError`: `what` is not JSON, or is nested too deep."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        found = json.loads(text)
+        deep = too_deep(found)
+    except ValueError:  # also for a number with too many digits
         raise UserError(f"{what} not JSON") from None
+    except RecursionError:
+        found, deep = None, True
+    if deep:
+        raise UserError(f"{what} nested deeper than {DEEPEST} levels")
+    return found

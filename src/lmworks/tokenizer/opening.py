@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,10 @@ def keep(recipe: Recipe, out_dir: Path) -> tuple[Tokenizer, dict[str, Any]]:
     if isinstance(tokenizer, ForeignTokenizer):
         _write_stops(tokenizer, out_dir / "generation_config.json")
     stops = [tokenizer.decode([token]) for token in tokenizer.stop_ids]
+    before = read_json(out_dir / "report.json") if (out_dir / "report.json").is_file() else {}
     report = {"origin": str(recipe.tokenizer.path), "kept": True, "vocab_size": tokenizer.vocab_size, "added_tokens": len(added),
-              "special_tokens": len(tokenizer.special), "stop_tokens": stops}  # fmt: skip
+              "special_tokens": len(tokenizer.special), "stop_tokens": stops,
+              "chat_date": before.get("chat_date") or date.today().isoformat()}  # fmt: skip
     return tokenizer, report
 
 

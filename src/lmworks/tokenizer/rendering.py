@@ -13,6 +13,8 @@ from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, Proces
 SECONDS, MEMORY = 10.0, 1 << 30  # of processor time for one conversation; of address space
 GENERATION = "lmworks_generation_marks"
 """The variable with the two characters that are put around what a template has between {% generation %} and {% endgeneration %}."""
+DATE = "lmworks_date"
+"""The variable with the day, in ISO 8601, that `strftime_now` tells a template, at midnight; without it, that is the present moment."""
 Render = Callable[..., str]
 
 
@@ -35,7 +37,13 @@ def compiled(source: str) -> Render:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     template = _raise_refused(environment.from_string, source)
-    return lambda **variables: _raise_refused(template.render, **variables)
+
+    def render(**variables: Any) -> str:
+        if (day := variables.pop(DATE, None)) is not None:
+            variables["strftime_now"] = datetime.fromisoformat(day).strftime
+        return str(_raise_refused(template.render, **variables))
+
+    return render
 
 
 @lru_cache(1)
@@ -96,6 +104,9 @@ def _process_of(source: str, seconds: float, memory: int) -> LimitedProcess:
 def _request(limited: LimitedProcess, source: str, variables: dict[str, Any] | None) -> str:
     try:
         request = json.dumps([source, variables]).encode()
+    except (TypeError, ValueError, RecursionError) as error:  # a message may hold what is no JSON, as bytes of a table
+        raise Refused(str(error)) from None
+    try:
         return str(json.loads(limited(request, most=_MOST_TEXT * len(request) + _MOST_FRAME)))
     except ProcessDied:
         raise Refused(f"it takes more than {SECONDS:g} s or {MEMORY >> 20} MB") from None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from datetime import date
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from lmworks.errors import UserError
+from lmworks.io.files import read_json
 from lmworks.tokenizer.chat import Template, assistant_mask, encode, prompts, render_marked, take_out, unlearn, unused_markers
 from lmworks.tokenizer.messages import Message
 from lmworks.tokenizer.special import ASSISTANT, SYSTEM
@@ -20,9 +22,14 @@ class Tokenizer(TextTokenizer):
     """A `TextTokenizer` with the chat template of its directory."""
 
     prefix: tuple[int, ...] = ()
-    """Ids before every document."""
+    """Ids before every document, which `encode` puts there."""
     lossless = True
     """Whether the bytes of the ids are those of the text, for every text."""
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """What a model reads before a text without a context: `prefix`, or the end of the text before it."""
+        return self.prefix or (self.eos_id,)
 
     @property
     def has_chat_template(self) -> bool:
@@ -45,6 +52,14 @@ class Tokenizer(TextTokenizer):
     def chat_template(self) -> str:
         """The source of the chat template; `UserError` if there is none."""
         return self._template.source
+
+    def fix_date(self) -> None:
+        """Let a chat template that shows the date show the day on which the run took this tokenizer, so that conversations and prompts do
+        not depend on when they are rendered; today's for the tokenizer of no run. Templates of a server show each day."""
+        if self.has_chat_template and self._template.date is None:
+            path = self.directory / "report.json"
+            found = read_json(path) if path.is_file() else {}
+            self._template.date = found.get("chat_date") or date.today().isoformat()
 
     def render_marked(self, messages: Sequence[dict[str, Any]], marker: str, add_generation_prompt: bool = False) -> str:
         """The conversation as a string in which `marker` breaks up what is not special: see `lmworks.tokenizer.chat.render_marked`."""

@@ -52,6 +52,7 @@ def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_
     """
     assert recipe.tune is not None, "the recipe has a tune section"
     require_sets(recipe, "tune")
+    tokenizer.fix_date()
     out_dir = Path(out_dir)
     for split in ("train", "validation"):
         shutil.rmtree(out_dir / split, ignore_errors=True)
@@ -111,7 +112,12 @@ def _write(data: ChatData, rows: Iterator[Row], recipe: Recipe, tokenizer: Token
 
     assert recipe.tune is not None
     left_out, limit, to_validation = LeftOut(), data.limit, _chooser(recipe.tune.validation_fraction)
-    chosen = Drawn(_good(rows, left_out, held_out), limit, recipe.seed, data.name)
+
+    def read(first: bool) -> Iterator[Row]:
+        again = rows if first else open_set(data, recipe)
+        return _good(iter(()) if isinstance(again, str) else again, left_out if first else LeftOut(), held_out)
+
+    chosen = Drawn(read, limit, recipe.seed, data.name)
     counts = {split: Counter(conversations=0, tokens=0, learned_tokens=0, ended=0, whole=0) for split in ("train", "validation")}
     kept, answers, forms, stops = 0, 0, Counter[str](), list(tokenizer.stop_ids)
     searched = decontamination.search(chosen, lambda row: Contents(row.origin, row.messages, (row.tools, row.segments)))
@@ -174,7 +180,9 @@ def _encoded(rows: Iterable[tuple[Row, str]], left_out: LeftOut, tokenizer: Toke
                     left_out.add(row.origin, "repeated")
                     continue
                 seen.add(key)
-                checked = check_mask(fitted.ids, fitted.mask, tokenizer.stop_ids, ends=fitted.cut != "answer" and not row.segments)
+                checked = check_mask(
+                    fitted.ids, fitted.mask, tokenizer.stop_ids, fitted.cut != "answer" and not row.segments, fitted.spoken
+                )
                 if checked.fault is not None:
                     left_out.add(row.origin, f"wrong mask: {checked.fault}")
                     continue

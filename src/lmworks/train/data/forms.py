@@ -4,9 +4,10 @@
 |------------|--------------------------------------------------------------------------------------------------------------------|
 | messages   | `messages`, `conversations` or `conversation`, a list of {role, content, ...}; `system`, `tools` (OpenAI)          |
 | sharegpt   | the same columns, a list of {from, value, ...}                                                                     |
-| alpaca     | `instruction` with `output` or `response`; `input` below it; `system`; `history`, a list of [question, answer]     |
-| completion | a question (`ASKED`) and an answer (`SAID`), texts or messages; `system`, `tools`. Of messages, only those of the  |
-|            | answer are trained                                                                                                 |
+| alpaca     | `instruction` with `output` or `response`; `input` and `context` below it; `system`; `history`, a list of          |
+|            | [question, answer]                                                                                                 |
+| completion | a question (`ASKED`) and an answer (`SAID`), texts or messages; `input` and `context` below a text; `system`,      |
+|            | `tools`. Of messages, only those of the answer are trained                                                         |
 | segments   | `segments`, a list of {text, label}: text without a template, trained where label is true (axolotl)                |
 | text       | `text`: a document, trained as a whole, and ended                                                                  |
 
@@ -31,13 +32,16 @@ from lmworks.train.data.row_columns import (
     SAID,
     NoRow,
     Row,
+    asked_columns,
     asked_in,
     described_columns,
     first_of,
     flag,
     history_in,
+    is_named,
     list_in,
     messages_of,
+    note_unused,
     refuse_lone_surrogates,
     refuse_media,
     renamed,
@@ -76,6 +80,8 @@ def convert_conversation(given: Any, form: ConversationFormat = "auto", data: Tu
         refuse_lone_surrogates(segments)
         return Conversation([], None, found, segments)
     messages, tools = with_system(row, _CONVERT[found](row), noted), tools_in(row)
+    columns = [] if found in _OF_LISTS else [*asked_columns(row), _answer_messages(row)]
+    note_unused(row, columns, messages, noted, answers=True)
     refuse_lone_surrogates([messages, tools])
     noted["messages marked to be trained that are no answers"] += sum(message.asked_to_train for message in messages)
     noted["answers marked not to be trained"] += sum(not message.learned for message in messages if message["role"] == "assistant")
@@ -139,6 +145,7 @@ _HAS: dict[str, Callable[[Row], bool]] = {
     "completion": lambda row: first_of(row, ASKED) is not None and _answer_messages(row) is not None,
     "text": lambda row: isinstance(row.get("text"), str) and not any(name in row for name in (*ASKED, *SAID)),
 }
+_OF_LISTS = ("messages", "sharegpt")
 _CONVERT = {"messages": _from_list, "sharegpt": _from_list, "alpaca": _from_alpaca, "completion": _from_completion}
 _WITHOUT_TEMPLATE: dict[str, Callable[[Row], tuple[tuple[str, bool], ...]]] = {
     "segments": _from_segments, "text": lambda row: ((row["text"], True),)
@@ -164,12 +171,13 @@ def convert_prompt(given: Any, origin: str, data: TuningSet | None = None) -> Pr
     """A row as a prompt. Raises `NoRow`."""
     row = renamed(given, data)
     refuse_media(row)
-    turns, noted = list_in(row), Counter[str]()
+    turns, noted = None if any(is_named(row, name) for name in ASKED) else list_in(row), Counter[str]()
     asked = None if turns is not None else asked_in(row)
     if turns is None and asked is None:
         raise NoRow(f"no prompt: {described_columns(row, data)}")
     messages = with_system(row, [*history_in(row), *messages_of(turns if turns is not None else asked, "user")], noted)
     answer = _answer_in(row)
+    note_unused(row, asked_columns(row) if turns is None else [], messages, noted, answers=False)
     if messages and messages[-1]["role"] == "assistant":
         last = messages.pop()
         answer = last["content"] if answer is None else answer

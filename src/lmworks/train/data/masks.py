@@ -27,20 +27,29 @@ def examples(messages: Messages, tools: list[dict[str, object]] | None, data: Ch
     """
     if not any(message["role"] == "assistant" for message in messages):
         raise NoRow("no answer")
-    found = [_without_empty(message, data, noted) if message["role"] == "assistant" else message for message in messages]
+    end = max(at for at, message in enumerate(messages, 1) if message["role"] == "assistant")
+    found = [_without_empty(message, data, noted) if message["role"] == "assistant" else message for message in messages[:end]]
     places = [at for at, message in enumerate(found) if message["role"] == "assistant" and message.learned]
     if not places:
         raise NoRow("nothing to train: no answer is marked to be trained, or all are empty")
+    noted["with turns at the end that nobody answers, which are left out"] += int(end < len(messages))
     if data.answers == "all":
         yield _with_thoughts(found, tools, data.thoughts, tokenizer, noted)
         return
     for place in places if data.answers == "each" else places[-1:]:
-        if data.answers == "each" and place + 1 < len(found) and found[place + 1]["role"] == "tool":
+        if data.answers == "each" and _goes_on(found, place):
             continue  # a call is trained with the answer after its results, of which it is a part
         first = max((at for at in range(place) if found[at]["role"] == "user"), default=-1) if data.answers == "each" else place - 1
         before = enumerate(found[: place + 1])
         only = [one.having(learned=False) if one["role"] == "assistant" and at <= first else one for at, one in before]
         yield _with_thoughts(only, tools, data.thoughts, tokenizer, noted)
+
+
+def _goes_on(messages: Messages, place: int) -> bool:
+    """Whether an answer is a call, and one that is trained follows its results."""
+    rest = messages[place + 1 :]
+    size = next((at for at, one in enumerate(rest) if one["role"] == "user"), len(rest))
+    return bool(rest) and rest[0]["role"] == "tool" and any(one["role"] == "assistant" and one.learned for one in rest[:size])
 
 
 def _without_empty(message: Message, data: ChatData, noted: Counter[str]) -> Message:
@@ -99,58 +108,68 @@ def _unlearned(message: Message) -> Message:
 
 class Fitted(NamedTuple):
     """Ids (int64) and mask (bool) of a conversation, and what was cut: nothing, the turns behind an answer, or the end of an answer.
-    `tokens` is the length of the whole conversation."""
+    `tokens` is the length of the whole conversation. `spoken` (bool) are the tokens of answers, trained or not."""
 
     ids: np.ndarray
     mask: np.ndarray
     cut: Literal["", "turn", "answer"]
     tokens: int
+    spoken: np.ndarray
 
 
 def fit(messages: Any, tools: Any, tokenizer: Tokenizer, most: int) -> Fitted | None:
     """The longest beginning of the conversation that ends with an answer and has at most `most` tokens. If no answer fits, the beginning of
     the first one that is trained, without a token that ends it.
 
-    None if not even a token of that fits. Turns that nobody answers are no loss and always cut. Raises UserError if the messages are no
-    conversation.
+    None if not even a token of that fits. Raises UserError if the messages are no conversation.
     """
     if not isinstance(messages, list) or not (tools is None or isinstance(tools, list)):
         raise UserError("messages or tools is not a list")
     found = [normal(number, message) for number, message in enumerate(messages, 1)]
-    whole, spoken = tokenizer.encode_chat(found, tools)
-    if len(whole) <= most and found[-1]["role"] == "assistant":
-        return Fitted(np.array(whole), np.array(spoken), "", len(whole))
+    whole, mask = tokenizer.encode_chat(found, tools)
+    spoken = _spoken(found, tools, tokenizer, mask)
+    if len(whole) <= most:
+        return _fitted(whole, mask, "", len(whole), spoken)
     # Where each answer ends in the whole. A beginning may be longer than that says, for its last thoughts are shown (see the template).
-    flagged = any(message.untrained or not message.learned for message in found)
-    every = tokenizer.encode_chat([one.having(learned=True, untrained={}) for one in found], tools)[1] if flagged else spoken
-    ends = tokenizer.answer_ends(whole, every)
+    ends = tokenizer.answer_ends(whole, spoken)
     answers = [number for number, message in enumerate(found, 1) if message["role"] == "assistant"]
     if len(ends) != len(answers):
         raise UserError("it is too long, and the chat template does not show the end of each answer")
     for number, end in sorted(zip(answers, ends, strict=True), reverse=True):
         if end <= most and _complete(found, number):
-            ids, mask = tokenizer.encode_chat(found[:number], tools)
-            if len(ids) <= most and any(mask):
-                return Fitted(np.array(ids), np.array(mask), "turn", len(whole))
-    trained = np.flatnonzero(spoken[:most])
-    if len(whole) <= most or not trained.size or trained[-1] == 0:
+            ids, part = tokenizer.encode_chat(found[:number], tools)
+            if len(ids) <= most and any(part):
+                return _fitted(ids, part, "turn", len(whole), _spoken(found[:number], tools, tokenizer, part))
+    trained = np.flatnonzero(mask[:most])
+    if not trained.size or trained[-1] == 0:
         return None
     last = int(trained[-1]) + 1
-    return Fitted(np.array(whole[:last]), np.array(spoken[:last]), "answer", len(whole))
+    return _fitted(whole[:last], mask[:last], "answer", len(whole), spoken[:last])
+
+
+def _fitted(ids: list[int], mask: list[bool], cut: Literal["", "turn", "answer"], tokens: int, spoken: list[bool]) -> Fitted:
+    return Fitted(np.array(ids), np.array(mask), cut, tokens, np.array(spoken))
+
+
+def _spoken(messages: Messages, tools: Any, tokenizer: Tokenizer, mask: list[bool]) -> list[bool]:
+    """The tokens of all answers of a conversation, whose trained ones are `mask`."""
+    if all(message.learned and not message.untrained for message in messages):
+        return mask
+    return tokenizer.encode_chat([one.having(learned=True, untrained={}) for one in messages], tools)[1]
 
 
 def pieces_of_text(segments: Sequence[tuple[str, bool]], tokenizer: Tokenizer, most: int, whole: bool) -> Iterator[Fitted]:
     """Texts without a template, each with whether it is trained, in pieces of at most `most` tokens, so that every token is the label of
     one. With `whole` the texts are a document: they begin and end as one, and nothing in them is a special token."""
     ids, mask = list(tokenizer.prefix if whole else ()), [False] * len(tokenizer.prefix if whole else ())
-    for text, trained in segments:
+    for text, learned in segments:
         found = tokenizer.encode_parts([text]) if whole else tokenizer.encode_parts(tokenizer.split_special(text))
-        ids, mask = [*ids, *found], [*mask, *[trained] * len(found)]
+        ids, mask = [*ids, *found], [*mask, *[learned] * len(found)]
     if whole:
         ids, mask = [*ids, tokenizer.eos_id], [*mask, True]
     for start in range(0, max(len(ids) - 1, 1), most - 1):
-        piece = np.array(ids[start : start + most]), np.array([False, *mask[start + 1 : start + most]], bool)
-        yield Fitted(*piece, "", len(ids))
+        trained = np.array([False, *mask[start + 1 : start + most]], bool)
+        yield Fitted(np.array(ids[start : start + most]), trained, "", len(ids), trained)
 
 
 def _complete(messages: list[Message], number: int) -> bool:
@@ -168,17 +187,23 @@ class MaskCheck:
     open_answers: int = 0
 
 
-def check_mask(ids: np.ndarray, mask: np.ndarray, stop_ids: Collection[int], ends: bool = True) -> MaskCheck:
+def check_mask(
+    ids: np.ndarray, mask: np.ndarray, stop_ids: Collection[int], ends: bool = True, spoken: np.ndarray | None = None
+) -> MaskCheck:
     """Check that something is trained, that the first token (which is never a label) is not, and, if the last answer `ends` here, that it
-    is whole: the last trained token ends the conversation's last answer and is a stop token.
+    is whole: the last trained token ends the conversation's last answer and is a stop token. Parts of an answer may be trained: its tokens
+    are those `spoken`, by default the trained ones.
 
     It knows the ids and the mask only, not the template, and so finds errors of the template and of its mask.
     """
     trained = np.flatnonzero(mask)
     if not trained.size:
         return MaskCheck("no token is trained")
-    last = np.flatnonzero(np.diff(np.append(mask, False).astype(np.int8)) == -1)
-    closed = np.isin(ids[last], list(stop_ids))
+    edges = np.diff(np.concatenate([[False], mask if spoken is None else mask | spoken, [False]]).astype(np.int8))
+    first, last = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1) - 1
+    learned = np.array([mask[begin : end + 1].any() for begin, end in zip(first, last, strict=True)])
+    last = last[learned]
+    closed = np.isin(ids[last], list(stop_ids)) & mask[last]
     answers, without = len(last), int((~closed).sum())
     if ends and not closed[-1]:
         return MaskCheck(f"the stop token of the last answer is not trained: {int(last[-1]) + 1} of {len(ids)} tokens", answers, without)

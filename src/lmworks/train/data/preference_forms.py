@@ -8,7 +8,7 @@
 | labeled    | a question and an answer, or `messages` that end with one, and `label` or `kto_tag`; for loss kto                    |
 
 `system` and `tools` may stand in the row. `chosen_response` and `rejected_response` are other names. Dialogues may be Anthropic's text of
-`Human:` and `Assistant:`. A prompt that `chosen` and `rejected` repeat is taken once.
+`Human:` and `Assistant:`. A prompt that `chosen` and `rejected` repeat is taken once; an answer at the end of `messages` is no part of it.
 
 From answers to other prompts (`other_rows`) KTO estimates its reference point (arXiv:2402.01306, section 4.2). The estimate is the mean of
 log-probability ratios of answers that have nothing to do with their prompts. Peers take the answer of the row before in the batch, which is
@@ -27,17 +27,21 @@ from typing import Any
 from lmworks.recipe.schema.tune import TuningSet
 from lmworks.tokenizer.messages import Message
 from lmworks.train.data.row_columns import (
+    ASKED,
     SAID,
     NoRow,
     Row,
+    asked_columns,
     asked_in,
     described_columns,
     dialogue,
     first_of,
     flag,
     history_in,
+    is_named,
     list_in,
     messages_of,
+    note_unused,
     refuse_lone_surrogates,
     refuse_media,
     renamed,
@@ -93,10 +97,11 @@ def convert_preference(given: Any, origin: str, labeled: bool, data: TuningSet |
 
 
 def _pair(row: Row, origin: str, chosen: Any, rejected: Any, noted: Counter[str]) -> Preference:
-    prompt, asked = _prompt(row)
+    said = [_answer(one) for one in (chosen, rejected)]
+    prompt, asked, columns = _prompt(row, said)
     counters = (noted, Counter[str]())  # what is told of both is counted once
-    both = zip((chosen, rejected), counters, strict=True)
-    wholes = [with_system(row, _whole(prompt, asked, _answer(one), told), told) for one, told in both]
+    wholes = [with_system(row, _whole(prompt, asked, one, told), told) for one, told in zip(said, counters, strict=True)]
+    note_unused(row, columns, [message for one in wholes for message in one], noted, answers=False)
     first, second = wholes
     common = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
     if common == min(len(first), len(second)):  # equal, or one goes on
@@ -111,26 +116,48 @@ def _labeled(row: Row, origin: str, name: str, noted: Counter[str]) -> Preferenc
     label = flag(row.get(name))
     if label is None:
         raise NoRow(f"no label: {name} is {row.get(name)!r}, not true or false")
-    said = first_of(row, SAID)
+    said, columns = first_of(row, SAID), list[str]()
     if (turns := list_in(row)) is not None and said is None:
         whole, size = messages_of(turns, "user"), 1
     else:
-        prompt, asked = _prompt(row)
         answer = _answer(row[said or ""])
+        prompt, asked, columns = _prompt(row, [answer])
         whole = _whole(prompt, asked, answer, noted)
         size = next((at for at, one in enumerate(reversed(answer)) if one["role"] == "user"), len(answer))
     whole = with_system(row, whole, noted)
+    note_unused(row, [*columns, said], whole, noted, answers=True)
     parts = _checked_prompt(whole[:-size]), (_checked_answer(whole[-size:]),)
     return Preference(origin, *parts, tools_in(row), label, noted)
 
 
-def _prompt(row: Row) -> tuple[Messages, bool]:
-    """The messages before the answers that the row states, and whether it states them as messages."""
-    turns = list_in(row)
+def _prompt(row: Row, answers: Sequence[Messages]) -> tuple[Messages, bool, list[str]]:
+    """The messages before the `answers` that the row states, whether it states them as messages, and in which columns of a question."""
+    columns = asked_columns(row)
+    turns = None if any(is_named(row, name) for name in ASKED) else list_in(row)
     if turns is not None:
-        return messages_of(turns, "user"), True
+        listed = _before(messages_of(turns, "user"), answers)
+        if listed and listed[-1]["role"] != "assistant":
+            return listed, True, []
+        if not columns:
+            return _checked_end(listed, answers), True, []
     asked = asked_in(row)
-    return [*history_in(row), *messages_of(asked, "user")], not isinstance(asked, str) or bool(dialogue(asked))
+    return [*history_in(row), *messages_of(asked, "user")], not isinstance(asked, str) or bool(dialogue(asked)), columns
+
+
+def _before(messages: Messages, answers: Sequence[Messages]) -> Messages:
+    """Messages without one of the answers at their end: a row may have a whole conversation beside its answers."""
+
+    def shared(answer: Messages) -> int:
+        pairs = enumerate(zip(reversed(messages), reversed(answer), strict=False))
+        return next((at for at, (one, other) in pairs if one["role"] == "user" or not _same(one, other)), min(len(messages), len(answer)))
+
+    return messages[: len(messages) - max(map(shared, answers))]
+
+
+def _checked_end(prompt: Messages, answers: Sequence[Messages]) -> Messages:
+    if prompt and all(answer[0]["role"] == "assistant" for answer in answers):
+        raise NoRow("different prompts: the messages end with an answer that is none of those beside them")
+    return prompt
 
 
 def _answer(value: Any) -> Messages:
@@ -165,9 +192,12 @@ def _whole(prompt: Messages, listed: bool, said: Messages, noted: Counter[str]) 
 
 def _begins(whole: Messages, beginning: Sequence[Message]) -> bool:
     return len(whole) > len(beginning) and all(
-        one["role"] == other["role"] and str(one["content"]).strip() == str(other["content"]).strip()
-        for one, other in zip(whole, beginning, strict=False)
+        _same(one, other) for one, other in zip(whole, beginning, strict=False)
     )
+
+
+def _same(one: Message, other: Message) -> bool:
+    return all(str(one.get(name)).strip() == str(other.get(name)).strip() for name in ("role", "content", "tool_calls"))
 
 
 def _checked_prompt(prompt: Messages) -> Messages:
@@ -187,7 +217,7 @@ def _checked_answer(answer: Messages) -> Messages:
 def prompt_key(messages: Sequence[dict[str, Any]]) -> str:
     """What makes two prompts the same: roles and contents of their messages, except for case, white space and system prompts."""
     asked = [one for one in messages if one.get("role") != "system"]
-    return json.dumps([[one.get("role"), _plain(one.get("content")), one.get("tool_calls")] for one in asked])
+    return json.dumps([[one.get("role"), _plain(one.get("content")), one.get("tool_calls")] for one in asked], default=str)
 
 
 def _plain(content: Any) -> Any:

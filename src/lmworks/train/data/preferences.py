@@ -11,6 +11,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def build_preferences(
     options = recipe.dpo
     assert options is not None
     require_sets(recipe, "dpo")
+    tokenizer.fix_date()
     shutil.rmtree(out_dir, ignore_errors=True)
     out_dir.mkdir(parents=True)
     sets: dict[str, tuple[_Found, Decontamination]] = {}
@@ -70,7 +72,8 @@ def build_preferences(
             where, generated = f"dpo.data.{data.name}", data.kind == "tasks"
             decontamination = Decontamination(where, recipe, questions, decontaminator, generated=generated)
             lost = LeftOut()
-            drawn = Drawn(_good(_rows(data, recipe, options), lost), data.limit, recipe.seed, data.name)
+            read = partial(_read, data, recipe, options, lost)
+            drawn = Drawn(read, data.limit, recipe.seed, data.name)
             found = _encode(data, decontamination.search(drawn, _contents), options, tokenizer, progress.advance, lost)
             if not found.pairs and not found.labeled:
                 raise UserError(f"dpo.data.{data.name} yields no pair ({lost.said()})")
@@ -136,8 +139,10 @@ def _rows(data: PreferenceData, recipe: Recipe, options: Dpo) -> Iterator[tuple[
             yield row.origin, reason
 
 
-def _good(rows: Iterator[tuple[str, Preference | NoRow]], lost: LeftOut) -> Iterator[Preference]:
-    for origin, row in rows:
+def _read(data: PreferenceData, recipe: Recipe, options: Dpo, lost: LeftOut, first: bool) -> Iterator[Preference]:
+    """The good rows; the others are counted the `first` time."""
+    lost = lost if first else LeftOut()
+    for origin, row in _rows(data, recipe, options):
         if isinstance(row, NoRow):
             lost.add(origin, str(row))
         else:
@@ -189,13 +194,14 @@ def _encode(
         lost.noted.update(row.noted)
         singles = _singles(row) if options.loss == "kto" else [row]
         for one in singles:
+            label = bytes([one.label is True])  # one answer may be good in one pair and bad in another
             try:
                 answers = [encode_answer(tokenizer, one.conversation(answer), one.tools) for answer in one.answers]
             except UserError as error:
                 lost.add(row.origin, f"malformed: {error}")
                 continue
             reason = _unusable(answers, int(options.sequence_length), lost)
-            digest = hashlib.blake2b(b"/".join(answer.ids.tobytes() for answer in answers), digest_size=16).digest()
+            digest = hashlib.blake2b(b"/".join([label, *(answer.ids.tobytes() for answer in answers)]), digest_size=16).digest()
             if reason is not None or digest in seen:
                 lost.add(row.origin, reason or "repeated")
                 continue
@@ -234,7 +240,7 @@ def _add_others(sets: list[_Found], tokenizer: Tokenizer, recipe: Recipe) -> Non
     length = int(recipe.dpo.sequence_length)
     labeled = [(found, *one) for found in sets for one in found.labeled]
     prompts = [prompt_key(row.prompt) for _, row, _ in labeled]
-    taken = other_rows(prompts, [answer.ids.tobytes() for _, _, answer in labeled], recipe.seed)
+    taken = other_rows(prompts, [answer.ids.tobytes() + bytes([row.label is True]) for _, row, answer in labeled], recipe.seed)
     if taken is None:
         raise UserError(
             f"dpo.data: loss kto compares with answers to other prompts, and all {len(labeled):,} answers are to one prompt; add answers "

@@ -5,23 +5,32 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.tune import TuningSet
-from lmworks.tokenizer.messages import Message, normal, normal_tools
+from lmworks.tokenizer.messages import Message, normal, normal_tools, read_json
 
 Row = Mapping[str, Any]
-ASKED = ("prompt", "instruction", "question", "query", "problem", "input", "message_1", "INSTRUCTION")
-"""Columns with a question, the first that a row has."""
-SAID = ("completion", "response", "output", "answer", "generation", "solution", "message_2", "RESPONSE")
-"""Columns with its answer."""
+ASKED = ("instruction", "prompt", "question", "query", "problem", "input", "message_1", "INSTRUCTION")
+"""Columns with a question, the first that a row has. Beside an `instruction`, `prompt` is often its rendering, with the answer."""
+SAID = ("completion", "response", "output", "generation", "solution", "answer", "message_2", "RESPONSE")
+"""Columns with its answer. Beside a `solution`, `answer` is often only its last number."""
+_BELOW = ("input", "context")  # what a question is about
+_BESIDE = ("contexts", "passage", "options", "choices", "reasoning", "rationale", "thinking", "thinking_trajectories")
 _SYSTEM = ("system", "system_prompt")
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _LISTS = ("messages", "conversations", "conversation")
+_WORD = 20  # characters: a shorter text may be part of another word
 _OF_MESSAGES = ("role", "content", "train")
 _DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]*", re.MULTILINE)
+
+
+class Renamed(dict[str, Any]):
+    """A row whose columns have our names. `named` are those that its set says: they are no guess, and come before others."""
+
+    named: frozenset[str] = frozenset()
 
 
 class NoRow(ValueError):
@@ -38,7 +47,11 @@ def renamed(row: Any, data: TuningSet | None) -> Row:
     found = {name: value for name, value in row.items() if name not in taken}
     found |= {ours: row[theirs] for ours, theirs in data.columns.items() if ours not in _OF_MESSAGES and theirs in row}
     inner = {theirs: ours for ours, theirs in data.columns.items() if ours in _OF_MESSAGES}
-    return {name: _renamed_messages(value, inner, data.roles) for name, value in found.items()} if inner or data.roles else found
+    if inner or data.roles:
+        found = {name: _renamed_messages(value, inner, data.roles) for name, value in found.items()}
+    result = Renamed(found)
+    result.named = frozenset(data.columns)
+    return result
 
 
 def _renamed_messages(value: Any, names: Mapping[str, str], roles: Mapping[str, str]) -> Any:
@@ -71,18 +84,56 @@ def list_in(row: Row) -> list[Any] | None:
 
 
 def first_of(row: Row, names: Sequence[str]) -> str | None:
-    """The first of some columns that has a value."""
-    return next((name for name in names if row.get(name) is not None), None)
+    """The first of some columns that has a value, those that the set names before all others."""
+    found = [name for name in names if row.get(name) is not None]
+    return next((name for name in found if is_named(row, name)), next(iter(found), None))
+
+
+def is_named(row: Row, name: str) -> bool:
+    """Whether the set of a row says which column this is."""
+    return isinstance(row, Renamed) and name in row.named
+
+
+def asked_columns(row: Row) -> list[str]:
+    """The columns with the question of a row: one of `ASKED`, messages before text and text before none, and behind a text what is to stand
+    below it."""
+    ours = [name for name in ASKED if row.get(name) is not None]
+    named = [name for name in ours if is_named(row, name) and name != "input"]
+    listed = [name for name in ours if isinstance(row[name], list | Mapping) and row[name]]
+    name = next(iter([*named, *listed, *(name for name in ours if str(row[name]).strip()), *ours]), None)
+    if name is None or not isinstance(asked := row[name], str):
+        return [] if name is None else [name]
+    below = [one for one in _BELOW if one != name and isinstance(row.get(one), str) and row[one].strip()]
+    return [name, *(one for one in below if row[one] not in asked or (name, one) == ("instruction", "input"))]
 
 
 def asked_in(row: Row) -> Any:
-    """The question of a row with columns for question and answer: text, with `input` below an instruction, or messages; None without."""
-    name = first_of(row, ASKED)
-    if name is None:
-        return None
-    value = row[name]
-    further = row.get("input") if name in ("instruction", "INSTRUCTION") else None
-    return "\n".join(filter(None, (value, further))) if isinstance(value, str) and isinstance(further, str) else value
+    """The question of a row with columns for question and answer: text, with `input` and `context` below it, or messages; None without."""
+    values = [row[name] for name in asked_columns(row)]
+    return "\n".join(filter(None, values)) if values and isinstance(values[0], str) else next(iter(values), None)
+
+
+def note_unused(row: Row, used: Collection[str | None], messages: Sequence[Message], noted: Counter[str], answers: bool) -> None:
+    """Count a row that has more of the question, or with `answers` of the answer, in columns that are not `used`. What `messages` say
+    anyway is not meant."""
+    said = "\n".join(_texts(messages))
+    names = dict.fromkeys((*ASKED, *_BELOW, *_BESIDE, *(SAID if answers else ())))
+    found = [name for name in names if name not in used and not all(_says(said, text) for text in _texts(row.get(name)))]
+    if found:
+        noted["with columns not used: " + ", ".join(found)] += 1
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield from filter(None, [value.strip()])
+    elif isinstance(value, Mapping):
+        yield from (text for name, item in value.items() if name not in ("role", "from", "type") for text in _texts(item))
+    elif isinstance(value, list | tuple):
+        yield from (text for item in value for text in _texts(item))
+
+
+def _says(said: str, text: str) -> bool:
+    return text in said if len(text) > _WORD else re.search(rf"(?<!\w){re.escape(text)}(?!\w)", said) is not None
 
 
 def history_in(row: Row) -> list[Message]:
@@ -170,6 +221,6 @@ def flag(value: Any) -> bool | None:
 
 def _json(text: str, what: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise NoRow(f"{what} not JSON") from None
+        return read_json(text, what)
+    except UserError as error:
+        raise NoRow(str(error)) from None

@@ -12,8 +12,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from lmworks.corpus.read import parquet
 from lmworks.corpus.read.json_rows import SUFFIXES, rows_of
@@ -21,6 +24,7 @@ from lmworks.corpus.read.listing import LEADS_OUT, File, folder_of_glob, has_ext
 from lmworks.corpus.read.opening import COMPRESSED, open_binary
 from lmworks.corpus.read.part import damage_errors
 from lmworks.errors import UserError
+from lmworks.tokenizer.messages import DEEPEST, too_deep
 
 _READ = ".jsonl, .json, .ndjson or .parquet, each also .gz, .zst, .bz2 or .xz"
 _LONGEST_ROW = 1 << 26  # bytes of a row of JSON
@@ -40,9 +44,10 @@ class RawRow:
 
 
 def read_files(where: str, given: str | None, split: str = "train") -> Iterator[RawRow]:
-    """The rows of all files of a set of kind `files`, in the order of their paths; `where` is its recipe key, `given` its path.
+    """The rows of all files of a set of kind `files`, in the order of their paths; `where` is its recipe key, `given` its path. `split` is
+    for the folder of a saved dataset.
 
-    Raises `UserError` if there are none.
+    Raises `UserError` if there are none, and for the split of files.
     """
     if not given:
         raise UserError(f"{where}: kind files needs path, a file, a folder or a pattern")
@@ -50,6 +55,9 @@ def read_files(where: str, given: str | None, split: str = "train") -> Iterator[
     if any((path / name).is_file() for name in SAVED_DATASETS):
         yield from read_dataset(where, given, split)
         return
+    if split != "train":
+        raise UserError(f"{where}.split: kind files reads all files of path, whatever split their names say; let path name those of "
+                        f"{split}, as in {path / split}*, or use kind huggingface")  # fmt: skip
     listed = _list_files(where, path)
     for file in listed.outside:
         yield RawRow(str(file), fault=f"leads out: {LEADS_OUT}; to read its target, make that a set")
@@ -64,7 +72,7 @@ def read_dataset(where: str, given: str | None, split: str) -> Iterator[RawRow]:
     if not given:
         raise UserError(f"{where}: kind huggingface needs path, NAME[:CONFIG] or a directory")
     for number, row in enumerate(open_dataset(given, split)):
-        yield RawRow(f"{given}/{split}:{number}", _without_nulls(row))
+        yield RawRow(f"{given}/{split}:{number}", _plain(row))
 
 
 def files_of(where: str, path: Path) -> list[Path]:
@@ -125,7 +133,10 @@ def _json(path: Path) -> Iterator[RawRow]:
     try:
         for row in rows_of(File(str(path), 0), None, _LONGEST_ROW):
             fault = f"{_REASONS[row.reason]}: {row.detail}" if row.reason is not None else None
-            yield RawRow(row.origin, row.value, fault)
+            if too_deep(row.value):
+                yield RawRow(row.origin, fault=f"nested too deep: more than {DEEPEST} lists and objects lie inside each other")
+            else:
+                yield RawRow(row.origin, row.value, fault)
     except damage_errors() as error:
         yield RawRow(str(path), fault=f"damaged file: {error}; what follows in it is not read")
 
@@ -146,7 +157,7 @@ def _parquet(path: Path) -> Iterator[RawRow]:
                     for row in _rows_of_batch(batch):
                         number += 1
                         fault = "bad UTF-8: a text of this row is not UTF-8" if row is None else None
-                        yield RawRow(f"{path}:{number}", _without_nulls(row), fault)
+                        yield RawRow(f"{path}:{number}", _plain(row), fault)
     except damage_errors() + (UnicodeDecodeError,) as error:  # noqa: RUF005
         yield RawRow(f"{path}:{number + 1}", fault=f"damaged file: {error}; what follows in it is not read")
 
@@ -161,10 +172,13 @@ def _rows_of_batch(batch: Any) -> list[Any]:
         return [row for number in range(batch.num_rows) for row in _rows_of_batch(batch.slice(number, 1))]
 
 
-def _without_nulls(value: Any) -> Any:
-    """A row of a table without its nulls: a column of objects has the keys of all rows, null where a row lacks one."""
+def _plain(value: Any) -> Any:
+    """A row of a table as a row of JSON: without its nulls, since a column of objects has the keys of all rows, null where a row lacks one;
+    and with times, decimals and identifiers as texts. Bytes stay what they are."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_without_nulls(item) for item in value]
-    return value
+        return [_plain(item) for item in value]
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return str(value) if isinstance(value, timedelta | Decimal | UUID) else value

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import pickle
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
 
 from lmworks.corpus.read.conversations import generators_of
+from lmworks.corpus.read.json_rows import REST_UNREAD
 from lmworks.errors import Unavailable, UserError
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import ChatData
@@ -25,7 +28,7 @@ from lmworks.ui.terminal import console
 
 _EXAMPLES = 5
 _FIRST = 3  # reasons that are told of a set or a file without a good row
-SPARE = 4  # rows held ready per row asked for, since some repeat or do not fit
+SPARE = 4  # rows held in memory per row asked for, since some repeat or do not fit
 T = TypeVar("T")
 
 
@@ -42,6 +45,8 @@ class LeftOut:
     def add(self, origin: str, reason: str) -> None:
         """Count a row. `reason` has its detail after a colon."""
         kind, _, detail = reason.partition(": ")
+        if detail.startswith(REST_UNREAD):  # a reason of its own, with its size
+            kind, _, detail = detail.partition(": ")
         self.counts[kind] += 1
         if len(self.examples) < _EXAMPLES and kind not in {one["reason"] for one in self.examples}:
             self.examples.append({"reason": kind, "origin": origin, "detail": detail})
@@ -103,22 +108,43 @@ def digest(*parts: object) -> bytes:
 
 
 class Drawn(Iterable[T]):
-    """At most `limit` rows, drawn evenly with some spare ones and in a random order that depends on the seed; without a limit, all as they
-    come, of which none is held in memory. `total` is the number of rows, once they were read."""
+    """Rows in a random order that depends on the seed, of which a set takes at most `limit`; without a limit, all as they come, of which
+    none is held in memory. `total` is the number of rows, once they were read.
 
-    def __init__(self, rows: Iterable[T], limit: int | None, seed: int, name: str) -> None:
-        self._rows, self._limit, self._seed, self._name = rows, limit, seed, name
+    `read` reads all rows. It is called with True, and with False for a second time, if the rows that are held ready do not suffice since
+    most repeat or do not fit; these wait in a temporary file.
+    """
+
+    def __init__(self, read: Callable[[bool], Iterable[T]], limit: int | None, seed: int, name: str) -> None:
+        self._read, self._limit, self._seed, self._name = read, limit, seed, name
         self.total = 0
 
     def __iter__(self) -> Iterator[T]:
         if self._limit is None:
             yield from self._counted()
             return
-        keyed = ((digest(self._seed, self._name, number), number, row) for number, row in enumerate(self._counted()))
-        yield from (row for _, _, row in heapq.nsmallest(SPARE * self._limit, keyed))
+        some = heapq.nsmallest(SPARE * self._limit, ((self._key(number), number, row) for number, row in enumerate(self._counted())))
+        yield from (row for _, _, row in some)
+        if len(some) < self.total:
+            yield from self._behind(some[-1][:2])
+
+    def _behind(self, last: tuple[bytes, int]) -> Iterator[T]:
+        """The rows behind the key of another."""
+        places: list[tuple[bytes, int, int]] = []
+        with tempfile.TemporaryFile() as file:
+            for number, row in enumerate(self._read(False)):
+                if (key := self._key(number), number) > last:
+                    places.append((key, number, file.tell()))
+                    pickle.dump(row, file)
+            for _, _, place in sorted(places):
+                file.seek(place)
+                yield pickle.load(file)
+
+    def _key(self, number: int) -> bytes:
+        return digest(self._seed, self._name, number)
 
     def _counted(self) -> Iterator[T]:
-        for row in self._rows:
+        for row in self._read(True):
             self.total += 1
             yield row
 
