@@ -180,7 +180,7 @@ def test_a_folder_of_text_is_read_by_ending_and_the_rest_is_counted_and_named(lm
     assert "5 files with other endings" in " ".join(lmworks("plan", recipe, "--set", "size=1M").out.split())
     assert prepared(path=f"{folder}/*")[1] == ["a.txt", "c.Txt.gz", "d.txt"], "a pattern without an ending is a folder"
     assert prepared(path=f"{folder}/*.md")[1] == ["notes.md"], "what is named is read"
-    assert prepared(include="*.md")[1] == ["notes.md"]
+    assert prepared(include="*.md")[1] == ["e.md", "notes.md"], "also inside an archive, whatever that is called"
     assert prepared(kind="markdown")[1] == ["e.md", "notes.md"]
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "notes.md").write_text(words(1))

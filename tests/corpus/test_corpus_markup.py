@@ -12,7 +12,7 @@ import pytest
 from source_items import items, reasons, texts
 
 from lmworks.corpus.read import markup
-from lmworks.corpus.read.markup import _BLANK, decoded, to_text, unescaped
+from lmworks.corpus.read.markup import _BLANK, decoded, decoded_latex, to_text, unescaped
 
 PAGE = """<html><head><title>T</title><script>alert(1)</script></head><body><nav><a href="/">Home</a> <a href="/b">Shop</a></nav>
 <article><h1>The heading</h1><p>Some prose with snake_case and a*b and 1 &lt; 2, long enough to be taken for content by anyone.</p>
@@ -32,6 +32,7 @@ def f(x_1):
 - second point
 
 More prose follows here, in a second paragraph with words enough to be kept, naïve 文書 included."""
+JAPANESE = "日本語の文章です。"
 HANGS = b"<html><body><div " + b" ".join(b'a%d="x"' % number for number in range(200_000)) + b">text</div>"
 
 
@@ -55,6 +56,11 @@ def test_pages_become_markdown_without_navigation(tmp_path: Path, encoding: str)
         (b'<meta charset="hex">\xe9', b'<meta charset="hex">\xe9'),
         (b"<meta charset=no-such>\xe9", b"<meta charset=no-such>\xe9"),
         (b"\xe9", b"\xe9"),
+        ("é".encode("utf-32"), "é"),
+        (f'<meta charset="iso-2022-jp">{JAPANESE}'.encode("iso-2022-jp"), f'<meta charset="iso-2022-jp">{JAPANESE}'),
+        (b'<meta charset="hz-gb-2312">~{VPND~}', '<meta charset="hz-gb-2312">中文'),
+        (f'<meta charset="iso-2022-jp">{JAPANESE}'.encode(), f'<meta charset="iso-2022-jp">{JAPANESE}'),
+        (b'<meta charset="punycode">\xe9', b'<meta charset="punycode">\xe9'),
     ],
 )
 def test_a_page_is_read_as_it_says(data: bytes, text: str | bytes) -> None:
@@ -146,6 +152,25 @@ def test_web_archives(tmp_path: Path, packed: str) -> None:
     assert found[0].origin == f"{path}:3"
 
 
+def test_the_encoding_that_a_server_named(tmp_path: Path) -> None:
+    pytest.importorskip("warcio")
+    pytest.importorskip("trafilatura")
+    french = "Un café, l’été – à 5 €."
+    page = PAGE.replace("naïve ", "").replace("Some prose", JAPANESE)
+    (tmp_path / "a.warc").write_bytes(b"".join([
+        record("response", french.encode("cp1252"), "text/plain; charset=windows-1252"),
+        record("response", french.encode(), "text/plain; charset=windows-1252"),
+        record("response", JAPANESE.encode("iso-2022-jp"), 'text/plain; Charset="ISO-2022-JP"'),
+        record("response", page.encode("iso-2022-jp"), "text/html; charset=iso-2022-jp"),
+        record("response", b"caf\xe9", "text/plain; charset=hex"),
+        record("response", b"caf\xe9", "text/plain; charset=unicode_escape"),
+    ]))  # fmt: skip
+    found = items("warc", path=str(tmp_path / "a.warc"))
+    assert texts(found)[:3] == [french, french, JAPANESE]
+    assert texts(found)[3:] == [TEXT_OF_PAGE.replace("naïve ", "").replace("Some prose", JAPANESE)]
+    assert reasons(found) == ["bad_utf8", "bad_utf8"]
+
+
 def test_broken_web_archives(tmp_path: Path) -> None:
     pytest.importorskip("warcio")
     pytest.importorskip("trafilatura")
@@ -198,6 +223,37 @@ def test_latex_becomes_text_with_its_formulas(tmp_path: Path) -> None:
         r"\begin{equation}\label{eq:a}", " E = mc^2", r"\end{equation}", "", "```", "code % stays", "```",
     ]  # fmt: skip
     assert second.text == "## Straße\n\nGrüße"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (r"See \url{http://x.org/a%20b} for it. % no text", "See <http://x.org/a%20b> for it."),
+        (r"\href{http://x.org/c%3Dd}{A \emph{link} % no text" + "\n} more.", "A link <http://x.org/c%3Dd> more."),
+        (r"A\footnote{\url{http://x.org/c%3Dd\#e}} more.", "A[<http://x.org/c%3Dd#e>] more."),
+        (r"Now \verb|50% of x_1| and \verb*+%+ more.", "Now `50% of x_1` and `%` more."),
+        (r"A \lstinline[language=C]{x % 2} and \mintinline{c}|y % 3| more.", "A `x % 2` and `y % 3` more."),
+        (r"\nolinkurl{a%b} and \path{C:%d} more.", "a%b and C:%d more."),
+        (r"A 50\% share, a line \\% no text" + "\nand more.", "A 50% share, a line and more."),
+        ("One % \\begin{verbatim} \\verb|\nTwo % \\end{verbatim}\nThree", "One Two Three"),
+    ],
+)
+def test_a_percent_sign_in_an_address_or_in_code_begins_no_comment(tmp_path: Path, source: str, text: str) -> None:
+    pytest.importorskip("pylatexenc")
+    (tmp_path / "a.tex").write_text(f"\\begin{{document}}\n{source}\n\nThe end.\n\\end{{document}}\n")
+    (found,) = texts(items("latex", path=str(tmp_path)))
+    assert " ".join(found.split()) == f"{text} The end."
+
+
+def test_latex_is_read_in_the_encoding_that_it_names() -> None:
+    russian = "Длинный абзац."
+    for name, encoding in (("cp1251", "cp1251"), ("koi8-r", "koi8-r"), ("cp1251", "utf-8"), ("latin1", "utf-16"), ("latin1", "utf-32")):
+        given = f"\\usepackage[{name}]{{inputenc}} {russian}"
+        assert decoded_latex(given.encode(encoding)) == given, (name, encoding)
+    assert decoded_latex("\\usepackage[ansinew]{inputenc} €".encode("cp1252")) == "\\usepackage[ansinew]{inputenc} €"
+    assert decoded_latex("Grüße".encode("latin-1")) == "Grüße"
+    with pytest.raises(ValueError, match="zero bytes"):
+        decoded_latex("text".encode("utf-16-le"))
 
 
 def test_latex_that_is_none_or_without_end(tmp_path: Path) -> None:
@@ -282,6 +338,24 @@ def test_metadata_before_markdown_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "b.md").write_bytes(b"---\r\ntitle: A page\r\n---\r\n# Its own\r\n")
     (tmp_path / "c.md").write_text("---\n\nonly a rule above\n")
     assert texts(items("markdown", path=str(tmp_path))) == ["# A page\n\nprose\n", "# Its own\n", "---\n\nonly a rule above\n"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "---\n\nProse between two rules.\n\n---\n\nmore\n", "---\nslide one text: hello\n---\nslide two\n", "---\n# Title\n---\ntext\n",
+        "---\nkey: value\nA sentence.\n---\ntext\n", "---\n- a list\n- of two\n---\ntext\n", "---\n\n---\n",
+    ],
+)  # fmt: skip
+def test_text_between_two_rules_is_no_metadata(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.md").write_text(text)
+    assert texts(items("markdown", path=str(tmp_path))) == [text]
+
+
+def test_metadata_of_all_forms_is_no_text(tmp_path: Path) -> None:
+    block = 'layout: post\n"a-b.c": x\ntags:\n- a\n-\n  b: c\n# a comment\nabout: >\n  Two\n\tlines.\n\nlist: [1,\n  2\n]\nempty:\n'
+    (tmp_path / "a.md").write_text(f"---\n{block}---\nprose\n")
+    assert texts(items("markdown", path=str(tmp_path))) == ["prose\n"]
 
 
 def test_compressed_pages(tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import lzma
 import random
 import subprocess
 import sys
+import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from source_items import LIMIT, items, reasons, rows, source, texts
 
 from lmworks.corpus.read import File, Part, huggingface, parts, read
 from lmworks.corpus.read.opening import bounded_lines
+from lmworks.corpus.read.rows import _fact
 from lmworks.errors import Unavailable, UserError
 
 GOOD = ["first document", "second: naïve 文書", "third"]
@@ -56,6 +60,124 @@ def test_a_document_over_the_limit_is_enormous_also_when_its_line_can_be_read(tm
     found = items("jsonl", path=str(path))
     assert texts(found) == ["é" * (LIMIT // 2), "fine"]
     assert reasons(found) == ["enormous"] * 3
+
+
+BROKEN = {
+    "escape": r'{"text": "C:\xyz", "more": [1, {"a": "}"}]}', "comma": '{"text": "x", "more": [1, 2],}', "word": '{"text": undefined}',
+    "quotes": '{"text": "he said "so" again"}', "deep": '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "zero": '{"text": "a\0b"}', "long": '{"text": "' + 1_500_000 * "ab" + '"}', "escapes": '{"text": "' + 1_500_000 * "\\\\" + '"}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("around", ["[{}]", "[\n{}\n]", "[{},]", "{}"])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_row_of_an_array_costs_itself_only(tmp_path: Path, broken: str, around: str) -> None:
+    path = tmp_path / "data.json"
+    documents = [json.dumps({"text": text, "of": [{"text": "no row"}]}, indent=1) for text in ("one", "two", "three")]
+    between = ",\n" if around != "{}" else "\n"
+    path.write_text(around.replace("{}", between.join([documents[0], BROKEN[broken], *documents[1:]])))
+    found = items("jsonl", path=str(path))
+    assert texts(found) == ["one", "two", "three"]
+    assert reasons(found) == ["enormous" if broken in ("long", "escapes") else "broken_json"]
+    assert [item.origin for item in found] == [f"{path}:{number}" for number in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "lost"),
+    [
+        ('{"text": [1, 2}', ": Expecting ',' delimiter at character 14 of it: {"),
+        ('{"text": "5" disk"}', ": Expecting ',' delimiter at character 13 of it: {"),
+        ('{"text": "x"}}', ": Expecting value at character 0 of it: }"),
+        ("nothing", ": Expecting value at character 0 of it: nothing"),
+        ('{"text": "x"}] {"text": "y"}', ": it follows the end of the array: {"),
+    ],
+)
+def test_where_the_end_of_a_row_is_not_found_the_rest_is_named_with_its_size(tmp_path: Path, broken: str, lost: str) -> None:
+    path = tmp_path / "data.json"
+    path.write_text('[{"text": "one"}, ' + broken + ', {"text": "two", "of": {"text": "no row"}}' * 40_000 + "]")
+    found = items("jsonl", path=str(path))
+    assert texts(found)[0] == "one" and len(texts(found)) <= 2
+    (rest,) = [item for item in found if item.reason is not None]
+    assert rest.reason == "rest_unread" and rest.text.startswith("rest of the file unread, 1.7 MB" + lost), rest.text
+    assert rest.origin == f"{path}:{len(found)}" and sum(item.consumed for item in found) == path.stat().st_size
+    path.write_text('[{"text": "one"}, ')
+    assert reasons(items("jsonl", path=str(path))) == ["broken_json"], "nothing behind it is known to be lost"
+
+
+def test_tabs_and_line_breaks_in_strings_are_text(tmp_path: Path) -> None:
+    text = "a\tb\nc \x1b[0m"
+    raw = '{"text": "' + text + '"}'
+    (tmp_path / "a.json").write_text(f"[{raw}, {raw}]")
+    (tmp_path / "b.json").write_text(f"{raw}\n{raw}")
+    (tmp_path / "c.jsonl").write_text(raw.replace("\n", " ") + "\n" + rows("d").decode())
+    assert texts(items("jsonl", path=str(tmp_path))) == [text] * 4 + [text.replace("\n", " "), "d"]
+
+
+@pytest.mark.parametrize(
+    "first", ["[INFO] exported 2 rows", "[2024-05-01 12:00] x", "[1, 2] x", '["a"] x', "[" * 100_000, "[" * 5000 + "]" * 5000, "[", "# x"]
+)
+def test_a_first_line_with_a_bracket_makes_no_array_of_a_file_of_lines(tmp_path: Path, first: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(first.encode() + b"\n" + rows("one", "two"))
+    found = items("jsonl", path=str(tmp_path))
+    assert (texts(found), reasons(found)) == (["one", "two"], ["broken_json"])
+
+
+def test_an_object_over_several_lines_may_be_long(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"title": "x", "text": "word " * 500_000, "more": ["\u6587"] * 9}, indent=2))
+    (tmp_path / "b.json").write_text(json.dumps({"of": [[1, "x" * 90]] * 20_000, "text": "last"}, indent=2))
+    found = items("jsonl", limit=3_000_000, path=str(tmp_path))
+    assert [(len(item.text), item.reason) for item in found] == [(2_500_000, None), (4, None)]
+
+
+def test_the_time_of_an_array_does_not_grow_with_its_longest_row(tmp_path: Path) -> None:
+    """What was read at once because of that row was copied for each of those behind it."""
+    documents = ["a" * 4_200_000, *(f"the row {number:,} of these" for number in range(90_000))]
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in documents]))
+    (tmp_path / "a.jsonl").write_bytes(rows(*documents))
+
+    def seconds(name: str) -> float:
+        given, begin = source("jsonl", path=f"{tmp_path}/{name}"), time.process_time()
+        assert sum(item.reason is None for part in parts(given, 1 << 40) for item in read(given, part, 5_000_000)) == 90_001
+        return time.process_time() - begin
+
+    assert seconds("a.json") < 2.5 * seconds("a.jsonl")
+
+
+def test_a_fact_that_is_nested_too_deep_is_none() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert _fact(deep) is None and _fact([[1]]) == "[[1]]"
+    while deep:  # freed by itself, it would overflow the stack of some versions of Python
+        deep = deep.pop()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("document_format", ["file", "lines"])
+def test_a_byte_order_mark_is_believed_in_files_and_archives(tmp_path: Path, encoding: str, document_format: str) -> None:
+    data = "\ufeffeins é\nzwei".encode(encoding)
+    (tmp_path / "a.txt").write_bytes(data)
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        archive.writestr("c.txt", data)
+    found = items("text", path=str(tmp_path), document_format=document_format)
+    assert texts(found) == (["eins é", "zwei"] if document_format == "lines" else ["eins é\nzwei"]) * 2
+    (tmp_path / "a.md").write_bytes(data)
+    assert texts(items("markdown", path=str(tmp_path / "a.md"))) == ["eins é\nzwei"]
+    (tmp_path / "a.md").write_bytes(data[:-1])
+    assert reasons(items("markdown", path=str(tmp_path / "a.md"))) == ["bad_utf8"]
+
+
+def test_include_names_files_and_members_of_archives_alike(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name in ("logs/one.log", "two.log", "c.txt"):
+            archive.writestr(name, f"{name} in the archive")
+    (tmp_path / "x.log").write_text("x.log")
+    members = ["logs/one.log in the archive", "two.log in the archive"]
+    assert texts(items("text", path=str(tmp_path), include="*.log")) == [*members, "x.log"]
+    assert texts(items("text", path=str(tmp_path / "a.zip"), include="*.log")) == members
+    assert texts(items("text", path=str(tmp_path / "a.zip"), include="one.log")) == members[:1], "by its name, as in a folder"
+    found = items("text", path=str(tmp_path), include="*.zip")
+    assert (texts(found), reasons(found)) == (["c.txt in the archive"], ["other_ending"] * 2), "of these archives what the kind reads"
 
 
 def test_bounded_lines() -> None:
@@ -258,6 +380,11 @@ def test_stored_datasets_are_cut_by_rows_and_streamed_ones_by_files(tmp_path: Pa
     assert found[299].origin == f"{tmp_path}/stored/train:299"
     assert found[0].facts == {"url": "u"}
     assert len(parts(source("huggingface", path=str(tmp_path / "stored")), 10_000)) > 5
+    before = sorted(path.name for path in (tmp_path / "stored").iterdir())
+    some = items("huggingface", path=str(tmp_path / "stored"), max_bytes="5 kB")
+    assert 10 < len(some) < 50 and some[0].text != documents[0]
+    assert all(item.text == documents[int(item.origin.rpartition("train:")[2])] for item in some)
+    assert sorted(path.name for path in (tmp_path / "stored").iterdir()) == before, "nothing is written beside the data of the user"
     (tmp_path / "files").mkdir()
     for number in range(3):
         (tmp_path / "files" / f"train-{number}.jsonl").write_bytes(rows(*documents[number * 100 : number * 100 + 100]))
@@ -265,6 +392,8 @@ def test_stored_datasets_are_cut_by_rows_and_streamed_ones_by_files(tmp_path: Pa
     assert texts(streamed) == documents
     assert len({item.origin for item in streamed}) == 300
     assert len(parts(source("huggingface", path=str(tmp_path / "files")), 1)) == 3
+    some = items("huggingface", path=str(tmp_path / "files"), max_bytes="5 kB")
+    assert [item.origin.rpartition("/")[2] for item in some] == [f"drawn:{number}" for number in range(len(some))], "rows are not known"
 
 
 def test_a_lost_connection_to_the_hub_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,3 +40,14 @@ def test_time_and_memory_of_a_large_tree(tmp_path: Path) -> None:
     assert spent < 20_000 * 10e-6 * 10, spent  # ten seconds for a million, times what a busy machine takes
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # kB
     assert all(len(one.sample) <= SAMPLE for one in found.files)
+
+
+def test_the_command_that_makes_a_table_parquet_reads_line_breaks_in_texts(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    text = "one\n\ntwo, with a comma\n" * 10
+    (tmp_path / "A.csv").write_text("id,text\n" + "".join(f'{number},"{text}"\n' for number in range(8000)))
+    (hint,) = survey(str(tmp_path)).unused
+    command = hint.partition('python -c "')[2].rpartition('"')[0]
+    subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=True)
+    assert pq.read_table(tmp_path / "A.parquet").column("text").to_pylist() == [text] * 8000

@@ -14,6 +14,7 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.shards import import_tokens as import_tokens_module
 from lmworks.shards.batches import Batches
 from lmworks.shards.build import build_shards
 from lmworks.shards.import_tokens import Imported, import_tokens
@@ -67,6 +68,19 @@ def test_megatron_of_any_type_with_documents_of_several_sequences(tokenizer_dir:
     assert split.bytes == sum(len(text.encode()) for text in TEXTS)
     assert not (tmp_path / "out" / "encoded").exists()
     verify(tmp_path / "out")
+
+
+def test_an_import_that_is_continued_counts_all_documents(tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    shuffled = import_tokens_module.shuffled
+    monkeypatch.setattr(import_tokens_module, "shuffled", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        import_tokens("datatrove", DATATROVE, tokenizer_dir, "dt", tmp_path / "out", domain="web", eos=500)
+    monkeypatch.setattr(import_tokens_module, "shuffled", shuffled)
+    made = import_tokens("datatrove", DATATROVE, tokenizer_dir, "dt", tmp_path / "out", domain="web", eos=500)
+    assert (made.closed, made.empty) == (3, 1)
 
 
 @pytest.mark.parametrize("kind", ["datatrove", "nanotron"])

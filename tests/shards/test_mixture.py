@@ -60,13 +60,13 @@ def test_each_source_counts_its_sequences_without_gap_or_repeat(parts: list[int]
 
 
 def test_each_source_counts_on_across_changes() -> None:
-    """Also across a second change, before which a mixture began that is not the first."""
-    mixtures = [Mixture({"a": 0.7, "b": 0.3}), Mixture({"a": 0.2, "c": 0.8}), Mixture({"b": 0.5, "c": 0.5})]
-    plan = MixturePlan([*zip((0, 700, 1900), mixtures, strict=True)])
+    """Also across a second and a third change, before which a mixture began that is not the first."""
+    mixtures = [Mixture({"a": 0.7, "b": 0.3}), Mixture({"a": 0.2, "c": 0.8}), Mixture({"b": 0.5, "c": 0.5}), Mixture({"a": 0.9, "c": 0.1})]
+    plan = MixturePlan([*zip((0, 700, 1900, 2400), mixtures, strict=True)])
     source, k = plan.locate(np.arange(3000))
     for index in range(3):
         assert k[source == index].tolist() == list(range((source == index).sum()))
-    for prefix in (0, 700, 701, 1900, 1901, 3000):
+    for prefix in (0, 700, 701, 1900, 1901, 2400, 2401, 3000):
         assert plan.counts(prefix).tolist() == np.bincount(source[:prefix], minlength=3).tolist()
 
 
@@ -97,6 +97,7 @@ def test_a_weight_that_rounds_to_nothing_is_refused() -> None:
         Mixture({"rare": 0.00001, "web": 0.99999})
 
 
-def test_no_sources_are_refused() -> None:
-    with pytest.raises(UserError, match="at least one source"):
-        Mixture({})
+@pytest.mark.parametrize("weights", [{}, {"a": 0.0}, {"a": 1.0, "b": 0.0}, {"a": 1.0, "b": -0.5}])
+def test_no_sources_and_weights_that_are_not_positive_are_refused(weights: dict[str, float]) -> None:
+    with pytest.raises(UserError, match="at least one source, and positive weights"):
+        Mixture(weights)

@@ -36,7 +36,8 @@ _KINDS = {
 }
 _HINTS = {
     ".csv": "save it as parquet: "
-    "python -c \"import pyarrow.csv as c, pyarrow.parquet as p; p.write_table(c.read_csv('A.csv'), 'A.parquet')\"",
+    "python -c \"import pyarrow.csv as c, pyarrow.parquet as p; "
+    "p.write_table(c.read_csv('A.csv', parse_options=c.ParseOptions(newlines_in_values=True)), 'A.parquet')\"",
     ".tsv": "save it as parquet or JSON lines", ".xlsx": "save it as parquet or JSON lines",
     ".pdf": "make it text first, for example with pdftotext", ".docx": "make it text first, for example with pandoc",
     ".epub": "make it text first, for example with pandoc", ".log": "name it in a source of kind text with include: \"*.log\"",

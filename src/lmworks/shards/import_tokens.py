@@ -24,10 +24,10 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.host.pool import map_unordered
-from lmworks.io.files import atomic_path, explain_damage, sha256_file
+from lmworks.io.files import atomic_path, explain_damage, read_json, sha256_file, write_json
 from lmworks.shards.build import Job, shuffled
 from lmworks.shards.encode import EncodedWriter, find_encoded
-from lmworks.shards.indexed import IndexedFile, map_file, token_dtype
+from lmworks.shards.indexed import IndexedFile, map_file, token_dtype, with_ending
 from lmworks.shards.manifest import MANIFEST, TOKEN_BYTES, Manifest, SourceShards
 from lmworks.tokenizer import Tokenizer, load
 from lmworks.ui.terminal import bar
@@ -128,6 +128,7 @@ def _checked_ends(path: Path, ends: np.ndarray, tokens: int) -> np.ndarray:
     return ends
 
 
+_COUNTS = "closed_and_empty"  # beside the counts of an encoded part, for an import that is continued
 _SAMPLED = 32  # documents that are decoded to see whether they are text
 _TOKENS_OF_EACH = 200
 
@@ -209,8 +210,10 @@ def import_file(
     foreign = open_token_file(kind, path, dtype, closing)
     name, part, domain, language = known
     closed = empty = start = 0
-    if find_encoded(prefix, inputs):
-        return 0, 0
+    counts = with_ending(prefix, ".json")
+    if find_encoded(prefix, inputs) and _COUNTS in (made := read_json(counts)):
+        closed, empty = made[_COUNTS]
+        return closed, empty
     with EncodedWriter(prefix, token_dtype(tokenizer.vocab_size), inputs) as writer:
         for number, end in enumerate(foreign.ends.tolist()):
             tokens = np.asarray(foreign.tokens[start:end], np.int64)
@@ -226,6 +229,7 @@ def import_file(
             identity, origin = foreign.known[number] if foreign.known else ("", "")
             about = (identity or f"{name}/{part}/{number}", origin or f"{path}:{number}", domain, language)
             writer.add(np.append(text, tokenizer.eos_id), int(tokenizer.byte_lengths[text].sum()), about)
+    write_json(counts, {**read_json(counts), _COUNTS: [closed, empty]})
     return closed, empty
 
 

@@ -42,4 +42,6 @@ MUTANTS = [
     ("shards.order:Order.__init__", "self._plan(phase, PhaseSteps.of(phase)) for phase in recipe.train.phases",
      "self._plan(phase, steps) for phase, steps in zip(recipe.train.phases, self.timeline.phases, strict=True)",
      "A planned change of the mixture keeps its place when the batch grows.", "shards/test_order.py"),
+    ("shards.import_tokens:import_file", "        closed, empty = made[_COUNTS]\n", "",
+     "An import that is continued counts all documents.", "shards/test_importing.py"),
 ]  # fmt: skip

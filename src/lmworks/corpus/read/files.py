@@ -6,7 +6,6 @@ Jupyter notebooks as text: Markdown cells unchanged, code cells in fences, and o
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from typing import Any
 from lmworks.corpus.read.archives import ARCHIVES, is_archive, members
 from lmworks.corpus.read.formats import Member, document_format
 from lmworks.corpus.read.json_rows import line_parts, lines_of
-from lmworks.corpus.read.listing import File, find_files, has_extension
+from lmworks.corpus.read.listing import File, find_files, has_extension, matches
 from lmworks.corpus.read.markup import Extractor
 from lmworks.corpus.read.opening import open_binary
 from lmworks.corpus.read.part import Item, Part, decode_document, pack_files, printable, quarantine_errors, quarantined
@@ -99,8 +98,8 @@ Convert = Callable[[Member, int], Iterator[Item]]
 
 
 def suffixes(source: Source) -> tuple[str, ...]:
-    """Endings of the files that are read in a folder or archive; those that `include` names may have any."""
-    return () if source.include else SUFFIXES[source.kind]
+    """Endings of the files that are read in a folder or archive; those that `include` names may have any, unless it names archives."""
+    return () if source.include and not is_archive(source.include) else SUFFIXES[source.kind]
 
 
 def with_archives(source: Source) -> tuple[str, ...]:
@@ -112,7 +111,7 @@ def with_archives(source: Source) -> tuple[str, ...]:
 def parts(source: Source, part_bytes: int) -> list[Part]:
     with ExitStack() as stack:
         _convert(source, stack)
-    files = find_files(source, with_archives(source))
+    files = find_files(source, with_archives(source), ARCHIVES)
     return list(line_parts(files, part_bytes) if source.document_format == "lines" else pack_files(files, part_bytes))
 
 
@@ -142,6 +141,7 @@ def _lines(file: File, span: tuple[int, int] | None, limit: int) -> Iterator[Ite
 
 
 def _archived(source: Source, convert: Convert, file: File, limit: int) -> Iterator[Item]:
+    pattern = source.include if source.include and not is_archive(source.include) else None
     for member in members(file):
         if isinstance(member, Item):
             yield member
@@ -149,7 +149,7 @@ def _archived(source: Source, convert: Convert, file: File, limit: int) -> Itera
         name = f"{file.path}/{member.name}"
         if not has_extension(member.name, suffixes(source)):
             yield quarantined("other_ending", printable(name), "", member.size)
-        elif fnmatch.fnmatch(member.name, source.include or "*"):
+        elif matches(member.name, pattern):
             yield from quarantine_errors(_named(convert(replace(member, name=name), limit), name), name)
 
 

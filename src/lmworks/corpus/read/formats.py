@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmworks.corpus.read.conversations import Section, Story, parse_chats, parse_story, story_language
-from lmworks.corpus.read.opening import bounded_lines
+from lmworks.corpus.read.opening import as_utf8, bounded_lines
 from lmworks.corpus.read.part import Item, decode_document, quarantined
 from lmworks.errors import UserError
 
@@ -41,7 +41,7 @@ def file(members: Iterator[Member], limit: int) -> Iterator[Item]:
 def lines(members: Iterator[Member], limit: int) -> Iterator[Item]:
     """Each line that is not blank is a document."""
     for member in members:
-        for number, (line, complete) in enumerate(bounded_lines(member.stream, limit), start=1):
+        for number, (line, complete) in enumerate(bounded_lines(as_utf8(member.stream), limit), start=1):
             origin = f"{member.name}:{number}"
             if not complete:
                 yield quarantined("enormous", origin, line, len(line))

@@ -68,20 +68,25 @@ def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
 
 
 def _items(source: Source, part: Part, columns: Columns) -> Iterator[Item]:
+    import numpy as np  # not by the processes that read archives, which import this
+
     rows = _rows(source)
     stored = hasattr(rows, "num_rows")
     wanted = int(source.max_bytes) if source.max_bytes is not None else None
-    first = 0
-    if part.span is None:
-        rows = rows.shuffle(seed=0) if stored else rows.shuffle(seed=0, buffer_size=_BUFFER)
+    origin = f"{source.path}/{source.document_format or 'train'}"
+    found: Iterator[tuple[int, Any]]
+    if stored and part.span is None:  # the library's own shuffle writes its order into the folder of the user
+        found = ((int(number), rows[int(number)]) for number in np.random.default_rng(0).permutation(rows.num_rows))
     elif stored:
-        first = part.span[0]
-        rows = rows.select(range(*part.span))
+        assert part.span is not None
+        found = enumerate(rows.select(range(*part.span)), start=part.span[0])
+    elif part.span is None:  # the place of a row in its file is not known
+        found, origin = enumerate(rows.shuffle(seed=0, buffer_size=_BUFFER)), f"{origin}/drawn"
     else:
-        rows = rows.shard(num_shards=rows.n_shards, index=part.span[0])
-    origin = f"{source.path}/{source.document_format or 'train'}" + ("" if stored or part.span in (None, (0, 1)) else f"/{part.span[0]}")  # type: ignore[index]
+        found = enumerate(rows.shard(num_shards=rows.n_shards, index=part.span[0]))
+        origin += f"/{part.span[0]}" if part.span != (0, 1) else ""
     taken = 0
-    for number, row in enumerate(rows, start=first):
+    for number, row in found:
         item = columns.item(row, f"{origin}:{number}", 0)
         size = len(item.text.encode("utf-8", "surrogatepass")) if item.reason is None else 0
         taken += size

@@ -1,8 +1,9 @@
 """Rows of files of JSON, for the corpus and for all later stages: JSON lines, an array, or objects over several lines, whatever the suffix.
 
-A byte order mark is dropped, and UTF-16 and UTF-32 with one are read. A row that is not JSON or not UTF-8 is a fault of that row only. One
-row at a time is in memory. As a source, a large plain file of JSON lines is cut at arbitrary positions: a line belongs to the part in which
-it begins.
+A byte order mark is dropped, and UTF-16 and UTF-32 with one are read. A row that is not JSON or not UTF-8 is a fault of that row only: in
+an array reading goes on behind it. Where its end cannot be found, the rest of the file is a fault of its own, with its size. Tabs and line
+breaks inside strings are text, although JSON wants them escaped. One row at a time is in memory. As a source, a large plain file of JSON
+lines is cut at arbitrary positions: a line belongs to the part in which it begins.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any, Literal
 
 from lmworks.corpus.read.listing import File, find_files
 from lmworks.corpus.read.opening import COMPRESSED, bounded_lines, can_seek, has_mark_of_utf16, open_text, skip_line
-from lmworks.corpus.read.part import Item, Part, damage_errors, pack_files, printable, quarantine_errors, quarantined
+from lmworks.corpus.read.part import EXCERPT, Item, Part, damage_errors, pack_files, printable, quarantine_errors, quarantined
 from lmworks.corpus.read.rows import Columns
 from lmworks.recipe.schema.corpus import Source
+from lmworks.ui.amounts import size
 
 Layout = Literal["lines", "array", "objects"]
 Reason = Literal["enormous", "bad_utf8", "broken_json"]
@@ -28,11 +30,19 @@ _PIECE = 1 << 20
 _FIRST_ROW = 1 << 20  # bytes that may decide whether a file has a row per line
 _BAD_BYTES = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, decoded with surrogateescape
 _SPACE = " \t\r\n"
+_BETWEEN = re.compile(r"[ \t\r\n,]*")  # rows; a comma may lack or be one too many
+_BRACKETS, _ENDS_OF_STRING = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
+_LONGEST_TOKEN = 12  # characters of two escapes that are one character
+_DECODER = json.JSONDecoder(strict=False)  # with control characters in strings
+_ZERO_BYTES = "it has zero bytes: save the file as UTF-8"
+REST_UNREAD = "rest of the file unread"
+"""How the `detail` of a row begins whose end was not found, so that nothing behind it is read. The size of the rest follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonRow:
-    """A row as read: its `value`, or the `reason` why it has none, with a `detail` for people and the beginning of its text.
+    """A row as read: its `value`, or the `reason` why it has none, with a `detail` for people (see `REST_UNREAD`) and the beginning of its
+    text.
 
     `consumed` is the number of input bytes read since the row before.
     """
@@ -92,7 +102,10 @@ def can_be_cut(path: str, json_rows: bool) -> bool:
 
 
 def layout_of(path: str) -> Layout:
-    """How the rows of a file are laid out. A first line that is a value makes it lines, unless that is an array and all there is."""
+    """How the rows of a file are laid out. A first line that is a value makes it lines, unless that is an array and all there is.
+
+    What begins with a bracket is an array only if a row follows: a line of a log may, too.
+    """
     with open_text(path) as (stream, _):
         head = _Pieces(stream).read(_FIRST_ROW)
     text, whole = head.decode("utf-8-sig", "surrogateescape").lstrip(_SPACE), len(head) < _FIRST_ROW
@@ -101,20 +114,40 @@ def layout_of(path: str) -> Layout:
     line, ended, rest = text.partition("\n")
     if ended or whole:
         try:
-            json.loads(line)
-        except (ValueError, RecursionError):
-            pass
+            _DECODER.decode(line)
+        except (ValueError, RecursionError) as error:
+            too_deep = isinstance(error, RecursionError) and line.rstrip(_SPACE)[-1] == "]"
+            if (too_deep or getattr(error, "msg", "") == "Extra data") and rest.strip(_SPACE):
+                return "lines"  # a value ends in the line
         else:
             return "array" if line[0] == "[" and not rest.strip(_SPACE) else "lines"
-    if text[0] == "[":
+    array = text[0] == "["
+    begin = _row_begins(text, 1) if array else 0
+    if array and text[begin : begin + 1] in ("{", "]"):
         return "array"
     try:
-        _, end = json.JSONDecoder().raw_decode(text)
-    except json.JSONDecodeError as error:  # an object that goes on where what was read ends
-        return "objects" if ended and not whole and error.pos >= len(text.rstrip(_SPACE)) - 1 else "lines"
+        _, end = _DECODER.raw_decode(text, begin)
+    except json.JSONDecodeError as error:
+        if not _is_cut(error, text) or whole:
+            return "lines"
+        return "array" if array else "objects" if ended else "lines"
     except (ValueError, RecursionError):
         return "lines"
+    if array:
+        return "array" if text[end:].lstrip(_SPACE)[:1] in (",", "]") else "lines"
     return "objects" if "\n" in text[:end] else "lines"
+
+
+def _row_begins(text: str, at: int) -> int:
+    """The place of the first character from `at` on that does not stand between rows; the end of the text if there is none."""
+    found = _BETWEEN.match(text, at)
+    assert found is not None, "it may be empty"
+    return found.end()
+
+
+def _is_cut(error: json.JSONDecodeError, text: str) -> bool:
+    """Whether a value is no JSON only because the text ends in the middle of it."""
+    return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip(_SPACE)) - _LONGEST_TOKEN
 
 
 class _Pieces:
@@ -146,53 +179,139 @@ class _Pieces:
 
 def _parsed(line: bytes, origin: str, consumed: int) -> JsonRow:
     try:
-        return JsonRow(origin, json.loads(line.decode("utf-8-sig")), consumed=consumed)
+        value = _DECODER.decode(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return JsonRow(origin, None, "bad_utf8", _not_utf8(line[error.start : error.start + 1], error.start), line, consumed)
     except (ValueError, RecursionError) as error:
-        detail = "it has zero bytes: save the file as UTF-8" if b"\0" in line else str(error)
-        return JsonRow(origin, None, "broken_json", detail, line, consumed)
+        return JsonRow(origin, None, "broken_json", _ZERO_BYTES if b"\0" in line else str(error), line, consumed)
+    if b"\0" in line:
+        return JsonRow(origin, None, "broken_json", _ZERO_BYTES, line, consumed)
+    return JsonRow(origin, value, consumed=consumed)
 
 
 def _not_utf8(byte: bytes, position: int) -> str:
     return f"byte 0x{byte.hex()} at {position:,} is not UTF-8; save the file as UTF-8"
 
 
+class _Text:
+    """The text of a stream that is not used yet, `text[at:]`, and whether it has `ended` there."""
+
+    def __init__(self, stream: Any) -> None:
+        self._pieces = _Pieces(stream)
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
+        self.text, self.at, self.ended, self._bytes = "", 0, False, 0
+
+    def more(self, count: int = _PIECE) -> bool:
+        """Read on, and forget what was used. Returns whether there was more."""
+        piece = self._pieces.read(count)
+        self.ended = not piece
+        self._bytes += len(piece)
+        self.text, self.at = self.text[self.at :] + self._decode(piece, final=self.ended), max(self.at - len(self.text), 0)
+        return not self.ended
+
+    def used(self) -> int:
+        """Bytes before `at`."""
+        return self._bytes - len(self.text[self.at :].encode("utf-8", "surrogateescape"))
+
+    def next(self) -> str:
+        """The character with which the next row begins; empty at the end."""
+        while (begin := _row_begins(self.text, self.at)) == len(self.text):
+            self.at = begin
+            if not self.more():
+                return ""
+        self.at = begin
+        return self.text[begin]
+
+    def sample(self, end: int = 0) -> bytes:
+        """The beginning of what is not used; at most up to `end`, if that is known."""
+        return self.text[self.at : min(self.at + EXCERPT, end or len(self.text))].encode("utf-8", "surrogateescape")
+
+    def give_up(self, used: int) -> str:
+        """Read to the end; the beginning of a detail, with what follows the first `used` bytes."""
+        self.at = len(self.text)
+        while self.more():
+            self.at = len(self.text)
+        return f"{REST_UNREAD}, {size(self._bytes - used)}"
+
+    def parse(self, limit: int) -> tuple[Any, int, Reason | None, str]:
+        """The value at `at` and where it ends, or the reason and detail why there is none."""
+        wanted = _PIECE
+        while True:
+            value, end, fault = None, 0, ""
+            try:
+                value, end = _DECODER.raw_decode(self.text, self.at)
+                cut = end == len(self.text)  # a number may go on
+            except json.JSONDecodeError as error:
+                fault, cut = f"{error.msg} at character {error.pos - self.at:,} of it", _is_cut(error, self.text)
+            except (ValueError, RecursionError) as error:
+                fault, cut = str(error), False
+            if not cut or self.ended:
+                return value, end, "broken_json" if fault else None, fault
+            if len(self.text) - self.at > limit:
+                return None, 0, "enormous", f"more than {limit:,} bytes"
+            self.more(wanted)
+            wanted = min(2 * wanted, max(limit, _PIECE))  # so that a long row is parsed few times
+
+    def skip(self, array: bool) -> bool:
+        """Go behind a row that is broken or too long. Returns whether the next one can be told apart: the brackets and quotes of this one
+        match, and what follows begins as it does.
+        """
+        first, quoted, braces, brackets = self.next(), False, 0, 0
+        if first not in ("{", "[", '"'):
+            return False
+        while True:
+            found = (_ENDS_OF_STRING if quoted else _BRACKETS).search(self.text, self.at)
+            if found is None:
+                self.at = max(self.at, len(self.text))
+                if not self.more():
+                    return False
+                continue
+            mark, self.at = found[0], found.end()
+            if mark == '"':
+                quoted = not quoted
+            elif mark == "\\":
+                self.at += 1
+            elif mark in "{}":
+                braces += 1 if mark == "{" else -1
+            else:
+                brackets += 1 if mark == "[" else -1
+            if braces < 0 or brackets < 0:
+                return False
+            if not (quoted or braces or brackets):
+                return self.next() in ((first, "]") if array else (first, ""))
+
+
 def _values(path: str, array: bool, limit: int) -> Iterator[JsonRow]:
     """The elements of an array, or objects one after another."""
-    decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
     origin = printable(path)
     with open_text(path) as (stream, raw):
-        pieces = _Pieces(stream)
-        text, number, wanted, ended, before = decode(pieces.read(_PIECE)).lstrip(_SPACE)[int(array) :], 0, _PIECE, False, 0
-        while True:
-            text = text.lstrip(_SPACE + ("," if array else ""))
-            if array and text.startswith("]"):
-                if text[1:].strip(_SPACE) or pieces.read(_PIECE).strip():
-                    yield JsonRow(f"{origin}:{number + 1}", None, "broken_json", "text behind the end of the array is not read")
-                return
-            try:
-                value, end = decoder.raw_decode(text)
-                if end == len(text) and not ended:  # a number or word may go on
-                    raise ValueError("cut")
-            except (ValueError, RecursionError) as error:
-                if not ended and len(text) <= limit and not isinstance(error, RecursionError):
-                    piece = pieces.read(wanted)
-                    wanted, ended = min(2 * wanted, max(limit, _PIECE)), not piece  # doubled, so that a long row is parsed few times
-                    text += decode(piece, final=ended)
-                    continue
-                if array or text.strip(_SPACE):  # what follows a broken row cannot be told apart
-                    reason: Reason = "enormous" if not ended and len(text) > limit else "broken_json"
-                    detail = f"{'the array does not end' if not text.strip(_SPACE) else error}; the rest of the file is not read"
-                    yield JsonRow(f"{origin}:{number + 1}", None, reason, detail, text[:400].encode("utf-8", "surrogateescape"))
-                return
-            number, wanted, read = number + 1, _PIECE, raw.tell()
-            if bad := _BAD_BYTES.search(text, 0, end):
-                detail = _not_utf8(bad[0].encode("utf-8", "surrogateescape"), bad.start())
-                yield JsonRow(f"{origin}:{number}", None, "bad_utf8", detail, text[:end].encode("utf-8", "surrogateescape"), read - before)
+        text, number, before = _Text(stream), 0, 0
+        text.next()
+        text.at += int(array)
+        while (first := text.next()) and not (array and first == "]"):
+            number += 1
+            value, end, reason, detail = text.parse(limit)
+            if reason is None and text.text.find("\0", text.at, end) >= 0:
+                reason, detail = "broken_json", _ZERO_BYTES
+            elif reason is None and (bad := _BAD_BYTES.search(text.text, text.at, end)):
+                reason, detail = "bad_utf8", _not_utf8(bad[0].encode("utf-8", "surrogateescape"), bad.start() - text.at)
+            sample = b"" if reason is None else text.sample(end)
+            if end:
+                text.at = end
             else:
-                yield JsonRow(f"{origin}:{number}", value, consumed=read - before)
-            text, before = text[end:], read
+                used = text.used()
+                detail = detail if text.skip(array) else f"{text.give_up(used)}: {detail}"
+            read = raw.tell()
+            yield JsonRow(f"{origin}:{number}", value if reason is None else None, reason, detail, sample, read - before)
+            if detail.startswith(REST_UNREAD):
+                return
+            before = read
+        text.at += 1
+        if array and not first:
+            yield JsonRow(f"{origin}:{number + 1}", None, "broken_json", "the array does not end")
+        elif array and text.next():
+            sample, detail = text.sample(), f"{text.give_up(text.used())}: it follows the end of the array"
+            yield JsonRow(f"{origin}:{number + 1}", None, "broken_json", detail, sample, raw.tell() - before)
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
@@ -223,6 +342,8 @@ def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
 
 
 def _item(columns: Columns, row: JsonRow) -> Item:
+    if row.detail.startswith(REST_UNREAD):
+        return quarantined("rest_unread", row.origin, f"{row.detail}: ".encode() + row.text, row.consumed)
     if row.reason is not None:
         return quarantined(row.reason, row.origin, row.text, row.consumed)
     if isinstance(row.value, dict):

@@ -38,15 +38,16 @@ class File:
         return self.changed == LEADS_OUT
 
 
-def find_files(source: Source, suffixes: tuple[str, ...] = ()) -> list[File]:
+def find_files(source: Source, suffixes: tuple[str, ...] = (), archives: tuple[str, ...] = ()) -> list[File]:
     """Files of a source at its `path` (file, directory, glob or fsspec URL), sorted by path.
 
     Inside a directory only names with one of `suffixes` are included, compressed or not (all names if empty), and likewise for a glob that
-    ends in `*`, which names no ending; hidden and tool directories are skipped. A link inside it to a target outside is a file with
+    ends in `*`, which names no ending; hidden and tool directories are skipped. `include` names members of files that end in `archives`, so
+    that these are listed whatever it is, unless it ends so itself. A link inside it to a target outside is a file with
     `leads_out`. Raises Unavailable if there are no files.
     """
     assert source.path is not None, "checked by the recipe"
-    files = _list(source, lambda name: has_extension(name, suffixes))
+    files = _list(source, lambda name: has_extension(name, suffixes), () if ends_in(source.include, archives) else archives)
     if not files:
         matching = f" matching {source.include}" if source.include else f" ending in {', '.join(suffixes[:6])}" if suffixes else ""
         others = passed_over(source, suffixes)
@@ -74,16 +75,25 @@ def passed_over(source: Source, suffixes: tuple[str, ...]) -> str:
     )
 
 
-def _list(source: Source, by_ending: Callable[[str], bool]) -> list[File]:
+def _list(source: Source, by_ending: Callable[[str], bool], archives: tuple[str, ...] = ()) -> list[File]:
     path = _plain(source)
     ending = by_ending if _names_no_ending(path) else lambda name: True
 
     def included(name: str) -> bool:
-        pattern = source.include
-        return ending(name) and (pattern is None or fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(os.path.basename(name), pattern))
+        return ending(name) and (matches(name, source.include) or ends_in(name, archives))
 
     found = filter(lambda file: included(file.path), _list_remote(path)) if "://" in path else _list_local(path, included)
     return sorted(found, key=lambda file: file.path)
+
+
+def matches(name: str, pattern: str | None) -> bool:
+    """Whether `include` names a file or member, by its path or its name; it names all if it is None."""
+    return pattern is None or fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(os.path.basename(name), pattern)
+
+
+def ends_in(name: str | None, suffixes: tuple[str, ...]) -> bool:
+    """Whether a name or pattern ends in one of these, in small or capital letters."""
+    return name is not None and name.lower().endswith(suffixes)
 
 
 def _plain(source: Source) -> str:

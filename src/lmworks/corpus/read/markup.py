@@ -7,13 +7,15 @@ The text of a LaTeX document: sections become Markdown headings, formulas are ke
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
+from lmworks.corpus.read.opening import encodings, marked_encoding
 from lmworks.corpus.read.part import Item, quarantined
 from lmworks.errors import UserError
 from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, ProcessDied
@@ -89,14 +91,10 @@ def decoded(data: bytes) -> str | bytes:
     trafilatura would detect first, and its result depends on the installed detectors.
     """
     declared = _DECLARED.search(data, 0, 4096)
-    marked = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    for encoding in ["utf-16"] if marked else ["utf-8-sig", *([declared[1].decode("ascii")] if declared else [])]:
-        try:
-            text, _ = codecs.getdecoder(encoding)(data)
-        except (LookupError, ValueError):
-            continue
-        if isinstance(text, str):  # a codec such as hex makes bytes
-            return text
+    marked = marked_encoding(data[:4])
+    for encoding in [marked] if marked else encodings(declared[1].decode("ascii") if declared else ""):
+        with suppress(LookupError, ValueError):  # a codec such as hex is none of text
+            return data.decode(encoding)
     return data
 
 
@@ -108,9 +106,19 @@ def unescaped(markdown: str) -> str:
 
 _BODY = re.compile(r"\\begin\s*\{document\}(.*?)(?:\\end\s*\{document\}|\Z)", re.DOTALL)
 _TITLE = re.compile(r"\\title\s*(?:\[[^\]]*\])?\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-_COMMENT = re.compile(r"(?<!\\)((?:\\\\)*)%[^\n]*")
 _BIBLIOGRAPHY = re.compile(r"\\begin\s*\{thebibliography\}.*?(?:\\end\s*\{thebibliography\}|\Z)", re.DOTALL)
-_VERBATIM = re.compile(r"\\begin\{(verbatim\*?|lstlisting|minted|Verbatim)\}((?:\[[^\]]*\])?(?:\{[^}]*\})?)\n?(.*?)\\end\{\1\}", re.DOTALL)
+# what is no LaTeX: code, addresses and comments; and escaped characters, since \% begins no comment
+_LITERAL = re.compile(
+    r"\\begin\{(?P<kind>verbatim\*?|lstlisting|minted|Verbatim)\}(?:\[[^\]]*\])?(?:\{[^}]*\})?\n?(?P<block>.*?)\\end\{(?P=kind)\}"
+    r"|\\(?:verb\*?|lstinline(?:\[[^\]\n]*\])?|mintinline(?:\[[^\]\n]*\])?\{[^{}\n]*\})"
+    r"(?:(?P<end>[^\sA-Za-z*{\[])(?P<code>[^\n]*?)(?P=end)|\{(?P<braced>[^{}\n]*)\})"
+    r"|\\(?P<link>url|nolinkurl|path|href)\s*\{(?P<address>(?:[^{}\n]|\{[^{}\n]*\})*)\}"
+    r"|\\.|%[^\n]*",
+    re.DOTALL,
+)
+_ESCAPED = re.compile(r"\\([%#&_~{}])")  # in an address
+_INPUTENC = re.compile(rb"\\usepackage\s*\[([A-Za-z0-9-]{1,20})\]\s*\{inputenc\}")
+_NAMES_OF_INPUTENC = {"ansinew": "cp1252", "applemac": "mac-roman"}
 _HEADING = re.compile(r"(?=\\(?:part|chapter|(?:sub)*section)\b\*?\s*[\[{])")
 _MACRO = re.compile(r"\\(?:(?:re)?newcommand\*?\s*\{?\\([A-Za-z]+)\}?|def\s*\\([A-Za-z]+))\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 _LONGEST_MACRO = 200
@@ -124,6 +132,8 @@ def latex_extractor() -> Callable[[bytes], bytes]:
     import logging
 
     from pylatexenc.latex2text import LatexNodes2Text, MacroTextSpec, get_default_latex_context_db
+    from pylatexenc.latexwalker import get_default_latex_context_db as get_default_arguments
+    from pylatexenc.macrospec import std_macro
 
     logging.disable()
 
@@ -144,8 +154,12 @@ def latex_extractor() -> Callable[[bytes], bytes]:
     )
     converter = LatexNodes2Text(known, math_mode="verbatim", keep_braced_groups=False, strict_latex_spaces=False)
 
+    arguments = get_default_arguments()  # without those of \href, whose text is made of them
+    arguments.add_context_category("lmworks", prepend=True, macros=[std_macro("href", "{{")])
+
     def extract(data: bytes) -> bytes:
-        return to_text(decoded_latex(data), converter.latex_to_text).encode("utf-8", "replace")
+        convert = partial(converter.latex_to_text, latex_context=arguments)
+        return to_text(decoded_latex(data), convert).encode("utf-8", "replace")
 
     return extract
 
@@ -157,11 +171,18 @@ def _key(node: Any, l2tobj: Any) -> str:
 
 
 def decoded_latex(data: bytes) -> str:
-    """Decode as UTF-8, or as Latin-1 for older sources."""
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return data.decode("latin-1")
+    """Decode by the byte order mark, as UTF-8, or as the encoding that the package inputenc names, which is Latin-1 in old sources without
+    it. Raises ValueError for bytes that are no text."""
+    if marked := marked_encoding(data[:4]):
+        return data.decode(marked)
+    if 4 * data.count(0) > len(data):  # as UTF-16 has without a mark
+        raise ValueError("it has zero bytes: save the file as UTF-8")
+    named = _INPUTENC.search(data)
+    declared = named[1].decode("ascii") if named else ""
+    for encoding in encodings(_NAMES_OF_INPUTENC.get(declared, declared)):
+        with suppress(LookupError, ValueError):
+            return data.decode(encoding)
+    return data.decode("latin-1")
 
 
 def to_text(source: str, convert: Callable[[str], str]) -> str:
@@ -169,11 +190,20 @@ def to_text(source: str, convert: Callable[[str], str]) -> str:
     source = source.replace("\r\n", "\n")
     kept: list[str] = []
 
-    def keep(match: re.Match[str]) -> str:
-        kept.append(f"\n```\n{match[3].rstrip()}\n```\n")
-        return f"\n\nVERBATIM{len(kept) - 1}X\n\n"
+    def hold(text: str) -> str:
+        kept.append(text)
+        return f"VERBATIM{len(kept) - 1}X"
 
-    source = _COMMENT.sub(r"\1", _VERBATIM.sub(keep, source))
+    def replaced(match: re.Match[str]) -> str:
+        if match["kind"]:
+            return "\n\n" + hold(f"\n```\n{match['block'].rstrip()}\n```\n") + "\n\n"
+        if (code := match["code"] or match["braced"]):
+            return hold(f"`{code}`")
+        if match["link"]:
+            return f"\\{match['link']}{{" + hold(_ESCAPED.sub(r"\1", match["address"])) + "}"
+        return "" if match[0].startswith("%") else match[0]
+
+    source = _LITERAL.sub(replaced, source)
     title, body = _TITLE.search(source), _BODY.search(source)
     text = _expanded(body[1] if body else source, source)
     text = _BIBLIOGRAPHY.sub("", text)

@@ -19,6 +19,7 @@ from lmworks.io.urls import fsspec, reveal
 _GZIP, _BZ2, _XZ, _ZSTD = (".gz", ".tgz"), (".bz2", ".tbz2"), (".xz", ".txz"), (".zst", ".zstd", ".tzst")
 COMPRESSED = (*_GZIP, *_BZ2, *_XZ, *_ZSTD)
 _CHUNK = 1 << 20
+_NO_CHARSETS = {"idna", "punycode", "unicode-escape", "raw-unicode-escape"}  # codecs of Python from bytes to text that no text declares
 _ZSTD_PIECE = 1 << 11  # a frame expands at most 32,768 times, so that a bomb is noticed at 64 MB
 # no text is compressed 200 times; up to 16 MB any ratio is allowed, since even empty lines then take only seconds
 ALWAYS_ALLOWED = 1 << 24
@@ -62,22 +63,40 @@ def open_binary(path: str, seek: bool = False) -> Iterator[tuple[BinaryIO, Binar
 def open_text(path: str) -> Iterator[tuple[Any, BinaryIO]]:
     """As `open_binary`, for lines of text: UTF-16 and UTF-32 with a byte order mark come as UTF-8."""
     with open_binary(path) as (stream, raw):
-        found: Any = stream if hasattr(stream, "peek") else io.BufferedReader(cast(Any, stream), _CHUNK)
-        encoding = _marked_encoding(found.peek(4)[:4])
-        yield (io.BufferedReader(_AsUtf8(found, encoding), _CHUNK) if encoding else found), raw
+        yield as_utf8(stream), raw
+
+
+def as_utf8(stream: Any) -> Any:
+    """A stream of text; as UTF-8 if it is UTF-16 or UTF-32 with a byte order mark."""
+    found: Any = stream if hasattr(stream, "peek") else io.BufferedReader(cast(Any, stream), _CHUNK)
+    encoding = marked_encoding(found.peek(4)[:4])
+    return io.BufferedReader(_AsUtf8(found, encoding), _CHUNK) if encoding else found
 
 
 def has_mark_of_utf16(path: str) -> bool:
     """Whether a file begins with the byte order mark of UTF-16 or UTF-32."""
     with open(path, "rb") as file:
-        return _marked_encoding(file.read(4)) is not None
+        return marked_encoding(file.read(4)) is not None
 
 
-def _marked_encoding(start: bytes) -> str | None:
+def marked_encoding(start: bytes) -> str | None:
     """The encoding that a byte order mark names, other than UTF-8. Those of UTF-32 begin with those of UTF-16."""
     if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return "utf-32"
     return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else None
+
+
+def encodings(declared: str) -> list[str]:
+    """The encodings to try for a text without a byte order mark, in order: UTF-8, and the one that it declares, if that is known. One whose
+    bytes are ASCII comes first, since they would pass for UTF-8.
+    """
+    try:
+        name = codecs.lookup(declared).name
+    except (LookupError, ValueError):
+        return ["utf-8-sig"]
+    if name in _NO_CHARSETS:
+        return ["utf-8-sig"]
+    return [name, "utf-8-sig"] if name.startswith(("iso2022", "hz", "utf-7")) else ["utf-8-sig", name]
 
 
 class _AsUtf8(io.RawIOBase):

@@ -7,7 +7,6 @@ Errors while a file is read: a damaged file loses its remaining rows; a lost con
 
 from __future__ import annotations
 
-import codecs
 import lzma
 import tarfile
 import zipfile
@@ -19,7 +18,7 @@ from typing import Any
 
 from lmworks.corpus.document import Fact
 from lmworks.corpus.read.listing import File
-from lmworks.corpus.read.opening import DecompressionBomb
+from lmworks.corpus.read.opening import DecompressionBomb, encodings, marked_encoding
 from lmworks.errors import UserError
 from lmworks.io.masking import mask
 from lmworks.io.urls import connection_errors
@@ -120,22 +119,23 @@ def printable(path: str) -> str:
     return path.encode("utf-8", "backslashreplace").decode()
 
 
-def decode_document(data: bytes, origin: str, limit: int, consumed: int) -> Item:
+def decode_document(data: bytes, origin: str, limit: int, consumed: int, declared: str = "") -> Item:
     """Bytes as a document, or a quarantined item: `enormous` (over `limit` bytes), `binary` (null bytes) or `bad_utf8`.
-    UTF-16 is read if it has a byte order mark."""
+
+    UTF-16 and UTF-32 are read if they have a byte order mark, and another encoding if it is `declared`.
+    """
     if len(data) > limit:
         return quarantined("enormous", origin, data, consumed)
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        try:
-            return Item(data.decode("utf-16"), origin, consumed)
-        except UnicodeDecodeError as error:
-            return quarantined("bad_utf8", origin, data[max(0, error.start - 60) :], consumed)
-    if b"\0" in data[:8192]:
+    marked = marked_encoding(data[:4])
+    if marked is None and b"\0" in data[:8192]:
         return quarantined("binary", origin, data, consumed)
-    try:
-        return Item(data.decode("utf-8-sig"), origin, consumed)
-    except UnicodeDecodeError as error:
-        return quarantined("bad_utf8", origin, data[max(0, error.start - 60) :], consumed)
+    begin = 0  # of what is not in the encoding
+    for encoding in [marked] if marked else encodings(declared):
+        try:
+            return Item(data.decode(encoding), origin, consumed)
+        except (UnicodeError, LookupError) as error:  # a codec such as hex is none of text
+            begin = error.start if isinstance(error, UnicodeDecodeError) else 0
+    return quarantined("bad_utf8", origin, data[max(0, begin - 60) :], consumed)
 
 
 @lru_cache(maxsize=1)

@@ -22,7 +22,9 @@ from lmworks.corpus.read.part import Item, decode_document, quarantined
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 
-_FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+# a key of YAML, then keys, elements, continued lines and comments; what else stands between two rules is text
+_KEY = r"[\"']?[\w.-]+[\"']?:(?:[ \t][^\n]*)?"
+_FRONT_MATTER = re.compile(rf"\A---\n({_KEY}\n(?:(?:{_KEY}|-(?:[ \t][^\n]*)?|[ \t][^\n]*|#[^\n]*|[\]}}])?\n)*?)---\n")
 _TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 
 
@@ -130,7 +132,7 @@ def _page(html: str) -> str:
 
 
 def _excerpt(row: Mapping[str, Any]) -> str:
-    return json.dumps(dict(row), ensure_ascii=False, default=str)
+    return _as_json(dict(row)) or "a row that is nested too deep"
 
 
 def _lookup(row: Mapping[str, Any], path: str) -> Any:
@@ -145,7 +147,8 @@ def _lookup(row: Mapping[str, Any], path: str) -> Any:
 
 
 def _fact(value: Any) -> Fact | None:
-    """A value as a fact: other types than numbers and strings become JSON; missing, non-finite and oversized values become None."""
+    """A value as a fact: other types than numbers and strings become JSON; missing, non-finite, oversized and too deep values become
+    None."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if isinstance(value, bool | float):
@@ -154,8 +157,16 @@ def _fact(value: Any) -> Fact | None:
         return value if abs(value) < 1 << 63 else str(value)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text.encode("utf-8", "replace").decode() if len(text) <= _LONGEST_FACT else None
+    text = value if isinstance(value, str) else _as_json(value)
+    return text.encode("utf-8", "replace").decode() if text is not None and len(text) <= _LONGEST_FACT else None
+
+
+def _as_json(value: Any) -> str | None:
+    """JSON of a value; None for one that is nested too deep."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError:
+        return None
 
 
 def text_of(value: Any, origin: str, limit: int, consumed: int) -> Item:

@@ -10,12 +10,13 @@ import logging
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
 from lmworks.corpus.read.listing import File, find_files
 from lmworks.corpus.read.markup import Extractor
-from lmworks.corpus.read.opening import DamagedFile, open_binary
+from lmworks.corpus.read.opening import DamagedFile, encodings, open_binary
 from lmworks.corpus.read.part import Item, Part, decode_document, pack_files, printable, quarantine_errors, quarantined
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
@@ -26,6 +27,7 @@ _PAGES = ("text/html", "application/xhtml+xml")
 # requests and metadata are not documents
 _DOCUMENTS = re.compile(rb"^WARC-Type:[ \t]*(?:response|resource|conversion)[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
 _LENGTH = re.compile(rb"^Content-Length:[ \t]*(\d{1,18})[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
+_CHARSET = re.compile(r"charset\s*=\s*[\"']?([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)
 _MOST_HEADERS = 1000
 _LONGEST_LINE = 1 << 16
 _CHUNK = 1 << 20
@@ -111,9 +113,14 @@ def _page(record: Any, data: bytes, origin: str, consumed: int, extractor: Extra
     if record.http_headers is not None and record.http_headers.get_statuscode() != "200":
         return quarantined("http_status", origin, record.http_headers.statusline, consumed)
     headers = record.http_headers or record.rec_headers
-    declared = (headers.get_header("Content-Type") or "").partition(";")[0].strip().lower()
+    content_type = headers.get_header("Content-Type") or ""
+    declared, charset = content_type.partition(";")[0].strip().lower(), _CHARSET.search(content_type)
+    known = encodings(charset[1]) if charset else []
     if declared == "text/plain":
-        return decode_document(data, origin, limit, consumed)
+        return decode_document(data, origin, limit, consumed, charset[1] if charset else "")
     if declared in _PAGES or (not declared and b"<html" in data[:1000].lower()):
+        if len(known) == 2 and known[1] == "utf-8-sig":  # a page need not repeat it, and its bytes would pass for UTF-8
+            with suppress(UnicodeError):
+                data = data.decode(known[0]).encode("utf-8", "replace")
         return extractor.text(data, origin, consumed)
     return quarantined("not_a_page", origin, declared, consumed)
