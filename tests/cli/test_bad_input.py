@@ -143,10 +143,10 @@ def test_a_shard_that_goes_bad_later(lmworks: Lmworks, tiny_copy: Tiny) -> None:
 
 
 def test_a_checkpoint_of_another_model(lmworks: Lmworks, finished: Tiny, tmp_path: Path) -> None:
-    """Put there by hand, or by a recipe that was allowed to change what it may not."""
+    """Put there by hand."""
     tiny_copy = finished.copy(tmp_path / "run")
-    run_dir = f"run_dir={tiny_copy.run_dir}"
-    error = lmworks("pretrain", tiny_copy.recipe, "--set", run_dir, "--set", "model.intermediate_size=96", "--allow", "model").error
+    (tiny_copy.run_dir / "resolved.json").unlink()
+    error = lmworks("pretrain", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}", "--set", "model.intermediate_size=96").error
     assert re.search(r"step-000000\d\d is a checkpoint of another model: model.intermediate_size is 64 there and 96 here; use", error)
     assert (tiny_copy.run_dir / "checkpoints").exists()
 
@@ -233,10 +233,30 @@ def test_no_message_and_no_traceback_holds_a_password(
         assert ("Traceback" in said) == bool(options)
 
 
-def test_a_reader_that_closes_the_pipe_is_told_nothing() -> None:
+@pytest.mark.parametrize("command", ["show quickstart --json", "show quickstart", "show --help"])
+def test_a_reader_that_closes_the_pipe_is_told_nothing(command: str) -> None:
+    """Whether Python, the console or the parser's help prints it: 1 would be a negative result, under pipefail a failed node."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "lmworks.cli.main", "show", "quickstart", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "lmworks.cli.main", *command.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait() == ExitCode.BROKEN_PIPE
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")
+@pytest.mark.parametrize("command", ["show quickstart --json", "show quickstart", "show --help"])
+def test_output_that_is_lost_is_said(command: str) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        words = [sys.executable, "-m", "lmworks.cli.main", *command.split()]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, encoding="utf-8")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert (done.returncode, len(done.stderr.splitlines())) == (ExitCode.USER_ERROR, 1), done.stderr
+    assert done.stderr.startswith("error: a disk is full (OSError: [Errno 28] No space left on device); free some space")
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_an_error_keeps_its_code_when_nobody_reads(closed: str) -> None:
+    process = subprocess.Popen([sys.executable, "-m", "lmworks.cli.main", "plan", "nosuch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    getattr(process, closed).close()
+    assert process.wait() == ExitCode.USER_ERROR

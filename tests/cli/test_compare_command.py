@@ -87,6 +87,36 @@ def test_models_of_a_run_are_evaluated_once(
     assert len(opened) == 6
 
 
+def test_other_rows_under_the_same_name_are_asked_anew_and_not_paired_with_the_old(
+    lmworks: Lmworks, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    real = compared_models.open_model
+    monkeypatch.setattr(compared_models, "open_model", lambda where, device: opened.append(str(where)) or real(where, device))
+    task, data = tmp_path / "own.yaml", tmp_path / "rows.jsonl"
+    task.write_text("file: rows.jsonl\nquestion: q\nchoices: c\nanswer: a\n")
+
+    def write(first: int) -> None:
+        rows = [{"q": f"What comes after {n if n else first}?", "c": [str(n), str(n + 1)], "a": 1} for n in range(ITEMS)]
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    asked = ("--tasks", task, "--form", "cloze", "--cache", tmp_path / "cache")
+    write(0)
+    old = compared(lmworks, f"{run}@base", f"{run}@4", *asked)
+    write(1000)
+    new = compared(lmworks, f"{run}@base", f"{run}@4", *asked)
+    assert len(opened) == 4
+    rows = [json.loads(lmworks("compare", one["origin"], other["origin"], "--json").out)["comparisons"][0]
+            for one, other in ((old["models"][0], old["models"][1]), (old["models"][0], new["models"][1]))]  # fmt: skip
+    assert [row["scores"][0]["n"] for row in rows] == [ITEMS, ITEMS - 1]
+    assert "1 of 24 items of equal ids" in rows[1]["not_comparable"][0]["reason"]
+    task.write_text(task.read_text() + "examples: shown.jsonl\nshots: 1\n")
+    for shown in ("How many?", "How few?"):
+        (tmp_path / "shown.jsonl").write_text(json.dumps({"q": shown, "c": ["1", "2"], "a": 0}) + "\n")
+        compared(lmworks, f"{run}@base", f"{run}@4", *asked)
+    assert len(opened) == 8
+
+
 def test_a_run_an_export_and_a_published_table(lmworks: Lmworks, run: Path, tmp_path: Path) -> None:
     """The stored outcomes of the run decide what the export is asked; the table has no items."""
     from lmworks.export.export import write_huggingface

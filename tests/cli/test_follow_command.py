@@ -50,6 +50,27 @@ def test_a_finished_run_is_followed_to_its_end(lmworks: Lmworks, saved: Path, tm
     assert lmworks("evaluate", "--follow", run, "--device", "cpu").out.startswith("evaluated 0 checkpoints")
 
 
+def test_other_sets_and_other_rows_are_asked_of_checkpoints_that_were_evaluated(lmworks: Lmworks, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, run := tmp_path / "run")
+    shutil.rmtree(run / "tune")
+    (tmp_path / "own.yaml").write_text("file: rows.jsonl\nchoices: c\n")
+
+    def follow(*options: object) -> str:
+        return lmworks("evaluate", "--follow", run, "--device", "cpu", *options).out.split()[1]
+
+    def write(word: str) -> None:
+        rows = [{"question": f"{word} {n}?", "c": ["one", "two"], "answer": n % 2} for n in range(6)]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    own = ("--tasks", tmp_path / "own.yaml")
+    write("Which")
+    assert [follow(*options) for options in ((), own, (), own, (*own, "--items", 4))] == ["2", "2", "0", "0", "2"]
+    write("What")
+    assert [follow(*own), follow(*own), follow()] == ["2", "0", "0"]
+    records = jsonl.read(run / "follow.jsonl")
+    assert ["eval/own/cloze-0-shot" in one for one in records] == [False] * 2 + [True] * 6
+
+
 def test_failures_of_a_model(lmworks: Lmworks, saved: Path, tmp_path: Path) -> None:
     data = rows(tmp_path).rename(tmp_path / "arc-easy.jsonl").parent
     options = ("--tasks", "arc-easy", "--form", "cloze,free", "--data", data, "--device", "cpu", "--failures")

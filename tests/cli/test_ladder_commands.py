@@ -401,6 +401,12 @@ def test_runs_that_do_not_belong_to_a_ladder_are_refused(lmworks: Lmworks, tiny:
     assert "has no predictions" in lmworks("ladder", "score", tmp_path).error
 
 
+def test_a_forgotten_directory_is_not_that_of_the_first_run(lmworks: Lmworks, tmp_path: Path) -> None:
+    (tmp_path / "resolved.json").write_text("{}", encoding="utf-8")
+    assert "is a run, not the directory of a ladder" in lmworks("ladder", "fit", tmp_path, tmp_path).error
+    assert [path.name for path in tmp_path.iterdir()] == ["resolved.json"]
+
+
 LADDER = """
 recipe: {recipe}
 set: [model.moe=null, tune=null, train.validation_bytes_per_domain=2KiB{more}]
@@ -455,6 +461,7 @@ def test_a_ladder_file_lists_a_trunk_and_branches_for_each_size(lmworks: Lmworks
         ("middle: [model.intermediate_size=64], ", "", "at least 3 sizes, and there are 2"),
         ("model.intermediate_size=64", "model.intermediate_size=16", "two of them have the same number of parameters"),
         ("model.intermediate_size=64", "model.intermediate_sise=64", "size middle: "),
+        (text[text.index("{narrow") : text.index("\nhorizons")], "[200K, 1M]", "its overrides; write {200K: [size=200K], ...}"),
         ("model.intermediate_size=64", "model.intermediate_size=64, optimizer.weight_decay=0.3", "optimizer.weight_decay (0.1 -> 0.3)"),
     ):
         file.write_text(text.replace(before, after), encoding="utf-8")

@@ -19,6 +19,7 @@ from small_models import MODELS, recipe_for
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
+from lmworks.export import export as module
 from lmworks.export.card import write_card
 from lmworks.export.export import check, export, write_huggingface
 from lmworks.export.parity import compare, held_out_tokens, require_parity
@@ -273,6 +274,23 @@ def test_models_that_no_format_expresses_are_refused_before_work(glm: Any, tmp_p
         check(with_export(recipe, huggingface=False))
     check(with_export(recipe, huggingface=False, gguf=False))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("of_weights", "stated"), [(None, 256), (64, 256), (256, 64)])
+def test_a_longer_context_is_that_of_the_tokenizer_too(
+    glm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_weights: int | None, stated: int
+) -> None:
+    """A tokenizer of others states the length of its model; where the model has grown, vLLM would serve it with the former one."""
+    write, place = module.write_huggingface, tmp_path / "export" / "huggingface" / "tokenizer_config.json"
+
+    def of_others(model: Any, tokenizer: Any, directory: Path, dtype: torch.dtype) -> None:
+        write(model, tokenizer, directory, dtype)
+        write_json(directory / place.name, read_json(directory / place.name) | {"model_max_length": 64})
+
+    monkeypatch.setattr(module, "write_huggingface", of_others)
+    monkeypatch.setattr(module, "start_context", lambda recipe: of_weights)
+    export(with_export(glm.recipe, gguf=False), glm.directory, tmp_path / "export")
+    assert read_json(place)["model_max_length"] == stated and read_json(place.with_name("config.json"))["max_position_embeddings"] == 256
 
 
 @pytest.fixture

@@ -44,8 +44,8 @@ def test_sizes_that_are_none(text: str) -> None:
 
 def test_a_host_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("# ours\nnode-1 slots=8\nnode-2   # borrowed\n\nuser@10.0.0.3 slots = 2\n")
-    assert read_hosts(path) == [Host("node-1", 8), Host("node-2", 1), Host("user@10.0.0.3", 2)]
+    path.write_text("# ours\nnode-1 slots=8\nnode-2   # borrowed\n\nuser@10.0.0.3 slots = 2\nme@fe80::1\n")
+    assert read_hosts(path) == [Host("node-1", 8), Host("node-2", 1), Host("user@10.0.0.3", 2), Host("me@fe80::1", 1)]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,7 @@ def test_a_host_file(tmp_path: Path) -> None:
         ("node-1 8\n", ":1: 'node-1 8' is not a host"),
         ("a\nb slots=0", ":2: "),
         ("-oProxyCommand=x", ":1: "),
+        ("a slots=2\nnode-2:2", ":2: 'node-2:2' is not a host; write for example: node-1 slots=8"),
         ("a\na slots=2", "twice"),
         ("# none", "names no host"),
     ],

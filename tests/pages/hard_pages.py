@@ -281,6 +281,7 @@ def write_pages(folder: Path, analysis: dict[str, Any]) -> dict[str, Path]:
     found["runs"] = write_page(usual, others=[hard, *(small_run(folder / f"run-{n}", 30 + n) for n in range(12))])
     empty = folder / "empty"
     empty.mkdir()
+    (empty / "ledger.jsonl").touch()
     for name, run in (
         ("empty", empty),
         ("one-step", small_run(folder / "one", 1)),

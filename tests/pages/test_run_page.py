@@ -257,10 +257,10 @@ def test_every_prefix_of_the_records_makes_a_page(run_dir: Path) -> None:
 def test_states(run_dir: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
+    write_json(empty / "resolved.json", as_tree(recipe()))
     page = page_of(empty)
     assert "not started" in page.text
     assert "Nothing has been measured yet" in page.text
-    write_json(empty / "resolved.json", as_tree(recipe()))
     assert read_run(empty).state == "not started"
     with RunLock(empty):
         write_json(empty / "corpus" / "stage.json", {"done": False})
@@ -275,6 +275,23 @@ def test_states(run_dir: Path, tmp_path: Path) -> None:
     assert read_run(run_dir).state == "stopped"
     with pytest.raises(UserError, match="is not a run directory"):
         write_page(tmp_path / "nowhere")
+
+
+def test_a_folder_without_records_of_a_run_is_left_alone(run_dir: Path, tmp_path: Path) -> None:
+    """It got an empty page in place of its own report.html."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "report.html").write_text("mine")
+    for runs in ([own], [own, run_dir], [run_dir, own]):
+        with pytest.raises(UserError, match="own has no records of a run: neither resolved"):
+            write_page(runs[0], others=runs[1:])
+    assert {path.name: path.read_text() for path in own.iterdir()} == {"report.html": "mine"}
+    assert not (run_dir / "comparison.html").exists()
+    write_json(own / "ablation.json", {})
+    with pytest.raises(UserError, match=r"is an ablation and not a run; its page is .*/own/ablation\.html"):
+        write_page(own)
+    (own / "ledger.jsonl").write_text("")
+    write_page(own)  # a copy of a part of a run
 
 
 def test_why_it_stopped(run_dir: Path) -> None:

@@ -176,6 +176,11 @@ def test_wrong_type(write: Write) -> None:
     assert "model.rope.theta: input should be a finite number, not 'nan'" in refusal(write(), ["model.rope.theta=nan"])
 
 
+def test_a_list_where_names_are_needed(write: Write) -> None:
+    message = refusal(write(("mixture: {prose: 0.75, code: 0.25}", "mixture: [prose, code]")))
+    assert message.endswith("train.phases.general.mixture: should be a map of keys ({KEY: VALUE, ...}), not a list")
+
+
 def test_unknown_source(write: Write) -> None:
     message = refusal(write(("{prose: 0.75, code: 0.25}", "{pros: 0.75, code: 0.25}")))
     assert message.endswith("small.yaml:12: train.phases.general.mixture.pros: no source is called 'pros'; did you mean 'prose'?")

@@ -76,11 +76,14 @@ def test_commands_print_values_through_what_removes_control_characters() -> None
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")
-def test_output_into_a_file_on_a_full_disk_ends_nothing():
-    """As of a run whose output goes to a log beside its checkpoints."""
+@pytest.mark.parametrize("stderr", [False, True])
+def test_output_into_a_file_on_a_full_disk_ends_nothing(stderr: bool, monkeypatch: pytest.MonkeyPatch):
+    """As of a run whose output goes to a log beside its checkpoints. What was to go to standard output is missed, unlike progress."""
+    monkeypatch.setattr(Terminal, "lost", None)
     with open("/dev/full", "w", encoding="utf-8") as full:
-        Terminal(file=full).print("a line")
+        Terminal(file=full, stderr=stderr).print("a line")
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert (Terminal.lost is None) == stderr
 
 
 @pytest.mark.parametrize("stream", ["stderr", "stdout"])

@@ -8,13 +8,14 @@ import sys
 import traceback
 from contextlib import suppress
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 
 from lmworks import __version__
 from lmworks.errors import UserError
 from lmworks.host import machine
+from lmworks.io.files import is_full_disk
 from lmworks.io.masking import mask
 from lmworks.ui.exit_codes import ExitCode
 
@@ -88,11 +89,7 @@ def main() -> None:
         command._main_shell_completion({}, "lmworks", COMPLETE)  # ends the process
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        with command.make_context("lmworks", list(arguments)) as context:
-            command.invoke(context)
-        sys.stdout.flush()
-    except typer.Exit as stop:
-        sys.exit(stop.exit_code)
+        code = _invoke(command, arguments)
     except Preempted as stop:
         _fail(stop, str(stop), ExitCode.PREEMPTED, debug)
     except Interrupted as stop:
@@ -102,8 +99,12 @@ def main() -> None:
     except UserError as error:
         _fail(error, f"error: {error}", ExitCode.USER_ERROR, debug)
     except BrokenPipeError:  # the reader of our output, such as head, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(ExitCode.BROKEN_PIPE)
+        _discard(sys.stdout)
+        code = ExitCode.BROKEN_PIPE
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        code = ExitCode.BROKEN_PIPE  # rich, also that of typer's help, ends the program with 1
     except Exception as error:
         if hasattr(error, "format_message"):  # an error of the parser; empty if it has printed the help
             from lmworks.cli.habits import answer
@@ -114,6 +115,8 @@ def main() -> None:
         if machine.is_out_of_memory(error):
             advice = "close other programs, or use a machine or a device with more memory"
             _fail(error, f"error: memory ran out ({what}); {advice}", ExitCode.USER_ERROR, debug)
+        if is_full_disk(error):
+            _fail(error, f"error: a disk is full ({what}); free some space there, or write elsewhere", ExitCode.USER_ERROR, debug)
         if isinstance(error, PermissionError) and error.filename is not None:
             advice = "ask the owner for the permission, or give another path"
             _fail(error, f"error: {error.filename}: {error.strerror}; {advice}", ExitCode.USER_ERROR, debug)
@@ -121,15 +124,44 @@ def main() -> None:
             advice = "close other programs, or raise the limits of processes (ulimit -u, pids.max of a container) and of memory (ulimit -v)"
             _fail(error, f"error: no thread could be started; {advice}", ExitCode.USER_ERROR, debug)
         _fail(error, f"error: {what} (this is a bug in lmworks; --debug shows the traceback)", ExitCode.BUG, debug)
+    if code:
+        sys.exit(code)
 
 
-def _fail(error: BaseException, message: str, code: ExitCode, debug: bool) -> None:
+def _invoke(command: Any, arguments: list[str]) -> int:
+    """Run a command, and return its exit code when its output is written. Raises `OSError` if a part of the output cannot be."""
+    from lmworks.ui.terminal import Terminal
+
+    code, Terminal.lost = 0, None
+    try:
+        with command.make_context("lmworks", list(arguments)) as context:
+            command.invoke(context)
+    except typer.Exit as stop:
+        code = stop.exit_code
+    sys.stdout.flush()  # what fails later, when Python ends, is answered by nobody
+    if Terminal.lost is not None:
+        raise Terminal.lost
+    return code
+
+
+def _discard(stream: TextIO) -> None:
+    """Have Python not try again at its end to write what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _fail(error: BaseException, message: str, code: ExitCode, debug: bool) -> NoReturn:
     from lmworks.ui.terminal import plain
 
-    if debug:
-        print(plain(mask("".join(traceback.format_exception(error)))), end="", file=sys.stderr)
-    if message:
-        print(plain(mask(message)), file=sys.stderr)
+    with suppress(OSError):  # the exit code is there whoever reads the message
+        if debug:
+            print(plain(mask("".join(traceback.format_exception(error)))), end="", file=sys.stderr)
+        if message:
+            print(plain(mask(message)), file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            _discard(stream)
     sys.exit(code)
 
 

@@ -16,6 +16,7 @@ from lmworks.recipe.changes import as_tree
 from lmworks.recipe.keys import Keys, display, item_names
 from lmworks.recipe.load import Origin, Resolved
 from lmworks.recipe.phases import positions, warnings
+from lmworks.recipe.weights import start_context
 from lmworks.ui.amounts import compact, percent, short_size, significant
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def phase_positions(resolved: Resolved) -> Text:
     """The positions of each phase, and what is unwise about them."""
     found = positions(resolved.recipe)
     lines = [f"positions of {here.phase} ({here.length:,} tokens): {here.text}" for here in found]
-    warned = [(f"\nwarning: {line}", "yellow") for line in warnings(resolved.recipe)]
+    warned = [(f"\nwarning: {line}", "yellow") for line in warnings(resolved.recipe, start_context(resolved.recipe))]
     return Text.assemble("\n".join(lines), *warned)
 
 
@@ -223,6 +224,6 @@ def recipe_as_json(resolved: Resolved) -> dict[str, Any]:
         "fingerprint": resolved.fingerprint,
         "recipe": as_tree(resolved.recipe),
         "positions": {here.phase: here.text for here in positions(resolved.recipe)},
-        "warnings": list(warnings(resolved.recipe)),
+        "warnings": list(warnings(resolved.recipe, start_context(resolved.recipe))),
         "origins": {path: str(origin) for path, origin in resolved.origins.items()},
     }

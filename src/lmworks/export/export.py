@@ -38,6 +38,7 @@ from lmworks.recipe.parameters import count_parameters
 from lmworks.recipe.phases import extended, final
 from lmworks.recipe.schema.model import Lora, Model
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.weights import start_context
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.foreign import ForeignTokenizer
 from lmworks.tokenizer.opening import KEPT
@@ -162,6 +163,7 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
         if options.huggingface:
             directory = formats.new("huggingface")
             write_huggingface(model, tokenizer, directory, dtype)
+            _state_context(model.config, start_context(recipe), directory / _TOKENIZER_CONFIG)
             write_card(recipe, model, run_dir, directory, gguf=wants_gguf)
             tokens = compared_tokens(recipe, run_dir / "shards", tokenizer)
             sizes["huggingface"] = _bytes(directory)
@@ -324,6 +326,15 @@ def write_huggingface(model: Transformer, tokenizer: Tokenizer, directory: Path,
         shutil.copyfile(tokenizer.directory / name, directory / name)
     longest = {"model_max_length": int(model.config.max_position_embeddings)} if model.config.max_position_embeddings else {}
     write_json(directory / _TOKENIZER_CONFIG, read_json(tokenizer.directory / _TOKENIZER_CONFIG) | longest)
+
+
+def _state_context(model: Model, of_weights: int | None, path: Path) -> None:
+    """Raise the length that a tokenizer of others states to the context of the model, unless that is still the one of its weights: vLLM
+    takes the shorter of the two."""
+    config, context = read_json(path) if path.is_file() else {}, int(model.max_position_embeddings or 0)
+    stated = config.get("model_max_length")
+    if context != of_weights and isinstance(stated, int) and stated < context:
+        write_json(path, config | {"model_max_length": context})
 
 
 def _write_foreign(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import log2
+from math import ceil, log2
 
 from lmworks.init.meaning import Found
 from lmworks.plan.counts import FROZEN, TRAINED
 from lmworks.plan.layout import MARGIN, devices
 from lmworks.plan.memory import GIB, state_bytes
 from lmworks.recipe.scaling_laws import TOKENS_PER_PARAMETER, optimal_size
+from lmworks.recipe.schema.align import Dpo
 from lmworks.recipe.schema.layout import Cluster
 
 READINGS = 4
@@ -24,6 +25,7 @@ SMALLEST = 100_000
 FEWEST = 20  # steps of a stage
 BYTES_PER_TOKEN = 4.0  # of English, by the vocabulary of a published model
 _EPOCHS = 2  # of conversations
+_TRAINED = 1 - float(Dpo.model_fields["validation_fraction"].default)  # of the pairs; the others are held out
 _LONGER = f"; {FEWEST} steps are the fewest, and take longer than that"
 TRAINING = 0.7  # share of the time; reading, evaluation and export take the rest
 _WEIGHTS = {"pretrain": 2, "tune": 1, "dpo": 1, "grpo": 1}
@@ -66,16 +68,17 @@ class Budgets:
         """Tokens that this share trains on."""
         return int(self.share(stage) / ((FROZEN if self.lora else TRAINED) * max(1, self.base)))
 
-    def length(self, found: Sequence[Found], extra: int = 0, paid: float = 1e18, least: float = 0.0) -> tuple[int, str]:
+    def length(self, found: Sequence[Found], extra: int = 0, paid: float = 1e18, least: float = 0.0) -> tuple[int, float, str]:
         """A sequence length that holds 95% of the sampled rows, a power of two from 256 to 4096, within the context of the model. It is
-        shorter where `paid` tokens are fewer than the fewest steps, but holds `least` of the rows. And what to say of it."""
+        shorter where `paid` tokens are fewer than the fewest steps, but holds `least` of the rows. Also the share of the rows that it
+        holds, and what to say of it."""
         sizes = sorted(size / self.bytes_per_token + extra for one in found for size in one.lengths) or [1.0]
         wanted, shortest = (1 << max(0, int(sizes[int(share * (len(sizes) - 1))]) - 1).bit_length() for share in (0.95, least))
         most = max(shortest, 1 << max(1, int(paid / FEWEST)).bit_length() - 1)
-        length = min(max(256, min(wanted, most)), 4096, 1 << (self.context.bit_length() - 1))
+        free, length = (min(max(256, size), 4096, 1 << (self.context.bit_length() - 1)) for size in (wanted, min(wanted, most)))
         held = sum(size <= length for size in sizes) / len(sizes)
-        limited = "; the time allows no longer ones" if most < wanted else ""
-        return length, f"{length} tokens hold {held:.0%} of the sampled rows{limited}"
+        limited = "; the time allows no longer ones" if length < free else ""
+        return length, held, f"{length} tokens hold {held:.0%} of the sampled rows{limited}"
 
 
 def vocabulary(budgets: Budgets) -> int:
@@ -104,7 +107,7 @@ def tune_budget(budgets: Budgets, rows: list[Found], pretrained: bool) -> tuple[
     """The keys of the section tune that set its budget, and why."""
     text = sum(one.text_bytes for one in rows) / budgets.bytes_per_token
     paid = budgets.tokens_for("tune") if pretrained else budgets.tokens // 4
-    length, about = budgets.length(rows, paid=paid)
+    length, _, about = budgets.length(rows, paid=paid, least=0.5)  # of longer ones the end of the answer is cut
     tokens = max(FEWEST * length, min(_EPOCHS * text, paid))
     keys = {"epochs": str(_EPOCHS)}
     why = "whole passes"
@@ -121,11 +124,12 @@ def tune_budget(budgets: Budgets, rows: list[Found], pretrained: bool) -> tuple[
 def dpo_budget(budgets: Budgets, rows: list[Found]) -> tuple[dict[str, str], int | None, str]:
     """The keys of the section dpo, how many rows the time pays for (None: all), and why."""
     total, each = sum(one.rows for one in rows), ((FROZEN if budgets.lora else TRAINED) + 2) * max(1, budgets.base)  # and the reference
-    length, about = budgets.length(rows, paid=budgets.share("dpo") / each / 2, least=0.5)
+    length, held, about = budgets.length(rows, paid=budgets.share("dpo") / each / 2, least=0.5)
     size = sum(sum(one.lengths) for one in rows) / max(1, sum(len(one.lengths) for one in rows)) / budgets.bytes_per_token
     paid = int(budgets.share("dpo") / (2 * max(size, 1) * each))  # both answers of a pair
-    used = min(total, max(2 * FEWEST, paid))
-    keys = {"pairs_per_step": str(max(2, power_of_two(0.95 * used / FEWEST, 32))), "sequence_length": f"{length} tokens"}
+    used = min(total, max(ceil(2 * FEWEST / _TRAINED), paid))
+    trained = _TRAINED * min(used, held * total)
+    keys = {"pairs_per_step": str(max(2, power_of_two(trained / FEWEST, 32))), "sequence_length": f"{length} tokens"}
     about += f"; the time pays for about {paid:,} of {total:,}" * (paid < total) + _LONGER * (paid < used)
     return keys, used if used < total else None, about
 

@@ -37,6 +37,7 @@ from lmworks.train.data.preference_forms import convert_preference
 from lmworks.train.data.row_columns import NoRow, described_columns
 from lmworks.train.data.row_files import read_files
 from lmworks.train.rewards import right_answer_of
+from lmworks.train.unit_tests import runnable_tests
 from lmworks.verify.marks import statements
 
 Use = Literal["documents", "conversations", "preferences", "labels", "rewards"]
@@ -323,8 +324,10 @@ def meaning(row: Any) -> _Meaning:
 
 def _reward(found: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
     """The reward for a row with a right answer; None for an answer that is to be imitated."""
-    if isinstance(row.get("tests"), str | list):
-        return "unit_tests"
+    if row.get("tests") is not None:
+        with suppress(NoRow):
+            runnable_tests(found)
+            return "unit_tests"
     if right_answer_of(found, "numeric") is not None:
         return "numeric"
     if any("\\boxed" in str(found.get(name, "")) for name in ("answer", "solution")):

@@ -171,7 +171,7 @@ def _tune(rows: Sequence[Found], budgets: Budgets, pretrained: bool) -> list[str
 
 def _dpo(rows: Sequence[Found], budgets: Budgets, pretrained: bool) -> list[str]:
     keys, used, why = dpo_budget(budgets, list(rows))
-    counts = [f"max_rows: {max(8, used // len(rows))}"] if used is not None else []
+    counts = [f"max_rows: {max(8, -(-used // len(rows)))}"] if used is not None else []
     labels = ["  loss: kto  # answers with a label"] if rows[0].use == "labels" else []
     return ["dpo:", *_sets(rows, counts), *labels, *_comment(why, "  "), *(f"  {key}: {value}" for key, value in keys.items()),
             *_method(budgets)]  # fmt: skip

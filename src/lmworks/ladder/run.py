@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from lmworks.ablate.cost import calibrate, cost, training_seconds
 from lmworks.ablate.document import cost_text
@@ -84,6 +84,14 @@ class LadderFile(Node):
         "how much the loss depends on it"
     )  # fmt: skip
     out: str | None = Field(None, description="directory of the ladder; runs/ladders/NAME when omitted")
+
+    @field_validator("sizes", mode="before")
+    @classmethod
+    def _named(cls, sizes: Any) -> Any:
+        if isinstance(sizes, list):
+            size = sizes[0] if sizes and isinstance(sizes[0], str) else "30M"
+            raise ValueError(f"each size has a name and its overrides; write {{{size}: [size={size}], ...}}")
+        return sizes
 
 
 def resolve(path: Path, out: Path | None = None) -> RunSet:
@@ -210,6 +218,8 @@ def points_of(ladder: RunSet) -> list[Path]:
 def fit_runs(folder: Path, runs: Sequence[Path]) -> tuple[LossLaw, list[Point]]:
     """Fit a law of the loss, and one of each benchmark, to finished runs and write them into `folder`; returns them and the points of the
     runs. Raises `UserError`."""
+    if (folder / "resolved.json").is_file():
+        raise UserError(f"{folder} is a run, not the directory of a ladder; name that before the runs: lmworks ladder fit DIR RUN ...")
     points = read_points(list(runs))
     with bar("bootstrap", BOOTSTRAPS * (1 + len(split_benchmarks(points)[0]))) as progress:
         law = fit_law(points, UNIT, f"fitted to {len(points)} runs", bootstraps=BOOTSTRAPS, advance=progress.advance)

@@ -58,7 +58,8 @@ def _parsed(lines: Sequence[str], source: str) -> list[Host]:
     for number, line in enumerate(lines, 1):
         if text := line.partition("#")[0].strip():
             found = _LINE.match(text)
-            if not found or found[2] == "0" or found[1].startswith("-"):
+            # One colon is MPI's way to count slots, and no name; an IPv6 address has several.
+            if not found or found[2] == "0" or found[1].startswith("-") or found[1].count(":") == 1:
                 raise UserError(f"{source}:{number}: {text!r} is not a host; write for example: node-1 slots=8")
             if found[1] in hosts:
                 raise UserError(f"{source}:{number}: {found[1]} is listed twice; give all of its slots on one line")

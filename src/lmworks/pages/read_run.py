@@ -23,6 +23,16 @@ _FIRST_EVENTS, _LAST_EVENTS = 40, 260
 _MARKS = 400
 _SAMPLES = 32  # kept per prompt
 _PROMPTS = 12
+_RECORDS = ("resolved.json", LEDGER, "metrics.jsonl")
+
+
+def require_records(run_dir: Path) -> None:
+    """Raise `UserError` if a folder has no records of a run, so that no page is written into a folder of others."""
+    if not run_dir.is_dir() or any((run_dir / name).is_file() for name in _RECORDS):
+        return  # `read_run` refuses what is no folder
+    if (run_dir / "ablation.json").is_file():
+        raise UserError(f"{run_dir} is an ablation and not a run; its page is {run_dir / 'ablation.html'}, those of its runs lie below it")
+    raise UserError(f"{run_dir} has no records of a run: neither {', '.join(_RECORDS[:-1])} nor {_RECORDS[-1]} of lmworks")
 
 
 def read_run(run_dir: Path) -> Run:

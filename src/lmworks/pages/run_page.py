@@ -17,7 +17,7 @@ from lmworks.pages import overview, tables
 from lmworks.pages.charts import Chart
 from lmworks.pages.curves import Curves
 from lmworks.pages.frame import StepAxes, page
-from lmworks.pages.read_run import read_run
+from lmworks.pages.read_run import read_run, require_records
 from lmworks.pages.run_records import Run, Training
 from lmworks.pages.timeline import timeline
 from lmworks.recipe.schema.layout import Cluster
@@ -30,9 +30,11 @@ def write_page(run_dir: Path, cluster: Cluster | None = None, others: Sequence[P
     power. With `others`, runs to compare with, the page is `run_dir/comparison.html`.
 
     Any part may be missing, and a line may be half-written. Time and reading grow with the records, memory and the page do not.
-    Raises `UserError` if `run_dir` is no directory or cannot be written.
+    Raises `UserError` if one of them has no records of a run, or if `run_dir` cannot be written.
     """
     run_dir = Path(run_dir)
+    for one in (run_dir, *others):
+        require_records(Path(one))
     path = run_dir / (COMPARISON if others else FILE)
     run, *rest = _named_apart([read_run(one) for one in (run_dir, *others)])
     write_text(path, render(run, cluster, rest))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ _FORWARD_TOKENS = 8192
 _EVALUATION_SHARE = 0.05  # of the cost of training, for evaluations in the loop
 _EVALUATIONS = (10, 5, 4, 2)  # in a run
 _EPOCHS = 2  # of tuning on files
+_CONTEXT: Keys = ("model", "max_position_embeddings")
 _TOKENS_PER_ITEM = 400  # with all choices: the sets have 40 to 350 on average at 4 bytes per token (docs/evaluation.md)
 
 
@@ -166,10 +167,13 @@ def count_entries(path: Path) -> int:
         raise UserError(f"tokenizer.path: {path} is not a tokenizer.json ({type(error).__name__}: {error})") from None
 
 
-def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tuple[Recipe, Reasons]:
+def derive_missing(
+    recipe: Recipe, base: Path, corpus_only: bool = False, taken: Collection[Keys] = ()
+) -> tuple[Recipe, Reasons]:  # fmt: skip
     """Complete a typed recipe. `base` is where its relative tokenizer path starts. Raises `UserError` where too little is given.
 
-    With `corpus_only` a recipe without a model is complete when its corpus can be made.
+    With `corpus_only` a recipe without a model is complete when its corpus can be made. `taken` are the keys whose values are those of the
+    weights that it starts from.
     """
     tree = recipe.model_dump()
     reasons: Reasons = {}
@@ -186,6 +190,11 @@ def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tup
     if corpus_only and not (recipe.model.hidden_size and recipe.model.num_hidden_layers):
         return Recipe.model_validate(tree), reasons
     _fill_model(tree, derive)
+    of_weights = int(recipe.model.max_position_embeddings or 0) if _CONTEXT in taken else 0
+    context, why = _context(recipe, of_weights)
+    if context > of_weights > 0:
+        put(tree, _CONTEXT, None)  # the weights state less than they are trained on here
+    derive(_CONTEXT, f"{context} tokens", why)
     model = Model.model_validate(tree["model"])
     total = count_parameters(model)
     hidden = total - (1 if model.tie_word_embeddings else 2) * (model.vocab_size or 0) * (model.hidden_size or 0)
@@ -220,10 +229,10 @@ def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tup
             derive(("train", "phases", index, "batch_ramp", "losses"), tuple(ramp.loss_of(int(size)) for size in ramp.sizes), law)
 
     replicas = recipe.layout.dp_replicate * recipe.layout.dp_shard
-    parts: Sequence[Phase | Tune] = recipe.train.phases or ([recipe.tune] if recipe.tune else [])
-    per_rank = gcd(*(max(1, part.global_batch_tokens // part.sequence_length // replicas) for part in parts)) or 1
-    longest = max((part.sequence_length for part in parts), default=_FORWARD_TOKENS)
-    most = max(1, _FORWARD_TOKENS // longest)
+    stages = recipe.micro_batch_stages
+    most = max(1, _FORWARD_TOKENS // max((int(stage.sequence_length) for stage in stages), default=_FORWARD_TOKENS))
+    batches = [stage.global_batch_tokens // stage.sequence_length for stage in stages if isinstance(stage, Phase | Tune)]
+    per_rank = gcd(*(max(1, batch // replicas) for batch in batches)) or most  # the rows of other stages' steps vary
     micro = max(n for n in range(1, min(most, per_rank) + 1) if per_rank % n == 0)
     derive(("train", "micro_batch_sequences"), micro, f"the most sequences within {_FORWARD_TOKENS} tokens that divide every step")
     derive(("evaluate", "every"), *_evaluation_interval(recipe))
@@ -273,20 +282,20 @@ def _fill_model(tree: dict[str, Any], derive: Any) -> None:
         "the divisor of heads nearest to a quarter of them (GQA)",
     )
     derive(("model", "intermediate_size"), scaling_laws.ffn_size(hidden), "8/3 of hidden_size, a multiple of 64")
-    phases = tree["train"]["phases"]
-    lengths = [int(Tokens.parse(phase["sequence_length"])) for phase in phases]
-    rope = dict(model["rope"])
-    for phase in phases:
-        rope.update({key: value for key, value in (phase["rope"] or {}).items() if value is not None})
-    extended = (
-        int(Tokens.parse(rope["original_max_position_embeddings"]) * rope["factor"])
-        if rope["scaling"] != "none" and rope["original_max_position_embeddings"]
-        else 0
-    )
-    longest = max([*lengths, extended], default=0) or 2048
-    why = (
-        "rope.original_max_position_embeddings * rope.factor at the end"
-        if extended == longest
-        else "the longest sequence_length of the phases"
-    )
-    derive(("model", "max_position_embeddings"), f"{longest} tokens", why)
+
+
+def _context(recipe: Recipe, of_weights: int) -> tuple[int, str]:
+    """The context length that the trained model states, and why: that of the weights that training starts from (0: there are none), unless
+    the recipe trains longer sequences or a phase extends RoPE further."""
+    parts = [*recipe.train.phases, *recipe.later_stages.values()]
+    names = [*(phase.name for phase in recipe.train.phases), *recipe.later_stages]
+    found = [(of_weights, "of the weights of start_from")] if of_weights else []
+    found += [(int(part.sequence_length), f"sequence_length of {name}, the longest") for name, part in zip(names, parts, strict=True)]
+    rope, changes = recipe.model.rope.model_dump(), [phase.rope.model_dump() for phase in recipe.train.phases if phase.rope]
+    for change in changes:
+        rope |= {key: value for key, value in change.items() if value is not None}
+    # Of weights whose positions no phase changes, it stays as they state it, which may be less than their scaling reaches.
+    if rope["scaling"] != "none" and rope["original_max_position_embeddings"] and (changes or not of_weights):
+        reach = int(Tokens.parse(rope["original_max_position_embeddings"]) * rope["factor"])
+        found.append((reach, "rope.original_max_position_embeddings * rope.factor at the end"))
+    return max(found, key=lambda one: one[0], default=(2048, "nothing is trained"))

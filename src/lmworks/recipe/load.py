@@ -180,7 +180,7 @@ def _resolve(source: _Source, numbers: Numbers) -> Resolved:
             put(tree, keys, value)
             reasons[keys] = why
         recipe = Recipe.model_validate(tree)
-        recipe, more = derive.derive_missing(recipe, path.parent, source.corpus_only)
+        recipe, more = derive.derive_missing(recipe, path.parent, source.corpus_only, reasons)
         reasons |= more
     except ValidationError as error:
         raise UserError(_explain(error, tree, sources)) from None
@@ -356,6 +356,8 @@ def _faults(error: ValidationError, tree: dict[str, Any], places: _Places) -> It
             message = f"{message[0].lower()}{message[1:]}, not {value!r}"
         elif item["type"] == "missing":
             message = "is missing and has no default"
+        elif item["type"] == "dict_type" and isinstance(value, list):
+            message = "should be a map of keys ({KEY: VALUE, ...}), not a list"
         path = display(tree, keys)
         yield f"{places.place(keys)}: {path + ': ' if path else ''}{message}"
 

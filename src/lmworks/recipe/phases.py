@@ -60,7 +60,7 @@ def extended(model: Model, context: int, extension: RopeExtension) -> Model:
         raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
 
-_GROWTH = 2  # times longer than where the positions were set, above which a phase without a change is warned of
+_GROWTH = 2  # times longer than where the positions were set, above which training without a change is warned of
 
 
 @dataclass(frozen=True)
@@ -109,29 +109,50 @@ def describe(rope: Rope) -> str:
     return ", ".join(words)
 
 
-def warnings(recipe: Recipe) -> Iterator[str]:
-    """Phases that outgrow their positions, one line each."""
+def warnings(recipe: Recipe, context: int | None = None) -> Iterator[str]:
+    """Phases and later stages that outgrow their positions, one line each, and a context length that is stated shorter than was trained.
+
+    `context` is that of the weights that training starts from, None if it is not known.
+    """
     found = positions(recipe)
-    if not found or recipe.model.rope.partial_rotary_factor == 0 or recipe.model.no_rope_layer_interval == 1:
+    parts = [*((here.phase, here.length, here.rope, f"train.phases.{here.phase}.rope") for here in found),
+             *((name, int(section.sequence_length), final(recipe).rope, "") for name, section in recipe.later_stages.items())]  # fmt: skip
+    if not parts:
         return
-    since, set_by = found[0].length, found[0].rope
-    stated = {phase.name for phase in recipe.train.phases if phase.rope is not None}  # whoever writes them down means them
-    for here in found:
-        rope, key = here.rope, f"train.phases.{here.phase}.rope"
-        if rope != set_by or here.phase in stated:
-            since, set_by = here.length, rope
-        elif here.length > _GROWTH * since:
-            yield (
-                f"{here.phase}: sequences grow from {since:,} to {here.length:,} tokens and positions stay ({describe(rope)}); "
-                f"to extend them set {key}.theta (ABF), or {key}.scaling to linear, ntk, yarn or llama3 with a factor; "
-                f"to keep them write {key}.theta as it is"
+    name, longest, *_ = max(parts, key=lambda part: part[1])
+    stated = int(recipe.model.max_position_embeddings or longest)
+    if stated < longest:
+        yield (
+            f"model.max_position_embeddings is {stated:,}, and {name} trains sequences of {longest:,} tokens; the model would be served "
+            f"with the shorter context: set it to {longest} tokens"
+        )
+    if recipe.model.rope.partial_rotary_factor == 0 or recipe.model.no_rope_layer_interval == 1:
+        return
+    since = (context or stated) if recipe.start_from is not None else parts[0][1]
+    rope = recipe.model.rope
+    written = {phase.name for phase in recipe.train.phases if phase.rope is not None}  # whoever writes them down means them
+    for name, length, here, key in parts:
+        if here != rope:
+            since, rope = length, here
+        elif key and name in written:
+            since = max(since, length)
+        elif length > _GROWTH * since:
+            remedy = (
+                f"set {key}.theta (ABF), or {key}.scaling to linear, ntk, yarn or llama3 with a factor; to keep them write {key}.theta as "
+                "it is"
+                if key
+                else f"train a phase of such sequences before, with its rope.theta (ABF) or rope.scaling; or set {name}.sequence_length to "
+                f"{since} tokens"
             )
-            since = here.length
+            grown = f"{name}: sequences grow from {since:,} to {length:,} tokens and positions stay ({describe(rope)})"
+            yield f"{grown}; to extend them {remedy}"
+            since = length
         # Llama 3.1 itself goes beyond this product: 8 x 8,192 tokens became 131,072
         original = int(rope.original_max_position_embeddings or 0) if rope.scaling not in ("none", "llama3") else 0
         reach = int(original * rope.factor)
-        if original and reach < here.length:
+        if original and reach < length:
+            remedy = f"{key}.factor to {math.ceil(length / original)} or more" if key else f"{name}.sequence_length to {reach} tokens"
             yield (
-                f"{here.phase}: {rope.scaling} x{rope.factor:g} extends {original:,} tokens to {reach:,}, but sequences have "
-                f"{here.length:,}; set {key}.factor to {math.ceil(here.length / original)} or more"
+                f"{name}: {rope.scaling} x{rope.factor:g} extends {original:,} tokens to {reach:,}, but sequences have {length:,}; "
+                f"set {remedy}"
             )

@@ -176,6 +176,17 @@ def find_start_weights(text: str) -> Weights:
         raise UserError(f"start_from: {error}") from None
 
 
+def start_context(recipe: Recipe) -> int | None:
+    """The context length that the weights of `start_from` state; None without them, and where they cannot be read any more."""
+    if recipe.start_from is None:
+        return None
+    try:
+        stated = find_start_weights(recipe.start_from).model.max_position_embeddings
+    except UserError:
+        return None
+    return int(stated) if stated else None
+
+
 def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
     """Fill `model` and `tokenizer` of an unfinished tree from its `start_from`, in place; returns the reasons, by key.
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -33,8 +33,11 @@ def plain(text: str) -> str:
 class Terminal(Console):
     """rich's console for text of any origin. For styles, pass a `Text`, or a `style` for the whole line.
 
-    Output that goes to a file on a full disk is kept for the next line instead of ending the program.
+    Output that goes to a file on a full disk does not end the program, which may be a run. What was to go to standard output is `lost`
+    then, and the command says so at its end.
     """
+
+    lost: ClassVar[OSError | None] = None
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:
@@ -42,6 +45,8 @@ class Terminal(Console):
         except OSError as error:
             if not is_full_disk(error):
                 raise
+            if not self.stderr:
+                Terminal.lost = error
 
     def on_broken_pipe(self) -> None:
         """Nobody reads what is printed any more: the end of a command that prints results, but not of one that reports its progress."""

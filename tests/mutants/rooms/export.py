@@ -24,4 +24,8 @@ MUTANTS = [
      "A GGUF file that could not be written is closed.", "export/test_gguf.py"),
     ("export.gguf:stored_name", "(phi)-?(?=3)", "(phi)-(?=3)", "llama.cpp does not take a model named phi3 for one with another tokenizer.",
      "export/test_gguf.py"),
+    ("export.export:_state_context", "context != of_weights and", "", "A tokenizer states less than the model where it always did.",
+     "export/test_export_stage.py::test_a_longer_context_is_that_of_the_tokenizer_too"),
+    ("export.export:export", "_state_context(model.config, start_context(recipe), directory / _TOKENIZER_CONFIG)", "pass",
+     "An export states one context.", "export/test_export_stage.py::test_a_longer_context_is_that_of_the_tokenizer_too"),
 ]  # fmt: skip

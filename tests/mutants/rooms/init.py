@@ -25,4 +25,13 @@ MUTANTS = [
      "A page of text beside conversations trains no model from nothing.", C),
     ("init.propose:_choose_size", "if budgets.readings > (longest := Shards().max_epochs):", "if (longest := Shards().max_epochs) < 0:",
      "Too little text is refused.", C),
+    ("init.budgets:dpo_budget", "ceil(2 * FEWEST / _TRAINED)", "2 * FEWEST", "The fewest pairs make the fewest steps.",
+     "init/test_budgets.py"),
+    ("init.budgets:dpo_budget", "min(used, held * total)", "used", "Pairs that are too long make no step.", "init/test_budgets.py"),
+    ("init.budgets:Budgets.length", "if length < free else", "if most < wanted else", "What limits a length is said as it is.",
+     "init/test_budgets.py"),
+    ("init.budgets:tune_budget", "paid=paid, least=0.5)", "paid=paid)", "No recipe cuts most of its conversations.",
+     "init/test_budgets.py"),
+    ("init.survey:_HINTS", ", parse_options=c.ParseOptions(newlines_in_values=True)", "",
+     "The command for a table reads line breaks in texts.", S),
 ]  # fmt: skip

@@ -15,4 +15,8 @@ MUTANTS = [
      "A benchmark has a signal if it rises as the loss falls.", "ladder/test_downstream.py"),
     ("ladder.annealing:Areas.of", "lr_factors[after_warmup:-1] - lr_factors[after_warmup + 1 :]",
      "lr_factors[after_warmup + 1 :] - lr_factors[after_warmup:-1]", "Annealing is a fall of the learning rate.", "ladder/test_curve.py"),
+    ("ladder.run:fit_runs", 'if (folder / "resolved.json").is_file():', "if False:", "No law is written into a run.",
+     "cli/test_ladder_commands.py::test_a_forgotten_directory_is_not_that_of_the_first_run"),
+    ("ladder.run:LadderFile._named", "if isinstance(sizes, list):", "if False:", "Sizes without names have a remedy.",
+     "cli/test_ladder_commands.py::test_a_ladder_file_lists_a_trunk_and_branches_for_each_size"),
 ]  # fmt: skip

@@ -43,4 +43,6 @@ MUTANTS = [
      "Agents of one machine take different processors of it.", "launch/test_pinning.py"),
     ("launch.rank_context:pin_rank", "machine.ranks_here()", 'int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])',
      "A rank is pinned among all ranks of its machine, not those of its agent.", "launch/test_pinning.py"),
+    ("launch.torchrun:_parsed", 'or found[1].count(":") == 1', "", "Slots behind a colon are no part of a name.",
+     "launch/test_launch.py::test_a_host_file_that_is_wrong"),
 ]  # fmt: skip
