@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from lmworks.ablate.conclusions import fit_parabola, from_norms
 from lmworks.ablate.contrast import Noise
@@ -103,6 +104,29 @@ def test_the_interval_of_the_optimum_covers_it() -> None:
     exact = fit_parabola(rates, 0.05 * np.log2(rates / best) ** 2 + 1, Noise(0.02, 8), 3)
     assert exact.best == pytest.approx(best) and exact.value == pytest.approx(1) and not exact.at_edge
     assert exact.low < best < exact.high  # type: ignore[operator]
+
+
+def test_the_interval_of_the_optimum_is_that_of_fieller() -> None:
+    """At its ends the slope of the parabola is as far from 0 as its standard error times t, by numpy's own fit and scipy's own t."""
+    random, rates = np.random.default_rng(4), 0.004 * 2.0 ** np.arange(-2, 3)
+    values = 0.05 * np.log2(rates / 0.005) ** 2 + random.normal(size=5) * 0.01
+    found = fit_parabola(rates, values, Noise(0.02, 8), 3)
+    x = np.log2(rates)
+    (a, b, _), design = np.polyfit(x, values, 2), np.stack([x**2, x, np.ones(5)], axis=1)
+    covariance = 0.02**2 / 3 * np.linalg.inv(design.T @ design)
+    for end, side in ((found.low, -1), (found.high, 1)):
+        assert end is not None
+        at = np.array([2 * np.log2(end), 1, 0])
+        assert (at @ [a, b, 0]) / math.sqrt(at @ covariance @ at) == pytest.approx(side * stats.t.ppf(0.975, 8), rel=1e-6)
+
+
+def test_the_wavering_is_that_of_the_last_points_and_two_seeds_have_noise() -> None:
+    some = curves(spread=0.5, over_seeds=0.02, wavering=0.01)
+    some[:, :, :-5] += 7 * np.arange(7) ** 2
+    last = quality(some[:, :, -5:], lower_is_better=True, is_paired=False).signal_to_checkpoints
+    assert quality(some, lower_is_better=True, is_paired=False).signal_to_checkpoints == pytest.approx(last)
+    two = quality(some[:, :2], lower_is_better=True, is_paired=False)
+    assert two.signal_to_noise is not None and two.signal_to_noise > 1
 
 
 def test_an_optimum_at_the_edge_and_one_in_the_noise() -> None:

@@ -6,6 +6,19 @@ from mutants.lines import changed_lines
 
 # module below src/lmworks, the changed lines without and with the mistake, joined by spaces, the reason
 EQUIVALENT: list[tuple[str, str, str, str]] = [
+    ("inference/sampling.py", "if len(rows) == len(rows_B):", "if len(rows) > len(rows_B):", "a copy of all rows gives the same"),
+    ("train/grpo.py", "logp_BT = sampled.old_BT if number == 0 else -to_host(*self._nats([packed]))[0]",
+     "logp_BT = sampled.old_BT if number < 0 else -to_host(*self._nats([packed]))[0]", "nothing has changed since: computed again"),
+    ("model/mtp.py", "same = _shift(positions_BT, depth, -1) == positions_BT + depth",
+     "same = _shift(positions_BT, depth, +1) == positions_BT + depth", "where there is no position there is no label"),
+    ("shards/epochs.py", 'assert sequences > old, "a range only grows"', 'assert sequences >= old, "a range only grows"', "no range stays"),
+    ("ablate/welch.py", "for _ in range(60):", "for _ in range( 61):", "it has converged long before"),
+    ("ablate/welch.py", "for _ in range(60):", "for _ in range( 59):", "it has converged long before"),
+    ("train/step.py", "model: ParallelModel, optimizer: Updates, batch: Batch, *,",
+     "model: ParallelModel, optimizer: Updates, batch: Batch, /,",
+     "all callers name what is behind it"),
+    ("checkpoint/rewrite.py", "for reader, share in zip(readers[:-1], shares[:-1], strict=True):",
+     "for reader, share in zip(readers[:-1], shares[:-1], strict=False):", "every reader has its share"),
     ("checkpoint/manifest.py", "helpers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, machine.cores()) - 1)]",
      "helpers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, machine.cores()) >> 1)]",
      "how many threads share the work changes its speed"),

@@ -112,6 +112,46 @@ def test_half():
     assert lines == ["True failed not planted passed", "passed failed"], found.stdout + found.stderr
 
 
+TRACED = """
+from pathlib import Path
+
+from mutants.held import Held
+
+held = Held(Path.cwd(), ["tests/test_two.py"], traced=["src/lmworks/one.py"])
+_, traced = held.trace()
+print(*(test.lines["src/lmworks/one.py"] for test in traced.values()))
+held.close()
+"""
+
+
+def test_lines_are_traced_also_behind_a_test_that_limits_the_size_of_files(tmp_path: Path) -> None:
+    """The tracer could not write, raised, and was taken away: no later test ran a line, and their mistakes survived."""
+    one = "def half(x):\n    return x / 2\n"
+    for name, text in (("src/lmworks/__init__.py", ""), ("src/lmworks/one.py", one), ("tests/test_two.py", """
+import resource
+import signal
+from lmworks.one import half
+
+def test_limited():
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    half(2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    half(2)
+
+def test_half():
+    half(4)
+""")):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    found = subprocess.run(
+        [sys.executable, "-c", TRACED], cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "tests")}, capture_output=True,
+        encoding="utf-8", timeout=120,
+    )  # fmt: skip
+    assert found.stdout.split() == ["[2]", "[2]"], found.stdout + found.stderr
+
+
 FORKED = """
 import os
 import sys
