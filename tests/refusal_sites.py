@@ -95,7 +95,7 @@ PLACES = (
         train.rewards check_file(3)
         train.stage require_held_out
         train.data.chat _write
-        train.data.row_files read_files read_dataset _list_files(2)
+        train.data.row_files read_files(2) read_dataset _list_files(2)
         train.data.sets task_share
         train.data.decontamination Decontamination._decide
         train.data.preferences build_preferences
@@ -126,7 +126,7 @@ PLACES = (
         run.run_dir require_run require_own_run_dir require_own_folder(2) _entries
         run.stages stages_for
         recipe.timeline PhaseSteps.of
-        run.time_budget require_kept settle_budget
+        run.time_budget require_kept settle_budget _naming_time
     """),
     (BEGINNING, "the ranks that were started do not fit the layout, or each other", """
         parallel.process_group check_consistency
@@ -201,8 +201,8 @@ PLACES = (
     """),
     (LATER, "single rows of a file, which are left out and counted, and refused only if nothing is left", """
         tokenizer.chat checked unused_markers
-        tokenizer.messages _Text._add_part(2) _Text.add _detail _json _list_of_calls _role _tool _tool_call(3)
-        tokenizer.messages _weight(2) normal(2) normal_tools
+        tokenizer.messages _Text._add_part(2) _Text.add _detail _list_of_calls _role _tool _tool_call(2) read_json(2)
+        tokenizer.messages _weight(2) normal(3) normal_tools(2)
         tokenizer.turns Turns.encode
         tokenizer.turns Turns._spans(2)
         train.data.masks fit(2)

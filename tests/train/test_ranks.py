@@ -17,6 +17,7 @@ from lmworks.metrics.log import read
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout
 from lmworks.train.pretrain import pretrain
+from lmworks.train.step import StepFlags, all_reduce_flags
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny, before_each_step, checkpoint, curve, training_context
 
@@ -53,6 +54,20 @@ def farthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], 
     names = [name for name in expected if name.startswith(kind)]
     assert names and found.keys() == expected.keys()
     return max(float((found[name] - expected[name]).abs().max() / expected[name].abs().max().clamp_min(1e-6)) for name in names)
+
+
+def flags() -> StepFlags:
+    """As a rank of two that read other sequences, each of which has another beside it that reads the same."""
+    ranks = Ranks(Layout(dp_shard=2, cp=2))
+    dp, last, first = ranks.rank("dp"), ranks.global_rank == 3, ranks.is_first
+    own = StepFlags(10 + dp, 1000 + dp, last, False, first, last, not first, detail=not first, batch_grows=first, sources=(4 + dp, 6))
+    return all_reduce_flags(own, ranks)
+
+
+def test_what_ranks_tell_each_other_before_a_step(ranks: Any) -> None:
+    """Tokens, rows and sources once for two ranks that read the same; the clock is that of the first."""
+    expected = StepFlags(21, 2001, True, False, True, True, True, detail=False, batch_grows=True, sources=(9, 12))
+    assert ranks.run(flags, 4) == [expected] * 4
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero=3), Layout(cp=2, zero=1)], ids=("data", "context"))
