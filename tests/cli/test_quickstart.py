@@ -42,7 +42,7 @@ def test_the_shipped_recipe_runs_to_its_end_without_a_network(tmp_path: Path) ->
     models = read_json(run / "evaluate" / "results.json")["models"]
     assert list(models) == ["base", "tuned"]
     for model in models.values():
-        assert set(model["bits_per_byte"]) == {"code", "docs", "overall"}
+        assert set(model["bits_per_byte"]) == {"answers: tasks", "code", "docs", "overall"}
         assert {score["set"] for score in model["scores"].values()} >= {"aiw", "syllogism"}
         assert len(model["samples"]) > 0
     exported = read_json(run / "export" / "parity.json")
