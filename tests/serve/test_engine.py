@@ -216,14 +216,8 @@ def test_scores_equal_a_direct_forward(engine: Engine, model: Transformer, vocab
 
 def scored(model: Transformer, prompt: list[int], piece: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Token, ...]:
     monkeypatch.setattr("lmworks.serve.engine._PIECE", piece)
-    pieces = score(model, prompt, 2)
     with torch.inference_mode():
-        while True:
-            try:
-                next(pieces)
-            except StopIteration as ended:
-                found: tuple[Token, ...] = ended.value
-                return found
+        return tuple(token for tokens in score(model, prompt, 2) for token in tokens)
 
 
 def test_long_prompts_are_scored_in_pieces(model: Transformer, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,12 +179,7 @@ class Model:
         """The log-probability in nats of each token of a text after those before it; nan for the first, which has nothing before it."""
         from lmworks.serve.engine import score
 
-        pieces = score(self.module, self.encode(text))
-        while True:
-            try:
-                next(pieces)
-            except StopIteration as end:
-                return [token.logprob for token in end.value]
+        return [token.logprob for piece in score(self.module, self.encode(text)) for token in piece]
 
     @torch.no_grad()
     def hidden_states(self, text: str | Sequence[int]) -> tuple[Tensor, ...]:

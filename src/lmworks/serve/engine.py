@@ -11,7 +11,7 @@ import queue
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -35,15 +35,17 @@ if TYPE_CHECKING:
 _PIECE = 512  # tokens of a prompt that are scored between two steps of the answers
 
 
-def score(model: Transformer, prompt: Sequence[int], top: int = 0) -> Generator[None, None, tuple[Token, ...]]:
-    """Each token of `prompt` with its log-probability given those before it, and the `top` likeliest there.
+def score(model: Transformer, prompt: Sequence[int], top: int = 0) -> Iterator[list[Token]]:
+    """Each token of `prompt` with its log-probability given those before it, and the `top` likeliest there; a piece at a time, as the model
+    reads them.
 
-    The first token has log-probability nan and no alternatives. The model reads a piece at a time, in its own precision, and this yields
-    after each; the softmax is in fp32.
+    The first token has log-probability nan and no alternatives, and is a piece of its own. The model computes in its own precision; the
+    softmax is in fp32.
     """
     device, last = next(model.parameters()).device, len(prompt) - 1
     ids_1T = torch.tensor([list(prompt)], dtype=torch.long, device=device)
-    tokens, cache = [Token(int(prompt[0]), float("nan"), ())], model.cache(1, max(last, 1))
+    cache = model.cache(1, max(last, 1))
+    yield [Token(int(prompt[0]), float("nan"), ())]
     for start in range(0, last, _PIECE):
         stop = min(start + _PIECE, last)
         hidden_1RD, _ = model.hidden(ids_1T[:, start:stop], cache=cache)
@@ -51,11 +53,11 @@ def score(model: Transformer, prompt: Sequence[int], top: int = 0) -> Generator[
         logprobs_RV = model.logits(hidden_1RD[0]).log_softmax(dim=-1)
         chosen_R = logprobs_RV.gather(1, ids_1T[0, start + 1 : stop + 1, None])[:, 0].tolist()
         best, ids = logprobs_RV.topk(top, dim=-1) if top else (None, None)
+        tokens = []
         for row, value in enumerate(chosen_R):
             likeliest = () if best is None or ids is None else tuple(zip(ids[row].tolist(), best[row].tolist(), strict=True))
             tokens.append(Token(int(prompt[start + row + 1]), value, likeliest))
-        yield
-    return tuple(tokens)
+        yield tokens
 
 
 log = logging.getLogger(__name__)
@@ -74,7 +76,8 @@ class _Answer:
     hit_tokens: int = 0
     done: bool = False
     kept: list[Piece] = field(default_factory=list)  # of an answer that is sent whole
-    scoring: Generator[None, None, tuple[Token, ...]] | None = None
+    scoring: Iterator[list[Token]] | None = None
+    scored: list[Token] = field(default_factory=list)
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -285,11 +288,10 @@ class Engine:
         try:
             if prompt not in job.scored:
                 answer.scoring = answer.scoring or score(self.model, prompt, answer.options.logprobs or 0)
-                try:
-                    next(answer.scoring)
+                if (piece := next(answer.scoring, None)) is not None:
+                    answer.scored += piece
                     return
-                except StopIteration as ended:
-                    job.scored[prompt] = ended.value
+                job.scored[prompt] = tuple(answer.scored)
             job.send(Scores(answer.index, job.scored[prompt]))
         except Exception as error:
             self._fail([answer], error)

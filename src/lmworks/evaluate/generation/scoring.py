@@ -22,7 +22,7 @@ from lmworks.errors import Unavailable
 from lmworks.evaluate.generation.interface import Failure, GenerationSet, Judged, Lengths, Prompt, Reply, ask, commonest
 from lmworks.evaluate.generation.replies import Answerer
 from lmworks.evaluate.records import EvaluationResults
-from lmworks.evaluate.sets.items import digest, score_name
+from lmworks.evaluate.sets.items import score_name, short_digest
 from lmworks.evaluate.statistics import Score
 from lmworks.host import machine
 from lmworks.recipe.schema.evaluate import Generator
@@ -81,7 +81,7 @@ def measure(chosen: GenerationSet, answerer: Answerer, count: int | None, shots:
         outcomes = [_outcome(prompt, of_item, written, values[prompt.id]) for prompt, of_item, written in parts]
         for one, (prompt, _, _) in zip(outcomes, parts, strict=True):  # items that are drawn at random have no question, but an answer
             question = questions.get(f"{prompt.set}/{prompt.id.removeprefix(f'{prompt.set}/')}", "")
-            one["asked"] = digest(question, prompt.answer).hex()[:16]
+            one["asked"] = short_digest(question, prompt.answer)
         name = score_name(chosen.name, FORM, shots, *([ending] if ending else []))
         found.add(name, entry, outcomes, _notable([part for part in parts if part[0].id not in shown]))
         shown |= values.keys()

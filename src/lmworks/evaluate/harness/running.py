@@ -25,7 +25,7 @@ from lmworks.evaluate.harness.lm import HarnessLM
 from lmworks.evaluate.harness.task_data import Source
 from lmworks.evaluate.harness.task_index import check_names, loaders, manager
 from lmworks.evaluate.records import EvaluationResults
-from lmworks.evaluate.sets.items import digest, score_name
+from lmworks.evaluate.sets.items import score_name, short_digest
 from lmworks.evaluate.statistics import Score
 from lmworks.io import files
 from lmworks.ui.terminal import bar, console
@@ -89,7 +89,7 @@ class HarnessResults:
                 scores[name] = entry | {"set": task, "form": FORM, "shots": shots, "norm": None, "chosen": False, "reason": "asked for"}
                 outcomes += (
                     {"score": name, "set": task, "id": str(one["doc_id"]), "subject": "", "correct": bool(mark), "value": float(mark),
-                     "failure": None if mark else "wrong", "tokens": 0, "asked": digest(one["doc_hash"], one["target_hash"]).hex()[:16]}
+                     "failure": None if mark else "wrong", "tokens": 0, "asked": short_digest(one["doc_hash"], one["target_hash"])}
                     for one, mark in marked
                 )  # fmt: skip
         return scores, outcomes

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -261,12 +260,9 @@ def questions(benchmark: Benchmark) -> Iterator[Question]:
 def contents(benchmarks: Iterable[Benchmark]) -> list[Any]:
     """What decides which items are asked and how, as JSON values: the options of each benchmark and the hashes of its local files. What is
     kept of an evaluation is kept under it, because rows change while the names of their files remain."""
-    return [[one.model_dump(mode="json"), [_hash(path) for place in local_paths(one) for path in _files(place)]] for one in benchmarks]
-
-
-def _files(place: str) -> list[Path]:
-    path = Path(place).expanduser()
-    return sorted(one for one in (path.rglob("*") if path.is_dir() else map(Path, glob(str(path), recursive=True))) if one.is_file())
+    return [
+        [one.model_dump(mode="json"), [_hash(path) for place in local_paths(one) for path in sources.files_at(place)]] for one in benchmarks
+    ]  # fmt: skip
 
 
 def _hash(path: Path) -> str:

@@ -71,10 +71,15 @@ def digest(*parts: str) -> bytes:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
 
 
+def short_digest(*parts: str) -> str:
+    """The beginning of `digest`, for records."""
+    return digest(*parts).hex()[:16]
+
+
 def asked_hash(item: Item) -> str:
     """Identifies what an item asks and what is right, whatever its id is: two outcomes are of one item only if it is the same."""
     asked = (*item.contexts, *item.continuations, str(item.answer)) if isinstance(item, ChoiceItem) else (item.metric, *item.answers)
-    return digest(item.preamble, item.question, *asked).hex()[:16]
+    return short_digest(item.preamble, item.question, *asked)
 
 
 def ranked(items: Sequence[Item]) -> list[Item]:

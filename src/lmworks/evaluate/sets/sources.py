@@ -73,14 +73,19 @@ SUFFIXES = (*(kind + packed for kind in _LINES for packed in _COMPRESSED), ".par
 _LONGEST = 1 << 24  # bytes of a line
 
 
+def files_at(path: str) -> list[Path]:
+    """All files at a file, directory or glob, sorted."""
+    place = Path(path).expanduser()
+    found = place.rglob("*") if place.is_dir() else map(Path, glob(str(place), recursive=True))
+    return sorted(one for one in found if one.is_file())
+
+
 def files(path: str, split: str | None = None) -> list[Path]:
     """The data files at a file, directory or glob, sorted. Of a directory, those whose names begin with `split`, if any do.
 
     Raises `UserError` if there are none.
     """
-    place = Path(path).expanduser()
-    found = place.rglob("*") if place.is_dir() else map(Path, glob(str(place), recursive=True))
-    data = sorted(one for one in found if one.is_file() and one.name.endswith(SUFFIXES))
+    data = [one for one in files_at(path) if one.name.endswith(SUFFIXES)]
     if not data:
         raise UserError(f"{path} has no data files; give a file, directory or glob of {', '.join((*_LINES, '.parquet', '.arrow'))}")
     return [one for one in data if split and one.name.startswith(split)] or data
