@@ -17,6 +17,7 @@ import pytest
 import yaml
 from command import Lmworks
 
+from child_process import child_process
 from lmworks.ablate.resolve import resolve
 from lmworks.ablate.run_set import save_arms
 from lmworks.checkpoint import listing
@@ -46,7 +47,7 @@ def end_after_a_save(file: Path, run: Path, number: signal.Signals) -> tuple[int
     Returns its exit code, and what it wrote to stderr."""
     before = listing.directories(run / "checkpoints")
     command = [sys.executable, "-m", "lmworks.cli.main", "ablate", str(file), "--index", "0/4"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8") as process:
+    with child_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         until = time.monotonic() + PATIENCE
         while listing.directories(run / "checkpoints")[-1:] == before[-1:]:
             assert process.poll() is None and time.monotonic() < until
@@ -66,7 +67,7 @@ def test_two_runs_are_trained_and_an_end_between_them_repeats_nothing(
     file, out = write(tiny, tmp_path, recipe=str(tiny.run_dir), seeds=1, set=None, budget="3072 tokens"), tmp_path / "out"
     if is_killed:
         command = [sys.executable, "-m", "lmworks.cli.main", "ablate", str(file)]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with child_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             until = time.monotonic() + PATIENCE
             while not (out / "ablation.html").exists():
                 assert process.poll() is None and time.monotonic() < until

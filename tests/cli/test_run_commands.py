@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from command import Lmworks
 
+from child_process import child_process
 from lmworks.checkpoint import listing
 from lmworks.shards.batches import Batches
 from lmworks.train import trainer
@@ -36,7 +37,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(lmworks: Lmwork
     longer = "train.phases.general.tokens=4000 tokens"
     arguments = ("pretrain", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}", "--set", longer)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command(*arguments), **pipes, encoding="utf-8", env=ENVIRONMENT) as process:
+    with child_process(command(*arguments), **pipes, env=ENVIRONMENT) as process:
         metrics = tiny_copy.run_dir / "metrics.jsonl"
         while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
             assert process.poll() is None, process.communicate()

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from doc_pages import PAGES, ROOT, Command, blocks, commands, inline
 
+from child_process import child_process
 from lmworks.cli.habits import WORDS
 from lmworks.cli.main import command_tree
 from patience import PATIENCE
@@ -147,7 +148,7 @@ def _served(server: subprocess.Popen[str], words: list[str], folder: Path, stdin
 def server() -> Iterator[subprocess.Popen[str]]:
     """What starts commands without their imports. The first command of all, in `folder`, is a process of its own."""
     command = [sys.executable, str(Path(__file__).with_name("commands_server.py"))]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8") as process:
+    with child_process(command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         yield process
         assert process.stdin
         process.stdin.close()
@@ -158,7 +159,7 @@ def serves(text: str, folder: Path) -> None:
     """Start a server on a free port, ask for its page, and end it with Ctrl-C."""
     arguments = [*shlex.split(text), "--port", "0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(arguments, cwd=folder, env=ENVIRONMENT, **pipes, encoding="utf-8") as process:
+    with child_process(arguments, cwd=folder, env=ENVIRONMENT, **pipes) as process:
         url, said = wait_until_served(process)
         assert b"<html" in urllib.request.urlopen(f"{url}/", timeout=PATIENCE).read()
         process.send_signal(signal.SIGINT)

@@ -21,6 +21,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
+from child_process import child_process
 from lmworks.cli import serve_commands
 from lmworks.errors import UserError
 from lmworks.serve import server
@@ -39,15 +40,19 @@ LMWORKS = [sys.executable, "-m", "lmworks.cli.main"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_served_from_the_command_line(run_dir: Path, dtype: str) -> None:
-    command = [*LMWORKS, "serve", str(run_dir), "--port", "0", "--api-key", "sesame", "--dtype", dtype]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", env=ENVIRONMENT) as process:
+@pytest.mark.parametrize(("dtype", "options", "names"), [
+    ("auto", [], ["talker", "talker-base"]),
+    ("bfloat16", ["--base", "--name", "mine"], ["mine-base", "mine"]),
+])  # fmt: skip
+def test_served_from_the_command_line(run_dir: Path, dtype: str, options: list[str], names: list[str]) -> None:
+    command = [*LMWORKS, "serve", str(run_dir), "--port", "0", "--api-key", "sesame", "--dtype", dtype, *options]
+    with child_process(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT) as process:
         assert process.stdout
         url, said = wait_until_served(process)
-        assert "talker is served, and talker-base from its first request on" in said
+        assert f"{names[0]} is served, and {names[1]} from its first request on" in said
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="sesame")
-        reply = client.chat.completions.create(model="talker", messages=[{"role": "user", "content": "Hello"}], max_tokens=5)
+        assert [model.id for model in client.models.list()] == names
+        reply = client.chat.completions.create(model=names[0], messages=[{"role": "user", "content": "Hello"}], max_tokens=5)
         assert reply.usage.completion_tokens in range(1, 6)
         assert httpx.get(f"{url}/v1/models", timeout=PATIENCE).status_code == 401
         process.send_signal(signal.SIGINT)

@@ -17,6 +17,7 @@ import torch
 
 import base_models
 from base_models import LLAMA, MISTRAL, write_tokenizer
+from child_process import child_process
 from lmworks import tokenizer as tokenizers
 from lmworks.export.huggingface import write_model
 from lmworks.model import Transformer
@@ -113,7 +114,7 @@ def test_calls_are_read_from_the_command_line(taught: Any) -> None:
     write_model(taught[0], taught[3], {}, torch.float32)
     command = [sys.executable, "-m", "lmworks.cli.main", "serve", str(taught[3]), "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", env=environment) as process:
+    with child_process(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as process:
         url, _ = wait_until_served(process)
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         (choice,) = client.chat.completions.create(model=taught[3].name, messages=ASKED, tools=TOOLS, temperature=0).choices
