@@ -8,7 +8,8 @@
 | classes of `unittest`       |                               | run; `unittest.main()`, which would end the tests, is taken |
 |                             |                               | out, and `pytest.main()` with it                            |
 
-Tests that call and assert nothing are passed by every program, so a row with such tests is refused. Whether calls judge is known only when
+The program is also the module `solution` (KodCode). Tests that import what is not installed are passed by no program, and tests that call
+and assert nothing by every one, so a row with such tests is refused. Whether calls judge is known only when
 tests are run (`lmworks.train.rewards`): those that pass without a program judge none.
 """
 
@@ -16,12 +17,15 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 from lmworks.train.data.row_columns import NoRow
+from lmworks.untrusted.judged import PROGRAM
 
 _BEFORE = ("test_imports", "test_setup_code")
 _RUN_CASES = """
@@ -40,6 +44,8 @@ def runnable_tests(row: Mapping[str, Any]) -> str:
     try:
         with warnings.catch_warnings(action="ignore"):  # of Python about the row's own code
             body = _as_script(ast.parse("\n".join(parts)).body)
+            if missing := _missing_packages(body):
+                raise NoRow(f"no tests: they import {', '.join(missing)}, which is not installed here")
             calls = "\n".join(_missing_calls(body, row.get("entry_point")))
             if not calls and not any(isinstance(one, ast.Assert | ast.Call) for one in _executed(body)):
                 raise NoRow("no tests: they execute no assert and no call")
@@ -90,6 +96,22 @@ def _executed(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
         if not isinstance(node, _Function | ast.ClassDef | ast.Lambda):
             yield node
             stack.extend(ast.iter_child_nodes(node))
+
+
+def _missing_packages(body: list[ast.stmt]) -> list[str]:
+    """What the tests import and this interpreter has not; an import in a `try` is left to it."""
+    stack: list[ast.AST] = [*body]
+    wanted = set()
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.ImportFrom):
+            wanted.add("." * node.level + (node.module or ""))
+        elif isinstance(node, ast.Import):
+            wanted |= {alias.name for alias in node.names}
+        elif not isinstance(node, ast.Try):
+            stack.extend(ast.iter_child_nodes(node))
+    roots = {name if name.startswith(".") else name.partition(".")[0] for name in wanted} - {PROGRAM}
+    return sorted(name for name in roots if name.startswith(".") or (name not in sys.modules and find_spec(name) is None))
 
 
 def _missing_calls(body: list[ast.stmt], entry_point: Any) -> Iterator[str]:

@@ -17,6 +17,7 @@ import sys
 import types
 from typing import Any
 
+PROGRAM = "solution"  # how published tests import the program (KodCode)
 _MOST = 1 << 26  # bytes of one message
 
 
@@ -134,7 +135,7 @@ class _Ended(Exception):
 
 def names_of(channel: Channel, source: bytes) -> dict[str, Any]:
     """In the tests' process: a stand-in, or the plain value, for each name of the program `source`, and the real modules that it imports.
-    Ends this process if the program fails."""
+    Tests that import the module `PROGRAM` get the same. Ends this process if the program fails."""
 
     def answer(message: Any) -> Any:
         if "failed" in message:
@@ -219,4 +220,6 @@ def names_of(channel: Channel, source: bytes) -> dict[str, Any]:
     except BaseException as error:  # an import may raise SystemExit, which is no verdict
         print(f"{type(error).__name__}: {error}")
         raise SystemExit(1) from None
+    sys.modules[PROGRAM] = types.ModuleType(PROGRAM)
+    vars(sys.modules[PROGRAM]).update(own)
     return own

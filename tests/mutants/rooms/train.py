@@ -280,6 +280,8 @@ MUTANTS = [
     ("train.unit_tests:_missing_calls", "yield from _methods(one)", "pass", "Methods of pytest's classes are called.", _TESTS),
     ("train.unit_tests:_is_runner", "if not isinstance(node, ast.Call):", "if True:",
      "A call that searches for tests does not end them.", _TESTS),
+    ("train.unit_tests:runnable_tests", "if missing := _missing_packages(body):", "if missing := []:",
+     "Tests that import what is not installed are refused, not failed by every program.", _TESTS),
     ("train.unit_tests:runnable_tests", "if not calls and", "if False and", "Tests that test nothing are refused.", _TESTS),
     ("train.rewards:_tested", "passed and _passed_by_nothing(tests, seconds)", "False",
      "Tests that pass without a program earn nothing.", _TESTS),

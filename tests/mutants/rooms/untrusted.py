@@ -15,6 +15,8 @@ MUTANTS = [
      "A descendant that holds the pipe does not hang the caller.", "untrusted/test_limited_process.py"),
     ("untrusted.judged:encode", "plain = int.__add__(value, 0)", "plain = value",
      "A judged number is a plain one, whatever class the program gave it.", "untrusted/test_judged.py"),
+    ("untrusted.judged:names_of", "vars(sys.modules[PROGRAM]).update(own)\n", "pass\n", "Tests import the program as the module solution.",
+     "train/test_unit_tests.py::test_a_wrong_program_earns_nothing_in_any_form"),
     ("untrusted.judged:names_of", "isinstance(other, StandIn) and bool", "bool", "An object of the program is equal to no plain value.",
      "untrusted/test_judged.py untrusted/test_sandbox.py"),
     ("untrusted.judged:imported",
