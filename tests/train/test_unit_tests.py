@@ -11,7 +11,8 @@ import pytest
 
 from lmworks.init.meaning import meaning
 from lmworks.recipe.schema.align import RewardTask
-from lmworks.train.data.forms import PromptRow
+from lmworks.recipe.schema.tune import TuningSet
+from lmworks.train.data.forms import PromptRow, convert_prompt
 from lmworks.train.data.row_columns import NoRow
 from lmworks.train.prompts import _rows
 from lmworks.train.rewards import Judge, make_judge, right_answer_of
@@ -99,6 +100,17 @@ def test_a_row_whose_tests_test_nothing_is_refused_by_name(tmp_path: Path, row: 
     bad, good = _rows(data, None, {}, None)  # type: ignore[arg-type]
     assert isinstance(bad, tuple) and bad[1].startswith(reason) and isinstance(good, PromptRow)
     assert meaning({"prompt": "Double", **row}).about != "unit_tests"
+
+
+@pytest.mark.parametrize("row", [
+    {"text": "", "prompt": "Double", "code": RIGHT, "test_list": ["assert double(2) == 4"]},
+    {"question": "Double", "solution": RIGHT, "test": "from solution import double\ndef test_a():\n    assert double(2) == 4"},
+], ids=["MBPP", "KodCode"])  # fmt: skip
+def test_published_columns_of_tests_are_read(row: dict[str, Any]) -> None:
+    assert "double(2) == 4" in runnable_tests(convert_prompt(row, "here:1").row)
+    assert meaning(row).about == "unit_tests"
+    named = convert_prompt(row | {"mine": "assert 1"}, "here:1", TuningSet.model_validate({"name": "a", "columns": {"tests": "mine"}}))
+    assert named.row["tests"] == "assert 1"
 
 
 def test_tests_that_pass_without_a_program_earn_nothing_and_are_a_failure(judge: Judge) -> None:

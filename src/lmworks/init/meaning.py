@@ -324,7 +324,7 @@ def meaning(row: Any) -> _Meaning:
 
 def _reward(found: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
     """The reward for a row with a right answer; None for an answer that is to be imitated."""
-    if row.get("tests") is not None:
+    if found.get("tests") is not None:
         with suppress(NoRow):
             runnable_tests(found)
             return "unit_tests"

@@ -187,8 +187,13 @@ def convert_prompt(given: Any, origin: str, data: TuningSet | None = None) -> Pr
     found = {str(name): value for name, value in row.items()} | {"prompt": row.get("prompt", asked if asked is not None else turns)}
     if answer is not None:
         found["answer"] = answer
+    if (tests := first_of(row, _TESTS)) is not None:
+        found["tests"] = row[tests]
     refuse_lone_surrogates([messages, found])
     return PromptRow(origin, messages, tools_in(row), found, noted)
+
+
+_TESTS = ("tests", "test_list", "test")  # those of MBPP; of HumanEval, KodCode
 
 
 def _answer_in(row: Mapping[str, Any]) -> Any:
