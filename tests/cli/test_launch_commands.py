@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -121,6 +123,26 @@ def test_a_variable_that_is_not_the_recipes_to_set_is_refused(lmworks: Lmworks, 
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "x", "launch": {"environment": {name: "pass5word"}}}))
     done = lmworks("show", tmp_path / "own.yaml")
     assert told in done.error and "pass5word" not in done.out + done.err
+
+
+@pytest.mark.parametrize("keys", [
+    {"launch": {"environment": {"GIT_TOK": "hf_Q8sXo2kLm3nPq4rSt5uVw6xYz7aBc8dEf9"}}},
+    {"launch": {"ssh": "sshpass -p pass5word ssh"}},
+    {"alerts": {"targets": [{"name": "a", "command": ["curl", "-H", "Authorization: Bearer pass5word", "https://host"]}]}},
+], ids=["token", "password", "header"])  # fmt: skip
+@pytest.mark.parametrize("by_option", [False, True])
+def test_a_secret_is_known_by_its_form(lmworks: Lmworks, tmp_path: Path, keys: dict[str, Any], by_option: bool) -> None:
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "x", **({} if by_option else keys)}))
+    ((section, value),) = keys.items()
+    done = lmworks("show", tmp_path / "own.yaml", *(["--set", f"{section}={json.dumps(value)}"] if by_option else []))
+    assert re.search(rf"{section}\.\S+ holds a key, a token or a password, and a recipe is stored and printed; export it", done.error)
+    assert not re.search("pass5word|hf_Q8", done.out + done.err)
+
+
+def test_what_is_no_secret_is_no_secret(lmworks: Lmworks, tmp_path: Path) -> None:
+    own = {"launch": {"ssh": "sshpass -p $PW ssh -i key", "environment": {"A": "hf_transfer", "B": "https://me:hf_Q8sXo2kLm3nPq4rSt5uVw6xYz7@h"}}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "x", **own}))
+    assert "holds a key" not in lmworks("show", tmp_path / "own.yaml").error
 
 
 @pytest.mark.parametrize("way", ["local", "slurm"])

@@ -19,7 +19,7 @@ from lmworks.errors import UserError
 from lmworks.host import devices
 from lmworks.io import urls
 from lmworks.io.files import write_json, write_text
-from lmworks.io.masking import mask
+from lmworks.io.masking import holds_secret, mask
 from lmworks.recipe import derive, weights
 from lmworks.recipe.changes import as_tree, fingerprint
 from lmworks.recipe.checks import problems
@@ -162,6 +162,8 @@ def _resolve(source: _Source, numbers: Numbers) -> Resolved:
     for text in source.overrides:
         _override(tree, replaced, text, "--set")
     urls.refuse_conflicting(tree)
+    if path.name != "resolved.json":  # a run of earlier stays readable
+        _refuse_secrets(tree, document)
     preset = _preset(tree, document, path.parent)
     sources = _Places(document, replaced, preset)
     refuse_unknown(tree, Recipe, sources.place)
@@ -191,6 +193,18 @@ def _resolve(source: _Source, numbers: Numbers) -> Resolved:
     for keys, message in problems(recipe):
         raise UserError(f"{sources.place(keys)}: {display(tree, keys)}: {message}")
     return Resolved(recipe, fingerprint(recipe), path, _masked(document, source.text), source, partial(sources.origin, reasons=reasons))
+
+
+def _refuse_secrets(tree: dict[str, Any], document: Document) -> None:
+    """Raise `UserError` for a key or token in a value, without showing it."""
+    for keys, value in leaves(tree):
+        texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+        if holds_secret(mask(" ".join(texts))):  # the words of a command belong together; those of URLs are kept apart
+            place = document.place(keys) if get(document.tree, keys) == value else "--set"
+            raise UserError(
+                f"{place}: {display(tree, keys)} holds a key, a token or a password, and a recipe is stored and printed; export it in the "
+                "shell that starts the run, and let what needs it read the environment"
+            )
 
 
 def _masked(document: Document, text: str) -> str:

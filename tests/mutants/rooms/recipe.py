@@ -1,6 +1,8 @@
 """Mistakes in units and in what is derived from a recipe."""
 
 MUTANTS = [
+    ("recipe.load:_resolve", "        _refuse_secrets(tree, document)\n", "        pass\n", "A secret that is known by its form is refused.",
+     "cli/test_launch_commands.py"),
     ("recipe.checks:problems", "(one for one in scales if one not in kinds)", "()",
      "A factor on the rate of weights that a model has not is refused.", "recipe/test_load.py"),
     ("recipe.parameters:counted_parameters", "((parameter, number) for parameter in layer_parameters(model, layer))",

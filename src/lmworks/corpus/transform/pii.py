@@ -13,17 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lmworks.corpus.transform import pii_finders
 from lmworks.corpus.transform.pii_finders import without_overlaps
+from lmworks.io.masking import ISSUED
 
-_PREFIXED = re.compile(
-    r"(?<![A-Za-z0-9_-])(?:"
-    r"(?:AKIA|ASIA)[0-9A-Z]{16}"  # Amazon
-    r"|gh[pousr]_[A-Za-z0-9]{36,255}|github_pat_[A-Za-z0-9_]{22,255}|glpat-[A-Za-z0-9_-]{20,64}"
-    r"|xox[abeprs]-[A-Za-z0-9-]{10,250}"  # Slack
-    r"|sk-(?:ant-|proj-|live-)?[A-Za-z0-9_-]{20,250}|AIza[A-Za-z0-9_-]{35}|hf_[A-Za-z0-9]{30,64}"
-    r"|[sr]k_live_[A-Za-z0-9]{16,128}|SG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}|npm_[A-Za-z0-9]{36}|pypi-AgEI[A-Za-z0-9_-]{40,250}"
-    r"|eyJ[A-Za-z0-9_-]{10,2000}\.eyJ[A-Za-z0-9_-]{10,2000}\.[A-Za-z0-9_-]{10,2000}"  # JSON Web Token
-    r")(?![A-Za-z0-9_-])"
-)
 _ASSIGNED = re.compile(
     r"(?:api|secret|access|auth|private|client)[_-]?(?:key|token|secret)[\"']? {0,4}(?:=>|[:=：]) {0,4}"
     r"[\"']([A-Za-z0-9+/_=.-]{20,128})[\"']"
@@ -57,7 +48,7 @@ def secrets(text: str) -> Iterator[tuple[int, int]]:
     """The spans of secrets. Values that look like placeholders (example, your-key, test) are kept."""
     spans = [*_blocks(text)]
     signed = any(sign in text for sign in _SIGNS)
-    for found in _PREFIXED.finditer(text) if signed else ():
+    for found in ISSUED.finditer(text) if signed else ():
         if not _PLACEHOLDER.search(found[0]) and _looks_random(found[0]):
             spans.append(found.span())
     assigned = _VALUE.search(text) is not None and any(name in text.lower() for name in _NAMES)
