@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
+from given_results import ONE_PHASE
 
 from lmworks.ablate.ablate import Options, run_ablation
 from lmworks.ablate.cost import FILE as SPEED
 from lmworks.ablate.resolve import Experiment, resolve
+from lmworks.ablate.runs import command, recipe_of
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.metrics.log import read
@@ -101,7 +103,46 @@ def test_copies_differ_in_their_initial_weights_alone(make: Make) -> None:
     experiment = make(kind="noise", copies=3)
     assert all(map(experiment.is_paired, experiment.arms.values()))
     assert {arm.recipe.training_seed for arm in experiment.arms.values()} == {5}
-    assert len({arm.recipe.init_seed for arm in experiment.arms.values()}) == 3
+    runs = experiment.runs
+    assert {recipe_of(run).training_seed for run in runs} == {1, 2, 3} and len({recipe_of(run).init_seed for run in runs}) == len(runs)
+    for run in runs:
+        assert f"train.init_seed={recipe_of(run).init_seed}" in command(experiment, run)
+
+
+def test_seeds_vary_the_initial_weights_whatever_the_recipe_says(make: Make) -> None:
+    """A train.init_seed of the recipe, of `set`, or of an arm tells arms apart and not seeds."""
+    arms = {"a": [], "b": ["train.init_seed=8"]}
+    for given in ({}, {"set": ["train.init_seed=7"]}):
+        experiment = make(arms=arms, seeds=3, **given)
+        drawn = {run.name: recipe_of(run).init_seed for run in experiment.runs}
+        assert len(set(drawn.values())) == 6, drawn
+        assert drawn == {run.name: recipe_of(run).init_seed for run in make(arms=arms, seeds=3, **given).runs}, "each time the same"
+    for one in ("train.seed=99", "run_dir=elsewhere"):
+        with pytest.raises(UserError, match="is of each run, and the ablation sets it"):
+            make(arms=arms, set=[one])
+        with pytest.raises(UserError, match="is of each run, and the ablation sets it"):
+            make(arms={"a": [], "b": [one]})
+
+
+def test_arms_of_other_shards_are_not_paired_with_a_tokenizer_of_the_recipe(make: Make) -> None:
+    for given in ([], ["tokenizer.path=some/tokenizer.json"]):
+        arms = {"a": [], "shorter": ["corpus.max_document_bytes=8KB"], "rate": ["optimizer.weight_decay=0.2"]}
+        experiment = make(arms=arms, set=given)
+        assert [experiment.is_paired(arm) for arm in experiment.arms.values()] == [True, False, True]
+
+
+def test_arms_have_the_tokens_of_the_baseline(make: Make) -> None:
+    """Whatever their own phases say, and as near to them as whole steps allow."""
+    tokens, batch = "train.phases.general.tokens", "train.phases.general.global_batch_tokens"
+    arms = {"big": [f"{batch}=1024 tokens"], "base": [], "more": ["train.phases.long.tokens=4096 tokens"]}
+    two = ["train.phases.general.batch_ramp=null", "train.phases.general.lr_schedule={warmup: 1 steps, decay: 1 steps}"]
+    experiment = make(arms=arms, set=two, baseline="base")
+    assert list(experiment.arms) == ["big", "base", "more"] and {arm.tokens for arm in experiment.arms.values()} == {2816 + 2048}
+    assert {arm.tokens for arm in make(arms=arms, set=two, baseline="base", budget="4096 tokens").arms.values()} == {4096}
+    large = make(arms={"base": [f"{batch}=1024 tokens"], "small": []}, set=[ONE_PHASE, f"{tokens}=4000 tokens"])
+    assert {arm.tokens for arm in large.arms.values()} == {3072}, "and not 3,840 for the small batch"
+    with pytest.raises(UserError, match=r"arm long equals arm a in all .*; all arms have the tokens of the baseline"):
+        make(arms={"a": [], "long": [f"{tokens}=6144 tokens"]}, set=[ONE_PHASE])
 
 
 def test_budgets_keep_the_proportions_of_the_phases(make: Make) -> None:

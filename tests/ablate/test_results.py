@@ -4,42 +4,23 @@ from __future__ import annotations
 
 import html
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
+from given_results import BITS, ONE_PHASE, results
 
 from lmworks.ablate.document import document, markdown, save
-from lmworks.ablate.measures import Curve, Reading
-from lmworks.ablate.resolve import resolve
+from lmworks.ablate.measures import Curve
 from lmworks.ablate.results import Results
+from lmworks.ablate.run_set import save_arms
 from lmworks.ablate.verdict import judge
 from lmworks.errors import UserError
 from lmworks.pages.ablation_page import FILE, write_ablation_page
 from tiny_run import Tiny
-
-BITS = "validation/bits_per_byte"
-
-
-def results(tiny: Tiny, folder: Path, values: dict[str, list[float]], **keys: Any) -> Results:
-    """An ablation whose runs have reached `values` by arm and seed, with straight curves."""
-    tree: dict[str, Any] = {"recipe": str(tiny.recipe), "measures": [BITS], "out": str(folder / "out")}
-    tree["seeds"] = len(next(iter(values.values())))
-    if "kind" not in keys:
-        rate = 0.001
-        tree["arms"] = {name: [] if not index else [f"optimizer.learning_rate={rate * (index + 1)}"] for index, name in enumerate(values)}
-    path = folder / "given.yaml"
-    path.write_text(yaml.safe_dump(tree | keys, sort_keys=False))
-    found = Results(resolve(path))
-    for arm, (_, of_arm) in zip(found.experiment.arms.values(), values.items(), strict=True):
-        for seed, value in zip(found.experiment.seeds, of_arm, strict=True):
-            run = found.experiment.directory(arm) / f"seed-{seed}"
-            finite = {BITS: value} if np.isfinite(value) else {}
-            found.readings[run] = Reading(finite, {BITS: Curve([100.0, 200.0, 300.0, 400.0], [value + 5, value + 3, value + 1, value])})
-            found.seconds[run] = 10.0
-    return found
 
 
 def verdict(found: Results, arm: str) -> dict[str, Any]:
@@ -199,11 +180,66 @@ def test_a_noise_floor_of_another_recipe_or_budget_is_refused(tiny: Tiny, tmp_pa
         results(tiny, tmp_path, values, **noise)
 
 
-def test_a_run_that_diverged_is_named_and_left_out(tiny: Tiny, tmp_path: Path) -> None:
-    found = results(tiny, tmp_path, {"base": [2.0, 2.1, 1.9], "wild": [2.0, float("nan"), 1.9]})
-    written = document(found)
-    assert written["verdicts"][0]["seeds"] == 2
-    assert any("wild, seed 2: no finite value at the end" in line for line in written["not_measured"])
+def test_a_noise_floor_whose_weights_did_not_vary_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """As earlier versions made them: `kind: noise`, and arms with a train.init_seed of their own."""
+    (tmp_path / "earlier").mkdir()
+    given = {"a": [2.0, 2.1, 1.9, 2.05], "b": [2.02, 2.11, 1.88, 2.04]}
+    for keys, is_refused in (({"kind": "noise"}, True), ({"set": ["train.init_seed=7"]}, True), ({}, False)):
+        earlier = results(tiny, tmp_path / "earlier", given, **keys)
+        save(earlier)
+        save_arms(earlier.experiment)
+        out = earlier.experiment.out
+        assert results(tiny, tmp_path, {"base": [2.0], "good": [1.5]}, noise=str(out))
+        written = json.loads((out / "ablation.json").read_text())
+        del written["noise_conditions"]["weights"]
+        (out / "ablation.json").write_text(json.dumps(written))
+        if is_refused:
+            with pytest.raises(UserError, match="have the same initial weights with every seed"):
+                results(tiny, tmp_path, {"base": [2.0], "good": [1.5]}, noise=str(out))
+        else:
+            assert results(tiny, tmp_path, {"base": [2.0], "good": [1.5]}, noise=str(out))
+        shutil.rmtree(out)
+
+
+NAN = float("nan")
+
+def test_a_run_that_diverged_is_named_and_left_out_of_its_arm_alone(tiny: Tiny, tmp_path: Path) -> None:
+    good = {"base": [2.0, 2.1, 1.9], "good": [1.5, 1.61, 1.4]}
+    found = results(tiny, tmp_path, good | {"wild": [2.3, NAN, NAN], "once": [2.4, NAN, 2.3]})
+    written, alone = document(found), document(results(tiny, tmp_path, good))
+    seeds = {one["arm"]: one["over_seeds"] for one in written["verdicts"]}
+    assert seeds == {"good": [1, 2, 3], "wild": [1], "once": [1, 3]}
+    first, expected = written["verdicts"][0], alone["verdicts"][0]
+    assert all(first[key] == expected[key] for key in ("difference", "seeds", "noise", "df"))
+    assert written["measures"][BITS]["noise"]["unpaired"]["df"] == 4, "of base and good: the table with the most degrees of freedom"
+    assert written["measures"][BITS]["quality"] == alone["measures"][BITS]["quality"]
+    lines = written["not_measured"]
+    assert any("of wild, seed 2, 3: no finite value at the end" in line for line in lines)
+    assert any("over seed 1, 3, where the baseline has a mean of 1.95" in line for line in lines), lines
+    once = next(one for one in written["verdicts"] if one["arm"] == "once")
+    assert once["difference"] == pytest.approx(2.35 - 1.95)
+    assert "| 2 | 1.503 | 2.3 (seed 1) | 2.35 (seed 1, 3) |" in markdown(written), "a mean says which seeds it is of"
+    lost = document(results(tiny, tmp_path, {"base": [2.0, NAN, 1.9], "good": [1.5, 1.61, 1.4]}))
+    assert lost["verdicts"][0]["over_seeds"] == [1, 3] and "so no arm is compared over them" in lost["not_measured"][0]
+
+
+def test_a_seed_that_one_of_many_lacks_costs_less_than_an_arm(tiny: Tiny, tmp_path: Path) -> None:
+    ten = {name: list(np.linspace(2, 2.1, 10)) for name in ("base", "a", "b")}
+    found = results(tiny, tmp_path, ten | {"once": [*ten["a"][:9], NAN]})
+    arms, seeds = found.complete(found.experiment.measures[0])
+    assert len(arms) == 4 and seeds == list(range(1, 10))
+
+
+@pytest.mark.parametrize(("tokens", "told"), [(0.83, True), (1.02, True), (1.005, False)])
+def test_arms_that_did_not_train_on_equal_tokens_are_named(tiny: Tiny, tmp_path: Path, tokens: float, told: bool) -> None:
+    found = results(tiny, tmp_path, {"base": [2.0, 2.01, 2.02], "big": [1.9, 1.91, 1.92]})
+    for run in found.experiment.runs:
+        found.readings[run.directory] = replace(found.readings[run.directory], tokens=10_000 * (tokens if run.arm.name == "big" else 1))
+    lines = [line for line in document(found)["assumptions"] if line.startswith("not at equal tokens")]
+    assert [f"big has trained on {10_000 * tokens:,.0f} tokens, {tokens:.2f} of the baseline's" in line for line in lines] == [True] * told
+    arms = {"base": [], "big": ["train.phases.general.global_batch_tokens=1280 tokens"]}
+    planned = results(tiny, tmp_path, {"base": [2.0], "big": [1.9]}, arms=arms, set=[ONE_PHASE])
+    assert any("not at equal tokens: big" in line for line in document(planned)["assumptions"]), "by the plan, where nothing was recorded"
 
 
 def test_a_sweep_gives_the_optimum(tiny: Tiny, tmp_path: Path) -> None:

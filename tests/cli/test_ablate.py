@@ -90,6 +90,7 @@ def test_two_runs_are_trained_and_an_end_between_them_repeats_nothing(
     assert {end["train/tokens"] for end in ends.values()} == {3072}
     document = json.loads((out / "ablation.json").read_text())
     assert document["unfinished"] == []
+    assert document["measures"][BITS]["sample"] and document["measures"][BITS]["other_sample"] == []
     difference = ends["adamw"][BITS] - ends["muon"][BITS]
     (one,) = (one for one in document["verdicts"] if one["measure"] == BITS)
     assert (one["arm"], one["verdict"], one["difference"]) == ("adamw", "no verdict", pytest.approx(difference))
@@ -186,7 +187,7 @@ def test_a_stopped_ablation_goes_on_and_shares_its_data(lmworks: Lmworks, tiny: 
         ({"arms": {"one": [], "two": ["optimizer.learning_rat=1"]}}, "optimizer has no key 'learning_rat'; did you mean 'learning_rate'?"),
         ({"arms": {"one": [], "two": ["optimizer.learning_rat=1"]}}, "arm two: --set optimizer.learning_rat=1: "),
         ({"arms": {"one": [], "two": ["seed 3"]}}, "arm two: --set 'seed 3' is not of the form a.b=c"),
-        ({"arms": {"one": [], "two": ["train.seed=3"]}}, "arm two: sets train.seed or run_dir"),
+        ({"arms": {"one": [], "two": ["train.seed=3"]}}, "arm two: its overrides: train.seed is of each run"),
         ({"arms": {"one": []}}, "needs two arms or more"),
         ({"arms": {"one": [], "a/b": ["optimizer.kind=adamw"]}}, "arm a/b: cannot be the name of an arm"),
         ({"seeds": [1, 2, 1]}, "pair.yaml:5: seeds: lists 1 twice"),

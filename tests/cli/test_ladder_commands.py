@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from command import Lmworks
 
+from lmworks.ablate.run_set import RunSet, save_arms
 from lmworks.errors import UserError
 from lmworks.io import jsonl
 from lmworks.ladder import comparable
@@ -463,9 +464,11 @@ def test_a_ladder_file_lists_a_trunk_and_branches_for_each_size(lmworks: Lmworks
         ("model.intermediate_size=64", "model.intermediate_sise=64", "size middle: "),
         (text[text.index("{narrow") : text.index("\nhorizons")], "[200K, 1M]", "its overrides; write {200K: [size=200K], ...}"),
         ("model.intermediate_size=64", "model.intermediate_size=64, optimizer.weight_decay=0.3", "optimizer.weight_decay (0.1 -> 0.3)"),
+        ("model.intermediate_size=64", "run_dir=elsewhere", "size middle: run_dir is of each run, and the ladder sets it by out"),
+        ("tune=null", "tune=null, train.seed=9", "set: train.seed is of each run, and the ladder sets it by seeds; use seeds instead"),
     ):
         file.write_text(text.replace(before, after), encoding="utf-8")
-        refused = lmworks("ladder", "run", file)
+        refused = lmworks("ladder", "run", file, "--list")
         assert refused.code == 2 and why in refused.error, refused.error
 
 
@@ -477,6 +480,49 @@ def test_a_branch_has_the_learning_rates_of_a_wsd_schedule_of_its_horizon(tiny: 
     branched, whole = (Course.of(recipe).lr_factors() for recipe in (arm.recipe, tiny.resolve(f"train.phases=[{one_phase}]").recipe))
     assert len(branched) == 32 and branched[0] == 1 and branched[-1] == 0
     assert branched == pytest.approx(whole, abs=1e-12)  # the same formula, on tokens since the start of one phase or of another
+
+
+def test_all_runs_of_a_size_have_the_learning_rate_of_its_trunk(tiny: Tiny, tmp_path: Path) -> None:
+    """Rates that the recipe leaves out are derived from tokens, of which a branch has others than its trunk, and a longer trunk more."""
+    file = tmp_path / "ladder.yaml"
+    sizes = "{small: [size=30M], middle: [size=60M], large: [size=100M]}"
+    text = f"recipe: {tiny.recipe}\nset: [model.moe=null, tune=null]\nsizes: {sizes}\nhorizons: [150M tokens, 300M tokens, 600M tokens]\n"
+    file.write_text(f"{text}out: {tmp_path / 'out'}\n", encoding="utf-8")
+    ladder = resolve(file)
+
+    def rates(ladder: RunSet, size: str) -> set[float | None]:
+        return {arm.recipe.optimizer.learning_rate for arm in ladder.arms.values() if arm.name.startswith(size)}
+
+    small, middle = rates(ladder, "small"), rates(ladder, "middle")
+    assert len(small) == len(middle) == 1 and small != middle
+    save_arms(ladder)
+    file.write_text(file.read_text(encoding="utf-8").replace("600M tokens]", "600M tokens, 1200M tokens]"), encoding="utf-8")
+    longer = resolve(file)
+    assert rates(longer, "small") == small
+    save_arms(longer)
+    file.write_text(file.read_text(encoding="utf-8").replace("tune=null]", "tune=null, optimizer.learning_rate=0.001]"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"arm small-trunk has changed since its runs began: optimizer.learning_rate"):
+        save_arms(resolve(file))
+
+
+@pytest.mark.slow
+def test_an_added_horizon_continues_the_trunks(lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of the trunks are trained once, and nothing else of before again."""
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 10)
+    file, out = ladder_file(tmp_path, tiny.recipe), tmp_path / "out"
+    assert lmworks("ladder", "run", file).code == 0
+    before = {path: path.stat().st_mtime_ns for path in out.glob("arms/*-[0-9]*/seed-1/**/*") if path.is_file()}
+    file.write_text(file.read_text(encoding="utf-8").replace("8192 tokens]", "8192 tokens, 16384 tokens]"), encoding="utf-8")
+    done = lmworks("ladder", "run", file, "--json")
+    assert done.code == 0, done.error
+    assert sorted({point["tokens"] for point in json.loads(done.out)["points"]}) == [2048, 4096, 8192, 16384]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    for size in ("narrow", "middle", "wide"):
+        trunk, branch = (out / "arms" / f"{size}-{name}" / "seed-1" for name in ("trunk", "2048"))
+        steps = [one["step"] for one in jsonl.read(trunk / "metrics.jsonl") if "train/loss" in one]
+        assert steps == sorted(set(steps)) and steps[-1] == 51, "of 64 steps, without the last 13"
+        assert len({(run / "tokenizer" / "tokenizer.json").read_bytes() for run in (trunk, branch)}) == 1
+    assert all(one["state"] == "done" for one in json.loads(lmworks("ladder", "run", file, "--list", "--json").out))
 
 
 def test_a_branch_continues_the_trunk_of_its_own_seed(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
@@ -498,7 +544,8 @@ def test_all_runs_of_a_ladder_have_one_tokenizer(tiny: Tiny, tmp_path: Path) -> 
     ladder = resolve(ladder_file(tmp_path, tiny.recipe))
     trained = {arm.data_key for arm in ladder.arms.values() if arm.recipe.tokenizer.path is None}
     imported = {arm.recipe.tokenizer.path for arm in ladder.arms.values()} - {None}
-    assert trained == {ladder.baseline.data_key} and imported == {str(ladder.data_dir(ladder.baseline) / "tokenizer" / "tokenizer.json")}
+    shortest = ladder.arms["wide-2048"]
+    assert trained == {shortest.data_key} and imported == {str(ladder.data_dir(shortest) / "tokenizer" / "tokenizer.json")}
 
 
 @pytest.mark.slow

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from lmworks.errors import UserError
 from lmworks.ladder.design import Point
 from lmworks.ladder.fit import design_of, fit_law
+from lmworks.ladder.points import fewest_parameters, size_and_tokens
 from lmworks.plan.laws import LossLaw
+from lmworks.recipe.load import load_recipe
+from tiny_run import Tiny
 
 LAW = LossLaw(1.0, 40.0, 150.0, 0.33, 0.35)
 SIZES = np.geomspace(3e5, 4.8e6, 6)
@@ -64,6 +69,17 @@ def test_the_proposed_runs_mend_it() -> None:
     flops = 6 * SIZES[-1] * 20 * SIZES[-1]
     optima = np.quantile([LossLaw(*one[:5]).optimal_parameters(flops) for one in law.samples], [0.05, 0.95])
     assert optima[0] < LAW.optimal_parameters(flops) < optima[1] < 4 * optima[0]
+
+
+def test_no_size_is_proposed_that_no_model_has(tiny: Tiny) -> None:
+    """The vocabulary does not shrink with the size. Half of the smallest size of the ladder is proposed where a model has it."""
+    points = measured(RIDGE)
+    for fewest, has_half in ((0.4, True), (0.6, False)):
+        own = [replace(one, fewest=fewest * SIZES[0]) for one in points]
+        assert any(size < 0.9 * SIZES[0] for size, _ in design_of(fitted(own), own).runs) == has_half
+    recipe = load_recipe(tiny.recipe, ["size=0.001M"]).recipe
+    fewest = fewest_parameters(tiny.resolve().recipe)
+    assert fewest == pytest.approx(size_and_tokens(recipe)[0], rel=0.01) and fewest > size_and_tokens(tiny.resolve().recipe)[0]
 
 
 def test_intervals_away_from_a_ridge_hold_and_say_why_they_are_wide() -> None:

@@ -12,7 +12,7 @@ from lmworks.ablate import cost as costs
 from lmworks.ablate.document import cost_text, save
 from lmworks.ablate.resolve import RESULTS, Experiment, resolve
 from lmworks.ablate.results import Results
-from lmworks.ablate.run_set import Run, only_one, prepare_data, require_own_directory, save_arms
+from lmworks.ablate.run_set import Run, only_one, prepare_data, save_arms, take_directory
 from lmworks.ablate.runs import Runner, described
 from lmworks.errors import UserError
 from lmworks.host import machine
@@ -73,7 +73,7 @@ def run_ablation(
     """
     experiment = open_experiment(path, options)
     with _lock(experiment, options):
-        require_own_directory(experiment.out, "an ablation")
+        take_directory(experiment.out, "an ablation")
         if experiment.ablation.equal == "tokens":
             save_arms(experiment)
         write_text(experiment.out / "ablation.yaml", experiment.text)
@@ -83,7 +83,8 @@ def run_ablation(
         results.update()
         if len(results.seconds) < len(experiment.runs):
             by_time = experiment.ablation.equal == "time"
-            costs.calibrate(experiment, list(experiment.arms.values()) if by_time else [experiment.baseline], threads)
+            arms = list(experiment.arms.values()) if by_time else [experiment.baseline]
+            costs.calibrate(experiment, arms, threads, lambda: on_note("another process measures the speed of the arms; waiting for it"))
             if by_time:
                 experiment = open_experiment(path, options)
                 save_arms(experiment)

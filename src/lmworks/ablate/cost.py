@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmworks.ablate.run_set import Arm, Run, RunSet, shared_bytes
+from lmworks.ablate.run_set import Arm, Run, RunSet, only_one, shared_bytes
 from lmworks.io.files import read_json, write_json
 from lmworks.pages.read_run import read_run
 from lmworks.plan.costs import disk
@@ -56,18 +56,25 @@ def flops_of(arm: Arm) -> float:
     return total
 
 
-def calibrate(runs: RunSet, arms: Sequence[Arm], threads: int) -> None:
+def calibrate(runs: RunSet, arms: Sequence[Arm], threads: int, on_wait: Callable[[], None] = lambda: None) -> None:
     """Measure how long a run of these arms takes, on their own data, model and optimizer, unless that is known already.
 
-    The arms take turns, and the median of the turns counts: what else the machine does then slows all of them.
+    One process of a set does so, and the others wait for what it has found. What is known is not measured again: budgets of equal time
+    follow from it. The arms take turns, and the median of the turns counts: what else the machine does then slows all of them.
     """
+    with only_one(runs.out / FILE, on_wait):
+        known = _known(runs.out)
+        if new := [arm for arm in arms if arm.name not in known]:
+            write_json(runs.out / FILE, known | _measured(runs, new, threads))
+
+
+def _measured(runs: RunSet, arms: Sequence[Arm], threads: int) -> dict[str, dict[str, float]]:
     from lmworks.run.time_budget import batches_by_length
     from lmworks.run.time_estimate import fixed_work, predict_seconds
     from lmworks.train.calibrate import measure
 
-    known = _known(runs.out)
-    new = [(arm, arm.recipe.model_copy(update={"evaluate": Evaluate(references=False), "threads": threads}))
-           for arm in arms if arm.name not in known]  # fmt: skip
+    found: dict[str, dict[str, float]] = {}
+    new = [(arm, arm.recipe.model_copy(update={"evaluate": Evaluate(references=False), "threads": threads})) for arm in arms]
     batches = {arm.name: [*batches_by_length(recipe, runs.data_dir(arm)).values()] for arm, recipe in new}
     speeds: dict[str, list[Speed]] = {arm.name: [] for arm, _ in new}
     for _ in range(_TURNS):
@@ -79,8 +86,8 @@ def calibrate(runs: RunSet, arms: Sequence[Arm], threads: int) -> None:
         seconds = predict_seconds(recipe, speed, fixed_work(recipe, runs.data_dir(arm)))["pretrain"]
         flops = flops_of(arm)
         seconds *= flops / flops_of(replace(arm, branch=None))
-        known[arm.name] = {"seconds": seconds, "flops": flops, "tokens_per_second": _tokens_per_second(arm, speed), "threads": threads}
-    write_json(runs.out / FILE, known)
+        found[arm.name] = {"seconds": seconds, "flops": flops, "tokens_per_second": _tokens_per_second(arm, speed), "threads": threads}
+    return found
 
 
 def _flops_per_token(recipe: Recipe, length: int) -> float:

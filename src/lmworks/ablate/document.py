@@ -20,6 +20,7 @@ from lmworks.ablate.quality import quality
 from lmworks.ablate.resolve import CONDITIONS, RESULTS, conditions
 from lmworks.ablate.results import Results, aligned, spread
 from lmworks.ablate.run_set import Arm
+from lmworks.ablate.sample import what
 from lmworks.ablate.verdict import Verdict, detectable_in_noise, judge
 from lmworks.io.files import write_json
 from lmworks.ui.amounts import compact, short_size, significant, span
@@ -27,6 +28,7 @@ from lmworks.ui.amounts import compact, short_size, significant, span
 SEED_VARIES = "the data order, the initial weights and dropout; corpus, tokenizer, shards and held-out text are the same for all seeds"
 _MORE_SEEDS = (3, 5, 10)
 _SAME_TIME = 0.1  # of the baseline's time, by which arms of equal time may differ
+_SAME_TOKENS = 0.01  # of its tokens
 
 
 def save(results: Results) -> dict[str, Any]:
@@ -67,15 +69,16 @@ def _arm(results: Results, arm: Arm) -> dict[str, Any]:
 def _measure(results: Results, measure: Measure) -> dict[str, Any]:
     arms, seeds = results.complete(measure)
     values = {
-        arm.name: {str(seed): value for seed in results.experiment.seeds if (value := results.value(measure, arm, seed)) is not None}
-        for arm in arms
-    }
+        arm.name: {str(seed): results.value(measure, arm, seed) for seed in seeds_of_arm}
+        for arm in results.experiment.arms.values() if (seeds_of_arm := results.seeds(measure, arm))
+    }  # fmt: skip
     noise = {name: results.floor(measure, arms, seeds, name == "paired")[0].to_json() for name in ("paired", "unpaired")}
     found: dict[str, Any] = {
         "unit": measure.unit, "better": measure.better, "values": values, "noise": noise,
         "noise_floor": noise["paired" if results.by_pairs(measure, arms, seeds) else "unpaired"]["sd"],
-        "curves": spread(results, measure, arms, seeds), "quality": None,
-        "items": results.item_count(measure), "chance": results.chance(measure),
+        "curves": spread(results, measure), "quality": None,
+        "items": results.item_count(measure), "chance": results.chance(measure), "sample": _sample(results, measure),
+        "other_sample": [name for name in values if not results.same_sample(measure, results.experiment.arms[name])],
     }  # fmt: skip
     if arms and seeds and measure.better:
         good = any(results.above_chance(measure, arm, seeds) for arm in arms) if measure.has_chance else None
@@ -83,6 +86,11 @@ def _measure(results: Results, measure: Measure) -> dict[str, Any]:
         curves, final = aligned(results, measure, arms, seeds), results.table(measure, arms, seeds)
         found["quality"] = quality(curves, measure.better == "lower", is_paired, good, final).to_json()
     return _finite(found)
+
+
+def _sample(results: Results, measure: Measure) -> str | None:
+    """What the baseline was measured on, as a hash; None where that is not known."""
+    return min(results.samples(measure, results.experiment.baseline), default=None)
 
 
 def _verdict(results: Results, arm: Arm, measure: Measure, verdict: Verdict) -> dict[str, Any]:
@@ -94,7 +102,8 @@ def _verdict(results: Results, arm: Arm, measure: Measure, verdict: Verdict) -> 
     needed = verdict.seeds_needed
     record: dict[str, Any] = {
         "arm": arm.name, "measure": measure.name, "verdict": word, "difference": one.difference, "low": verdict.low, "high": verdict.high,
-        "p": verdict.adjusted_p, "level": verdict.level, "paired": one.paired, "seeds": one.seeds, "noise": one.sd, "df": one.df,
+        "p": verdict.adjusted_p, "level": verdict.level, "paired": one.paired, "seeds": one.seeds,
+        "over_seeds": results.shared(measure, arm), "noise": one.sd, "df": one.df,
         "assumes_floor": results.assumes_floor(measure), "from_items": math.sqrt(one.items),
         "detectable": verdict.detectable, "seeds_needed": needed,
         "tokens_needed": None if needed is None else needed * per_seed,
@@ -106,6 +115,7 @@ def _verdict(results: Results, arm: Arm, measure: Measure, verdict: Verdict) -> 
 def _assumptions(results: Results, measures: set[str]) -> Iterator[str]:
     """What the verdicts on these measures rest on."""
     yield from _unequal_times(results)
+    yield from _unequal_tokens(results)
     assumed = [measure.name for measure in results.experiment.measures if measure.name in measures and results.assumes_floor(measure)]
     if len(assumed) < len(measures):
         yield (
@@ -135,9 +145,28 @@ def _unequal_times(results: Results) -> Iterator[str]:
             )
 
 
+def _unequal_tokens(results: Results) -> Iterator[str]:
+    """The arms that should have trained on as many tokens as the baseline and have not."""
+    experiment = results.experiment
+    base = _trained(results, experiment.baseline)
+    for arm in experiment.arms.values() if experiment.ablation.equal == "tokens" else ():
+        if results.finished(arm) and abs((ratio := _trained(results, arm) / base) - 1) > _SAME_TOKENS:
+            yield (
+                f"not at equal tokens: {arm.name} has trained on {_trained(results, arm):,.0f} tokens, {ratio:.2f} of the baseline's, "
+                "which its verdicts do not tell from what it changes. Phases have whole steps: choose a budget that is a multiple of the "
+                "batches of all arms, or at least 100 of the largest. Early stopping too ends arms at different tokens"
+            )
+
+
+def _trained(results: Results, arm: Arm) -> float:
+    """Tokens of a run of an arm: the median of what its runs have recorded, or else the planned ones."""
+    recorded = [tokens for run in results.finished(arm) if (tokens := results.readings[run.directory].tokens)]
+    return (median(recorded) if recorded else arm.tokens) - arm.started_at
+
+
 def _is_at_chance(results: Results, arm: Arm, measure: Measure) -> bool:
     """Whether neither an arm nor the baseline is shown to be above chance, where a higher score is no better one."""
-    seeds = results.complete(measure)[1]
+    seeds = results.shared(measure, arm)
     return measure.has_chance and not any(results.above_chance(measure, one, seeds) for one in (arm, results.experiment.baseline))
 
 
@@ -180,16 +209,47 @@ def _without_floor(results: Results, record: Mapping[str, Any]) -> str:
 
 
 def _not_measured(results: Results) -> Iterator[str]:
-    """Finished runs without a value of a measure."""
-    for measure in results.experiment.measures:
-        for arm in results.experiment.arms.values():
+    """Finished runs without a value of a measure, and arms that were measured on something else."""
+    experiment = results.experiment
+    for measure in experiment.measures:
+        for arm in experiment.arms.values():
             runs = [run for run in results.finished(arm) if measure.name not in results.readings[run.directory].values]
             if runs:
                 seeds = ", ".join(str(run.seed) for run in runs)
                 yield (
                     f"{measure.name} of {arm.name}, seed {seeds}: no finite value at the end (the run diverged, or does not write it), so "
-                    "these seeds are left out for all arms"
+                    f"{_left_out(results, measure, arm)}"
                 )
+            if not results.same_sample(measure, arm):
+                yield (
+                    f"{measure.name} of {arm.name} is not compared, because it was measured on other {what(measure)} than the baseline's: "
+                    f"{_to_measure_alike(measure)}"
+                )
+        if experiment.earlier.get(measure.name) and not results.earlier(measure):
+            yield f"{measure.name}: the noise floor of {experiment.ablation.noise} is of other {what(measure)}, so it is not assumed"
+
+
+def _left_out(results: Results, measure: Measure, arm: Arm) -> str:
+    """What it means that an arm has no value with some seeds."""
+    base = results.experiment.baseline
+    if arm is base:
+        return "no arm is compared over them"
+    if not (seeds := results.shared(measure, arm)):
+        return "the arm is not compared"
+    mean = float(results.table(measure, [base], seeds).mean())
+    numbers = ", ".join(map(str, seeds))
+    return f"this arm alone is compared without them: over seed {numbers}, where the baseline has a mean of {significant(mean, 4)}"
+
+
+def _to_measure_alike(measure: Measure) -> str:
+    if what(measure) == "text":
+        return "compare held-out text instead, such as validation/bits_per_byte"
+    if measure.has_items:
+        return "let all arms ask the same items in the same form (evaluate, with set)"
+    return (
+        "its corpus holds out other documents. Give all arms one corpus (with set) and change the weights of its sources in "
+        "train.phases.NAME.mixture, or compare a domain whose held-out text is the same (validation/DOMAIN/bits_per_byte), or a benchmark"
+    )
 
 
 Json = Mapping[str, Any]
@@ -259,13 +319,19 @@ def _verdicts(document: Json) -> Iterator[list[str]]:
 
 def _values(document: Json) -> Iterator[list[str]]:
     for name, measure in document["measures"].items():
-        means = [_mean(measure["values"].get(arm)) for arm in document["arms"]]
+        most = max(map(len, measure["values"].values()), default=0)
+        other = measure.get("other_sample", ())
+        means = [_mean(measure["values"].get(arm), most) + " (measured on other data)" * (arm in other) for arm in document["arms"]]
         sd = measure["noise_floor"]
         yield [name, *means, "" if sd is None else significant(sd, 2)]
 
 
-def _mean(values: Json | None) -> str:
-    return significant(sum(values.values()) / len(values), 4) if values else ""
+def _mean(values: Json | None, most: int) -> str:
+    """The mean over the seeds of an arm, and which they are if other arms have more."""
+    if not values:
+        return ""
+    over = f" (seed {', '.join(values)})" if len(values) < most else ""
+    return significant(sum(values.values()) / len(values), 4) + over
 
 
 def _quality(document: Json) -> Iterator[list[str]]:

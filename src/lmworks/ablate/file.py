@@ -48,7 +48,7 @@ class Ablation(Node):
     recipe: str = Field(description="recipe of all arms: a file, the name of a shipped recipe, or a run directory")
     set: list[str] = Field(default_factory=list, description="overrides of the recipe for all arms, each A.B=C as for --set")
     budget: Tokens | None = Field(
-        None, description="training tokens of each run, divided over the phases in the proportions of the recipe; its own when omitted"
+        None, description="training tokens of each run, divided over the phases in their proportions; those of the baseline when omitted"
     )
     equal: Literal["tokens", "time"] = Field(
         "tokens",
@@ -77,6 +77,16 @@ class Ablation(Node):
     def conclude(self, findings: Findings) -> dict[str, Any] | None:
         """What this kind adds to the results, such as a fitted optimum: `title`, `text`, and figures."""
         return None
+
+
+_INSTEAD = {"train.seed": "seeds", "run_dir": "out"}  # keys of the runs, by what says them for all runs
+
+
+def refuse_own_keys(where: str, overrides: Iterable[str], what: str, keys: Iterable[str] = tuple(_INSTEAD)) -> None:
+    """Raise `UserError` for an override of a key that a set of runs (`what`: "ladder") sets for each of its runs: it has no effect."""
+    for key in (one.partition("=")[0].strip() for one in overrides):
+        if key in keys:
+            raise UserError(f"{where}: {key} is of each run, and the {what} sets it by {_INSTEAD[key]}; use {_INSTEAD[key]} instead")
 
 
 def phases_of(recipe: Recipe) -> None:

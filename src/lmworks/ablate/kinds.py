@@ -51,17 +51,15 @@ class Arms(Ablation):
         return Expansion(self.arms, baseline)
 
 
-_PRIME = 1_000_003
-
-
 class Noise(Ablation):
-    """A/A: copies of the recipe with the same data order and other initial weights. Its noise floor serves later ablations (`noise`)."""
+    """A/A: copies of the recipe that have the same data order and other initial weights with each seed. Its noise floor serves later
+    ablations (`noise`)."""
 
     kind: Literal["noise"] = "noise"
     copies: int = Field(2, ge=2, le=100, description="number of equal arms")
 
     def expand(self, recipe: Recipe) -> Expansion:
-        arms = {f"copy-{number}": [f"train.init_seed={number * _PRIME + recipe.init_seed}"] for number in range(1, self.copies + 1)}
+        arms = {f"copy-{number}": [f"train.init_seed={recipe.init_seed + number}"] for number in range(1, self.copies + 1)}
         return Expansion(arms, "copy-1")
 
 

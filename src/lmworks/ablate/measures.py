@@ -153,19 +153,23 @@ class Curve:
 @dataclass(frozen=True)
 class Reading:
     """What a run has measured, by measure. For scores, `counts` holds the number of items, `items` right (1) or wrong (0) by item if they
-    were recorded, and `baselines` what guessing gets."""
+    were recorded, `baselines` what guessing gets, and `forms` how the items were asked. `samples` are hashes of what was measured on
+    (`lmworks.ablate.sample`); `tokens` are all that were trained on, 0 where they were not recorded."""
 
     values: dict[str, float] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     items: dict[str, dict[str, float]] = field(default_factory=dict)
     baselines: dict[str, float] = field(default_factory=dict)
+    forms: dict[str, str] = field(default_factory=dict)
+    samples: dict[str, str] = field(default_factory=dict)
+    tokens: float = 0.0
 
 
 def read_run(run_dir: Path, measures: Sequence[Measure]) -> Reading:
     """The measures that a run has written. Values that are not finite are left out."""
-    reading = Reading()
     lines = read(run_dir)
+    reading = Reading(tokens=max((float(line.get("train/tokens") or 0) for line in lines), default=0.0))
     for measure in measures:
         if not measure.name.startswith(EVALUATION):
             _read_metric(lines, measure, reading)
@@ -229,6 +233,7 @@ def _read_evaluation(folder: Path, measures: Sequence[Measure], lines: Sequence[
                 reading.values[measure.name] = float(bits[domain])
         elif (score := _score_of(rest, scores)) is not None:
             reading.values[measure.name] = float(scores[score]["score"])
+            reading.forms[measure.name] = score
             reading.baselines[measure.name] = float(scores[score].get("baseline") or 0)
             reading.items[measure.name] = outcomes.get(score, {})
             reading.counts[measure.name] = int(scores[score].get("n") or len(reading.items[measure.name]))

@@ -5,6 +5,7 @@ Curves are put on one grid for the quality of a measure, and have their spread o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from lmworks.ablate.cost import training_seconds
 from lmworks.ablate.measures import EVALUATION, Curve, Measure, Reading, read_run
 from lmworks.ablate.resolve import Experiment
 from lmworks.ablate.run_set import Arm, Run, run_dir
-from lmworks.ablate.runs import state_of
+from lmworks.ablate.runs import recipe_of, state_of
+from lmworks.ablate.sample import samples
 from lmworks.ablate.verdict import FAMILY_WISE, is_above
 
 
@@ -33,7 +35,9 @@ class Results:
         """Read the runs that have finished since the last call."""
         for run in self.experiment.runs:
             if run.directory not in self.readings and state_of(self.experiment, run) == "done":
-                self.readings[run.directory] = read_run(run.directory, self.experiment.measures)
+                reading = read_run(run.directory, self.experiment.measures)
+                reading.samples.update(samples(run.directory, recipe_of(run), self.experiment.measures, reading))
+                self.readings[run.directory] = reading
                 self.seconds[run.directory] = training_seconds(run)
 
     def finished(self, arm: Arm) -> list[Run]:
@@ -47,11 +51,45 @@ class Results:
         reading = self.reading(arm, seed)
         return None if reading is None else reading.values.get(measure.name)
 
+    def seeds(self, measure: Measure, arm: Arm) -> list[int]:
+        """The seeds with which an arm has a value of a measure."""
+        return [seed for seed in self.experiment.seeds if self.value(measure, arm, seed) is not None]
+
+    def shared(self, measure: Measure, arm: Arm) -> list[int]:
+        """The seeds over which an arm is compared with the baseline: those with which both have values."""
+        base = self.seeds(measure, self.experiment.baseline)
+        return [seed for seed in self.seeds(measure, arm) if seed in base]
+
+    def samples(self, measure: Measure, arm: Arm) -> set[str]:
+        """Hashes of what the values of an arm were measured on: one, or none where that is not known."""
+        found = (self.readings[run.directory] for run in self.finished(arm))
+        return {one.samples[measure.name] for one in found if measure.name in one.values and measure.name in one.samples}
+
+    def same_sample(self, measure: Measure, arm: Arm, other: Arm | None = None) -> bool:
+        """Whether the values of an arm and of the other one, the baseline by default, were measured on the same text or items."""
+        return len(self.samples(measure, arm) | self.samples(measure, other or self.experiment.baseline)) <= 1
+
+    def compared(self, measure: Measure) -> list[Arm]:
+        """The arms that are compared with the baseline on a measure."""
+        base = self.experiment.baseline
+        return [arm for arm in self.experiment.arms.values()
+                if arm is not base and self.shared(measure, arm) and self.same_sample(measure, arm)]  # fmt: skip
+
     def complete(self, measure: Measure) -> tuple[list[Arm], list[int]]:
-        """The arms that have values of a measure, and the seeds that all of these arms have."""
-        seeds = self.experiment.seeds
-        arms = [arm for arm in self.experiment.arms.values() if any(self.value(measure, arm, seed) is not None for seed in seeds)]
-        return arms, [seed for seed in seeds if all(self.value(measure, arm, seed) is not None for arm in arms)]
+        """Arms and seeds of a table without gaps, for what takes all arms together: noise floors, the quality of a measure, a sweep.
+
+        Of the arms that were measured on the same, the baseline among them, it is the table with the most degrees of freedom over seeds: an
+        arm that has diverged in most seeds is left out and does not cost the others theirs.
+        """
+        having = [arm for arm in self.experiment.arms.values() if self.seeds(measure, arm)]
+        if not having:
+            return [], []
+        first = self.experiment.baseline if self.experiment.baseline in having else having[0]
+        seeds = {arm: set(self.seeds(measure, arm)) for arm in having if self.same_sample(measure, arm, first)}
+        among = [seeds[first] & own for own in seeds.values()]
+        tables = [([arm for arm, own in seeds.items() if chosen <= own], chosen) for chosen in [*among, set.intersection(*among)]]
+        arms, best = max(tables, key=lambda table: (len(table[0]) * (len(table[1]) - 1), len(table[0]) * len(table[1])))
+        return arms, [seed for seed in self.experiment.seeds if seed in best]
 
     def table(self, measure: Measure, arms: list[Arm], seeds: list[int]) -> np.ndarray:
         """Values (arms, seeds)."""
@@ -62,7 +100,7 @@ class Results:
         It takes all arms to vary alike."""
         own = [arm for arm in arms if not is_paired or self.experiment.is_paired(arm)]
         found = (paired if is_paired else unpaired)(self.table(measure, own, seeds)) if own and seeds else UNKNOWN
-        there = self.experiment.earlier.get(measure.name)
+        there = self.earlier(measure)
         noise = with_earlier(found, Noise.from_json(there["paired" if is_paired else "unpaired"])) if there else found
         return noise, own_df(len(own), 2, is_paired) if own else 0
 
@@ -73,31 +111,39 @@ class Results:
             return pairing_pays(len(seeds) - 1, 2 * (len(seeds) - 1), level, welch_df=len(seeds) - 1)
         counts = {"paired": sum(map(self.experiment.is_paired, arms)), "unpaired": len(arms)}
         here = {kind: own_df(count, len(seeds), kind == "paired") if count and seeds else 0 for kind, count in counts.items()}
-        earlier = self.experiment.earlier[measure.name]
+        earlier = self.earlier(measure)
         both = {kind: df + Noise.from_json(earlier[kind]).df for kind, df in here.items()}
         return pairing_pays(both["paired"], both["unpaired"], level)
 
     def contrasts(self) -> list[tuple[Arm, Measure, Contrast]]:
-        """Every arm against the baseline on every measure that both have."""
+        """Every arm against the baseline on every measure that both have, measured on the same. Each is over the seeds of its two arms."""
         found = []
         base = self.experiment.baseline
         for measure in self.experiment.measures:
-            arms, seeds = self.complete(measure)
-            if base not in arms or not seeds:
-                continue
-            by_pairs = self.by_pairs(measure, arms, seeds)
-            for arm in (one for one in arms if one is not base):
+            compared, (arms, seeds) = self.compared(measure), self.complete(measure)
+            for arm in compared:
+                shared = self.shared(measure, arm)
+                if assumes := self.assumes_floor(measure):
+                    by_pairs = self.by_pairs(measure, arms, seeds)
+                else:
+                    by_pairs = self.by_pairs(measure, [base, *compared], shared)
                 is_paired = by_pairs and self.experiment.is_paired(arm)
-                assumed, per_seed = self.floor(measure, arms, seeds, is_paired) if self.assumes_floor(measure) else (UNKNOWN, 1)
-                own, other = self.table(measure, [arm, base], seeds)
-                items = self._items(measure, arm, seeds)
+                assumed, per_seed = self.floor(measure, arms, seeds, is_paired) if assumes else (UNKNOWN, 1)
+                own, other = self.table(measure, [arm, base], shared)
+                items = self._items(measure, arm, shared)
                 found.append((arm, measure, contrast(own, other, is_paired, assumed, items, per_seed)))
         return found
 
+    def earlier(self, measure: Measure) -> Mapping[str, Any]:
+        """The noise floors of the earlier ablation that is named, empty unless they were measured on what the baseline is measured on."""
+        there = self.experiment.earlier.get(measure.name, {})
+        known = self.samples(measure, self.experiment.baseline) | ({there["sample"]} if there.get("sample") else set())
+        return there if len(known) <= 1 else {}
+
     def assumes_floor(self, measure: Measure) -> bool:
         """Whether verdicts take the runs to vary as those of the earlier ablation that is named."""
-        there = self.experiment.earlier.get(measure.name, {})
-        return any(Noise.from_json(one).df for one in there.values())
+        there = self.earlier(measure)
+        return any(Noise.from_json(there[kind]).df for kind in ("paired", "unpaired") if kind in there)
 
     def chance(self, measure: Measure) -> float | None:
         """What guessing gets; None where there is no such level, or no run has recorded it."""
@@ -148,10 +194,11 @@ def aligned(results: Results, measure: Measure, arms: list[Arm], seeds: list[int
     return found
 
 
-def spread(results: Results, measure: Measure, arms: list[Arm], seeds: list[int]) -> dict[str, Any]:
-    """Mean and extremes over seeds along training, by arm."""
+def spread(results: Results, measure: Measure) -> dict[str, Any]:
+    """Mean and extremes over the seeds of each arm along training, by arm; without arms that were measured on something else."""
     found = {}
-    for arm in arms:
+    for arm in results.experiment.arms.values():
+        seeds = results.seeds(measure, arm) if results.same_sample(measure, arm) else []
         curves = [curve for seed in seeds if (curve := _curve(results, measure, arm, seed)) is not None]
         if curves:
             grid = np.array(curves[0].tokens)

@@ -13,7 +13,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -44,6 +44,7 @@ _ORDER = ("name", "tokens", "mixture", "mixture_changes", "sequence_length", "gl
 
 
 _ARMS = "arms"
+_RESOLVED = "resolved.json"
 _MOST_SEEDS = 1000
 
 
@@ -88,7 +89,7 @@ class Branch:
 @dataclass(frozen=True, eq=False)
 class Arm:
     """One arm: its overrides and its recipe. `changes` is what distinguishes it from the baseline; `branch` is the checkpoint that its runs
-    continue."""
+    continue. The runs of an arm that `grows` go on when it gets more phases at its end."""
 
     name: str
     overrides: tuple[str, ...]
@@ -96,6 +97,7 @@ class Arm:
     changes: tuple[Change, ...] = ()
     label: float | None = None
     branch: Branch | None = None
+    grows: bool = False
 
     @property
     def recipe(self) -> Recipe:
@@ -121,7 +123,7 @@ class Arm:
     def order(self) -> Any:
         """What decides, together with the seed and the token files, which tokens a step reads."""
         phases = [{key: value for key, value in as_tree(phase).items() if key in _ORDER} for phase in self.recipe.train.phases]
-        return [phases, self.recipe.shards.packing, as_tree(self.recipe.tokenizer)["path"] or self.data_key]
+        return [phases, self.recipe.shards.packing, self.data_key]
 
     def effective(self, stages: Sequence[StageName]) -> dict[str, Any]:
         """The recipe values that these stages read: equal ones give equal results."""
@@ -200,10 +202,14 @@ def share_tokenizer(arms: Mapping[str, Arm], baseline: Arm, out: Path) -> dict[s
     return {name: shared(arm) for name, arm in arms.items()}
 
 
-def require_own_directory(out: Path, what: str) -> None:
-    """Raise `UserError` if the directory holds files and no runs of a set. `what` the set is called: "an ablation"."""
-    if not (out / _ARMS).is_dir() and any(path.name not in ("lock", "data") for path in out.iterdir()):
+def take_directory(out: Path, what: str) -> None:
+    """Mark the directory as that of a set, by the folder of its arms, before anything else is written into it: a set that is ended at any
+    point goes on. Raises `UserError` if it holds files and is none. `what` the set is called: "an ablation"."""
+    holds = {path.name for path in out.iterdir()} - {"lock"}
+    if holds and not (out / _ARMS).is_dir():  # looked for last, since another process may have begun the set meanwhile
         raise UserError(f"{out} holds files and is not {what}; choose another directory with --out")
+    with explain_os_errors(out):
+        (out / _ARMS).mkdir(exist_ok=True)
 
 
 def matter(changes: Sequence[Change]) -> Iterator[Change]:
@@ -212,19 +218,29 @@ def matter(changes: Sequence[Change]) -> Iterator[Change]:
 
 
 def save_arms(runs: RunSet) -> None:
-    """Record the arms in the directory of the set. Raises `UserError` if it began with other recipes."""
+    """Record the arms in the directory of the set. Raises `UserError` if it began with other recipes, and then records none."""
     for arm in runs.arms.values():
-        path = runs.directory(arm) / "resolved.json"
-        if path.exists():
-            changes = matter(changed_keys(load_resolved(path), arm.recipe))
-            changed = [change for change in changes if any(set(readers(key)) & set(BEFORE_TUNING) for key in change.keys)]
-            if changed:
-                more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-                raise UserError(
-                    f"{runs.path}: arm {arm.name} has changed since its runs began: {changed[0]}{more}; undo it, give the "
-                    "arm another name, or choose another directory with --out"
-                )
-        arm.resolved.save(path.parent)
+        changed = _changed(arm, runs.directory(arm) / _RESOLVED)
+        if not changed:
+            continue
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        said = f"{runs.path}: arm {arm.name} has changed since its runs began: {changed[0]}{more}"
+        if arm.grows and changed[0].path.startswith("train.phases"):
+            raise UserError(f"{said}; only horizons longer than all others can be added: undo it, or choose another directory with --out")
+        raise UserError(f"{said}; undo it, give the arm another name, or choose another directory with --out")
+    for arm in runs.arms.values():
+        arm.resolved.save(runs.directory(arm))
+
+
+def _changed(arm: Arm, begun: Path) -> list[Change]:
+    """What is changed in the training of an arm since its runs began; phases that were added at the end of one that grows are not."""
+    if not begun.exists():
+        return []
+    before, recipe = load_resolved(begun), arm.recipe
+    if arm.grows:
+        phases = recipe.train.phases[: len(before.train.phases)]
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases})})
+    return [change for change in matter(changed_keys(before, recipe)) if any(set(readers(key)) & set(BEFORE_TUNING) for key in change.keys)]
 
 
 _STAGES = [stage for stage in STAGES if stage.name in DATA_STAGES]
@@ -232,9 +248,10 @@ _POLL = 1.0
 
 
 def prepare_data(runs: RunSet, on_event: Callable[[StageEvent], None], on_wait: Callable[[str], None]) -> None:
-    """Make the data of all arms, the baseline's first. Several processes may call it; each directory is made by one of them."""
+    """Make the data of all arms, first of those that train a tokenizer, which others may take, and of these the baseline's. Several
+    processes may call it; each directory is made by one of them."""
     made: list[Path] = []
-    for arm in (runs.baseline, *runs.arms.values()):
+    for arm in sorted((runs.baseline, *runs.arms.values()), key=lambda arm: arm.recipe.tokenizer.path is not None):
         directory = runs.data_dir(arm)
         if directory not in made:
             with only_one(directory, partial(on_wait, f"another process prepares the data in {directory}; waiting for it")):
@@ -307,6 +324,7 @@ def shared_bytes(paths: Sequence[Path]) -> int:
     for top in paths:
         for folder, _, names in os.walk(top):
             for name in names:
-                found = os.lstat(os.path.join(folder, name))
-                seen[found.st_dev, found.st_ino] = found.st_size
+                with suppress(FileNotFoundError):  # another process of the set replaces its files
+                    found = os.lstat(os.path.join(folder, name))
+                    seen[found.st_dev, found.st_ino] = found.st_size
     return sum(seen.values())

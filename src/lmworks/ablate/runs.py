@@ -5,6 +5,7 @@ The processes are forked from a server that has imported torch, which takes long
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -46,10 +47,19 @@ _POLL = 0.2
 _TAIL = 1 << 14
 
 
+def seeds_of(run: Run) -> dict[str, int]:
+    """The keys of `train` that a run takes from its seed. An arm with a `train.init_seed` draws its initial weights anew for each seed too:
+    were they the same for all seeds, the luck of one draw would be a part of the arm, which no number of seeds shows."""
+    own = run.arm.recipe.train.init_seed
+    if own is None:
+        return {"seed": run.seed}
+    return {"seed": run.seed, "init_seed": int(hashlib.sha256(f"{own} {run.seed}".encode()).hexdigest()[:12], 16)}
+
+
 def recipe_of(run: Run) -> Recipe:
     """The recipe of a run: that of its arm with the seed."""
     recipe = run.arm.recipe
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": run.seed}), "run_dir": str(run.directory)})
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=seeds_of(run)), "run_dir": str(run.directory)})
 
 
 def state_of(runs: RunSet, run: Run) -> State:
@@ -65,9 +75,11 @@ def state_of(runs: RunSet, run: Run) -> State:
 
 def command(runs: RunSet, run: Run, threads: int | None = None) -> list[str]:
     """The command of a run, without the name of the program."""
-    options = [f"train.seed={run.seed}", f"run_dir={run.directory}", *([f"threads={threads}"] if threads else [])]
+    seeds = [f"train.{key}={value}" for key, value in seeds_of(run).items()]
+    options = [*seeds, f"run_dir={run.directory}", *([f"threads={threads}"] if threads else [])]
     words = [word for option in options for word in ("--set", option)]
-    words += [word for key in ("threads", *(["shards"] if run.branch else [])) for word in ("--allow", key)]
+    allowed = ["threads", *(["shards"] if run.branch else []), *(["train.phases"] if run.arm.grows else [])]
+    words += [word for key in allowed for word in ("--allow", key)]
     place, stage = str(runs.directory(run.arm) / "resolved.json"), runs.last
     if ranks_of(run) > 1:
         return ["launch", "local", place, "--to", stage, *words]

@@ -164,7 +164,7 @@ def _measure(
     measured["scores"], measured["unavailable"] = found.scores, found.unavailable
     measured["not_clean"] = {one: why for one, items_of in found.asked.items() if (why := doubt(one, items_of))}
     mark(found.scores, measured["not_clean"])
-    prompts = wanted.questions if subject.chat else prompts_of(recipe, corpus_dir)
+    prompts = wanted.questions if subject.chat else prompts_of(recipe, corpus_dir, tokenizer.encode)
     start = time.perf_counter()
     measured["samples"] = [sample.to_json() for sample in samples(model, tokenizer, prompts, chat=subject.chat)]
     seconds["samples"] = time.perf_counter() - start

@@ -40,14 +40,15 @@ class BenchmarkScore:
 
 @dataclass(frozen=True)
 class Point:
-    """One run: active parameters (without the embedding look-up), training tokens, its measured loss, its scores by benchmark, and its
-    seed."""
+    """One run: active parameters (without the embedding look-up), training tokens, its measured loss, its scores by benchmark, its seed,
+    and the fewest parameters that a size of its recipe can have."""
 
     parameters: float
     tokens: float
     loss: float
     scores: Mapping[str, BenchmarkScore] = field(default_factory=dict)
     seed: int = 0
+    fewest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,14 @@ def _line(points: Sequence[Point]) -> str:
 
 
 def _crossed(points: Sequence[Point]) -> Iterator[tuple[float, float]]:
-    """Pairs of a size and a budget of the ladder, or of one next to them, that are not among its runs, the cheapest first."""
+    """Pairs of a size and a budget of the ladder, or of one next to them, that are not among its runs, the cheapest first. A smaller size
+    is left out if no model has it, as the vocabulary does not shrink with the size."""
     there = {(one.parameters, one.tokens) for one in points}
     most = _DEARER * max(one.parameters * one.tokens for one in points)
     sizes, budgets = (sorted({getattr(one, name) for one in points}) for name in ("parameters", "tokens"))
     sizes, budgets = ([values[0] / 2, *values, 2 * values[-1]] for values in (sizes, budgets))
+    if sizes[0] < max(one.fewest for one in points):
+        del sizes[0]
     pairs = {(size, tokens) for size in sizes for tokens in budgets} - there
     yield from sorted((pair for pair in pairs if pair[0] * pair[1] <= most), key=lambda pair: (pair[0] * pair[1], pair))
 

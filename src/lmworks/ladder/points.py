@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.io.files import sha256_file
@@ -16,6 +17,8 @@ from lmworks.pages.read_run import read_run
 from lmworks.pages.run_records import Run
 from lmworks.plan.counts import count_by_component
 from lmworks.plan.laws import BENCHMARK_NAME, MOST_ITEMS
+from lmworks.recipe import scaling_laws
+from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.data.mixture import read_changes
 
@@ -28,6 +31,19 @@ DECAYED = 0.5  # of the peak learning rate: a run that ends above it has not bee
 def size_and_tokens(recipe: Recipe) -> tuple[int, int]:
     """Active parameters without the embedding look-up, and training tokens, of a resolved recipe."""
     return count_by_component(recipe.model).active_computed, sum(int(phase.tokens) for phase in recipe.train.phases)
+
+
+def fewest_parameters(recipe: Recipe) -> int:
+    """Active parameters of the smallest size (`size`) with the vocabulary and the experts of a recipe; its own where no size is derived."""
+    model = recipe.model
+    if model.mla is not None:
+        return size_and_tokens(recipe)[0]
+    sketch = Model(vocab_size=model.vocab_size, tie_word_embeddings=model.tie_word_embeddings, moe=model.moe)
+    shape: dict[str, Any] = dict(scaling_laws.shape(1, sketch))
+    width = shape.pop("moe_intermediate_size", None)
+    if model.moe is not None:
+        shape["moe"] = model.moe.model_copy(update={"moe_intermediate_size": width})
+    return count_by_component(sketch.model_copy(update=shape)).active_computed
 
 
 def held_out_text(run_dir: Path) -> str:
@@ -128,7 +144,7 @@ def read_points(runs: list[Path]) -> list[Point]:
         if recipes:
             require_one_ladder(recipes[0], run.recipe, str(run_dir), str(runs[0]))
         size, tokens = size_and_tokens(run.recipe)
-        points.append(Point(size, tokens, measured.loss, measured.scores, run.recipe.training_seed))
+        points.append(Point(size, tokens, measured.loss, measured.scores, run.recipe.training_seed, fewest_parameters(run.recipe)))
         for other, point, recipe in zip(runs, points, recipes, strict=False):
             same = (point.parameters, point.tokens, point.seed) == (size, tokens, run.recipe.training_seed)
             if same and same_training(recipe, run.recipe):

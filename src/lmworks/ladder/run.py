@@ -20,6 +20,7 @@ from pydantic import Field, field_validator
 
 from lmworks.ablate.cost import calibrate, cost, training_seconds
 from lmworks.ablate.document import cost_text
+from lmworks.ablate.file import refuse_own_keys
 from lmworks.ablate.run_set import (
     ALWAYS,
     DEFAULTS,
@@ -29,11 +30,11 @@ from lmworks.ablate.run_set import (
     RunSet,
     Seeds,
     prepare_data,
-    require_own_directory,
     run_dir,
     save_arms,
     seed_list,
     share_tokenizer,
+    take_directory,
 )
 from lmworks.ablate.runs import Runner, described, state_of
 from lmworks.checkpoint import listing
@@ -49,7 +50,7 @@ from lmworks.ladder.predictions import save_settings
 from lmworks.plan.laws import LAW_FILE, LossLaw, save_law
 from lmworks.recipe.changes import as_tree
 from lmworks.recipe.document import parse_file
-from lmworks.recipe.load import as_node, load_recipe
+from lmworks.recipe.load import as_node, load_recipe, load_resolved
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.evaluate import Evaluate
 from lmworks.recipe.schema.recipe import Recipe
@@ -101,6 +102,8 @@ def resolve(path: Path, out: Path | None = None) -> RunSet:
     ladder = as_node(parse_file(path), LadderFile)
     out = out or Path(ladder.out or f"runs/ladders/{ladder.name or path.stem}")
     sizes = ladder.sizes
+    for where, overrides in {"set": ladder.set, **{f"size {size}": own for size, own in sizes.items()}}.items():
+        refuse_own_keys(f"{path}: {where}", overrides, "ladder")
     if len(sizes) < 3:
         raise UserError(f"{path}: sizes: a law needs at least 3 sizes, and there are {len(sizes)}; add some")
     if len(sizes) * len(ladder.horizons) * len(seed_list(ladder.seeds)) > _MOST_RUNS:
@@ -117,14 +120,16 @@ def resolve(path: Path, out: Path | None = None) -> RunSet:
     largest = max(trunks, key=lambda arm: _matrix_size(arm.recipe))
     if len({_matrix_size(arm.recipe) for arm in trunks}) < len(trunks):
         raise UserError(f"{path}: sizes: two of them have the same number of parameters; change one")
-    arms = share_tokenizer(arms, largest, out)
+    giver = next(arm for arm in arms.values() if arm.branch is not None and arm.branch.trunk == largest.name)  # of the shortest horizon,
+    arms = share_tokenizer(arms, giver, out)  # which stays as it is when one is added
     for arm in trunks:
         try:
             require_one_ladder(largest.recipe, arm.recipe, arm.name, largest.name, "let the sizes change the shape of the model only")
         except UserError as error:
             raise UserError(f"{path}: sizes: {error}") from None
     text = path.read_text(encoding="utf-8")
-    return RunSet("lmworks ladder run", ladder.recipe, tuple(ladder.set), path, out, arms, largest, seed_list(ladder.seeds), text=text)
+    seeds, baseline = seed_list(ladder.seeds), arms[largest.name]
+    return RunSet("lmworks ladder run", ladder.recipe, tuple(ladder.set), path, out, arms, baseline, seeds, text=text)
 
 
 def _matrix_size(recipe: Recipe) -> int:
@@ -153,14 +158,25 @@ def _arms_of_size(ladder: LadderFile, size: str, own: Sequence[str], out: Path) 
         _part(pattern, f"to-{count}", (end - before) * batch, {"kind": "constant", "warmup": f"{0 if before else warmup} steps"})
         for count, before, end in zip(steps, [0, *ends], ends, strict=False)
     ]
-    trunk = _arm(ladder, f"{size}-{TRUNK}", [*of_trunk, f"checkpoints.keep_last={len(parts)}"], parts)
-    yield trunk
-    trunk_dir = run_dir(out, trunk.name, seed_list(ladder.seeds)[0])
+    name = f"{size}-{TRUNK}"
+    trunk_dir = run_dir(out, name, seed_list(ladder.seeds)[0])
+    of_trunk = [*of_trunk, f"checkpoints.keep_last={len(parts)}"]
+    rates = _rates(_arm(ladder, name, of_trunk, parts), trunk_dir.parent)
+    yield replace(_arm(ladder, name, [*of_trunk, *rates], parts), grows=True)
     for index, (count, decay, end) in enumerate(zip(steps, decays, ends, strict=True)):
         tail = _part(pattern, "decay", decay * batch, {"kind": "wsd", "warmup": "0 steps", "decay": "100%", "min_lr_ratio": 0.0})
         checkpoint = trunk_dir / "checkpoints" / listing.name_of(end)
-        arm = _arm(ladder, f"{size}-{count * batch}", of_branch, [*parts[: index + 1], tail])
-        yield replace(arm, branch=Branch(trunk_dir, checkpoint, end, end * batch, trunk.name))
+        arm = _arm(ladder, f"{size}-{count * batch}", [*of_branch, *rates], [*parts[: index + 1], tail])
+        yield replace(arm, branch=Branch(trunk_dir, checkpoint, end, end * batch, name))
+
+
+def _rates(trunk: Arm, directory: Path) -> list[str]:
+    """Overrides for the learning rates that the recipe leaves out. They are derived from the tokens of a run: a branch would go on at
+    another rate than its trunk, and a trunk that grows at another one than it began with."""
+    begun = directory / "resolved.json"
+    optimizer = (load_resolved(begun) if begun.exists() else trunk.recipe).optimizer
+    rates = {f"optimizer.{key}": getattr(optimizer, key) for key in ("learning_rate", "adam_learning_rate")}
+    return [f"{key}={rate}" for key, rate in rates.items() if trunk.resolved.origins[key].kind == "derived"]
 
 
 def _evaluations(evaluate: Evaluate) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -191,7 +207,7 @@ def run_ladder(ladder: RunSet, jobs: int, on_event: Callable[[StageEvent], None]
     """
     out = ladder.out
     with RunLock(out):
-        require_own_directory(out, "a ladder of runs")
+        take_directory(out, "a ladder of runs")
         save_arms(ladder)
         write_text(out / FILE, ladder.text)
         prepare_data(ladder, on_event, on_note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmworks.evaluate.generation.interface import Prompt, Reply
@@ -165,7 +165,7 @@ def generate_until(
     written = [Written([]) for _ in prompts]
     # a token is at least a byte, and some write none: the end of the reply that may hold a stop is a few tokens longer than it
     reach = [max((len(stop.encode()) for stop in of_row), default=0) + 8 for of_row in stops]
-    steps = stream(model, list(prompts), options, seeds)
+    steps = stream(model, list(prompts), replace(options, entries=tokenizer.vocab_size), seeds)
     ended: set[int] | None = None
     while True:
         try:
@@ -200,7 +200,8 @@ class Sample:
 def samples(
     model: Transformer, tokenizer: ChatTokenizer, prompts: Sequence[str], chat: bool, max_new_tokens: int = 64, seed: int = 0
 ) -> list[Sample]:  # fmt: skip
-    """A completion of each prompt: of running text, or of a question under the chat template. The same seed draws the same text."""
+    """A completion of each prompt: of running text, or of a question under the chat template; empty where the context has no room.
+    The same seed draws the same text."""
     from lmworks.inference.generate import SAMPLING, GenerateOptions, generate
 
     if not prompts:
@@ -210,5 +211,7 @@ def samples(
         max_new_tokens=max_new_tokens, temperature=SAMPLING["temperature"], min_p=SAMPLING["min_p"], stop_ids=tuple(tokenizer.stop_ids),
         seed=seed,
     )  # fmt: skip
-    completions = generate(model, ids, options)
-    return [Sample(prompt, tokenizer.decode(out, skip_special=True)) for prompt, out in zip(prompts, completions, strict=True)]
+    context = int(model.config.max_position_embeddings or 0)
+    fitting = [row for row, one in enumerate(ids) if not context or len(one) < context]
+    written = dict(zip(fitting, generate(model, [ids[row] for row in fitting], options), strict=True)) if fitting else {}
+    return [Sample(prompt, tokenizer.decode(written.get(row, []), skip_special=True)) for row, prompt in enumerate(prompts)]

@@ -1,20 +1,24 @@
 """Samples during training: completions of the same prompts each time.
 
-The prompts, also those of the evaluation of the base model, are the recipe's, or beginnings of held-out text.
+The prompts, also those of the evaluation of the base model, are the recipe's, or beginnings of held-out text. Both have room in the context
+of the model: prompts of the recipe that have none are refused (`refusals`), and the beginnings are cut to half of it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+from lmworks.errors import UserError
 from lmworks.inference.generate import SAMPLING, GenerateOptions, generate
 from lmworks.io import jsonl
 from lmworks.io.files import explain_os_errors
 from lmworks.io.run_layout import corpus_files
 from lmworks.model import Transformer
+from lmworks.recipe.schema.evaluate import Evaluate
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.ui.terminal import console
@@ -23,19 +27,49 @@ _MOST, _LENGTH = 4, 48  # beginnings, one of each domain; characters of each
 _LOOKED_AT = 64  # documents of each file
 
 
-def prompts(recipe: Recipe, corpus_dir: Path) -> tuple[str, ...]:
+Encode = Callable[[str], Sequence[int]]
+
+
+def refusals(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[UserError]:
+    """Prompts and questions of the recipe after which the model has no room for a token."""
+    wanted, context = recipe.evaluate, int(recipe.model.max_position_embeddings or 0)
+    own = {"prompts": (wanted.prompts or (), tokenizer.encode)}
+    if recipe.later_stages and wanted.questions != Evaluate().questions:  # the default ones are left out where they do not fit
+        own["questions"] = (wanted.questions, partial(as_question, tokenizer))
+    for key, (texts, encode) in own.items():
+        for text in texts:
+            if 0 < context <= (count := len(encode(text))):
+                yield UserError(
+                    f"evaluate.{key}: {text[:_LENGTH]!r} has {count:,} tokens, and the model's context is {context:,}; shorten it"
+                )
+
+
+def as_question(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a user's message in the chat template, after which the model answers."""
+    return tokenizer.encode_chat([{"role": "user", "content": text}], add_generation_prompt=True)[0]
+
+
+def prompts(recipe: Recipe, corpus_dir: Path, encode: Encode) -> tuple[str, ...]:
     """The prompts of `evaluate.prompts`, or by default fixed beginnings of held-out text."""
     if recipe.evaluate.prompts is not None:
         return recipe.evaluate.prompts
     import pyarrow.parquet as pq
 
     found: dict[str, str] = {}
+    most = int(recipe.model.max_position_embeddings or 0) // 2 or _LENGTH
     for path in (path for files in corpus_files(corpus_dir, "validation").values() for path in files):
         batch = next(pq.ParquetFile(path).iter_batches(_LOOKED_AT, columns=["text", "domain"]), None)
         for text, domain in zip(*(batch[name].to_pylist() for name in ("text", "domain")), strict=True) if batch is not None else ():
-            if domain not in found and (begin := beginning(text)):
+            if domain not in found and (begin := cut(beginning(text), encode, most)):
                 found[domain] = begin
     return tuple(dict.fromkeys(found[domain] for domain in sorted(found)[:_MOST])) or ("The",)
+
+
+def cut(text: str, encode: Encode, most: int) -> str:
+    """The longest beginning of whole words with at most `most` tokens, or of characters if a word has more; empty if one character has."""
+    spaces = [at for at, character in enumerate(text) if character.isspace()]
+    ends = [len(text), *reversed(spaces), *range(len(text) - 1, 0, -1)]
+    return next((text[:end] for end in ends if text[:end].strip() and len(encode(text[:end])) <= most), "")
 
 
 def beginning(text: str) -> str:
@@ -74,7 +108,7 @@ class Sampler:
     def write(self, model: Transformer, step: int) -> None:
         """Complete the prompts with the model after `step` steps; the random state of training is not changed."""
         context = int(model.config.max_position_embeddings or 0) or 10**9
-        prompts = {prompt: ids for prompt, ids in self.prompts.items() if len(ids) + _TOKENS < context}
+        prompts = {prompt: ids for prompt, ids in self.prompts.items() if len(ids) < context}
         if not prompts:
             return
         options = GenerateOptions(
@@ -97,7 +131,7 @@ class ChatSampler(Sampler):
     """A `Sampler` whose prompts are user messages in the chat template."""
 
     def _encoded(self, prompt: str) -> list[int]:
-        return self.tokenizer.encode_chat([{"role": "user", "content": prompt}], add_generation_prompt=True)[0]
+        return as_question(self.tokenizer, prompt)
 
 
 @contextmanager
