@@ -13,6 +13,7 @@ from lmworks.io.run_layout import of_stage
 from lmworks.recipe.load import load_recipe_text
 from lmworks.watch.diagnosis import all_rules
 from lmworks.watch.evidence import Evidence
+from lmworks.watch.offers import NONE_LEFT, offered
 from lmworks.watch.rule import Finding, NotJudged
 from lmworks.watch.run_files import open_run
 from written_run import RECIPE, write_run
@@ -22,19 +23,21 @@ STEPS = 200
 
 def judge(folder: Path, code: str, stage: str = "pretrain", **run: Any) -> Finding | str | None:
     """What the rule with a code finds in a run that is written with `run`; why it could not judge, as text."""
-    path = write_run(folder / f"run-{len(list(folder.iterdir()))}", stage=stage, **run)
+    evidence = Evidence(open_run(write_run(folder / f"run-{len(list(folder.iterdir()))}", stage=stage, **run)), of_stage(stage))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # a mean of nothing, which a user would see
-            found = all_rules()[code].judge(Evidence(open_run(path), of_stage(stage)))
+            found = all_rules()[code].judge(evidence)
     except NotJudged as reason:
         return str(reason)
     if found is not None:
         assert found.changes and found.check_afterwards and found.excluded, f"{code} says less than a finding must"
         assert found.note or found.sure or found.next_measurement
         assert not any(math.isnan(one.value) for one in found.evidence), "what was not measured is shown"
+        found = offered(evidence, found)
         for change in found.changes:
             assert change.key or change.advice
+            assert NONE_LEFT not in change.advice, "a recipe that has the cause has a change that mends it"
             if change.key:  # a change that the recipe refuses helps nobody
                 load_recipe_text(RECIPE, [*run.get("overrides", ()), f"{change.key}={change.value}"])
     return found

@@ -227,6 +227,13 @@ def test_a_cause_that_is_not_sure_is_said_with_what_was_ruled_out_and_what_to_me
     assert [one["code"] for one in stage["unsure"]] == ["one"]
 
 
+def test_a_note_is_not_said_to_be_unsure(full: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    one = rule("one", Measurement("a", 2.0, high=1.0), finding={"note": True, "next_measurement": "lmworks ckpt verify RUN"})
+    monkeypatch.setattr("lmworks.watch.diagnosis.all_rules", lambda: {"one": one})
+    code, out, _ = doctor(monkeypatch, capsys, full)
+    assert code == 0 and "1 note" in out and "a = 2" in out and "not sure" not in out and "next:" not in out
+
+
 def test_the_last_step_of_a_process_that_was_killed_is_said(
     full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

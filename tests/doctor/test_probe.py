@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,11 @@ from lmworks.watch.ledger import LEDGER, Ledger, RunLock
 from lmworks.watch.probes import KEPT, Probed, ProbeRecord, confirmed, diagnose_probed
 from lmworks.watch.probes import kept as kept_probes
 from lmworks.watch.rule import Finding, Measurement
+from lmworks.watch.rules._commands import find_rows as find_rows_of
+from lmworks.watch.rules._commands import show_batch
 from lmworks.watch.run_files import open_run
 from tiny_run import Tiny, prepare
-from written_run import write_run
+from written_run import command_line, write_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHORT = ("train.phases.general.tokens=3008 tokens", "train.phases.long.tokens=1024 tokens", "checkpoints.keep_last=3")
@@ -323,6 +327,27 @@ def test_the_row_of_random_tokens_comes_first_and_the_others_name_their_document
     assert code == 0 and out.splitlines()[1].startswith("  sequence 3: loss")
     with pytest.raises(UserError, match="there is no step 999"):
         find_rows(opened, 999)
+
+
+def test_the_advised_command_shows_the_rows_of_the_line_of_the_metrics(
+    trained: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what the run itself has written of a step: how many sources its rows have, which differs from line to line here."""
+    evidence = Evidence(open_run(trained.run_dir))
+    written = evidence.series("train/effective_sources").finite
+    values = dict(zip(written.steps.tolist(), written.values.tolist(), strict=True))
+    apart = [step for step in values if step + 1 in values and abs(values[step] - values.get(step + 1, 0.0)) > 1e-3]
+    for step in {one + later for one in apart[:2] for later in (0, 1)}:
+        program, *arguments = shlex.split(find_rows_of(evidence, step))
+        code, out, _ = command_line(monkeypatch, capsys, *arguments, "--json")
+        counts = np.array(list(Counter(row["source"] for row in json.loads(out)).values()))
+        shares = counts / counts.sum()
+        assert program == "lmworks" and code == 0
+        assert float(np.exp(-(shares * np.log(shares)).sum())) == pytest.approx(values[step], rel=1e-4)
+        _, *arguments = shlex.split(show_batch(evidence, step))
+        _, out, _ = command_line(monkeypatch, capsys, *arguments, "--json")
+        assert sorted(Counter(row["source"] for row in json.loads(out)).values()) == sorted(counts.tolist())
+    assert len(apart) >= 2
 
 
 def test_experts_of_a_text(trained: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,12 +132,24 @@ def test_a_checkpoint_whose_files_are_cut_is_found_before_a_resume(tmp_path: Pat
 
 
 def test_the_change_restores_the_former_rate(tmp_path: Path) -> None:
-    (found,) = judge(tmp_path, rate_times(2), [ALLOWED, RESUME], only="schedule-changed").problems
+    recipe = ["optimizer.learning_rate=0.02"]
+    (found,) = judge(tmp_path, rate_times(0.5, 0, 120), [ALLOWED, RESUME], recipe, only="schedule-changed").problems
     assert [(one.key, one.value) for one in found.changes] == [("optimizer.learning_rate", "0.01")] and found.steps == (120, 200)
 
 
 def test_a_rank_that_is_missing_and_does_not_save_has_another_cause(tmp_path: Path) -> None:
     assert named(judge(tmp_path, events=[RESTART | {"reason": BUSY}])) == ["hung-rank"]
+
+
+def test_limits_that_are_set_already_are_not_turned_back(tmp_path: Path) -> None:
+    own = ["launch.timeout=1 min", "launch.exclude_after_failures=1", "checkpoints.local=/scratch", "checkpoints.keep_last=1"]
+    (hung,) = judge(tmp_path / "hung", events=[RESTART | {"reason": BUSY}], overrides=own, only="hung-rank").problems
+    assert [one.key for one in hung.changes] == [""]
+    (full,) = judge(tmp_path / "full", events=[FULL], overrides=own, only="disk-full").problems
+    assert [one.key for one in full.changes] == [""]
+    slow = ["launch.timeout=2 h", "checkpoints.local=/scratch"]
+    (saving,) = judge(tmp_path / "save", events=[RESTART | {"reason": SAVING}], overrides=slow, only="save-timeout").problems
+    assert [(one.key, one.value) for one in saving.changes] == [("launch.timeout", "240 min")]
 
 
 def test_runs_of_earlier_versions_are_not_judged(tmp_path: Path) -> None:

@@ -218,6 +218,16 @@ def test_a_gradient_of_zero_has_other_causes_where_no_token_has_a_label(tmp_path
     assert named(judge(tmp_path, masked, only="frozen-gradient")) == []
 
 
-def test_bad_rows_are_skipped_from_before_the_first_of_them(tmp_path: Path) -> None:
-    (found,) = judge(tmp_path, both(rise(4.0, range(120, 124)), rows(8)), only="bad-batch").problems
-    assert found.steps == (121, 124) and any("--skip-steps 120:124" in one.advice for one in found.changes)
+def test_bad_rows_are_shown_and_skipped_by_the_numbers_of_batches(tmp_path: Path) -> None:
+    """Line 121 of the metrics is that of batch 120, which a bad step of 120 in the ledger is, too."""
+    run = tmp_path / "my run"
+    (found,) = judge(run, both(rise(4.0, range(120, 124)), rows(8)), only="bad-batch").problems
+    assert found.steps == (121, 124)
+    assert f"lmworks doctor '{run}' --find-rows 120;" in found.changes[0].advice
+    assert f"lmworks ckpt rollback '{run}' STEP --skip-steps 120:124" in found.changes[1].advice
+
+
+def test_without_a_gradient_bad_rows_are_told_by_their_loss_alone(tmp_path: Path) -> None:
+    still = both(rise(4.0, [120]), rows(8), lambda metrics: metrics.update({"optim/grad_norm": [0.0] * 200}))
+    found = judge(tmp_path, still, only="bad-batch")
+    assert named(found) == ["bad-batch?"] and not found.not_judged

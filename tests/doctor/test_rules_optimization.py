@@ -244,6 +244,29 @@ def test_a_run_of_few_steps_has_too_few_tokens_once_it_has_ended(tmp_path: Path)
     assert named(judge(tmp_path / "stopped", falling, [early, end], steps=25)) == []
 
 
+def test_a_run_of_one_step_has_too_few_tokens_and_each_phase_gets_its_share_of_more(tmp_path: Path) -> None:
+    end = {"event": "finish", "step": 3, "tokens": 3072}
+    (found,) = judge(tmp_path / "three", loss(lambda at, value: 6.9), [end], steps=3, only="too-few-tokens").problems
+    assert "only 3 steps" in found.excluded[0].because
+    assert named(judge(tmp_path / "one", loss(lambda at, value: 6.9), [end], steps=1, only="too-few-tokens")) == ["too-few-tokens"]
+    later = "{name: later, tokens: 75k, sequence_length: 64 tokens, global_batch_tokens: 1024 tokens, mixture: {text: 1.0}}"
+    first = later.replace("later", "first").replace("75k", "25k")
+    falling = loss(lambda at, value: 6.9 - 0.08 * at)
+    run = judge(tmp_path / "two", falling, [end], [f"train.phases=[{first}, {later}]"], steps=25, only="too-few-tokens")
+    tokens = [float(one.value.removesuffix(" tokens")) for one in run.problems[0].changes]
+    assert [one.key for one in run.problems[0].changes] == ["train.phases.0.tokens", "train.phases.1.tokens"]
+    assert tokens[1] == pytest.approx(3 * tokens[0], rel=1e-4) and sum(tokens) > 1e6
+
+
+def test_eps_and_initial_weights_go_below_what_they_are(tmp_path: Path) -> None:
+    tiny = times(1e-6, "optim/grad_norm")
+    (eps,) = judge(tmp_path / "eps", tiny, overrides=["optimizer.kind=adamw"], only="eps-too-large").unsure
+    assert float(eps.changes[0].value) < 1e-3 / eps.evidence[0].value * 1e-8 <= 1.1e-2 * float(eps.changes[0].value) * 1e3
+    early = loss(lambda at, value: 8.0 if at == 0 else value)
+    (init,) = judge(tmp_path / "init", early, overrides=["model.initializer_range=0.02"], only="init-too-wide").unsure
+    assert init.changes[0].value == "0.01"
+
+
 def test_what_hurts_for_all_of_the_run_is_not_called_a_missing_warm_up(tmp_path: Path) -> None:
     change = all_of(loss(lambda at, value: 7.3 if at == 1 else value), grown)
     assert named(judge(tmp_path, change, overrides=NO_WARMUP))[0] == "learning-rate-too-high"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ def tune(folder: Path, code: str, documents: dict[str, Any], metrics: Mapping[st
         "train/loss": falling(2.5, 1.2, COUNT), "train/valid_tokens": [450.0] * COUNT, "train/batch_tokens": [1024.0] * COUNT,
         "train/sequence_length": [64.0] * COUNT, "train/tokens": [1024.0 * (step + 1) for step in range(COUNT)],
     }  # fmt: skip
-    return judge(folder, code, "tune", metrics={**columns, **metrics}, documents=documents, overrides=[TUNE, *overrides])
+    own = [TUNE, "tune.sequence_length=64 tokens", *overrides]
+    return judge(folder, code, "tune", metrics={**columns, **metrics}, documents=documents, overrides=own)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,39 @@ def test_segments_without_an_end_need_another_form_and_old_manifests_are_not_jud
     del old["tune/data/manifest.json"]["data"]["chats"]["train"]["ended"]
     assert verdict(tune(tmp_path, "end-token-not-trained", old)) == "not judged"
     assert verdict(tune(tmp_path, "end-token-not-trained", {})) == "not judged"
+
+
+def sets(**bodies: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of several sets, from those of one each."""
+    (path, first), *_ = next(iter(bodies.values())).items()
+    return {path: first | {"data": {name: body[path]["data"]["chats"] for name, body in bodies.items()}}}
+
+
+def test_documents_have_no_answers_that_could_end(tmp_path: Path) -> None:
+    """A document is cut into pieces, of which only the last one ends: 295 of 672 in a real set."""
+    documents = manifest({"text": 685}, conversations=672, ended=295, tokens=34_517, learned_tokens=33_845, whole=672)
+    full = {"train/valid_tokens": [950.0] * COUNT}
+    for code in ("end-token-not-trained", "prompt-not-masked"):
+        assert tune(tmp_path, code, documents, full) == "all sets of tune.data are documents, which have no answers"
+        assert verdict(tune(tmp_path, code, sets(chats=manifest(), books=documents), full)) == "silent"
+    assert verdict(tune(tmp_path, "end-token-not-trained", sets(chats=manifest(ended=0), books=documents))) == "named"
+    bad = manifest({"segments": 400}, learned_tokens=39_600, whole=400)
+    assert verdict(tune(tmp_path, "prompt-not-masked", sets(chats=bad, books=documents), full)) == "named"
+
+
+def test_answers_that_are_cut_need_the_length_that_their_data_says(tmp_path: Path) -> None:
+    cut = manifest(ended=0)
+    body = cut["tune/data/manifest.json"]["data"]["chats"]
+    body |= {"noted": {"with an answer that is cut at sequence_length": 400}, "sequence_length_for_all": 535}
+    found = tune(tmp_path, "end-token-not-trained", cut)
+    assert isinstance(found, Finding) and [(one.key, one.value) for one in found.changes if one.key] == [
+        ("tune.sequence_length", "576 tokens")
+    ], "the template is brief already"
+    short = tune(tmp_path, "end-token-not-trained", cut, {}, "tune.global_batch_tokens=512 tokens")
+    assert isinstance(short, Finding) and short.changes[0].value == "512 tokens", "no more than a step"
+    body["noted"] = {"with an answer that is cut at sequence_length": 40}
+    few = tune(tmp_path, "end-token-not-trained", cut, {}, "tokenizer.chat_template=glm-4.6")
+    assert isinstance(few, Finding) and [one.key for one in few.changes] == ["tokenizer.chat_template", ""]
 
 
 def test_questions_that_are_trained_are_named_and_documents_are_not(tmp_path: Path) -> None:
@@ -86,6 +120,8 @@ def test_general_text_that_gets_worse_and_worse_is_forgetting(tmp_path: Path) ->
     found = tune(tmp_path, "forgetting", {}, forgotten([0.2, 0.5, 0.9, 1.2, 1.6]), "tune.learning_rate=0.02")
     assert verdict(found) == "named" and isinstance(found, Finding)
     assert [change.key for change in found.changes] == ["tune.learning_rate", "tune.replay", "tune.lora"]
+    adapters = tune(tmp_path, "forgetting", {}, forgotten([0.2, 0.5, 0.9, 1.2, 1.6]), "tune.lora={rank: 8}", "tune.learning_rate=0.02")
+    assert isinstance(adapters, Finding) and [one.name for one in adapters.evidence if "rate" in one.name] == [], "theirs is higher"
     # what any tuning costs; a rise that was made good again; noise
     assert verdict(tune(tmp_path, "forgetting", {}, forgotten([0.08, 0.17, 0.15, 0.1, 0.08]))) == "silent"
     assert verdict(tune(tmp_path, "forgetting", {}, forgotten([0.6, 0.9, 0.5, 0.3, 0.1]))) == "silent"
@@ -99,12 +135,13 @@ def test_a_tuning_set_that_is_memorized_is_overfitting_and_noise_of_eight_conver
     assert verdict(tune(tmp_path, "overfitting", manifest(tokens=5000), noise)) == "silent"
 
 
-def grpo(folder: Path, code: str, equal: float = 0.3, metrics: Mapping[str, Any] = {}, count: int = 40, **fates: float) -> Any:
+def grpo(folder: Path, code: str, equal: float = 0.3, metrics: Mapping[str, Any] = {}, count: int = 40, overrides: Sequence[str] = (),
+         **fates: float) -> Any:  # fmt: skip
     fixed = {"wrong": 0.5, "solved": 0.4, "empty": 0.0, "truncated": 0.1, "unparsed": 0.0, "failed": 0.0} | fates
     columns = {f"grpo/{name}": [value] * count for name, value in fixed.items()}
     columns |= {"grpo/equal_groups": [equal] * count, "grpo/reward": [0.4] * count, "train/sequence_length": [64.0] * count}
     columns |= {"train/loss": [0.0] * count, "grpo/mismatch_mean": [1e-5] * count, "optim/grad_norm": [0.3] * count}
-    return judge(folder, code, "grpo", metrics={**columns, **metrics}, overrides=[GRPO])
+    return judge(folder, code, "grpo", metrics={**columns, **metrics}, overrides=[GRPO, *overrides])
 
 
 SIGNALS: dict[str, dict[str, float]] = {
@@ -129,6 +166,16 @@ def test_a_loss_of_zero_is_no_cause_and_a_set_that_was_learned_is_a_note(tmp_pat
     assert verdict(grpo(tmp_path, "rewards-all-right", count=8, **SIGNALS["rewards-all-right"])) == "named"
     # a stage that ended because its reward failed on every answer has a few lines
     assert verdict(grpo(tmp_path, "reward-failing", count=3, **SIGNALS["reward-failing"])) == "named"
+
+
+def test_a_number_that_is_far_enough_is_not_turned_back(tmp_path: Path) -> None:
+    more = ["grpo.group_size=128", "grpo.resample_rounds=5"]
+    found = grpo(tmp_path, "rewards-all-wrong", **SIGNALS["rewards-all-wrong"], overrides=more)
+    assert [one.key for one in found.changes] == [""]
+    right = grpo(tmp_path, "rewards-all-right", **SIGNALS["rewards-all-right"], overrides=more)
+    assert [one.key for one in right.changes] == [""]
+    usual = grpo(tmp_path, "rewards-all-wrong", **SIGNALS["rewards-all-wrong"])
+    assert [one.key for one in usual.changes] == ["", "grpo.group_size", "grpo.resample_rounds"]
 
 
 def test_a_sampler_that_differs_is_named_when_the_reward_falls(tmp_path: Path) -> None:

@@ -154,7 +154,8 @@ def _find_rows(run: Path, model: str, step: int, as_json: bool) -> None:
         print_json([asdict(row) for row in rows])
         return
     out = console()
-    out.print(f"step {step:,}: {len(rows):,} sequences, by their loss with the weights before the step")
+    line = f"line {step + 1:,} of the metrics"
+    out.print(f"step {step:,} ({line}): {len(rows):,} sequences, by their loss with the weights before the step", soft_wrap=True)
     for row in rows[:_ROWS]:
         out.print(Text(_row_text(row)), soft_wrap=True)
         for document in row.documents.documents if row.documents else ():

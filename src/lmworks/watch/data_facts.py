@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lmworks.recipe.schema.units import Duration
-from lmworks.watch.evidence import Evidence, Series, quantity
+from lmworks.watch.evidence import Evidence, Series, quantity, ratio
 from lmworks.watch.rule import NotJudged
 
 Mixture = Mapping[str, float]
@@ -158,7 +158,7 @@ def fall(series: Series) -> float:
     """By how much a loss has fallen since the first fifth of its steps, in which any text is learned as far as its frequencies; relative,
     of the last third the median."""
     settled = series.between(0.19 * series.steps[-1], math.inf)
-    return 1 - series.part(2 / 3, 1).median / settled.first
+    return 1 - ratio(series.part(2 / 3, 1).median, settled.first)
 
 
 def middle(values: Iterable[float]) -> float:

@@ -10,6 +10,7 @@ from importlib import import_module
 
 from lmworks.watch import rules
 from lmworks.watch.evidence import Evidence
+from lmworks.watch.offers import offered
 from lmworks.watch.rule import Finding, NotJudged, Rule
 
 _CONFUSED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)  # raised by values that no run of ours writes
@@ -71,7 +72,7 @@ def diagnose(evidence: Evidence, apply: Iterable[Rule] | None = None) -> Diagnos
             if finding is None:
                 passed.append(rule.code)
             else:
-                found.append(finding)
+                found.append(offered(evidence, finding))
     problems = _causes_first([one for one in found if one.sure and not one.note])
     consequences = {code for one in problems for code in all_rules()[one.code].outranks}
     unsure = [one for one in found if not one.sure and not one.note and one.code not in consequences]

@@ -266,6 +266,11 @@ class Evidence:
         return [(event["step"], str(event.get("phase"))) for event in self.of("phase") if isinstance(event.get("step"), int)]
 
 
+def ratio(value: float, of: float) -> float:
+    """A measured number relative to another; NaN, which was not measured, relative to 0: a broken run may have zeros in any metric."""
+    return value / of if of else float("nan")
+
+
 def quantity(value: Any) -> float:
     """A value of a recipe as a number: tokens, bytes, seconds or steps of a text with such a unit; NaN if it is none."""
     if not isinstance(value, str):

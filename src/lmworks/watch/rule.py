@@ -69,12 +69,14 @@ class Exclusion:
 @dataclass(frozen=True)
 class Change:
     """A change that mends the cause. `key` and `value` as in `--set key=value`; without a key, `advice` says what to do. `cost`: what has
-    to be done again."""
+    to be done again. `moves`: whether it helps by a larger or by a smaller number, of a value that does not follow from the present one;
+    it is not offered where the recipe has gone further already (`offers.py`)."""
 
     key: str = ""
     value: str = ""
     advice: str = ""
     cost: str = ""
+    moves: Literal["", "up", "down"] = ""
 
     def __str__(self) -> str:
         setting = f"--set {shlex.quote(f'{self.key}={self.value}')}" if self.key else ""

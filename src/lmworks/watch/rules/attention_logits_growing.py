@@ -43,19 +43,22 @@ def _check(evidence: Evidence) -> Finding | None:
                 f"the peak rate is {ratio:.2g} times that of the Step Law" if ratio == ratio else "the weights have not grown",
             )
         ],
-        changes=[
-            Change(
-                "model.use_qk_norm",
-                "true",
-                "bound the scores by norms of queries and keys",
-                cost="start again: the architecture changes. Clipping, skipping and other optimizers failed in marin#1368",
-            )
-            if not evidence.value("model.use_qk_norm")
-            else Change("optimizer.learning_rate", f"{trends.peak_rate(evidence) / 3:.3g}", cost="resume with --allow, or start again"),
-        ],
+        changes=_changes(evidence),
         check_afterwards=f"attention_logit_max stays below {_LOGITS:g} in every line of layers",
         next_measurement="metrics.detail_every=1%, to see which layer grows first",
     )
+
+
+def _changes(evidence: Evidence) -> list[Change]:
+    """Norms bound the scores for good. MLA has no place for them, and they do not combine with the clipping of query and key weights."""
+    lower = Change(trends.rate_key(evidence), f"{trends.peak_rate(evidence) / 3:.3g}", cost="resume with --allow, or start again")
+    if evidence.value("model.use_qk_norm"):
+        return [lower]
+    if evidence.value("model.mla") is None and evidence.value("optimizer.qk_clip_threshold") is None:
+        cost = "start again: the architecture changes. Clipping, skipping and other optimizers failed in marin#1368"
+        return [Change("model.use_qk_norm", "true", "bound the scores by norms of queries and keys", cost=cost)]
+    why = "scale down the query and key weights of a head whose scores are larger"
+    return [Change("optimizer.qk_clip_threshold", f"{_LOGITS:g}", why, cost="resume with --allow", moves="down"), lower]
 
 
 RULE = Rule(

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from lmworks.watch import trends
-from lmworks.watch.evidence import Evidence, Series
+from lmworks.watch.evidence import Evidence, Series, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
+from lmworks.watch.rules._commands import find_rows, skip_steps
 
 _RISE, _CLEAR, _ROWS = 0.3, 10.0, 19.0
 """A step stands out by 0.3 nats, by ten times the noise of the lines, and by 19 nats over all of its rows. A row of random tokens is about
@@ -39,8 +40,8 @@ def _check(evidence: Evidence) -> Finding | None:
     if len(whole) < 20:
         raise NotJudged("fewer than 20 lines of loss")
     level = trends.running_median(whole.values, 2 * _LONGEST + 9)
-    rows = evidence.series("train/batch_tokens").median / evidence.series("train/sequence_length").median
-    limit = max(_RISE, _CLEAR * trends.noise(loss), 0.0 if math.isnan(rows) else _ROWS / rows)
+    rows = ratio(evidence.series("train/batch_tokens").median, evidence.series("train/sequence_length").median)
+    limit = max(_RISE, _CLEAR * trends.noise(loss), _ROWS / rows if rows > 0 else 0.0)
     out = (whole.values - level > limit) & (whole.steps > max(20, _BEGIN * evidence.steps))
     blocks = _blocks(whole.steps[out])
     if not blocks or len(blocks) > _MOST or max(last - first for first, last in blocks) >= _LONGEST or out.mean() > 0.2:
@@ -54,8 +55,8 @@ def _check(evidence: Evidence) -> Finding | None:
         return None
     norms = _with(evidence.series("optim/grad_norm").finite, _norms(evidence))
     usual = norms.between(first - 40, first).median
-    norm = max(norms.between(first, last + 1).values.tolist(), default=math.nan) / usual
-    before, after = norms.between(first - 1, first).median / usual, norms.between(last + 1, last + 2).median / usual
+    norm = ratio(max(norms.between(first, last + 1).values.tolist(), default=math.nan), usual)
+    before, after = (ratio(norms.between(*one).median, usual) for one in ((first - 1, first), (last + 1, last + 2)))
     if before > _BEFORE or after > _AFTER:
         return None
     saved = sorted(name for name in evidence.files.names() if name.startswith("bad_batches/"))
@@ -81,11 +82,11 @@ def _check(evidence: Evidence) -> Finding | None:
         ],
         changes=[
             Change(
-                advice=f"look at the rows: lmworks doctor {evidence.files.label} --find-rows; take their source or documents out",
+                advice=f"look at the rows of step {first}: {find_rows(evidence, first)}; take their source or documents out",
                 cost="the corpus and the shards of that source; the run goes on meanwhile",
             ),
             Change(
-                advice=f"skip them: lmworks ckpt rollback {evidence.files.label} STEP --skip-steps {first - 1}:{last}",
+                advice=f"skip them: {skip_steps(evidence, first, last)}",
                 cost=f"the steps since the checkpoint before {first}"
                 + (f"; {back} roll-backs have skipped some of them already" if back else ""),
             ),

@@ -36,6 +36,7 @@ def _check(evidence: Evidence) -> Finding | None:
                 "model.moe.balance.bias_update_rate",
                 "0.001" if evidence.steps >= 2000 else "0.01",
                 cost="allowed on resume; the bias returns within clamp / rate steps",
+                moves="down",
             )
         ],
         check_afterwards="experts/load_cv is below 0.3, and experts/bias_max below its clamp",

@@ -39,6 +39,7 @@ def _check(evidence: Evidence) -> Finding | None:
                     "1",
                     "go on without a host whose rank has failed once; lmworks health shows what is wrong with it",
                     "a smaller number of ranks",
+                    moves="down",
                 ),
             ],
             check_afterwards="no further restart of this rank until the next checkpoint",

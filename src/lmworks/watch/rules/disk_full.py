@@ -28,7 +28,7 @@ def _check(evidence: Evidence) -> Finding | None:
         exact=True,
         changes=[
             Change(advice="make room on the file system of the run, then run the same command again", cost="the steps since the last save"),
-            Change("checkpoints.keep_last", "1", "keep fewer checkpoints", "older checkpoints for a roll-back are gone"),
+            Change("checkpoints.keep_last", "1", "keep fewer checkpoints", "older checkpoints for a roll-back are gone", moves="down"),
         ],
         check_afterwards="the next checkpoint in the ledger",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _NATS, _DROP, _FORGOT = 100.0, 0.05, 0.2
@@ -23,7 +23,7 @@ def _check(evidence: Evidence) -> Finding | None:
     accuracy = evidence.series("validation/reward_accuracy").finite
     drop = float(accuracy.values.max() - accuracy.last) if len(accuracy) > 1 else math.nan
     general, rise = (evidence.series(f"validation/{name}").finite for name in ("general_bits_per_byte", "forgetting"))
-    forgot = rise.last / (general.last - rise.last) if len(rise) else math.nan
+    forgot = ratio(rise.last, general.last - rise.last) if len(rise) else math.nan
     measured = [
         Measurement(
             "fall of the log-probability of an answer since the start",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lmworks.watch import trends
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _RATIO = 0.1
@@ -32,12 +32,14 @@ def _check(evidence: Evidence) -> Finding | None:
         name = min(trained, key=lambda one: trained[one])
         found.append(Measurement(f"the same of the group {name}", eps / trained[name], high=_RATIO, source="arXiv:2304.09871"))
     start, stop = trends.near_peak(evidence)
-    ratio, weights = (evidence.series(name).finite.between(start, stop).median for name in ("optim/update_ratio", "optim/weight_norm"))
-    size = ratio * weights / math.sqrt(facts.parameters) / trends.peak_rate(evidence)
+    update, weights = (evidence.series(name).finite.between(start, stop).median for name in ("optim/update_ratio", "optim/weight_norm"))
+    size = ratio(update * weights / math.sqrt(facts.parameters), trends.peak_rate(evidence))
     if all_adam and not math.isnan(size):
         found.append(Measurement("RMS of an update over the learning rate", size, low=_SIZE, source="arXiv:2502.16982: 0.2 to 0.4"))
     if not (found[0].abnormal and all_adam) and not (trained and eps / min(trained.values()) > 1.0):
         return None
+    smallest = min([overall, *trained.values()])
+    wanted = min(1e-8, 10.0 ** math.floor(math.log10(max(smallest, 1e-27) / 1000)))
     return Finding(
         found,
         steps=(int(norms.steps[0]), int(norms.steps[-1])),
@@ -49,9 +51,10 @@ def _check(evidence: Evidence) -> Finding | None:
         changes=[
             Change(
                 "optimizer.eps",
-                "1e-8",
+                f"{wanted:.0e}",
                 "at most a thousandth of the RMS of the gradients",
                 cost="resume: steps become larger at once, so lower the rate by the same factor if the loss rises",
+                moves="down",
             )
         ],
         check_afterwards="optim/update_ratio rises by the share that eps took, within 1 / (1 - beta2) steps",

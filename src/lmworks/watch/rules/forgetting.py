@@ -21,7 +21,8 @@ def _check(evidence: Evidence) -> Finding | None:
         return None
     section = evidence.stage
     rate, base = evidence.number(f"{section}.learning_rate"), evidence.number("optimizer.learning_rate")
-    ratio = rate / base
+    adapters = evidence.value(f"{section}.lora") is not None  # whose rates are about those of pretraining: the limit is of whole weights
+    ratio = math.nan if adapters else rate / base
     own = evidence.series("validation/loss" if section == "tune" else "train/loss").finite
     measured = [
         Measurement(
@@ -39,7 +40,7 @@ def _check(evidence: Evidence) -> Finding | None:
     changes = [Change(f"{section}.learning_rate", f"{rate / 3:.3g}", cost="start the stage again")]
     if section == "tune" and evidence.value("tune.replay") is None:
         changes.append(Change("tune.replay", "{fraction: 0.1}", "mix in text of pretraining", "start the stage again"))
-    if evidence.value(f"{section}.lora") is None:
+    if not adapters:
         changes.append(Change(f"{section}.lora", "{rank: 16}", "train adapters instead of the weights", "start the stage again"))
     return Finding(
         measured,

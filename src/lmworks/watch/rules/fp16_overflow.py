@@ -54,7 +54,15 @@ def _check(evidence: Evidence) -> Finding | None:
                 cost="resume from the last checkpoint: no bad step has changed a weight",
             ),
             *(
-                [Change("model.initializer_range", "0.02", "the initial weights are larger than usual", cost="start again from step 0")]
+                [
+                    Change(
+                        "model.initializer_range",
+                        "0.02",
+                        "the initial weights are larger than usual",
+                        cost="start again from step 0",
+                        moves="down",
+                    )
+                ]
                 if wide > 0.06
                 else []
             ),

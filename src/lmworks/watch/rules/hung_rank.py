@@ -43,8 +43,9 @@ def _check(evidence: Evidence) -> Finding | None:
                     "1",
                     "if it is the same host again; lmworks health shows what is wrong with it",
                     "a smaller number of ranks",
+                    moves="down",
                 ),
-                Change("launch.timeout", "2 min", "notice it sooner; a longer limit only makes the wait longer", "resume"),
+                Change("launch.timeout", "2 min", "notice it sooner; a longer limit only makes the wait longer", "resume", moves="down"),
             ],
             check_afterwards="no further restart of this rank until the next checkpoint",
         )

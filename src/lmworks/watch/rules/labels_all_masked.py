@@ -5,34 +5,41 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _LOST, _VALID = 0.5, 0.01
 _MASKED = ("wrong mask", "with a question that leaves no room for an answer within sequence_length", "nothing to train", "no answer")
+_CUT = "with an answer that is cut"
 _COUNTED = ("conversations", "tokens", "learned_tokens", "ended", "whole")
 
 
-def tuning_counts(evidence: Evidence) -> Counter[str]:
-    """The counts of tune/data/manifest.json over its sets: those of the training split; `lost` and `masked`, rows that were left out, in
-    all and for want of a label; `documents` and `segments`, rows of these forms. Raises `NotJudged` without the file."""
+def tuning_counts(evidence: Evidence, answers: bool = False) -> Counter[str]:
+    """The counts of tune/data/manifest.json over its sets; with `answers`, over those without documents, which are trained whole, in
+    pieces of which most do not end. Those of the training split; `lost` and `masked`, rows that were left out, in all and for want of a
+    label; `segments`, rows of this form; `cut`, answers that are cut at their end; `longest`, the sequence_length that would cut none (0
+    where none is cut). Raises `NotJudged` without a set."""
     sets = evidence.document("tune/data/manifest.json").get("data")
     if not isinstance(sets, dict) or not sets:
         raise NotJudged("no tune/data/manifest.json")
     found: Counter[str] = Counter()
-    for one in sets.values():
+    judged = [one for one in sets.values() if not (answers and one.get("forms", {}).get("text"))]
+    if not judged:
+        raise NotJudged("all sets of tune.data are documents, which have no answers")
+    for one in judged:
         found.update({name: one["train"][name] for name in _COUNTED if name in one["train"]})
         left_out = one.get("left_out", {})
         found["lost"] += sum(count for name, count in left_out.items() if name != "repeated")
         found["masked"] += sum(count for name, count in left_out.items() if name.startswith(_MASKED))
-        forms = one.get("forms", {})
-        found.update(documents=forms.get("text", 0), segments=forms.get("segments", 0))
+        cut = sum(count for name, count in one.get("noted", {}).items() if name.startswith(_CUT))
+        found.update(segments=one.get("forms", {}).get("segments", 0), cut=cut)
+        found["longest"] = max(found["longest"], one.get("sequence_length_for_all", 0))
     return found
 
 
 def _check(evidence: Evidence) -> Finding | None:
     valid, batch = evidence.series("train/valid_tokens").finite, evidence.series("train/batch_tokens").finite
-    share = valid.median / batch.median
+    share = ratio(valid.median, batch.median)
     lost = math.nan
     if evidence.stage == "tune":
         try:

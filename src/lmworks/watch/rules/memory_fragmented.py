@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _RESERVED, _RETRIES = 1.3, 0.01
@@ -15,11 +15,11 @@ def _check(evidence: Evidence) -> Finding | None:
         raise NotJudged(f"fewer than {_FEWEST} lines")
     late = retries.part(0.2, 1)
     often = float(late.values.sum()) / max(float(late.steps[-1] - late.steps[0]), 1.0)
-    ratio = held.part(0.5, 1).median / used.part(0.5, 1).median
+    more = ratio(held.part(0.5, 1).median, used.part(0.5, 1).median)
     measured = [
         Measurement(
             "memory that the allocator holds relative to the most that tensors have used",
-            ratio,
+            more,
             high=_RESERVED,
             source="1.0 to 1.15 in steady runs (pytorch#35901)",
         ),

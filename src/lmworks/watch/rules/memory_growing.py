@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from lmworks.watch import trends
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _GROWTH, _STEADY = 0.2, 0.8
@@ -25,7 +25,7 @@ def _check(evidence: Evidence) -> Finding | None:
     settled = memory.part(0.25, 1)  # buffers, caches and compiled code come in the first steps
     slope = trends.slope(settled.steps, settled.values)
     span = float(settled.steps[-1] - settled.steps[0])
-    growth = slope * span / settled.first
+    growth = ratio(slope * span, settled.first)
     parts = [settled.part(i / 8, (i + 1) / 8).median for i in range(8)]
     steady = float((np.diff(parts) > 0).mean())
     second = trends.slope(*(lambda half: (half.steps, half.values))(settled.part(0.5, 1))) / max(slope, 1e-9)

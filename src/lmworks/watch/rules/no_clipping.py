@@ -9,6 +9,7 @@ import numpy as np
 from lmworks.watch import trends
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
+from lmworks.watch.rules._commands import REPLAYED, find_rows
 
 _FACTOR = 10.0
 _SHARE, _FEWEST = 0.01, 3
@@ -43,6 +44,7 @@ def _check(evidence: Evidence) -> Finding | None:
     if rises:
         found.append(Measurement("rise of train/loss behind such a step, median", float(np.median(rises)), unit="nats"))
     skipped = len(evidence.of("spike"))
+    largest = int(norms.steps[norms.values.argmax()])
     return Finding(
         found,
         steps=(int(steps[0]), int(steps[-1])),
@@ -59,7 +61,9 @@ def _check(evidence: Evidence) -> Finding | None:
         ],
         check_afterwards=f"optim/clipped is 1 in about {large.mean():.1%} of the steps, and train/loss does not rise behind them "
         f"(stability.spike has left out {skipped} steps so far)",
-        next_measurement="the rows of the step with the largest gradient: lmworks doctor RUN --find-rows",
+        next_measurement=f"the rows of step {largest}, whose gradient is the largest: {find_rows(evidence, largest)}"
+        if evidence.stage in REPLAYED
+        else "train/loss behind each of these steps: train.log_every=1 steps",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lmworks.watch.data_facts import domain_shares, domains, fall, middle, mixture_key, mixture_with, number, validation_by_domain
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _FALL = 0.5
@@ -42,7 +42,7 @@ def _check(evidence: Evidence) -> Finding | None:
         ),
         Measurement(
             f"validation/{worst}/bits_per_byte relative to that of the other domains",
-            bits.get(worst, math.nan) / usual,
+            ratio(bits.get(worst, math.nan), usual),
             high=_BITS,
             source="measured: 0.8 to 1.13 in healthy runs of make doctor",
         ),
@@ -62,7 +62,7 @@ def _check(evidence: Evidence) -> Finding | None:
         measured.append(
             Measurement(
                 f"bytes per token of {worst} relative to the other domains",
-                pieces[worst] / usual,
+                ratio(pieces[worst], usual),
                 low=0.75,
                 source="measured: 0.95 to 1.23 in healthy runs of make doctor",
             )
@@ -94,7 +94,7 @@ def fall_of_lines(evidence: Evidence, source: str) -> float:
     """By how much a source's training loss has fallen, from the first twentieth of its lines to the last third."""
     one = evidence.per("train/source/{source}/loss")[source].finite
     early = one.part(0.0, 0.05) if len(one) >= 40 else one.part(0.0, 0.2)
-    return 1 - one.part(2 / 3, 1).median / early.median if len(early) else math.nan
+    return 1 - ratio(one.part(2 / 3, 1).median, early.median) if len(early) else math.nan
 
 
 def _bytes_per_token(evidence: Evidence) -> dict[str, float]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from lmworks.watch.evidence import Evidence, Series
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
+from lmworks.watch.rules._commands import show_batch
 from lmworks.watch.rules.unshuffled_data import mixing
 
 _SOURCES, _SHIFT = 0.7, 4.0
@@ -41,12 +42,12 @@ def _check(evidence: Evidence) -> Finding | None:
             excluded=[Exclusion("unshuffled-data", f"until step {at:,} each step had {levels[0]:.0%} of the mixture's sources")],
             changes=[
                 Change(
-                    advice=f"roll back to before step {at:,}, and find out what has changed there: lmworks data batch RUN {at}",
+                    advice=f"roll back to before step {at:,}, and find out what has changed there: {show_batch(evidence, at)}",
                     cost=f"the steps since {at:,}",
                 )
             ],
             check_afterwards="train/effective_sources is that of the mixture in every line",
-            next_measurement=f"lmworks data batch RUN {at}",
+            next_measurement=show_batch(evidence, at),
         )
     return None
 

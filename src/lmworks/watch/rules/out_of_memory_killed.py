@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, Rule
 from lmworks.watch.rules._ranks import failures, has_ranks, place
 
@@ -22,7 +22,7 @@ def _check(evidence: Evidence) -> Finding | None:
                 Measurement("resident memory of the first rank in the last line", memory.last / 1e9, unit="GB"),
                 Measurement(
                     "the same relative to the first tenth of the lines",
-                    memory.last / memory.part(0, 0.1).median,
+                    ratio(memory.last, memory.part(0, 0.1).median),
                     high=1.5,
                     source="steady in healthy runs",
                 ),

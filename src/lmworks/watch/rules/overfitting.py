@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lmworks.watch.data_facts import passes, validation_by_domain
-from lmworks.watch.evidence import Evidence, Series
+from lmworks.watch.evidence import Evidence, Series, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _RISE, _FALL, _NATS = 0.02, 0.01, 0.03
@@ -20,11 +20,11 @@ def _check(evidence: Evidence) -> Finding | None:
     lowest = int(held_out.values.argmin())
     at = int(held_out.steps[lowest])
     after = held_out.values[lowest:]
-    rise = after[-1] / after[0] - 1
+    rise = ratio(after[-1], after[0]) - 1
     if len(after) < 3 or not rise > _RISE or after[-1] - after[0] < _NATS:
         return None
     before, end = _around(loss, at, evidence.step), _around(loss, evidence.step, evidence.step)
-    falling = 1 - end / before
+    falling = 1 - ratio(end, before)
     read = _passes(evidence)
     if read < 1:
         return None  # no text was read twice

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 from lmworks.watch.rules.labels_all_masked import tuning_counts
 
@@ -11,9 +11,8 @@ _FEWEST = 8  # conversations
 
 
 def _check(evidence: Evidence) -> Finding | None:
-    counts = tuning_counts(evidence)
-    asked = counts["conversations"] - counts.get("documents", 0)  # text without questions
-    if asked < _FEWEST:
+    counts = tuning_counts(evidence, answers=True)
+    if counts["conversations"] < _FEWEST:
         raise NotJudged(f"fewer than {_FEWEST} conversations in tune/data/manifest.json")
     share = counts["learned_tokens"] / max(counts["tokens"] - counts["conversations"], 1)  # the first token is never a label
     valid, batch = evidence.series("train/valid_tokens").finite.median, evidence.series("train/batch_tokens").finite.median
@@ -24,7 +23,7 @@ def _check(evidence: Evidence) -> Finding | None:
             high=_TRAINED,
             source="0.2 to 0.8 where questions are masked; measured on sets of chats",
         ),
-        Measurement("share of the tokens of a step that carry loss", valid / batch, high=0.85, source="as above, less the padding"),
+        Measurement("share of the tokens of a step that carry loss", ratio(valid, batch), high=0.85, source="as above, less the padding"),
     ]
     if "whole" in counts:
         measured.append(
@@ -35,7 +34,7 @@ def _check(evidence: Evidence) -> Finding | None:
                 source="0 where questions are masked",
             )
         )
-    if counts.get("documents", 0) > 0 or not measured[0].abnormal:
+    if not measured[0].abnormal:
         return None
     return Finding(
         measured,

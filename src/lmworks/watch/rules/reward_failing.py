@@ -35,7 +35,7 @@ def _check(evidence: Evidence) -> Finding | None:
                 advice="call the reward on some answers of samples.jsonl, mend what it raises, and start the stage again",
                 cost="start the stage again",
             ),
-            Change("grpo.data.0.timeout", "30 s", "if it is slow rather than wrong", "allowed on resume"),
+            Change("grpo.data.0.timeout", "30 s", "if it is slow rather than wrong", "allowed on resume", moves="up"),
         ],
         check_afterwards="grpo/failed is 0 in the first step",
     )

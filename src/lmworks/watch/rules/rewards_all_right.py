@@ -38,6 +38,7 @@ def _check(evidence: Evidence) -> Finding | None:
                 "3",
                 "draw other prompts instead of groups without a signal",
                 "allowed on resume; a step takes longer",
+                moves="up",
             ),
         ],
         check_afterwards="grpo/equal_groups is below 0.75 within ten steps",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, Rule
 
@@ -15,7 +17,8 @@ def _check(evidence: Evidence) -> Finding | None:
     steps = evidence.steps_of("restart")
     seconds = [event["seconds"] for event in evidence.of("checkpoint") if isinstance(event.get("seconds"), int | float)]
     slowest = max(seconds, default=float("nan"))
-    limit = str(evidence.value("launch.timeout", "10 min"))
+    limit = evidence.number("launch.timeout")
+    longer = max([30, *(math.ceil(2 * one / 60) for one in (limit, slowest) if math.isfinite(one))])
     return Finding(
         [
             Measurement("restarts because a rank was still saving", len(found), high=0, source="last heartbeat of the missing rank"),
@@ -26,11 +29,17 @@ def _check(evidence: Evidence) -> Finding | None:
         where=str(found[-1].get("reason"))[:300],
         excluded=[Exclusion("hung-rank", "its last heartbeat says that it was saving")],
         changes=[
-            Change(
-                "checkpoints.local",
-                "/local/disk",
-                "save to the local disk of each machine, and copy from there",
-                cost="room for two checkpoints",
+            *(
+                [
+                    Change(
+                        "checkpoints.local",
+                        "/local/disk",
+                        "save to the local disk of each machine, and copy from there",
+                        cost="room for two checkpoints",
+                    )
+                ]
+                if evidence.value("checkpoints.local") is None
+                else []
             ),
             *(
                 [Change("checkpoints.asynchronous", "true", "write in the background", cost="memory for a copy of the state")]
@@ -39,8 +48,8 @@ def _check(evidence: Evidence) -> Finding | None:
             ),
             Change(
                 "launch.timeout",
-                "30 min",
-                f"only if the saves cannot become faster; it is {limit} now",
+                f"{longer} min",
+                f"only if the saves cannot become faster; it is {evidence.value('launch.timeout', 'not known')} now",
                 cost="a rank that hangs is found that much later",
             ),
         ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, Rule
 from lmworks.watch.rules.machine_oversubscribed import times
 
@@ -14,7 +14,7 @@ _SECONDS = 2.0
 
 def _check(evidence: Evidence) -> Finding | None:
     spent = times(evidence)
-    waited = spent.data_wait / spent.steps
+    waited = ratio(spent.data_wait, spent.steps)
     limit = evidence.number("stability.starved_fraction")
     limit = max(limit if math.isfinite(limit) else _SHARE, 0.1)
     if not waited > limit or spent.data_wait < _SECONDS:

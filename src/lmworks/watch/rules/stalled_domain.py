@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmworks.watch import trends
 from lmworks.watch.data_facts import domain_shares, domains, middle, mixture_key, mixture_with, passes, stretches, validation_by_domain
-from lmworks.watch.evidence import Evidence, Series
+from lmworks.watch.evidence import Evidence, Series, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _RISE, _OTHERS = 0.01, 0.01
@@ -25,7 +25,7 @@ def _check(evidence: Evidence) -> Finding | None:
     worst = max(rises, key=rises.__getitem__)
     others = middle(-value for name, value in rises.items() if name != worst)
     share = domain_shares(evidence).get(worst, 0.0)
-    fell = 1 - late[worst].first / losses[worst].first
+    fell = 1 - ratio(late[worst].first, losses[worst].first)
     if not (rises[worst] > _RISE and others > _OTHERS and fell > 0.05 and share > 0.1 / len(losses)):
         return None
     sources = [name for name, domain in domains(evidence).items() if domain == worst]
@@ -69,7 +69,7 @@ def _weight(evidence: Evidence, source: str) -> float:
 
 def _change(series: Series) -> float:
     """The Theil-Sen slope over the whole part, relative to its median."""
-    return trends.slope(series.steps, series.values) * float(series.steps[-1] - series.steps[0]) / series.median
+    return ratio(trends.slope(series.steps, series.values) * float(series.steps[-1] - series.steps[0]), series.median)
 
 
 def _up(series: Series) -> float:

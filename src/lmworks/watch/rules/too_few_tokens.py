@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from lmworks.watch import trends
 from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
@@ -21,10 +24,8 @@ def _check(evidence: Evidence) -> Finding | None:
         raise NotJudged("the stage has not ended")
     facts, tokens = trends.model_facts(evidence), trends.planned_tokens(evidence)
     loss = evidence.series("train/loss").finite
-    if len(loss) < 4:
-        raise NotJudged("fewer than 4 lines of loss")
     stopped = evidence.of("early_stop")
-    fall = loss.part(0.4, 0.6).median - loss.part(0.9, 1).median
+    fall = loss.part(0.4, 0.6).median - loss.part(0.9, 1).median if len(loss) >= 4 else math.nan
     found = [
         Measurement("steps of the stage", evidence.step, low=_STEPS, source="the memory of AdamW and a warm-up: some tens of steps"),
         Measurement("tokens per trained parameter", tokens / facts.parameters, low=_PER_PARAMETER, source="arXiv:2203.15556: 20"),
@@ -33,26 +34,33 @@ def _check(evidence: Evidence) -> Finding | None:
     if not found[0].abnormal or not found[1].abnormal or stopped or loss.first > 1.05 * facts.loss:
         return None
     wanted = max(20 * facts.parameters, _STEPS * tokens / max(1, evidence.step))
-    first = evidence.value("train.phases.0.tokens")
-    share = float(first) / tokens if isinstance(first, int | float) and tokens > 0 else 1.0
+    falls = "" if math.isnan(fall) else f"the loss falls by {fall:.2g} nats over the second half of "
     return Finding(
         found,
         steps=(1, evidence.step),
         excluded=[
-            Exclusion("learning-rate-too-low", f"the loss falls by {fall:.2g} nats over the second half of only {evidence.step} steps"),
+            Exclusion("learning-rate-too-low", f"{falls}only {_counted(evidence.step)}"),
             Exclusion("schedule-ends-early", "the rate decays at the end of the steps, as planned"),
         ],
-        changes=[
-            Change(
-                "train.phases.0.tokens",
-                f"{int(wanted * min(1.0, share))} tokens",
-                "20 tokens per parameter",
-                cost=f"{wanted / max(tokens, 1):,.0f} times the time of this run, from step 0, since its rate has decayed",
-            )
-        ],
+        changes=_changes(evidence, wanted, tokens),
         check_afterwards="the loss falls by less than 0.2 nats over the second half of the steps",
         next_measurement="lmworks plan RECIPE, which gives the tokens that the time allows",
     )
+
+
+def _counted(steps: int) -> str:
+    return f"{steps:,} step{'' if steps == 1 else 's'}"
+
+
+def _changes(evidence: Evidence, wanted: float, tokens: float) -> list[Change]:
+    """More tokens for each phase, in the proportions that they have."""
+    phases = [evidence.number(f"train.phases.{index}.tokens") for index in range(len(evidence.value("train.phases", [])))]
+    cost = f"{wanted / max(tokens, 1):,.0f} times the time of this run, from step 0, since its rate has decayed"
+    more = [
+        Change(f"train.phases.{index}.tokens", f"{wanted * one / sum(phases):.0f} tokens", moves="up")
+        for index, one in enumerate(phases)
+    ]
+    return [replace(more[0], advice="20 tokens per parameter, in the proportions of the phases", cost=cost), *more[1:]]
 
 
 RULE = Rule(

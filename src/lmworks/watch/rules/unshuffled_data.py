@@ -9,8 +9,9 @@ import numpy as np
 
 from lmworks.watch import trends
 from lmworks.watch.data_facts import Stretch, stretches, validation_by_domain
-from lmworks.watch.evidence import Evidence, Series
+from lmworks.watch.evidence import Evidence, Series, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
+from lmworks.watch.rules._commands import show_batch
 
 _SOURCES, _MEMORY, _UNSTEADY = 0.7, 0.3, 1.2
 _MIXED = 1.3  # effective sources, below which a step of one source is no sign
@@ -40,7 +41,7 @@ def mixing(evidence: Evidence) -> list[Mixing]:
             continue
         sources = evidence.series("train/effective_sources").finite.between(one.start + 1, one.stop + 1)
         of_step, of_row = (series.between(one.start + 1, one.stop + 1).median for series in (tokens, length))
-        most = one.effective_sources(of_step / of_row)
+        most = one.effective_sources(ratio(of_step, of_row))
         if most < _MIXED:
             sources = sources.between(0, 0)
         found.append(Mixing(one, Series(sources.steps, sources.values / most), _memory(settled)))
@@ -105,9 +106,10 @@ def _check(evidence: Evidence) -> Finding | None:
     abnormal = [one for one in measured if one.abnormal]
     if not abnormal or (len(abnormal) < 2 and abnormal[0] is not measured[0]):
         return None
+    first = int(worst.stretch.start) + 1
     return Finding(
         measured,
-        steps=(int(worst.stretch.start) + 1, min(int(min(worst.stretch.stop, 1 << 53)), evidence.step)),
+        steps=(first, min(int(min(worst.stretch.stop, 1 << 53)), evidence.step)),
         excluded=[Exclusion("order-changed", "it is so from the first step on")],
         changes=[
             Change(
@@ -116,7 +118,7 @@ def _check(evidence: Evidence) -> Finding | None:
             )
         ],
         check_afterwards="train/effective_sources is that of the mixture in every line",
-        next_measurement="lmworks data batch RUN STEP shows the rows of a step",
+        next_measurement=f"{show_batch(evidence, first)}, which shows the rows of step {first:,}",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lmworks.watch.data_facts import number, text_of_sources
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _USED = 0.75
@@ -16,7 +16,7 @@ def _check(evidence: Evidence) -> Finding | None:
     valid, batch = evidence.series("train/valid_tokens").finite, evidence.series("train/batch_tokens").finite
     if len(valid) < _FEWEST or len(valid) != len(batch):
         raise NotJudged(f"fewer than {_FEWEST} lines")
-    used = valid.median / batch.median
+    used = ratio(valid.median, batch.median)
     wanted = 1.0
     if evidence.stage == "tune":
         sets = _sets(evidence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lmworks.watch import trends
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _DECAY = 0.5
@@ -26,7 +26,7 @@ def _check(evidence: Evidence) -> Finding | None:
     facts, weights = trends.model_facts(evidence), evidence.series("optim/weight_norm").finite
     growth = weights.last / facts.initial_norm if len(weights) else math.nan
     steps, horizon = max(evidence.steps, evidence.step), 1 / (peak * decay) if peak > 0 else math.inf
-    ratio = trends.path(evidence, done=True) / growth
+    moved = ratio(trends.path(evidence, done=True), growth)
     found = [
         Measurement("optimizer.weight_decay", decay, high=_DECAY, source="GPT-3, Llama 3, OLMo 2, DeepSeek-V3: 0.1"),
         Measurement(
@@ -35,7 +35,7 @@ def _check(evidence: Evidence) -> Finding | None:
             low=_HORIZON,
             source="arXiv:2405.13698",
         ),
-        Measurement("path of the weights over their growth", ratio, high=_UNGROWN, source="measured: make doctor"),
+        Measurement("path of the weights over their growth", moved, high=_UNGROWN, source="measured: make doctor"),
     ]
     if sum(one.abnormal for one in found) < 2 and evidence.step < 0.5 * steps:
         raise NotJudged("less than half of the steps are done")

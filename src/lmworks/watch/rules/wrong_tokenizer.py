@@ -6,8 +6,9 @@ import math
 
 from lmworks.watch import trends
 from lmworks.watch.data_facts import number, tokens_by_source, validation_by_domain
-from lmworks.watch.evidence import Evidence
+from lmworks.watch.evidence import Evidence, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
+from lmworks.watch.rules._commands import show_batch
 
 _FLOOR, _ABOVE = 0.97, 1.1
 _FLAT, _BYTES = 0.03, 0.1
@@ -39,12 +40,12 @@ def _check(evidence: Evidence) -> Finding | None:
     if not math.isfinite(floor):
         raise NotJudged("no entropy of single tokens in shards/report.json, which an earlier version has made")
     late = loss.part(0.5, 1)
-    flat = 1 - late.part(0.75, 1).median / late.part(0, 0.25).median
-    early = 1 - loss.part(0.1, 0.5).median / loss.first
+    flat = 1 - ratio(late.part(0.75, 1).median, late.part(0, 0.25).median)
+    early = 1 - ratio(loss.part(0.1, 0.5).median, loss.first)
     measured = [
         Measurement(
             "train/loss relative to the entropy of single tokens",
-            late.median / floor,
+            ratio(late.median, floor),
             high=_FLOOR,
             source=f"{floor:.3g} nats: what a model has that knows the frequencies of tokens and nothing else",
         ),
@@ -52,10 +53,10 @@ def _check(evidence: Evidence) -> Finding | None:
             "fall of train/loss over the second half", flat, low=_FLAT, source="measured: 0.05 in the median of healthy runs of make doctor"
         ),
     ]
-    ratio = trends.at(evidence.series("optim/update_ratio"), evidence.step // 2)
+    update = trends.at(evidence.series("optim/update_ratio"), evidence.step // 2)
     if not all(one.abnormal for one in measured) or late.median > _ABOVE * floor or not early > 0.05:
         return None  # it is learning, or has not begun to
-    if ratio > _LARGE or ratio < _TINY or loss.first > 1.15 * math.log(max(evidence.number("model.vocab_size"), 2)):
+    if update > _LARGE or update < _TINY or loss.first > 1.15 * math.log(max(evidence.number("model.vocab_size"), 2)):
         return None  # a rate that is too high or too low, weights that began too wide
     return _finding(evidence, measured, False)
 
@@ -73,12 +74,12 @@ def _finding(evidence: Evidence, measured: list[Measurement], exact: bool) -> Fi
         changes=[
             Change(
                 advice="make the token files again with the tokenizer of this run (delete shards/), or set tokenizer.path to theirs; "
-                "lmworks data batch RUN 1 shows rows as text",
+                f"{show_batch(evidence, 1)} shows rows as text",
                 cost="start again from step 0",
             )
         ],
         check_afterwards="train/loss is below the entropy of single tokens within the first fifth of the steps",
-        next_measurement="lmworks data batch RUN 1, which shows rows as text",
+        next_measurement=f"{show_batch(evidence, 1)}, which shows rows as text",
     )
 
 
