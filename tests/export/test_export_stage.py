@@ -293,6 +293,13 @@ def test_a_longer_context_is_that_of_the_tokenizer_too(
     assert read_json(place)["model_max_length"] == stated and read_json(place.with_name("config.json"))["max_position_embeddings"] == 256
 
 
+def test_rounded_weights_of_the_base_are_told(glm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "start_dtype", lambda recipe: "float16")
+    report = export(with_export(glm.recipe, huggingface=False, gguf=True, dtype="bf16"), glm.directory, tmp_path / "export")
+    assert report.stored == read_json(tmp_path / "export" / "parity.json")["stored"] == "float16"
+    assert "The weights of start_from are in float16; bf16 rounds them" in " ".join(printed(report).split())
+
+
 @pytest.fixture
 def other_split(glm: Any) -> Any:
     """The run with a tokenizer that splits text as no rule of llama.cpp does."""

@@ -79,6 +79,47 @@ def test_what_no_rule_expresses_is_refused_by_name(tmp_path: Path, name: str, ch
         find_rule(tokenizer)
 
 
+def _with_added(folder: Path, kind: str, *texts: str, **flags: bool) -> Any:
+    """A tokenizer with text as added tokens, as `add_tokens` of transformers makes them."""
+    write_kind(folder, kind)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    common = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False} | flags
+    size = max(*spec["model"]["vocab"].values(), *(token["id"] for token in spec["added_tokens"])) + 1
+    spec["added_tokens"] += [{"id": size + number, "content": text} | common for number, text in enumerate(texts)]
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return load(folder)
+
+
+@pytest.mark.parametrize(("kind", "text", "found"), [("llama2", "foobar", "▁foobar"), ("gemma", "▁two", "▁two"), ("qwen2", "e\u0301", "é")])
+def test_an_added_token_that_other_text_becomes_is_refused(tmp_path: Path, kind: str, text: str, found: str) -> None:
+    """llama.cpp looks for it in text as it is."""
+    tokenizer = _with_added(tmp_path, kind, text)
+    with pytest.raises(UserError, match=f"its token {text!r} is found in normalized text, as {found!r}"):
+        find_rule(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [("llama2", {"normalized": False}), ("llama2", {"special": True}), ("gemma", {}), ("qwen2", {}), ("mistral", {}), ("gpt2", {})],
+)
+def test_an_added_token_that_only_its_own_text_becomes_is_taken(tmp_path: Path, kind: str, flags: dict[str, bool]) -> None:
+    bare = write_kind(tmp_path / "bare", kind)
+    tokenizer = _with_added(tmp_path / "more", kind, "foobar", "▁zwei" if kind == "qwen2" else "zwei", **flags)
+    assert find_rule(tokenizer) == find_rule(load(tmp_path / "bare")) and find_rule(tokenizer).pre == bare.rule
+
+
+def test_notes_tell_of_text_beside_added_tokens(tmp_path: Path) -> None:
+    assert find_rule(_with_added(tmp_path / "1", "gemma", "naïve x")).notes == (
+        "text with ▁ in place of a space of its token 'naïve x' gets other ids",
+    )
+    assert find_rule(_with_added(tmp_path / "2", "mistral")).notes == (
+        "text that begins with a space, also behind a special or added token, gets a second one",
+    )
+    assert find_rule(_with_added(tmp_path / "3", "mistral-first")).notes == (
+        "text behind a special or added token gets a space before it, and text that begins with a space a second one",
+    )
+
+
 def test_a_spelling_of_the_same_pattern_is_the_same_rule(tmp_path: Path) -> None:
     write_kind(tmp_path, "llama3")
     text = (tmp_path / "tokenizer.json").read_text()

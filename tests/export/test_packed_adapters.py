@@ -20,6 +20,8 @@ from lmworks.export.huggingface import write_model
 from lmworks.export.peft import read_peft, unequal_adapters, write_peft
 from lmworks.model import Transformer
 from lmworks.model.lora import attach
+from lmworks.recipe.families.family import Family
+from lmworks.recipe.families.registry import family_of
 from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.recipe.schema.model import Lora, Model, is_adapter
 
@@ -40,12 +42,13 @@ def adapted(lora: Lora, config: Model = MODEL) -> tuple[Transformer, dict[str, t
     return model, state
 
 
-def written(state: dict[str, torch.Tensor], lora: Lora, folder: Path, config: Model = MODEL) -> Path:
+def written(state: dict[str, torch.Tensor], lora: Lora, folder: Path, config: Model = MODEL, family: Family | None = None) -> Path:
+    family = family or family_of(config)
     with Checkpoints(folder / "saved", Options(), {}) as checkpoints:
         checkpoints.save(1, {"model": state}, {}, wait=True)
     saved = listing.directories(folder / "saved")[-1]
-    write_peft(saved, lora, config, "base", "abc", folder / "peft")
-    assert unequal_adapters(saved, config, folder / "peft") == []
+    write_peft(saved, lora, config, family, "base", "abc", folder / "peft")
+    assert unequal_adapters(saved, config, family, folder / "peft") == []
     return folder / "peft"
 
 
@@ -65,7 +68,7 @@ def test_peft_computes_with_our_adapters_and_they_are_read_back(name: str, targe
     with torch.no_grad():
         assert relative(peer(TOKENS).logits, model(TOKENS)) < bound(model, TOKENS, peer)
     again = {name: torch.zeros_like(value) for name, value in state.items()}
-    read_peft(folder, again, config, lora, "abc")
+    read_peft(folder, again, config, family_of(config), lora, "abc")
     assert all(torch.equal(again[name], value) for name, value in state.items())
 
 
@@ -78,13 +81,13 @@ def test_an_adapter_that_peft_made_has_one_a_for_all_parts(tmp_path: Path) -> No
     peer = peft.get_peft_model(_load(tmp_path / "base"), options).eval()
     peer.save_pretrained(tmp_path / "peft")
     model, state = adapted(lora)
-    read_peft(tmp_path / "peft", state, MODEL, lora, None)
+    read_peft(tmp_path / "peft", state, MODEL, family_of(MODEL), lora, None)
     with torch.no_grad():
         assert relative(model(TOKENS), peer(TOKENS).logits) < bound(model, TOKENS, peer)
     assert torch.equal(state["layers.0.attention.query.lora.A"], state["layers.0.attention.value.lora.A"])
     fewer = {name: value for name, value in state.items() if ".attention.query." not in name}
     with pytest.raises(UserError, match=r"is not one of .* alone; see lora\.targets"):
-        read_peft(tmp_path / "peft", fewer, MODEL, lora, None)
+        read_peft(tmp_path / "peft", fewer, MODEL, family_of(MODEL), lora, None)
 
 
 def test_other_ranks_of_packed_matrices_are_refused(tmp_path: Path) -> None:
@@ -95,4 +98,4 @@ def test_other_ranks_of_packed_matrices_are_refused(tmp_path: Path) -> None:
     config["rank_pattern"]["q_proj"] = 3
     (folder / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"has rank_pattern .*, other ranks or scales"):
-        read_peft(folder, adapted(lora)[1], MODEL, lora, "abc")
+        read_peft(folder, adapted(lora)[1], MODEL, family_of(MODEL), lora, "abc")

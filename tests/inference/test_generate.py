@@ -74,6 +74,24 @@ def test_sampling_follows_the_distribution() -> None:
     assert float((found - expected).abs().sum() / 2) < 0.1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_only_pad_the_embedding_are_not_drawn(temperature: float) -> None:
+    """Nor are they among the likeliest; log-probabilities are those of all rows."""
+    from lmworks.inference.sampling import Draw, choose
+
+    torch.manual_seed(0)
+    logits = torch.randn(2, 12)
+    logits[:, 7:] += 5
+    options = GenerateOptions(temperature=temperature, logprobs=9, entries=7)
+    for draw in range(50):
+        padded, free = choose(logits, [Draw(options, draw), Draw(replace(options, entries=None), draw)])
+        assert padded.id < 7 and {token for token, _ in padded.top} == set(range(7)) and len(free.top) == 9
+        expected = logits.log_softmax(-1)[0]
+        assert padded.logprob == pytest.approx(float(expected[padded.id])) and dict(padded.top)[padded.id] == padded.logprob
+        assert max(padded.top, key=lambda one: one[1])[0] == int(expected[:7].argmax())
+    assert free.id >= 7 or temperature
+
+
 def test_the_context_is_a_limit() -> None:
     model = build(Model(**_SMALL, max_position_embeddings="8 tokens"))
     with pytest.raises(UserError, match="the prompt has 9 tokens, but the model's context is 8; shorten the prompt"):

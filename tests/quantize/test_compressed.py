@@ -113,6 +113,54 @@ def test_a_template_or_config_that_changed_is_found(pair: tuple[Source, Path, Pa
     assert found == ["the chat template differs from the original's", "config.json differs from the original's in num_hidden_layers"]
 
 
+NORM, OTHER_NORM = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_norm.weight"
+
+
+@pytest.mark.parametrize(("name", "fate"), [("gptq", "kept"), ("awq", "scaled")])
+def test_what_is_not_quantized_is_the_original_s(pair: tuple[Source, Path, Path], name: str, fate: str) -> None:
+    """llm-compressor adds 1 to the norms of Gemma, and subtracts it again; AWQ moves its scales into some of them."""
+    source, original, target = pair
+    tensors = load_file(target / "model.safetensors")
+    for one in (NORM, OTHER_NORM, "model.norm.weight", ROUTER):
+        tensors[one] = (tensors[one].float() + 1e-3).to(tensors[one].dtype)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].double()
+    later = [one for one in tensors if one.startswith("model.layers.2.")]
+    save_file({one: tensors.pop(one) for one in later}, target / "model-2.safetensors")
+    save_file(tensors, target / "model.safetensors")
+    untouched = (target / "model-2.safetensors").stat().st_mtime_ns
+    (original / "additional_chat_templates").mkdir()
+    (original / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    config = json.loads((original / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": {"ignore": []}}))
+    assert "the file additional_chat_templates/tool_use.jinja differs from the original's" in compressed.check_files(original, target)
+    compressed._complete(SCHEMES[name], source, original, target)
+    fates = {one.name: one.fate for one in compressed.account(SCHEMES[name], original, target)}
+    assert fates.pop(NORM) == fate and fates["lm_head.weight"] == "kept"
+    assert set(fates.values()) == {"kept", "quantized"} and not compressed.check_files(original, target)
+    assert (target / "model-2.safetensors").stat().st_mtime_ns == untouched
+
+
+def test_awq_scales_no_other_norms(pair: tuple[Source, Path, Path]) -> None:
+    _, original, target = pair
+    change(target, lambda tensors: [tensors[name].mul_(1.01) for name in (NORM, OTHER_NORM)])
+    fates = {one.name: one.fate for one in compressed.account(SCHEMES["awq"], original, target)}
+    assert (fates[NORM], fates[OTHER_NORM]) == ("scaled", "changed")
+
+
+def test_awq_scales_the_norm_that_comes_before_a_feed_forward_layer() -> None:
+    """In Gemma 2 and 3 post_attention_layernorm is behind the attention."""
+    program = runpy.run_path(str(PROGRAMS))
+
+    def mapped(*norms: str) -> dict[str, list[str]]:
+        names = ["model.layers.0", *(f"model.layers.0.{norm}_layernorm" for norm in norms), "model.layers.0.mlp.gate_proj"]
+        model = SimpleNamespace(named_modules=lambda: [(name, None) for name in names])
+        return {smooth.replace("\\", "").split(".")[-1]: balance for smooth, balance in program["mappings"](model)}
+
+    assert mapped("input", "post_attention").keys() == {"post_attention_layernorm$"}
+    assert mapped("input", "post_attention", "pre_feedforward", "post_feedforward").keys() == {"pre_feedforward_layernorm$"}
+    assert not mapped("post_attention", "post_feedforward")  # OLMo 2 has none before it
+
+
 def test_four_bits_are_unpacked_in_order(tmp_path: Path) -> None:
     """Eight values in an int32, the first in the lowest bits, each with an offset of 8; a scale per group of a row."""
     values = torch.arange(-8, 8).repeat(4).view(2, 32)

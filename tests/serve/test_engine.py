@@ -220,6 +220,29 @@ def scored(model: Transformer, prompt: list[int], piece: int, monkeypatch: pytes
         return tuple(token for tokens in score(model, prompt, 2) for token in tokens)
 
 
+def test_rows_beyond_the_vocabulary_are_neither_written_nor_offered(model: Transformer, vocabulary: Vocabulary) -> None:
+    """A model whose embedding has more rows than the tokenizer has entries, and likes them best."""
+    import copy
+
+    smaller = copy.copy(vocabulary)
+    smaller.size = vocabulary.size - 8
+    prompt = [one for one in vocabulary.encode("for name in sorted(names):") if one < smaller.size]
+    larger = copy.deepcopy(model)
+    with torch.no_grad():
+        larger.head.weight[smaller.size :] = larger.head.weight[: smaller.size].abs().max() * larger.head.weight[smaller.size :].sign() * 9
+    engine = Engine(larger, smaller, "tiny", CONTEXT)
+    try:
+        for options in (GenerateOptions(max_new_tokens=12, logprobs=5), GenerateOptions(max_new_tokens=12, temperature=2.0, logprobs=5)):
+            events = [*engine.stream(Request((tuple(prompt),), options, seed=1, score_prompts=True))]
+            tokens = [placed.token for event in events if isinstance(event, Delta) for placed in event.tokens]
+            scores = [token for event in events if isinstance(event, Scores) for token in event.tokens[1:]]
+            assert len(tokens) == 12 and len(scores) == len(prompt) - 1
+            for token in tokens + scores:
+                assert token.id < smaller.size and len(token.top) == 5 and all(other < smaller.size for other, _ in token.top)
+    finally:
+        engine.close()
+
+
 def test_long_prompts_are_scored_in_pieces(model: Transformer, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = vocabulary.encode("import os, sys\n" * 10)
     whole, pieces = scored(model, prompt, 512, monkeypatch), scored(model, prompt, 7, monkeypatch)
@@ -250,7 +273,7 @@ def test_equal_prompts_are_scored_once_and_those_of_a_canceled_request_no_more(
     engine: Engine, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[tuple[int, ...]] = []
-    monkeypatch.setattr("lmworks.serve.engine.score", lambda model, prompt, top: (begun.append(prompt), score(model, prompt, top))[1])
+    monkeypatch.setattr("lmworks.serve.engine.score", lambda *given: (begun.append(given[1]), score(*given))[1])
     same, *others = ids(vocabulary, "a = 1", *(f"value = {n}" for n in range(8)))
     nothing = GenerateOptions(max_new_tokens=0)
     events = [one for one in engine.stream(Request((same,) * 40, nothing, score_prompts=True)) if isinstance(one, Scores)]

@@ -21,7 +21,8 @@ from lmworks.io import urls
 from lmworks.io.run_layout import MODEL_STAGES
 
 BUNDLE = "run.gz"
-_FOLDERS = ("", "tokenizer", *(name for stage in MODEL_STAGES for name in (stage.folder, stage.checkpoints)))
+_TOKENIZER = ("tokenizer", "tokenizer/additional_chat_templates")
+_FOLDERS = ("", *_TOKENIZER, *(name for stage in MODEL_STAGES for name in (stage.folder, stage.checkpoints)))
 _NAME = re.compile(r"[^./\\\0-\x1f][^/\\\0-\x1f]{0,199}\.(?:json|jsonl|yaml|yml|npy|txt|md|jinja|model)")  # data, and nothing that runs
 _NAMED = ("wandb_id",)  # plain text without an ending, by which a resumed run goes on in W&B
 _LEFT_OUT = (urls.NAME,)
@@ -39,7 +40,8 @@ def no_run_files() -> dict[str, Path]:
 def run_files_of(run_dir: Path, checkpoints: Path) -> dict[str, Path]:
     """The files directly in `run_dir` and in the folders down to `checkpoints`, and the tokenizer, by their names below `run_dir`."""
     folders = [checkpoints, *checkpoints.parents][: len(checkpoints.relative_to(run_dir).parts) + 1]
-    found = {str(path.relative_to(run_dir)): path for folder in (*folders, run_dir / "tokenizer") for path in _files(folder)}
+    folders += [run_dir / name for name in _TOKENIZER]
+    found = {str(path.relative_to(run_dir)): path for folder in folders for path in _files(folder)}
     return {name: path for name, path in sorted(found.items()) if _belongs(name)}
 
 

@@ -22,6 +22,7 @@ from lmworks.deploy.source import Source
 from lmworks.errors import UserError
 from lmworks.export.gguf import weight_bits
 from lmworks.io.files import require_empty, whole_directory, write_json, write_text
+from lmworks.recipe.weight_files import INDEX, left_aside
 from lmworks.weights.huggingface import PICKLED, only_pickled
 from lmworks.weights.verified import hash_files, verify_export
 
@@ -56,6 +57,11 @@ def plan_deployment(
     if not kind.gguf and not source.weight_bytes:
         why = only_pickled(source.directory)
         raise UserError(f"{engine} reads .safetensors files, and {source.directory} has none{why}; or use --engine llama.cpp")
+    others = () if kind.gguf or engine == "lmworks" or (source.directory / INDEX).is_file() else left_aside(source.directory)
+    if others:
+        raise UserError(
+            f"{engine} would read {', '.join(others)} too, which are no weights of this model; move them out of {source.directory}"
+        )
     found = fit(source, hardware, purpose, whole_cache=kind.whole_cache, single=kind.single, gguf=kind.gguf, context=context)
     request = Request(source, hardware, purpose, found, host, port)
     return Deployment(engine, request, kind.launch(request))

@@ -14,6 +14,8 @@ from lmworks.recipe.families.registry import family_in, from_config
 from lmworks.recipe.gguf_model import as_folder, find_gguf
 from lmworks.recipe.hub import locate, name_of
 from lmworks.recipe.schema.model import Model
+from lmworks.recipe.weight_files import INDEX, safetensors_of
+from lmworks.tokenizer.named import DEFAULT, chat_templates
 from lmworks.weights.huggingface import only_pickled
 
 
@@ -63,18 +65,17 @@ def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -
             raise UserError(f"{text!r} is not UTF-8; rename it, or give --name") from None
     if not name.strip() or len(name) > 200:
         raise UserError("the name of the model must have 1 to 200 characters; give --name")
-    files = sorted(directory.glob("*.safetensors"))
+    files = safetensors_of(directory)
     if not files and gguf is None:
         raise UserError(
             f"{directory} has no GGUF file and no .safetensors file{only_pickled(directory) or '; export a model: lmworks export RECIPE'}"
         )
-    template = directory / "chat_template.jinja"
     return Source(
         name=name, directory=directory.resolve(), gguf=gguf.resolve() if gguf else None, model=model, family=family_in(config).name,
         weight_bytes=sum(file.stat().st_size for file in files), gguf_bytes=gguf.stat().st_size if gguf else 0,
         mtp=_mtp_layers(directory, files, model), quantization=quantization, bits=bits,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-        template=template.read_text(encoding="utf-8", errors="replace") if template.is_file() else _embedded_template(directory),
+        template=chat_templates(directory).get(DEFAULT, ("",))[0],
         context=int(model.max_position_embeddings or 2048),
     )  # fmt: skip
 
@@ -103,12 +104,6 @@ def _places(path: Path) -> tuple[Path, Path | None]:
     raise UserError(f"{path} is no run directory (resolved.json), no GGUF file and no model in Hugging Face's format (config.json)")
 
 
-def _embedded_template(directory: Path) -> str:
-    path = directory / "tokenizer_config.json"
-    found = read_json(path).get("chat_template") if path.is_file() else None
-    return found if isinstance(found, str) else ""
-
-
 def _quantization(config: dict[str, Any]) -> tuple[str, int]:
     """`quant_method` and the bits of its weights; ("", 16) without quantization."""
     found = config.get("quantization_config")
@@ -126,7 +121,7 @@ def _mtp_layers(directory: Path, files: list[Path], model: Model) -> int:
     layers = range(model.num_hidden_layers or 0, (model.num_hidden_layers or 0) + model.mtp.num_nextn_predict_layers)
     wanted = [f"model.layers.{layer}.eh_proj.weight" for layer in layers]
     names: set[str] = set()
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if index.is_file():
         names = set(read_json(index).get("weight_map", ()))
     else:

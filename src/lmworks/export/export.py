@@ -26,7 +26,7 @@ from lmworks.export.card import write_card
 from lmworks.export.gguf_tokenizer import find_rule
 from lmworks.export.huggingface import write_model
 from lmworks.export.parity import NotLoaded, Parity, compare, compared_tokens
-from lmworks.export.peft import adapter_tensors, unequal_adapters, write_peft
+from lmworks.export.peft import adapter_tensors, class_of, unequal_adapters, why_not_loaded, write_peft
 from lmworks.host import machine
 from lmworks.inference.generate import SAMPLING
 from lmworks.io.files import read_json, replace_directory, whole_directory, write_json
@@ -38,10 +38,10 @@ from lmworks.recipe.parameters import count_parameters
 from lmworks.recipe.phases import extended, final
 from lmworks.recipe.schema.model import Lora, Model
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.weights import start_context
+from lmworks.recipe.weights import start_context, start_dtype
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.foreign import ForeignTokenizer
-from lmworks.tokenizer.opening import KEPT
+from lmworks.tokenizer.named import tokenizer_files
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.weights.adapters import adapters_of
 from lmworks.weights.gguf import gguf_package
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_FINER: dict[str, tuple[str, ...]] = {"fp32": ("float64",), "bf16": ("float64", "float32", "float16")}  # in config.json; these are rounded
 _TOKENIZER_CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _LEAST = 1  # tokens; a resolved recipe states its context
 _TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
@@ -61,8 +62,9 @@ class Report:
     """The exports and their comparison with the model. `tensors` counts GGUF tensors that were read back and are equal bit for bit.
 
     refused: why a format is not in its place, by its name. no_gguf: why there is no file for llama.cpp under `export.gguf: auto`;
-    no_gguf_adapter: why llama.cpp cannot apply the adapters that were trained. notes: for which texts llama.cpp gives other ids, and
-    another name of the model in its file.
+    no_gguf_adapter: why llama.cpp cannot apply the adapters that were trained; not_in_peft: why PEFT does not. notes: for which
+    texts llama.cpp gives other ids, and another name of the model in its file. stored: the type of the weights of `start_from`, if `dtype`
+    rounds its values.
     """
 
     model: str
@@ -74,7 +76,9 @@ class Report:
     tensors: int = 0
     no_gguf: str | None = None
     no_gguf_adapter: str | None = None
+    not_in_peft: str | None = None
     notes: tuple[str, ...] = ()
+    stored: str | None = None
     refused: dict[str, str] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
 
@@ -98,11 +102,18 @@ class Report:
         if self.no_gguf:
             table.add_row("llama.cpp", "none", "", self.no_gguf)
         if "peft" in size:
-            table.add_row("peft, vLLM", "low-rank adapter", _size(size["peft"]), "read back: equal, bit for bit")
+            checked = "; ".join(("read back: equal, bit for bit", *([self.not_in_peft] if self.not_in_peft else ())))
+            table.add_row("peft, vLLM", "low-rank adapter", _size(size["peft"]), checked)
         if "gguf_adapter" in size:
             table.add_row("llama.cpp --lora", "low-rank adapter", _size(size["gguf_adapter"]), "")
         if self.no_gguf_adapter:
             table.add_row("llama.cpp --lora", "none", "", self.no_gguf_adapter)
+        if self.stored:
+            table.caption_justify = "left"
+            table.caption = (
+                f"The weights of start_from are in {self.stored}; {self.dtype} rounds them, also where the run has not changed them. "
+                "export.dtype=fp32 does not."
+            )
         return table
 
 
@@ -149,7 +160,7 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
         model.configure(extended(model.config, _LEAST, options.rope))
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     dtype = DTYPES[options.dtype]
-    values: dict[str, Any] = {"model": which, "dtype": options.dtype}
+    values: dict[str, Any] = {"model": which, "dtype": options.dtype, "stored": rounded_from(recipe)}
     sizes: dict[str, int] = {}
     adapter = find_adapter(recipe, run_dir)
     wants_gguf = options.gguf is not False
@@ -178,8 +189,11 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
                 beside = formats.new("peft")
                 write_adapter(recipe, adapter, beside)
                 sizes["peft"] = _bytes(beside)
-                unequal = unequal_adapters(adapter.checkpoint, model.config, beside)
-                formats.judge("peft", beside, f"tensor {unequal[0]} of the file is not the adapter's" if unequal else None)
+                theirs = class_of(adapter.base, model.config)
+                unequal = unequal_adapters(adapter.checkpoint, recipe.model, theirs, beside)
+                values["not_in_peft"] = why_not_loaded(adapter_tensors(adapter.checkpoint), recipe.model, theirs)
+                reason = f"tensor {unequal[0]} of the file is not the adapter's" if unequal else None
+                formats.judge("peft", beside, reason, not_in_peft=values["not_in_peft"])
         if wants_gguf:
             directory = formats.new("gguf")
             path = directory / "model.gguf"
@@ -232,7 +246,7 @@ def _kept(formats: _Formats, out_dir: Path) -> str:
 
 
 def _bytes(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.iterdir())
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 @dataclass(frozen=True)
@@ -255,17 +269,18 @@ def write_adapter(recipe: Recipe, adapter: TrainedAdapter, directory: Path) -> N
     """Write adapters in PEFT's format."""
     from lmworks.checkpoint.listing import content_of
 
-    base = adapter.base
-    write_peft(adapter.checkpoint, adapter.lora, recipe.model, _base_name(recipe, base), content_of(base), directory)
+    base, model = adapter.base, recipe.model
+    write_peft(adapter.checkpoint, adapter.lora, model, class_of(base, model), _base_name(recipe, base), content_of(base), directory)
 
 
 def _base_name(recipe: Recipe, base: Path) -> str:
-    """The model that adapters belong to: what the run started from, or `NAME@MODEL`."""
+    """The model that adapters belong to: what the run started from, if it has not trained that further, or the run or `NAME@MODEL`."""
     before = of_checkpoint(base)[0]
     if before is not BASE:
         return f"{recipe.name}@{before.model}"
-    model = hub.parse(recipe.start_from) if recipe.start_from else None
-    return model.name if model else recipe.start_from or recipe.name
+    start = None if recipe.trains_base else recipe.start_from
+    model = hub.parse(start) if start else None
+    return model.name if model else start or recipe.name
 
 
 def check(recipe: Recipe) -> None:
@@ -328,6 +343,12 @@ def write_huggingface(model: Transformer, tokenizer: Tokenizer, directory: Path,
     write_json(directory / _TOKENIZER_CONFIG, read_json(tokenizer.directory / _TOKENIZER_CONFIG) | longest)
 
 
+def rounded_from(recipe: Recipe) -> str | None:
+    """The type of the weights of `start_from`, if that of the export rounds its values; None without them."""
+    stored = start_dtype(recipe)
+    return stored if stored in _FINER[recipe.export.dtype] else None
+
+
 def _state_context(model: Model, of_weights: int | None, path: Path) -> None:
     """Raise the length that a tokenizer of others states to the context of the model, unless that is still the one of its weights: vLLM
     takes the shorter of the two."""
@@ -343,9 +364,9 @@ def _write_foreign(
     """With the tokenizer's files as they were taken over; only the stop tokens of its template are added to generation_config.json."""
     bos = tokenizer.special.get(tokenizer.tokens.get("bos_token", ""))
     write_model(model, directory, stops | ({} if bos is None else {"bos_token_id": bos}), dtype)
-    for name in KEPT:
-        if (tokenizer.directory / name).is_file():
-            shutil.copyfile(tokenizer.directory / name, directory / name)
+    for name in tokenizer_files(tokenizer.directory):
+        (directory / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(tokenizer.directory / name, directory / name)
     given = tokenizer.directory / _GENERATION
     known = read_json(given) if given.is_file() else {"do_sample": True} | SAMPLING
     write_json(directory / _GENERATION, known | stops)

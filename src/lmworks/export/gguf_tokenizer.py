@@ -7,6 +7,7 @@ too. A tokenizer that no rule fits is refused, with what does not fit. `notes` s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from lmworks.errors import UserError
 from lmworks.io.files import explain_damage, read_json
 from lmworks.tokenizer import special, tokenizer_json
 from lmworks.tokenizer.foreign import ForeignTokenizer
+from lmworks.tokenizer.named import DEFAULT
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.weights.gguf import gguf_package
 
@@ -110,7 +112,7 @@ def _find(tokenizer: Tokenizer, spec: dict[str, Any]) -> Rule:
         if _splits(spec) == (special.SPLIT,) and not spec.get("normalizer"):
             return Rule("gpt2", "glm4")
         raise _NoRule("it splits text by another rule than the tokenizers of lmworks")
-    notes = list(_notes(tokenizer))
+    notes = [*_notes(tokenizer), *_normalized_tokens(spec)]
     if model.get("byte_fallback"):
         return _sentence_piece(tokenizer, spec, notes)
     normalizer = spec.get("normalizer")
@@ -139,6 +141,26 @@ def _notes(tokenizer: ForeignTokenizer) -> Iterator[str]:
     if len(tokenizer.stop_ids) > 3:
         ends = tokenizer.decode(tokenizer.stop_ids[3:])
         yield f"llama.cpp has room for three tokens that end an answer, and this model has {len(tokenizer.stop_ids)}; left out: {ends}"
+
+
+def _normalized_tokens(spec: dict[str, Any]) -> Iterator[str]:
+    """For which texts the added tokens differ that count in normalized text (`normalized`): llama.cpp finds all of them in text as it is.
+
+    Raises `_NoRule` where that is not the same text. Special tokens are left out: lmworks, too, finds them in text as it is.
+    """
+    texts = [token["content"] for token in spec.get("added_tokens") or [] if token.get("normalized") and not token.get("special")]
+    if not texts or not spec.get("normalizer"):
+        return
+    import tokenizers
+
+    bare = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}, "normalizer": spec["normalizer"]}
+    normalize = tokenizers.Tokenizer.from_str(json.dumps(bare)).normalizer.normalize_str
+    for text in texts:
+        found, spaced = normalize(text), text.replace(_SPACE, " ")
+        if found not in (text, text.replace(" ", _SPACE)) or (spaced != text and normalize(spaced) == found):
+            raise _NoRule(f"its token {text!r} is found in normalized text, as {found!r}")
+        if found != text:
+            yield f"text with {_SPACE} in place of a space of its token {text!r} gets other ids"
 
 
 def _name(part: Any) -> str:
@@ -185,10 +207,10 @@ def _sentence_piece(tokenizer: ForeignTokenizer, spec: dict[str, Any], notes: li
         prefix = "never" if tokenizer.has_chat_template else "always"
         notes.append(
             "the space before the first word of a text that is no conversation is left out" if prefix == "never"
-            else "text behind a special token gets a space before it"
+            else "text behind a special or added token gets a space before it, and text that begins with a space a second one"
         )  # fmt: skip
     elif prefix == "always" and not spec.get("normalizer"):
-        notes.append("text that begins with a space gets a second one")
+        notes.append("text that begins with a space, also behind a special or added token, gets a second one")
     if _any_pair_may_merge(spec, pieces):
         return Rule("llama", "default", prefix == "always", tuple(notes))
     if any("\n" in piece for piece in pieces):
@@ -278,10 +300,16 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, rows: int) -> N
     if spec["model"].get("byte_fallback"):
         writer.add_add_space_prefix(rule.space_prefix)
     _add_control_tokens(writer, tokenizer)
-    writer.add_pad_token_id(tokenizer.pad_id)
+    writer.add_pad_token_id(tokenizer.pad_id if tokenizer.pad_id < rows else tokenizer.eos_id)  # a config may name an id beyond them
     writer.add_add_eos_token(False)
     if tokenizer.has_chat_template:
         writer.add_chat_template(tokenizer.chat_template)
+        others = {"".join(char if char.isascii() and char.isalnum() else "_" for char in name): source
+                  for name, source in tokenizer.named_templates.items() if name not in ("", DEFAULT)}  # fmt: skip
+        for name, source in sorted(others.items()):
+            writer.add_string(f"tokenizer.chat_template.{name}", source)
+        if others:
+            writer.add_array("tokenizer.chat_templates", sorted(others))
 
 
 def _add_control_tokens(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:

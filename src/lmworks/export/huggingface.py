@@ -14,6 +14,7 @@ from lmworks.io.files import atomic_path, write_json
 from lmworks.model import Transformer
 from lmworks.recipe.families.registry import family_of, to_config
 from lmworks.recipe.schema.model import Model
+from lmworks.recipe.weight_files import INDEX, ONE
 from lmworks.ui.terminal import bar
 from lmworks.weights.huggingface import open_all
 from lmworks.weights.names import exports_mtp, to_huggingface
@@ -34,7 +35,7 @@ def write_model(model: Transformer, directory: Path, tokens: dict[str, Any], dty
     total = 0
     with bar("huggingface", sum(tensor.numel() for tensor in state.values())) as progress:
         for number, names in enumerate(files, 1):
-            file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            file = ONE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             part = {key: state[key] for key in names}
             named = {name: _cast(name, tensor, dtype) for name, tensor in to_huggingface(part, model.config)}
             chosen = dict(stack(named, family))
@@ -45,7 +46,7 @@ def write_model(model: Transformer, directory: Path, tokens: dict[str, Any], dty
             total += sum(tensor.nbytes for tensor in chosen.values())
             progress.advance(sum(state[key].numel() for key in names))
     if len(files) > 1:
-        write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
     write_json(directory / "config.json", config)
 
 

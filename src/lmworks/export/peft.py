@@ -5,12 +5,15 @@ Those of routed experts are written for each expert, as the experts themselves a
 several of ours, their k adapters of rank r are one of rank k r: A has the rows of all of them, and B is zero outside of their blocks. So
 `rank_pattern` and `alpha_pattern` name these matrices. An adapter of rank r of such a matrix, as PEFT makes it, is read as k adapters with
 the same A.
+
+Names and matrices are those of the class of the base model (`class_of`): adapters of Phi-4 are for Phi-4, although a whole model tuned from
+it is exported as the simplest class that computes the same.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,24 +21,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmworks.checkpoint import listing
 from lmworks.checkpoint.save_plan import local_slice
 from lmworks.checkpoint.tensor_files import Reader
 from lmworks.errors import UserError
-from lmworks.io.files import atomic_path, write_json
+from lmworks.io.files import atomic_path, read_json, write_json
+from lmworks.io.run_layout import BASE, of_stage
 from lmworks.model import Transformer
 from lmworks.model.lora import attach
-from lmworks.recipe.families.family import Family
-from lmworks.recipe.families.registry import family_of
+from lmworks.recipe.families.family import Family, said
+from lmworks.recipe.families.registry import family_in, family_of
 from lmworks.recipe.parameters import parameters
 from lmworks.recipe.schema.model import Lora, Model, is_adapter, matrix_of_adapter
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.weights import find_start_weights
+from lmworks.weights import reference
 from lmworks.weights.names import Packing, huggingface_name, packing, reordered
+from lmworks.weights.run_models import stages_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED, _REWRITE = "adapter_model.bin", "if you trust it, load it in peft and write it again with save_pretrained(DIRECTORY)"
 _PREFIX = "base_model.model."
 _BASE = "lmworks_base"  # in the metadata of the weights: the hash of the tensors of the base model
-_UNSUPPORTED = ("modules_to_save", "use_dora", "fan_in_fan_out", "target_parameters", "lora_bias")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
+_COMPARED = {"peft_type", "r", "lora_alpha", "use_rslora", *_PATTERNS}  # with the recipe
+_FREE = {
+    # names, and what counts in training only
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout",
+    # which modules have adapters, which the tensors say
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    # options of what other keys choose
+    "eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size", "megatron_core",
+}  # fmt: skip
+_VALUES = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}  # with others PEFT changes the base
+_UNSET: tuple[Any, ...] = (None, False, "", [], {})  # what every other key must be: it may change what the adapter computes
+_CONVERTED = "; peft writes it for the unchanged base model with save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+_MAMBA, _UNLOADED = ("falcon_h1", "nemotron_h"), "out_proj"  # PEFT's `_check_lora_target_modules_mamba`
+
+
+def class_of(base: Path, model: Model) -> Family:
+    """The class that the base model of adapters has in `transformers`: that of the folder whose files the checkpoint `base` names,
+    otherwise that of an export."""
+    about = listing.reference_of(base)
+    return family_of(model) if about is None else family_in(read_json(reference.find(base, about).path / "config.json"))
+
+
+def class_before(recipe: Recipe, stage: str) -> Family:
+    """The same of the base model that the adapters of a stage will have."""
+    if stages_of(recipe, before=of_stage(stage)) == [BASE] and recipe.start_from is not None and not recipe.trains_base:
+        start = find_start_weights(recipe.start_from)
+        if start.kind == "huggingface" and recipe.model.mtp is None:
+            return family_in(read_json(start.path / "config.json"))
+    return family_of(recipe.model)
+
+
+def why_not_loaded(names: Iterable[str], model: Model, family: Family) -> str | None:
+    """Why PEFT would not load these adapters of ours; None if it would."""
+    found = family.model_type in _MAMBA and next((name for name in names if _module(name, model, family).endswith(f".{_UNLOADED}")), None)
+    if not found:
+        return None
+    return (
+        f"PEFT does not load adapters of {_UNLOADED} of {family.name}, which lora.targets includes as "
+        f"{matrix_of_adapter(found).removesuffix('.weight')}; name other targets, or use the merged model"
+    )
 
 
 def adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
@@ -48,17 +96,19 @@ def adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def write_peft(checkpoint: Path, options: Lora, model: Model, base: str, base_hash: str, directory: Path) -> None:
-    """Write the adapters of a checkpoint. `base` names the base model in the config; it is written beside the adapter as a model."""
+def write_peft(
+    checkpoint: Path, options: Lora, model: Model, family: Family, base: str, base_hash: str, directory: Path
+) -> None:  # fmt: skip
+    """Write the adapters of a checkpoint. `base` names the base model in the config, and `family` is its class."""
     from safetensors.torch import save_file
 
-    state, family = adapter_tensors(checkpoint), family_of(model)
+    state = adapter_tensors(checkpoint)
     tensors = {theirs: tensor.float().contiguous() for theirs, tensor in their_adapters(state, model, family)}
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True, "bias": "none",
         "r": options.rank, "lora_alpha": options.alpha, "lora_dropout": options.dropout, "use_rslora": options.rslora,
         "target_modules": _target_modules(state, model, family), "modules_to_save": None, "fan_in_fan_out": False,
-        "init_lora_weights": True, **_Joined(state, model).patterns(options),
+        "init_lora_weights": True, **_Joined(state, model, family).patterns(options),
     }  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     with atomic_path(directory / WEIGHTS) as aside:
@@ -67,18 +117,26 @@ def write_peft(checkpoint: Path, options: Lora, model: Model, base: str, base_ha
     write_json(directory / CONFIG, config)
 
 
-def unequal_adapters(checkpoint: Path, model: Model, directory: Path) -> list[str]:
+def unequal_adapters(checkpoint: Path, model: Model, family: Family, directory: Path) -> list[str]:
     """Names of the tensors in the file of `write_peft` that are not, bit for bit, those of the checkpoint."""
     from safetensors.torch import load_file
 
     stored = load_file(directory / WEIGHTS)
-    written = dict(their_adapters(adapter_tensors(checkpoint), model, family_of(model)))
+    written = dict(their_adapters(adapter_tensors(checkpoint), model, family))
     return [name for name in {**stored, **written} if name not in stored or not torch.equal(stored[name], written[name].float())]
 
 
+def read_adapter(directory: Path, state: Mapping[str, Tensor], model: Model, options: Lora, base: Path) -> None:
+    """`read_peft` for adapters of the checkpoint `base`."""
+    read_peft(directory, state, model, class_of(base, model), options, listing.content_of(base))
+
+
 @torch.no_grad()
-def read_peft(directory: Path, state: Mapping[str, Tensor], model: Model, options: Lora, base_hash: str | None) -> None:
-    """Copy a PEFT adapter into `state`, the adapters of `model` by our names, of which this rank may hold slices.
+def read_peft(
+    directory: Path, state: Mapping[str, Tensor], model: Model, family: Family, options: Lora, base_hash: str | None
+) -> None:  # fmt: skip
+    """Copy a PEFT adapter into `state`, the adapters of `model` by our names, of which this rank may hold slices. `family` is the class of
+    the base model.
 
     Raises `UserError` if the adapter does not have the options, the targets or the shapes of `state`, or names another base model
     (with `base_hash` None it may be any). Into a state on the meta device nothing is copied: that is a check.
@@ -90,7 +148,7 @@ def read_peft(directory: Path, state: Mapping[str, Tensor], model: Model, option
             pickled = name == WEIGHTS and (directory / _PICKLED).is_file()
             why = f", only {_PICKLED}, which is pickled and could run any program: {_REWRITE}" if pickled else ""
             raise UserError(f"lora.init_from: {directory} is no PEFT adapter; it has no {name}{why}")
-    config, family, joined = _read_config(directory / CONFIG), family_of(model), _Joined(state, model)
+    config, joined = _read_config(directory / CONFIG), _Joined(state, model, family)
     _require_options(config, options, joined.patterns(options), directory)
     with ExitStack() as stack:
         try:
@@ -140,7 +198,7 @@ def _module(name: str, model: Model, family: Family) -> str:
 
 def their_adapters(state: Mapping[str, Tensor], model: Model, family: Family) -> Iterator[tuple[str, Tensor]]:
     """Our adapters as PEFT has them."""
-    joined = _Joined(state, model)
+    joined = _Joined(state, model, family)
     for name, tensor in state.items():
         names = _their_names(name, tensor, model, family)
         if (packed := packing(matrix_of_adapter(name), model, family)) is not None:
@@ -155,8 +213,8 @@ def their_adapters(state: Mapping[str, Tensor], model: Model, family: Family) ->
 class _Joined:
     """The adapters in `state` of matrices that are parts of one matrix of the class, as an adapter of that one."""
 
-    def __init__(self, state: Mapping[str, Tensor], model: Model) -> None:
-        self._state, self._model, self._family = state, model, family_of(model)
+    def __init__(self, state: Mapping[str, Tensor], model: Model, family: Family) -> None:
+        self._state, self._model, self._family = state, model, family
         self._of = {matrix_of_adapter(name): name.removesuffix("A") for name in state if name.endswith("A")}
         self._rows = {parameter.name: parameter.shape[0] for parameter in parameters(model)}
 
@@ -248,15 +306,15 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _require_options(config: dict[str, Any], options: Lora, patterns: dict[str, dict[str, float]], directory: Path) -> None:
-    """Raise `UserError` if the config has options that lmworks lacks, or other ones than the recipe; `patterns` are ours (`_Joined`)."""
+    """Raise `UserError` if the config has options that lmworks lacks or does not know, or other ones than the recipe; `patterns` are ours
+    (`_Joined`)."""
     where = f"lora.init_from: {directory}"
     if config.get("peft_type") != "LORA":
         raise UserError(f"{where} is of the type {config.get('peft_type')!r}; lmworks reads LORA")
-    if config.get("bias", "none") != "none":
-        raise UserError(f"{where} has bias {config['bias']!r}; lmworks supports none")
-    for name in _UNSUPPORTED:
-        if config.get(name):
-            raise UserError(f"{where} has {name}, which lmworks does not support")
+    for name, value in config.items():
+        if name not in _COMPARED | _FREE and value not in _VALUES.get(name, _UNSET):
+            more = _CONVERTED if name == "init_lora_weights" else ""
+            raise UserError(f"{where} has {said(name, value)}, which lmworks does not support{more}")
     for name in _PATTERNS:
         if config.get(name) and config[name] != patterns[name]:
             raise UserError(f"{where} has {name} {config[name]}, other ranks or scales than lora.rank, lora.alpha and lora.targets give")

@@ -16,6 +16,7 @@ from lmworks.errors import UserError
 from lmworks.handover.megatron import Argument, copies, mapping, model_arguments, require_bijection
 from lmworks.handover.prompts import Prompts, read_prompts
 from lmworks.io.files import link_or_copy, read_json, rendered, require_empty, whole_directory, write_json, write_text
+from lmworks.recipe.weight_files import left_aside
 from lmworks.tokenizer import load
 from lmworks.train.data.decontamination import Decontamination
 from lmworks.weights.huggingface import files_of
@@ -167,12 +168,7 @@ def _reward_arguments(rm_type: str, kinds: set[str], url: str | None) -> list[Ar
 
 def _write(made: Handover, source: Source, rows: Prompts, out: Path) -> None:
     target = out / "huggingface"
-    target.mkdir()
-    for file in sorted(source.directory.iterdir()):
-        if file.is_file():
-            # weights may be hundreds of gigabytes; other files may be edited
-            place = link_or_copy if file.suffix == ".safetensors" and not file.is_symlink() else shutil.copyfile
-            place(file, target / file.name)
+    _place_model(source.directory, target)
     verify_export(target)  # the copy
     if not source.mtp and source.model.mtp is not None:  # engines fail on a config that states layers without weights
         (target / REPORT).unlink(missing_ok=True)  # of the config before that
@@ -187,6 +183,17 @@ def _write(made: Handover, source: Source, rows: Prompts, out: Path) -> None:
     names = {one.megatron: {"huggingface": list(one.huggingface), "kind": one.kind} for one in mapping(model)}
     write_json(out / "names.json", {"tensors": names, "copies": copies(model)})
     write_text(out / "README.md", rendered("lmworks.handover", "README.md.jinja", made=made))
+
+
+def _place_model(directory: Path, target: Path) -> None:
+    """Put the files of a model into a new folder, without weights that are not its own: a framework reads all that it finds."""
+    target.mkdir()
+    others = left_aside(directory)
+    for file in sorted(directory.iterdir()):
+        if file.is_file() and file.name not in others:
+            # weights may be hundreds of gigabytes; other files may be edited
+            place = link_or_copy if file.suffix == ".safetensors" and not file.is_symlink() else shutil.copyfile
+            place(file, target / file.name)
 
 
 def _array(name: str, arguments: list[Argument], head: str = "") -> str:

@@ -120,7 +120,8 @@ SAMPLING = {"temperature": 0.7, "min_p": 0.1}
 @dataclass(frozen=True)
 class GenerateOptions(LogitOptions):
     """Sampling options. Temperature 0 is greedy, and so is one below 1e-5, by which logits cannot be divided; top_k 0, top_p 1 and min_p 0
-    are off; top_p 0 leaves the most likely token. `logprobs`: how many of the most likely tokens to return with each token."""
+    are off; top_p 0 leaves the most likely token. `logprobs`: how many of the most likely tokens to return with each token. `entries`: ids
+    from here on, rows that only pad the embedding, are never drawn and not among those most likely; None: there are none."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -129,6 +130,7 @@ class GenerateOptions(LogitOptions):
     min_p: float = 0.0
     seed: int = 0
     logprobs: int | None = None
+    entries: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -207,7 +209,8 @@ def choose(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Token]:
     The host waits once for the device, for all results together; once more if a grammar puts another token in the place of a chosen one.
     """
     device = logits_BV.device
-    allowed_BV = _restricted(adjust(logits_BV, [draw.history for draw in draws]), draws)
+    beyond_BV = _beyond(logits_BV, draws)
+    allowed_BV = _without(_restricted(adjust(logits_BV, [draw.history for draw in draws]), draws), beyond_BV)
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for row, draw in enumerate(draws):
         groups.setdefault((0.0, 0, 1.0, 0.0) if draw.options.greedy else draw.options.distribution, []).append(row)
@@ -224,10 +227,10 @@ def choose(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Token]:
             drawn.append(probability.gather(1, picked[-1]).log().double())
     chosen_B1, drawn_B1 = _in_order(picked, groups), _in_order(drawn, groups)
     logprobs_BV = logits_BV.log_softmax(-1)
-    rivals = [draw.options.logprobs or 0 for draw in draws]
+    rivals = [min(draw.options.logprobs or 0, draw.options.entries or logits_BV.shape[1]) for draw in draws]
     found = [chosen_B1, logprobs_BV.gather(1, chosen_B1), drawn_B1]
     if most := max(rivals, default=0):
-        top = logprobs_BV.topk(most, dim=-1)
+        top = _without(logprobs_BV, beyond_BV).topk(most, dim=-1)
         found += [top.indices, top.values]
     # fp64 holds ids and log-probabilities of fp32 and fp64 as they are
     table = torch.cat([part.double() for part in found], dim=1).tolist()
@@ -256,6 +259,19 @@ def _in_order(parts: Sequence[Tensor], groups: Mapping[Any, list[int]]) -> Tenso
     places = [row for rows in groups.values() for row in rows]
     order = sorted(range(len(places)), key=places.__getitem__)
     return torch.cat(list(parts)).index_select(0, to_device(order, torch.long, parts[0].device))
+
+
+def _beyond(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor | None:
+    """Which ids of each row are no entries of the vocabulary (`GenerateOptions.entries`); None: all are entries."""
+    size = logits_BV.shape[1]
+    entries = [size if draw.options.entries is None else draw.options.entries for draw in draws]
+    if min(entries) >= size:
+        return None
+    return torch.arange(size, device=logits_BV.device)[None] >= to_device(entries, torch.long, logits_BV.device)[:, None]
+
+
+def _without(values_BV: Tensor, left_out_BV: Tensor | None) -> Tensor:
+    return values_BV if left_out_BV is None else values_BV.masked_fill(left_out_BV, float("-inf"))
 
 
 def _restricted(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -44,6 +44,9 @@ HIGH_PRECISION = frozenset({"F32", "F16", "BF16", "Q8_0"})
 """Types in which an embedding or a head counts as kept in high precision."""
 
 
+_PLAIN = frozenset({"F32", "F16", "BF16"})  # types of weights that are not quantized
+
+
 def relative_error(original: np.ndarray, found: np.ndarray) -> float:
     """Root-mean-square error relative to the root mean square of `original`; infinite if a value is not finite."""
     difference = found.astype(np.float64).ravel() - original.astype(np.float64).ravel()
@@ -55,8 +58,11 @@ def relative_error(original: np.ndarray, found: np.ndarray) -> float:
 
 
 def problems(records: Sequence[TensorRecord], limits: Limits) -> list[str]:
-    """What is wrong with the tensors, one line each; empty if every tensor is accounted for."""
+    """What is wrong with the tensors, one line each; empty if every tensor is accounted for, and some are quantized."""
     found = []
+    if not any(one.fate == "quantized" and one.type not in _PLAIN for one in records):
+        why = next((f" ({one.note})" for one in records if _falls_back(one)), "")
+        found.append(f"no tensor was quantized{why}")
     for one in records:
         if one.fate == "missing":
             found.append(f"tensor {one.name} is missing")
@@ -82,13 +88,17 @@ def summary(records: Sequence[TensorRecord]) -> dict[str, Any]:
         "types": dict(Counter(one.type for one in records if one.type)),
         "worst": None if worst is None else {"name": worst.name, "type": worst.type, "error": worst.error},
         "absent": [asdict(one) for one in records if one.fate in ("absent", "missing")],
-        "fallbacks": [{"name": one.name, "type": one.type, "note": one.note} for one in records if one.note and one.fate == "quantized"],
+        "fallbacks": [{"name": one.name, "type": one.type, "note": one.note} for one in records if _falls_back(one)],
         "sensitive": {
             role: sorted({one.type for one in records if one.role == role})
             for role in ("router", "embedding", "head")
             if any(one.role == role for one in records)
         },
     }
+
+
+def _falls_back(record: TensorRecord) -> bool:
+    return bool(record.note) and record.fate in ("quantized", "kept")
 
 
 def require_passed(model: Path) -> None:

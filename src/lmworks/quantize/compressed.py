@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -24,6 +24,8 @@ from lmworks.quantize.agreement import Window
 from lmworks.quantize.certificate import TensorRecord, relative_error
 from lmworks.quantize.child import ChildScorer, Crashed, find_python, running
 from lmworks.quantize.source import Scheme, Source
+from lmworks.recipe.weight_files import INDEX
+from lmworks.tokenizer.named import TEMPLATE, tokenizer_files
 from lmworks.ui.terminal import bar
 from lmworks.weights.huggingface import files_of, load_weights
 
@@ -31,12 +33,15 @@ MODULES = ("llmcompressor",)
 GROUPS = (128, 64, 32)
 """Sizes of groups of weights that share a scale, with 4 bits; the first that divides all rows is used."""
 _NAME = "llm-compressor"
-_BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
 _PARTS = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
 _ROLES = (
     (re.compile(r"\.mlp\.gate\.(weight|e_score_correction_bias)\Z"), "router"),
     (re.compile(r"embed_tokens\.weight\Z"), "embedding"),
     (re.compile(r"(\Alm_head|shared_head\.head)\.weight\Z"), "head"),
+)
+# what AWQ moves scales into (`mappings` in programs.py), beside the matrices that it quantizes
+_SMOOTHED = re.compile(
+    r"\.(input_layernorm|post_attention_layernorm|pre_feedforward_layernorm|q_a_layernorm|kv_a_layernorm|up_proj)\.(weight|bias)\Z"
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ROUNDS = 4  # of fitting the scales of rows and columns
@@ -84,7 +89,7 @@ def quantize(scheme: Scheme, source: Source, original: Path, target: Path, pytho
             if is_full_disk(str(error)) or machine.free_disk(target.parent) < source.bytes // 10:
                 raise full_disk(target.parent) from None
             raise UserError(f"{scheme.name}: {error}") from None
-    _complete(source, original, target)
+    _complete(scheme, source, original, target)
     return f"llm-compressor {version}"
 
 
@@ -114,14 +119,16 @@ def _mtp_layers(source: Source) -> list[int]:
     return list(range(layers, layers + (model.mtp.num_nextn_predict_layers if model.mtp else 0)))
 
 
-def _complete(source: Source, original: Path, target: Path) -> None:
-    """Give the result the tokenizer, template and config of the original, and the layers of multi-token prediction, as they are.
+def _complete(scheme: Scheme, source: Source, original: Path, target: Path) -> None:
+    """Give the result the tokenizer, templates and config of the original, what is not quantized, and the layers of multi-token prediction,
+    as they are.
 
     transformers does not load these layers, so what it saves has none, and an engine that trusts the config would not start.
     """
-    for name in _BESIDE:
-        if (original / name).is_file():
-            shutil.copyfile(original / name, target / name)
+    _restore(scheme, original, target)
+    for name in tokenizer_files(original):
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(original / name, target / name)
     described = read_json(target / "config.json").get("quantization_config")
     if not isinstance(described, dict):
         raise UserError(f"{_NAME} wrote no quantization_config to {target / 'config.json'}; update it, or use another scheme")
@@ -137,13 +144,40 @@ def _complete(source: Source, original: Path, target: Path) -> None:
         with atomic_path(target / "model-mtp.safetensors") as aside:
             save_file(kept, aside, metadata={"format": "pt"})
             aside.chmod(target.stat().st_mode & 0o666)
-    with _tensors(target) as found:
-        _write_index(target, found)
+    files = sorted(target.glob("*.safetensors"))  # all that were written here; readers go by the index, which these are to get
+    with _tensors(target, files) as found:
+        _write_index(target, files, found)
 
 
-def _write_index(target: Path, found: Mapping[str, Any]) -> None:
-    files = files_of(target)
-    index = target / "model.safetensors.index.json"
+def _restore(scheme: Scheme, original: Path, target: Path) -> None:
+    """Put back what is not quantized: llm-compressor calibrates norms that add 1 to their weights as others, and what it makes of them
+    afterwards differs by rounding."""
+    from safetensors.torch import save_file
+
+    with _tensors(original) as before, ExitStack() as stack:
+        files = {file: stack.enter_context(_tensors(target, [file])) for file in sorted(target.glob("*.safetensors"))}
+        names = {name for found in files.values() for name in found}
+        for file, found in files.items():
+            kept = {name: before[name].get_tensor(name) for name in found if name in before and _is_kept(scheme, name, names)}
+            if not any(_differ(found[name].get_tensor(name), tensor) for name, tensor in kept.items()):
+                continue
+            with atomic_path(file) as aside:
+                save_file({name: handle.get_tensor(name) for name, handle in found.items()} | kept, aside, metadata={"format": "pt"})
+                aside.chmod(target.stat().st_mode & 0o666)
+
+
+def _is_kept(scheme: Scheme, name: str, names: Collection[str]) -> bool:
+    """Whether a tensor of a result with these `names` is to be the original's."""
+    quantized = f"{name.removesuffix('.weight')}.weight_scale" in names
+    return not quantized and not (scheme.kind == "awq" and _SMOOTHED.search(name))
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return one.dtype != other.dtype or not torch.equal(one, other)
+
+
+def _write_index(target: Path, files: Sequence[Path], found: Mapping[str, Any]) -> None:
+    index = target / INDEX
     if len(files) == 1:
         index.unlink(missing_ok=True)
         return
@@ -163,13 +197,13 @@ def _layer(name: str) -> int | None:
 
 
 @contextmanager
-def _tensors(directory: Path) -> Iterator[dict[str, Any]]:
-    """Name -> open file of every tensor of a directory. Raises `UserError` for a damaged file."""
+def _tensors(directory: Path, files: Sequence[Path] = ()) -> Iterator[dict[str, Any]]:
+    """Name -> open file of every tensor of a directory, or of `files` in it. Raises `UserError` for a damaged file."""
     from safetensors import SafetensorError, safe_open
 
     with ExitStack() as stack:
         found: dict[str, Any] = {}
-        for file in files_of(directory):
+        for file in files or files_of(directory):
             try:
                 handle = stack.enter_context(safe_open(file, framework="pt"))
             except SafetensorError as error:
@@ -221,9 +255,9 @@ def _record(scheme: Scheme, name: str, wanted: Tensor, found: tuple[Tensor, str]
         return TensorRecord(name, "missing", role=role)
     values, kind = found
     if kind not in ("INT4", "INT8", "FP8"):
-        if values.dtype == wanted.dtype and torch.equal(values, wanted):
+        if not _differ(values, wanted):
             return TensorRecord(name, "kept", kind, role=role)
-        smoothed = scheme.kind == "awq" and name.endswith("layernorm.weight")
+        smoothed = scheme.kind == "awq" and _SMOOTHED.search(name)
         return TensorRecord(name, "scaled" if smoothed else "changed", kind, role=role)
     expected = wanted.float()
     if scheme.kind == "awq":
@@ -245,10 +279,9 @@ def _rescaled(wanted: Tensor, found: Tensor) -> Tensor:
 def check_files(original: Path, target: Path) -> list[str]:
     """What differs beside the tensors: the chat template, the tokenizer, the config."""
     found = [
-        f"the {'chat template' if name == 'chat_template.jinja' else f'file {name}'} differs from the original's"
-        for name in _BESIDE
-        if (original / name).is_file()
-        and not ((target / name).is_file() and (target / name).read_bytes() == (original / name).read_bytes())
+        f"the {'chat template' if name == TEMPLATE else f'file {name}'} differs from the original's"
+        for name in tokenizer_files(original)
+        if not ((target / name).is_file() and (target / name).read_bytes() == (original / name).read_bytes())
     ]
     before, after = (read_json(path / "config.json") for path in (original, target))
     found += (f"config.json differs from the original's in {key}" for key in before if after.get(key) != before[key])

@@ -29,6 +29,7 @@ from lmworks.quantize.child import Crashed
 from lmworks.quantize.source import Scheme, Source
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.ui.terminal import bar
+from lmworks.weights.huggingface import files_of
 
 
 @torch.no_grad()
@@ -155,7 +156,7 @@ def compressed_evidence(scheme: Scheme, job: Job) -> Evidence:
         source.write_huggingface(original)
     made_by = compressed.quantize(scheme, source, original, target, job.python, job.texts.calibration)
     records = compressed.account(scheme, original, target)
-    sizes = [sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (target, original)]
+    sizes = [sum(file.stat().st_size for file in files_of(path)) for path in (target, original)]
     evidence = Evidence(
         made_by, "", sizes[0], sizes[1], records, None, compressed.check_files(original, target), calibration=_calibration(scheme, job),
         speed=not_measured("vLLM, the engine of this format, was not asked: it is not installed"), mtp=_mtp(source, records),

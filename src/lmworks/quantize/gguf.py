@@ -24,6 +24,7 @@ from lmworks.ui.terminal import bar
 MODULES = ("llama_cpp",)
 _NAME = "llama.cpp"
 _ROLES = {"ffn_gate_inp.weight": "router", "exp_probs_b.bias": "router", "token_embd.weight": "embedding", "output.weight": "head"}
+_NEVER = "ssm_conv1d.weight"  # llama.cpp wants it in fp32
 
 
 def find_llama(scheme: Scheme, given: Sequence[Path]) -> Path | None:
@@ -91,8 +92,7 @@ def _quantize_q8_0(original: Path, target: Path) -> None:
             value = int(gguf.LlamaFileType.MOSTLY_Q8_0) if name == "general.file_type" else field.contents()
             writer.add_key_value(name, value, field.types[0], field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None)
         kind = gguf.GGMLQuantizationType.Q8_0
-        plan = [(tensor, tensor.name.endswith(".weight") and len(tensor.shape) > 1 and _role(tensor.name) != "router"
-                 and int(tensor.shape[0]) % 32 == 0) for tensor in reader.tensors]  # fmt: skip
+        plan = [(tensor, _is_meant(tensor) and int(tensor.shape[0]) % 32 == 0) for tensor in reader.tensors]
         for tensor, wide in plan:
             shape = [int(size) for size in reversed(tensor.shape.tolist())]
             bytes_ = math.prod(shape) // 32 * 34 if wide else tensor.data.nbytes
@@ -111,6 +111,11 @@ def _role(name: str) -> str:
     return next((role for suffix, role in _ROLES.items() if name == suffix or name.endswith(f".{suffix}")), "")
 
 
+def _is_meant(tensor: Any) -> bool:
+    """Whether a tensor is one that schemes quantize, if its rows fit: a matrix, or a stack of them."""
+    return tensor.name.endswith(".weight") and not tensor.name.endswith(_NEVER) and len(tensor.shape) > 1 and _role(tensor.name) != "router"
+
+
 def account(scheme: Scheme, source: Source, original: Path, target: Path) -> list[TensorRecord]:
     """What became of every tensor of the model."""
     import gguf
@@ -125,7 +130,8 @@ def account(scheme: Scheme, source: Source, original: Path, target: Path) -> lis
         kind = found.tensor_type.name
         if found.tensor_type == tensor.tensor_type:
             fate: Any = "kept" if found.data.tobytes() == tensor.data.tobytes() else "changed"
-            records.append(TensorRecord(name, fate, kind, role=_role(name)))
+            note = _why(scheme, kind, int(tensor.shape[0])) if fate == "kept" and _is_meant(tensor) else ""
+            records.append(TensorRecord(name, fate, kind, note=note, role=_role(name)))
             continue
         wanted = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         values = gguf.quants.dequantize(found.data, found.tensor_type)
@@ -138,10 +144,11 @@ def account(scheme: Scheme, source: Source, original: Path, target: Path) -> lis
 
 
 def _why(scheme: Scheme, kind: str, row: int) -> str:
-    """Why a tensor is not of a K type, under a scheme of K types."""
-    if "_K" not in scheme.kind or kind.endswith("_K") or not row % 256:
+    """Why a tensor is of a larger type than the scheme's."""
+    block = 256 if "_K" in scheme.kind else 32
+    if kind.endswith("_K") or not row % block:
         return ""
-    return f"rows of {row} values: {scheme.kind} needs multiples of 256"
+    return f"rows of {row} values: {scheme.kind} needs multiples of {block}"
 
 
 def mtp(model: Transformer) -> str:

@@ -97,11 +97,12 @@ def mappings(model):
     for name in modules:
         if re.fullmatch(r"model\.layers\.\d+", name):
             norm, attention, mlp = f"{name}.input_layernorm", f"{name}.self_attn", f"{name}.mlp"
+            before_mlp = "pre_feedforward" if f"{name}.post_feedforward_layernorm" in modules else "post_attention"
             for smooth, balance in (
                 (norm, [f"{attention}.{part}" for part in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")]),
                 (f"{attention}.q_a_layernorm", [f"{attention}.q_b_proj"]),
                 (f"{attention}.kv_a_layernorm", [f"{attention}.kv_b_proj"]),
-                (f"{name}.post_attention_layernorm", [f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
+                (f"{name}.{before_mlp}_layernorm", [f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
             ):
                 there = [one for one in balance if one in modules]
                 if smooth in modules and there:

@@ -128,8 +128,8 @@ class Source:
     @property
     def template(self) -> str | None:
         """The chat template, or None."""
-        path = self.opened.tokenizer.directory / "chat_template.jinja"
-        return path.read_text(encoding="utf-8") if path.is_file() else None
+        tokenizer = self.opened.tokenizer
+        return tokenizer.chat_template if tokenizer.has_chat_template else None
 
     def write_huggingface(self, directory: Path) -> Path:
         """The Hugging Face directory of the model: its own, or one written to `directory`."""

@@ -270,19 +270,21 @@ def _llama3(factors: list[float], theta: float, rotated: int) -> dict[str, Any]:
     turns = [theta ** (-2 * number / rotated) / (2 * math.pi) for number in range(rotated // 2)]  # per token
     kept = [(1 / one - 1 / factor) / (1 - 1 / factor) for one in factors]
     points = list(zip(turns, kept, strict=True))
-    line = [(turn, share) for turn, share in points if 1e-4 < share < 1 - 1e-4]
-    whole, none = [turn for turn, share in points if share >= 1 - 1e-4], [turn for turn, share in points if share <= 1e-4]
+    line = [(turn, share) for turn, share in points if 1e-6 < share < 1 - 1e-6]
+    whole, none = [turn for turn, share in points if share >= 1 - 1e-6], [turn for turn, share in points if share <= 1e-6]
     if len(line) < 2:
         fast, slow = min(whole, default=2 * turns[0]), max(none, default=turns[-1] / 2)
-        turn, share = line[0] if line else (fast, 1.0)
-        slope = max((1 - share) / (fast - turn) if fast > turn else 0.0, share / (turn - slow)) if turn > slow else -1.0
+        turn, share = line[0] if line else ((fast + slow) / 2, 0.5)
+        # steeper than through a neighbour, which fp32 would move onto the line
+        slope = 1.001 * max((1 - share) / (fast - turn), share / (turn - slow)) if fast > turn > slow else -1.0
     else:
         turn, share = line[0]
         slope = (share - line[-1][1]) / (turn - line[-1][0])
     if not slope > 0 or not (offset := share - slope * turn) < 0:
         raise UserError(f"its {_ROPE_FACTORS} are not those of the scaling of Llama 3")
     context = 8192  # of the published models, whose limits are then 1 and 4
-    low, high = (float(f"{limit * context / slope:.6g}") for limit in (-offset, 1 - offset))
+    digits = 6 if len(line) > 1 else 12  # as many as the factors say, in fp32
+    low, high = (float(f"{limit * context / slope:.{digits}g}") for limit in (-offset, 1 - offset))
     scaling = {"scaling": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
     return scaling | {"original_max_position_embeddings": f"{context} tokens"}
 
@@ -293,7 +295,7 @@ def _shortest(value: float) -> float:
     return next((number for digits in range(1, 10) if struct.pack("<f", number := float(f"{value:.{digits}g}")) == bits), value)
 
 
-_FORMAT = 1  # of what is made here; a change makes the folders again
+_FORMAT = 2  # of what is made here; a change makes the folders again
 _DTYPES = {1: "float16", 32: "bfloat16"}  # llama.cpp's general.file_type, for files that are not quantized
 
 

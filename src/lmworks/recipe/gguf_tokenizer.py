@@ -119,7 +119,8 @@ _END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|
 
 
 def files_of_tokenizer(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The content of tokenizer.json, tokenizer_config.json, generation_config.json and, if there is one, chat_template.jinja.
+    """The content of tokenizer.json, tokenizer_config.json, generation_config.json and, if there is one, chat_template.jinja; several
+    templates are in tokenizer_config.json.
 
     Raises `UserError` for a tokenizer that cannot be expressed exactly, with the reason.
     """
@@ -140,10 +141,21 @@ def files_of_tokenizer(metadata: Mapping[str, Any]) -> dict[str, str]:
         key: number for key, name in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id"))
         if (number := given.token(name)) is not None
     }  # fmt: skip
+    templates = _templates(metadata)
+    if len(templates) > 1:
+        config["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
     files = {"tokenizer.json": spec, "tokenizer_config.json": config, "generation_config.json": generation}
     found = {name: json.dumps(content, ensure_ascii=False, indent=1) + "\n" for name, content in files.items()}
-    template = metadata.get("tokenizer.chat_template")
-    return found | ({"chat_template.jinja": template} if isinstance(template, str) and template.strip() else {})
+    return found | ({"chat_template.jinja": templates["default"]} if [*templates] == ["default"] else {})
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name, the default one first."""
+    named = metadata.get("tokenizer.chat_templates")
+    keys = {"default": "tokenizer.chat_template"}
+    keys |= {str(name): f"tokenizer.chat_template.{name}" for name in (named if isinstance(named, list | tuple) else ())}
+    found = {name: metadata.get(key) for name, key in keys.items()}
+    return {name: source for name, source in found.items() if isinstance(source, str) and source.strip()}
 
 
 class _Given:

@@ -17,12 +17,14 @@ from typing import Any
 
 from lmworks.errors import Unavailable, UserError
 from lmworks.io import wheels
+from lmworks.recipe.weight_files import safetensors_of
 
 _NAMED = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^\s@:]+)(:(?P<commit>[0-9a-f]{40}))?)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DEFAULT = "main"
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "README.md", "LICENSE*"]
-_OTHERS = ["*/*", "consolidated*"]  # copies of the model in formats of other programs
+# copies of the model in formats of other programs; of files in folders, only chat templates are taken
+_OTHERS = [*(f"*/{name}" for name in _FILES if name != "*.jinja"), "consolidated*"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def folder(model: HubModel) -> Path:
         raise UserError(f"{model.name} does not exist here; to take it from the Hugging Face hub: pip install 'lmworks[export]'") from None
     asked: dict[str, Any] = {"revision": model.commit or model.revision, "allow_patterns": _FILES, "ignore_patterns": _OTHERS}
     if model.commit:  # which never changes, so the hub need not be asked
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, UserError):  # the last of a download that was cut off between two files
             found = Path(snapshot_download(model.name, local_files_only=True, **asked))
             if _is_model(found):
                 return found
@@ -91,7 +93,7 @@ def name_of(path: Path) -> str | None:
 
 
 def _is_model(path: Path) -> bool:
-    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+    return (path / "config.json").is_file() and bool(safetensors_of(path))
 
 
 def _explained(model: HubModel, error: Exception) -> UserError:

@@ -187,6 +187,19 @@ def start_context(recipe: Recipe) -> int | None:
     return int(stated) if stated else None
 
 
+def start_dtype(recipe: Recipe) -> str | None:
+    """The type of the weights of `start_from` in a format of others, as their config.json names it; None without them, and where they
+    cannot be read any more."""
+    if recipe.start_from is None:
+        return None
+    try:
+        start = find_start_weights(recipe.start_from)
+        config = _mapping(start.path / "config.json") if start.kind == "huggingface" else {}
+    except UserError:
+        return None
+    return str(config.get("dtype") or config.get("torch_dtype") or "") or None
+
+
 def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
     """Fill `model` and `tokenizer` of an unfinished tree from its `start_from`, in place; returns the reasons, by key.
 

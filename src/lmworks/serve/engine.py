@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 _PIECE = 512  # tokens of a prompt that are scored between two steps of the answers
 
 
-def score(model: Transformer, prompt: Sequence[int], top: int = 0) -> Iterator[list[Token]]:
-    """Each token of `prompt` with its log-probability given those before it, and the `top` likeliest there; a piece at a time, as the model
-    reads them.
+def score(model: Transformer, prompt: Sequence[int], top: int = 0, entries: int | None = None) -> Iterator[list[Token]]:
+    """Each token of `prompt` with its log-probability given those before it, and the `top` likeliest there among the first `entries`; a
+    piece at a time, as the model reads them.
 
     The first token has log-probability nan and no alternatives, and is a piece of its own. The model computes in its own precision; the
     softmax is in fp32.
@@ -52,7 +52,7 @@ def score(model: Transformer, prompt: Sequence[int], top: int = 0) -> Iterator[l
         cache.finish(stop - start)
         logprobs_RV = model.logits(hidden_1RD[0]).log_softmax(dim=-1)
         chosen_R = logprobs_RV.gather(1, ids_1T[0, start + 1 : stop + 1, None])[:, 0].tolist()
-        best, ids = logprobs_RV.topk(top, dim=-1) if top else (None, None)
+        best, ids = logprobs_RV[:, :entries].topk(top, dim=-1) if top else (None, None)
         tokens = []
         for row, value in enumerate(chosen_R):
             likeliest = () if best is None or ids is None else tuple(zip(ids[row].tolist(), best[row].tolist(), strict=True))
@@ -157,7 +157,8 @@ class Engine:
         job = Job(request, emit, len(request.prompts))
         answers = []
         for index, prompt in enumerate(request.prompts):
-            options = replace(request.options, max_new_tokens=self.room(len(prompt), request.options.max_new_tokens), seed=0)
+            room = self.room(len(prompt), request.options.max_new_tokens)
+            options = replace(request.options, max_new_tokens=room, seed=0, entries=self.vocabulary.size)
             assembler = Assembler(self.vocabulary.decoder(request.marks), request.stop, options.min_tokens)
             answers.append(_Answer(job, index, options, assembler))
         with self._wake:
@@ -287,7 +288,7 @@ class Engine:
         job, prompt = answer.job, answer.prompt
         try:
             if prompt not in job.scored:
-                answer.scoring = answer.scoring or score(self.model, prompt, answer.options.logprobs or 0)
+                answer.scoring = answer.scoring or score(self.model, prompt, answer.options.logprobs or 0, self.vocabulary.size)
                 if (piece := next(answer.scoring, None)) is not None:
                     answer.scored += piece
                     return

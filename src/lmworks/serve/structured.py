@@ -58,7 +58,7 @@ def tools_grammar(vocabulary: Vocabulary, tools: Sequence[Mapping[str, Any]], se
 
 def _layout(vocabulary: Vocabulary) -> tuple[Callable[[Vocabulary, int, Mapping[str, Any]], str], str, str, str]:
     """What writes a call in the form of the chat template, and what is before, between and after the calls."""
-    template, form = vocabulary.template, vocabulary.tool_form
+    template, form = vocabulary.tool_template, vocabulary.tool_form
     match form.family if form else None:
         case "mistral" if ARGS in template:
             return _named_call, "", "", ""

@@ -130,6 +130,11 @@ class Vocabulary:
         return self._tokenizer.chat_template if self._tokenizer.has_chat_template else ""
 
     @property
+    def tool_template(self) -> str:
+        """As `template`, for conversations with tools."""
+        return self._tokenizer.tool_template if self._tokenizer.has_chat_template else ""
+
+    @property
     def thinks(self) -> bool:
         """Whether the chat template lets the model think first."""
         return "<think>" in self.template and "set brief = true" not in self.template
@@ -137,7 +142,7 @@ class Vocabulary:
     @property
     def tool_form(self) -> ToolForm | None:
         """The form in which the chat template writes tool calls; None if it is not known."""
-        return tool_form(self.template)
+        return tool_form(self.tool_template)
 
     def decoder(self, marks: Sequence[str] = ()) -> StreamDecoder:
         """A new decoder for one answer, in which control tokens have no text, except `marks`."""

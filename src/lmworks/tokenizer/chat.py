@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from importlib.resources import files
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
@@ -29,6 +30,9 @@ from lmworks.tokenizer.special import ASSISTANT, OPEN
 if TYPE_CHECKING:
     from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "look", "description": "Look there.", "parameters": {
+    "type": "object", "properties": {"at": {"type": "string", "description": "Where."}}, "required": ["at"]}}}]  # fmt: skip
+"""Tools to try a template with that is for conversations with tools."""
 # Unicode's noncharacters for internal use: one that the conversation does not contain marks text that must not become special.
 MARKERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 _PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(?:\.content|\[['\"]content['\"]\])")
@@ -52,11 +56,15 @@ class Template:
 
     date: str | None = None
 
-    def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None) -> None:
-        """`tokens` are variables of a foreign template: bos_token, eos_token and so on. It gets thoughts inside an answer as they are."""
+    def __init__(
+        self, source: str, where: str, tokens: Mapping[str, str] | None = None, tools: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        """`tokens` are variables of a foreign template: bos_token, eos_token and so on. It gets thoughts inside an answer as they are.
+        `tools` are those that it is tried with, for a template that needs some."""
         self._splits_thoughts = tokens is None
         self._shipped = shipped = source in (shipped_template("brief"), shipped_template("glm-4.6"))
         self.source, self._where, self._tokens = source, where, dict(tokens or {})
+        self.tools = tools
         named = "reasoning_content" in source  # gpt-oss reads `thinking`, others `reasoning`
         self._thoughts = None if named else next((name for name in ("thinking", "reasoning") if _field(name).search(source)), None)
         try:
@@ -85,10 +93,10 @@ class Template:
         """Whether a foreign template shows text only in parts."""
         if self._shipped or not _PARTS.search(self.source):
             return False
-        probe, options = "Qzx", self._tokens | {"tools": None, "add_generation_prompt": False}
+        probe = "Qzx"
         for content in (probe, [{"type": "text", "text": probe}]):
             try:
-                if probe in self._render(messages=[{"role": "user", "content": content}], **options):
+                if probe in self._shown([{"role": "user", "content": content}], self.tools, False):
                     return isinstance(content, list)
             except Refused:
                 continue
@@ -99,14 +107,19 @@ class Template:
         """The conversation as one string. `thinking` False adds an empty thinking block to the generation prompt; True lets the model
         decide. `generation` are two characters to put around what a foreign template marks as written by the assistant.
         """
-        options: dict[str, Any] = self._tokens | ({} if thinking is None else {"enable_thinking": thinking})
+        options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         options |= {} if generation is None else {GENERATION: list(generation)}
         options |= {} if self.date is None else {DATE: self.date}
         given = [self._given(message) for message in self.checked(messages)]
         try:
-            return self._render(messages=given, tools=normal_tools(tools), add_generation_prompt=add_generation_prompt, **options)
+            return self._shown(given, normal_tools(tools), add_generation_prompt, options)
         except Refused as reason:
             raise UserError(f"{self._where} refused the conversation: {reason}") from None
+
+    def _shown(self, messages: Any, tools: Any, prompt: bool, options: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """What the template makes of its variables, which are those that `transformers` has: `documents` too, of which there are none."""
+        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        return self._render(**(self._tokens | dict(options) | given))
 
 
 def checked(messages: Sequence[dict[str, Any]], split_thoughts: bool = True) -> list[Message]:
@@ -188,7 +201,7 @@ def mark(tokenizer: TextTokenizer, text: str, marker: str, allowed: tuple[str, .
     that follows. Behind a beginning, the marker breaks up every token that the next part could complete; inside it, the rest could be the
     beginning of another: </ is the beginning of </think>, and its second character that of /nothink.
     """
-    parts = tokenizer.split_special(text)
+    parts = tokenizer.split_special(text, anywhere=True)
     parts[1::2] = [part if part in allowed else "".join(char + marker for char in part) for part in parts[1::2]]
     text = "".join(parts)
     end = len(text.rstrip())

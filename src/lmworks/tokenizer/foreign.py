@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,18 @@ import numpy as np
 from lmworks.errors import UserError
 from lmworks.io.files import explain_damage, read_json
 from lmworks.tokenizer import tokenizer_json
-from lmworks.tokenizer.chat import Template, encode
+from lmworks.tokenizer.chat import TOOLS, Template, encode
+from lmworks.tokenizer.named import DEFAULT, TOOL_USE, chat_templates, read_object, special_tokens
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.tokenizer.turns import Turns
-
-_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ForeignTokenizer(Tokenizer):
     """Encodes with `tokenizers` what `transformers` would encode, except that text never becomes a special token.
 
-    `prefix` are the ids that the tokenizer puts before every text (a BOS token, or nothing); `encode` puts them there, too. `chat_template`
-    is the source of one that takes the place of the directory's.
+    `prefix` are the ids that the tokenizer puts before every text (a BOS token, or nothing); `encode` puts them there, too. `tokens` are
+    the special ones by the names that chat templates have for them. `chat_template` is the source of one that takes the place of all of the
+    directory's.
     """
 
     lossless = False  # it may normalize text, or put a space before it
@@ -47,6 +49,7 @@ class ForeignTokenizer(Tokenizer):
                                     f"gives it {found}; get the file again from its origin")  # fmt: skip
             tokens = {token["content"]: token for token in spec.get("added_tokens") or [] if token.get("special")}
             self.special = {name: int(token["id"]) for name, token in sorted(tokens.items(), key=lambda item: int(item[1]["id"]))}
+            self._alone = frozenset(name for name, token in tokens.items() if token.get("single_word"))
             self._strips = {name: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for name, token in tokens.items()}
             # user-defined tokens such as runs of spaces are text; control tokens are not
             ordinary = [token for token in spec.get("added_tokens") or [] if not token.get("special")]
@@ -61,24 +64,24 @@ class ForeignTokenizer(Tokenizer):
             self.vocab_size = max(whole.get_vocab(with_added_tokens=True).values()) + 1
         self._hidden = frozenset(self.special.values())
         self._index_special()
-        self._config = self._optional("tokenizer_config.json")
-        self.tokens = {name: text for name in _TOKENS if (text := _text_of(self._config.get(name))) is not None}
+        self.tokens = special_tokens(self.directory)
         self.prefix = self._find_prefix()
         self.eos_ids = self._find_eos()
         if not self.eos_ids:
             raise UserError(f"{self.directory} names no end-of-text token; add eos_token_id to its generation_config.json")
         eos = self.special.get(self.tokens.get("eos_token", ""))
         self.eos_id = self.eos_ids[0] if eos is None else eos
-        self.pad_id = self.special.get(self.tokens.get("pad_token", ""), self.eos_id)
+        self.stated_pad = self._find_pad()
+        self.pad_id = self.special.get(self.tokens.get("pad_token", ""), self.eos_id) if self.stated_pad is None else self.stated_pad
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The ids at which an answer stops: those of generation_config.json and of the end-of-text token, and the tokens with which the
+        """The ids at which an answer stops: those of generation_config.json and of the end-of-text token, and the tokens with which a
         chat template ends an answer."""
-        try:
-            ends = self._turns.stops if self.has_chat_template else ()
-        except UserError:  # it is refused where a mask is needed
-            ends = ()
+        ends: set[int] = set()
+        for tools in [one for name, one in ((DEFAULT, None), (TOOL_USE, TOOLS)) if name in self.named_templates]:
+            with suppress(UserError):  # it is refused where a mask is needed
+                ends |= self._turns_for(tools).stops
         return tuple(dict.fromkeys([*self.eos_ids, *sorted(ends)]))
 
     @property
@@ -86,26 +89,40 @@ class ForeignTokenizer(Tokenizer):
         """`prefix`, else the BOS token, else the end of text, as in lm-evaluation-harness."""
         return self.prefix or (self.special.get(self.tokens.get("bos_token", ""), self.eos_id),)
 
-    def _optional(self, name: str) -> dict[str, Any]:
-        path = self.directory / name
-        found = read_json(path) if path.is_file() else {}
-        return found if isinstance(found, dict) else {}
-
     def _find_prefix(self) -> tuple[int, ...]:
         bare, full = (self._whole.encode("a", add_special_tokens=special).ids for special in (False, True))
         size = next((at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare), 0)
-        bos = self.special.get(self.tokens.get("bos_token", ""))
-        if not size and self._config.get("add_bos_token") is True and bos is not None:
-            return (bos,)
-        return tuple(full[:size])
+        return tuple(full[:size])  # beside a tokenizer.json, `transformers` ignores add_bos_token
 
     def _find_eos(self) -> tuple[int, ...]:
         found: list[int] = []
-        for name in ("generation_config.json", "config.json"):  # the second counts where the first says nothing, as in transformers
-            given = self._optional(name).get("eos_token_id")
+        for given in self._stated("eos_token_id"):
             found = found or [int(one) for one in (given if isinstance(given, list) else [given]) if isinstance(one, int)]
         eos = self.special.get(self.tokens.get("eos_token", ""))
         return tuple(dict.fromkeys([*found, *([] if eos is None else [eos])]))
+
+    def _find_pad(self) -> int | None:
+        """The id for padding that the files beside the tokenizer state; some of old models state -1, for none."""
+        return next((one for one in self._stated("pad_token_id") if type(one) is int and one >= 0), None)
+
+    def _stated(self, key: str) -> list[Any]:
+        """What generation_config.json and config.json say; the second counts where the first says nothing, as in `transformers`."""
+        return [read_object(self.directory / name).get(key) for name in ("generation_config.json", "config.json")]
+
+    def split_special(self, text: str, anywhere: bool = False) -> list[str]:
+        """As in `TextTokenizer`; a special token that counts as a single word only is text inside of one, unless `anywhere`."""
+        parts = super().split_special(text)
+        if anywhere or not self._alone:
+            return parts
+        found, at = parts[:1], len(parts[0])
+        for name, after in zip(parts[1::2], parts[2::2], strict=True):
+            end = at + len(name)
+            if name in self._alone and (_in_word(text[at - 1 : at]) or _in_word(text[end : end + 1])):
+                found[-1] += name + after
+            else:
+                found += [name, after]
+            at = end + len(after)
+        return found
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """The ids of `text` behind `prefix`; special tokens in it stay ordinary text unless `allow_special`."""
@@ -176,36 +193,40 @@ class ForeignTokenizer(Tokenizer):
     @property
     def has_chat_template(self) -> bool:
         """Whether the directory has a chat template, in a file of its own or in tokenizer_config.json."""
-        return (
-            self._given is not None or (self.directory / "chat_template.jinja").is_file() or self._chat_template_in_config() is not None
-        )
+        return DEFAULT in self.named_templates
 
-    def _chat_template_in_config(self) -> str | None:
-        given = self._config.get("chat_template")
-        if isinstance(given, list):  # several, by name
-            given = next((one.get("template") for one in given if isinstance(one, dict) and one.get("name") == "default"), None)
-        return given if isinstance(given, str) else None
+    @cached_property
+    def named_templates(self) -> dict[str, str]:  # type: ignore[override]
+        return {name: source for name, (source, _) in self._sources.items()}
+
+    @cached_property
+    def _sources(self) -> dict[str, tuple[str, Path | str]]:
+        return dict(chat_templates(self.directory)) if self._given is None else {DEFAULT: (self._given, "tokenizer.chat_template")}
 
     @cached_property
     def _template(self) -> Template:
-        if self._given is not None:
-            return Template(self._given, "tokenizer.chat_template", self.tokens)
-        path = self.directory / "chat_template.jinja"
-        if path.is_file():
-            return Template(path.read_text(encoding="utf-8"), str(path), self.tokens)
-        path, given = self.directory / "tokenizer_config.json", self._chat_template_in_config()
-        if given is None:
-            raise UserError(f"{path} has no chat_template; this model cannot be asked in a chat")
-        return Template(given, str(path), self.tokens)
-
-    @property
-    def chat_template(self) -> str:
-        """The source of the chat template; `UserError` if there is none."""
-        return self._template.source
+        if DEFAULT not in self._sources:
+            raise UserError(f"{self.directory / 'tokenizer_config.json'} has no chat_template; this model cannot be asked in a chat")
+        source, where = self._sources[DEFAULT]
+        return Template(source, str(where), self.tokens)
 
     @cached_property
-    def _turns(self) -> Turns:
-        return Turns(self, self.encode_marked, self.eos_ids, self._template, f"the chat template of {self.directory}")
+    def _tool_template(self) -> Template:
+        if TOOL_USE not in self._sources:
+            return self._template
+        source, where = self._sources[TOOL_USE]
+        return Template(source, f"{where} ({TOOL_USE})", self.tokens, TOOLS)
+
+    def _turns_for(self, tools: Any) -> Turns:
+        """The turns of the template that shows a conversation with these tools."""
+        template = self._template_for(tools)
+        if template not in self._turns:
+            self._turns[template] = Turns(self, self.encode_marked, self.eos_ids, template, f"the chat template of {self.directory}")
+        return self._turns[template]
+
+    @cached_property
+    def _turns(self) -> dict[Template, Turns]:
+        return {}
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
                     add_generation_prompt: bool = False, thinking: bool | None = None) -> tuple[list[int], list[bool]]:
@@ -213,8 +234,8 @@ class ForeignTokenizer(Tokenizer):
         assistant has written nothing that counts. Raises `UserError`.
         """
         if not add_generation_prompt:
-            return self._turns.encode(messages, tools, thinking)
-        ids = encode(self, self._template, messages, tools, add_generation_prompt, thinking)
+            return self._turns_for(tools).encode(messages, tools, thinking)
+        ids = encode(self, self._template_for(tools), messages, tools, add_generation_prompt, thinking)
         return ids, [False] * len(ids)
 
     def answer_ends(self, ids: Sequence[int], mask: Sequence[bool]) -> list[int]:
@@ -245,7 +266,6 @@ def _byte_level(piece: str) -> bytes:
         return piece.encode()
 
 
-def _text_of(token: Any) -> str | None:
-    """The text of a special token in tokenizer_config.json, which is a string or an object with `content`."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) and content else None
+def _in_word(char: str) -> bool:
+    """Whether a character is one of a word to `tokenizers`, whose \\w has marks and joiners; not so for no character."""
+    return bool(char) and (char.isalpha() or unicodedata.category(char) in ("Mn", "Mc", "Me", "Nd", "Nl", "Pc") or char in "\u200c\u200d")

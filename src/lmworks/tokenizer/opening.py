@@ -16,9 +16,8 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import special
 from lmworks.tokenizer.chat import shipped_template
 from lmworks.tokenizer.foreign import ForeignTokenizer
+from lmworks.tokenizer.named import TEMPLATE, TEMPLATES, chat_templates, read_object, tokenizer_files
 from lmworks.tokenizer.tokenizer import Tokenizer
-
-TEMPLATE = "chat_template.jinja"
 
 
 def load(directory: Path) -> Tokenizer:
@@ -35,25 +34,15 @@ def load(directory: Path) -> Tokenizer:
 
 
 def _has_own_template(directory: Path) -> bool:
-    path, config = directory / TEMPLATE, directory / "tokenizer_config.json"
-    source: str | None
-    if path.is_file():
-        source = path.read_text(encoding="utf-8", errors="replace")
-    else:
-        found = read_json(config) if config.is_file() else {}
-        source = found.get("chat_template") if isinstance(found, dict) else None
-    return source is None or source in (shipped_template("brief"), shipped_template("glm-4.6"))
-
-
-KEPT = ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "special_tokens_map.json", "generation_config.json")
-"""The files of a tokenizer in a Hugging Face directory; the last names the tokens at which generation stops."""
+    ours = (shipped_template("brief"), shipped_template("glm-4.6"))
+    return all(source in ours for source, _ in chat_templates(directory).values())
 
 
 def keep(recipe: Recipe, out_dir: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """Copy the tokenizer at `tokenizer.path` into `out_dir`, byte for byte where no tokens are added; returns it and a report.
 
-    A chat template that is part of tokenizer_config.json is also written as a file of its own, with the same characters, and one of
-    `tokenizer.chat_template` takes its place. Raises `UserError`
+    A chat template that is part of tokenizer_config.json is also written as a file of its own, with the same characters, unless there are
+    several there, which that file would hide. One of `tokenizer.chat_template` takes the place of all. Raises `UserError`
     if the tokenizer cannot be read, if a token cannot be added, if it has ids that the embedding does not have, or if the recipe tunes on
     conversations and there is no chat template, or one that does not show which tokens the assistant writes.
     """
@@ -64,17 +53,20 @@ def keep(recipe: Recipe, out_dir: Path) -> tuple[Tokenizer, dict[str, Any]]:
     if recipe.tune is not None:
         require_chat(tokenizer)
     out_dir.mkdir(parents=True, exist_ok=True)
-    for name in KEPT:
-        if (source / name).is_file():
-            with atomic_path(out_dir / name) as aside:
-                shutil.copyfile(source / name, aside)
+    names = [name for name in tokenizer_files(source) if template is None or not name.startswith(TEMPLATES)]
+    for name in {*tokenizer_files(out_dir)} - {*names}:  # of what the recipe named before
+        (out_dir / name).unlink()
+    for name in names:
+        (out_dir / name).parent.mkdir(exist_ok=True)
+        with atomic_path(out_dir / name) as aside:
+            shutil.copyfile(source / name, aside)
     if template is not None:
         write_text(out_dir / TEMPLATE, tokenizer.chat_template)
     if added := recipe.tokenizer.add_tokens:
         write_bytes(out_dir / "tokenizer.json", whole)
         _describe_added(out_dir, added)
         tokenizer = load(out_dir)
-    if tokenizer.has_chat_template and not (out_dir / TEMPLATE).exists():
+    if tokenizer.has_chat_template and not (out_dir / TEMPLATE).exists() and len(tokenizer.named_templates) == 1:
         write_text(out_dir / TEMPLATE, tokenizer.chat_template)
     if isinstance(tokenizer, ForeignTokenizer):
         _write_stops(tokenizer, out_dir / "generation_config.json")
@@ -133,10 +125,11 @@ def _describe_added(out_dir: Path, texts: list[str]) -> None:
 
 
 def _write_stops(tokenizer: ForeignTokenizer, path: Path) -> None:
-    """config.json, which may name the end-of-text tokens, is not a file of the tokenizer."""
-    known = read_json(path) if path.is_file() else {}
-    if "eos_token_id" not in known:
-        write_json(path, known | {"eos_token_id": list(tokenizer.eos_ids)})
+    """config.json, which may name the end-of-text tokens and that for padding, is not a file of the tokenizer."""
+    known = read_object(path)
+    stated = {"eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.stated_pad}
+    if missing := {key: one for key, one in stated.items() if one is not None and known.get(key) is None}:
+        write_json(path, known | missing)
 
 
 def require_fit(tokenizer: Tokenizer, recipe: Recipe) -> None:

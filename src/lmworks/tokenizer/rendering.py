@@ -67,7 +67,7 @@ def _generation_tag() -> Any:
     return GenerationTag
 
 
-def _raise_refused(call: Callable[..., Any], *arguments: Any, **variables: Any) -> Any:
+def _raise_refused(call: Callable[..., Any], /, *arguments: Any, **variables: Any) -> Any:
     try:
         return call(*arguments, **variables)
     except Exception as error:  # untrusted code may raise anything

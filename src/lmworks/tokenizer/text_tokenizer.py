@@ -91,8 +91,9 @@ class TextTokenizer:
         with ThreadPoolExecutor(threads) as pool:  # tiktoken releases the interpreter lock
             return list(pool.map(self._encode_numpy, texts))
 
-    def split_special(self, text: str) -> list[str]:
-        """`text` cut at its special tokens: text, special, text, special, ..., text."""
+    def split_special(self, text: str, anywhere: bool = False) -> list[str]:
+        """`text` cut at its special tokens: text, special, text, special, ..., text. `anywhere`: also at what is none only because of the
+        text beside it."""
         return self._special_pattern.split(text)
 
     def special_prefix_length(self, text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from functools import cached_property
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.io.files import read_json
 from lmworks.tokenizer.chat import Template, assistant_mask, encode, prompts, render_marked, take_out, unlearn, unused_markers
-from lmworks.tokenizer.messages import Message
+from lmworks.tokenizer.messages import Message, normal_tools
+from lmworks.tokenizer.named import DEFAULT, read_object
 from lmworks.tokenizer.special import ASSISTANT, SYSTEM
 from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
@@ -43,23 +44,42 @@ class Tokenizer(TextTokenizer):
             raise UserError(f"{path} does not exist; this tokenizer has no chat template")
         return Template(path.read_text(encoding="utf-8"), str(path))
 
+    @property
+    def _tool_template(self) -> Template:
+        """The template of conversations with tools."""
+        return self._template
+
+    def _template_for(self, tools: Any) -> Template:
+        return self._tool_template if normal_tools(tools) else self._template
+
     def apply_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
                    add_generation_prompt: bool = False, thinking: bool | None = None) -> str:
         """The conversation as the one string that `transformers`' apply_chat_template makes of it. See `lmworks.tokenizer.chat`."""
-        return self._template.render(messages, tools, add_generation_prompt, thinking)
+        return self._template_for(tools).render(messages, tools, add_generation_prompt, thinking)
 
     @property
     def chat_template(self) -> str:
         """The source of the chat template; `UserError` if there is none."""
         return self._template.source
 
+    @property
+    def tool_template(self) -> str:
+        """The source of the chat template of conversations with tools, which is another one in some models."""
+        return self._tool_template.source
+
+    @property
+    def named_templates(self) -> dict[str, str]:
+        """The sources of all chat templates, by their names."""
+        return {DEFAULT: self.chat_template} if self.has_chat_template else {}
+
     def fix_date(self) -> None:
         """Let a chat template that shows the date show the day on which the run took this tokenizer, so that conversations and prompts do
         not depend on when they are rendered; today's for the tokenizer of no run. Templates of a server show each day."""
         if self.has_chat_template and self._template.date is None:
-            path = self.directory / "report.json"
-            found = read_json(path) if path.is_file() else {}
-            self._template.date = found.get("chat_date") or date.today().isoformat()
+            day = read_object(self.directory / "report.json").get("chat_date") or date.today().isoformat()
+            self._template.date = day
+            with suppress(UserError):  # it is refused where it is needed
+                self._tool_template.date = day
 
     def render_marked(self, messages: Sequence[dict[str, Any]], marker: str, add_generation_prompt: bool = False) -> str:
         """The conversation as a string in which `marker` breaks up what is not special: see `lmworks.tokenizer.chat.render_marked`."""

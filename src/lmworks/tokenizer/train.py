@@ -27,7 +27,8 @@ from lmworks.tokenizer.chat import shipped_template
 from lmworks.tokenizer.evaluate import draw_sample, evaluate, shares, source_weights, text_bytes
 from lmworks.tokenizer.foreign import ForeignTokenizer
 from lmworks.tokenizer.merges import GAP, WordCounts, count_words, learn_merges, to_symbols
-from lmworks.tokenizer.opening import TEMPLATE, keep, kept_json, load
+from lmworks.tokenizer.named import TEMPLATE
+from lmworks.tokenizer.opening import keep, kept_json, load
 from lmworks.tokenizer.tokenizer_json import add_specials, complete_specials, truncated
 from lmworks.ui.terminal import bar
 

@@ -133,12 +133,12 @@ class Turns:
 
     def _has_spans(self) -> bool:
         """Whether the template marks answers itself. This first rendering also finds a template that hangs or fails."""
-        begin, end = unused_markers([], None, 2)
-        return begin in self._template.render([_USER, _answer()], generation=(begin, end))
+        begin, end = unused_markers([], self._template.tools, 2)
+        return begin in self._template.render([_USER, _answer()], self._template.tools, generation=(begin, end))
 
     def _closing(self, messages: list[dict[str, Any]]) -> int | None:
         """The first special token behind the answer that contains `_ANSWER`."""
-        text = self._template.render(messages)
+        text = self._template.render(messages, self._template.tools)
         _, found, rest = text.rpartition(_ANSWER)
         parts = self._tokenizer.split_special(rest) if found else []
         return self._tokenizer.special[parts[1]] if len(parts) > 1 else None
@@ -151,7 +151,7 @@ class Turns:
 
     def _check(self) -> None:
         """Raise `UserError` unless the mask of a short conversation is exactly its answers."""
-        ids, mask = self.encode([_USER, _answer(), _USER, _answer(_LATER)])
+        ids, mask = self.encode([_USER, _answer(), _USER, _answer(_LATER)], self._template.tools)
         written = [one for one, spoken in zip(ids, mask, strict=True) if spoken]
         text = self._tokenizer.decode(written)
         turns = sum(spoken and not before for before, spoken in zip([False, *mask], mask, strict=False))

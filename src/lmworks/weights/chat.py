@@ -13,11 +13,11 @@ import yaml
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.io.files import read_json
 from lmworks.io.run_layout import BASE, of_checkpoint
 from lmworks.recipe.hub import locate
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.weights import Weights, find_weights, holds_model
+from lmworks.tokenizer.named import DEFAULT, chat_templates
 
 TAG = "conversational"
 """The tag of a model card that says that the model was trained on conversations, as the Hugging Face Hub spells it."""
@@ -66,10 +66,7 @@ def require_template(where: str) -> None:
 
 def _has_template(folder: Path) -> bool:
     """As `Tokenizer.has_chat_template`, by the files alone."""
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    config = folder / "tokenizer_config.json"
-    return config.is_file() and bool(read_json(config).get("chat_template"))
+    return DEFAULT in chat_templates(folder)
 
 
 def _card(path: Path) -> dict[str, Any]:

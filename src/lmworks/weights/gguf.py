@@ -338,7 +338,7 @@ class GgufWeights:
         rope, head_dim = self._model.rope, self._model.head_dim
         assert head_dim
         expected = rope_factors(self._model) if rope.scaling == "llama3" else torch.ones(int(head_dim * rope.partial_rotary_factor) // 2)
-        if expected.shape != info.shape or not torch.allclose(_read(info), expected, rtol=1e-4):
+        if expected.shape != info.shape or not torch.allclose(_read(info), expected, rtol=1e-5):
             raise UserError(f"{self._path}: the factors in {info.name} are not those of the scaling of Llama 3; lmworks has no other ones")
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from lmworks.recipe.families.registry import family_in, from_config
 from lmworks.recipe.gguf_header import is_gguf
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.model import Model as Config
+from lmworks.recipe.weight_files import ADAPTER, left_aside, safetensors_of
+from lmworks.ui import terminal
 from lmworks.weights.gguf import GgufWeights
 from lmworks.weights.names import (
     from_interleaved,
@@ -150,6 +152,7 @@ def read_model(directory: Path) -> Transformer:
     not those that passed a comparison whose report is beside them."""
     directory = Path(directory)
     verify_export(directory)
+    name_left_aside(directory)
     config = read_json(directory / "config.json")
     with explain_damage(directory / "config.json"):
         described = from_config(config)
@@ -189,10 +192,29 @@ def open_all(directory: Path, stack: ExitStack) -> dict[Path, Any]:
     files, config = files_of(directory), read_json(directory / "config.json")
     if is_gguf(files[0]):
         return {files[0]: GgufWeights(files[0], from_config(config))}
-    found = dequantized(directory, config, {file: _open(file, stack) for file in files})
+    opened = {file: _open(file, stack) for file in files}
+    _refuse_duplicates(opened)
+    found = dequantized(directory, config, opened)
     prefixes = (family := family_in(config)).prefixes
     named = {file: _Renamed(handle, prefixes) for file, handle in found.items()} if prefixes else found
     return split_stacks(named, family)
+
+
+def _refuse_duplicates(opened: Mapping[Path, Any]) -> None:
+    """Raise `UserError` if two files have a tensor of one name, of which the last that is read would count."""
+    of: dict[str, Path] = {}
+    for file, handle in opened.items():
+        for name in handle.keys():  # noqa: SIM118
+            if name in of:
+                raise UserError(f"{file} and {of[name]} both have the tensor {name}; keep the files of one model there")
+            of[name] = file
+
+
+@cache
+def name_left_aside(directory: Path) -> None:
+    """Say once which files beside the weights look like weights and are not read."""
+    if files_of(directory)[0].suffix == ".safetensors" and (names := left_aside(directory)):
+        terminal.console.print(f"{directory}: not read, as in transformers: {', '.join(names)}", style="yellow")
 
 
 class _Renamed:
@@ -217,16 +239,11 @@ def _with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def files_of(directory: Path) -> list[Path]:
-    """The files of weights of a checkpoint: safetensors, or a GGUF file with its parts; `UserError` if there are none, or if one that the
-    index names is missing."""
-    files = next((found for kind in ("*.safetensors", "*.gguf") if (found := sorted(directory.glob(kind)))), [])
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        with explain_damage(index):
-            named = sorted({str(name) for name in read_json(index)["weight_map"].values()})
-        if missing := [name for name in named if not (directory / name).is_file()]:
-            more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
-            raise UserError(f"{directory / missing[0]}{more} does not exist, which {index.name} names; download it too")
+    """The files of weights of a checkpoint: safetensors (`safetensors_of`), or a GGUF file with its parts; `UserError` if there are none,
+    or if an adapter lies beside them, which `transformers` would add."""
+    files = safetensors_of(directory) or sorted(directory.glob("*.gguf"))
+    if (directory / ADAPTER).is_file():
+        raise UserError(f"{directory / ADAPTER} is of an adapter, which transformers would add to this model; move one of the two away")
     if not files:
         raise UserError(f"{directory} has no .safetensors file{only_pickled(directory)}")
     for file in files:
@@ -286,6 +303,7 @@ def map_weights(directory: Path, model: Model) -> dict[str, Path]:
     Raises `UserError` for files that are damaged or pickled, and for tensors that are missing, foreign, or of another shape.
     """
     directory = Path(directory)
+    name_left_aside(directory)
     family = family_in(read_json(directory / "config.json"))
     wanted = wanted_tensors(model, family)
     with torch.device("meta"):

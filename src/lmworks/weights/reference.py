@@ -116,7 +116,13 @@ def find(checkpoint: Path, about: Mapping[str, Any]) -> Weights:
                 f"{folder / name} is not the file that {run_of(checkpoint)} began with: its BLAKE3 is {found}, and it was {expected}; "
                 "put that file back"
             )
-    return find_weights(where, needs_tokenizer=False)
+    weights = find_weights(where, needs_tokenizer=False)
+    if (there := sorted(files_behind(weights))) != sorted(about["blake3"]):
+        raise UserError(
+            f"{folder} is read from {', '.join(there)} now, and {run_of(checkpoint)} began with {', '.join(sorted(about['blake3']))}; take "
+            "the other files of weights away, or start a new run"
+        )
+    return weights
 
 
 def run_of(checkpoint: Path) -> Path:

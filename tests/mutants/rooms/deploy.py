@@ -17,4 +17,6 @@ MUTANTS = [
      "cli/test_deploy_command.py"),
     ("deploy.deploy:_copy_package", "    if on_cpu:\n", "    if False:\n", "A container for a CPU gets torch without CUDA.",
      "deploy/test_containers.py"),
+    ("deploy.deploy:plan_deployment", "    if others:\n", "    if False:\n",
+     "An engine that would read weights beside the model's is not deployed.", "weights/test_weight_files.py"),
 ]  # fmt: skip

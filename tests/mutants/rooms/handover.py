@@ -28,4 +28,6 @@ MUTANTS = [
     ("handover.slime:_write", "    verify_export(target)  # the copy\n", "",
      "The copy that is handed over is verified.",
      "cli/test_handover_command.py::test_a_copy_that_came_out_different_is_not_handed_over"),
+    ("handover.slime:_place_model", " and file.name not in others", "", "slime gets no weights that are not of the model.",
+     "weights/test_weight_files.py"),
 ]  # fmt: skip

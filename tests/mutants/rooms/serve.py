@@ -68,4 +68,13 @@ MUTANTS = [
      "A trial that has ended begins again with the vocabulary.", "serve/test_structured.py"),
     ("serve.grammar_trial:Trial.__call__", "self._found[key] if key in self._found else self._try(lark)", "self._try(lark)",
      "A grammar is tried once.", "serve/test_structured.py"),
+    ("serve.engine:Engine.submit", ", entries=self.vocabulary.size", "", "Rows that only pad the embedding are never written.",
+     "serve/test_engine.py"),
+    ("serve.engine:score", "logprobs_RV[:, :entries].topk", "logprobs_RV.topk",
+     "Rows that only pad the embedding are no alternatives in a prompt.",
+     "serve/test_engine.py"),
+    ("inference.sampling:choose", "_without(logprobs_BV, beyond_BV).topk", "logprobs_BV.topk",
+     "Rows that only pad the embedding are no alternatives.", "inference/test_generate.py serve/test_engine.py"),
+    ("serve.vocabulary:Vocabulary.tool_form", "tool_form(self.tool_template)", "tool_form(self.template)",
+     "The form of tool calls is that of the template for tools.", "tokenizer/test_tokenizer_named.py"),
 ]  # fmt: skip

@@ -1,0 +1,41 @@
+"""Which files of a Hugging Face folder are its weights: those that `transformers` reads, and no others that lie beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lmworks.errors import UserError
+from lmworks.io.files import explain_damage, read_json
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+
+
+def safetensors_of(directory: Path) -> list[Path]:
+    """The files of safetensors that are the weights of a model: `model.safetensors`, or else those that the index names, or else all.
+
+    `model.safetensors` may be among the files of an index, which then counts: its others have layers that `transformers` does not load.
+    Empty if there are none. Raises `UserError` for an index that is damaged, or that names a file which is not in the folder.
+    """
+    index = directory / INDEX
+    named = _named(index) if index.is_file() else []
+    if (directory / ONE).is_file() and ONE not in named:
+        return [directory / ONE]
+    if missing := [name for name in named if not (directory / name).is_file()]:
+        more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
+        raise UserError(f"{directory / missing[0]}{more} does not exist, which {INDEX} names; download it too")
+    return [directory / name for name in named] or sorted(directory.glob("*.safetensors"))
+
+
+def left_aside(directory: Path) -> list[str]:
+    """The names of files of safetensors in a folder that are no weights of its model: an average, another split, another format."""
+    return sorted({path.name for path in directory.glob("*.safetensors")} - {path.name for path in safetensors_of(directory)})
+
+
+def _named(index: Path) -> list[str]:
+    with explain_damage(index):
+        named = set(read_json(index)["weight_map"].values())
+        strange = [name for name in named if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name]
+        if strange or not named:
+            raise ValueError(f"it names {str(strange[0])[:100]!r}, which is no file in its folder" if strange else "it names no files")
+    return sorted(named)
