@@ -79,16 +79,16 @@ PLACES = (
         weights.gguf gguf_of gguf_package
         weights.gguf _read GgufWeights._found GgufWeights._info GgufWeights._check_rope
         weights.quantized _pair _block(2)
-        weights.reference find(3)
-        weights.huggingface files_of(3) _open refuse_unequal_copies(2)
+        weights.reference find(4)
+        weights.huggingface files_of(3) _open _refuse_duplicates refuse_unequal_copies(2)
         weights.names huggingface_name refuse_foreign
         weights.huggingface map_weights(2)
     """),
     (FIRST, "the data, rewards and adapters of the stages after pretraining", """
-        export.peft read_peft(6) _read_config _require_options(5) _Joined.part
-        model.lora attach(2)
+        export.peft read_peft(6) _read_config _require_options(4) _Joined.part
+        model.lora _refuse_targets(2)
         run.refusals _adapters.look
-        plan.stages stages_as_phases
+        plan.stages later_phases
         shards.validation check_batch
         train.prompts refusals(3) read_prompts
         train.rewards AnswerCheck.finish
@@ -102,6 +102,7 @@ PLACES = (
         train.data.mixture replayed_rows
         train.data.sets require_sets
         train.validation EarlyStopper.observe
+        train.observe.sampling refusals
     """),
     (FIRST, "the evaluation sets", """
         evaluate.generation.interface Declared.open(2)
@@ -134,10 +135,10 @@ PLACES = (
         recipe.schema.layout layout_for
     """),
     (LATER, "a layout whose sizes `run.refusals` has checked; this is the same rule where tensors are split", """
-        parallel.context shard_context(3) split
-        parallel.experts shard_experts
+        parallel.context split
         parallel.parallelize build(2)
-        parallel.tensor Stream.begin shard_tensors
+        parallel.parallel_model ParallelModel.configure
+        parallel.tensor Stream.begin
     """),
     (LATER, "what the documents of the sources hold, once they have been read and filtered", """
         corpus.transform.checks parse_code(2)

@@ -22,6 +22,7 @@ def bundle(path: Path, *entries: tuple[str, bytes, int | None]) -> Path:
 def test_what_a_run_keeps_comes_back_and_nothing_else_is_packed(tmp_path: Path) -> None:
     run, wanted = tmp_path / "run", {}
     for name in ("ledger.jsonl", "resolved.json", "recipe.yaml", "tokenizer/tokenizer.json", "tokenizer/chat_template.jinja",
+                 "tokenizer/additional_chat_templates/tool_use.jinja",
                  "tune/metrics.jsonl", "tune/searched.npy", "tune/stage.json", "wandb_id",
                  "url_credentials.json", "lock", "report.html", "own.py",
                  ".hidden.json", "evaluate/results.json"):  # fmt: skip

@@ -282,7 +282,7 @@ CASES: dict[str, tuple[str, str, Make]] = {
         ),
     ),
     "unknown targets": (
-        "model.lora attach",
+        "model.lora _refuse_targets",
         "tune.lora.targets: 'q_proj' matches no matrix",
         lambda p: p.tune(lora={"rank": 4, "targets": ["q_proj"]}),
     ),
@@ -437,7 +437,7 @@ INSTALLED, TOKENIZERS, FAMILIES = (
     "tests/cli/test_start_bad_input.py",
 )
 ELSEWHERE = {
-    "plan.stages stages_as_phases": "a budget below a step, in `plan`; the run refuses it by its own rule before",
+    "plan.stages later_phases": "a budget below a step, in `plan`; the run refuses it by its own rule before",
     "corpus.transform.filter_steps identifier": INSTALLED,
     "corpus.transform.steps _code": INSTALLED,
     "corpus.transform.rewrite rewrite_step": INSTALLED,
@@ -465,6 +465,7 @@ ELSEWHERE = {
     "weights.names huggingface_name": FAMILIES,
     "weights.names refuse_foreign": FAMILIES,
     "weights.huggingface refuse_unequal_copies": FAMILIES,
+    "weights.huggingface _refuse_duplicates": WEIGHTS,
     "verify.answers check_installed": INSTALLED,
     "weights.gguf _read": WEIGHTS,
     "weights.gguf GgufWeights._found": WEIGHTS,

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -21,8 +22,10 @@ from lmworks.errors import UserError
 from lmworks.launch import launcher, rank, slurm
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.rank import run_rank
+from lmworks.launch.rank_context import _report_failure
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, find_hosts, read_hosts, read_table
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, read_ledger
 from patience import PATIENCE
 
@@ -284,6 +287,23 @@ def test_a_node_whose_ranks_fail_again_and_again_is_left_out(tmp_path: Path) -> 
     assert slurm.finish_job(recipe(launch={"exclude_after_failures": 3}), tmp_path, 1).excluded == ("n7",)
 
 
+def test_what_a_node_did_before_it_was_readmitted_is_not_counted(tmp_path: Path) -> None:
+    folder, asked = LaunchDir.of(tmp_path), recipe(launch={"exclude_after_failures": 2})
+    folder.begin()
+    table = HostTable(folder.hosts, [Host("n1", 1), Host("n7", 1)])
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        for _ in range(2):
+            ledger.write("restart", hosts=["n7"], ranks=[1], reason="killed")
+        table.exclude("n7", "its ranks failed")
+        time.sleep(0.01)
+        assert table.readmit("n7")
+        assert slurm.finish_job(asked, tmp_path, 1).excluded == ()
+        time.sleep(0.01)
+        for then in ((), ("n7",)):
+            ledger.write("restart", hosts=["n7"], ranks=[1], reason="killed")
+            assert slurm.finish_job(asked, tmp_path, 1).excluded == then
+
+
 def ends_with(code: int) -> Callable[[], None]:
     return lambda: sys.exit(code)
 
@@ -301,9 +321,72 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchDi
 
 
 def test_the_first_rank_speaks_for_all_when_the_run_is_done(folder: LaunchDir) -> None:
-    assert run_rank(folder, 1, ends_with(0)) == 0 and folder.outcome() is None
     assert run_rank(folder, 0, ends_with(0)) == 0
     assert folder.outcome() == {"code": 0, "rank": 0, "message": ""}
+
+
+def test_a_rank_that_is_done_waits_for_the_first_one_to_say_so(folder: LaunchDir) -> None:
+    threading.Timer(0.2, lambda: folder.conclude(0, 0)).start()
+    assert run_rank(folder, 1, ends_with(0)) == 0 and folder.outcome() is not None
+
+
+def test_a_rank_that_was_told_it_is_done_by_one_that_was_stopped_is_started_again(
+    folder: LaunchDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank tells the others so whenever it leaves, also when torchrun stops it. After code 0 their agents would sit idle."""
+    folder.give_up_group()
+    assert run_rank(folder, 1, ends_with(0)) == 1
+    folder.failed.unlink()
+    monkeypatch.setattr(rank, "_OUTCOME_SECONDS", 0.1)
+    assert run_rank(folder, 1, ends_with(0)) == 1
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["torchrun", "launcher"])
+def test_a_rank_that_waits_for_the_first_one_makes_way_for_torchrun(
+    folder: LaunchDir, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """It stops all ranks when a host joins. A launcher's request to stop is for the first rank, which then records its end."""
+    monkeypatch.setattr(rank.os, "_exit", sys.exit)
+
+    def strike() -> None:
+        if asked:
+            folder.request_stop(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        folder.conclude(75, 0)
+
+    threading.Timer(0.2, strike).start()
+    if asked:
+        assert run_rank(folder, 1, ends_with(0)) == 0
+        return
+    with pytest.raises(SystemExit) as stop:
+        run_rank(folder, 1, ends_with(0))
+    assert stop.value.code == 1 and folder.outcome() is None
+
+
+def test_ranks_that_were_told_to_leave_have_not_failed(tmp_path: Path) -> None:
+    """What is known of the last failure is kept."""
+    folder = LaunchDir.of(tmp_path)
+    folder.begin()
+    for given_up in (False, True):
+        beat = Heartbeat(folder.heartbeats)
+        beat.share()
+        beat.end("cut", "its collective timed out")
+        folder.records.mkdir(parents=True, exist_ok=True)
+        (folder.records / f"rank_{int(given_up)}").touch()
+        if given_up:
+            folder.give_up_group()
+        folder.failed.touch()
+        assert _report_failure(folder, tmp_path, 2, 9) is None
+        assert not folder.failed.exists() and not list(folder.heartbeats.glob("*.json"))
+    assert [event["event"] for event in read_ledger(tmp_path / "ledger.jsonl")] == ["restart", "resized"]
+    assert [path.name for path in folder.last_records.iterdir()] == ["rank_0"] and not list(folder.records.iterdir())
+
+
+def test_a_failure_is_not_hidden_by_a_group_that_is_given_up_a_moment_later(folder: LaunchDir) -> None:
+    folder.failed.touch()
+    folder.give_up_group()
+    assert not folder.is_group_given_up()
 
 
 def test_a_full_disk_can_end_a_run(folder: LaunchDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from lmworks.launch import supervisor
 from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.supervisor import Supervisor
 from lmworks.launch.torchrun import Host, HostTable
+from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, events_of
 from patience import PATIENCE
 
@@ -107,7 +108,7 @@ def test_a_host_that_fails_again_and_again_is_excluded_while_enough_are_left_and
     launch.fails("a")
     wait_for(lambda: launch.active == "bc")
     (out,) = (host for host in launch.table.all() if host.excluded)
-    assert out.excluded == "its ranks failed 2 times in a row, most recently: it broke"
+    assert out.excluded == "its ranks alone caused the last 2 failures, most recently: it broke"
     launch.fails("b")
     launch.fails("b")
     launch.fails("b")
@@ -117,6 +118,74 @@ def test_a_host_that_fails_again_and_again_is_excluded_while_enough_are_left_and
     wait_for(lambda: launch.started == [*"abca"])
     launch.folder.conclude(0, 0)
     assert launch.end() == 0
+
+
+def test_failures_before_the_launch_and_before_a_readmission_are_not_counted(tmp_path: Path) -> None:
+    """Two were reported in an earlier launch, and a third one was left for this launch to report."""
+    launch = Launch(tmp_path / "run", "abc", least=1)
+    with Ledger(launch.run_dir / "ledger.jsonl") as ledger:
+        for _ in range(2):
+            ledger.write("restart", hosts=["b"], reason="it broke")
+    left = Heartbeat(launch.folder.heartbeats)
+    left.share()
+    left.end("failed")
+    launch.begin()
+    launch.fails("b")  # that of the earlier launch
+    launch.fails("b")
+    launch.fails("a")  # so that what the one before led to has been done
+    assert launch.active == "abc"
+    launch.fails("b")
+    launch.fails("b")
+    wait_for(lambda: launch.active == "ac")
+    launch.folder.readmit("b")
+    wait_for(lambda: launch.started == [*"abcb"])
+    launch.fails("b")
+    launch.fails("ab")
+    assert launch.active == "abc"
+    launch.folder.conclude(0, 0)
+    assert launch.end() == 0
+
+
+def test_ranks_leave_their_group_when_a_host_of_it_is_taken_away(tmp_path: Path) -> None:
+    """Told before the agent ends: they would wait for the ranks of that host."""
+    launch = Launch(tmp_path / "run", "ab", least=1, after=1, agents={"b": "read line; cp launch/failed told"})
+    launch.begin()
+    assert not launch.folder.is_group_given_up()
+    launch.fails("b")
+    wait_for(lambda: launch.active == "a")
+    assert (launch.run_dir / "told").exists() and launch.folder.is_group_given_up()
+    assert "its ranks alone caused the last failure" in str([host.excluded for host in launch.table.all()])
+    launch.folder.conclude(0, 0)
+    assert launch.end() == 0
+
+
+def test_agents_that_stay_after_the_outcome_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that waits for another agent which never comes. Who asks for a host then gets it in the next launch."""
+    monkeypatch.setattr(supervisor, "_LEAVE_SECONDS", 0.2)
+    launch = Launch(tmp_path / "run", "ab", least=2)
+    launch.begin()
+    launch.folder.conclude(0, 0)
+    launch.folder.readmit("b")
+    launch._thread.join(PATIENCE / 4)
+    assert launch.ended == [0] and launch.active == "ab"
+    assert launch.folder.take_readmissions() == ["b"]
+
+
+def test_ctrl_c_after_the_outcome_ends_agents_that_stay(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", "ab", least=1)
+
+    def interrupt() -> None:
+        wait_for(lambda: len(launch.started) == 2)
+        launch.folder.conclude(0, 0)
+        os.kill(os.getpid(), signal.SIGINT)
+        if not over.wait(PATIENCE / 4):
+            (launch.run_dir / "over").touch()
+
+    over = threading.Event()
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert launch.supervisor.run() == 0
+    over.set()
+    assert not (launch.run_dir / "over").exists(), "the agents had to end by themselves"
 
 
 def test_a_host_whose_agent_dies_is_excluded_with_the_code(tmp_path: Path) -> None:

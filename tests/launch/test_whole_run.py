@@ -17,7 +17,7 @@ import pytest
 
 from lmworks.launch import launcher
 from lmworks.launch.launch_dir import LaunchDir
-from lmworks.launch.torchrun import CountRange
+from lmworks.launch.torchrun import CountRange, read_table
 from lmworks.watch.heartbeat import Beat, read_local_beats
 from lmworks.watch.ledger import read_ledger
 from tiny_run import STEPS, Tiny, checkpoint, curve, same_bits
@@ -100,6 +100,27 @@ def test_a_run_that_shrinks_from_four_ranks_to_three_and_grows_back_sees_the_sam
     far = [(line["step"], line["train/loss"], other["train/loss"]) for line, other in zip(lines, expected, strict=True)
            if not math.isclose(line["train/loss"], other["train/loss"], rel_tol=1e-3)]  # fmt: skip
     assert far == []
+
+
+@pytest.mark.slow
+def test_a_host_that_is_excluded_and_readmitted_at_once_trains_again(tiny: Tiny, tmp_path: Path) -> None:
+    """Its ranks fail once; the group that has just met is given up, which is no failure, and both hosts train to the end."""
+    run = tiny.copy(tmp_path / "run")
+
+    def strike() -> None:
+        victim = await_rank(run.run_dir, 1, 8, 2)
+        os.kill(victim.pid, signal.SIGKILL)
+        table = LaunchDir.of(run.run_dir).hosts
+        while not any(host.excluded for host in read_table(table)):
+            time.sleep(0.05)
+        launcher.readmit(run.run_dir, str(victim.host))
+
+    meanwhile(strike)
+    assert launch(run, "1:2", "launch.exclude_after_failures=1") == 0
+    (restart,) = events(run.run_dir, "restart")
+    assert restart["now"] == 2 and events(run.run_dir, "host_excluded")
+    assert [event["ranks"] for event in events(run.run_dir, "start")][-1] == 2
+    assert [line["step"] for line in curve(run.run_dir)] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.slow

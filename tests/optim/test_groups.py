@@ -89,7 +89,7 @@ def test_kinds_of_weights_have_factors() -> None:
     assert {name: groups[name].learning_rate for name in expected} == pytest.approx(expected)
     model = Transformer(MODEL)
     options = Options(learning_rate=0.01, adam_learning_rate=0.002, lr_scales=scales)
-    assert build_optimizer(model, options).learning_rates(0.5) == pytest.approx({"muon": 0.005, "adamw": 0.001}), "without the factors"
+    assert build_optimizer(model, options).learning_rates() == pytest.approx({"muon": 0.01, "adamw": 0.002}), "without the factors"
     tied = by_name(Transformer(MODEL.model_copy(update={"tie_word_embeddings": True})), lr_scales={"embedding": 4.0})
     assert tied["embedding.weight"].learning_rate == 0.008 and tied["norm.weight"].learning_rate == 0.002
 

@@ -162,7 +162,7 @@ def test_foreign_state_is_refused_by_name() -> None:
 
 def test_reported_rates() -> None:
     _, optimizer = build("spectral")
-    assert optimizer.learning_rates(0.5) == {"adamw": 0.005, "muon": 0.01}
+    assert optimizer.learning_rates() == {"adamw": 0.01, "muon": 0.02}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

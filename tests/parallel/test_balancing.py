@@ -10,11 +10,7 @@ from typing import Any
 
 import pytest
 
-from lmworks.parallel.pipeline_stages import pipeline_stage_problems
-from lmworks.recipe.schema.layout import Layout
-from lmworks.recipe.schema.model import Model
-from lmworks.recipe.schema.train import Train
-from parallel.parity import MODELS, ROWS, alone, compare, train
+from parallel.parity import ROWS, alone, compare, train
 from rank_pool import RankPool
 
 _LAYOUTS: list[Any] = [
@@ -37,8 +33,3 @@ def test_micro_batches_do_not_matter(kind: str, micro_batch_size: int) -> None:
 def test_layouts_do_not_matter(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
     world = layout.get("dp_shard", 1) * layout.get("tp", 1) * layout.get("dp_replicate", 1)
     compare(alone(kind), ranks.run(train, world, layout, kind, 2))
-
-
-def test_a_pipeline_is_refused() -> None:
-    model = Model.model_validate(MODELS["aux"])
-    assert [one for one in pipeline_stage_problems(model, Layout(pp=2), Train()) if "set bias, or pp=1" in one]

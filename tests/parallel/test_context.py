@@ -21,9 +21,11 @@ from lmworks.model.init import initialize
 from lmworks.model.router import Router
 from lmworks.parallel import context
 from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.parallelize import build
+from lmworks.recipe.mixers import cp_problems
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import SECTIONS, Model
-from parallel.parity import MODELS, Trained, alone, batch_of, compare, train
+from parallel.parity import MODELS, Trained, alone, batch_of, compare, recipe_of, train
 from rank_pool import RankPool
 
 _DEEP: dict[str, Any] = {"cp": 3, "zero": 3}
@@ -169,24 +171,24 @@ def _kept(layout: dict[str, Any], lengths: tuple[int, ...]) -> list[int]:
 
 
 def test_what_cannot_be_shared_is_refused(ranks: RankPool) -> None:
-    odd, dropout, sinkhorn, delta = ranks.run(_refusals, 2)[0]
+    odd, sinkhorn = ranks.run(_refusals, 2)[0]
     assert odd == "layout.cp 2 cannot split sequences of 22 tokens; the length must be a multiple of 4"
-    assert dropout == "model.attention_dropout cannot be combined with layout.cp above 1; set it to 0"
-    assert sinkhorn == "model.moe.balance.method sinkhorn needs whole sequences; choose bias, or set layout.cp to 1"
-    assert delta == "model.gated_delta passes states from token to token, which ranks of layout.cp do not; set it to 1"
+    assert sinkhorn == "layout: balance.method sinkhorn needs whole sequences; choose bias, or set layout.cp to 1"
+    of = {kind: [*cp_problems(Model.model_validate(MODELS[kind] | change), 2)] for kind, change in _ON_SLICES}
+    assert of["dense"] == ["model.attention_dropout cannot be combined with layout.cp above 1; set it to 0"]
+    assert of["delta"] == ["the states of model.gated_delta are passed from no rank to the next; set layout.cp to 1"]
+    assert of["moe"] == []
+
+
+_ON_SLICES: list[tuple[str, dict[str, Any]]] = [("dense", {"attention_dropout": 0.1}), ("delta", {}), ("moe", {})]
 
 
 def _refusals() -> list[str]:
     mesh = Ranks(Layout(cp=2))
     told = []
-    moe = MODELS["moe"]["moe"]
     for run in (
         lambda: context.split(torch.zeros(1, 22), torch.zeros(1, 22), torch.tensor([0, 22]), mesh),
-        lambda: context.shard_context(Transformer(Model.model_validate(MODELS["dense"] | {"attention_dropout": 0.1})), mesh),
-        lambda: context.shard_context(
-            Transformer(Model.model_validate(MODELS["moe"] | {"moe": moe | {"balance": {"method": "sinkhorn"}}})), mesh
-        ),
-        lambda: context.shard_context(Transformer(Model.model_validate(MODELS["delta"])), mesh),
+        lambda: build(recipe_of("sinkhorn"), mesh, torch.device("cpu")),
     ):
         with pytest.raises(UserError) as error:
             run()

@@ -91,9 +91,9 @@ def test_the_plain_twin_of_sorted_rows_agrees() -> None:
 
 
 def test_experts_that_do_not_divide_are_refused(ranks: RankPool) -> None:
-    said = "layout.ep 3 does not divide the 8 experts; the nearest valid size is ep 2"
+    said = "layout: ep 3 does not divide the 8 experts"
     assert set(ranks.run(_refused, 3, {"dp_shard": 3, "ep": 3}, "moe")) == {said}
-    said = "layout.ep 2 does not divide a dense model, which has no experts; the nearest valid size is ep 1"
+    said = "layout: ep 2 needs a mixture of experts; this model is dense"
     assert set(ranks.run(_refused, 2, {"dp_shard": 2, "ep": 2}, "dense")) == {said}
 
 

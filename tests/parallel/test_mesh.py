@@ -84,3 +84,36 @@ def test_the_others_wait_for_what_the_first_sends_and_for_nothing_else(ranks: Ra
     """On one group of all: only the wait for a broadcast of `Ranks` has no limit, and afterwards the limit is as before."""
     _, (found, error, seconds) = ranks.run(_wait_for_the_first, 2, 2.0)
     assert found == "found" and "timed out" in error.lower() and 0.9 < seconds < 1.9
+
+
+def _of_the_first(late: float) -> list[object]:
+    ranks, told = Ranks(Layout(dp_shard=2)), []
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(timedelta(seconds=1))
+
+    def work(found: object) -> object:
+        told.append("worked")
+        time.sleep(late)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    for found in ("found", UserError("refused")):
+        try:
+            told.append(ranks.first(lambda found=found: work(found)))  # type: ignore[misc]
+        except UserError as error:
+            told.append(str(error))
+    return told
+
+
+def test_the_first_works_for_all(ranks: RankPool) -> None:
+    """For longer than a collective may take, and what it raises is raised on all; alone it works as any function."""
+    first, other = ranks.run(_of_the_first, 2, 2.0)
+    assert first == ["worked", "found", "worked", "refused"] and other == ["found", "refused"]
+    assert alone().first(lambda: 3) == 3
+    with pytest.raises(UserError, match="refused"):
+        alone().first(lambda: load_nothing())
+
+
+def load_nothing() -> None:
+    raise UserError("refused")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,12 @@ from lmworks.parallel.pipeline_stages import bubble, micro_batches_for, micro_ba
 from lmworks.plan.layout import describe, problems
 from lmworks.recipe.load import load_cluster, load_recipe
 from lmworks.recipe.schema.layout import Layout
+from lmworks.run import refusals
+
+GRPO = (
+    "{data: [{name: sums, kind: tasks, tasks: [{name: arithmetic}]}], learning_rate: 0.001, sequence_length: 64 tokens, "
+    "max_new_tokens: 8}"
+)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +83,19 @@ def test_activations_that_are_alive() -> None:
 def test_the_schedule_is_named() -> None:
     assert describe(Layout(pp=4)) == "PP4, ZeRO-1"
     assert describe(Layout(pp=4, pipeline_schedule="interleaved", pipeline_stages_per_rank=2)) == "PP4, interleaved 2 stages a rank, ZeRO-1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["layout.cp=2", "tune.sequence_length=62", "tune.global_batch_tokens=620"], "layout: cp 2 does not divide sequences of 62"),
+        (["layout.pp=2", f"grpo={GRPO}"], "layout: phase grpo generates with the weights that it trains, which pp 2 cannot"),
+        (["layout.cp=2"], None),
+    ],
+)  # fmt: skip
+def test_stages_after_pretraining_are_refused_before_it(settings: list[str], reason: str | None) -> None:
+    """Not at their start, once pretraining was paid for."""
+    recipe = load_recipe("quickstart", ["model.moe=null", *settings]).recipe
+    assert recipe.trains_base and recipe.tune is not None
+    found = [str(error) for error in refusals._layout(SimpleNamespace(recipe=recipe, data={}))]  # type: ignore[arg-type]
+    assert (len(found) == 1 and reason in found[0]) if reason is not None else found == []

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +107,33 @@ def test_world_size_and_micro_batch_change_nothing(built: Batches, step: int, wo
         assert part.cu_seqlens[0] == 0
         assert part.cu_seqlens[-1] == part.tokens.size
         assert np.isin(np.arange(len(part.tokens)) * part.tokens.shape[1], part.cu_seqlens).all()
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_a_rank_without_sequences_gets_none(recipe: Recipe, shards_dir: Path, packing: str) -> None:
+    """Where a step has fewer sequences than there are ranks; before, between and behind the others."""
+    batches = Batches(recipe.model_copy(update={"shards": recipe.shards.model_copy(update={"packing": packing})}), shards_dir)
+    for step in (0, batches.steps - 1):
+        whole = batches.batch(step)
+        for at in (0, 2, len(whole.tokens)):
+            nothing = batches.batch(step, at, at)
+            assert same(nothing, whole.rows(at, at)) and nothing.tokens.shape == (0, whole.tokens.shape[1])
+            assert nothing.tokens_by_source == (0,) * len(batches.sources) and nothing.labels.dtype == whole.labels.dtype
+
+
+def test_longer_rows_are_the_same_rows_and_a_document_without_labels(built: Batches) -> None:
+    whole = built.batch(0)
+    rows, length = whole.tokens.shape
+    assert whole.lengthened(length) is whole
+    weighted = replace(whole, weights=np.ones(whole.tokens.shape, np.float32))
+    longer = weighted.lengthened(length + 5)
+    assert np.array_equal(longer.tokens[:, :length], whole.tokens) and np.array_equal(longer.labels[:, :length], whole.labels)
+    assert longer.valid_tokens == whole.valid_tokens and longer.tokens.dtype == whole.tokens.dtype
+    assert longer.weights is not None and longer.weights.sum() == rows * length
+    for row in range(rows):
+        one, other = whole.rows(row, row + 1), longer.rows(row, row + 1)
+        assert other.cu_seqlens.tolist() == [*one.cu_seqlens.tolist(), length + 5]
+    assert same(weighted.rows(2, 2).lengthened(length + 5), longer.rows(2, 2))
 
 
 @pytest.fixture(scope="module")

@@ -126,6 +126,23 @@ def test_accuracy_counts_larger_rewards_and_half_of_the_ties() -> None:
     assert tie.accuracy.tolist() == 0.5
 
 
+def test_what_rounding_makes_of_a_tie_counts_half() -> None:
+    """Of labels of 3 nats each, 100 in an answer: a difference of 1e-5 is that of fp32 sums in another order, and in fp64 a decision."""
+    scores, lengths = torch.full((4, 2), -300.0, dtype=torch.float64), torch.full((4, 2), 100.0)
+    reference, logp = scores.clone(), scores.clone()
+    logp[:, 0] += torch.tensor([1e-5, 1e-5, 1e-5, -1e-5], dtype=torch.float64)
+    for loss, labels in (("sigmoid", None), ("ipo", None), ("kto", torch.ones(4, dtype=torch.bool))):
+        options = Dpo.model_validate({"loss": loss})
+        found = {
+            dtype: float(preference_loss(options, logp, reference, lengths, labels, torch.finfo(dtype).eps).accuracy)
+            for dtype in (torch.float32, torch.float64)
+        }
+        assert found[torch.float32] == 0.5 and found[torch.float64] == 0.75, loss
+        logp_apart = torch.where(logp > reference, logp + 0.01, logp)
+        apart = preference_loss(options, logp_apart, reference, lengths, labels, torch.finfo(torch.float32).eps)
+        assert apart.accuracy > 0.5, "what has been learned is no rounding"
+
+
 def test_the_reference_point_of_kto_is_not_negative() -> None:
     """Where answers to other prompts have become less likely, their mean is below 0, and a divergence is not."""
     logp, labels = torch.tensor([[30.0, -3.0], [30.0, -5.0]]), torch.tensor([True, False])

@@ -20,6 +20,7 @@ from lmworks.export.export import find_adapter, write_adapter
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.model.lora import adapters, attach, merge
+from lmworks.recipe.families.registry import family_of
 from lmworks.recipe.schema.model import Lora, Model, is_adapter
 from lmworks.weights.run_models import load_model
 from patience import PATIENCE
@@ -42,7 +43,7 @@ def based(tiny: Tiny, tmp_path: Path) -> Tiny:
 
 def tune(tiny: Tiny, *overrides: str) -> None:
     """The stage alone."""
-    from lmworks.export.peft import read_peft
+    from lmworks.export.peft import read_adapter
     from lmworks.train.tune import tune
 
     recipe = tiny.resolve(*LORA, *overrides).recipe
@@ -50,7 +51,7 @@ def tune(tiny: Tiny, *overrides: str) -> None:
     from lmworks.recipe.changes import as_tree
 
     write_json(tiny.run_dir / "resolved.json", as_tree(recipe))
-    tune(training_context(recipe, tiny.run_dir, load_adapter=read_peft))
+    tune(training_context(recipe, tiny.run_dir, load_adapter=read_adapter))
 
 
 def test_checkpoints_hold_the_adapters_and_the_loaded_model_is_merged(based: Tiny) -> None:
@@ -156,7 +157,7 @@ def _config(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
         (lambda folder: (folder / "adapter_config.json").write_text("["), (), "is not the config of an adapter"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 99), (), "is damaged"),
         (_config(lambda config: config.update(peft_type="IA3")), (), "lmworks reads LORA"),
-        (_config(lambda config: config.update(use_dora=True)), (), "use_dora, which lmworks does not support"),
+        (_config(lambda config: config.update(use_dora=True)), (), "use_dora true, which lmworks does not support"),
         (_config(lambda config: config.update(lora_alpha=9)), (), r"lora_alpha 9, and the recipe has lora\.alpha 32"),
         (lambda folder: None, ("tune.lora.targets=[attention]",), r"which lora\.targets does not name"),
         (lambda folder: None, ("tune.lora.rank=2",), r"has r 4, and the recipe has lora\.rank 2"),
@@ -177,14 +178,14 @@ def test_adapters_that_do_not_fit_are_refused(
 
     with Checkpoints(tmp_path / "saved", recipe.checkpoints, {}) as checkpoints:
         checkpoints.save(1, {"model": state}, {}, wait=True)
-    write_peft(listing.directories(tmp_path / "saved")[-1], lora, model, "base", "abc", tmp_path / "peft")
+    write_peft(listing.directories(tmp_path / "saved")[-1], lora, model, family_of(model), "base", "abc", tmp_path / "peft")
     damage(tmp_path / "peft")
     other = based.resolve(*LORA, *options).recipe
     found = Transformer(model)
     attach(found, other.tune.lora)  # type: ignore[union-attr, arg-type]
     into = {name: value for name, value in found.state_dict().items() if is_adapter(name)}
     with pytest.raises(UserError, match=message):
-        read_peft(tmp_path / "peft", into, model, other.tune.lora, "abc")  # type: ignore[union-attr, arg-type]
+        read_peft(tmp_path / "peft", into, model, family_of(model), other.tune.lora, "abc")  # type: ignore[union-attr, arg-type]
 
 
 def test_an_adapter_of_another_base_is_refused(based: Tiny, tmp_path: Path) -> None:
@@ -204,7 +205,7 @@ def test_an_adapter_of_another_base_is_refused(based: Tiny, tmp_path: Path) -> N
         state = {name: torch.zeros(value.shape) for name, value in found.state_dict().items() if is_adapter(name)}
         here = listing.content_of(listing.directories(based.run_dir / "checkpoints")[-1]) if changes else "other"
         with pytest.raises(UserError, match=message):
-            read_peft(tmp_path / "peft", state, model, lora, here)  # type: ignore[arg-type]
+            read_peft(tmp_path / "peft", state, model, family_of(model), lora, here)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,15 @@ def test_a_repeated_row_is_counted_and_a_bounded_number_is_known(monkeypatch: py
     assert rows.take_share() == 0.5
 
 
+def test_a_rank_without_rows_has_repeated_none_of_them() -> None:
+    """As one process has not, in a step with fewer rows than there are ranks; there is no share where no rank reads rows."""
+    record = StepRecord("pretrain", lambda event, **fields: None)
+    record.add(1, [], combined([5]), 2.0, 0.1)
+    assert record.rows.take_share() == 0.0 and record.rows.take_share() is None
+    record.add(2, [], 0, 2.0, 0.1)
+    assert record.rows.take_share() is None
+
+
 def test_a_record_of_an_earlier_version_is_no_reason_to_fail() -> None:
     told: list[tuple[str, dict[str, Any]]] = []
     record = StepRecord("pretrain", lambda event, **fields: told.append((event, fields)))

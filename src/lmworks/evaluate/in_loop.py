@@ -32,11 +32,7 @@ def make_evaluation(recipe: Recipe, tokenizer: Encoder, length: int, rows: int, 
 
     All ranks call it together; the first alone reads the data. A set without data is reported and omitted.
     """
-    if ranks.is_first:
-        ranks.broadcast(found := _read(recipe, tokenizer))
-    else:
-        found = ranks.receive_broadcast()
-    items, requests = found
+    items, requests = ranks.first(lambda: _read(recipe, tokenizer))
     return LoopEvaluation(items, requests, length, rows) if items else None
 
 

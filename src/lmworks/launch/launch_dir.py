@@ -17,6 +17,7 @@ from lmworks.watch.ledger import LEDGER, Ledger, events_of
 VARIABLE = "LMWORKS_LAUNCH"  # environment variable with the path of the directory
 COMMAND = "LMWORKS_COMMAND"  # environment variable with the command that resumes the run
 _OUTCOME_BYTES = 4096  # reserved for outcome.json, so that it can be written when the disk is full
+_GIVEN_UP = "given up"
 _LONGEST_REASON = 500  # characters, of up to six bytes in JSON
 
 
@@ -27,9 +28,10 @@ def file_name(host: str) -> str:
 
 @dataclass(frozen=True)
 class LaunchDir:
-    """The files: `stop` asks all ranks to save a checkpoint and exit; `failed` marks the current process group as broken; `outcome.json`
-    is the result of the run, and ranks that exit before it exists are restarted; `unmet` has one byte per start of rank 0 since the
-    last successful rendezvous; `events/` has what the launcher has done about hosts, which rank 0 moves to the ledger.
+    """The files: `stop` asks all ranks to save a checkpoint and exit; `failed` marks the current process group as broken, or as given up
+    (`give_up_group`); `outcome.json` is the result of the run, and ranks that exit before it exists are restarted; `unmet` has one byte per
+    start of rank 0 since the last successful rendezvous; `events/` has what the launcher has done about hosts, which rank 0 moves to the
+    ledger.
     """
 
     path: Path
@@ -64,6 +66,18 @@ class LaunchDir:
     @property
     def failed(self) -> Path:
         return self.path / "failed"
+
+    def give_up_group(self) -> None:
+        """Have the ranks of the current process group leave it within seconds, as after a failure, but without one that is diagnosed or
+        counted: the launcher is about to take a host away."""
+        if not self.failed.exists():
+            write_text(self.failed, _GIVEN_UP)
+
+    def is_group_given_up(self) -> bool:
+        try:
+            return self.failed.read_text(encoding="utf-8") == _GIVEN_UP
+        except FileNotFoundError:
+            return False
 
     @property
     def failed_starts(self) -> Path:

@@ -27,6 +27,7 @@ _STOPPED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 _MAX_FAILED_STARTS = 20  # starts of rank 0 without a successful rendezvous, after which the run ends
 _EXIT_SECONDS = {ExitCode.USER_ERROR: 10.0}  # that a rank has to exit by itself once the run is over, by exit code of the run
 _DEFAULT_EXIT_SECONDS = 60.0
+_OUTCOME_SECONDS = 60.0  # that rank 0 has to record the end of the run once the other ranks are done
 _FIRST_RANK_SECONDS = 3.0  # that the other ranks leave to rank 0 to record a user error
 
 
@@ -49,7 +50,26 @@ def run_rank(folder: LaunchDir, rank: int, work: Callable[[], None]) -> int:
             return code
         elif rank == 0:  # all ranks end with the same code, so rank 0 records it for all
             folder.conclude(code, rank, reason=_reason())
+        elif not _first_rank_concludes(folder):
+            return 1
         return 0
+
+
+def _first_rank_concludes(folder: LaunchDir) -> bool:
+    """Wait until rank 0 has recorded the end of the run. It does not if it was stopped or has failed: its last command to the others, that
+    they are done, is the same then. An agent whose ranks leave with 0 takes part in no further group, so these ranks must not."""
+
+    def leave(*_: object) -> None:
+        if folder.stop_signal() is None:
+            os._exit(1)  # torchrun starts all ranks again, and waits for this one
+
+    signal.signal(signal.SIGTERM, leave)
+    deadline, interval = time.monotonic() + _OUTCOME_SECONDS, shared_interval(int(os.environ.get("WORLD_SIZE", "1")))
+    while folder.outcome() is None:
+        if folder.failed.exists() or time.monotonic() > deadline:
+            return False
+        time.sleep(interval)
+    return True
 
 
 def _exit_code(work: Callable[[], None]) -> int:

@@ -118,8 +118,9 @@ def rank_context(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbe
     the next block.
 
     If the ranks failed last time, rank 0 diagnoses their heartbeats and writes an event `restart` to the ledger: the ranks and hosts
-    that caused it, the step, and the reason. When one rank fails, the others exit within seconds instead of waiting for it in a
-    collective. Raises `UserError` after more than `launch.max_restarts` failures in a row without a new checkpoint.
+    that caused it, the step, and the reason; not if the launcher had them leave (`LaunchDir.give_up_group`). When one rank fails, the
+    others exit within seconds instead of waiting for it in a collective. Raises `UserError` after more than `launch.max_restarts` failures
+    in a row without a new checkpoint.
     """
     options, threads = recipe.launch, recipe.threads
     if not is_launched():
@@ -162,11 +163,14 @@ def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: i
     """On rank 0, after all ranks have joined and recovered the heartbeats of their machines, and before one begins its own: write to the
     ledger why the ranks were restarted. Returns why the run must end."""
     beats = read_beats(folder.heartbeats)
-    found = diagnose_failure(beats)
+    given_up = folder.is_group_given_up()
+    found = None if given_up else diagnose_failure(beats)
     for path in folder.heartbeats.glob("*.json"):
         path.unlink()
     folder.failed.unlink(missing_ok=True)
-    if any(folder.records.glob("*")):
+    if given_up:
+        shutil.rmtree(folder.records, ignore_errors=True)  # of no failure: those of the last one are kept
+    elif any(folder.records.glob("*")):
         shutil.rmtree(folder.last_records, ignore_errors=True)
         folder.records.rename(folder.last_records)
     folder.records.mkdir(parents=True, exist_ok=True)  # NCCL makes no folder

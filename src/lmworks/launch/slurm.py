@@ -180,12 +180,14 @@ def _decide(recipe: Recipe, run_dir: Path, code: int) -> JobResult:
 
 
 def _exclude_failing(folder: LaunchDir, events: Sequence[dict[str, Any]], max_failures: int) -> None:
-    """Exclude nodes that, as the only cause, have made the ranks fail `max_failures` times since the last checkpoint."""
-    causes = [event["hosts"] for event in events if event["event"] == "restart"]
-    failures = Counter(str(hosts[0]) for hosts in causes if len(hosts) == 1)
-    failing = [name for name, count in failures.items() if count >= max_failures]
+    """Exclude nodes that, as the only cause, have made the ranks fail `max_failures` times since the last checkpoint, and since they were
+    last readmitted."""
     known = {host.name: host for host in read_table(folder.hosts)}
-    if any(name not in known or known[name].excluded is None for name in failing):
+    since = {name: host.since or 0.0 for name, host in known.items()}
+    causes = [(event["hosts"], event["time"]) for event in events if event["event"] == "restart"]
+    failures = Counter(str(hosts[0]) for hosts, when in causes if len(hosts) == 1 and when > since.get(hosts[0], 0.0))
+    failing = [name for name, count in failures.items() if count >= max_failures and (name not in known or not known[name].excluded)]
+    if failing:
         table = HostTable(folder.hosts, [*known.values(), *(Host(name, 1) for name in failing if name not in known)])
         for name in failing:
             table.exclude(name, f"its ranks failed {failures[name]} times without a new checkpoint")

@@ -21,12 +21,16 @@ from lmworks.launch.launch_dir import LaunchDir, file_name
 from lmworks.launch.torchrun import Host, HostTable, log_of
 from lmworks.ui.exit_codes import ExitCode
 from lmworks.ui.terminal import console
+from lmworks.watch.heartbeat import diagnose_failure, read_beats
 from lmworks.watch.ledger import LEDGER, read_ledger
 
 _POLL_INTERVAL = 0.3  # seconds
 _SAME_REQUEST = 1.0  # seconds within which a repeated signal counts as the same request
 _EXIT_SECONDS = 10.0  # that an agent has to kill its ranks
 _OUTCOME_SECONDS = 10.0  # after the end of an agent without a failure, within which the outcome of the run must be seen
+# From the outcome on, after which the agents are ended: ranks exit by themselves within a minute, but an agent may wait for another one
+# that does not come.
+_LEAVE_SECONDS = 90.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -34,10 +38,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class Supervisor:
     """`start(host)` returns the command of a host's agent. The run continues while at least `min_hosts` hosts are active.
 
-    `exclude_after_failures`: number of failures in a row, caused by the ranks of one host, after which the host is excluded if
-    enough hosts are left. `size`: hosts that run ranks at the same time, by default all; the others of the table are spares. `check`
-    returns the failures of each host's health check. `prepare(host)` returns the command that a spare runs until it is needed. `limit`:
-    seconds after which the ranks are ended.
+    `exclude_after_failures`: a host is excluded if its ranks alone have caused this many of the last failures (of this launch, and since
+    the host was readmitted), and if enough hosts are left. `size`: hosts that run ranks at the same time, by default all; the others of
+    the table are spares. `check` returns the failures of each host's health check. `prepare(host)` returns the command that a spare runs
+    until it is needed. `limit`: seconds after which the ranks are ended.
     """
 
     folder: LaunchDir
@@ -58,10 +62,14 @@ class Supervisor:
     _stop_time: float | None = None
     _forced: bool = False
     _restarts_seen: int = 0
+    _restarts_before: int = 0  # events that say nothing about this launch
+    _restarts_forgiven: dict[str, int] = field(default_factory=dict)  # events before a host was readmitted
 
     def run(self) -> int:
         """Supervise until the run is over; returns its exit code. Raises `UserError` if too few hosts are left."""
-        self._restarts_seen = len(self._restarts())
+        self._restarts_seen = self._restarts_before = len(self._restarts())
+        if diagnose_failure(read_beats(self.folder.heartbeats)) is not None:
+            self._restarts_before += 1  # an earlier launch has ended with a failure, which the first group is going to report
         self._require_enough()
         caught = _SIGNALS if threading.current_thread() is threading.main_thread() else ()  # Python allows handlers only there
         before = {number: signal.signal(number, self._receive) for number in caught}
@@ -82,6 +90,8 @@ class Supervisor:
             until = time.monotonic() + self.limit
             while self._agents:
                 time.sleep(_POLL_INTERVAL)
+                if self.folder.outcome() is not None:
+                    until = min(until, time.monotonic() + _LEAVE_SECONDS)
                 if time.monotonic() > until:
                     if self.folder.outcome() is None:
                         self.folder.conclude(ExitCode.FAILED, 0, f"the ranks did not end within {self.limit:.0f} s")
@@ -148,7 +158,9 @@ class Supervisor:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._stop_time is None:
+        if number == signal.SIGINT and self.folder.outcome() is not None:
+            self._forced = True  # the run is over, and there is nothing to save
+        elif self._stop_time is None:
             self._stop_time = now
             self.folder.request_stop(signal.Signals(number))
         elif number == signal.SIGINT and now - self._stop_time > _SAME_REQUEST:
@@ -174,23 +186,31 @@ class Supervisor:
                 self._exclude(name, self._agent_failure(name, code))
 
     def _exclude_failing(self) -> None:
-        """Exclude a host whose ranks have failed `exclude_after_failures` times in a row."""
+        """Exclude a host whose ranks alone have caused the last `exclude_after_failures` failures. The first rank has named the cause when
+        the next group met, so this group is given up."""
         restarts = self._restarts()
-        if len(restarts) == self._restarts_seen or self._stop_time is not None:
+        if len(restarts) == self._restarts_seen or self._is_ending():
             return
         self._restarts_seen = len(restarts)
-        causes = [event.get("hosts", ()) for event in restarts]
-        last = causes[-1][0] if len(causes[-1]) == 1 else None
-        times = sum(1 for _ in takewhile(lambda hosts: list(hosts) == [last], reversed(causes)))
+        causes = [list(event.get("hosts", ())) for event in restarts]
+        last = str(causes[-1][0]) if len(causes[-1]) == 1 else ""
+        counted = causes[max(self._restarts_before, self._restarts_forgiven.get(last, 0)) :]
+        times = sum(1 for _ in takewhile(lambda hosts: hosts == [last], reversed(counted)))
         enough = len(self._agents) + len(self._spares()) > self.min_hosts
         if last in self._agents and times >= self.exclude_after_failures and enough:
-            self._end([str(last)])
-            self._exclude(str(last), f"its ranks failed {times} times in a row, most recently: {restarts[-1].get('reason')}")
+            # First: ranks that wait for those of this host would not notice that they are gone before a collective times out.
+            self.folder.give_up_group()
+            self._end([last])
+            which = "the last failure" if times == 1 else f"the last {times} failures"
+            self._exclude(last, f"its ranks alone caused {which}, most recently: {restarts[-1].get('reason')}")
 
     def _readmit(self) -> None:
+        if self._is_ending():
+            return  # the next launch takes what was asked for
         for name in self.folder.take_readmissions():
-            if self._stop_time is not None or not self.table.readmit(name):
+            if not self.table.readmit(name):
                 continue
+            self._restarts_forgiven[name] = len(self._restarts())
             host = next(host for host in self.table.all() if host.name == name)
             self._check([host])
             if host not in self.table.active():

@@ -27,8 +27,8 @@ _LINE = re.compile(r"^(\S+?)(?:\s+slots\s*=\s*(\d+))?$")
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and the number of ranks that it can run. `excluded` is the reason why it is not used, `since` the time (seconds since
-    1970)."""
+    """A machine and the number of ranks that it can run. `excluded` is the reason why it is not used; `since` is the time (seconds since
+    1970) of its exclusion, or of its last readmission."""
 
     name: str
     slots: int
@@ -102,7 +102,7 @@ class HostTable:
             if self._absent.pop(name, None) is not None:
                 self._write()
             return False
-        self._hosts[name] = Host(name, host.slots)
+        self._hosts[name] = Host(name, host.slots, None, round(time.time(), 3))
         self._write()
         return True
 

@@ -42,11 +42,11 @@ class Group:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
-def largest_rates(groups: Sequence[Group], lr_factor: float = 1.0) -> dict[str, float]:
-    """The largest rate of each kind at this lr_factor; without `optimizer.lr_scales`."""
+def largest_rates(groups: Sequence[Group]) -> dict[str, float]:
+    """The largest rate of each kind among the parameters of this rank; without `optimizer.lr_scales`."""
     rates: dict[str, float] = {}
     for group in groups:
-        rates[group.kind] = max(rates.get(group.kind, 0.0), lr_factor * group.learning_rate / group.scale)
+        rates[group.kind] = max(rates.get(group.kind, 0.0), group.learning_rate / group.scale)
     return rates
 
 

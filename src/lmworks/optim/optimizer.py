@@ -88,7 +88,7 @@ class Updates(Protocol):
 
     def zero_grad(self) -> None: ...
 
-    def learning_rates(self, lr_factor: float = 1.0) -> dict[str, float]: ...
+    def learning_rates(self) -> dict[str, float]: ...
 
     def state_dict(self, values: bool = True) -> dict[str, Tensor]: ...
 
@@ -141,9 +141,9 @@ class Optimizer:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def learning_rates(self, lr_factor: float = 1.0) -> dict[str, float]:
+    def learning_rates(self) -> dict[str, float]:
         """`largest_rates`, for the metrics."""
-        return largest_rates(self.groups, lr_factor)
+        return largest_rates(self.groups)
 
     def state_dict(self, values: bool = True) -> dict[str, Tensor]:
         """The state itself, not a copy: flat, KIND.PARAMETER, each shaped and placed as its parameter; and `count`, the steps taken.

@@ -31,17 +31,7 @@ from lmworks.parallel.mesh import Ranks
 
 
 def shard_context(model: Transformer, ranks: Ranks) -> None:
-    """Make the modules that compute statistics of a whole sequence, other than attention, sum them over all slices.
-
-    Raises `UserError` for options that cannot be computed on slices.
-    """
-    moe = model.config.moe
-    if model.config.attention_dropout:
-        raise UserError("model.attention_dropout cannot be combined with layout.cp above 1; set it to 0")
-    if model.config.mixers:
-        raise UserError(f"model.{min(model.config.mixers)} passes states from token to token, which ranks of layout.cp do not; set it to 1")
-    if moe and moe.balance.method == "sinkhorn":
-        raise UserError("model.moe.balance.method sinkhorn needs whole sequences; choose bias, or set layout.cp to 1")
+    """Make the modules that compute statistics of a whole sequence, other than attention, sum them over all slices."""
     mean_load = _mean_load(ranks.mesh("cp").get_group().group_name, ranks.size("cp"))
     for ffn in model.moe_layers():
         override_members(ffn.router, {"mean_load": mean_load})

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from lmworks.errors import UserError
 from lmworks.model import Transformer
 from lmworks.model.layers import Adapter
 from lmworks.model.moe import Experts, combine, dispatch, has_grouped_mm, run_sorted, run_sorted_plain
@@ -28,15 +27,8 @@ from lmworks.parallel.tensor import place
 
 
 def shard_experts(model: Transformer, ranks: Ranks) -> None:
-    """Shard the experts of a model on the meta device: whole experts over the ranks of `ep`, their hidden units over those of `tp`.
-
-    Raises `UserError` if the experts do not divide.
-    """
-    moe, ep = model.config.moe, ranks.size("ep")
-    if ep > 1 and (moe is None or moe.n_routed_experts % ep):
-        have = f"the {moe.n_routed_experts} experts" if moe else "a dense model, which has no experts"
-        nearest = max(n for n in range(1, ep) if moe.n_routed_experts % n == 0) if moe else 1
-        raise UserError(f"layout.ep {ep} does not divide {have}; the nearest valid size is ep {nearest}")
+    """Shard the experts of a model on the meta device: whole experts over the ranks of `ep`, their hidden units over those of `tp`."""
+    ep = ranks.size("ep")
     axes = [axis for axis in ("ep", "tp") if ranks.size(axis) > 1]
     mesh = ranks.mesh(*axes)
     hidden: dict[str, Placement] = {"ep": Shard(0), "tp": Shard(1)}

@@ -8,9 +8,10 @@ part of (dp_shard, cp).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lmworks.errors import UserError
-from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.layout import Layout, ep_problems
 
 # FSDP2 needs replicas and shards as two dimensions of one mesh, and some of ours are flattened from several.
 warnings.filterwarnings("ignore", message="Slicing a flattened dim", module="torch.distributed.device_mesh")
@@ -35,6 +36,7 @@ _FLAT = {
     "weights": ("dp_replicate", "dp_shard_out", "dp_shard_in", "cp_out", "cp_in", "tp"),  # ranks that hold parts or copies of one stage
 }
 AXES = ("pp", "dp_replicate", "tp", *_FLAT)
+_Value = TypeVar("_Value")
 
 
 class Ranks:
@@ -46,13 +48,10 @@ class Ranks:
 
     def __init__(self, layout: Layout, device_type: str = "cpu") -> None:
         self.layout = layout
+        for problem in ep_problems(layout):
+            raise UserError(f"layout: {problem}")
         cp_in = min(layout.ep, layout.cp)
         dp_in = layout.ep // cp_in
-        if layout.cp % cp_in or dp_in * cp_in != layout.ep or layout.dp_shard % dp_in:
-            raise UserError(
-                f"layout.ep {layout.ep} does not fit cp {layout.cp} and dp_shard {layout.dp_shard}: it must divide cp, or be a multiple "
-                "of cp that divides dp_shard x cp"
-            )
         sizes = (layout.pp, layout.dp_replicate, layout.dp_shard // dp_in, dp_in, layout.cp // cp_in, cp_in, 1, layout.tp)
         self._sizes = dict(zip(_DIGITS, sizes, strict=True))
         self.world = prod(sizes)
@@ -124,6 +123,23 @@ class Ranks:
         received: list[Any] = [None]
         self._broadcast(received)
         return received[0]
+
+    def first(self, work: Callable[[], _Value]) -> _Value:
+        """What `work`, which only rank 0 does, returns, on all ranks; the others may wait for days. What it raises is raised on all."""
+        if self._mesh is None:
+            return work()
+        value, failure = None, None
+        if self.is_first:
+            try:
+                value = work()
+            except Exception as error:
+                failure = error
+            self.broadcast((value, failure))
+        else:
+            value, failure = self.receive_broadcast()
+        if failure is not None:
+            raise failure
+        return value  # type: ignore[return-value]
 
     def _broadcast(self, values: list[Any]) -> None:
         world, cpu = self.world_group, torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lmworks.errors import UserError
 from lmworks.inference.sampling import GenerateOptions, drawn_chunk_loss
 from lmworks.model import Transformer
 from lmworks.model.balance import set_loads, update_biases
@@ -26,6 +28,7 @@ from lmworks.parallel import context, data
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.pipeline import Pipeline, sum_by_source
 from lmworks.parallel.pipeline_stages import pipelined_micro_batch, runnable
+from lmworks.parallel.splits import model_problems
 from lmworks.recipe.parameter import KINDS, kind_of
 from lmworks.recipe.schema.model import Model, is_adapter
 from lmworks.shards.batch import IGNORE, Batch
@@ -133,6 +136,9 @@ class ParallelModel:
         return self.parts[0].config
 
     def configure(self, config: Model) -> None:
+        """Raises `UserError` if the layout cannot compute what a checkpoint, made on another layout, has in force."""
+        for problem in model_problems(config, self.ranks.layout):
+            raise UserError(f"layout: {problem}")
         for part in self.parts:
             part.configure(config)
 
@@ -378,7 +384,7 @@ class ParallelModel:
     @torch.no_grad()
     def summed_cross_entropy_on_device(self, batch: Batch) -> Tensor:
         """`summed_cross_entropy` as a 0-d tensor on the device, for which the host has not waited."""
-        own = batch.rows(*self.rank_sequences(len(batch.tokens)))
+        own = self._divisible(batch).rows(*self.rank_sequences(len(batch.tokens)))
         if self.pipeline:
             largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
             at_once = -(-largest // self.pipeline.stages)
@@ -405,8 +411,9 @@ class ParallelModel:
         `micro_batch_size`: rows of a forward pass; all of a rank's rows, or those of a pipeline stage, when left out.
         """
         start, stop = self.rank_sequences(len(batch.tokens))
-        own = batch.rows(start, stop)
-        whole_BT = torch.zeros(batch.tokens.shape, device=self.device, dtype=torch.promote_types(self.compute_dtype, torch.float32))
+        padded = self._divisible(batch)
+        own = padded.rows(start, stop)
+        whole_BT = torch.zeros(padded.tokens.shape, device=self.device, dtype=torch.promote_types(self.compute_dtype, torch.float32))
         largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
         if self.pipeline:
             at_once = micro_batch_size or -(-largest // self.pipeline.stages)
@@ -420,7 +427,13 @@ class ParallelModel:
             if real:
                 rows_BT = whole_BT[start + number * at_once :][: len(piece.tokens)]
                 context.place(rows_BT, tokens_N, self.ranks)
-        return self.ranks.all_reduce(self.ranks.all_reduce(whole_BT, "loss"), "pp")
+        return self.ranks.all_reduce(self.ranks.all_reduce(whole_BT, "loss"), "pp")[:, : batch.tokens.shape[1]]
+
+    def _divisible(self, batch: Batch) -> Batch:
+        """A batch that is only scored, in rows that the ranks of cp and tp can share: its length may be chosen without regard to them."""
+        cp, tp = self.ranks.size("cp"), self.ranks.size("tp")
+        step = math.lcm(2 * cp if cp > 1 else 1, cp * tp)  # a rank of cp holds two slices, whose tokens tp shares
+        return batch.lengthened(-(-batch.tokens.shape[1] // step) * step)
 
     def _inputs(self, batch: Batch) -> tuple[Any, ...]:
         """A micro-batch as the arguments of `Transformer.loss`."""

@@ -27,7 +27,7 @@ from lmworks.model.lora import attach
 from lmworks.parallel import context, data, experts, tensor
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.pipeline import cut, stage_numbers
-from lmworks.parallel.pipeline_stages import pipeline_stage_problems
+from lmworks.parallel.splits import split_problems
 from lmworks.recipe.parameters import alignment_problems
 from lmworks.recipe.schema.layout import ActivationCheckpointing
 from lmworks.recipe.schema.model import Lora
@@ -71,7 +71,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device, lora: Lora | None 
     The model is built on the meta device, split, and then materialized: no rank ever holds more than its part, and the initial weights
     depend only on the seed. With `lora` the model is frozen and has adapters (`lmworks.model.lora`).
     """
-    for problem in pipeline_stage_problems(recipe.model, ranks.layout, recipe.train):
+    for problem in split_problems(recipe, ranks.layout):
         raise UserError(f"layout: {problem}")
     if recipe.train.deterministic:
         _repeat()

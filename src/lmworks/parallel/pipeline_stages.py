@@ -35,8 +35,8 @@ def pipeline_stage_problems(model: Model, layout: Layout, train: Train) -> Itera
         if layout.pipeline_stages_per_rank > 1 or layout.layers_per_pipeline_stage:
             yield "pipeline_stages_per_rank and layers_per_pipeline_stage need a pipeline; remove them, or set pp"
         return
-    if model.moe is not None and model.moe.balance.method == "aux":
-        yield "model.moe.balance.method aux needs the counts of a whole step before its backward pass, unlike a pipeline; set bias, or pp=1"
+    if layout.zero >= 2:
+        yield f"ZeRO-{layout.zero} cannot be combined with a pipeline (it would gather and scatter for each micro-batch); set ZeRO-1"
     if stages > model.num_hidden_layers:
         of = f"pp {layout.pp}" + (
             f" x pipeline_stages_per_rank {layout.pipeline_stages_per_rank}" if layout.pipeline_stages_per_rank > 1 else ""

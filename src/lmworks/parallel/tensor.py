@@ -57,7 +57,6 @@ from lmworks.model.transformer import LayerStats
 from lmworks.parallel import collectives, mamba
 from lmworks.parallel.collectives import override_members, use_local_parameters
 from lmworks.parallel.mesh import Ranks
-from lmworks.recipe.mixers import tp_problems
 
 _TOKENS = 1  # the dimension of T
 
@@ -92,14 +91,8 @@ class Stream:
 
 
 def shard_tensors(model: Transformer, ranks: Ranks) -> None:
-    """Shard a model on the meta device, or one pipeline stage of it, over the ranks of `tp`, except the weights of experts.
-
-    Raises `UserError` if a size is not divisible, with the nearest valid number of ranks.
-    """
+    """Shard a model on the meta device, or one pipeline stage of it, over the ranks of `tp`, except the weights of experts."""
     size, mesh = ranks.size("tp"), ranks.mesh("tp")
-    if found := tp_problems(model.config, size):
-        nearest = max(number for number in range(1, size) if not tp_problems(model.config, number))
-        raise UserError(f"layout: {found[0]}; the nearest valid size is tp {nearest}")
     stream = Stream(ranks.group("tp"), size)
     forwards = _forwards(stream)
     of_mamba = mamba.forwards(model.config.mamba, size, ranks.rank("tp"), stream.group) if model.config.mamba else {}

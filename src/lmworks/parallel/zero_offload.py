@@ -219,9 +219,9 @@ class ZeroOptimizer:
     def zero_grad(self) -> None:
         """Does nothing: DeepSpeed frees the gradients at the end of each step."""
 
-    def learning_rates(self, lr_factor: float = 1.0) -> dict[str, float]:
+    def learning_rates(self) -> dict[str, float]:
         """As `Optimizer.learning_rates`."""
-        return largest_rates(self._model.flat.groups, lr_factor)
+        return largest_rates(self._model.flat.groups)
 
     def state_dict(self, values: bool = True) -> dict[str, Tensor]:
         """As `ParallelModel.state_dict`."""

@@ -9,11 +9,11 @@ from typing import Literal
 
 from lmworks.errors import UserError
 from lmworks.host.devices import GPUS
-from lmworks.parallel.pipeline_stages import bubble, pipeline_stage_problems, pipelined_micro_batch
+from lmworks.parallel.pipeline_stages import bubble, pipelined_micro_batch
+from lmworks.parallel.splits import split_problems
 from lmworks.plan.memory import GIB, Memory, activation_bytes, gathered_weights, memory
 from lmworks.plan.stages import StagePhase, has_rollouts, lora_of
 from lmworks.recipe import checks
-from lmworks.recipe.mixers import tp_problems
 from lmworks.recipe.parameters import alignment_problems
 from lmworks.recipe.schema.layout import CHECKPOINT_NONE, ActivationCheckpointing, Cluster, Layout, world_size
 from lmworks.recipe.schema.recipe import Recipe
@@ -67,38 +67,30 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
         yield f"{product} is {world_size(layout):,} ranks, the cluster has {count:,} devices"
     if cluster.devices_per_node % layout.tp:
         yield f"tp {layout.tp} must fit within a node of {cluster.devices_per_node} devices; between nodes its communication is too slow"
-    yield from tp_problems(model, layout.tp)
-    if layout.cp > 1:
-        for mixer in model.mixers:
-            yield f"cp {layout.cp} splits sequences, and the states of model.{mixer} are passed from no rank to the next; set cp 1"
     bf16 = recipe.train.precision == "bf16" or (recipe.train.precision == "auto" and cluster.bf16)
     if bf16 or cluster.on_cpu:
         yield from alignment_problems(model, layout.tp, 4 if not bf16 and recipe.train.precision != "fp16" else 2)
-    yield from pipeline_stage_problems(recipe.model, layout, recipe.train)
+    yield from split_problems(recipe, layout)
     yield from (text for _, text in checks.deepspeed_problems(recipe.model_copy(update={"layout": layout})))
-    ranks = layout.dp_shard * layout.cp
-    if layout.ep > 1 and not model.moe:
-        yield f"ep {layout.ep} needs a mixture of experts; this model is dense"
-    elif model.moe and model.moe.n_routed_experts % layout.ep:
-        yield f"ep {layout.ep} does not divide the {model.moe.n_routed_experts} experts"
-    if ranks % layout.ep:
-        yield f"ep {layout.ep} does not divide dp_shard x cp = {ranks}; expert ranks are a subset of the data and context ranks"
-    if layout.zero >= 2 and layout.pp > 1:
-        yield f"ZeRO-{layout.zero} cannot be combined with a pipeline (it would gather and scatter for each micro-batch); set ZeRO-1"
-    if phase is not None and has_rollouts(phase) and layout.pp > 1:
-        yield f"phase {phase.name} generates with the weights that it trains, which pp {layout.pp} cannot; use tp, cp or dp_shard"
     if phase is not None:
+        yield from stage_problems(layout, phase)
         sequences = phase.global_batch_tokens // phase.sequence_length
         replicas = layout.dp_replicate * layout.dp_shard
         uneven = isinstance(phase, StagePhase) and sequences >= replicas  # such rows need not be shared evenly
         if sequences % replicas and not uneven:
             yield f"the {sequences:,} sequences of a step of phase {phase.name} are not divisible by {replicas:,} data ranks"
-        if phase.sequence_length % (2 * layout.cp if layout.cp > 1 else 1):
-            yield f"cp {layout.cp} does not divide sequences of {int(phase.sequence_length):,} into pairs of slices"
-        elif phase.sequence_length // layout.cp % layout.tp:
-            yield f"tp {layout.tp} does not divide the {phase.sequence_length // layout.cp:,} tokens of a sequence on a rank of cp"
         if layout.pp > 1 and (not sequences % replicas or uneven):
             yield from _micro_batch_problem(recipe, layout, phase, -(-sequences // replicas))
+
+
+def stage_problems(layout: Layout, phase: Phase) -> Iterator[str]:
+    """The reasons why the sequences of a phase cannot be split, or written, on a layout, whatever its batch."""
+    if has_rollouts(phase) and layout.pp > 1:
+        yield f"phase {phase.name} generates with the weights that it trains, which pp {layout.pp} cannot; use tp, cp or dp_shard"
+    if phase.sequence_length % (2 * layout.cp if layout.cp > 1 else 1):
+        yield f"cp {layout.cp} does not divide sequences of {int(phase.sequence_length):,} into pairs of slices"
+    elif phase.sequence_length // layout.cp % layout.tp:
+        yield f"tp {layout.tp} does not divide the {phase.sequence_length // layout.cp:,} tokens of a sequence on a rank of cp"
 
 
 def _micro_batch_problem(recipe: Recipe, layout: Layout, phase: Phase, sequences: int) -> Iterator[str]:

@@ -181,22 +181,22 @@ def stages_as_phases(recipe: Recipe, data: Mapping[str, StageData] | None = None
     """
     if recipe.trains_base:
         return recipe
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": later_phases(recipe, data)})})
+
+
+def later_phases(recipe: Recipe, data: Mapping[str, StageData] | None = None) -> list[StagePhase]:
+    """The stages after pretraining as phases; `data` and errors as of `stages_as_phases`."""
     try:
-        phases = _phases(recipe, data or {})
+        return [
+            StagePhase(
+                name=name, **_budget(section, (data or {}).get(name)), mixture={name: 1.0}, sequence_length=section.sequence_length,
+                lr_schedule=section.lr_schedule, lora=section.lora,
+                rollouts=isinstance(section, Grpo), ewc=getattr(section, "ewc", None),
+            )
+            for name, section in recipe.later_stages.items()
+        ]  # fmt: skip
     except ValidationError as error:
         raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases})})
-
-
-def _phases(recipe: Recipe, data: Mapping[str, StageData]) -> list[StagePhase]:
-    return [
-        StagePhase(
-            name=name, **_budget(section, data.get(name)), mixture={name: 1.0}, sequence_length=section.sequence_length,
-            lr_schedule=section.lr_schedule, lora=section.lora,
-            rollouts=isinstance(section, Grpo), ewc=getattr(section, "ewc", None),
-        )
-        for name, section in recipe.later_stages.items()
-    ]  # fmt: skip
 
 
 def assumptions(recipe: Recipe, data: Mapping[str, StageData], measured: bool = False) -> Iterator[str]:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from lmworks.errors import UserError, all_refusals
 from lmworks.recipe.keys import Keys, nearest
+from lmworks.recipe.mixers import cp_problems
 from lmworks.recipe.parameter import kind_of
 from lmworks.recipe.parameters import alignment_problems, parameters
 from lmworks.recipe.schema.base import Node
@@ -224,6 +225,8 @@ def _numbers(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
 def _changes(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     """What phases change in the model, each seen with those before it."""
     model = recipe.model
+    said = list(cp_problems(model, recipe.layout.cp))
+    yield from ((("layout", "cp"), text) for text in said)
     for index, phase in enumerate(recipe.train.phases):
         at: Keys = ("train", "phases", index)
         if phase.rope and model.rope.partial_rotary_factor == 0 and not phase.rope.partial_rotary_factor:
@@ -236,11 +239,10 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             name = next((name for name in ("sliding_window", "no_rope_layer_interval") if getattr(phase, name) is not None), "rope")
             yield (*at, name if phase.rope is None else "rope"), error.errors()[0]["msg"].removeprefix("Value error, ")
             return
-        if model.mixers and recipe.layout.cp > 1:
-            yield ("layout", "cp"), f"the states of model.{min(model.mixers)} are passed from no rank to the next; set layout.cp to 1"
-        if model.moe and model.moe.balance.method == "sinkhorn" and recipe.layout.cp > 1:
-            key: Keys = (*at, "balance", "method") if phase.balance and phase.balance.method else ("model", "moe", "balance", "method")
-            yield key, "sinkhorn needs whole sequences; choose bias, or set layout.cp to 1"
+        for text in cp_problems(model, recipe.layout.cp):
+            if text not in said:  # a phase changes nothing else that matters to them
+                said.append(text)
+                yield (*at, "balance", "method"), text
 
 
 def _schedules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:

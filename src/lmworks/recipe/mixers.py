@@ -168,6 +168,18 @@ def tp_problems(model: Model, tp: int) -> list[str]:
     return list(dict.fromkeys((*_undivided(tp, sizes), *of_mixers)))  # lightning attention has the heads of attention
 
 
+def cp_problems(model: Model, cp: int) -> Iterator[str]:
+    """The reasons why `cp` ranks cannot each compute a part of a sequence; none if they can."""
+    if cp == 1:
+        return
+    if model.attention_dropout:
+        yield "model.attention_dropout cannot be combined with layout.cp above 1; set it to 0"
+    for mixer in sorted(model.mixers):
+        yield f"the states of model.{mixer} are passed from no rank to the next; set layout.cp to 1"
+    if model.moe and model.moe.balance.method == "sinkhorn":
+        yield "balance.method sinkhorn needs whole sequences; choose bias, or set layout.cp to 1"
+
+
 def state_bytes(model: Model, element: int = 2) -> float:
     """Bytes of the states of one row in all layers, at `element` bytes per number of the activations."""
     found = (state for layer in range(model.num_hidden_layers or 0) for state in model.states(layer))

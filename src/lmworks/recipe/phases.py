@@ -33,6 +33,14 @@ def in_force(recipe: Recipe) -> list[Model]:
     return found
 
 
+def trained_models(recipe: Recipe) -> list[Model]:
+    """The different models that a run trains: as it is built, and as each phase changes it. Later stages take over the last one."""
+    found = [recipe.model]
+    for model in in_force(recipe):
+        found += [model] if model is not found[-1] and model != found[-1] else []
+    return found
+
+
 def final(recipe: Recipe) -> Model:
     """The model as the last phase trains it, and as every later stage takes it over."""
     return (in_force(recipe) or [recipe.model])[-1]

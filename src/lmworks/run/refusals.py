@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -190,16 +191,19 @@ def _mixtures(before: Before) -> Iterator[UserError]:
 
 def _layout(before: Before) -> Iterator[UserError]:
     from lmworks.plan.automatic import machine_for
-    from lmworks.plan.layout import problems
-    from lmworks.plan.stages import stages_as_phases
+    from lmworks.plan.layout import problems, stage_problems
+    from lmworks.plan.stages import later_phases, stages_as_phases
 
     recipe = stages_as_phases(before.recipe, before.data)
     if recipe.layout.auto:
         return
     cluster = machine_for(recipe)
-    for phase in recipe.train.phases:
-        for problem in problems(recipe, cluster, recipe.layout, phase):
-            yield UserError(f"layout: {problem}")
+    found = [problem for phase in recipe.train.phases for problem in problems(recipe, cluster, recipe.layout, phase)]
+    with suppress(UserError):  # of a budget that is too small, which is refused where it is checked
+        later = later_phases(recipe, before.data) if recipe.trains_base else []
+        found += [problem for phase in later for problem in stage_problems(recipe.layout, phase)]  # whose batches need not divide
+    for problem in found:
+        yield UserError(f"layout: {problem}")
 
 
 def _begun(before: Before) -> bool:
@@ -219,9 +223,10 @@ def _adapters(stage: str) -> Look:
     def look(before: Before) -> None:
         import torch
 
-        from lmworks.export.peft import read_peft
+        from lmworks.export.peft import class_before, read_peft, why_not_loaded
         from lmworks.model import Transformer
         from lmworks.model.lora import attach
+        from lmworks.recipe.families.family import NoClass
         from lmworks.recipe.schema.model import is_adapter
 
         if (lora := before.recipe.loras.get(stage)) is None:
@@ -232,9 +237,13 @@ def _adapters(stage: str) -> Look:
                 attach(model, lora)
             except UserError as error:
                 raise UserError(f"{stage}.{error}") from None
+        state = {name: value for name, value in model.state_dict().items() if is_adapter(name)}
         if lora.init_from is not None and stage not in before.resuming:
-            state = {name: value for name, value in model.state_dict().items() if is_adapter(name)}
-            read_peft(Path(lora.init_from), state, before.recipe.model, lora, None)
+            read_peft(Path(lora.init_from), state, before.recipe.model, class_before(before.recipe, stage), lora, None)
+        if before.recipe.export.huggingface and stage == [*before.recipe.later_stages][-1]:  # its adapters are exported alone, too
+            with suppress(NoClass):  # which the check of the export refuses
+                if why := why_not_loaded(state, before.recipe.model, class_before(before.recipe, stage)):
+                    before.notes.append(f"{stage}.lora: {why}")
 
     return look
 
@@ -327,6 +336,15 @@ def _evaluation(before: Before) -> Iterable[UserError]:
     return refusals(before.recipe)
 
 
+def _prompts(before: Before) -> Iterable[UserError]:
+    wanted, tokenizer = before.recipe.evaluate, before.tokenizer
+    if tokenizer is None or (wanted.prompts is None and wanted.questions == type(wanted)().questions):
+        return ()
+    from lmworks.train.observe.sampling import refusals
+
+    return refusals(before.recipe, tokenizer)
+
+
 def _export(before: Before) -> None:
     from lmworks.export.export import check
 
@@ -403,6 +421,7 @@ CHECKS = (
     Check("shards", _enough_text),
     Check("tokenizer", _tokenizer),
     Check("shards", _imported),
+    Check("evaluate", _prompts),
     *(Check(stage, _data(stage)) for stage in _TRAINED),
     Check("pretrain", _layout),
     Check("pretrain", _memory),

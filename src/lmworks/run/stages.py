@@ -137,7 +137,7 @@ def _shards(context: StageContext) -> RenderableType | None:
 def training_context(context: StageContext) -> TrainingContext:
     """What a stage of training is given, with what the rooms above it supply."""
     from lmworks.evaluate.in_loop import make_evaluation
-    from lmworks.export.peft import read_peft
+    from lmworks.export.peft import read_adapter
     from lmworks.parallel.mesh import alone
     from lmworks.plan.counts import flops_per_token
     from lmworks.run.start_weights import load_start_weights
@@ -148,7 +148,7 @@ def training_context(context: StageContext) -> TrainingContext:
     return TrainingContext(
         recipe, run_dir, context.resume_command, context.ranks or alone(), context.heartbeat or Heartbeat(None), context.allow_other_data,
         lambda model, length, frozen: flops_per_token(model, length, frozen=frozen).total,
-        lambda name: _protect(recipe, run_dir / name), load_start_weights, read_peft, make_evaluation,
+        lambda name: _protect(recipe, run_dir / name), load_start_weights, read_adapter, make_evaluation,
     )  # fmt: skip
 
 
@@ -241,6 +241,7 @@ def _export(context: StageContext) -> RenderableType | None:
 
 _CORPUS, _TOKENIZER = "corpus/manifest.json", ("tokenizer/tokenizer.json", "tokenizer/chat_template.jinja")
 _WEIGHTS = (*_TOKENIZER, *INPUTS)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 
 STAGES = (
     Stage(
@@ -248,7 +249,7 @@ STAGES = (
         _corpus, keeps=True,
     ),
     Stage(
-        "tokenizer", "tokenizer", (_CORPUS,), ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "report.json"),
+        "tokenizer", "tokenizer", (_CORPUS,), (*_TOKENIZER_FILES, "additional_chat_templates/*.jinja", "report.json"),
         _tokenizer, keeps=True,
     ),
     Stage(

@@ -62,7 +62,7 @@ def compare_first_loss(start: Weights, model: ParallelModel, communicator: Commu
     """
     vocabulary, ranks = model.config.vocab_size, model.ranks.size("dp")
     assert vocabulary
-    text = communicator.broadcast(communicator.run_on_all(lambda: _text_ids(start, vocabulary) if communicator.is_first else []))
+    text = model.ranks.first(lambda: _text_ids(start, vocabulary))
     drawn = np.random.default_rng(seed).integers(0, vocabulary, (min(ranks, _MOST_ROWS), _RANDOM), dtype=np.int32)
     limit = min(_TOKENS, int(start.model.max_position_embeddings or _TOKENS))
     row = np.array(text[: max(limit - _RANDOM, 1)], dtype=np.int32)
@@ -78,8 +78,7 @@ def compare_first_loss(start: Weights, model: ParallelModel, communicator: Commu
         ours = model.summed_cross_entropy(batch) / batch.valid_tokens
     finally:
         model.train(was_training)
-    ask = lambda: _their_loss(start, rows, repeats, vocabulary, added) if communicator.is_first else ""  # noqa: E731
-    theirs = communicator.broadcast(communicator.run_on_all(ask))
+    theirs = model.ranks.first(lambda: _their_loss(start, rows, repeats, vocabulary, added))
     if isinstance(theirs, str):
         if communicator.is_first:
             console.print(f"first loss {ours:.4f}, not compared with transformers: {theirs}", style="yellow")
@@ -167,17 +166,18 @@ def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Commu
     Raises `UserError` on all ranks if the weights are damaged or do not fit the model, or if the losses differ.
     """
     assert recipe.start_from is not None
+    ranks = model.ranks
+    # on every rank: hosts may have caches of their own for models of the hub
     start = communicator.broadcast(communicator.run_on_all(partial(find_start_weights, recipe.start_from)))
     added = _added_tokens(recipe, start)
     if start.kind == "huggingface":
-        communicator.run_on_all(lambda: verify_export(start.path) if communicator.is_first else None)
+        ranks.first(lambda: verify_export(start.path))
         communicator.run_on_all(lambda: reference.read(start, model.state_dict(), recipe.model, added))
     else:
         new = _QK_NORMS if recipe.model.use_qk_norm and not start.model.use_qk_norm else ()  # which the first phase adds (qk_norm_steps)
         # those that an export of that run would have
         load_weights(start.path, model, None, communicator, start.averaged, verified=False, without=new)
-    about = communicator.broadcast(communicator.run_on_all(lambda: reference.describe(start) if communicator.is_first else {}))
-    about[RECORD] = communicator.broadcast(communicator.run_on_all(lambda: is_chat(start) if communicator.is_first else False))
+    about = ranks.first(lambda: reference.describe(start) | {RECORD: is_chat(start)})
     if added:
         about["added"] = [added.start, added.stop]
     if (model_of_hub := hub.parse(recipe.start_from)) is not None:

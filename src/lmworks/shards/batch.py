@@ -6,7 +6,7 @@ The arrays that a step trains on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -61,6 +61,22 @@ class Batch:
             None if self.weights is None else self.weights[start:stop],
             None if self.sources is None else self.sources[start:stop],
         )
+
+    def lengthened(self, length: int) -> Batch:
+        """The same sequences with rows of `length` tokens: what is added is a document of its own without labels."""
+        rows, before = self.tokens.shape
+        if length == before:
+            return self
+        row, at = np.divmod(self.cu_seqlens[:-1].astype(np.int64), before)
+        begins = np.sort(np.concatenate([row * length + at, np.arange(rows) * length + before, [rows * length]]))
+
+        def longer(values: np.ndarray, fill: float) -> np.ndarray:
+            return np.pad(values, ((0, 0), (0, length - before)), constant_values=fill)
+
+        return replace(
+            self, tokens=longer(self.tokens, PADDING), labels=longer(self.labels, IGNORE), cu_seqlens=begins.astype(np.int32),
+            weights=None if self.weights is None else longer(self.weights, 0),
+        )  # fmt: skip
 
     @cached_property
     def valid_tokens(self) -> int:

@@ -49,7 +49,8 @@ class Concatenated:
         length, rows = self.order.timeline.phases[phase].sequence_length, len(found.start)
         text = np.empty((rows, length + 1), np.int32)
         begins = [np.arange(rows, dtype=np.int64) * length]
-        ends_row, ends_at = [], []
+        none = np.empty(0, np.int64)
+        ends_row, ends_at = [none], [none]  # of a rank without sequences
         for index in np.unique(found.source):
             mine, stream = np.flatnonzero(found.source == index), self._streams[index]
             read = np.empty((len(mine), length + 1), np.int32)

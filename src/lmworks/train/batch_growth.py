@@ -43,7 +43,7 @@ class BatchGrowth:
 
     def read(self) -> None:
         """Follow the ledger; all ranks call this together."""
-        self._follow(self._of_first(growths(self._ledger.read()) if self._ranks.is_first else None))
+        self._follow(self._ranks.first(lambda: growths(self._ledger.read())))
 
     def observe(self, step: int, loss: float) -> None:
         """Record the training loss of a step that was neither bad nor a spike."""
@@ -74,7 +74,7 @@ class BatchGrowth:
 
     def grow(self, step: int, skips: Skips) -> None:
         """Grow from `step` on, after all ranks have heard that it is due."""
-        tokens = self._of_first(self._grown(step, skips) if self._ranks.is_first else None)
+        tokens = self._ranks.first(lambda: self._grown(step, skips))
         assert tokens is not None, "due on the first rank"
         index = self._curriculum.timeline.phase_of(step)
         phase, steps = self._phases[index], self._curriculum.timeline.phases[index]
@@ -125,10 +125,3 @@ class BatchGrowth:
         self.known = known
         self._batches.set_growths(known)
         self._curriculum.follow_order()
-
-    def _of_first(self, value: Any) -> Any:
-        """The value of the first rank, on all ranks."""
-        if not self._ranks.is_first:
-            return self._ranks.receive_broadcast()
-        self._ranks.broadcast(value)
-        return value

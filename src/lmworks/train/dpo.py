@@ -36,7 +36,8 @@ from lmworks.watch.ledger import LEDGER, Ledger
 @dataclass(frozen=True)
 class Scored:
     """The mean loss, and the rewards of chosen and rejected answers, which are what the metrics are made of. `accuracy`: share of pairs
-    whose chosen answer has the larger reward, a tie counting as half. `divergence`: kto's estimate, else None."""
+    whose chosen answer has the larger reward; a tie, or what rounding may have made of one, counts as half. `divergence`: kto's estimate,
+    else None."""
 
     loss: Tensor
     chosen: Tensor
@@ -51,15 +52,17 @@ def needs_reference(options: Dpo) -> bool:
 
 
 def preference_loss(
-    options: Dpo, logp_P2: Tensor, reference_P2: Tensor | None, lengths_P2: Tensor, labels_P: Tensor | None = None
+    options: Dpo, logp_P2: Tensor, reference_P2: Tensor | None, lengths_P2: Tensor, labels_P: Tensor | None = None, eps: float = 0.0
 ) -> Scored:
     """The mean loss over the pairs. `logp_P2` and `reference_P2` are summed over each answer's tokens, of which there are `lengths_P2`;
-    `labels_P` (bool) says for kto which answers are good."""
+    `labels_P` (bool) says for kto which answers are good. `eps` is that of the type in which the model computes."""
+    tolerance_P = options.beta * _rounding(logp_P2, lengths_P2, eps)
     match options.loss:
         case "kto":
             assert reference_P2 is not None and labels_P is not None
-            return _kto(options, logp_P2, reference_P2, labels_P)
+            return _kto(options, logp_P2, reference_P2, labels_P, tolerance_P)
         case "simpo":
+            tolerance_P = torch.zeros_like(tolerance_P)  # there is no reference, from which all pairs begin with a difference of 0
             rewards_P2 = options.beta * logp_P2 / lengths_P2
             losses = _sigmoid(rewards_P2[:, 0] - rewards_P2[:, 1] - options.simpo_gamma, options.label_smoothing)
         case "ipo":
@@ -73,7 +76,7 @@ def preference_loss(
             rewards_P2 = options.beta * (logp_P2 - reference_P2)
             losses = _sigmoid(rewards_P2[:, 0] - rewards_P2[:, 1], options.label_smoothing)
     chosen, rejected = rewards_P2.detach().unbind(1)
-    return Scored(losses.mean(), chosen, rejected, _above(chosen - rejected))
+    return Scored(losses.mean(), chosen, rejected, _above(chosen - rejected, tolerance_P))
 
 
 def _sigmoid(margin_P: Tensor, smoothing: float) -> Tensor:
@@ -83,7 +86,7 @@ def _sigmoid(margin_P: Tensor, smoothing: float) -> Tensor:
     return -F.logsigmoid(margin_P) * (1 - smoothing) - F.logsigmoid(-margin_P) * smoothing
 
 
-def _kto(options: Dpo, logp_P2: Tensor, reference_P2: Tensor, labels_P: Tensor) -> Scored:
+def _kto(options: Dpo, logp_P2: Tensor, reference_P2: Tensor, labels_P: Tensor, tolerance_P: Tensor) -> Scored:
     """Equations 7 and 8 of KTO: the reference point is a divergence estimated from answers to other prompts, without a gradient."""
     ratio_P2 = logp_P2 - reference_P2
     divergence = ratio_P2[:, 1].detach().mean().clamp(min=0)
@@ -92,11 +95,18 @@ def _kto(options: Dpo, logp_P2: Tensor, reference_P2: Tensor, labels_P: Tensor) 
         labels_P, options.desirable_weight * (1 - margin_P.sigmoid()), options.undesirable_weight * (1 - (-margin_P).sigmoid())
     )
     rewards_P, sign_P = (options.beta * ratio_P2[:, 0]).detach(), torch.where(labels_P, 1.0, -1.0)
-    return Scored(losses.mean(), rewards_P[labels_P], rewards_P[~labels_P], _above(sign_P * margin_P.detach()), divergence)
+    return Scored(losses.mean(), rewards_P[labels_P], rewards_P[~labels_P], _above(sign_P * margin_P.detach(), tolerance_P), divergence)
 
 
-def _above(margin_P: Tensor) -> Tensor:
-    return ((margin_P.sign() + 1) / 2).mean()
+def _above(margin_P: Tensor, tolerance_P: Tensor) -> Tensor:
+    return torch.where(margin_P.abs() > tolerance_P, (margin_P.sign() + 1) / 2, 0.5).mean()
+
+
+def _rounding(logp_P2: Tensor, lengths_P2: Tensor, eps: float) -> Tensor:
+    """What rounding may make of a difference of 0 between the scores of a pair and those of the reference. The scores of tokens are rounded
+    in proportion to their size, and in a sum such errors grow with the root of their number: four times their standard deviation. Equal
+    weights would seem to prefer the one or the other answer otherwise, and other ones on another layout."""
+    return 4 * eps * (logp_P2.detach().square() / lengths_P2).sum(1).sqrt()
 
 
 class Pairs:
@@ -176,7 +186,8 @@ class Preference:
     def _score(self, packed: PackedAnswers, logp_BT: Tensor, pairs: Pairs, numbers: list[int]) -> Scored:
         reference_P2 = None if pairs.reference_P2 is None else pairs.reference_P2[numbers]
         labels_P = None if pairs.labels_P is None else pairs.labels_P[numbers]
-        return preference_loss(self._options, packed.sums(logp_BT).view(-1, 2), reference_P2, packed.lengths().view(-1, 2), labels_P)
+        eps = torch.finfo(self._model.compute_dtype).eps
+        return preference_loss(self._options, packed.sums(logp_BT).view(-1, 2), reference_P2, packed.lengths().view(-1, 2), labels_P, eps)
 
 
 def _metrics(scored: Scored) -> dict[str, float]:
@@ -198,9 +209,12 @@ def dpo(context: TrainingContext) -> None:
     assert options is not None
     folder, length = run_dir / "dpo", int(options.sequence_length)
     tokenizer = load_tokenizer(run_dir / "tokenizer")
-    if context.ranks.is_first and not (folder / "data" / "manifest.json").exists():
-        build_preferences(recipe, tokenizer, folder / "data", *context.protect("dpo"))
-    context.ranks.barrier()
+
+    def make_data() -> None:
+        if not (folder / "data" / "manifest.json").exists():
+            build_preferences(recipe, tokenizer, folder / "data", *context.protect("dpo"))
+
+    context.ranks.first(make_data)
     base = weights_before(context, stage, options.lora)
 
     def setup(model: ParallelModel) -> StageSetup:

@@ -243,9 +243,12 @@ def grpo(context: TrainingContext) -> None:
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     prompts = read_prompts(recipe, tokenizer, *context.protect("grpo"))
     base = weights_before(context, stage, options.lora)
-    if base.communicator.is_first:
+
+    def record() -> None:
         folder.mkdir(exist_ok=True)
         write_json(folder / "prompts.json", {"train": len(prompts.train), "held_out": len(prompts.held_out), "data": prompts.sets})
+
+    context.ranks.first(record)
 
     def setup(model: ParallelModel) -> StageSetup:
         model.set_sampling(sampling_of(options))

@@ -69,8 +69,8 @@ def open_pretraining(context: TrainingContext) -> Iterator[Trainer]:
         def prepare(trainer: Trainer) -> None:
             require_same(run_dir, trainer.resumed_meta.get(META))
             _require_same_data(context, trainer, hashes)
-            if ranks.is_first and not recipe.shards.cache and _size(batches.manifest) <= _QUICKLY_READ:
-                verify(run_dir / "shards", batches.manifest)
+            if not recipe.shards.cache and _size(batches.manifest) <= _QUICKLY_READ:
+                ranks.first(lambda: verify(run_dir / "shards", batches.manifest))
             text.update(held_out(batches, recipe, lengths[0], rows))  # opened only now: truncated files are reported by hash
 
         return StageSetup(

@@ -27,7 +27,7 @@ from lmworks.checkpoint.communicator import Communicator, world_communicator
 from lmworks.checkpoint.listing import REFERENCE, content_of
 from lmworks.checkpoint.run_bundle import run_files_of
 from lmworks.corpus.contamination import Decontaminator
-from lmworks.errors import UserError, all_refusals
+from lmworks.errors import UserError, all_refusals, raise_first
 from lmworks.io.files import sha256_file
 from lmworks.io.run_layout import BASE, ModelStage
 from lmworks.metrics.system import reset_memory_peak
@@ -47,7 +47,7 @@ from lmworks.train.data.mixture import replayed_rows
 from lmworks.train.data.sets import require_sets
 from lmworks.train.observe.forgetting import GENERAL, RISE, ForgettingMonitor
 from lmworks.train.observe.memory_kinds import Held
-from lmworks.train.observe.sampling import ChatSampler, Sampler, prompts
+from lmworks.train.observe.sampling import ChatSampler, Sampler, prompts, refusals
 from lmworks.train.observe.step_metrics import FlopsPerToken
 from lmworks.train.saving import open_stage
 from lmworks.train.trainer import StageSetup, Trainer
@@ -99,7 +99,7 @@ def require_held_out(recipe: Recipe, held_out: int) -> None:
 
 
 LoadStart = Callable[[Recipe, ParallelModel, Communicator], dict[str, Any]]
-LoadAdapter = Callable[[Path, Mapping[str, Tensor], Model, Lora, str], None]
+LoadAdapter = Callable[[Path, Mapping[str, Tensor], Model, Lora, Path], None]
 Evaluation = Callable[[ParallelModel], dict[str, float]]
 MakeEvaluation = Callable[[Recipe, Tokenizer, int, int, Ranks], Evaluation | None]
 
@@ -112,7 +112,7 @@ class TrainingContext:
     flops_per_token: FLOPs of a training step per token, of a model in sequences of a length, with or without frozen weights.
     protect: for a stage that makes its training data, the evaluation items that these may not contain, and what finds them in texts.
     load_start: fills the model with the weights of `start_from`; returns what they were.
-    load_adapter: fills adapters from the folder that `lora.init_from` names.
+    load_adapter: fills adapters of a checkpoint from the folder that `lora.init_from` names.
     make_evaluation: prepares what is evaluated every `evaluate.every`, in batches of so many rows of so many tokens.
     run: trains with the trainer of the stage; a profile measures here.
     held: what the stage holds, for a report when memory runs out.
@@ -158,7 +158,7 @@ def random_or_start_weights(context: TrainingContext) -> BaseWeights:
     model = context.held.model = build_model(recipe, context.ranks)
     if recipe.start_from is None:
         return BaseWeights(model, communicator)
-    if communicator.broadcast(communicator.is_first and listing.has_checkpoints(context.run_dir / "checkpoints")):
+    if context.ranks.first(lambda: listing.has_checkpoints(context.run_dir / "checkpoints")):
         return BaseWeights(model, communicator)
     assert context.load_start is not None
     return BaseWeights(model, communicator, meta={START_FROM: context.load_start(recipe, model, communicator)})
@@ -172,16 +172,15 @@ def weights_before(context: TrainingContext, stage: ModelStage, lora: Lora | Non
     reset_memory_peak()
     model = context.held.model = build_model(recipe, context.ranks, lora)
     model.eval()
-    communicator, found = world_communicator(), []
+    communicator = world_communicator()
     before = stages_of(recipe, before=stage)[-1].model
-    communicator.run_on_all(lambda: found.append(final_checkpoint(run_dir, before)) if communicator.is_first else None)
-    path = communicator.broadcast(found[0] if found else Path())
+    path = context.ranks.first(lambda: final_checkpoint(run_dir, before))
     meta = load_weights(path, model, identity(recipe), communicator, bool(recipe.optimizer.ema_decay))
     require_same(run_dir, meta.get(META))
     model.configure(model_of(recipe, meta))
     if lora is not None and lora.init_from is not None:
         assert context.load_adapter is not None
-        context.load_adapter(Path(lora.init_from), model.state_dict(), recipe.model, lora, content_of(path))
+        context.load_adapter(Path(lora.init_from), model.state_dict(), recipe.model, lora, path)
     return BaseWeights(model, communicator, path, lora, adapter_meta(lora, path, run_dir))
 
 
@@ -201,6 +200,7 @@ def open_trainer(
 ) -> Iterator[Trainer]:  # fmt: skip
     """The trainer of a stage with its files, resumed from the newest good checkpoint; see `run_stage`."""
     recipe, run_dir = context.recipe, context.run_dir
+    raise_first(refusals(recipe, tokenizer))
     model, optimizer = with_optimizer(recipe, base.model)
     context.held.model, context.held.optimizer = model, optimizer
     setup = make_setup(model)
@@ -210,7 +210,7 @@ def open_trainer(
 
     def sampler(path: Path | None) -> Sampler:
         if stage is BASE:
-            return Sampler(path, tokenizer, prompts(recipe, run_dir / "corpus"))
+            return Sampler(path, tokenizer, prompts(recipe, run_dir / "corpus", tokenizer.encode))
         return ChatSampler(path, tokenizer, recipe.evaluate.questions)
 
     with open_stage(recipe, run_dir, stage, model.ranks, own, setup.curriculum.tokens, sampler, setup.use_best) as files:
@@ -247,7 +247,7 @@ def save_start(context: TrainingContext) -> None:
     """
     recipe, run_dir, ranks = context.recipe, context.run_dir, context.ranks
     communicator, folder = world_communicator(), run_dir / "checkpoints"
-    if communicator.broadcast(communicator.is_first and listing.newest_good(folder)[0] is not None):
+    if ranks.first(lambda: listing.newest_good(folder)[0] is not None):
         return
     assert context.load_start is not None
     model = build_model(recipe, ranks)

@@ -30,9 +30,12 @@ def tune(context: TrainingContext) -> None:
     assert options is not None
     data = run_dir / "tune" / "data"
     tokenizer = load_tokenizer(run_dir / "tokenizer")
-    if context.ranks.is_first and not (data / "manifest.json").exists():
-        build_chat_data(recipe, tokenizer, data, run_dir / "corpus", *context.protect("tune"))
-    context.ranks.barrier()
+
+    def make_data() -> None:
+        if not (data / "manifest.json").exists():
+            build_chat_data(recipe, tokenizer, data, run_dir / "corpus", *context.protect("tune"))
+
+    context.ranks.first(make_data)
     curriculum, held_out = TuningCurriculum(recipe, data), held_out_conversations(recipe, data)
     replayed = {REPLAY: curriculum.replay.digests} if curriculum.replay else {}
 

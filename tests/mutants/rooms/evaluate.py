@@ -79,4 +79,7 @@ MUTANTS = [
      "cli/test_follow_command.py"),
     ("evaluate.follow:Scores.asked", "[contents(self.benchmarks), self.items]", "contents(self.benchmarks)",
      "A checkpoint is asked again with other numbers of items.", "cli/test_follow_command.py"),
+    ("evaluate.generation.replies:samples", "if not context or len(one) < context]", "]",
+     "A prompt without room does not end an evaluation.",
+     "train/test_sampling.py::test_a_prompt_without_room_has_an_empty_completion"),
 ]  # fmt: skip

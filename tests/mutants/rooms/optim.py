@@ -72,4 +72,7 @@ MUTANTS = [
      "optim/test_optimizer_step.py train/test_step.py"),
     ("optim.clip:LossScaler.update", "~finite & (self.scale <= 1)", "~finite & (self.scale <= 2)",
      "fp16 tries the scale 1 before an overflow is a fault.", "train/test_bad_steps.py"),
+    ("train.observe.step_metrics:StepMetrics.__init__", "model.ranks.all_reduce_max(optimizer.learning_rates().get(kind, 0.0))",
+     "optimizer.learning_rates().get(kind, 0.0)", "The rate that is shown is the largest of all pipeline stages.",
+     "train/test_pipelined.py"),
 ]  # fmt: skip

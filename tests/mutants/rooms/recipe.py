@@ -1,7 +1,11 @@
 """Mistakes in units and in what is derived from a recipe."""
 
 MUTANTS = [
-    ("recipe.load:_resolve", "        _refuse_secrets(tree, document)\n", "        pass\n", "A secret that is known by its form is refused.",
+    ("recipe.gguf_model:_llama3", "slope = 1.001 * max(", "slope = max(", "A frequency beside the limit is kept in fp32 too.",
+     "recipe/test_gguf_rope.py"),
+    ("recipe.gguf_model:_llama3", "digits = 6 if len(line) > 1 else 12", "digits = 6",
+     "A scaling that few frequencies state is not rounded.", "recipe/test_gguf_rope.py"),
+    ("recipe.load:_resolve", "        _refuse_secrets(tree, document)\n", "        pass\n", "A secret is known by its form and refused.",
      "cli/test_launch_commands.py"),
     ("recipe.checks:problems", "(one for one in scales if one not in kinds)", "()",
      "A factor on the rate of weights that a model has not is refused.", "recipe/test_load.py"),
@@ -68,4 +72,10 @@ MUTANTS = [
      "Positions that are written as they are stay those of the longer context.", "recipe/test_positions.py"),
     ("recipe.phases:warnings", "if stated < longest:", "if False:",
      "A context that is written shorter than the sequences is warned of.", "recipe/test_positions.py"),
+    ("recipe.hub:_is_model", "bool(safetensors_of(path))", 'any(path.glob("*.safetensors"))',
+     "A download that was cut off between two files is continued.", "weights/test_weight_files.py"),
+    ("recipe.checks:_changes", "if text not in said:", "if False:",
+     "A phase changes nothing to what context ranks cannot compute.", "parallel/test_splits.py"),
+    ("recipe.mixers:cp_problems", "if model.attention_dropout:", "if False:", "Context ranks have no dropout of attention.",
+     "parallel/test_splits.py"),
 ]  # fmt: skip

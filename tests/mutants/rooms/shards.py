@@ -44,4 +44,9 @@ MUTANTS = [
      "A planned change of the mixture keeps its place when the batch grows.", "shards/test_order.py"),
     ("shards.import_tokens:import_file", "        closed, empty = made[_COUNTS]\n", "",
      "An import that is continued counts all documents.", "shards/test_importing.py"),
+    ("shards.sequences:Concatenated.fill", "ends_row, ends_at = [none], [none]", "ends_row, ends_at = [], []",
+     "A rank without sequences in a step reads none.", "shards/test_batches.py::test_a_rank_without_sequences_gets_none"),
+    ("shards.batch:Batch.lengthened", "row * length + at, np.arange(rows) * length + before", "row * length + at",
+     "What lengthens rows is a document of its own.",
+     "shards/test_batches.py::test_longer_rows_are_the_same_rows_and_a_document_without_labels"),
 ]  # fmt: skip

@@ -72,6 +72,18 @@ def world_size(layout: Layout) -> int:
     return layout.pp * layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp
 
 
+def ep_problems(layout: Layout) -> Iterator[str]:
+    """The reasons why the ranks of `ep` do not lie inside dp_shard x cp; none if they do."""
+    ranks = layout.dp_shard * layout.cp
+    if ranks % layout.ep:
+        yield f"ep {layout.ep} does not divide dp_shard x cp = {ranks}; expert ranks are a subset of the data and context ranks"
+    elif layout.cp % layout.ep and layout.ep % layout.cp:
+        yield (
+            f"ep {layout.ep} does not fit cp {layout.cp} and dp_shard {layout.dp_shard}: it must divide cp, or be a multiple of cp that "
+            "divides dp_shard x cp"
+        )
+
+
 def min_world_size(layout: Layout) -> int:
     """The smallest number of ranks of a layout; all other possible numbers are multiples of it."""
     axis = _data_axis(layout)

@@ -119,12 +119,8 @@ class MixtureUpdates:
 
     def apply_pending(self, first: int) -> None:
         """Apply pending requests from their step on, or from `first` if that is later. All ranks call this in the same step."""
-        if self._ranks.is_first:
-            taken = self._answer(first)
-            self._ranks.broadcast([(change.step, dict(change.mixture)) for change in taken])
-        else:
-            taken = [MixtureOverride(step, mixture) for step, mixture in self._ranks.receive_broadcast()]
-        self._batches.set_mixture_overrides(taken)
+        taken = self._ranks.first(lambda: [(change.step, dict(change.mixture)) for change in self._answer(first)])
+        self._batches.set_mixture_overrides([MixtureOverride(step, mixture) for step, mixture in taken])
 
     def _answer(self, first: int) -> list[MixtureOverride]:
         """All applied changes, after each pending request has been answered in the ledger."""

@@ -68,11 +68,13 @@ class StepMetrics:
         boundary: PhaseBoundary, faults: FaultHandler, rows: TrainedRows, flops_per_token: FlopsPerToken,
     ) -> None:  # fmt: skip
         self.clock = Clock()
-        self._max_grad_norm, self._model, self._optimizer, self._curriculum = recipe.optimizer.max_grad_norm, model, optimizer, curriculum
+        self._max_grad_norm, self._model, self._curriculum = recipe.optimizer.max_grad_norm, model, curriculum
         self._state, self._boundary, self._faults, self._flops_per_token = state, boundary, faults, flops_per_token
         self._rows, self._threshold = rows, recipe.optimizer.qk_clip_threshold or 0.0
         self._flops: dict[tuple[int, int], float] = {}  # per token, by phase and sequence length
         self._peak = system.measure_peak() * model.ranks.world
+        # a pipeline stage has other layers than the next, whose rates differ with layer_lr_decay; they never change
+        self._rates = {kind: model.ranks.all_reduce_max(optimizer.learning_rates().get(kind, 0.0)) for kind in ("muon", "adamw")}
         self._process, self._machine = system.ProcessSignals(), system.MachineSignals()
 
     def add_step(self, *, seconds: float, own: float, data_wait: float, tokens: int, sequence_length: int) -> None:
@@ -85,8 +87,7 @@ class StepMetrics:
 
     def learning_rate(self, lr_factor: float) -> float:
         """The rate of the matrices, or of AdamW where it trains all."""
-        rates = self._optimizer.learning_rates(lr_factor)
-        return rates.get("muon", rates.get("adamw", 0.0))
+        return lr_factor * (self._rates["muon"] or self._rates["adamw"])
 
     def restart_clock(self) -> None:
         self.clock = Clock()
@@ -108,7 +109,7 @@ class StepMetrics:
             "train/bad_steps": bad_steps,
             "train/spikes": self._faults.policy.spike_total,
             "optim/learning_rate": self.learning_rate(lr_factor),
-            "optim/adam_learning_rate": self._optimizer.learning_rates(lr_factor).get("adamw", 0.0),
+            "optim/adam_learning_rate": lr_factor * self._rates["adamw"],
             "optim/clipped": float(0 < self._max_grad_norm < found.grad_norm),
         }
         moe = self._model.config.moe

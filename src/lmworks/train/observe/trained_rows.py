@@ -37,12 +37,13 @@ class TrainedRows:
         self._first: list[int] = []
         self._saved: set[int] = set()  # of the run that this one has resumed
         self._rows = self._repeated = 0
+        self._trained = False  # on rows, on any rank, since `take_share`
         self.newest: list[int] = []
 
-    def add(self, hashes: list[int]) -> float:
+    def add(self, hashes: list[int], elsewhere: bool = False) -> float:
         """Add the rows of a step, which are `newest` from now on; returns the share of them that the checkpoint knows, if the run was
-        resumed."""
-        self.newest = hashes
+        resumed. `elsewhere`: other ranks may have rows of the step, where this one has none."""
+        self.newest, self._trained = hashes, self._trained or bool(hashes) or elsewhere
         for one in hashes:
             self._repeated += one in self._known
             if one not in self._known:
@@ -55,11 +56,10 @@ class TrainedRows:
         return sum(one in self._saved for one in hashes) / max(1, len(hashes))
 
     def take_share(self) -> float | None:
-        """The share of the rows since the last call that equal one before them; None if there were none."""
-        if not self._rows:
-            return None
-        share = self._repeated / self._rows
+        """The share of the rows since the last call that equal one before them, 0 of none; None if no rank had any."""
+        share = self._repeated / max(1, self._rows) if self._trained else None
         self._rows = self._repeated = 0
+        self._trained = False
         return share
 
     def state(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class StepRecord:
 
     def add(self, step: int, hashes: list[int], batch_hash: int, loss: float, learning_rate: float) -> None:
         """Record a step: the hashes of this rank's rows, and the sum over all ranks."""
-        known, before = self.rows.add(hashes), self._last
+        known, before = self.rows.add(hashes, elsewhere=batch_hash != 0), self._last
         self._last = {"loss": _number(loss), "learning_rate": learning_rate, "rows": f"{batch_hash & _MASK:016x}"}
         if self._resumed and before is not None:
             saved = {f"saved_{name}": value for name, value in before.items()}
