@@ -6,12 +6,21 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
-from lmworks.ablate.conclusions import fit_parabola, from_norms
+from lmworks.ablate import conclusions
+from lmworks.ablate.conclusions import fit_parabola, from_norms, measure_noise_scale
 from lmworks.ablate.contrast import Noise
 from lmworks.ablate.quality import _around_lines, kendall, quality, spearman
 from lmworks.ablate.verdict import is_above
+from lmworks.checkpoint import listing
+from lmworks.recipe.load import load_recipe
+from lmworks.recipe.weights import find_weights
+from lmworks.shards.batches import Batches
+from lmworks.train.curriculum import PretrainingCurriculum
+from lmworks.weights.run_models import load_checkpoint
+from tiny_run import Tiny
 
 
 def curves(spread: float, over_seeds: float, wavering: float, slope: float = 5.0, arms: int = 4, points: int = 12) -> np.ndarray:
@@ -147,6 +156,32 @@ def test_the_gradient_noise_scale_of_known_gradients() -> None:
     found = from_norms((batches**2).sum(axis=2).ravel(), (batches.mean(axis=1) ** 2).sum(axis=1), small, large)
     assert found.tokens == pytest.approx(500, rel=0.15)
     assert from_norms(np.array([4.0]), np.array([0.1]), 64, 512).tokens is None
+
+
+def test_the_gradient_noise_scale_of_a_checkpoint(finished: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of single sequences of the last phase, each with the mean of its own tokens; large batches are their means."""
+    monkeypatch.setattr(conclusions, "_LARGE", 2)
+    monkeypatch.setattr(conclusions, "_SMALL_PER_LARGE", 3)
+    recipe, checkpoint = load_recipe(finished.recipe).recipe, listing.directories(finished.run_dir / "checkpoints")[-1]
+    given: list[tuple[np.ndarray, ...]] = []
+    monkeypatch.setattr(conclusions, "from_norms", lambda *norms: (given.append(norms), from_norms(*norms))[1])
+    found = measure_noise_scale(recipe, finished.run_dir, checkpoint)
+    model = load_checkpoint(find_weights(checkpoint), torch.float32, torch.device("cpu")).train()
+    rows = []
+    curriculum = PretrainingCurriculum(recipe, Batches(recipe, finished.run_dir / "shards"))
+    phase, count = curriculum.phase(curriculum.steps - 1), curriculum.sequences(curriculum.steps - 1)
+    for place in range(6):
+        batch = curriculum.batch(phase.first_step + place // count, place % count, place % count + 1)
+        tokens, labels, starts = (torch.from_numpy(one).long() for one in (batch.tokens, batch.labels, batch.cu_seqlens))
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(tokens, starts.int()).flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
+        rows.append(torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None]))
+    small = [float(row.square().sum()) for row in rows]
+    large = [float(torch.stack(three).mean(0).square().sum()) for three in (rows[:3], rows[3:])]
+    ((mine, means, length, tokens),) = given
+    assert (length, tokens) == (64, 192) and (found.small, found.large, found.batches) == (64, 192, 2)
+    # the router's loss is part of them and not of the logits
+    assert mine == pytest.approx(np.array(small), rel=2e-3) and means == pytest.approx(np.array(large), rel=2e-3)
 
 
 def test_noise_around_lines_leaves_out_what_a_line_explains() -> None:

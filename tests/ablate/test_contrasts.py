@@ -146,3 +146,8 @@ def test_seeds_needed_grow_as_the_difference_shrinks() -> None:
 def test_degrees_of_freedom_of_the_noise_floor() -> None:
     """Pairs have no freedom in the arm that the others are compared with."""
     assert [own_df(arms, seeds, is_paired) for arms, seeds, is_paired in ((2, 4, True), (3, 5, True), (2, 4, False))] == [3, 8, 6]
+
+
+def test_floors_are_pooled_by_their_degrees_of_freedom() -> None:
+    found = pooled([Noise(0.5, 2), Noise(1.5, 4), UNKNOWN])
+    assert (found.sd, found.df) == (pytest.approx(math.sqrt((2 * 0.25 + 4 * 2.25) / 6)), 6)

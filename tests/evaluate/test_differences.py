@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from lmworks.evaluate import statistics
 from lmworks.evaluate.statistics import Pairs, compare_bits, compare_counts, compare_pairs, corrected, holm, sign_flip_p
@@ -155,3 +156,24 @@ def test_few_units_have_the_wider_interval_of_student() -> None:
     means = np.linspace(0, 1, 100_001)
     assert statistics._percentiles(means, 100_000) == pytest.approx((0.025, 0.975), abs=1e-4)
     assert statistics._percentiles(means, 4) == pytest.approx((0.00096, 0.99904), abs=2e-4)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 7])
+def test_the_expanded_percentile_interval(freedom: int) -> None:
+    """Hesterberg 2015, section 5.4: quantiles at Phi(sqrt(n / (n - 1)) t) in place of 2.5%."""
+    outside = stats.norm.cdf(math.sqrt((freedom + 1) / freedom) * stats.t.ppf(0.025, freedom))
+    means = np.linspace(0, 1, 100_001)
+    assert statistics._percentiles(means, freedom) == pytest.approx((outside, 1 - outside), abs=1e-4)
+
+
+def test_resamples_are_as_many_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "_CHUNK", 3_000)
+    rows, counts = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([5, 5])
+    assert statistics._ratios(rows, counts, np.random.default_rng(0)).shape == (statistics.RESAMPLES, 1)
+
+
+def test_the_smallest_step_of_a_mean_of_scores() -> None:
+    """One item more or less of the largest set changes the mean of two by 1 / (2 n)."""
+    pairs = [Pairs("a", ["1", "2", "3"], [0, 1, 1], [1, 1, 0]), Pairs("b", ["1", "2", "3", "4"], [0, 1, 1, 0], [1, 1, 0, 0])]
+    _, mean = compare_pairs(pairs)
+    assert mean is not None and mean.smallest_step == pytest.approx(1 / 8)

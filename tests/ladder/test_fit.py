@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.optimize import approx_fprime
 
 from lmworks.errors import UserError
 from lmworks.ladder.design import Point
-from lmworks.ladder.fit import doubts, fit_law, noise_of, residual
+from lmworks.ladder.fit import _Prior, doubts, fit_law, noise_of, residual
 from lmworks.plan.laws import LossLaw
 
 LAW = LossLaw(1.0, 40.0, 150.0, 0.33, 0.35)
@@ -151,3 +152,12 @@ def test_intervals_hold_where_seeds_differ() -> None:
         low, high = law.interval(*TARGET) or (0, 0)
         hits += low <= LAW.loss(*TARGET) * float(np.exp(0.0051 * random.standard_normal())) <= high
     assert hits >= 8
+
+
+def test_the_gradient_of_the_prior_is_that_of_its_penalty() -> None:
+    random = np.random.default_rng(2)
+    prior = _Prior.drawn(random, np.array([1e6, 3e6]), np.array([2e7, 9e7]), 0.01)
+    for _ in range(5):
+        theta = np.array([0.3, 4.0, 5.0, 0.35, 0.3, 0.1]) * random.uniform(0.7, 1.4, 6)
+        numeric = approx_fprime(theta, lambda one: prior.penalty(one)[0], 1e-7)
+        assert prior.penalty(theta)[1] == pytest.approx(numeric, rel=1e-3, abs=1e-4 * np.abs(numeric).max())

@@ -1,6 +1,8 @@
 """Mistakes in contrasts, noise floors and verdicts."""
 
 MUTANTS = [
+    ("ablate.conclusions:measure_noise_scale", "drawn = (number * _SMALL_PER_LARGE + index) % available", "drawn = index % available",
+     "Large batches of the noise scale are of different sequences.", "ablate/test_ablation_quality.py"),
     ("ablate.cost:_measured", "[_TURNS // 2]", "[0]", "The median of the turns says how fast an arm is.", "ablate/test_cost.py"),
     ("ablate.cost:_measured", "    for _ in range(_TURNS):\n        for arm, recipe in new:",
      "    for arm, recipe in new:\n        for _ in range(_TURNS):", "Arms are measured in turns.", "ablate/test_cost.py"),

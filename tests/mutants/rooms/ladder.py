@@ -1,6 +1,8 @@
 """Mistakes in the fits of scaling laws."""
 
 MUTANTS = [
+    ("ladder.fit:_Prior.penalty", "-self.size * of_share +", "self.size * of_share +", "The gradient of the prior is that of its penalty.",
+     "ladder/test_fit.py"),
     ("ladder.fit:_minimize", "-(slope * log_size) @ of_size", "(slope * log_size) @ of_size",
      "The gradient of the fit is that of its objective.", "ladder/test_fit.py"),
     ("ladder.fit:_require_enough", "if len(sizes) < 3 or len(horizons) < 3:", "if False:", "A law needs three sizes and three budgets.",
