@@ -45,7 +45,7 @@ def sentences(secret: str) -> list[str]:
     return [
         secret, f"Loading {secret}", f"prompt: {secret}", f"{secret} does not exist", f"step 3: {secret}",
         f"Authorization: Bearer {secret}",
-        f"/tmp/{secret} is in use by process 12 on {secret}; wait for it, stop it, or choose another directory with --set run_dir=PATH",
+        f"/tmp/{secret} is in use by process 12 on {secret}; wait for it, stop it, or choose another run_dir",
         f"rank 3 on {secret} (process 4711) ended without an error message (perhaps out of memory); its last heartbeat was at step 12 "
         f"({secret})",
         f"[Errno 28] No space left on device: '{secret}'", f"[Errno 2] No such file or directory: '/data/{secret}/x.bin'",

@@ -85,9 +85,9 @@ def test_words_of_the_sources_in_a_sentence_are_a_text() -> None:
 
 
 def test_a_message_that_a_terminal_has_wrapped_is_one_message() -> None:
-    lines = ["runs/a is in use by process 12 on localhost; wait for it, stop it, or choose", "another directory with --set run_dir=PATH"]
+    lines = ["runs/a is in use by process 12 on localhost; wait for it, stop it,", "or choose another run_dir"]
     (said,) = redact_log(lines, Redactor(["runs/a"]))
-    assert said.endswith("in use by process 12 on localhost; wait for it, stop it, or choose another directory with --set run_dir=PATH")
+    assert said.endswith("in use by process 12 on localhost; wait for it, stop it, or choose another run_dir")
 
 
 def test_a_frame_of_an_installed_package_keeps_its_file_and_another_does_not() -> None:

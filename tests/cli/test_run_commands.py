@@ -72,7 +72,7 @@ def test_two_processes_on_one_run_directory(tiny_copy: Tiny) -> None:
     assert done.returncode == 2 and not done.stdout
     assert done.stderr == (
         f"error: {tiny_copy.run_dir} is in use by process {os.getpid()} on {socket.gethostname()}; "
-        "wait for it, stop it, or choose another directory with --set run_dir=PATH\n"
+        "wait for it, stop it, or choose another run_dir\n"
     )
 
 

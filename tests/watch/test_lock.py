@@ -77,7 +77,7 @@ def test_a_child_that_outlives_its_parent_does_not_hold_the_directory(tmp_path):
 def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     for run_dir in (tmp_path / "file", tmp_path / "file/run"):
-        with pytest.raises(UserError, match=r"cannot write .*--set run_dir=PATH"):
+        with pytest.raises(UserError, match=r"cannot write .*choose another run_dir"):
             RunLock(run_dir)
 
 
@@ -100,5 +100,5 @@ except UserError as error:
         if path.stat().st_uid == os.getuid() and str(path).startswith("/tmp/"):
             path.chmod(path.stat().st_mode | 0o055)
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
-    expected = f"cannot write {tmp_path}/closed/run: Permission denied; choose another directory with --set run_dir=PATH\n"
+    expected = f"cannot write {tmp_path}/closed/run: Permission denied; make it writable, or choose another run_dir\n"
     assert said.stdout == expected, said.stderr

@@ -94,13 +94,13 @@ def explain_full_disk(path: Path) -> Iterator[None]:
 
 @contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
-    """Convert errors about a full disk or missing permissions to a `UserError`."""
+    """Convert errors about a full disk, missing permissions to a `UserError`."""
     try:
         with explain_full_disk(path):
             yield
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(f"cannot write {path}: {error.strerror}; choose another directory with --set run_dir=PATH") from error
+            raise UserError(f"cannot write {path}: {error.strerror}; make it writable, or choose another run_dir") from error
         raise
 
 

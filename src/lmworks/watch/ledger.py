@@ -210,15 +210,15 @@ class RunLock:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except (FileExistsError, NotADirectoryError, IsADirectoryError):
-            raise UserError(f"cannot write {run_dir}: a part of it is not a directory; choose another with --set run_dir=PATH") from None
+            raise UserError(f"cannot write {run_dir}: a part of it is not a directory; choose another run_dir") from None
         except OSError as error:  # names that are too long, special file systems, broken disks
-            raise UserError(f"cannot write {run_dir}: {error.strerror}; choose another directory with --set run_dir=PATH") from error
+            raise UserError(f"cannot write {run_dir}: {error.strerror}; make it writable, or choose another run_dir") from error
         if not try_lock(self._fd):
             holder = _holder(self._fd)
             os.close(self._fd)
             raise UserError(
                 f"{run_dir} is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}; "
-                "wait for it, stop it, or choose another directory with --set run_dir=PATH"
+                "wait for it, stop it, or choose another run_dir"
             )
         # A forked child shares the lock with its parent; a child that outlives it would keep the lock.
         os.register_at_fork(after_in_child=self._forget)
