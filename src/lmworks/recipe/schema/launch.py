@@ -63,7 +63,10 @@ class Launch(Node):
         3, ge=0, description="consecutive restarts without a new checkpoint, after which the run stops with the reason"
     )
     exclude_after_failures: int = Field(
-        3, gt=0, description="consecutive failures of the ranks of one host, after which the run continues without it"
+        3,
+        gt=0,
+        description="consecutive failures of the ranks of one host, in this launch and since it was readmitted, after which the run "
+        "continues without it",
     )
     health_check: bool = Field(
         True,
