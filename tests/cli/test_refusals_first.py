@@ -437,6 +437,7 @@ INSTALLED, TOKENIZERS, FAMILIES = (
     "tests/cli/test_start_bad_input.py",
 )
 ELSEWHERE = {
+    "train.observe.sampling refusals": "tests/train/test_sampling.py; before all others only with a tokenizer that exists",
     "plan.stages later_phases": "a budget below a step, in `plan`; the run refuses it by its own rule before",
     "corpus.transform.filter_steps identifier": INSTALLED,
     "corpus.transform.steps _code": INSTALLED,

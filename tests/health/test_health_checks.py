@@ -335,15 +335,15 @@ def test_a_check_that_hangs_or_crashes_costs_one_check(tmp_path: Path) -> None:
     others = {one.pid for one in psutil.Process().children()}
     wanted = [Check("driver", "", hang, "the driver hangs"), Check("other", "", hang), Check("crash", "", crash), Check("bug", "", fails)]
     began = time.monotonic()
-    report = check_node(Node(), Request(tmp_path, 1.0), [*wanted, Check("absent", "", absent), Check("late", "", hang, alone=True)])
+    report = check_node(Node(), Request(tmp_path, 2.0), [*wanted, Check("absent", "", absent), Check("late", "", hang, alone=True)])
     assert time.monotonic() - began < 10
     found = {one.name: (one.result.status, one.result.text) for one in report.checks}
     assert found == {
-        "driver": ("fail", "the driver hangs: no answer within 1 s"), "other": ("unknown", "not ended within 1 s"),
+        "driver": ("fail", "the driver hangs: no answer within 2 s"), "other": ("unknown", "not ended within 2 s"),
         "crash": ("unknown", "its process ended without a result"), "bug": ("unknown", "ValueError: a bug"),
-        "absent": ("skip", "no such thing"), "late": ("unknown", "not ended within 1 s"),
+        "absent": ("skip", "no such thing"), "late": ("unknown", "not ended within 2 s"),
     }  # fmt: skip
-    assert report.code == 1 and report.failures == [": the driver hangs: no answer within 1 s"]
+    assert report.code == 1 and report.failures == [": the driver hangs: no answer within 2 s"]
     assert not psutil.wait_procs([one for one in psutil.Process().children() if one.pid not in others], timeout=PATIENCE)[1]
     assert time.monotonic() - began < HANGS, "what hangs has ended by itself"
 

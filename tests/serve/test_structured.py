@@ -256,7 +256,7 @@ def test_references_of_a_forced_call_are_those_of_its_parameters(
     tokenizer: Tokenizer, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     """Not of the object with name and arguments around them."""
-    monkeypatch.setattr(Vocabulary, "template", template)
+    monkeypatch.setattr(Vocabulary, "tool_template", template)
     refs = {"a": "#/definitions/n", "b": "#/$defs/n"} | ({} if template == "<arg_key>" else {"c": "#/properties/a", "name": "#"})
     parameters = {"properties": {name: {"$ref": ref} for name, ref in refs.items()}, "additionalProperties": False,
                   "definitions": {"n": {"type": "integer"}}, "$defs": {"n": {"type": "boolean"}}}  # fmt: skip
@@ -332,7 +332,7 @@ def test_answers_of_other_tokenizers_have_no_bos_and_no_space_before_them(tmp_pa
 
 def test_calls_in_the_other_form(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates that write calls as JSON, as Qwen's does."""
-    monkeypatch.setattr(Vocabulary, "template", '<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>')
+    monkeypatch.setattr(Vocabulary, "tool_template", '<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>')
     state, ids = tools_grammar(vocabulary, TOOLS, several=False).answer(60), list[int]()
     while len(ids) < 60:
         token = state.accept(int(state.allowed().nonzero()[-1]))

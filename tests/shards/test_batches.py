@@ -110,9 +110,9 @@ def test_world_size_and_micro_batch_change_nothing(built: Batches, step: int, wo
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
-def test_a_rank_without_sequences_gets_none(recipe: Recipe, shards_dir: Path, packing: str) -> None:
+def test_a_rank_without_sequences_gets_none(recipe: Recipe, copied_shards: Path, packing: str) -> None:
     """Where a step has fewer sequences than there are ranks; before, between and behind the others."""
-    batches = Batches(recipe.model_copy(update={"shards": recipe.shards.model_copy(update={"packing": packing})}), shards_dir)
+    batches = Batches(recipe.model_copy(update={"shards": recipe.shards.model_copy(update={"packing": packing})}), copied_shards)
     for step in (0, batches.steps - 1):
         whole = batches.batch(step)
         for at in (0, 2, len(whole.tokens)):
