@@ -8,6 +8,7 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from lmworks.train import answers as reference
 from lmworks.train.answers import Answer, pack
 from lmworks.train.data.preference_forms import other_rows, prompt_key
 from lmworks.train.data.preferences import build_preferences, encode_answer, read_preferences
-from lmworks.train.dpo import Pairs, dpo, preference_loss
+from lmworks.train.dpo import Pairs, Preference, dpo, preference_loss
 from saved_run import save_run
 from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits, training_context
 
@@ -141,6 +142,25 @@ def test_what_rounding_makes_of_a_tie_counts_half() -> None:
         logp_apart = torch.where(logp > reference, logp + 0.01, logp)
         apart = preference_loss(options, logp_apart, reference, lengths, labels, torch.finfo(torch.float32).eps)
         assert apart.accuracy > 0.5, "what has been learned is no rounding"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_objective_knows_in_which_type_its_scores_are_rounded(dtype: torch.dtype) -> None:
+    """Cross-entropies are computed in fp32 at least and handed on in fp64. Rounding of bf16 activations would hide what has been learned
+    for long."""
+    answer = Answer(np.arange(101, dtype=np.int32), np.arange(101) > 0)
+    reference_12 = torch.full((1, 2), -300.0, dtype=torch.float64)
+    model: Any = SimpleNamespace(compute_dtype=dtype)
+    objective = Preference(Dpo(), model, Pairs([(answer, answer)], reference_12, None, 1, 1, 0), None, 128, 1)
+
+    def accuracy(difference: float) -> float:
+        packed = objective.packed(0)
+        nats_BT = torch.full(packed.owner_BT.shape, 3.0, dtype=torch.float64)
+        nats_BT[packed.owner_BT == 0] -= difference / 100
+        return float(objective._score(packed, -nats_BT, objective._train, [0]).accuracy)
+
+    assert accuracy(1e-5) == (1 if dtype == torch.float64 else 0.5)
+    assert accuracy(0.01) == 1 and accuracy(-0.01) == 0
 
 
 def test_the_reference_point_of_kto_is_not_negative() -> None:

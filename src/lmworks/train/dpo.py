@@ -55,7 +55,7 @@ def preference_loss(
     options: Dpo, logp_P2: Tensor, reference_P2: Tensor | None, lengths_P2: Tensor, labels_P: Tensor | None = None, eps: float = 0.0
 ) -> Scored:
     """The mean loss over the pairs. `logp_P2` and `reference_P2` are summed over each answer's tokens, of which there are `lengths_P2`;
-    `labels_P` (bool) says for kto which answers are good. `eps` is that of the type in which the scores are."""
+    `labels_P` (bool) says for kto which answers are good. `eps` is that of the type in which the scores were computed."""
     tolerance_P = options.beta * _rounding(logp_P2, lengths_P2, eps)
     match options.loss:
         case "kto":
@@ -186,7 +186,8 @@ class Preference:
     def _score(self, packed: PackedAnswers, logp_BT: Tensor, pairs: Pairs, numbers: list[int]) -> Scored:
         reference_P2 = None if pairs.reference_P2 is None else pairs.reference_P2[numbers]
         labels_P = None if pairs.labels_P is None else pairs.labels_P[numbers]
-        eps = torch.finfo(logp_BT.dtype).eps  # not of bf16 activations, whose margins are decisions long before they are above its rounding
+        # of the type in which cross-entropies are computed: the rounding of bf16 activations would hide decisions for long
+        eps = torch.finfo(torch.promote_types(self._model.compute_dtype, torch.float32)).eps
         return preference_loss(self._options, packed.sums(logp_BT).view(-1, 2), reference_P2, packed.lengths().view(-1, 2), labels_P, eps)
 
 
