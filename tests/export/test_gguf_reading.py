@@ -280,6 +280,20 @@ def test_parts_are_one_model(make_run: Callable[..., Any], tmp_path: Path) -> No
         find_weights(parts[0])
 
 
+def test_factors_of_frequencies_that_are_no_scaling_of_ours_are_refused(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    """Off by 5e-5, a frequency turns by a radian more at position 20,000."""
+    run = make_run("llama-llama3")
+    write_gguf(run.model, run.tokenizer, tmp_path / "model.gguf", torch.float32, "tiny")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf", "r+")
+    factors = next(tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
+    between = np.flatnonzero((factors > 1) & (factors < factors.max()))
+    assert len(between) > 2, "the first and the last of them decide which scaling it is"
+    factors[between[1]] *= 1 + 5e-5
+    factors.flush()
+    with pytest.raises(UserError, match=r"the factors in rope_freqs\.weight are not those of the scaling of Llama 3"):
+        open_model(tmp_path / "model.gguf")
+
+
 def test_the_pattern_of_sliding_layers_is_that_of_the_model(make_run: Callable[..., Any], tmp_path: Path) -> None:
     """llama.cpp has the pattern of an architecture, so that a file with another one is another model."""
     run = make_run("olmo3")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from lmworks.errors import Unavailable
+from lmworks.evaluate.generation.humaneval import _problems
 from lmworks.init.meaning import meaning
 from lmworks.recipe.schema.align import RewardTask
 from lmworks.recipe.schema.tune import TuningSet
@@ -111,6 +113,20 @@ def test_published_columns_of_tests_are_read(row: dict[str, Any]) -> None:
     assert meaning(row).about == "unit_tests"
     named = convert_prompt(row | {"mine": "assert 1"}, "here:1", TuningSet.model_validate({"name": "a", "columns": {"tests": "mine"}}))
     assert named.row["tests"] == "assert 1"
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(None, marks=pytest.mark.slow)])
+def test_rows_of_humaneval_are_rewards_as_they_are_published(judge: Judge, count: int | None) -> None:
+    """Their columns are prompt, canonical_solution, test and entry_point."""
+    try:
+        rows = _problems(None, False, None)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    for row in rows[:count]:
+        found, head = convert_prompt(row, row["task_id"]).row, row["prompt"]
+        assert meaning(row).about == "unit_tests"
+        answers = [f"```python\n{head}{body}\n```" for body in (row["canonical_solution"], "    pass")]
+        assert [one.value for one in judge.all(answers, [found] * 2)] == [1, 0], row["task_id"]
 
 
 def test_tests_that_pass_without_a_program_earn_nothing_and_are_a_failure(judge: Judge) -> None:

@@ -331,6 +331,7 @@ MUTANTS = [
      "Scores that are handed on in fp64 were rounded in fp32.", "train/test_dpo.py"),
     ("train.dpo:Preference._score", "torch.promote_types(self._model.compute_dtype, torch.float32)", "self._model.compute_dtype",
      "What bf16 activations round hides no preference.", "train/test_dpo.py"),
+    ("train.data.forms:_TESTS", '("tests", "test_list", "test")', '("tests",)', "Published columns of tests are read.", _TESTS),
     ("train.dpo:_above", "margin_P.abs() > tolerance_P", "margin_P.abs() > 0", "A difference that rounding makes is no decision.",
      "train/test_dpo.py::test_what_rounding_makes_of_a_tie_counts_half"),
     ("train.observe.sampling:prompts", "cut(beginning(text), encode, most)", "beginning(text)", "Default prompts take half of the context.",
