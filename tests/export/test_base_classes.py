@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_huggingface import CASES, _load, bound, ours, relative
-from test_packed_adapters import TOKENS, adapted, peft, written
+from test_packed_adapters import TOKENS, adapted, drawn, equal_in_peft, peft, written
 
 from late import require_package
 from lmworks.errors import UserError
@@ -48,11 +48,7 @@ def base(tmp_path: Path) -> Path:
 def test_adapters_of_a_fused_base_are_written_for_it(base: Path, tmp_path: Path, targets: tuple[str, ...]) -> None:
     model, lora = read_model(base), Lora(rank=3, alpha=6.0, targets=targets)
     assert family_of(model.config).name == "LlamaForCausalLM"
-    attach(model, lora)
-    state = {name: value.detach() for name, value in model.state_dict().items() if is_adapter(name)}
-    draw = torch.Generator().manual_seed(4)
-    for value in state.values():
-        value.copy_(0.3 * torch.randn(value.shape, generator=draw))
+    state = drawn(model, lora)
     folder = written(state, lora, tmp_path, model.config, PHI)
     peer = peft.PeftModel.from_pretrained(_load(base), folder)
     again = {name: torch.zeros_like(value) for name, value in state.items()}
@@ -135,12 +131,7 @@ def test_a_group_may_have_matrices_smaller_than_the_rank(tmp_path: Path, name: s
     with torch.device("meta"):
         smallest = min(min(weight.shape) for key, weight in Transformer(config).state_dict().items() if ".beta." in key)
     assert smallest < lora.rank
-    model, state = adapted(lora, config)
-    folder = written(state, lora, tmp_path, config)
-    write_model(ours(config), tmp_path / "base", {}, torch.float32)
-    peer = peft.PeftModel.from_pretrained(_load(tmp_path / "base"), folder)
-    with torch.no_grad():
-        assert relative(peer(TOKENS).logits, model(TOKENS)) < bound(model, TOKENS, peer)
+    equal_in_peft(lora, config, tmp_path)
     for targets in (("attention.beta",), ("all-linear", "beta")):
         with pytest.raises(UserError, match=rf"rank 8 is larger than the matrix layers\.0\.attention\.beta .* use at most {smallest}"):
             adapted(lora.model_copy(update={"targets": targets}), config)

@@ -34,12 +34,17 @@ TOKENS = torch.randint(1, 256, (2, 20), generator=torch.Generator().manual_seed(
 
 def adapted(lora: Lora, config: Model = MODEL) -> tuple[Transformer, dict[str, torch.Tensor]]:
     model = ours(config).eval()
+    return model, drawn(model, lora)
+
+
+def drawn(model: Transformer, lora: Lora) -> dict[str, torch.Tensor]:
+    """The adapters of a model, none of which is zero."""
     attach(model, lora)
     state = {name: value.detach() for name, value in model.state_dict().items() if is_adapter(name)}
     draw = torch.Generator().manual_seed(4)
     for value in state.values():
         value.copy_(0.3 * torch.randn(value.shape, generator=draw))
-    return model, state
+    return state
 
 
 def written(state: dict[str, torch.Tensor], lora: Lora, folder: Path, config: Model = MODEL, family: Family | None = None) -> Path:
@@ -52,6 +57,17 @@ def written(state: dict[str, torch.Tensor], lora: Lora, folder: Path, config: Mo
     return folder / "peft"
 
 
+def equal_in_peft(lora: Lora, config: Model, folder: Path) -> tuple[dict[str, torch.Tensor], Path]:
+    """Adapters with which PEFT computes what the model does, and where they are written."""
+    model, state = adapted(lora, config)
+    there = written(state, lora, folder, config)
+    write_model(ours(config), folder / "base", {}, torch.float32)
+    peer = peft.PeftModel.from_pretrained(_load(folder / "base"), there)
+    with torch.no_grad():
+        assert relative(peer(TOKENS).logits, model(TOKENS)) < bound(model, TOKENS, peer)
+    return state, there
+
+
 @pytest.mark.parametrize(
     ("name", "targets", "rslora"),
     [*((_CLASS, targets, rslora)
@@ -61,12 +77,7 @@ def written(state: dict[str, torch.Tensor], lora: Lora, folder: Path, config: Mo
 )
 def test_peft_computes_with_our_adapters_and_they_are_read_back(name: str, targets: tuple[str, ...], rslora: bool, tmp_path: Path) -> None:
     lora, config = Lora(rank=3, alpha=6.0, rslora=rslora, targets=targets), CASES[name]
-    model, state = adapted(lora, config)
-    folder = written(state, lora, tmp_path, config)
-    write_model(ours(config), tmp_path / "base", {}, torch.float32)
-    peer = peft.PeftModel.from_pretrained(_load(tmp_path / "base"), folder)
-    with torch.no_grad():
-        assert relative(peer(TOKENS).logits, model(TOKENS)) < bound(model, TOKENS, peer)
+    state, folder = equal_in_peft(lora, config, tmp_path)
     again = {name: torch.zeros_like(value) for name, value in state.items()}
     read_peft(folder, again, config, family_of(config), lora, "abc")
     assert all(torch.equal(again[name], value) for name, value in state.items())

@@ -171,21 +171,31 @@ def test_agents_that_stay_after_the_outcome_are_ended(tmp_path: Path, monkeypatc
     assert launch.folder.take_readmissions() == ["b"]
 
 
+def ended_by(launch: Launch, interrupt: Callable[[], None]) -> int:
+    """The exit code of a launch whose agents stay until it ends them, on what `interrupt` sends to this process."""
+    over = threading.Event()
+
+    def act() -> None:
+        wait_for(lambda: len(launch.started) == 2)
+        interrupt()
+        if not over.wait(PATIENCE / 4):
+            (launch.run_dir / "over").touch()
+
+    threading.Thread(target=act, daemon=True).start()
+    code = launch.supervisor.run()
+    over.set()
+    assert not (launch.run_dir / "over").exists(), "the agents had to end by themselves"
+    return code
+
+
 def test_ctrl_c_after_the_outcome_ends_agents_that_stay(tmp_path: Path) -> None:
     launch = Launch(tmp_path / "run", "ab", least=1)
 
     def interrupt() -> None:
-        wait_for(lambda: len(launch.started) == 2)
         launch.folder.conclude(0, 0)
         os.kill(os.getpid(), signal.SIGINT)
-        if not over.wait(PATIENCE / 4):
-            (launch.run_dir / "over").touch()
 
-    over = threading.Event()
-    threading.Thread(target=interrupt, daemon=True).start()
-    assert launch.supervisor.run() == 0
-    over.set()
-    assert not (launch.run_dir / "over").exists(), "the agents had to end by themselves"
+    assert ended_by(launch, interrupt) == 0
 
 
 def test_a_host_whose_agent_dies_is_excluded_with_the_code(tmp_path: Path) -> None:
@@ -230,19 +240,12 @@ def test_a_second_ctrl_c_ends_agents_that_do_not_stop(tmp_path: Path, monkeypatc
     launch = Launch(tmp_path / "run", "ab", least=1)
 
     def interrupt() -> None:
-        wait_for(lambda: len(launch.started) == 2)
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(lambda: launch.folder.stop_signal() == signal.SIGINT)
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGINT)
-        if not over.wait(PATIENCE / 4):
-            (launch.run_dir / "over").touch()
 
-    over = threading.Event()
-    threading.Thread(target=interrupt, daemon=True).start()
-    assert launch.supervisor.run() == 130
-    over.set()
-    assert not (launch.run_dir / "over").exists(), "the agents had to end by themselves"
+    assert ended_by(launch, interrupt) == 130
 
 
 def host_events(launch: Launch) -> list[tuple[str, str]]:

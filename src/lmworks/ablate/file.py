@@ -82,10 +82,10 @@ class Ablation(Node):
 _INSTEAD = {"train.seed": "seeds", "run_dir": "out"}  # keys of the runs, by what says them for all runs
 
 
-def refuse_own_keys(where: str, overrides: Iterable[str], what: str, keys: Iterable[str] = tuple(_INSTEAD)) -> None:
+def refuse_own_keys(where: str, overrides: Iterable[str], what: str) -> None:
     """Raise `UserError` for an override of a key that a set of runs (`what`: "ladder") sets for each of its runs: it has no effect."""
     for key in (one.partition("=")[0].strip() for one in overrides):
-        if key in keys:
+        if key in _INSTEAD:
             raise UserError(f"{where}: {key} is of each run, and the {what} sets it by {_INSTEAD[key]}; use {_INSTEAD[key]} instead")
 
 

@@ -18,7 +18,7 @@ from lmworks.ablate.kinds import kinds
 from lmworks.ablate.measures import Measure, needs_evaluation
 from lmworks.ablate.measures import resolve as resolve_measures
 from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, RunSet, matter, run_dir, seed_list, share_tokenizer
-from lmworks.ablate.sample import require_same
+from lmworks.ablate.sample import SAMPLES, require_same
 from lmworks.errors import UserError
 from lmworks.io.files import read_json
 from lmworks.recipe.changes import as_tree, canonical, changed_keys, readers
@@ -32,7 +32,6 @@ from lmworks.run.run_dir import recipe_values
 
 CONDITIONS = "noise_conditions"
 _SEEDS = ("train.seed", "train.init_seed")  # a floor is about what these change
-_SAMPLES = ("train.validation_bytes_per_domain", "evaluate.every_items")  # no weight depends on them, but the noise of what is measured
 _SHOWN = 3
 _WEIGHTS = "drawn anew for each arm and seed"  # as `runs.seeds_of` does; floors of an earlier version do not say so
 
@@ -43,7 +42,7 @@ def conditions(baseline: Arm) -> dict[str, Any]:
     values = {
         path: _hash(value)
         for path, value in recipe_values(baseline.recipe).items()
-        if (readers(path) or path in _SAMPLES) and path not in _SEEDS and not _is_budget(path)
+        if (readers(path) or path in SAMPLES) and path not in _SEEDS and not _is_budget(path)
     }
     return {"tokens": baseline.tokens - baseline.started_at, "recipe": values, "weights": _WEIGHTS}
 
@@ -110,7 +109,7 @@ def _require_equal(folder: Path, there: Mapping[str, Any], baseline: Arm, stages
     before, after = with_former_paths(there["recipe"], as_tree(baseline.recipe), _hash), here["recipe"]
     other = [
         path for path in {**after, **before}
-        if before.get(path) != after.get(path) and (path in _SAMPLES or set(readers(path)) & set(stages))
+        if before.get(path) != after.get(path) and (path in SAMPLES or set(readers(path)) & set(stages))
     ]  # fmt: skip
     if other:
         more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""

@@ -19,20 +19,23 @@ from lmworks.recipe.changes import as_tree, canonical
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.manifest import Manifest
 
+_LIMIT, _EVERY = "train.validation_bytes_per_domain", "evaluate.every_items"
+SAMPLES = (_LIMIT, _EVERY)
+"""Keys on which no weight depends, but what is measured."""
 _HELD_OUT, _POSITION, _TRAINED, _SOURCE = "validation/", "validation/position/", "train/", "train/source/"
 
 
 def keys(measure: Measure, recipe: Recipe) -> dict[str, Any] | None:
     """What the recipe says of what a measure is taken on, by key; None if its runs do not have the measure."""
     name, evaluate, phases = measure.name, recipe.evaluate, recipe.train.phases
-    limit = {"train.validation_bytes_per_domain": as_tree(recipe.train)["validation_bytes_per_domain"]}
+    limit = {_LIMIT: as_tree(recipe.train)["validation_bytes_per_domain"]}
     if name.startswith((_POSITION, NEEDLE)):  # rows of the last phase's length
         return limit | {"the sequence length of the last phase": int(phases[-1].sequence_length)}
     if name.startswith(_HELD_OUT):
         return limit
     if name.startswith(IN_TRAINING):
         sets = [one for one in evaluate.benchmarks if one.name == name.split("/")[1]]
-        return _first({"evaluate.every_items": evaluate.items_in_loop(one), f"evaluate.benchmarks.{one.name}": _rows(one)} for one in sets)
+        return _first({_EVERY: evaluate.items_in_loop(one), f"evaluate.benchmarks.{one.name}": _rows(one)} for one in sets)
     if name.startswith(EVALUATION) and measure.has_items:
         wanted = name.removeprefix(EVALUATION).partition("/")[0]
         counts = {"benchmarks": "benchmark_items", "tasks": "task_items"}

@@ -87,8 +87,8 @@ def lines(finding: Finding) -> Iterator[tuple[str, str]]:
         yield "evidence", evidence_text(one)
     for excluded in finding.excluded:
         yield "ruled out", f"{excluded.code}: {excluded.because}"
-    if not finding.sure and not finding.note:  # a note is worth knowing, and nothing is left to decide
-        yield "not sure", f"one signal alone; next: {finding.next_measurement or 'lmworks doctor RUN --probe'}"
+    if finding.next_step:
+        yield "not sure", f"one signal alone; next: {finding.next_step}"
     for change in finding.changes:
         yield "change", f"{change}{f' (cost: {change.cost})' if change.cost else ''}"
     if finding.check_afterwards:

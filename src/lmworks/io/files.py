@@ -94,7 +94,7 @@ def explain_full_disk(path: Path) -> Iterator[None]:
 
 @contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
-    """Convert errors about a full disk, missing permissions to a `UserError`."""
+    """Convert errors about a full disk or missing permissions to a `UserError`."""
     try:
         with explain_full_disk(path):
             yield

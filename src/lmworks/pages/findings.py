@@ -43,7 +43,7 @@ def _row(finding: Finding, kind: str) -> Json:
         "evidence": [_measurement(one) for one in finding.evidence],
         "excluded": [f"{one.code}: {one.because}"[:_LONGEST] for one in finding.excluded],
         "changes": [(f"--set {one.key}={one.value}" if one.key else "", one.advice, one.cost) for one in finding.changes],
-        "check": finding.check_afterwards, "next": "" if finding.sure else finding.next_measurement or "lmworks doctor RUN --probe",
+        "check": finding.check_afterwards, "next": finding.next_step,
     }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from rich.console import RenderableType
 from lmworks.errors import UserError
 from lmworks.io.run_layout import BASE, INPUTS, MODEL_STAGES
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.tokenizer.named import FILES, TEMPLATES
 
 if TYPE_CHECKING:
     from lmworks.corpus.contamination import Decontaminator
@@ -241,7 +242,6 @@ def _export(context: StageContext) -> RenderableType | None:
 
 _CORPUS, _TOKENIZER = "corpus/manifest.json", ("tokenizer/tokenizer.json", "tokenizer/chat_template.jinja")
 _WEIGHTS = (*_TOKENIZER, *INPUTS)
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 
 STAGES = (
     Stage(
@@ -249,7 +249,7 @@ STAGES = (
         _corpus, keeps=True,
     ),
     Stage(
-        "tokenizer", "tokenizer", (_CORPUS,), (*_TOKENIZER_FILES, "additional_chat_templates/*.jinja", "report.json"),
+        "tokenizer", "tokenizer", (_CORPUS,), (*FILES, f"{TEMPLATES}/*.jinja", "report.json"),
         _tokenizer, keeps=True,
     ),
     Stage(

@@ -11,14 +11,15 @@ TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 DEFAULT, TOOL_USE = "default", "tool_use"
 """The names of two templates: that of a conversation, and that of one with tools where a folder has one of its own for them."""
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
-_FILES = ("tokenizer.json", _CONFIG, TEMPLATE, _MAP, "generation_config.json")  # the last names the tokens at which generation stops
+FILES = ("tokenizer.json", _CONFIG, TEMPLATE, _MAP, "generation_config.json")
+"""The files of a tokenizer; the last names the tokens at which generation stops."""
 _STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def tokenizer_files(directory: Path) -> list[str]:
     """The files of the tokenizer that are in a folder, by their names below it."""
     more = sorted(f"{TEMPLATES}/{path.name}" for path in (directory / TEMPLATES).glob("*.jinja"))
-    return [name for name in (*_FILES, *more) if (directory / name).is_file()]
+    return [name for name in (*FILES, *more) if (directory / name).is_file()]
 
 
 def chat_templates(directory: Path) -> dict[str, tuple[str, Path]]:

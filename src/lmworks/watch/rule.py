@@ -113,6 +113,11 @@ class Finding:
     def sure(self) -> bool:
         return self.exact or sum(one.abnormal for one in self.evidence) >= 2
 
+    @property
+    def next_step(self) -> str:
+        """What would decide a finding that is not sure; empty for others, and for a note, of which nothing is left to decide."""
+        return "" if self.sure or self.note else self.next_measurement or "lmworks doctor RUN --probe"
+
 
 class NotJudged(Exception):
     """Raised by a rule that lacks what it needs; the message says what."""

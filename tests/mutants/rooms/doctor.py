@@ -15,7 +15,7 @@ MUTANTS = [
      "doctor/test_doctor_command.py"),
     ("doctor.report:lines", '        yield "ruled out", f"{excluded.code}: {excluded.because}"\n', "        pass\n",
      "A finding says what was ruled out.", "doctor/test_doctor_command.py"),
-    ("doctor.report:lines", "if not finding.sure and", "if finding.sure and",
+    ("watch.rule:Finding.next_step", "if self.sure or", "if not self.sure or",
      "A finding that is not sure names the next measurement.", "doctor/test_doctor_command.py"),
     ("doctor.probe:_not_finite", 'not finite["own"] and finite["fp32"],', 'not finite["own"],',
      "A step that is not finite in fp32 either did not overflow in fp16.", "doctor/test_probe.py"),
@@ -88,6 +88,6 @@ MUTANTS = [
      "doctor/test_offers.py::test_what_bounds_attention_scores_follows_from_the_architecture"),
     ("watch.rules.eps_too_large:_check", "min(1e-8, 10.0", "max(1e-8, 10.0", "The advised eps is far below the gradients.",
      "doctor/test_rules_optimization.py::test_eps_and_initial_weights_go_below_what_they_are"),
-    ("doctor.report:lines", " and not finding.note", "", "A note is not said to be unsure.",
+    ("watch.rule:Finding.next_step", " or self.note", "", "A note is not said to be unsure.",
      "doctor/test_doctor_command.py::test_a_note_is_not_said_to_be_unsure"),
 ]  # fmt: skip

@@ -17,8 +17,7 @@ REPLAYED = ("pretrain", "tune")  # stages whose steps can be computed again
 
 def find_rows(evidence: Evidence, step: int) -> str:
     """The command that names the rows behind a step of one of the stages in `REPLAYED`."""
-    model = "" if evidence.stage == BASE.stage else f" --model {of_stage(evidence.stage).model}"
-    return f"lmworks doctor {_run(evidence)} --find-rows {_batch(step)}{model}"
+    return f"lmworks doctor {_run(evidence)} --find-rows {_batch(step)}{_model(evidence)}"
 
 
 def show_batch(evidence: Evidence, step: int) -> str:
@@ -33,12 +32,15 @@ def show_conversations(evidence: Evidence) -> str:
 
 def skip_steps(evidence: Evidence, first: int, last: int) -> str:
     """The command that goes back to a checkpoint, whose step the user fills in, and trains without the steps from `first` to `last`."""
-    model = "" if evidence.stage == BASE.stage else f" --model {of_stage(evidence.stage).model}"
-    return f"lmworks ckpt rollback {_run(evidence)} STEP --skip-steps {_batch(first)}:{_batch(last) + 1}{model}"
+    return f"lmworks ckpt rollback {_run(evidence)} STEP --skip-steps {_batch(first)}:{_batch(last) + 1}{_model(evidence)}"
 
 
 def _batch(step: int) -> int:
     return max(0, step - 1)
+
+
+def _model(evidence: Evidence) -> str:
+    return "" if evidence.stage == BASE.stage else f" --model {of_stage(evidence.stage).model}"
 
 
 def _run(evidence: Evidence) -> str:
