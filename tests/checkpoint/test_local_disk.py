@@ -25,6 +25,7 @@ WHOLE = torch.arange(42.0).reshape(7, 6)
 def open_(folder: str, events: list[tuple[str, dict[str, Any]]] | None = None, ranks_per_machine: int = 2, **options: Any) -> Checkpoints:
     machine = dist.get_rank() // ranks_per_machine if dist.is_initialized() else 0
     own = Options(local=f"{folder}/machine-{machine}", **options)
+    (Path(folder) / "run").mkdir(exist_ok=True)
     heard = events if events is not None else []
     return Checkpoints(Path(folder) / "run" / "checkpoints", own, {}, report=lambda event, **fields: heard.append((event, fields)))
 
@@ -194,7 +195,7 @@ def needed_here(folder: str) -> list[int]:
     asked: list[int] = []
     honest = save_module.create_directory
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_module, "create_directory", lambda aside, needed: (asked.append(needed), honest(aside, needed))[1])
+        patch.setattr(save_module, "create_directory", lambda *given: (asked.append(given[1]), honest(*given))[1])
         with open_(folder) as checkpoints:
             checkpoints.save(1, state(1), {"step": 1})
     return asked

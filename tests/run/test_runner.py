@@ -266,3 +266,19 @@ def test_the_page_is_written_after_each_stage(tiny_copy: Tiny, monkeypatch: pyte
 def test_a_broken_stamp_is_made_again(run: Tiny) -> None:
     (run.run_dir / "shards" / "stage.json").write_text("{")
     assert done(run.walk()) == ["shards"]
+
+
+@pytest.mark.parametrize("save_every", ["2 steps", "100%"])
+def test_a_run_directory_that_is_moved_away_is_named(
+    tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, save_every: str
+) -> None:
+    """And nothing is written in its place, into which `mv` would put it back."""
+
+    def go_away(step: int) -> None:
+        if step == 3:
+            tiny_copy.run_dir.rename(tmp_path / "elsewhere")
+
+    before_each_step(monkeypatch, go_away)
+    with pytest.raises(UserError, match=rf"^{tiny_copy.run_dir} was moved or deleted while it was in use; put it back"):
+        tiny_copy.walk(*BRIEF, f"train.save_every={save_every}", last="pretrain")
+    assert not tiny_copy.run_dir.exists()

@@ -17,7 +17,7 @@ from lmworks.watch import Ledger, read_ledger
 
 def test_lines_come_back_in_order_with_their_time(tmp_path):
     begin = time.time() - 0.001
-    with Ledger(tmp_path / "run/ledger.jsonl") as ledger:
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
         ledger.write("start", fingerprint="abc", step=0)
         ledger.write("bad_step", step=3, loss=float("nan"), path=tmp_path)
         lines = ledger.read()
@@ -26,9 +26,9 @@ def test_lines_come_back_in_order_with_their_time(tmp_path):
     assert lines[1]["path"] == str(tmp_path)
     assert lines[0]["fingerprint"] == "abc"
     assert begin <= lines[0]["time"] <= lines[1]["time"] <= time.time() + 0.001
-    with Ledger(tmp_path / "run/ledger.jsonl") as ledger:
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
         ledger.write("resume")
-    assert [line["event"] for line in read_ledger(tmp_path / "run/ledger.jsonl")] == ["start", "bad_step", "resume"]
+    assert [line["event"] for line in read_ledger(tmp_path / "ledger.jsonl")] == ["start", "bad_step", "resume"]
 
 
 def test_each_line_is_synced_before_write_returns(tmp_path, monkeypatch):

@@ -56,6 +56,23 @@ def test_released_at_the_end_of_a_block_and_only_once(tmp_path):
         pass
 
 
+def leave(run, release):
+    """An error that leaves the block after the directory was moved away."""
+    with RunLock(run) as lock:
+        if release:
+            lock.release()
+        run.rename(run.parent / f"moved {release}")
+        raise FileNotFoundError("ledger.jsonl")
+
+
+def test_a_directory_that_is_moved_away_is_the_cause_of_an_error(tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(UserError, match=f"^{run} was moved or deleted while it was in use"):
+        leave(run, release=False)
+    with pytest.raises(FileNotFoundError):
+        leave(run, release=True)
+
+
 def test_a_child_that_outlives_its_parent_does_not_hold_the_directory(tmp_path):
     lock = RunLock(tmp_path)
     here, there = os.pipe()

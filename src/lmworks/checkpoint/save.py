@@ -59,6 +59,7 @@ from lmworks.checkpoint.local_disk import LocalDisk
 from lmworks.checkpoint.publish import do_nothing, publish
 from lmworks.errors import UserError
 from lmworks.host import machine
+from lmworks.io.run_layout import of_checkpoint
 
 if TYPE_CHECKING:
     from lmworks.checkpoint.save_plan import TensorSlice
@@ -101,7 +102,8 @@ class CheckpointWriter:
 
         bytes_of_ranks = self._communicator.all_gather(sum(one.bytes for one in slices))
         needed = sum(bytes_of_ranks) if self._local_disk is None else self._local_disk.bytes_on_this_machine(bytes_of_ranks)
-        self._communicator.run_on_all(partial(create_directory, aside, needed) if self.makes_directories else do_nothing)
+        create = partial(create_directory, aside, needed, of_checkpoint(self.directory / aside.name)[1])
+        self._communicator.run_on_all(create if self.makes_directories else do_nothing)
         written = self._communicator.run_and_gather(lambda: write_slices(aside, self._communicator.rank, slices))
         metadata = metadata_files(written, {listing.META: document}) if self._communicator.is_first else {}
         return metadata if self._local_disk is None else self._local_disk.send_to_machines(metadata)
@@ -116,8 +118,10 @@ class CheckpointWriter:
         return UserError(f"the checkpoint of step {step} was not saved: {reason}; {intact}; {remedy} and run the same command again")
 
 
-def create_directory(aside: Path, needed: int) -> None:
-    """Make the directory of a save of `needed` bytes. Raises `OSError` if its disk has less free space, before anything is written."""
+def create_directory(aside: Path, needed: int, run_dir: Path) -> None:
+    """Make the directory of a save of `needed` bytes. Raises `OSError` before anything is written: if the directory of the run is no
+    longer there, or if the disk has less free space."""
+    run_dir.stat()
     aside.mkdir(parents=True)
     if machine.free_disk(aside) < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

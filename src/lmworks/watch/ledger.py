@@ -45,15 +45,15 @@ def listening(listener: Callable[[Path, Mapping[str, Any]], None]) -> Iterator[N
 class Ledger(ClosesAtEnd):
     """Append-only lines `{"time": seconds since 1970, "event": name, ...}`, each synced to disk when `write` returns.
 
-    Threads may share a ledger. Opening it truncates an incomplete last line, which a killed process can leave. With `patient`, a line that
-    cannot be written, as on a full disk, waits in memory: later writes, `flush` and `close` try again, and only the last two raise.
+    Threads may share a ledger. It does not make its directory, which may have been moved away. Opening it truncates an incomplete last
+    line, which a killed process can leave. With `patient`, a line that cannot be written, as on a full disk, waits in memory: later writes,
+    `flush` and `close` try again, and only the last two raise.
     """
 
     def __init__(self, path: Path, patient: bool = False) -> None:
         self.path = Path(path)
         self._lock, self._waiting = threading.Lock(), Waiting() if patient else None
         with explain_os_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = jsonl.open_append(self.path)
 
     def write(self, event: str, **fields: Any) -> None:
@@ -199,7 +199,8 @@ class Skips:
 class RunLock:
     """Holds `run_dir/lock` until `release`, the end of a `with` block, or the end of the process for any reason.
 
-    Raises `UserError` that names the holder's process and machine, or says that the directory cannot be written.
+    Raises `UserError` that names the holder's process and machine, or says that the directory cannot be written; at the end of the block
+    also in place of an error whose cause is that the directory is no longer there.
     The file is not removed: otherwise two processes could hold locks on two files of the same name.
     """
 
@@ -241,8 +242,19 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        gone = isinstance(error, OSError | UserError) and self._is_gone()
         self.release()
+        if gone:
+            what = f"{self.path.parent} was moved or deleted while it was in use"
+            raise UserError(f"{what}; put it back, and give the command again") from error
+
+    def _is_gone(self) -> bool:
+        """Whether another file than the locked one, or none, has its name."""
+        try:
+            return self._fd >= 0 and not os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except OSError:
+            return True
 
 
 def in_use(run_dir: Path) -> bool:

@@ -1,6 +1,11 @@
 """Mistakes in the policies for bad steps, spikes, skipped data, failed saves, in the ledger, and in alerts."""
 
 MUTANTS = [
+    ("watch.ledger:RunLock.__exit__", "self._is_gone()", "False", "A run directory that is moved away is named.", "run/test_runner.py"),
+    ("watch.ledger:RunLock._is_gone", "self._fd >= 0 and not ", "not ", "A lock that was released does not say that its directory is gone.",
+     "watch/test_lock.py"),
+    ("watch.ledger:Ledger.__init__", "            self._fd", "            self.path.parent.mkdir(exist_ok=True)\n            self._fd",
+     "No ledger takes the place of a run that was moved away.", "run/test_runner.py"),
     ("watch.monitors:slowest_rank", "if len(own) > 2 else min", "if len(own) > 1 else min",
      "Of two ranks, the slower one is compared with the other.", "watch/test_slow_and_starved.py"),
     ("watch.rules.slow_rank:_from_the_start", "not measured.abnormal or ", "",
