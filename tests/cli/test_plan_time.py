@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from command import Lmworks
 
+from lmworks.api import planning
+from lmworks.errors import UserError
 from lmworks.plan.counts import flops_per_token
 from lmworks.plan.laws import LAW_FILE, FittedTo, LossLaw, load_law, save_law
-from lmworks.recipe.load import shipped_folder
+from lmworks.recipe.load import load_cluster, shipped_folder
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny
 
@@ -96,6 +98,18 @@ def test_more_served_tokens_mean_a_smaller_model_trained_for_longer_in_the_same_
     assert all(one["seconds"] == pytest.approx(3 * DAY, rel=0.01) for one in found)
 
 
+def test_a_time_for_which_the_text_does_not_last_is_said_with_the_epochs(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    """By the token files, and before they are there by the sizes of the files of text, which have at most so many tokens."""
+    epochs = []
+    for run_dir in (tiny.run_dir, tmp_path / "not yet"):
+        words = (str(tiny.recipe), "--set", f"run_dir={run_dir}", "--time", "3d", "--cluster", "8xh100")
+        (said,) = (one for one in plan(lmworks, *words)["warnings"] if "the text does not last" in one)
+        assert "; a run with this time reads none more than 40 times (shards.max_epochs) and leaves the rest of the time unused" in said
+        epochs.append(float(said.partition("source docs would be read ")[2].partition(" times or more")[0].replace(",", "")))
+        assert not any("does not last" in one for one in plan(lmworks, *words, "--set", "shards.max_epochs=1e15")["warnings"])
+    assert 1e6 < epochs[1] < epochs[0] < 10 * epochs[1]
+
+
 def test_a_recipe_with_a_size_of_its_own_gets_the_tokens_that_fit(lmworks: Lmworks) -> None:
     found = plan(lmworks, "glm-15b-a3b", "--time", "10d", "--cluster", "64xh100")
     written = plan(lmworks, "glm-15b-a3b", "--cluster", "64xh100")
@@ -171,6 +185,8 @@ def test_saves_that_are_not_counted_are_said_with_the_remedy(lmworks: Lmworks, t
         (("--time", "3d", "--cluster", "8xh100", "--served-tokens", "-1T"), "--served-tokens -1T is not a number of tokens"),
         (("--time", "3d", "--cluster", "8xh100", "--ladder", "nowhere"), "nowhere has no fitted law"),
         (("--time", "3 parsecs"), "is not a time"),
+        (("--money", "inf", "--cluster", "8xh100"), "--money: inf dollars rent 8xh100 for no time that can be planned"),
+        (("--time", "1,5h", "--cluster", "8xh100"), "a comma separates thousands: write 1.5h"),
         (("quickstart", "--mfu", "1.5"), "--mfu is a number from 0.001 to 1, or a run directory; 1.5 is neither"),
         (("quickstart", "--mfu", "nowhere"), "nowhere is not a run directory"),
         (("quickstart", "--mfu", "0.4", "--calibrate"), "--calibrate and --mfu both set the MFU"),
@@ -178,6 +194,19 @@ def test_saves_that_are_not_counted_are_said_with_the_remedy(lmworks: Lmworks, t
 )
 def test_bad_input_is_one_line(lmworks: Lmworks, words: tuple[str, ...], message: str) -> None:
     assert message in lmworks("plan", *words).error
+
+
+def test_a_speed_is_measured_for_the_devices_that_are_here(lmworks: Lmworks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for recipe in ("quickstart", "assistant"):  # a run without pretraining is rehearsed
+        error = lmworks("plan", recipe, "--calibrate", "--cluster", "8xh100").error
+        assert error.startswith("--calibrate measures the speed of this machine, a CPU, and cluster 8xh100 has others (H100); leave it out")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    for name in ("8xh100", "2-cores"):
+        with pytest.raises(UserError, match="this machine, NVIDIA H200, and cluster"):
+            planning._require_devices_here(load_cluster(name))
+    planning._require_devices_here(load_cluster("1xh200"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"e": -1}', '{"e": 1, "a": NaN}', "[" * 100_000])

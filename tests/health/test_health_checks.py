@@ -150,6 +150,29 @@ def test_a_gpu_that_the_driver_has_lost_is_missed(node: Node) -> None:
     assert results(node)["gpu_errors"].text == "the driver finds 7 of 8 GPUs on the PCI bus"
 
 
+GPU_CHECKS = {"gpu_errors", "gpu_xids", "gpu_clocks", "nvlink", "gpu_processes"}
+
+
+def test_gpus_without_their_driver_fail_every_check_of_gpus(node: Node) -> None:
+    """A recording has no nvml.json then. GPUs that are set aside for virtual machines, and those of other makers, need no driver here."""
+    assert node.recorded
+    bus = node.recorded / "sys/bus/pci/devices"
+    for index in range(4):
+        (bus / f"0000:{index:02x}:00.0/uevent").write_text("DRIVER=vfio-pci\nPCI_CLASS=30200\n")
+    nvml = node.recorded / "nvml.json"
+    nvml.write_text(json.dumps(json.loads(nvml.read_text())[:4]))
+    assert results(node)["gpu_errors"].status == "ok", "four of eight are for virtual machines"
+    nvml.unlink()
+    shutil.rmtree(node.recorded / "proc/driver")
+    found = results(node)
+    assert {name for name, result in found.items() if result.status == "fail"} == GPU_CHECKS
+    assert {found[name].text for name in GPU_CHECKS} == {"4 NVIDIA GPUs are on the PCI bus, and no driver is loaded"}
+    for index in range(4, 8):
+        (bus / f"0000:{index:02x}:00.0/vendor").write_text("0x1002\n")
+    found = results(node)
+    assert {found[name].status for name in GPU_CHECKS} == {"skip"} and found["gpu_errors"].text == "there is no NVIDIA driver"
+
+
 def test_locked_memory_is_limited_without_harm_where_no_adapter_needs_it(node: Node) -> None:
     assert node.recorded
     (node.recorded / "proc/self/limits").write_text(LIMITS.replace("unlimited", "8388608"))

@@ -45,6 +45,10 @@ def test_the_exit_code_is_that_of_the_node(tmp_path: Path) -> None:
     assert code == tree["code"] == 1 and tree["verdict"] == "failed" and tree["versions"]["nvidia driver"] == "570.86.15"
     assert "stress" not in checks(said) and checks(said)["memory_errors"]["status"] == "fail"
     assert checks(said)["write"]["text"].startswith("4 blocks of 4 MiB")
+    (root / "nvml.json").unlink()
+    shutil.rmtree(root / "proc/driver")
+    code, said = health("--only", "gpu_errors", recorded=root)
+    assert code == 1 and "8 NVIDIA GPUs are on the PCI bus, and no driver is loaded" in said
     (root / "programs" / "stress").write_text("")
     code, said = health("--only", "stress", "--quick", "--json", recorded=root)
     assert code == 2 and checks(said)["stress"]["status"] == "unknown", "what is asked for by name is done"

@@ -8,19 +8,22 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lmworks.cli.main import main
 from lmworks.errors import UserError
 from lmworks.plan.memory_kinds import total
+from lmworks.profile.measure import Measurement
 from lmworks.profile.report import Profile, from_plain
 from lmworks.profile.run import profile
 from lmworks.profile.spans import Spans
 from lmworks.profile.target import open_target
 from lmworks.recipe.parameters import parameters
-from lmworks.shards.batch import Batch
+from lmworks.shards.batch import IGNORE, Batch
 from lmworks.shards.batches import Batches
 from tiny_run import STEPS, Tiny
 
@@ -275,3 +278,12 @@ def test_two_ranks_are_started_and_the_slowest_named(
     assert slowest.rank == found.slowest
     assert command(monkeypatch, *words[:3], "--set", "layout.dp_shard=512", "--steps", "2") == 2
     assert "has room for" in capfd.readouterr().err
+
+
+def test_padding_is_what_has_no_label_at_the_end_of_a_row() -> None:
+    labels = np.full((2, 8), IGNORE, np.int32)
+    labels[0, 4:6], labels[1, 1:8] = 7, 7  # a document without labels, one with two, and padding; one document
+    batch = Batch(np.ones((2, 8), np.int32), labels, np.array([0, 3, 6, 8, 16], np.int32), 0, 0)
+    counts = SimpleNamespace(found=SimpleNamespace(data={}))
+    Measurement._count(counts, batch)  # type: ignore[arg-type]
+    assert counts.found.data["padding"] == 2 and counts.found.data["without_loss"] == 16 - 9 - 2

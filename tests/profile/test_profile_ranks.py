@@ -3,6 +3,7 @@ measurement."""
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -13,14 +14,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lmworks.errors import UserError
 from lmworks.parallel.mesh import Ranks
 from lmworks.profile import run, spawn
 from lmworks.profile.allocations import exposed
 from lmworks.profile.measure import Measured
+from lmworks.profile.render import render
 from lmworks.profile.report import Profile, make_profile
 from lmworks.profile.target import Target, open_target
+from lmworks.ui.amounts import span
 from patience import PATIENCE
 from written_run import RECIPE, command_line
 
@@ -84,6 +88,30 @@ def test_validation_and_save_are_divided_by_the_steps_between_two(recipe: Path) 
     )  # fmt: skip
     later = joined(recipe, rank(0, 0.5, 1e6, save=30.0), rank(1, 0.5, 1e6), overrides=[*TWO, "checkpoints.asynchronous=true"])
     assert later.largest_time.remedy is not None and later.largest_time.remedy.change == "train.save_every='20%'"
+
+
+def test_the_parts_of_a_step_sum_up_to_it(recipe: Path) -> None:
+    """Though what is slow in one step is fast in the next; and in the table, with validation and save, which the step has not."""
+    one = rank(0, 0.0, 1e6, validation=5.0, save=30.0)
+    slow = [("forward",), ("backward",), ("forward", "backward", "gap"), ("optimizer",), ()]
+    parts = [dict.fromkeys(one.steps[0], 0.01) | dict.fromkeys(part, 1.0) | {"collectives": 0.0} for part in slow]
+    names = ("data", "rollouts", "scoring", "forward", "backward", "optimizer", "gap")
+    steps = [step | dict.fromkeys(("step", "wall"), sum(step[name] for name in names)) for step in parts]
+    found = joined(recipe, replace(one, steps=steps), overrides=TWO[2:])
+    inside = {name: item.measured for name, item in found.time.items() if name not in ("validation", "save")}
+    assert sum(inside.values()) == pytest.approx(found.step_seconds) == pytest.approx(sum(step["wall"] for step in steps) / 5)
+    with (out := Console(file=io.StringIO(), width=200)).capture() as said:
+        out.print(render(found))
+    table = said.get().partition("Time of a step")[2].strip().partition("MFU")[0]
+    rows = {name: cells for name, *cells in (re.split("  +", line.strip()) for line in table.splitlines())}
+    wholes = sum(item.planned or 0.0 for item in found.time.values()), sum(item.measured for item in found.time.values())
+    assert rows["without validation and save"][:2] == [span(found.planned_step_seconds or 0.0), span(found.step_seconds)]
+    assert rows["all"][:2] == [span(value) for value in wholes]
+
+
+def test_a_size_that_is_not_chosen_yet_is_not_profiled(recipe: Path) -> None:
+    with pytest.raises(UserError, match="size: auto has no shape before the run has chosen a size"):
+        open_target(str(recipe), [f"run_dir={recipe.parent}/run", "time=1h"], "auto", None, None)
 
 
 def test_the_spread_is_relative_to_the_step(recipe: Path) -> None:

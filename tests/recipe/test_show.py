@@ -61,6 +61,19 @@ def test_show_without_defaults(write: Write) -> None:
     text = printed("show", str(write()), "--changed")
     assert "preset: glm-tiny" in text
     assert not [line for line in text.splitlines() if line.endswith("  default")]
+    shown = json.loads(printed("show", str(write()), "--changed", "--json"))
+    whole = json.loads(printed("show", str(write()), "--json"))
+    assert set(flatten(shown["recipe"])) == set(shown["origins"]) < set(whole["origins"])
+    assert set(whole["origins"].values()) - set(shown["origins"].values()) == {"default"} and "default" not in shown["origins"].values()
+
+
+def test_json_says_what_the_terminal_says(write: Write) -> None:
+    """The note on a time, and the faults of sources, which are not here."""
+    path = str(write())
+    shown = json.loads(printed("show", path, "--json", "--time", "3d"))
+    text = " ".join(printed("show", path, "--time", "3d").split())
+    assert shown["note"].startswith("time is 3.0 days: ") and shown["faults"]
+    assert all(" ".join(line.split()) in text for line in (shown["note"], *shown["faults"]))
 
 
 def test_reference_is_up_to_date() -> None:

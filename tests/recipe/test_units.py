@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from lmworks.recipe.schema.units import Bytes, Duration, Seconds, Tokens
@@ -10,7 +12,8 @@ from lmworks.recipe.schema.units import Bytes, Duration, Seconds, Tokens
 @pytest.mark.parametrize(
     ("kind", "text", "value"),
     [
-        (Tokens, "4Ki", 4096), (Tokens, "2.5M tokens", 2_500_000), (Tokens, "1_000", 1000), (Bytes, "16MB", 16_000_000),
+        (Tokens, "4Ki", 4096), (Tokens, "2.5M tokens", 2_500_000), (Tokens, "1_000", 1000), (Tokens, "12,345,678", 12_345_678),
+        (Bytes, "16MB", 16_000_000),
         (Bytes, "16MiB", 16 * 2**20), (Bytes, "7 B", 7), (Seconds, "10 min", 600), (Seconds, "2 h", 7200), (Seconds, "9 days", 9 * 86400),
     ],
 )  # fmt: skip
@@ -23,6 +26,20 @@ def test_a_quantity_is_the_number_that_it_says(kind: type, text: str, value: flo
 def test_what_is_no_quantity_is_refused(kind: type, text: str) -> None:
     with pytest.raises(ValueError, match=r"write for example|not a whole number"):
         kind._validate(text)
+
+
+def test_a_comma_is_no_decimal_point() -> None:
+    """Nor is an underscore; both separate groups of three digits. The JSON Schema says the same to an editor."""
+    decimal = ((Tokens, "1,5B", "1.5B"), (Seconds, " 1,5h", "1.5h"), (Bytes, "0,25 GB", "0.25 GB"), (Duration, "2,5%", "2.5%"))
+    for kind, text, meant in decimal:
+        with pytest.raises(ValueError, match=f"a comma separates thousands: write {meant}$"):
+            kind.parse(text)
+    for text in ("1_5B", "1,50,000", "1,000_000", "1234,567", "1,0000", ",500"):
+        with pytest.raises(ValueError, match="is not a quantity"):
+            Tokens.parse(text)
+    (pattern,) = (form["pattern"] for form in Tokens.forms() if "pattern" in form)
+    found = {text: bool(re.search(pattern, text)) for text in ("1,5B", "1_5B", "1,500B", "1_500_000", "1.5B", "15000 tokens")}
+    assert found == {"1,5B": False, "1_5B": False, "1,500B": True, "1_500_000": True, "1.5B": True, "15000 tokens": True}
 
 
 def test_durations_in_tokens_and_steps() -> None:

@@ -22,7 +22,8 @@ class PlannedRun:
     """What a run is predicted to need.
 
     plan: parameters, FLOPs, memory in bytes, seconds and dollars. budget: how the tokens (and the size) were fitted to `time`; None without
-    a time. refusals: why the run would not start. warnings: what may come out badly. note: what is not settled yet; empty if all is.
+    a time. refusals: why the run would not start. warnings: what may come out badly. note: where the budgets for `time` come from; empty
+    without a time.
     """
 
     plan: Plan
@@ -51,21 +52,25 @@ class PlannedRun:
         cautions = self.law.cautions(self.plan.counts.active_computed, self.plan.tokens) if self.law else []
         value["warnings"] += [*cautions, *self.warnings]
         value["refusals"] = [str(error) for error in self.refusals]
+        value["note"] = self.note
         return value | ({"budget": as_plain(self.budget)} if self.budget else {})
 
 
 def settled_budget(resolved: Resolved) -> tuple[Resolved, str]:
-    """The recipe with the numbers that its run was given for its `time`; and what is to be said where there are none yet."""
-    from lmworks.run.time_budget import recorded_budget
+    """The recipe with the numbers that its run was given for its `time`; and what is to be said where it has none for this time."""
+    from lmworks.run.time_budget import begun_otherwise, recorded_budget
     from lmworks.ui.amounts import days
 
     assert resolved.recipe.run_dir
-    settled = recorded_budget(resolved, Path(resolved.recipe.run_dir))
-    if settled is not None:
+    run_dir = Path(resolved.recipe.run_dir)
+    settled = recorded_budget(resolved, run_dir)
+    other = "" if settled is None else begun_otherwise(settled.recipe, run_dir)
+    if settled is not None and not other:
         return settled, ""
     assert resolved.recipe.time is not None
+    kept = f"{run_dir} has begun {other} and keeps its budgets, so this is for another run (--set run_dir=DIR); " if other else ""
     return resolved, (
-        f"time is {days(resolved.recipe.time)}: `lmworks run` sets the token budgets by the speed that it measures, and takes data "
+        f"{kept}time is {days(resolved.recipe.time)}: `lmworks run` sets the token budgets by the speed that it measures, and takes data "
         "preparation, evaluation and export out of the time"
     )
 
@@ -85,18 +90,23 @@ def predict(
     from lmworks.plan.budget import fit_time
     from lmworks.plan.plan import make_plan
     from lmworks.recipe.load import load_cluster
+    from lmworks.run.prediction import text_beyond_epochs
     from lmworks.run.refusals import Before, look_ahead
     from lmworks.run.stage_data import EXACT_BYTES
     from lmworks.run.stages import stages_for
+    from lmworks.ui.amounts import days
 
     resolved, note = settled_budget(resolved)
     recipe, beside = resolved.recipe, resolved.path.parent
     where = load_cluster(cluster, beside) if isinstance(cluster, str) else cluster or this_machine(recipe.threads)
+    if calibrate and cluster is not None:
+        _require_devices_here(where)
     assert recipe.run_dir
-    before = Before(recipe, Path(recipe.run_dir), beside, most=EXACT_BYTES, proportions=bool(note))
+    run_dir = Path(recipe.run_dir)
+    before = Before(recipe, run_dir, beside, most=EXACT_BYTES, proportions=bool(note))
     refusals = list(look_ahead(before, [stage.name for stage in stages_for(recipe)]))
     certain = [error for check, error in refusals if not check.here or (not shipped and cluster is None)]
-    rehearsed, budget = None, None
+    rehearsed, budget, short = None, None, None
     options: dict[str, Any]
     if calibrate and not recipe.trains_base and not refusals:
         from lmworks.run.rehearsal import rehearse
@@ -108,10 +118,13 @@ def predict(
         options = {"measured_mfu": measured, "measured_source": source, "layout_in_mfu": whole}
     if note:  # there is a time, and no run has turned it into tokens yet
         assert recipe.time is not None
-        _, made, budget = fit_time(
+        fitted, made, budget = fit_time(
             resolved, where, float(recipe.time), choose_size=recipe.size == "auto", served_tokens=served_tokens, law=law, **options
         )
+        short = text_beyond_epochs(fitted.recipe, run_dir)
     else:
+        if recipe.time is not None:
+            note = f"time is {days(recipe.time)}: {run_dir} has its token budgets for it already, and keeps them on any machine"
         try:
             made = make_plan(
                 recipe, resolved.fingerprint, where, unfit=True, data=before.data,
@@ -122,8 +135,24 @@ def predict(
                 raise
             raise UserError("; ".join(map(str, certain))) from None  # they say why there is no plan
     doubtful = [f"on this machine, the run would refuse: {error}" for _, error in refusals if error not in certain]
+    doubtful += [short] if short else []
     warnings = [*before.notes, *doubtful] if cluster is None else doubtful
     return PlannedRun(made, budget, tuple(certain), tuple(warnings), note, law)
+
+
+def _require_devices_here(cluster: Cluster) -> None:
+    """Raise `UserError` if the devices of a cluster are others than those of this machine, which has only its own speed to measure."""
+    import torch
+
+    from lmworks.host.devices import find_gpu
+
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+    kinds = find_gpu(here), find_gpu(cluster.device)
+    if cluster.on_cpu == torch.cuda.is_available() or (None not in kinds and kinds[0] != kinds[1]):
+        raise UserError(
+            f"--calibrate measures the speed of this machine, {here}, and cluster {cluster.name} has others ({cluster.device}); leave it "
+            "out, or give --mfu a number or a run on such devices"
+        )
 
 
 def _mfu(given: float | str | None, recipe: Recipe, cluster: Cluster, calibrate: bool) -> tuple[float | None, str, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,9 +11,6 @@ from lmworks.cli import completion
 from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption, TimeOption, console, print_json, within
 from lmworks.errors import UserError, raise_first
 from lmworks.recipe.schema.units import Seconds, Tokens
-
-if TYPE_CHECKING:
-    from lmworks.recipe.load import Resolved
 
 
 def register(app: typer.Typer) -> None:
@@ -31,20 +28,23 @@ def register(app: typer.Typer) -> None:
         """Print every value of a recipe and its origin. For a started run with a time budget, the resulting token budgets are shown."""
         from lmworks.api.planning import settled_budget
         from lmworks.cli import tables as showing
+        from lmworks.corpus.pipeline import faults
         from lmworks.recipe.checks import phase_refusals
         from lmworks.recipe.load import load_recipe
 
         resolved, note = settled_budget(load_recipe(recipe, within(time, overrides), size))
         if not note:  # the budgets are those of a run, not proportions
             raise_first(phase_refusals(resolved.recipe))
+        growing, found = showing.growing_batches(resolved), list(faults(resolved.recipe))
         if as_json:
-            print_json(showing.recipe_as_json(resolved))
+            print_json(showing.recipe_as_json(resolved, changed) | {"growing_batches": growing, "note": note, "faults": found})
         else:
             console().print(showing.recipe_tree(resolved, changed))
             console().print(showing.phase_positions(resolved))
-            for line in showing.growing_batches(resolved):
+            for line in growing:
                 console().print(line)
-            _warn(resolved, note)
+            for line in filter(None, (note, *found)):
+                console().print(line, style="yellow")
 
     app.command()(plan)
 
@@ -149,12 +149,3 @@ def _budget_overrides(
             raise UserError("name a recipe, or give --time or --money to find a size: lmworks plan --time 3d --cluster 8xh100")
         size = size or "auto"
     return within(time, []), size
-
-
-def _warn(resolved: Resolved, *lines: str | None) -> None:
-    """Print these lines, and the known faults of the sources."""
-    from lmworks.corpus.pipeline import faults
-
-    for line in (*lines, *faults(resolved.recipe)):
-        if line:
-            console().print(line, style="yellow")

@@ -217,13 +217,27 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def recipe_as_json(resolved: Resolved) -> dict[str, Any]:
+def recipe_as_json(resolved: Resolved, changed_only: bool = False) -> dict[str, Any]:
     """The same for machines: the recipe, the origin of each leaf by path, positions and warnings, the fingerprint and the file."""
+    values = as_tree(resolved.recipe)
+    origins = {path: origin for path, origin in resolved.origins.items() if not (changed_only and origin.kind == "default")}
     return {
         "path": str(resolved.path),
         "fingerprint": resolved.fingerprint,
-        "recipe": as_tree(resolved.recipe),
+        "recipe": _kept(values, values, (), origins) if changed_only else values,
         "positions": {here.phase: here.text for here in positions(resolved.recipe)},
         "warnings": list(warnings(resolved.recipe, start_context(resolved.recipe))),
-        "origins": {path: str(origin) for path, origin in resolved.origins.items()},
+        "origins": {path: str(origin) for path, origin in origins.items()},
     }
+
+
+def _kept(whole: Any, value: Any, keys: Keys, origins: Mapping[str, Origin]) -> Any:
+    """A node with the leaves that have an origin here, and without the nodes below it that have none."""
+    found = {}
+    for key, item in enumerate(value) if isinstance(value, list) else value.items():
+        below = (*keys, key)
+        if display(whole, below) in origins:
+            found[key] = item
+        elif isinstance(item, dict | list) and (inside := _kept(whole, item, below, origins)):
+            found[key] = inside
+    return list(found.values()) if isinstance(value, list) else found

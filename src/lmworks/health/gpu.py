@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from lmworks.health.node import DRIVER, Node, NotThere
+from lmworks.health.node import Node, NotThere
 from lmworks.health.report import Result
 
 # Bits of nvmlDeviceGetCurrentClocksThrottleReasons, from nvml.h. Idle, application clocks, a power cap and sync boost are no faults.
@@ -22,7 +22,6 @@ _BROKEN_XID = {
     119: "GSP timeout", 120: "GSP error", 140: "unrecovered ECC error",
 }  # fmt: skip
 _WORN_XID = {63: "a row is to be remapped", 92: "many corrected ECC errors", 94: "contained memory error"}
-_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor and class
 _XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
 
 
@@ -30,8 +29,7 @@ def errors(node: Node) -> Result:
     """Uncorrected memory errors, remapped rows and retired pages of each GPU; and GPUs that the driver has lost."""
     broken, worn, figures = [], [], {}
     gpus = node.gpus()
-    devices = [path.rpartition("/")[0] for path in node.paths("/sys/bus/pci/devices", "*/vendor") if node.read(path) == _NVIDIA]
-    on_bus = sum((node.read(f"{device}/class") or "")[:4] == _DISPLAY for device in devices)
+    on_bus = node.gpus_on_bus()
     if on_bus > len(gpus):
         broken.append(f"the driver finds {len(gpus)} of {on_bus} GPUs on the PCI bus")
     for index, gpu in enumerate(gpus):
@@ -56,8 +54,7 @@ def errors(node: Node) -> Result:
 
 def xids(node: Node) -> Result:
     """Errors of NVIDIA's driver in the kernel log (XIDs) that a program does not cause."""
-    if node.read(DRIVER) is None:
-        raise NotThere("there is no NVIDIA driver")
+    node.require_driver()
     found = Counter((place, int(number)) for line in node.kernel_log() for place, number in _XID.findall(line))
     figures = {f"{place}/xid_{number}": float(count) for (place, number), count in found.items()}
     broken = [f"{place}: XID {number}, {_BROKEN_XID[number]}" for place, number in found if number in _BROKEN_XID]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -25,6 +26,8 @@ from lmworks.ui.exit_codes import ExitCode
 DRIVER = "/proc/driver/nvidia/version"
 LAUNCH = "LMWORKS_LAUNCH"  # environment variable of the ranks of a run, see lmworks.launch.launch_dir
 _MOST = 4 << 20  # bytes of a file or an output that are read
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor and class
+_SET_ASIDE = re.compile(r"^DRIVER=(.*vfio.*|pci-stub|pciback)$", re.MULTILINE)  # drivers that hand a device over to virtual machines
 
 
 class NotThere(Exception):
@@ -114,12 +117,24 @@ class Node:
         offset = self.recorded and self.read("/clock_offset")
         return time.time() + float(offset or 0)
 
+    def gpus_on_bus(self) -> int:
+        """How many NVIDIA GPUs are on the PCI bus, without those that are set aside for virtual machines."""
+        devices = [path.rpartition("/")[0] for path in self.paths("/sys/bus/pci/devices", "*/vendor") if self.read(path) == _NVIDIA]
+        displays = [device for device in devices if (self.read(f"{device}/class") or "").startswith(_DISPLAY)]
+        return sum(not _SET_ASIDE.search(self.read(f"{device}/uevent") or "") for device in displays)
+
+    def require_driver(self) -> None:
+        """Raise `NotThere` without NVIDIA's driver, and `Broken` where there are GPUs for it."""
+        if self.read(DRIVER) is None:
+            if count := self.gpus_on_bus():
+                raise Broken(f"{count} NVIDIA GPU{'s are' if count > 1 else ' is'} on the PCI bus, and no driver is loaded")
+            raise NotThere("there is no NVIDIA driver")
+
     def gpus(self) -> list[dict[str, Any]]:
         """The values of NVML of each GPU (see `lmworks.health.nvml`). Raises `NotThere` where there is no GPU, else `CannotJudge` without
-        the package that reads them, and `Broken` if the driver does not find them."""
+        the package that reads them, and `Broken` if the driver is not loaded or does not find them."""
+        self.require_driver()
         if self.recorded is None:
-            if self.read(DRIVER) is None:
-                raise NotThere("there is no NVIDIA driver")
             if importlib.util.find_spec("pynvml") is None:
                 raise CannotJudge("nvidia-ml-py is not installed, which reads the GPUs: pip install 'lmworks[gpu]'")
             found = read_gpus()

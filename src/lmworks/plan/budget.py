@@ -24,7 +24,7 @@ from lmworks.recipe.phases import in_force
 from lmworks.recipe.scaling_laws import TOKENS_PER_PARAMETER
 from lmworks.recipe.schema.layout import Cluster
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.schema.units import Seconds, Tokens
+from lmworks.recipe.schema.units import LARGEST, Seconds, Tokens
 from lmworks.ui.amounts import amount, days
 
 DEFAULT_RECIPE = "dense-125m"  # a dense model, whose size follows from the time
@@ -86,10 +86,13 @@ class TimeBudget:
 
 
 def seconds_for_money(dollars: float, cluster: Cluster) -> float:
-    """The time that `dollars` rent the whole cluster for. Raises `UserError` if the cluster has no price."""
+    """The time that `dollars` rent the whole cluster for. Raises `UserError` if the cluster has no price, or for an endless time."""
     if not cluster.dollars_per_device_hour:
         raise UserError(f"--money: cluster {cluster.name} has no price; set dollars_per_device_hour in its file, or give --time")
-    return dollars / (cluster.dollars_per_device_hour * devices(cluster)) * 3600
+    found = dollars / (cluster.dollars_per_device_hour * devices(cluster)) * 3600
+    if not found <= LARGEST:
+        raise UserError(f"--money: {dollars:g} dollars rent {cluster.name} for no time that can be planned; give for example --money 500")
+    return found
 
 
 def fit_time(

@@ -30,7 +30,7 @@ from lmworks.profile.allocations import READY, allocations, exposed, gradient_ev
 from lmworks.profile.rollouts import RolloutMemory
 from lmworks.profile.spans import FORWARD, OPTIMIZER, PREFIX, SCORING, WHOLE, Spans, parts_of, replaced
 from lmworks.profile.trace import events_of
-from lmworks.shards.batch import IGNORE, PADDING, Batch
+from lmworks.shards.batch import IGNORE, Batch
 from lmworks.shards.indexed import token_dtype
 from lmworks.train.observe.memory_kinds import Held, allocator_statistics, kept_bytes, process_bytes
 from lmworks.train.observe.step_metrics import FlopsPerToken
@@ -303,8 +303,9 @@ class Measurement:
     def _count(self, batch: Batch) -> None:
         assert self.found is not None
         data = self.found.data
-        empty = (batch.labels == IGNORE) & (batch.tokens == PADDING)
-        padding = int(np.logical_and.accumulate(empty[:, ::-1], axis=1).sum())
+        learned = np.add.reduceat((batch.labels != IGNORE).ravel(), batch.cu_seqlens[:-1], dtype=np.int64)
+        at_end = batch.cu_seqlens[1:] % batch.tokens.shape[1] == 0
+        padding = int(np.diff(batch.cu_seqlens)[at_end & (learned == 0)].sum())  # a document of its own at the end of a row
         arrays = [batch.tokens, batch.labels, batch.cu_seqlens, batch.weights]
         for name, value in (
             ("tokens", batch.tokens.size), ("padding", padding), ("without_loss", int((batch.labels == IGNORE).sum()) - padding),

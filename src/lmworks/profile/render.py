@@ -77,8 +77,11 @@ def _seconds(value: float) -> str:
 def _time(profile: Profile) -> Table:
     table = _table("Time of a step", "", "planned", "measured", "share")
     _rows(table, profile.time, profile.largest_time.name, _seconds, {})
-    planned = "" if profile.planned_step_seconds is None else _seconds(profile.planned_step_seconds)
-    table.add_row("step", planned, _seconds(profile.step_seconds), f"± {percent(profile.spread / 2)}" if profile.spread else "")
+    step, every = profile.planned_step_seconds, [item.planned or 0.0 for item in profile.time.values()]
+    planned = "" if step is None else _seconds(sum(every))
+    table.add_row("all", planned, _seconds(_whole(profile)), "", style="bold")
+    planned, spread = "" if step is None else _seconds(step), f"± {percent(profile.spread / 2)}" if profile.spread else ""
+    table.add_row("without validation and save", planned, _seconds(profile.step_seconds), spread)
     assumed = "" if profile.planned_mfu is None else percent(profile.planned_mfu)
     table.add_row("MFU of the measured peak", assumed, percent(profile.mfu), f"{significant(profile.tokens_per_second, 3)} tokens/s")
     return table

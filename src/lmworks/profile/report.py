@@ -70,8 +70,8 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """See the module. `step_seconds` is the median wall time of a step with its gap, without validation and save; `spread` the
-    interquartile range of the timed steps relative to it."""
+    """See the module. `step_seconds` is the mean wall time of a step with its gap, without validation and save; `spread` the
+    interquartile range of the timed steps relative to their median."""
 
     target: str
     stage: str
@@ -120,12 +120,12 @@ def from_plain(value: Mapping[str, Any]) -> Profile:
 
 def make_profile(target: Target, found: Sequence[Measured], asked: int) -> Profile:
     """The profile of what all ranks have measured; `target` with its own recipe, not that of the workspace."""
-    slow = max(found, key=lambda one: _median(one, "wall") - _collectives(one))
+    slow = max(found, key=lambda one: _mean(one, "wall") - _collectives(one))
     full = max(found, key=_needed)
     plan, phase_plan, planned_mfu, notes = _planned(target, slow, full)
     time, memory = _time(target, slow, phase_plan), _memory(full, plan)
     data = _data(found, slow)
-    step = _median(slow, "wall")
+    step = _mean(slow, "wall")
     kinds = {name: item.measured for name, item in memory.items()}
     kind, part, waste = largest(kinds), max(time, key=lambda name: time[name].measured), max(_SHARES, key=lambda name: data[name])
     changes = None
@@ -146,26 +146,27 @@ def make_profile(target: Target, found: Sequence[Measured], asked: int) -> Profi
         planned_mfu=planned_mfu, largest_time=Largest(part, seconds[part], time_remedy(target, part, seconds, slow)), data=data,
         largest_data=Largest(waste, data[waste], data_remedy(target, waste, data)),
         ranks=tuple(
-            RankTime(one.rank, one.host, one.pipeline_stage, _median(one, "wall"),
-                     _median(one, "wall") - _collectives(one) - _median(one, "data"), _median(one, "data"), one.memory_peak)
+            RankTime(one.rank, one.host, one.pipeline_stage, _mean(one, "wall"),
+                     _mean(one, "wall") - _collectives(one) - _mean(one, "data"), _mean(one, "data"), one.memory_peak)
             for one in found
         ),
         slowest=slow.rank if len(found) > 1 else None, kernels=tuple(slow.kernels), notes=tuple(notes),
     )  # fmt: skip
 
 
-def _median(one: Measured, part: str) -> float:
-    return statistics.median(step[part] for step in one.steps)
+def _mean(one: Measured, part: str) -> float:
+    """Seconds of a step. Of medians the parts would not sum up to the whole: what is slow in one step is another part than in the next."""
+    return statistics.fmean(step[part] for step in one.steps)
 
 
 def _collectives(one: Measured) -> float:
     """Seconds of a step in which a rank waits for others."""
-    return _median(one, "collectives") + sum(_exposed(one).values())
+    return _mean(one, "collectives") + sum(_exposed(one).values())
 
 
 def _exposed(one: Measured) -> dict[str, float]:
     """Seconds of each part in which a rank waits for a collective: the share of the profiled step, of the time of the timed ones."""
-    return {part: one.exposed.get(name, 0.0) * _median(one, part) for part, name in _NAMES.items()}
+    return {part: one.exposed.get(name, 0.0) * _mean(one, part) for part, name in _NAMES.items()}
 
 
 def _spread(one: Measured) -> float:
@@ -217,7 +218,7 @@ def _memory(one: Measured, plan: StepMemory | None) -> dict[str, Item]:
 
 def _time(target: Target, one: Measured, plan: PhasePlan | None) -> dict[str, Item]:
     """The table of time, in seconds of one step."""
-    measured = {part: _median(one, part) for part in ("data", "rollouts", "scoring", "forward", "backward", "optimizer", "gap")}
+    measured = {part: _mean(one, part) for part in ("data", "rollouts", "scoring", "forward", "backward", "optimizer", "gap")}
     waits = _exposed(one)
     measured["collectives"] = _collectives(one)
     for part, seconds in waits.items():
@@ -227,7 +228,7 @@ def _time(target: Target, one: Measured, plan: PhasePlan | None) -> dict[str, It
         measured["validation"] = one.validation / _steps_between(train.validate_every, one)
     if one.save is not None:
         by_time = float(train.save_every_time) if train.save_every_time is not None else save_interval(one.save, 1)
-        step = _median(one, "wall")
+        step = _mean(one, "wall")
         measured["save"] = one.save / max(1.0, min(_steps_between(train.save_every, one), by_time / step))
     planned = _planned_parts(plan)
     return {part: Item(planned.get(part), measured.get(part, 0.0)) for part in PARTS if measured.get(part) or planned.get(part)}
@@ -263,11 +264,11 @@ def _data(found: Sequence[Measured], slow: Measured) -> dict[str, float]:
     """The table of data: shares of the time and of the tokens, speeds in bytes per second, and sizes of documents and batches."""
     sums = {name: sum(one.data.get(name, 0.0) for one in found) for name in ("tokens", "padding", "without_loss", "documents")}
     reads, seconds = (sum(one.data.get(name, 0.0) for one in found) for name in ("read_bytes", "read_seconds"))
-    step = _median(slow, "wall")
+    step = _mean(slow, "wall")
     tokens = max(1.0, sums["tokens"])
     each = reads / max(1.0, sum(one.data.get("reads", 0.0) for one in found)) * len(found)  # bytes that all ranks read for a step
     return {
-        "waiting": max(_median(one, "data") / step for one in found), "padding": sums["padding"] / tokens,
+        "waiting": max(_mean(one, "data") / step for one in found), "padding": sums["padding"] / tokens,
         "without_loss": sums["without_loss"] / tokens, "read_bytes_per_second": reads / seconds if seconds else math.inf,
         "needed_bytes_per_second": each / step, "tokens_per_document": (tokens - sums["padding"]) / max(1.0, sums["documents"]),
         "batch_bytes": max(one.data.get("batch_bytes", 0.0) for one in found),

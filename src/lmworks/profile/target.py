@@ -58,6 +58,8 @@ def open_target(name: str, overrides: Sequence[str], size: str | None, stage: st
         resolved = choose_mesh_here(recorded_budget(resolved, there) or resolved)
         recipe = resolved.recipe
         run_dir = there if (there / "shards" / MANIFEST).exists() or (there / "tokenizer" / "tokenizer.json").exists() else None
+    if recipe.size == "auto":
+        raise UserError("size: auto has no shape before the run has chosen a size; profile one that you name with --size, such as 5M")
     chosen = _stage(recipe, run if run.is_dir() else None, stage)
     return Target(name, resolved, recipe, chosen, run_dir, _phase(recipe, chosen, phase))
 

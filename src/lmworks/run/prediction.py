@@ -68,7 +68,7 @@ def measured_mfu(run_dir: Path, cluster: Cluster) -> MeasuredMfu:
     Speed is the median of model FLOPs per second and device in the last 1,000 metrics lines since the newest start. Ranks on CPUs share
     one machine, which is one device. Raises `UserError` if the run has no such lines, or devices of another kind.
     """
-    run = read_run(run_dir)
+    run = read_run(run_dir, judge=False)
     if run.recipe is None or not run.pretrain.starts:
         raise UserError(f"{run_dir} has not begun to pretrain, so it has no speed; give another run, a number, or --calibrate")
     model, start = run.recipe.model, run.pretrain.starts[-1]
@@ -129,7 +129,7 @@ def record_error(run_dir: Path, stage: str, seconds: float) -> None:
     predictions, errors = ([one for one in events_of(run_dir, name) if one["stage"] == stage] for name in (PREDICTION, ERROR))
     if not predictions or len(errors) >= len(predictions):
         return
-    training = read_run(run_dir).training[stage]
+    training = read_run(run_dir, judge=False).training[stage]
     measured = training.measured()
     if stage != BASE.stage:
         measured.pop("seconds", None)
@@ -180,7 +180,7 @@ def _places(run_dir: Path) -> Table:
 
 def _training(run_dir: Path) -> Table:
     table = Table(title="What was measured", title_justify="left", box=None, show_header=False)
-    stages = read_run(run_dir).training  # one pass in bounded memory: the metrics of a long run are gigabytes
+    stages = read_run(run_dir, judge=False).training  # one pass in bounded memory: the metrics of a long run are gigabytes
     name, run = next(((name, one) for name, one in stages.items() if one.series), (BASE.stage, stages[BASE.stage]))
     tokens, loss, speed, mfu = (run.series.get(name) for name in _FIGURES)
     if tokens and loss and speed and mfu:
@@ -272,11 +272,33 @@ def text_shortage(recipe: Recipe, run_dir: Path) -> str | None:
     if recipe.time is not None or not recipe.train.phases:
         return None
     try:
-        made = (run_dir / "shards" / MANIFEST).exists()
-        Order(recipe, _max_tokens(recipe) | (Manifest.load(run_dir / "shards").train_tokens() if made else {}))
+        _order(recipe, run_dir)
     except UserError as error:
         return str(error)
     return None
+
+
+def text_beyond_epochs(recipe: Recipe, run_dir: Path) -> str | None:
+    """A message that names the source that budgets for a `time` would read more often than a run with that time does; None if none is
+    known."""
+    endless = recipe.model_copy(update={"shards": recipe.shards.model_copy(update={"max_epochs": float("inf")})})
+    try:
+        most = max(_order(endless, run_dir).shares(), key=lambda share: share.epochs)
+    except UserError as error:
+        return str(error)
+    if most.epochs <= recipe.shards.max_epochs:
+        return None
+    return (
+        f"the text does not last for these tokens: source {most.source} would be read {most.epochs:,.0f} times or more in phase "
+        f"{most.phase}; a run with this time reads none more than {recipe.shards.max_epochs:g} times (shards.max_epochs) and leaves the "
+        "rest of the time unused"
+    )
+
+
+def _order(recipe: Recipe, run_dir: Path) -> Order:
+    """The order of the sequences by the token files of the run or, before they exist, by upper bounds of the tokens."""
+    made = (run_dir / "shards" / MANIFEST).exists()
+    return Order(recipe, _max_tokens(recipe) | (Manifest.load(run_dir / "shards").train_tokens() if made else {}))
 
 
 def _max_tokens(recipe: Recipe) -> dict[str, int]:

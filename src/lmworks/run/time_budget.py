@@ -18,7 +18,7 @@ from rich.text import Text
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError, raise_first
 from lmworks.host import machine
-from lmworks.io.files import sha256_file
+from lmworks.io.files import read_json, sha256_file
 from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.plan.budget import FEWEST, SIZES, largest_factor, scale_budgets
 from lmworks.plan.counts import flops_per_token
@@ -28,7 +28,7 @@ from lmworks.recipe.document import Keys
 from lmworks.recipe.keys import display, get
 from lmworks.recipe.load import Numbers, Resolved
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.schema.units import Tokens
+from lmworks.recipe.schema.units import Seconds, Tokens
 from lmworks.run.time_estimate import (
     FEW_ITEMS,
     FixedWork,
@@ -80,6 +80,17 @@ def recorded_budget(resolved: Resolved, run_dir: Path) -> Resolved | None:
     if not begun and (changed or events[-1]["seconds"] != recipe.time):
         return None
     return resolved.settled({keys: (number["new"], number["why"]) for keys, number in same.items()})
+
+
+def begun_otherwise(recipe: Recipe, run_dir: Path) -> str:
+    """How the run has begun, where it keeps other budgets than those of the recipe's `time`; empty if it has not begun, or has this time.
+    `recipe` has the recorded budgets."""
+    if recipe.time is None or not listing.has_checkpoints(run_dir / "checkpoints"):
+        return ""
+    own = read_json(run_dir / "resolved.json").get("time")
+    if own != recipe.time.text():
+        return "without a time" if own is None else f"with a time of {days(Seconds.parse(own))}"
+    return "at a size of its own" if recipe.size == "auto" else ""
 
 
 def _has_own_budget(recipe: Recipe, given_up: Mapping[str, Any]) -> bool:

@@ -31,6 +31,8 @@ MUTANTS = [
      "The plan warns where a step asks a prompt twice.", "cli/test_plan_data.py"),
     ("plan.budget:_Fitter._training_seconds", "in_force(recipe)", "[recipe.model] * len(recipe.train.phases)",
      "A time is turned into tokens with the windows of each phase.", "plan/test_budget.py"),
+    ("plan.budget:seconds_for_money", "if not found <= LARGEST:", "if False:", "Endless money is refused as money.",
+     "cli/test_plan_time.py::test_bad_input_is_one_line"),
     ("plan.memory:_Local.add", ', ".conv.weight", ".conv.bias"', "", "Every rank of tp has all filters of Mamba-2.",
      "plan/test_hybrid_sizes.py"),
     ("recipe.mixers:_mamba_saved", "model.mamba.of_rank(tp)", "model.mamba.of_rank(1)", "A rank of tp saves activations of its own heads.",

@@ -20,7 +20,9 @@ _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 # Of bounded length, since 1e400000000 is a number too, which takes minutes to write out, and a long word takes the square of its length.
 _LONGEST = 100
-_NUMBER = re.compile(r"^\s*(\d[\d_,]{0,40}(?:\.\d{1,40})?(?:e[+-]?\d{1,2})?)\s*([A-Za-z%]*)\s*([A-Za-z]*)\s*$")
+# A comma or an underscore separates thousands only: 1,5B is 1.5B to half of the world.
+_DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,13}|\d{1,3}(?:_\d{3}){1,13}|\d{1,41})"
+_NUMBER = re.compile(rf"^\s*({_DIGITS}(?:\.\d{{1,40}})?(?:e[+-]?\d{{1,2}})?)\s*([A-Za-z%]*)\s*([A-Za-z]*)\s*$")
 
 
 def scaled(prefix: str) -> int:
@@ -36,6 +38,8 @@ def _exact(value: float) -> str:
 def _split(text: str, example: str) -> tuple[Fraction, str, str]:
     match = _NUMBER.match(text) if len(text) <= _LONGEST else None
     if not match:
+        if len(text) <= _LONGEST and _NUMBER.match(dotted := text.replace(",", ".")):
+            raise ValueError(f"{text!r} is not a quantity; a comma separates thousands: write {dotted.strip()}")
         raise ValueError(f"{text[:100]!r} is not a quantity; write for example {example}")
     value = Fraction(match[1].replace(",", "").replace("_", ""))
     if value > LARGEST:
@@ -96,7 +100,7 @@ _PREFIX = f"({'|'.join(filter(None, sorted(_DECIMAL | _BINARY)))})"
 
 def _written(*units: str) -> dict[str, Any]:
     """The JSON Schema of a number with one of these units, each a regular expression."""
-    return {"type": "string", "pattern": rf"^\s*\d[\d_,]*(\.\d+)?(e[+-]?\d{{1,2}})?\s*({'|'.join(units)})\s*$"}
+    return {"type": "string", "pattern": rf"^\s*{_DIGITS}(\.\d+)?(e[+-]?\d{{1,2}})?\s*({'|'.join(units)})\s*$"}
 
 
 class Tokens(Quantity, int):
