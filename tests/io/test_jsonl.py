@@ -31,6 +31,7 @@ def test_a_line_torn_at_any_byte_is_left_out_and_mended(tmp_path):
         path.write_bytes(data[:length])
         whole = sum(end <= length for end in ends)
         assert jsonl.read(path) == records[:whole], "a reader leaves a torn line out"
+        assert jsonl.last(path) == (records[whole - 1] if whole else {})
         write(path, [{"n": "next"}])
         assert jsonl.read(path) == [*records[:whole], {"n": "next"}]
 

@@ -72,6 +72,42 @@ def test_prometheus_shows_the_newest_values(tmp_path):
         pass
 
 
+def test_metrics_of_one_name_in_prometheus_are_told_apart(tmp_path: Path) -> None:
+    """Two sources that differ in a sign, and two domains without Latin letters: the second of them ended training."""
+    pytest.importorskip("prometheus_client")
+    port = free_port()
+    with MetricLog(tmp_path, Metrics(prometheus_port=port)) as log:
+        log.write(1, {"train/loss": 3.0, "train/source/my-docs/loss": 1.0, "train/source/my_docs/loss": 2.0})
+        log.write(2, {"validation/日本/loss": 3.0, "validation/中国/loss": 4.0, "train/source/my_docs/loss": 2.5})
+        lines = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode().splitlines()
+    found = {
+        "lmworks_step 2.0", "lmworks_train_loss 3.0",
+        'lmworks_train_source_my_docs_loss{metric="train/source/my-docs/loss"} 1.0',
+        'lmworks_train_source_my_docs_loss{metric="train/source/my_docs/loss"} 2.5',
+        'lmworks_validation____loss{metric="validation/日本/loss"} 3.0', 'lmworks_validation____loss{metric="validation/中国/loss"} 4.0',
+    }  # fmt: skip
+    assert found <= set(lines), set(lines) ^ found
+
+
+class Failing:
+    """A sink of a package that raises what it likes."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ZeroDivisionError("[red]")
+
+
+def test_a_sink_that_fails_does_not_end_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sinks, "open_sinks", lambda *_: [Failing()])
+    with MetricLog(tmp_path, Metrics()) as log:
+        for step in (1, 2):
+            log.write(step, {"train/loss": 3.0})
+    assert [line["step"] for line in read(tmp_path)] == [1, 2]
+    said = "Failing gets no more metrics until the run is started again: ZeroDivisionError: [red]"
+    assert " ".join(capsys.readouterr().err.split()) == said
+
+
 def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

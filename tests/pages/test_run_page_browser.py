@@ -13,7 +13,9 @@ from unittest.mock import patch
 import pytest
 from page_runs import HOSTILE, STEPS, write_metrics, write_run, write_samples
 
+import written_run
 from lmworks.pages.run_page import write_page
+from lmworks.watch.ledger import RunLock
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, FloatRect, Page
@@ -180,6 +182,53 @@ def test_a_stretch_is_zoomed_into_and_lines_are_hidden(page: Page, report: str) 
     assert entry.get_attribute("aria-pressed") == "false" and drawn(page, "pretrain-ratio") != shown
     entry.press("Enter")
     assert entry.get_attribute("aria-pressed") == "true" and drawn(page, "pretrain-ratio") == shown
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run that was running ten minutes ago, of 1,500 steps whose losses are not finite from step 401 to 700, beside one that has come to
+    step 600."""
+    folder = tmp_path_factory.mktemp("long")
+    loss = [None if 400 < step <= 700 else 11 - step / 250 for step in range(1, 1501)]
+    runs = [written_run.write_run(folder / f"run-{n}", {"train/loss": values}) for n, values in enumerate((loss, [1.0] * 600))]
+    with RunLock(runs[0]):
+        path = write_page(runs[0], others=runs[1:])
+    path.write_text(re.sub(r'(?<=data-at=")\d+', str(int(time.time()) - 600), path.read_text(encoding="utf-8")), encoding="utf-8")
+    return path.as_uri()
+
+
+def test_values_are_read_out_with_the_steps_that_they_are_of(page: Page, long: str) -> None:
+    page.goto(long)
+    box = over(page, "pretrain-loss")
+    assert [value(page, "pretrain-loss", n) for n in (0, 1)] == ["5", "1"], "the last step alone"
+    chip, found = page.locator("#pretrain-loss .chip"), {}
+    for step in (42, 600, 690, 1000):
+        page.mouse.move(box["x"] + box["width"] * (step - 1) / 1499, box["y"] + 60)
+        found[step] = (value(page, "pretrain-loss"), value(page, "pretrain-loss", 1), chip.inner_text().partition("\n")[2])
+    assert found == {
+        42: ("10.83", "1", "loss: mean of steps 41–44\nwritten (run-1): mean of steps 41–42"),
+        600: ("not finite", "1", "loss: no finite value in steps 401–700\nwritten (run-1): mean of steps 599–600"),
+        690: ("not finite", "–", "no finite value in steps 401–700"),
+        1000: ("7.006", "–", "mean of steps 997–1,000"),
+    }
+    smoothed = page.evaluate("Math.min(...charts[0].u.data[charts[0].lines[0].series.at(-1)].filter(y => y > 9))")
+    assert smoothed > 9.38, "the mean that is drawn does not reach over the gap"
+
+
+def test_what_the_reader_has_chosen_outlasts_a_reload_which_does_not_come_while_someone_reads(page: Page, long: str) -> None:
+    page.goto(long)
+    assert "10 minutes ago" in page.evaluate("getComputedStyle(document.querySelector('.state'), '::after').content")
+    page.get_by_label("log y").check()
+    page.locator("#pretrain-loss .legend li").first.click()
+    page.reload()
+    assert page.get_by_label("log y").is_checked() and page.evaluate("charts[0].u.scales.y.distr") == 3
+    entry = page.locator("#pretrain-loss .legend li").first
+    assert (
+        entry.get_attribute("aria-pressed") == "false" and page.evaluate("charts[0].u.series[charts[0].lines[0].series[0]].show") is False
+    )
+    assert page.evaluate("look()") is True
+    page.locator("#pretrain-loss .numbers summary").click()
+    assert page.evaluate("look()") is False
 
 
 def test_a_mark_says_what_it_is(page: Page, report: str) -> None:

@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 from page_runs import STEPS
 
+import written_run
 from lmworks.io.files import read_json, write_json
 from lmworks.pages.curves import Curves
-from lmworks.pages.overview import tiles
+from lmworks.pages.overview import comparison, heading, tiles
 from lmworks.pages.read_run import read_run
 from lmworks.pages.record_files import conform
 from lmworks.pages.run_page import write_page
 from lmworks.pages.tables import predictions, scores
 from lmworks.pages.timeline import timeline
+from lmworks.recipe.schema.layout import Cluster
+from lmworks.ui.amounts import significant
 from lmworks.watch.ledger import Ledger
 
 
@@ -111,6 +114,9 @@ def test_predictions_are_compared_with_what_was_measured(run_dir: Path) -> None:
         ledger.write("prediction_error", stage="tune", figures={"seconds": {"measured": 50.0, "error": 1.0}})
     rows = {row[0]: row[1:] for row in predictions(read_run(run_dir))["rows"]}
     assert rows["Tuning: time"] == ("1 min 40 s", "50 s", "+100%")
+    with Ledger(run_dir / "ledger.jsonl") as ledger:
+        ledger.write("prediction", stage="tune", figures=figures, source="measured")
+    assert {row[0]: row[1:] for row in predictions(read_run(run_dir))["rows"]}["Tuning: time"] == ("1 min 40 s", "not yet", "")
 
 
 def test_a_score_within_noise_has_neither_color(run_dir: Path) -> None:
@@ -148,3 +154,109 @@ def test_a_learning_rate_that_is_for_everything_is_drawn_once(run_dir: Path) -> 
         (chart,) = Curves(read_run(run_dir).training["tune"], "tune").optimizer()
         drawn.append([line.name for line in chart.lines])
     assert drawn == [["learning rate"], ["matrices", "embeddings, norms"]]
+
+
+def falling(steps: int, spike: int = -1) -> list[float]:
+    return [11 - 9 * n / steps + 30 * (n == spike) for n in range(steps)]
+
+
+def test_the_first_and_the_last_value_are_those_of_steps(tmp_path: Path) -> None:
+    """And not means over the many steps for which a point of a long curve stands: a learning rate that ends at 0 was not shown as that."""
+    rates = [1e-2 * (1 - n / 1199) for n in range(1200)]
+    run = read_run(written_run.write_run(tmp_path / "run", {"train/loss": falling(1200), "optim/learning_rate": rates}))
+    curves = Curves(run.pretrain, "pretrain")
+    charts = {chart.id: chart.view() for chart in (*curves.loss(), *curves.optimizer())}
+    assert charts["pretrain-rate"]["numbers"] == [("learning rate", "0.01", "0", "0.01", "0")]
+    assert charts["pretrain-rate"]["legend"][0][-1] == "0" and "learning rate at last 0." in charts["pretrain-rate"]["spoken"]
+    assert charts["pretrain-loss"]["numbers"][0][1] == "11"
+    assert ", from 11; nats per token" in next(under for label, _, under in tiles(run, None) if label == "Training loss")
+
+
+def test_a_loss_that_is_not_finite_any_more_is_no_number(tmp_path: Path) -> None:
+    losses: dict[str, list[float | None]] = {"late": [3.0] * 50 + [None] * 50, "never": [None] * 100}
+    found = {}
+    for name, loss in losses.items():
+        run = read_run(written_run.write_run(tmp_path / name, {"train/loss": loss, "train/tokens": [1.0] * 100}))
+        (chart,) = Curves(run.pretrain, "pretrain").loss()
+        found[name] = next(one for one in tiles(run, None) if one[0] == "Training loss"), chart.view()["numbers"][0][1:]
+        assert chart.view()["legend"][0][-1] == "not finite" and write_page(tmp_path / name).exists()
+    assert found == {
+        "late": (("Training loss", "not finite", "since step 51; before that 3 to 3; nats per token"), ("3", "3", "3", "not finite")),
+        "never": (("Training loss", "not finite", "since step 1; nats per token"), ("not finite",) * 4),
+    }
+
+
+def test_runs_are_compared_by_what_any_of_them_has_and_none_loses_its_spikes(tmp_path: Path) -> None:
+    good = {
+        "train/loss": falling(1200, spike=700), "optim/grad_norm": [0.5] * 1200, "perf/tokens_per_second": [1e3] * 1200,
+        "validation/bits_per_byte": {600: 2.0}, "validation/prose/bits_per_byte": {600: 2.0}, "eval/sciq/cloze": {600: 0.5},
+        "experts/load_cv": [0.1] * 1200, "system/cpu": [0.5] * 1200, "dpo/accuracy": [0.5] * 1200,
+    }  # fmt: skip
+    dead, other = written_run.write_run(tmp_path / "dead"), written_run.write_run(tmp_path / "good", good)
+    page = write_page(dead, others=[other]).read_text(encoding="utf-8")
+    drawn = ("loss", "bpb-overall", "bpb-prose", "benchmarks-sciq", "norm", "cv", "speed", "system-cpu")
+    assert [name for name in drawn if f'id="pretrain-{name}"' not in page] == [] and "Nothing has been measured" not in page
+    curves = Curves(read_run(dead).pretrain, "pretrain", [("good", read_run(other).pretrain)])
+    (row,) = curves.loss()[0].view()["numbers"]
+    assert row == ("good", "11", significant(min(good["train/loss"]), 4), significant(max(good["train/loss"]), 4), row[2])
+    assert [line.name for chart in curves.preferences() for line in chart.lines] == ["good"], "the first of the metrics that one has"
+
+
+def test_layers_keep_their_spikes_and_gaps(tmp_path: Path) -> None:
+    values = [0.1 + (n == 700) if not 300 < n < 600 else None for n in range(1200)]
+    run = read_run(written_run.write_run(tmp_path / "run", {f"experts/load_cv/{layer}": values for layer in range(2)}))
+    for chart in Curves(run.pretrain, "pretrain").experts():
+        for line in chart.lines:
+            assert max(line.highs) == 1.1 and [y for _, y in line.points].count(None) == 1, chart.id
+
+
+def test_a_course_that_is_over_leaves_nothing_on_the_curve_of_the_next(tmp_path: Path) -> None:
+    figures = {"perf/tokens_per_second": 100.0, "seconds": 100.0}
+    events = [
+        {"event": "prediction", "figures": figures, "source": "x"}, {"event": "phase", "step": 0, "phase": "former"},
+        {"event": "spike", "step": 90, "action": "skip"}, {"event": "checkpoint", "step": 90, "path": "p"},
+        {"event": "prediction_error", "figures": {"seconds": {"measured": 50.0}}},
+        {"event": "start_over", "step": 90, "rollbacks": 0, "time": 1.0e9 + 2}, {"event": "start", "steps": 200, "tokens": 204800},
+        {"event": "bad_step", "step": 5},
+    ]  # fmt: skip
+    folder = written_run.write_run(tmp_path / "run", {"train/loss": falling(20)}, events)
+    append(
+        folder / "follow.jsonl",
+        *({"stage": "pretrain", "step": step, "time": 1.0e9 + at, "eval/sciq/cloze": 0.5} for step, at in ((90, 1), (10, 3))),
+    )
+    part = (run := read_run(folder)).pretrain
+    assert [(mark.kind, mark.step) for mark in part.marks] == [("bad", 5)] and part.phases == [] and part.step == 20
+    assert part.series["eval/sciq/cloze"].means() == [(10, 0.5)]
+    assert {row[0]: row[2] for row in predictions(run)["rows"]}["time"] == "not yet"
+    assert [entry["title"] for day in timeline(run)["days"] for entry in day["entries"]].count("Spike") == 1, "the ledger keeps all"
+
+
+def test_the_head_shows_the_stage_that_trains_now(tmp_path: Path) -> None:
+    """That of the base model too, where a run is extended that was tuned before."""
+    folder = written_run.write_run(tmp_path / "run", {"train/loss": falling(30), "train/tokens": [1.0] * 30}, stage="tune")
+    resumed = {"event": "resume", "time": 1.1e9, "step": 20, "tokens": 20480, "steps": 60, "planned_tokens": 61440}
+    written_run.write_run(folder, {"train/loss": falling(20), "train/tokens": [1024.0 * n for n in range(1, 21)]}, [resumed])
+    shown = heading(read_run(folder))
+    assert (shown["label"], shown["progress"]) == ("Pretraining", "20.5k of 61.4k tokens, step 20 of 60")
+    append(folder / "ledger.jsonl", {"event": "start", "stage": "tune", "time": 1.2e9, "steps": 30, "tokens": 30})
+    assert heading(read_run(folder))["label"] == "Tuning"
+
+
+def test_the_objective_of_preferences_is_no_loss_per_token_and_a_comparison_has_its_price(tmp_path: Path) -> None:
+    folder = written_run.write_run(tmp_path / "run", {"train/loss": [0.6] * 400, "dpo/margin": [0.1] * 400}, stage="dpo")
+    (tile,) = [one for one in tiles(read_run(folder), None) if "loss" in one[0].lower() or one[0] == "Objective"]
+    assert tile == ("Objective", "0.6", "mean of the last 2% of steps, from 0.6; what the stage minimizes")
+    cluster = Cluster(name="two", tflops=1.0, memory_gib=1.0, dollars_per_device_hour=9.0)
+    rows = dict(comparison([read_run(folder)] * 2, cluster)["figures"])
+    assert rows["Cost of training"] == ["$10.00"] * 2, "4,000 seconds of one device"
+
+
+def test_work_that_a_crash_has_lost_was_paid(tmp_path: Path) -> None:
+    """Steps 31 to 60 of 10 seconds each were trained twice; of the first time the metrics are cut. The pause before the resume is free."""
+    events = [{"event": "resume", "step": 30, "time": 1.0e9 + 5000, "trained_until": 1.0e9 + 600, "ranks": 2}]
+    folder = written_run.write_run(tmp_path / "run", {"train/loss": falling(30)}, events)
+    append(
+        folder / "metrics.jsonl", *({"step": step, "time": 1.0e9 + 5000 + 10 * (step - 30), "train/loss": 1.0} for step in range(31, 61))
+    )
+    part = read_run(folder).pretrain
+    assert (part.seconds, part.device_seconds) == (900, 300 + 300 + 2 * 300)

@@ -79,3 +79,21 @@ def test_a_line_keeps_its_spikes_and_where_it_was_not_finite() -> None:
     assert len(gaps) == 2 and abs(gaps[0] - 4321) <= series.width and gaps[1] >= 9998
     xs = [x for x, _ in line.points]
     assert xs == sorted(set(xs)) and line.spans is not None and len(line.spans) == len(xs)
+    assert line.ranges is not None and [line.ranges[xs.index(x)] for x in gaps] == [(4321, 4322), (9999, 9999)]
+    assert (line.first, line.last) == (1.0, None), "as recorded, and not means"
+
+
+def test_a_long_gap_is_one_wherever_it_lies() -> None:
+    """At the start, in the middle, at the end, and where there is nothing else; a value of before it is not drawn in it."""
+    for first, last in ((0, 400), (300, 701), (500, 1000), (0, 1000)):
+        series = Series(most=8)
+        for x in range(1, 1001):
+            series.interrupt(x) if first < x <= last else series.add(x, float(x))
+        line = line_of(series, "loss", "c0")
+        assert line.ranges is not None
+        found = [(line.ranges[n], x) for n, (x, y) in enumerate(line.points) if y is None]
+        assert [stretch for stretch, _ in found] == [(first + 1, last)]
+        assert not [x for x, y in line.points if y is not None and first < x <= last]
+        xs = [x for x, _ in line.points]
+        assert xs == sorted(set(xs)) and (line.first is None, line.last is None) == (first == 0, last == 1000)
+        assert series.reach == (1, 1000)

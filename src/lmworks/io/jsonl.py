@@ -118,6 +118,23 @@ def cut_tail(fd: int, drop: Callable[[dict[str, Any]], bool]) -> int:
     return dropped
 
 
+def last(path: Path) -> dict[str, Any]:
+    """The last whole record; empty if there is none, or if it is damaged. Reads nothing else."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return {}
+    try:
+        end = _last_newline(fd, os.fstat(fd).st_size) + 1
+        start = _last_newline(fd, end - 1) + 1
+        found = json.loads(os.pread(fd, end - start, start)) if end else {}
+        return found if isinstance(found, dict) else {}
+    except ValueError:
+        return {}
+    finally:
+        os.close(fd)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """All records; empty if the file does not exist. An incomplete last line is ignored; an invalid line before it is a `UserError`, and so
     is a pipe or a device."""

@@ -63,7 +63,7 @@ def tokenizer_of(run_dir: Path) -> str:
 def require_annealed(run: Run) -> None:
     """Raises `UserError` if the learning rate of a finished run has not decayed."""
     rate = run.pretrain.series.get("optim/learning_rate")
-    if rate is not None and rate.last[1] > DECAYED * rate.high[1]:
+    if rate and rate.last[1] > DECAYED * rate.high[1]:
         raise UserError(
             f"{run.directory} ends at {rate.last[1] / rate.high[1]:.0%} of its peak learning rate, so its loss is not that of a finished "
             "model; let the schedule of its last phase decay (min_lr_ratio)"
@@ -99,7 +99,7 @@ def finished(run: Run) -> Finished | None:
 def _last(run: Run, name: str) -> float | None:
     """The value of a metric behind the last step."""
     series = run.pretrain.series.get(name)
-    return None if series is None or series.last[0] < run.pretrain.step else series.last[1]
+    return None if not series or series.last[0] < run.pretrain.step else series.last[1]
 
 
 def _score(run: Run, name: str) -> BenchmarkScore | None:
@@ -129,7 +129,7 @@ def read_points(runs: list[Path]) -> list[Point]:
         if run_dir.resolve() in [one.resolve() for one in runs[:index]]:
             raise UserError(f"{run_dir} is listed twice; each run counts once")
         held_out_text(run_dir)
-        run = read_run(run_dir)
+        run = read_run(run_dir, judge=False)
         if run.recipe is None or (measured := finished(run)) is None:
             raise UserError(f"{run_dir} has not finished pretraining with a validation at its end; run: lmworks pretrain {run_dir}")
         if held_out_text(run_dir) != text:

@@ -140,27 +140,18 @@ class Prometheus:
     given no sign of life."""
 
     def __init__(self, port: int, run_dir: Path, heartbeats: Path | None = None) -> None:
-        self._client = import_package("prometheus_client", "metrics.prometheus_port", "prometheus")
-        self._registry = self._client.CollectorRegistry()
-        self._gauges: dict[str, Any] = {}
-        self._registry.register(
-            _Live(import_package("prometheus_client.core", "metrics.prometheus_port", "prometheus").GaugeMetricFamily, run_dir, heartbeats)
-        )
+        client = import_package("prometheus_client", "metrics.prometheus_port", "prometheus")
+        family = import_package("prometheus_client.core", "metrics.prometheus_port", "prometheus").GaugeMetricFamily
+        registry, self._newest = client.CollectorRegistry(), _Newest(family)
+        registry.register(self._newest)
+        registry.register(_Live(family, run_dir, heartbeats))
         try:
-            self._server, self._thread = self._client.start_http_server(port, addr="127.0.0.1", registry=self._registry)
+            self._server, self._thread = client.start_http_server(port, addr="127.0.0.1", registry=registry)
         except OSError as error:
             raise _taken(port, error) from None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._gauge("step", "the step of the other values").set(step)
-        for name, value in values.items():
-            metric = describe(name)
-            self._gauge(name, metric.meaning + (f" [{metric.unit}]" if metric.unit else "")).set(value)
-
-    def _gauge(self, name: str, meaning: str) -> Any:
-        if name not in self._gauges:
-            self._gauges[name] = self._client.Gauge(prometheus_name(name), meaning, registry=self._registry)
-        return self._gauges[name]
+        self._newest.set({"step": step, **values})
 
     def rewind(self, step: int) -> None:
         """Only the newest values are shown."""
@@ -172,6 +163,35 @@ class Prometheus:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Newest:
+    """The newest values: a collector of prometheus_client. Metrics that have one name there, as those of the sources `web-high` and
+    `web_high`, or of two domains without Latin letters, are told apart by the label `metric`, which has our name."""
+
+    def __init__(self, family: Any) -> None:
+        self._family, self._lock, self._values = family, threading.Lock(), dict[str, dict[str, float]]()
+
+    def set(self, values: Mapping[str, float]) -> None:
+        with self._lock:
+            for name, value in values.items():
+                self._values.setdefault(prometheus_name(name), {})[name] = value
+
+    def collect(self) -> Iterator[Any]:
+        with self._lock:
+            found = {shown: dict(values) for shown, values in self._values.items()}
+        for shown, values in found.items():
+            family = self._family(shown, _help(next(iter(values))), labels=["metric"] if len(values) > 1 else [])
+            for name, value in values.items():
+                family.add_metric([name] if len(values) > 1 else [], float(value))
+            yield family
+
+
+def _help(name: str) -> str:
+    if name == "step":
+        return "the step of the other values"
+    metric = describe(name)
+    return metric.meaning + (f" [{metric.unit}]" if metric.unit else "")
 
 
 class _Live:
@@ -247,13 +267,16 @@ class MetricLog(jsonl.ClosesAtEnd):
         self._on_sinks(lambda sink: sink.flush())
 
     def _on_sinks(self, call: Callable[[Sink], None]) -> None:
-        """Call the sinks; one that fails, as on a full disk, gets no more metrics. `metrics.jsonl` has them all."""
+        """Call the sinks; one that fails, as on a full disk, gets no more metrics: whatever it raises, training goes on, and
+        `metrics.jsonl` has them all."""
         for sink in list(self._sinks):
             try:
                 call(sink)
-            except OSError as error:
+            except Exception as error:
                 self._sinks.remove(sink)
-                console.print(f"{type(sink).__name__} gets no more metrics until the run is started again: {error}", style="yellow")
+                why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                text = f"{type(sink).__name__} gets no more metrics until the run is started again: {why}"
+                console.print(text, style="yellow", markup=False)
 
     def close(self) -> None:
         """Flush and close."""

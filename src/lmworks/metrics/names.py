@@ -42,7 +42,10 @@ GROUP = "a control group of the CPU"
 KILLS = "a kernel that counts kills for want of memory"
 DISKS, NETWORK = "a system that counts transfers of disks", "a system that counts transfers of the network"
 _TABLE: tuple[tuple[Any, ...], ...] = (
-    ("train/loss", "nats/token", "cross-entropy of the step, over the valid tokens of all ranks and micro-batches", "", "lower"),
+    (
+        "train/loss", "nats/token", "cross-entropy of the step, over the valid tokens of all ranks and micro-batches; in dpo and grpo the "
+        "value of their objective, without a unit", "", "lower",
+    ),
     ("train/perplexity", "", "exp of train/loss", "", "lower"),
     ("dpo/reward_chosen", "", "mean reward of the chosen answers of the step, beta times the log-ratio to the reference", _DPO),
     ("dpo/reward_rejected", "", "the same of the rejected answers", _DPO),
@@ -154,7 +157,10 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("system/gpu_errors", "", "XID errors and uncorrected memory errors of the GPU since the last reading", _NVML, "lower"),
     ("system/gpu_temp", "degrees C", "temperature of the GPU", _NVML),
     ("system/power", "W", "power drawn by the GPU", _NVML),
-    ("validation/loss", "nats/token", "mean over all validation tokens", "", "lower"),
+    (
+        "validation/loss", "nats/token", "mean over all validation tokens; in dpo its objective on the held-out pairs, without a unit", "",
+        "lower",
+    ),
     ("grpo/reward", "", "mean reward of the answers that were drawn in the step", _GRPO, "higher"),
     ("grpo/solved", "", "share of the answers with the full reward", _GRPO, "higher"),
     ("grpo/wrong", "", "share of the answers that were judged and did not get the full reward", _GRPO),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lmworks.pages.run_records import Mark, Point, Series
+from lmworks.pages.run_records import Mark, Point, Series, Stretch
 from lmworks.ui.amounts import SHOWN
 
 Gap = tuple[float, None]  # at this x a value was not finite: the line is interrupted
@@ -22,8 +22,9 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Line:
-    """`spans` are the extremes behind each point. `tone` is a class of page.css. A `smooth` line is drawn faintly behind its moving mean,
-    whose width the reader chooses. `run` counts the runs compared."""
+    """`spans` are the extremes behind each point, `ranges` the x that it stands for, and `ends` the first and last value (None: not finite)
+    where they are not those of the points. `tone` is a class of page.css. A `smooth` line is drawn faintly behind its moving mean, whose
+    width the reader chooses. `run` counts the runs compared."""
 
     name: str
     points: Sequence[Point | Gap]
@@ -32,6 +33,16 @@ class Line:
     style: Style = "line"
     named: bool = True  # has a place in the legend
     run: int = 0
+    ranges: Sequence[Stretch] | None = None
+    ends: tuple[float | None, float | None] | None = None
+
+    @property
+    def first(self) -> float | None:
+        return self.ends[0] if self.ends else self.points[0][1]
+
+    @property
+    def last(self) -> float | None:
+        return self.ends[1] if self.ends else self.points[-1][1]
 
     @property
     def finite(self) -> list[Point]:
@@ -86,11 +97,13 @@ class Chart:
 
     def view(self) -> dict[str, Any]:
         """What the template needs."""
-        show = SHOWN[self.shown]
-        ends = [(line, line.finite) for line in self.lines]
+
+        def show(value: float | None) -> str:
+            return "not finite" if value is None else SHOWN[self.shown](value)
+
         cut = self.top is not None and any(y > self.top for line in self.lines for y in line.highs)
         near = self._near()
-        named = [(n, line.name, line.tone, show(points[-1][1])) for n, (line, points) in enumerate(ends) if line.named and points]
+        named = [(n, line.name, line.tone, show(line.last)) for n, line in enumerate(self.lines) if line.named and line.points]
         return {
             "chart": self,
             "hint": f"{self.hint} The highest values lie above the axis; “log y” shows them." if cut else self.hint,
@@ -101,7 +114,9 @@ class Chart:
             ],
             "kinds": [(kind, WORDS.get(kind, kind)) for kind in sorted({mark.kind for mark in self.marks})],
             "numbers": [
-                (line.name, *map(show, (points[0][1], min(line.lows), max(line.highs), points[-1][1]))) for line, points in ends if points
+                (line.name, *map(show, (line.first, min(line.lows, default=None), max(line.highs, default=None), line.last)))
+                for line in self.lines
+                if line.points
             ],
         }  # fmt: skip
 
@@ -111,8 +126,10 @@ class Chart:
         for line in self.lines:
             steps, values = grid.line(line.points)
             one: dict[str, Any] = {"name": line.name, "tone": line.tone, "style": line.style, "run": line.run}
-            one |= {"steps": steps, "values": values}
-            if line.spans is not None:
+            one |= {"steps": steps, "values": values, "last": _short(line.last) if line.points else None}
+            if line.ranges is not None:
+                one["from"], one["to"] = (grid.steps_of(side) for side in zip(*line.ranges, strict=True))
+            if line.spans is not None and not self.rows:
                 one["low"], one["high"] = ([_short(y) for y in side] for side in zip(*line.spans, strict=True))
             lines.append(one)
         return {
@@ -147,24 +164,40 @@ class Grid:
         self._known: dict[tuple[float, ...], int] = {}
 
     def line(self, points: Sequence[Point | Gap]) -> tuple[int, list[float | None]]:
-        key = tuple(float(f"{x:.9g}") for x, _ in points)
+        return self.steps_of([x for x, _ in points]), [_short(y) for _, y in points]
+
+    def steps_of(self, xs: Sequence[float]) -> int:
+        key = tuple(float(f"{x:.9g}") for x in xs)
         if key not in self._known:
             self._known[key] = len(self.steps)
             self.steps.append([int(x) if x == int(x) else x for x in key])
-        return self._known[key], [_short(y) for _, y in points]
+        return self._known[key]
 
 
 def line_of(series: Series, name: str, tone: str, style: Style = "line", named: bool = True, run: int = 0) -> Line:
-    """A series with its extremes, and interrupted where a value was not finite. A dashed one, of another run, has no extremes."""
+    """A series with its extremes, and interrupted where no value was finite."""
     points: list[Point | Gap] = []
     spans: list[tuple[float, float]] = []
+    ranges: list[Stretch] = []
+
+    def interrupted(gap: Stretch | None) -> None:
+        if gap is not None:
+            points.append((max(sum(gap) / 2, points[-1][0] + 1e-3) if points else sum(gap) / 2, None))
+            spans.append(spans[-1] if spans else (series.buckets[0].low[1], series.buckets[0].high[1]) if series else (0.0, 0.0))
+            ranges.append(gap)
+
+    interrupted(series.lead)
     for bucket in series.buckets:
-        points.append(bucket.mean)
+        x, y = bucket.mean
+        if bucket.gap is not None and bucket.gap[0] < x < bucket.gap[1]:  # of values before and after it
+            x = (bucket.first[0] + bucket.gap[0]) / 2
+        points.append((x, y))
         spans.append((bucket.low[1], bucket.high[1]))
-        if bucket.gap is not None:
-            points.append((max(bucket.gap, bucket.mean[0] + 1e-3), None))
-            spans.append(spans[-1])
-    return Line(name, points, tone, spans if series.width > 1 and style != "dashed" else None, style, named, run)
+        ranges.append((bucket.first[0], bucket.last[0]))
+        interrupted(bucket.gap)
+    several = any(first != last for first, last in ranges)
+    wide = series.width > 1
+    return Line(name, points, tone, spans if wide and series else None, style, named, run, ranges if several else None, series.ends)
 
 
 def places(values: Sequence[float], room: float) -> Callable[[float], float]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from lmworks.metrics.names import METRICS, is_score
-from lmworks.pages.charts import Chart, Level, Line, line_of
-from lmworks.pages.run_records import Point, Series, Training
+from lmworks.pages.charts import Chart, Level, Line, Style, line_of
+from lmworks.pages.run_records import Series, Training
 from lmworks.ui.amounts import compact
 
 TONES = 7  # c0 ... c6 in page.css
@@ -21,27 +21,25 @@ _LEVEL_TONES = {"xz -9e": "l0", "PPMd": "l1", "byte unigram": "l2"}
 
 
 class Curves:
-    """The charts of one stage; each method returns those that have data. `others` are the same stage of the runs to compare with."""
+    """The charts of one stage; each method returns those for which one of the runs has data. `others` are the same stage of the runs to
+    compare with."""
 
     def __init__(self, training: Training, group: str, others: Sequence[tuple[str, Training]] = ()) -> None:
         self.training, self.group, self.others = training, group, others
-        every = (training, *(other for _, other in others))
-        first = min((s.first[0] for one in every for s in one.series.values()), default=1.0)
-        last = float(max(2, *(one.step for one in every)))
+        self.runs = (training, *(other for _, other in others))
+        first = min((s.reach[0] for one in self.runs for s in one.series.values()), default=1.0)
+        last = float(max(2, *(one.step for one in self.runs)))
         self.steps = (min(first, last - 1), last)
         self.quiet = [mark for mark in training.marks if mark.kind != "checkpoint"]
 
     def loss(self) -> list[Chart]:
-        series = self.training.series.get("train/loss")
-        if series is None:
-            return []
         if self._objective:
             return self._plain("loss", "Objective", "What the stage minimizes.", [("train/loss", "objective", "c0")], wide=True)
         hint = "Cross-entropy in nats per token. Lower is better."
-        lines = [line_of(series, "loss", "c0", "smooth"), *self._others("train/loss")]
+        lines = self._lines("train/loss", "loss", "c0", "smooth")
         top = _calm_top([y for line in lines for y in line.highs])
         more: dict[str, Any] = {"marks": self.training.marks, "wide": True, "name_phases": True, "top": top}
-        return [self._chart("loss", "Training loss", hint, lines, unit="nats per token", **more)]
+        return [self._chart("loss", "Training loss", hint, lines, unit="nats per token", **more)] if lines else []
 
     def held_out(self, references: dict[str, dict[str, float]], sizes: dict[str, int], sample: int) -> list[Chart]:
         """Bits per byte over all held-out text, then per domain, on one scale of their own each.
@@ -51,13 +49,13 @@ class Curves:
         """
         all_of_it = {domain: size <= sample for domain, size in sizes.items() if domain != OVERALL}
         all_of_it[OVERALL] = bool(all_of_it) and all(all_of_it.values())
-        series = {
-            name.split("/")[1] if name.count("/") == 2 else OVERALL: one
-            for name, one in self.training.series.items()
+        domains = {
+            name.split("/")[1] if name.count("/") == 2 else OVERALL
+            for name in self._names
             if name.startswith("validation/") and name.endswith("/bits_per_byte")
         }
         charts = []
-        for domain in sorted(series, key=lambda domain: (domain != OVERALL, domain)):
+        for domain in sorted(domains, key=lambda domain: (domain != OVERALL, domain)):
             levels = [
                 Level(name, marks[domain], _LEVEL_TONES.get(name, "l2"))
                 for name, marks in references.items()
@@ -71,7 +69,7 @@ class Curves:
                 hint += f" Measured during training on the same sample, at most {compact(sample)} bytes of each domain"
                 hint += "; the table below compares the final models with compressors on all held-out text." if references else "."
             metric = "validation/bits_per_byte" if whole else f"validation/{domain}/bits_per_byte"
-            lines = [line_of(series[domain], "model", "c0"), *self._others(metric)]
+            lines = self._lines(metric, "model", "c0")
             more: dict[str, Any] = {"levels": levels, "wide": whole, "name_phases": whole, "marks": self.quiet if whole else []}
             title = "Held-out text of all domains" if whole else domain
             charts.append(self._chart(f"bpb-{domain}", title, hint if whole else "", lines, unit="bits per byte", **more))
@@ -79,7 +77,7 @@ class Curves:
 
     def benchmarks(self) -> list[Chart]:
         """Evaluations in the loop: accuracy, and bits per byte of the right answers. A line per set, or a chart per set to compare runs."""
-        names = sorted(name for name in self.training.series if name.startswith("eval/"))
+        names = sorted(name for name in self._names if name.startswith("eval/"))
         scores, bits = [name for name in names if is_score(name)], [name for name in names if name.endswith("/bits_per_byte")]
         hint = "Share of a small sample of each set that is right, in cloze form without examples, during training."
         charts = self._of_sets("benchmarks", "Benchmarks during training", hint, scores, shown="percent")
@@ -87,19 +85,23 @@ class Curves:
         return charts + self._of_sets("right-answers", "Right answers", hint, bits, unit="bits per byte")
 
     def _of_sets(self, name: str, title: str, hint: str, metrics: list[str], **more: Any) -> list[Chart]:
-        found = self.training.series
-        lines = {metric: line_of(found[metric], metric.split("/")[1], f"c{n % TONES}") for n, metric in enumerate(metrics)}
+        labels = {metric: metric.split("/")[1] for metric in metrics}
         if self.others:
             return [
-                self._chart(f"{name}-{line.name}", f"{title}: {line.name}", hint, [replace(line, tone="c0"), *self._others(metric)], **more)
-                for metric, line in lines.items()
+                self._chart(f"{name}-{label}", f"{title}: {label}", hint, self._lines(metric, label, "c0"), **more)
+                for metric, label in labels.items()
             ]
-        return [self._chart(name, title, hint, list(lines.values()), wide=True, **more)] if lines else []
+        lines = [line for n, (metric, label) in enumerate(labels.items()) for line in self._lines(metric, label, f"c{n % TONES}")]
+        return [self._chart(name, title, hint, lines, wide=True, **more)] if lines else []
 
     @property
     def _objective(self) -> bool:
-        """Whether the stage minimizes something else than the loss of the next token."""
-        return any(name.startswith(("dpo/", "grpo/")) for name in self.training.series)
+        return any(one.has_objective for one in self.runs)
+
+    @property
+    def _names(self) -> list[str]:
+        """The metrics that any of the runs has."""
+        return list(dict.fromkeys(name for one in self.runs for name in one.series))
 
     def preferences(self) -> list[Chart]:
         """How preference optimization goes."""
@@ -143,10 +145,9 @@ class Curves:
             [("optim/learning_rate", "matrices", "c0"), ("optim/adam_learning_rate", "embeddings, norms", "c1")],
             zero=True,
         )
-        if (norm := self.training.series.get("optim/grad_norm")) is not None:
-            lines = [line_of(norm, "gradient norm", "c2", "smooth"), *self._others("optim/grad_norm")]
+        if lines := self._lines("optim/grad_norm", "gradient norm", "c2", "smooth"):
             hint = "Global gradient norm before clipping. Spikes often precede loss spikes."
-            charts.append(self._chart("norm", "Gradient norm", hint, lines, log_y=_spans(norm), marks=self.quiet))
+            charts.append(self._chart("norm", "Gradient norm", hint, lines, log_y=_spans(lines[0]), marks=self.quiet))
         charts += self._plain("z", "z-loss", "Squared log-partition of the head, before its weight.", [("train/z_loss", "z-loss", "c3")])
         charts += self._plain("scale", "Loss scale", "Dynamic scale of fp16.", [("optim/loss_scale", "scale", "c4")], log_y=True)
         return charts
@@ -154,12 +155,12 @@ class Curves:
     def experts(self) -> list[Chart]:
         layers = self._layers("experts/load_cv/")
         charts: list[Chart] = []
-        if layers:
+        if lines := [*self._layer_lines(layers), *self._lines("experts/load_cv", "mean", "ink")]:
             hint = "Coefficient of variation of the experts' loads in each layer: 0 is perfect balance."
-            lines = [*self._layer_lines(layers), *self._others("experts/load_cv")]
             charts.append(self._chart("cv", "Load imbalance", hint, lines, zero=True, marks=self.quiet))
+        if layers:
             hint = "The same by layer, first layer on top. Light colors are balanced."
-            rows = [Line(name, points, "c0") for name, points in layers.items()]
+            rows = [line_of(one, name, "c0") for name, one in layers.items()]
             charts.append(self._chart("cv-heat", "Load imbalance by layer", hint, rows, unit="layer", rows=True))
         charts += self._plain(
             "ratio",
@@ -190,10 +191,8 @@ class Curves:
         return charts
 
     def machine(self) -> list[Chart]:
-        series = self.training.series
         charts = []
-        if (speed := series.get("perf/tokens_per_second")) is not None:
-            lines = [line_of(speed, "tokens per second", "c0", "smooth"), *self._others("perf/tokens_per_second")]
+        if lines := self._lines("perf/tokens_per_second", "tokens per second", "c0", "smooth"):
             hint = "Tokens per second, without saves and validation."
             charts.append(self._chart("speed", "Throughput", hint, lines, shown="compact", zero=True))
         charts += self._plain(
@@ -229,8 +228,8 @@ class Curves:
         pressures = [(f"system/{name}_pressure", label, tone) for name, label, tone in _PRESSURES]
         hint = "Share of the time in which some task of the machine waited for a resource."
         charts += self._plain("pressure", "Pressure", hint, pressures, shown="percent", zero=True)
-        drawn = {metric for metric, *_ in pressures}
-        for metric in (name for name in METRICS if name.startswith("system/") and name in series and name not in drawn):
+        drawn, names = {metric for metric, *_ in pressures}, self._names
+        for metric in (name for name in METRICS if name.startswith("system/") and name in names and name not in drawn):
             known, name = METRICS[metric], metric.removeprefix("system/")
             shown = _SHOWN.get(known.unit, "number")
             title = "System " + " ".join(word.upper() if word in ("cpu", "gpu") else word for word in name.split("_"))
@@ -238,6 +237,11 @@ class Curves:
             unit = "" if shown != "number" else known.unit
             charts += self._plain(f"system-{name}", title, hint, [(metric, title, "c1")], shown=shown, unit=unit)
         return charts
+
+    def _lines(self, metric: str, name: str, tone: str, style: Style = "line") -> list[Line]:
+        """A metric of the run, if it has it, and of those to compare with."""
+        own = self.training.series.get(metric)
+        return ([] if own is None else [line_of(own, name, tone, style)]) + self._others(metric)
 
     def _others(self, metric: str) -> list[Line]:
         """The same of the runs to compare with."""
@@ -256,30 +260,30 @@ class Curves:
             lines.append(line_of(one, label, tone))
         if len(lines) == 1 < len(wanted):
             lines = [replace(lines[0], name=title.lower())]
-        lines += self._others(wanted[0][0])
+        lines += self._others(next((metric for metric, *_ in wanted if metric in self._names), ""))
         return [self._chart(name, title, hint, lines, **more)] if lines else []
 
-    def _layers(self, prefix: str) -> dict[str, list[Point]]:
-        found = {name.removeprefix(prefix): one.means() for name, one in self.training.series.items() if name.startswith(prefix)}
+    def _layers(self, prefix: str) -> dict[str, Series]:
+        found = {name.removeprefix(prefix): one for name, one in self.training.series.items() if name.startswith(prefix)}
         return dict(sorted(found.items(), key=lambda pair: (len(pair[0]), pair[0])))
 
-    def _layer_lines(self, layers: dict[str, list[Point]]) -> list[Line]:
+    def _layer_lines(self, layers: dict[str, Series]) -> list[Line]:
         few = len(layers) <= _FEW_LAYERS
-        lines = [
-            Line(f"layer {name}", points, f"c{n % TONES}" if few else "c6", style="thin" if few else "faint", named=few)
-            for n, (name, points) in enumerate(layers.items())
+        return [
+            line_of(one, f"layer {name}", f"c{n % TONES}" if few else "c6", "thin" if few else "faint", named=few)
+            for n, (name, one) in enumerate(layers.items())
         ]
-        if (mean := self.training.series.get("experts/load_cv")) is not None:
-            lines.append(line_of(mean, "mean", "ink"))
-        return lines
 
 
 def _calm_top(highs: list[float]) -> float | None:
     """A top for the y axis that the first few points, or a spike, do not set; None where nothing sticks out."""
+    if not highs:
+        return None
     values = sorted(highs)
     high = values[int(0.99 * (len(values) - 1))]
     return None if values[-1] <= 1.15 * high else high + 0.1 * (high - values[0])
 
 
-def _spans(series: Series) -> bool:
-    return series.low[1] > 0 and series.high[1] > 20 * series.low[1]
+def _spans(line: Line) -> bool:
+    low, high = min(line.lows, default=0.0), max(line.highs, default=0.0)
+    return low > 0 and high > 20 * low

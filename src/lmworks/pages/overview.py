@@ -7,9 +7,9 @@ import re
 import time
 from collections.abc import Sequence
 
-from lmworks.io.run_layout import BASE, MODEL_STAGES, last
+from lmworks.io.run_layout import BASE, MODEL_STAGES
 from lmworks.pages.curves import OVERALL
-from lmworks.pages.run_records import Json, Run
+from lmworks.pages.run_records import Json, Run, Training
 from lmworks.pages.tables import as_dict, references
 from lmworks.pages.timeline import STAGE_WORDS
 from lmworks.recipe.keys import flatten
@@ -60,7 +60,8 @@ def heading(run: Run) -> Json:
 
 def _active(run: Run) -> str:
     """The stage that has trained last."""
-    return last(stage for stage in MODEL_STAGES if run.training[stage.stage].series or run.training[stage.stage].starts).stage
+    begun = [one for one in MODEL_STAGES if run.training[one.stage].series or run.training[one.stage].starts]
+    return max(reversed(begun), key=lambda one: run.training[one.stage].newest, default=BASE).stage
 
 
 def _stage_seconds(run: Run) -> dict[str, float]:
@@ -83,26 +84,35 @@ def tiles(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
         planned = f" of {part.planned_steps:,}" if part.planned_steps > part.step else ""
         found.append(("Tokens", compact(tokens), f"in {part.step:,} steps{planned}"))
     if "train/loss" in part.series:
-        means = part.series["train/loss"].means()
-        lately = means[-max(1, len(means) // 50) :]
-        under = f"mean of the last 2% of steps, from {significant(means[0][1], 3)}; nats per token"
-        found.append(("Training loss", significant(sum(y for _, y in lately) / len(lately), 4), under))
+        found.append(_loss_tile(part))
     found += _bits_tile(run)
-    if "perf/tokens_per_second" in part.series:
-        found.append(("Tokens per second", compact(part.series["perf/tokens_per_second"].median()), "median"))
-    if "perf/mfu" in part.series:
-        found.append(("MFU", percent(part.series["perf/mfu"].median()), "median; fraction of the measured matrix-multiply peak"))
+    if speed := part.series.get("perf/tokens_per_second"):
+        found.append(("Tokens per second", compact(speed.median()), "median"))
+    if mfu := part.series.get("perf/mfu"):
+        found.append(("MFU", percent(mfu.median()), "median; fraction of the measured matrix-multiply peak"))
     if part.seconds:
         every = sum(_stage_seconds(run).values())
         under = f"{span(every)} for all stages" if run.state == "finished" and every else f"{STAGE_WORDS[stage].lower()}, pauses left out"
         found.append(("Training time", span(part.seconds), under))
     found += _cost_tile(run, cluster)
-    if "perf/memory" in part.series:
-        found.append(("Memory", short_size(part.series["perf/memory"].high[1]), "peak"))
-    if "experts/load_cv" in part.series:
+    if memory := part.series.get("perf/memory"):
+        found.append(("Memory", short_size(memory.high[1]), "peak"))
+    if (imbalance := part.last("experts/load_cv")) is not None:
         dead = part.last("experts/dead") or 0
-        found.append(("Expert imbalance", percent(part.series["experts/load_cv"].last[1]), f"load variation, {dead:.0f} dead experts"))
+        found.append(("Expert imbalance", percent(imbalance), f"load variation, {dead:.0f} dead experts"))
     return found
+
+
+def _loss_tile(part: Training) -> tuple[str, str, str]:
+    series = part.series["train/loss"]
+    label, unit = ("Objective", "what the stage minimizes") if part.has_objective else ("Training loss", "nats per token")
+    lately = series.buckets[-max(1, len(series.buckets) // 50) :]
+    if not lately:
+        return label, "not finite", f"since step {series.reach[0]:,.0f}; {unit}"
+    first, mean = significant(series.first[1], 3), significant(sum(one.sum_y for one in lately) / sum(one.count for one in lately), 4)
+    if series.gap is not None:
+        return label, "not finite", f"since step {series.gap[0]:,.0f}; before that {first} to {mean}; {unit}"
+    return label, mean, f"mean of the last 2% of steps, from {first}; {unit}"
 
 
 def _cost_tile(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
@@ -148,11 +158,11 @@ def _bits_tile(run: Run) -> list[tuple[str, str, str]]:
     return [("Held-out bits per byte", significant(value, 4), under)]
 
 
-def comparison(runs: Sequence[Run]) -> Json:
-    """Runs side by side: what each has reached, and the recipe's values in which they differ."""
+def comparison(runs: Sequence[Run], cluster: Cluster | None) -> Json:
+    """Runs side by side: what each has reached, at the price of the cluster, and the recipe's values in which they differ."""
     if len(runs) < 2:
         return {}
-    figures = [{label: value for label, value, _ in tiles(run, None)} | {"State": run.state} for run in runs]
+    figures = [{label: value for label, value, _ in tiles(run, cluster)} | {"State": run.state} for run in runs]
     labels = [label for label in dict.fromkeys(name for one in figures for name in one) if any(label in one for one in figures)]
     trees = [{path: value for path, value in flatten(run.tree).items() if path not in ("name", "run_dir")} for run in runs]
     paths = dict.fromkeys(path for tree in trees for path in tree)

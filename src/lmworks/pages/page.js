@@ -21,8 +21,12 @@ const show = {
   percent: value => significant(100 * value, 3) + "%",
 };
 
-// What the reader has chosen, for all charts.
-const chosen = { x: "step", logX: false, logY: false, smoothing: 1.5 };
+// What the reader has chosen, for all charts; a page that loads itself again keeps it, with the lines that are hidden.
+const chosen = { x: "step", logX: false, logY: false, smoothing: 1.5 }, hidden = new Set();
+const KEPT = `lmworks ${location.pathname}`;
+const keep = () => {
+  try { sessionStorage.setItem(KEPT, JSON.stringify({ chosen, hidden: [...hidden] })); } catch { /* a file opened without storage forgets it */ }
+};
 const AXES = { step: ["step", show.compact], tokens: ["tokens", show.compact], time: ["hours of training", value => significant(value, 3)] };
 
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
@@ -60,17 +64,17 @@ const toStep = (group, run, x) => {
 };
 
 // A centered mean with Gaussian weights, `percent` of the series wide, never wider than a fifth of the way from the start, so that the
-// steep beginning stays steep also on a logarithmic axis.
+// steep beginning stays steep also on a logarithmic axis. It does not reach over a gap.
 const smooth = (values, percent) => values.map((value, at) => {
   const width = Math.min(percent / 100 * values.length, 0.2 * at);
   if (width < 0.5 || value === null) return value;
-  const reach = Math.ceil(2.5 * width);
-  let sum = 0, weights = 0;
-  for (let n = Math.max(0, at - reach); n <= Math.min(values.length - 1, at + reach); n++) {
-    if (values[n] === null) continue;
-    const weight = Math.exp(-((n - at) ** 2) / (2 * width * width));
-    sum += weight * values[n];
-    weights += weight;
+  let sum = value, weights = 1;
+  for (const side of [-1, 1]) {
+    for (let n = at + side; Math.abs(n - at) <= 2.5 * width && (values[n] ?? null) !== null; n += side) {
+      const weight = Math.exp(-((n - at) ** 2) / (2 * width * width));
+      sum += weight * values[n];
+      weights += weight;
+    }
   }
   return sum / weights;
 });
@@ -111,7 +115,11 @@ class Chart {
     this.plot = plot;
     this.figure = plot.closest("figure");
     Object.assign(this, data.charts[plot.dataset.chart]);
-    for (const line of this.lines) line.at = data.steps[line.steps];
+    for (const line of this.lines) {
+      line.at = data.steps[line.steps];
+      line.hidden = hidden.has(this.nameOf(line));
+    }
+    this.run = this.lines.some(line => line.run === 0) ? 0 : this.lines[0].run;  // whose steps are read out
     this.chip = Object.assign(document.createElement("span"), { className: "chip" });
     this.signs = this.marks.map(([step, kind, text]) => ({ step, text, element: Object.assign(document.createElement("i"), { className: `mark ${kind}` }) }));
     this.readings = [...this.figure.querySelectorAll("[data-line]")].map(item => this.toggle(item));
@@ -124,17 +132,21 @@ class Chart {
     new ResizeObserver(() => this.u?.setSize(this.size())).observe(plot);
   }
 
+  nameOf(line) { return `${this.plot.dataset.chart} ${line.name}`; }
+
   // A legend entry that shows and hides its line.
   toggle(item) {
     const line = this.lines[item.dataset.line], value = item.querySelector("b");
     const turn = () => {
       line.hidden = !line.hidden;
+      hidden[line.hidden ? "add" : "delete"](this.nameOf(line));
+      keep();
       item.setAttribute("aria-pressed", String(!line.hidden));
       for (const n of line.series) this.u.setSeries(n, { show: !line.hidden });
     };
     Object.assign(item, { tabIndex: 0, title: "show or hide" });
     item.setAttribute("role", "button");
-    item.setAttribute("aria-pressed", "true");
+    item.setAttribute("aria-pressed", String(!line.hidden));
     item.addEventListener("click", turn);
     item.addEventListener("keydown", event => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); turn(); } });
     return { line, value, item };
@@ -183,9 +195,9 @@ class Chart {
       if (this.rows) add(line.values, { paths: () => null });
       else {
         const smoothed = line.style === "smooth" && chosen.smoothing > 0 && !few;
-        if (line.low) {
+        if (line.low && line.style !== "faint") {
           const gaps = side => side.map((value, n) => line.values[n] === null ? null : value);
-          bands.push({ series: [series.length, series.length + 1], fill: tone(line.style === "smooth" ? 0.3 : 0.16) });
+          bands.push({ series: [series.length, series.length + 1], fill: tone({ smooth: 0.3, dashed: 0.1 }[line.style] ?? 0.16) });
           for (const side of [line.high, line.low]) add(gaps(side), { stroke: tone(line.style === "smooth" ? 0.4 : 0.001), width: 0.75 });
         }
         if (smoothed && !line.low) add(line.values, { stroke: tone(0.4), width: 1 });
@@ -240,7 +252,7 @@ class Chart {
     return this.lines.map((_, n) => n).filter(n => n % often === 0).map(n => count - n - 0.5).reverse();
   }
 
-  x(step) { return fromStep(this.group, 0, step); }
+  x(step) { return fromStep(this.group, this.run, step); }
 
   // Phases, shaded ranges and levels, behind the lines.
   background(u) {
@@ -326,9 +338,10 @@ class Chart {
     if (!own) return;
     const said = [this.across ? `${show[this.acrossShown](x)} ${this.across}` : ""];
     if (!this.across) {
-      const step = Math.round(toStep(this.group, 0, x)), tokens = tableOf(this.group, 0, "tokens"), phase = this.phases.findLast(one => one[0] < step);
+      const step = Math.round(toStep(this.group, this.run, x)), tokens = tableOf(this.group, this.run, "tokens"), phase = this.phases.findLast(one => one[0] < step);
       said[0] = [`step ${step.toLocaleString("en-US")}`, tokens && `${show.compact(between(...tokens, step))} tokens`, chosen.x === "time" && `${significant(x, 3)} h`].filter(Boolean).join(" · ");
       if (this.phases.length > 1 && phase) said.push(`phase ${phase[1]}`);
+      said.push(...this.meant(x));
     }
     const near = this.signs.filter(sign => !sign.element.hidden && Math.abs(u.valToPos(sign.x, "x") - left) <= 6);
     this.chip.textContent = [...said, ...near.slice(0, 8).map(sign => `step ${sign.step.toLocaleString("en-US")}: ${sign.text}`), near.length > 8 ? `and ${near.length - 8} more` : ""].filter(Boolean).join("\n");
@@ -336,16 +349,41 @@ class Chart {
     Object.assign(this.chip.style, { left: right ? "auto" : `${left + 6}px`, right: right ? `${width - left + 6}px` : "auto", maxWidth: `${Math.max(90, right ? left - 12 : width - left - 12)}px` });
   }
 
+  // The point of a line that stands for `x`; none beyond the ends of the line. Of a long run a point stands for several steps, and a gap
+  // for all of the steps in it.
+  point(line, x) {
+    const step = toStep(this.group, line.run, x), near = nearest(line.x, x), last = line.at.length - 1;
+    const [from, to] = line.from === undefined ? [line.at, line.at] : [data.steps[line.from], data.steps[line.to]];
+    const within = n => from[n] < to[n] && from[n] - 0.5 <= step && step < to[n] + 0.5;
+    const around = [near, near - 1, near + 1, near - 2, near + 2], found = around.find(n => line.values[n] === null && within(n)) ?? around.find(within);
+    const room = last ? Math.max(line.at[1] - line.at[0], line.at[last] - line.at[last - 1]) : (this.steps[1] - this.steps[0]) / 50;
+    const beyond = step < from[0] - room || step > to[last] + room;
+    return { n: found ?? (beyond ? undefined : near), from, to, step };
+  }
+
   value(line, x) {
-    const value = line.values[nearest(line.x, x)];
-    return value === null || value === undefined ? "not finite" : show[this.shown](value);
+    const { n } = this.point(line, x);
+    return n === undefined ? "–" : line.values[n] === null ? "not finite" : show[this.shown](line.values[n]);
+  }
+
+  // Of which steps the values at `x` are, where they are not those of the step itself.
+  meant(x) {
+    const lines = this.rows ? [this.lines[this.row ?? 0]] : this.readings.map(({ line }) => line).filter(line => !line.hidden), texts = new Map();
+    for (const line of lines) {
+      const { n, from, to, step } = this.point(line, x), number = value => Math.round(value).toLocaleString("en-US");
+      if (n === undefined) continue;
+      const several = from[n] < to[n], words = line.values[n] === null ? "no finite value in" : "mean of";
+      const text = several ? `${words} steps ${number(from[n])}–${number(to[n])}` : Math.abs(line.at[n] - step) < 1 ? "" : `measured at step ${number(line.at[n])}`;
+      texts.set(text, [...(texts.get(text) ?? []), line.name]);
+    }
+    return [...texts].filter(([text]) => text).slice(0, 6).map(([text, names]) => texts.size > 1 ? `${names.slice(0, 4).join(", ")}${names.length > 4 ? " and others" : ""}: ${text}` : text);
   }
 
   rest() {
     this.at = undefined;
     this.chip.hidden = true;
     if (this.cell) this.cell.textContent = "";
-    for (const { line, value } of this.readings) value.textContent = line.style === "area" ? "" : show[this.shown](line.values.findLast(value => value !== null) ?? 0);
+    for (const { line, value } of this.readings) value.textContent = line.style === "area" ? "" : line.last === null ? "not finite" : show[this.shown](line.last);
   }
 
   key(event) {
@@ -379,6 +417,16 @@ class Chart {
 }
 
 const controls = document.getElementById("controls");
+// What the controls say, which a browser that goes back to the page sets by itself.
+const read = () => Object.assign(chosen, { x: controls.x.value, logX: controls.logx.checked, logY: controls.logy.checked, smoothing: Number(controls.smoothing.value) });
+try {
+  const kept = JSON.parse(sessionStorage.getItem(KEPT));
+  for (const name of kept?.hidden ?? []) hidden.add(name);
+  if (kept && controls) {
+    Object.assign(chosen, kept.chosen);
+    [controls.x.value, controls.logx.checked, controls.logy.checked, controls.smoothing.value] = [chosen.x, chosen.logX, chosen.logY, chosen.smoothing];
+  }
+} catch { /* as above */ }
 const charts = [...document.querySelectorAll(".plot")].map(plot => new Chart(plot));
 const draw = () => { for (const chart of charts) { chart.zoomed = false; chart.build(); } if (controls) controls.whole.hidden = true; };
 const zoom = (group, range) => {
@@ -390,9 +438,14 @@ if (controls) {
   controls.addEventListener("submit", event => event.preventDefault());
   let waiting = 0;
   controls.addEventListener("input", () => {
-    Object.assign(chosen, { x: controls.x.value, logX: controls.logx.checked, logY: controls.logy.checked, smoothing: Number(controls.smoothing.value) });
+    read();
+    keep();
     cancelAnimationFrame(waiting);
     waiting = requestAnimationFrame(draw);
+  });
+  addEventListener("pageshow", () => {
+    const before = JSON.stringify(chosen);
+    if (JSON.stringify(read()) !== before) draw();
   });
   controls.whole.addEventListener("click", draw);
 }
@@ -407,10 +460,16 @@ turned.addEventListener("change", () => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();
 
-// A page of a running run is written anew now and then: look, but not while someone reads values out.
-const written = document.getElementById("written");
-setInterval(() => {
-  const minutes = Math.floor((Date.now() / 1000 - Number(written.dataset.at)) / 60);
-  if (data.running) written.title = `${minutes} minutes ago`;
-  if (data.running && minutes >= 1 && !document.hidden && charts.every(chart => chart.at === undefined && !chart.zoomed)) location.reload();
-}, 60_000);
+// A page of a running run is written anew now and then: look, but not while someone reads. One that was not written for long says so: a
+// run that was killed cannot.
+const written = document.getElementById("written"), state = document.querySelector(".state.running");
+const look = () => {
+  const minutes = Math.floor((Date.now() / 1000 - Number(written.dataset.at)) / 60), reading = charts.some(chart => chart.at !== undefined || chart.zoomed) || document.querySelector("details[open]");
+  written.title = `${minutes} minutes ago`;
+  if (state && minutes >= 5) state.dataset.age = minutes < 120 ? `when this was written, ${minutes} minutes ago` : `when this was written, ${Math.floor(minutes / 60)} hours ago`;
+  return minutes >= 1 && !document.hidden && !reading;
+};
+if (data.running) {
+  look();
+  setInterval(() => { if (look()) location.reload(); }, 60_000);
+}

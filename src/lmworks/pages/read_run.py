@@ -10,13 +10,13 @@ from lmworks.errors import UserError
 from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.pages import record_files
 from lmworks.pages.findings import read_findings
-from lmworks.pages.record_files import MOST, conform, lines, number, read_document, read_stages, run_state
+from lmworks.pages.record_files import MOST, conform, lines, mapping, number, read_document, read_stages, run_state
 from lmworks.pages.run_records import Json, Mark, Run, Series, Start, Training
 from lmworks.recipe.former import translated
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.ui.amounts import compact
-from lmworks.watch.ledger import GREW, LEDGER
+from lmworks.watch.ledger import GREW, LEDGER, START_OVER
 
 _PER_LAYER = 120  # buckets of each per-layer series; there may be hundreds of them
 _FIRST_EVENTS, _LAST_EVENTS = 40, 260
@@ -35,8 +35,9 @@ def require_records(run_dir: Path) -> None:
     raise UserError(f"{run_dir} has no records of a run: neither {', '.join(_RECORDS[:-1])} nor {_RECORDS[-1]} of lmworks")
 
 
-def read_run(run_dir: Path) -> Run:
-    """Read all records. Raises `UserError` only if `run_dir` is not a directory."""
+def read_run(run_dir: Path, judge: bool = True) -> Run:
+    """Read all records, with the doctor's findings unless `judge` is false, which costs more than the rest for a small run. Raises
+    `UserError` only if `run_dir` is not a directory."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a run directory; make one with: lmworks run RECIPE")
@@ -48,7 +49,7 @@ def read_run(run_dir: Path) -> Run:
         _metrics(stage.place(run_dir) / "metrics.jsonl", training[stage.stage])
         _read_samples(stage.place(run_dir) / "samples.jsonl", training[stage.stage])
     _followed(run_dir / "follow.jsonl", training)
-    findings = read_findings(run_dir, training)
+    findings = read_findings(run_dir, training) if judge else []
     omitted = [one.stage for one in MODEL_STAGES[1:] if tree.get(one.stage) is None and not one.place(run_dir).is_dir()]
     if recipe is not None and not recipe.has_text:  # a base model is tuned
         omitted += [name for name in ("corpus", "shards") if not (run_dir / name).is_dir()]
@@ -89,21 +90,25 @@ def _metrics(path: Path, training: Training) -> None:
         if not isinstance(step, int | float) or not isinstance(now, int | float) or not (0 <= step < MOST and 0 <= now < MOST):
             continue
         while starts and starts[0].time <= now:
+            if before is not None and before < starts[0].before < starts[0].time:
+                training.add_time(starts[0].before - before, own)
             own = starts.popleft()
             before = own.time
             recent.clear()
         if before is not None and now > before:
-            training.seconds += now - before
-            training.device_seconds += own.ranks * (now - before)
-            training.core_seconds += own.ranks * own.cores * (now - before)
+            training.add_time(now - before, own)
         before = now
+        training.newest = max(training.newest, now)
         training.elapsed.add(step, training.seconds)
         for name, value in record.items():
-            if isinstance(value, int | float) and -MOST < value < MOST and name not in ("step", "time"):
-                if name not in series:
-                    series[name] = Series(_PER_LAYER if name.startswith("experts/") and name.count("/") == 2 else 500)
+            finite = isinstance(value, int | float) and -MOST < value < MOST
+            if name in ("step", "time") or not (finite or value is None):
+                continue
+            if name not in series:
+                series[name] = Series(_PER_LAYER if name.startswith("experts/") and name.count("/") == 2 else 500)
+            if finite:
                 series[name].add(step, value)
-            elif value is None and name in series:
+            else:
                 series[name].interrupt(step)
         if isinstance(tokens := record.get("train/tokens"), int | float) and -MOST < tokens < MOST:
             recent.append((now, tokens))
@@ -112,11 +117,14 @@ def _metrics(path: Path, training: Training) -> None:
 
 
 def _followed(path: Path, training: dict[str, Training]) -> None:
-    """Add the scores of a process that follows the run; of a checkpoint that was evaluated again, the last ones."""
+    """Add the scores of a process that follows the run; of a checkpoint that was evaluated again, the last ones, and none of a course
+    that is over."""
     found: dict[tuple[str, str], dict[float, float]] = {}
     for record in lines(path):
         stage, step = record.get("stage"), record.get("step")
         if stage not in training or not isinstance(step, int) or not 0 <= step < MOST:
+            continue
+        if isinstance(when := record.get("time"), int | float) and when < training[stage].since:
             continue
         for name, value in record.items():
             if name.startswith("eval/") and isinstance(value, int | float) and -MOST < value < MOST:
@@ -141,10 +149,11 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
             stage = event["stage"]
         part = training[stage]
         step = event["step"] if isinstance(event.get("step"), int) else 0
-        part.counts[what] += 1
         if what in ("start", "resume"):
             cores = max(1, int(number(event.get("threads")))) if event.get("device", "cpu") == "cpu" else 0
-            part.starts.append(Start(number(event.get("time")), max(1, int(number(event.get("ranks")))), cores))
+            ranks = max(1, int(number(event.get("ranks"))))
+            part.starts.append(Start(number(event.get("time")), ranks, cores, number(event.get("trained_until"))))
+            part.newest = max(part.newest, part.starts[-1].time)
             part.done, reason = False, ""
         if what == "start" or (what == "resume" and "planned_tokens" in event):  # a phase may have been added in between
             planned = event.get("tokens" if what == "start" else "planned_tokens")
@@ -161,8 +170,12 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
             part.phases = [*((at, name) for at, name in part.phases if at < step), (step, str(event.get("phase")))]
         elif what == "finish":
             part.done = True
+        elif what == START_OVER:
+            part.start_over(number(event.get("time")))
         elif what == "prediction":
-            part.prediction = event
+            part.prediction, part.scored = event, {}
+        elif what == "prediction_error":
+            part.scored = mapping(event.get("figures"))
         elif what == "bad_step":
             part.marks.append(Mark("bad", step, "not finite, no update"))
         elif what in _FAULTS:

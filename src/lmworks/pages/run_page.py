@@ -80,7 +80,7 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
         {stage: [_axes(one.training[stage]) for one in (run, *others)] for stage in run.training},
         run.state == "running",
         heading=overview.heading(run),
-        comparison=overview.comparison([run, *others]),
+        comparison=overview.comparison([run, *others], cluster),
         findings=run.findings,
         stale={stage: run.stale(stage) for stage in ("evaluate", "export")},
         tiles=overview.tiles(run, cluster),

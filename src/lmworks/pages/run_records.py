@@ -5,7 +5,6 @@ Long series are kept in bounded memory: what a chart can show of millions of poi
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from lmworks.recipe.schema.recipe import Recipe
 
 Point = tuple[float, float]
+Stretch = tuple[float, float]  # first and last x
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Bucket:
     sum_x: float
     sum_y: float
     count: int
-    gap: float | None = None  # x of the first value in it or right after it that was not finite
+    gap: Stretch | None = None  # the longest in it or right after it in which no value was finite
 
     @property
     def mean(self) -> Point:
@@ -42,7 +42,12 @@ class Bucket:
         self.sum_x += after.sum_x
         self.sum_y += after.sum_y
         self.count += after.count
-        self.gap = after.gap if self.gap is None else self.gap
+        self.gap = _longer(self.gap, after.gap)
+
+
+def _longer(one: Stretch | None, other: Stretch | None) -> Stretch | None:
+    """The longer of two stretches, the first where they are equal."""
+    return max((gap for gap in (one, other) if gap is not None), key=lambda gap: gap[1] - gap[0], default=None)
 
 
 class Series:
@@ -50,16 +55,19 @@ class Series:
 
     Each bucket covers `width` points. Whenever they are all used, neighbors are merged and the width doubles, so that nothing
     need be known about the length. As in M4 (Jugel et al., VLDB 2014) a bucket keeps its lowest and highest point, so no spike is lost,
-    and where a value was not finite.
+    and where values were not finite. A series may have no finite value, and then has no buckets.
     """
 
     def __init__(self, most: int = 500) -> None:
         assert most >= 2 and most % 2 == 0
         self.most, self.width, self.count = most, 1, 0
         self.buckets: list[Bucket] = []
+        self.lead: Stretch | None = None  # before the first finite value
+        self.gap: Stretch | None = None  # at the end: no value since has been finite
 
     def add(self, x: float, y: float) -> None:
         self.count += 1
+        self.gap = None
         point = (x, y)
         buckets = self.buckets
         if buckets and buckets[-1].count < self.width:
@@ -82,8 +90,11 @@ class Series:
 
     def interrupt(self, x: float) -> None:
         """A value at `x` was not finite."""
-        if self.buckets and self.buckets[-1].gap is None:
-            self.buckets[-1].gap = x
+        self.gap = (x if self.gap is None else self.gap[0], x)
+        if self.buckets:
+            self.buckets[-1].gap = _longer(self.gap, self.buckets[-1].gap)
+        else:
+            self.lead = self.gap
 
     def __bool__(self) -> bool:
         return self.count > 0
@@ -105,6 +116,18 @@ class Series:
     def high(self) -> Point:
         """The highest of all points, the first of them where there are more."""
         return max((bucket.high for bucket in self.buckets), key=lambda point: point[1])
+
+    @property
+    def ends(self) -> tuple[float | None, float | None]:
+        """The first and the last value; None for one that was not finite."""
+        return None if self.lead or not self.buckets else self.first[1], None if self.gap or not self.buckets else self.last[1]
+
+    @property
+    def reach(self) -> Stretch:
+        """The first and the last x at which there was a value, finite or not."""
+        known = [x for gap in (self.lead, self.gap) if gap is not None for x in gap]
+        known += [self.first[0], self.last[0]] if self.buckets else []
+        return min(known), max(known)
 
     def means(self) -> list[Point]:
         """One point of each bucket: what to draw, to smooth and to read out."""
@@ -130,11 +153,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Start:
-    """A start or resume of training at `time`, on `ranks` ranks, each with a GPU or, if `cores` is above 0, that many CPU cores."""
+    """A start or resume of training at `time`, on `ranks` ranks, each with a GPU or, if `cores` is above 0, that many CPU cores. The
+    process before has written metrics until `before`, of which those of steps that are trained again are no longer there."""
 
     time: float
     ranks: int = 1
     cores: int = 0
+    before: float = 0.0
 
 
 @dataclass
@@ -144,8 +169,9 @@ class Training:
     series: dict[str, Series] = field(default_factory=dict)
     samples: dict[str, list[Json]] = field(default_factory=dict)  # prompt -> lines, oldest first
     marks: list[Mark] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
     starts: list[Start] = field(default_factory=list)
+    newest: float = 0.0  # the time of the newest start or line
+    since: float = 0.0  # the time at which it started over: what was recorded before is of another course
     phases: list[tuple[int, str]] = field(default_factory=list)
     planned_steps: int = 0
     planned_tokens: int = 0
@@ -154,6 +180,7 @@ class Training:
     device_seconds: float = 0.0  # summed over ranks
     core_seconds: float = 0.0  # summed over CPU cores; 0 on GPUs
     prediction: Json = field(default_factory=dict)  # the newest, from before the first step
+    scored: Json = field(default_factory=dict)  # what was measured of its figures at the end
     tokens_per_second: float = 0.0  # recent wall-clock speed, including saves and validation
     done: bool = False
 
@@ -164,11 +191,26 @@ class Training:
         return {name: value for name, value in found.items() if value} | ({"seconds": self.seconds} if self.done else {})
 
     def last(self, name: str) -> float | None:
-        return self.series[name].last[1] if name in self.series else None
+        """The last finite value."""
+        return series.last[1] if (series := self.series.get(name)) else None
 
     @property
     def step(self) -> int:
-        return int(max((series.last[0] for series in self.series.values()), default=0))
+        return int(max((series.reach[1] for series in self.series.values()), default=0))
+
+    @property
+    def has_objective(self) -> bool:
+        """Whether the stage minimizes something else than the loss of the next token."""
+        return any(name.startswith(("dpo/", "grpo/")) for name in self.series)
+
+    def add_time(self, seconds: float, own: Start) -> None:
+        self.seconds += seconds
+        self.device_seconds += own.ranks * seconds
+        self.core_seconds += own.ranks * own.cores * seconds
+
+    def start_over(self, time: float) -> None:
+        """Forget what was recorded of the former course, of which no step is left."""
+        self.marks, self.phases, self.scored, self.since = [], [], {}, time
 
 
 @dataclass

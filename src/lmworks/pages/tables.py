@@ -54,19 +54,17 @@ _PREDICTED: dict[str, tuple[str, Callable[[float], str]]] = {
 
 def predictions(run: Run) -> Json:
     """What was predicted of each stage before its first step, beside what has been measured so far."""
-    errors = [event for event in run.events if event.get("event") == "prediction_error"]
     rows, sources = [], []
     for stage in MODEL_STAGES:
         part = run.training[stage.stage]
         figures, measured = as_dict(part.prediction.get("figures")), part.measured()
-        scored = next((as_dict(event.get("figures")) for event in reversed(errors) if event.get("stage") == stage.stage), {})
-        for name, found in scored.items():
+        for name, found in part.scored.items():
             if isinstance(value := as_dict(found).get("measured"), int | float):
                 measured[name] = float(value)
         label = "" if stage is BASE else f"{stage.title}: "
         for name, (title, text) in _PREDICTED.items():
             predicted, found = as_number(figures.get(name)), measured.get(name, 0.0)
-            if stage is not BASE and name == "seconds" and name not in scored:
+            if stage is not BASE and name == "seconds" and name not in part.scored:
                 found = 0.0  # that of the training alone is not what was predicted
             if predicted > 0:
                 error = f"{100 * (predicted / found - 1):+.0f}%" if found > 0 else ""
