@@ -20,13 +20,15 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.launch import launcher, rank, slurm
-from lmworks.launch.launch_dir import LaunchDir
+from lmworks.launch.launch_dir import VARIABLE, LaunchDir
 from lmworks.launch.rank import run_rank
-from lmworks.launch.rank_context import _report_failure
+from lmworks.launch.rank_context import _report_failure, _stopped_quietly
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, find_hosts, read_hosts, read_table
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.ui.terminal import Interrupted
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, read_ledger
+from lmworks.watch.run_end import RunEnd, remember
 from patience import PATIENCE
 
 
@@ -208,7 +210,8 @@ PROGRAMS = {
     # In place of `lmworks launch`; `nodes` runs a script on a node, as the supervisor does.
     "launch": """case "$*" in
       "nodes "*) echo "$@" >"$OUT/nodes"; eval "on_node=($ON_NODE)"; echo hello | "${on_node[@]}" n2 "$SCRIPT";;
-      *" end "*) echo "$@" >"$OUT/end";;
+      *" begin") flock -n 0;;
+      *" end "*) flock -n "$LMWORKS_LAUNCH/lock" true || echo held >"$OUT/held"; echo "$@" >"$OUT/end";;
     esac""",
 }
 # Slurm signals the shell of a step at a preemption.
@@ -241,6 +244,7 @@ def test_a_job_with_spares_supervises_all_its_nodes(tmp_path: Path, monkeypatch:
     assert "--overlap --nodes=1 --ntasks=1" in options and "--nodelist=n2" in options
     assert folder.stop_signal() == signal.SIGUSR1, "all ranks are asked to save"
     assert (tmp_path / "end").read_text().split()[-2:] == ["--code", "3"]
+    assert (tmp_path / "held").exists(), "the shell of the job has the lock until it ends"
 
 
 @pytest.mark.parametrize(
@@ -430,6 +434,46 @@ def test_a_user_error_ends_the_run_with_its_line(folder: LaunchDir, capfd: pytes
     assert run_rank(folder, 3, refused) == 0
     assert folder.outcome() == {"code": 2, "rank": 3, "message": "", "reason": "the disk is full; free some space"}
     assert capfd.readouterr().err == "error: the disk is full; free some space\n"
+
+
+def test_a_signal_that_stops_a_rank_is_no_reason(folder: LaunchDir) -> None:
+    def stopped() -> None:
+        remember(RunEnd.of_error(stop := SystemExit(75)))
+        raise stop
+
+    folder.request_stop(signal.SIGTERM)
+    assert run_rank(folder, 0, stopped) == 0
+    assert folder.outcome() == {"code": 75, "rank": 0, "message": ""}
+
+
+def test_a_collective_that_fails_because_the_ranks_stop_is_no_failure(
+    folder: LaunchDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of work that is no command."""
+    monkeypatch.setenv(VARIABLE, str(folder.path))
+
+    def cut() -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="closed by peer"), _stopped_quietly():
+        cut()
+    folder.request_stop(signal.SIGINT)
+    with pytest.raises(Interrupted, match="stopped by SIGINT"), _stopped_quietly():  # which the heartbeat takes for no failure
+        cut()
+    with pytest.raises(ArithmeticError), _stopped_quietly():
+        raise ArithmeticError("broken")
+    assert run_rank(folder, 0, cut) == 0
+    assert folder.outcome() == {"code": 130, "rank": 0, "message": ""} and not capfd.readouterr().err
+
+
+def test_a_rank_that_is_stopped_does_not_keep_the_first_one_waiting_for_it(folder: LaunchDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "_STOPPED_SECONDS", 0.1)
+    monkeypatch.setattr(rank, "_messages", lambda folder: nullcontext())
+    folder.request_stop(signal.SIGINT)
+    late = threading.Timer(3.0, lambda: folder.conclude(130, 0))
+    late.start()
+    assert run_rank(folder, 1, ends_with(130)) == 1
+    late.cancel()
 
 
 @pytest.mark.parametrize("code", [75, 130])

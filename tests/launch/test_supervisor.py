@@ -324,3 +324,21 @@ def test_ranks_that_exceed_their_limit_are_ended(tmp_path: Path) -> None:
     launch.supervisor.limit = 0.1
     assert launch.run_now() == 1
     assert (launch.folder.outcome() or {})["message"] == "the ranks did not end within 0 s"
+
+
+def test_a_closed_terminal_has_the_ranks_save_and_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless SIGHUP is ignored, as under nohup. The ranks are asked with SIGTERM, which nobody has them ignore."""
+    launch, handlers = Launch(tmp_path / "run", "a", least=1, agents={"a": "exit 0"}), list[object]()
+    start = launch.supervisor.start
+    monkeypatch.setattr(launch.supervisor, "start", lambda host: handlers.append(signal.getsignal(signal.SIGHUP)) or start(host))
+    before = signal.getsignal(signal.SIGHUP)
+    launch.folder.conclude(75, 0)
+    for ignored in (False, True):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        try:
+            assert launch.run_now() == 75
+        finally:
+            signal.signal(signal.SIGHUP, before)
+    assert handlers == [launch.supervisor._receive, signal.SIG_IGN]
+    launch.supervisor._receive(signal.SIGHUP, None)
+    assert launch.folder.stop_signal() == signal.SIGTERM

@@ -254,6 +254,7 @@ def test_what_the_ledger_and_signals_say_is_told_to_the_process_beside_the_run(t
     copies = f"import sys; open({str(told)!r}, 'wb').write(sys.stdin.buffer.read())"
     monkeypatch.setattr(module, "COMMAND", [sys.executable, "-S", "-c", copies])
     with alerting(recipe({"command": ["true"]}), tmp_path, owner=True):
+        (tmp_path / "other").mkdir()
         with Ledger(tmp_path / "other" / LEDGER) as other:
             other.write("finding", code="A", sentence="It is of another run.")
         with Ledger(tmp_path / LEDGER) as ledger:
@@ -322,6 +323,7 @@ def test_a_launcher_and_the_end_of_a_slurm_job_report_how_the_run_ended(tmp_path
         launch = Launch(recipe({"command": ["true"]}), tmp_path / "a", [Host("local-0", 1)], 1, "127.0.0.1", ["pretrain"])
         assert launch.run() == 3 and found == [True]
         asked = recipe({"command": ["true"]}).model_copy(update={"launch": launch.recipe.launch.model_copy(update={"max_restarts": 0})})
+        (tmp_path / "b").mkdir()
         assert slurm.finish_job(asked, tmp_path / "b", 1).code == 1 and found == [True, True]
     for name in ("a", "b"):
         assert [event["outcome"] for event in events_of(tmp_path / name, "run_ended")] == ["failed"]

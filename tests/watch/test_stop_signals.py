@@ -35,7 +35,7 @@ def start() -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_the_first_signal_lets_the_run_end_well(number):
     process = start()
     process.send_signal(number)
@@ -108,3 +108,39 @@ def test_the_line_of_a_stopped_run_names_a_checkpoint_only_if_there_is_one() -> 
     assert Stop().message(12, "lmworks run r.yaml") == "stopped by request and saved at step 12; resume with: lmworks run r.yaml"
     for step in (0, -1):
         assert Stop().message(step, "lmworks run r.yaml") == "stopped by request; nothing was saved; resume with: lmworks run r.yaml"
+
+
+_ON_A_TERMINAL = """
+import fcntl, signal, sys, termios, time
+from pathlib import Path
+from lmworks.ui.terminal import bar, console
+from lmworks.watch import graceful_stop
+ignored, folder = sys.argv[1] == "ignored", Path(sys.argv[2])
+signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+with graceful_stop() as stop, bar("training") as shown:
+    (folder / "ready").touch()
+    while not stop.requested and not (folder / "closed").exists():
+        time.sleep(0.01)
+    shown.advance()
+    console.print("saving")
+print("saving", flush=True)
+(folder / "saved").write_text(stop.signal.name if stop.signal else "")
+"""
+
+
+@pytest.mark.parametrize(("hangup", "by"), [("default", "SIGHUP"), ("ignored", "")])
+def test_a_run_whose_terminal_is_closed_saves(tmp_path, hangup, by):
+    """Nothing can be printed from then on. Under nohup it is not even asked to stop."""
+    leader, terminal = os.openpty()
+    command = [sys.executable, "-c", _ON_A_TERMINAL, hangup, str(tmp_path)]
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
+    os.close(terminal)
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.close(leader)
+    if hangup == "ignored":
+        (tmp_path / "closed").touch()
+    process.wait(PATIENCE)
+    assert (tmp_path / "saved").read_text() == by

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.io.files import explain_os_errors, read_json, sync_directory, write_bytes, write_json, write_text
+from lmworks.io.files import explain_os_errors, read_json, sync_directory, try_lock, write_bytes, write_json, write_text
 from lmworks.ui.exit_codes import ExitCode
 from lmworks.watch.ledger import LEDGER, Ledger, events_of
 
@@ -31,7 +34,7 @@ class LaunchDir:
     """The files: `stop` asks all ranks to save a checkpoint and exit; `failed` marks the current process group as broken, or as given up
     (`give_up_group`); `outcome.json` is the result of the run, and ranks that exit before it exists are restarted; `unmet` has one byte per
     start of rank 0 since the last successful rendezvous; `events/` has what the launcher has done about hosts, which rank 0 moves to the
-    ledger.
+    ledger. `lock` is held by the launcher (`lock_launch`), and `alive` by each of its ranks.
     """
 
     path: Path
@@ -78,6 +81,34 @@ class LaunchDir:
             return self.failed.read_text(encoding="utf-8") == _GIVEN_UP
         except FileNotFoundError:
             return False
+
+    @property
+    def alive(self) -> Path:
+        return self.path / "alive"
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Within the block this process is a rank that is alive, which a later launch on any machine can tell also after the launcher was
+        killed."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        fds = [os.open(self.alive, os.O_RDONLY | os.O_CREAT, 0o644)]
+
+        def leave() -> None:
+            while fds:
+                os.close(fds.pop())
+
+        os.register_at_fork(after_in_child=leave)  # a child that outlives the rank would share its lock
+        fcntl.flock(fds[0], fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            leave()
+
+    def has_ranks(self) -> bool:
+        """Whether a rank is alive."""
+        with suppress(FileNotFoundError), open(self.alive, "r+b") as handle:
+            return not try_lock(handle.fileno())
+        return False
 
     @property
     def failed_starts(self) -> Path:

@@ -14,6 +14,7 @@ from lmworks.health.report import Report
 from lmworks.io.files import write_text
 from lmworks.launch.host_health import HostChecker, compare
 from lmworks.launch.launch_dir import LaunchDir, file_name, reason_of_end
+from lmworks.launch.launch_lock import lock_launch
 from lmworks.launch.supervisor import Supervisor
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, command_on, read_table
 from lmworks.recipe.schema.layout import layout_for, min_world_size
@@ -38,8 +39,14 @@ def rendezvous_store(address: str) -> Iterator[int]:
         del store
 
 
+_RANKS_END = 30.0  # seconds beyond the grace period, within which the ranks of a launcher that was killed are gone
 _LOOPBACK = "127.0.0.1"
 _THIS_MACHINE = ("localhost", _LOOPBACK)
+
+
+def is_measurement(arguments: Sequence[str]) -> bool:
+    """Whether the command of the ranks measures and changes nothing in the run, whose end its end is not."""
+    return arguments[:1] in (["preflight"], ["profile"])
 
 
 @dataclass(frozen=True)
@@ -89,9 +96,12 @@ class Launch:
         return command_on(host, script, self.ssh)
 
     def run(self) -> int:
-        """Start the ranks, and restart them after failures; returns the exit code of the run."""
-        if self.arguments[:1] == ["preflight"]:  # which changes nothing in the run
-            return self.supervise()
+        """Start the ranks, and restart them after failures; returns the exit code of the run. Raises `UserError` first if the run is in
+        use."""
+        with lock_launch(self.run_dir, float(self.recipe.launch.grace_period) + _RANKS_END):
+            return self.supervise() if is_measurement(self.arguments) else self._run()
+
+    def _run(self) -> int:
         with alerting(self.recipe, self.run_dir, owner=True):
             try:
                 code = self.supervise()
@@ -102,9 +112,11 @@ class Launch:
         return code
 
     def supervise(self) -> int:
-        """Like `run`, but how the run ends is left to the caller to record."""
+        """Like `run`, but the caller holds the lock, and how the run ends is left to it to record."""
         folder, options = LaunchDir.of(self.run_dir), self.recipe.launch
         folder.begin()
+        if self.ssh is None:  # entries excluded by an earlier launch were processes, not machines
+            folder.hosts.unlink(missing_ok=True)
         table = HostTable(folder.hosts, list(self.hosts))
         for name in folder.take_readmissions():
             table.readmit(name)
@@ -154,8 +166,6 @@ def launch_local(recipe: Recipe, run_dir: Path, ranks: CountRange, arguments: Se
         layout_for(recipe.layout, size)
     each = ranks.maximum if ranks.minimum == ranks.maximum else min_world_size(recipe.layout)
     hosts = [Host(f"local-{number}", each) for number in range(ranks.maximum // each)]
-    # Entries excluded here were processes, not machines: a new launch uses all of them.
-    LaunchDir.of(run_dir).hosts.unlink(missing_ok=True)
     return Launch(recipe, run_dir, hosts, ranks.minimum // each, _LOOPBACK, arguments)
 
 

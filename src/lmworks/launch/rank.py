@@ -13,12 +13,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from lmworks.errors import UserError
-from lmworks.launch.launch_dir import LaunchDir
+from lmworks.launch.launch_dir import VARIABLE, LaunchDir
 from lmworks.ui.exit_codes import ExitCode
-from lmworks.watch.heartbeat import shared_interval
+from lmworks.ui.terminal import Interrupted, Preempted
+from lmworks.watch.heartbeat import classify_error, shared_interval
 from lmworks.watch.run_end import RunEnd, remember, remembered
 
 _POLL_INTERVAL = 0.5  # seconds
@@ -28,6 +30,7 @@ _MAX_FAILED_STARTS = 20  # starts of rank 0 without a successful rendezvous, aft
 _EXIT_SECONDS = {ExitCode.USER_ERROR: 10.0}  # that a rank has to exit by itself once the run is over, by exit code of the run
 _DEFAULT_EXIT_SECONDS = 60.0
 _OUTCOME_SECONDS = 60.0  # that rank 0 has to record the end of the run once the other ranks are done
+_STOPPED_SECONDS = 10.0  # the same once they are asked to stop: it may wait in a collective for a rank that was stopped before
 _FIRST_RANK_SECONDS = 3.0  # that the other ranks leave to rank 0 to record a user error
 
 
@@ -40,7 +43,7 @@ def run_rank(folder: LaunchDir, rank: int, work: Callable[[], None]) -> int:
         folder.conclude(1, rank, f"{reason}, fix the cause and launch again")
         return 0
     remember(None)
-    with _output(folder, rank), _messages(folder):
+    with folder.attended(), _output(folder, rank), _messages(folder):
         code = _exit_code(work)
         for number in _ASKED_TO_STOP:  # one that comes now asks for what is under way, and would end it before it is recorded
             signal.signal(number, signal.SIG_IGN)
@@ -64,7 +67,8 @@ def _first_rank_concludes(folder: LaunchDir) -> bool:
             os._exit(1)  # torchrun starts all ranks again, and waits for this one
 
     signal.signal(signal.SIGTERM, leave)
-    deadline, interval = time.monotonic() + _OUTCOME_SECONDS, shared_interval(int(os.environ.get("WORLD_SIZE", "1")))
+    patience = _OUTCOME_SECONDS if folder.stop_signal() is None else _STOPPED_SECONDS
+    deadline, interval = time.monotonic() + patience, shared_interval(int(os.environ.get("WORLD_SIZE", "1")))
     while folder.outcome() is None:
         if folder.failed.exists() or time.monotonic() > deadline:
             return False
@@ -77,16 +81,28 @@ def _exit_code(work: Callable[[], None]) -> int:
         work()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+    except (KeyboardInterrupt, Interrupted) as stop:
+        return RunEnd.of_error(stop).code
     except UserError as error:  # of work that is no command of lmworks, which prints the line itself
         remember(RunEnd.of_error(error))
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
-    except BaseException:
+    except BaseException as error:
+        if (stopped := stop_behind(error)) is not None:
+            return RunEnd.of_error(stopped).code
         traceback.print_exc()
         return 1
     return 0
+
+
+def stop_behind(error: BaseException) -> Interrupted | None:
+    """Of the error of a collective in a rank that was asked to stop: the stop, which has ended the other ranks first. None for other
+    errors."""
+    by = LaunchDir(Path(os.environ[VARIABLE])).stop_signal() if VARIABLE in os.environ else None
+    if by is None or classify_error(error) != "cut":
+        return None
+    kind = Interrupted if by == signal.SIGINT else Preempted
+    return kind(f"stopped by {by.name} before it had saved; the same command resumes it")
 
 
 def _count_start(folder: LaunchDir) -> int:
@@ -126,8 +142,9 @@ def _output(folder: LaunchDir, rank: int) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # what cannot be printed does not change how the rank ends
+                stream.flush()
 
 
 @contextmanager

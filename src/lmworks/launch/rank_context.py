@@ -21,6 +21,7 @@ from lmworks.errors import UserError
 from lmworks.host import machine
 from lmworks.launch.agent import report_exits
 from lmworks.launch.launch_dir import VARIABLE, LaunchDir
+from lmworks.launch.rank import stop_behind
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.process_group import init_ranks, is_launched
 from lmworks.recipe.schema.recipe import Recipe
@@ -131,18 +132,19 @@ def rank_context(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbe
     if options.pin:
         pin_rank()
     set_defaults(folder.records)
-    ranks = init_ranks(recipe.layout, float(options.timeout), threads)
-    if rank == 0:  # the only rank that writes these files
-        folder.failed_starts.unlink(missing_ok=True)
-        refusal = _report_failure(folder, run_dir, ranks.world, options.max_restarts)
-        ranks.broadcast(refusal)
-    else:
-        refusal = ranks.receive_broadcast()
+    with _stopped_quietly():
+        ranks = init_ranks(recipe.layout, float(options.timeout), threads)
+        if rank == 0:  # the only rank that writes these files
+            folder.failed_starts.unlink(missing_ok=True)
+            refusal = _report_failure(folder, run_dir, ranks.world, options.max_restarts)
+            ranks.broadcast(refusal)
+        else:
+            refusal = ranks.receive_broadcast()
     if refusal is not None:
         raise UserError(refusal)
     heartbeat = Heartbeat(folder.heartbeats, rank)
     try:
-        with _monitor(folder, heartbeat, shared_interval(ranks.world)):
+        with _stopped_quietly(), _monitor(folder, heartbeat, shared_interval(ranks.world)):
             yield ranks, heartbeat
     except (Interrupted, UserError, KeyboardInterrupt, SystemExit):
         heartbeat.end("left")
@@ -157,6 +159,17 @@ def rank_context(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbe
         heartbeat.end("left")
     finally:
         recover_beats(folder.heartbeats, folder.records)
+
+
+@contextmanager
+def _stopped_quietly() -> Iterator[None]:
+    """Within the block a collective that fails because the ranks were asked to stop is no failure."""
+    try:
+        yield
+    except Exception as error:
+        if (stopped := stop_behind(error)) is None:
+            raise
+        raise stopped from error
 
 
 def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: int) -> str | None:

@@ -17,14 +17,15 @@ from lmworks.io.files import rendered, write_text
 from lmworks.io.urls import reveal
 from lmworks.launch.agent import report_exits
 from lmworks.launch.launch_dir import VARIABLE, LaunchDir, reason_of_end
-from lmworks.launch.launcher import Launch
+from lmworks.launch.launch_lock import lock_launch
+from lmworks.launch.launcher import Launch, is_measurement
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_table
 from lmworks.recipe.schema.layout import layout_for
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.ui.exit_codes import ExitCode
 from lmworks.watch.alerting import alerting
 from lmworks.watch.heartbeat import HOST
-from lmworks.watch.ledger import LEDGER, Ledger
+from lmworks.watch.ledger import LAUNCH_LOCK, LEDGER, Ledger
 from lmworks.watch.run_end import RunEnd
 
 REQUEUE = ExitCode.PREEMPTED.value
@@ -33,6 +34,7 @@ _ENDPOINT = '"$head:$((16000 + SLURM_JOB_ID % 16000))"'
 _ON_NODE = """bash -c 'on_node "$@"' job"""  # the function of the script, in place of ssh
 _NODES = "nodes"  # file of the launch directory: the nodes that the job has got, as a host file
 _LMWORKS = (sys.executable, "-P", "-m", "lmworks.cli.main", "launch")
+_EARLIER_ENDS = 120.0  # seconds for an earlier job of the run, as one that is requeued because a node was lost, whose locks outlive it
 _RENDEZVOUS_ID = '"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"'
 
 
@@ -64,6 +66,7 @@ class Job:
             options=options, setup=reveal(options.setup), here=str(Path.cwd()), environment=agent.environment(),
             job=shlex.join([*_LMWORKS, "job", str(folder.path.parent)]), spares=self.spares, ranks=self.ranks,
             variable=VARIABLE, host=HOST, agent=" \\\n  ".join(_lines(agent.command())), requeue=REQUEUE, nodes=str(folder.path / _NODES),
+            lock=str(folder.path.parent / LAUNCH_LOCK), measures=is_measurement(self.arguments),
             supervisor=shlex.join([*_LMWORKS, "nodes", *self.again, "--least", str(self.nodes.minimum), "--spares", str(self.spares)]),
         )  # fmt: skip
 
@@ -132,8 +135,10 @@ def launch_on_nodes(
     return Launch(recipe, run_dir, nodes, min_nodes, address, arguments, _ON_NODE, spares=spares)
 
 
-def begin(run_dir: Path) -> None:
-    """Prepare the launch directory at the start of a job."""
+def begin(run_dir: Path, lock: int) -> None:
+    """Prepare the launch directory at the start of a job. `lock`: the lock of the launch as the shell of the job has opened it, which holds
+    it from then on until it ends."""
+    lock_launch(run_dir, _EARLIER_ENDS, _EARLIER_ENDS, lock)
     LaunchDir.of(run_dir).begin()
 
 
@@ -146,12 +151,13 @@ class JobResult:
     reason: str
 
 
-def finish_job(recipe: Recipe, run_dir: Path, code: int) -> JobResult:
+def finish_job(recipe: Recipe, run_dir: Path, code: int, measures: bool = False) -> JobResult:
     """Decide whether a job is requeued, and write it to the ledger: a preempted job is, a job that is done or has a user error is not, and
-    a crashed one is at most `launch.max_restarts` times in a row without a new checkpoint. Sends the alert of the end."""
+    a crashed one is at most `launch.max_restarts` times in a row without a new checkpoint. Sends the alert of the end, unless its ranks
+    only measure."""
     with alerting(recipe, run_dir, owner=True):
         found = _decide(recipe, run_dir, code)
-        if found.code != REQUEUE:
+        if found.code != REQUEUE and not measures:
             over = LaunchDir.of(run_dir).outcome() is not None
             RunEnd.of_code(found.code, reason_of_end(run_dir) if over else found.reason).record(run_dir)
     return found

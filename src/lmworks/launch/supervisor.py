@@ -20,9 +20,10 @@ from lmworks.launch.agent import report_exits
 from lmworks.launch.launch_dir import LaunchDir, file_name
 from lmworks.launch.torchrun import Host, HostTable, log_of
 from lmworks.ui.exit_codes import ExitCode
-from lmworks.ui.terminal import console
+from lmworks.ui.terminal import console, leave_closed_terminal
 from lmworks.watch.heartbeat import diagnose_failure, read_beats
 from lmworks.watch.ledger import LEDGER, read_ledger
+from lmworks.watch.stop_signals import stop_signals
 
 _POLL_INTERVAL = 0.3  # seconds
 _SAME_REQUEST = 1.0  # seconds within which a repeated signal counts as the same request
@@ -31,7 +32,6 @@ _OUTCOME_SECONDS = 10.0  # after the end of an agent without a failure, within w
 # From the outcome on, after which the agents are ended: ranks exit by themselves within a minute, but an agent may wait for another one
 # that does not come.
 _LEAVE_SECONDS = 90.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Supervisor:
         if diagnose_failure(read_beats(self.folder.heartbeats)) is not None:
             self._restarts_before += 1  # an earlier launch has ended with a failure, which the first group is going to report
         self._require_enough()
-        caught = _SIGNALS if threading.current_thread() is threading.main_thread() else ()  # Python allows handlers only there
+        caught = stop_signals() if threading.current_thread() is threading.main_thread() else ()  # Python allows handlers only there
         before = {number: signal.signal(number, self._receive) for number in caught}
         try:
             places = self.table.active()[: self.size]
@@ -157,12 +157,14 @@ class Supervisor:
         _stop([self._preparing.pop(name) for name in names if name in self._preparing])
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        leave_closed_terminal()
         now = time.monotonic()
         if number == signal.SIGINT and self.folder.outcome() is not None:
             self._forced = True  # the run is over, and there is nothing to save
         elif self._stop_time is None:
+            # SIGHUP is of a terminal that the ranks do not have, and may be ignored by them.
             self._stop_time = now
-            self.folder.request_stop(signal.Signals(number))
+            self.folder.request_stop(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
         elif number == signal.SIGINT and now - self._stop_time > _SAME_REQUEST:
             self._forced = True
 

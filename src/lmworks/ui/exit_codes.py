@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
     FAILED = 1, "a check or a comparison has a negative result, which is printed: a damaged checkpoint, a failed check, a difference"
     USER_ERROR = 2, "the input is wrong or something is missing; the last line of stderr, `error: ...`, says what to do"
     BUG = 70, "a bug in lmworks, with one line on stderr; `--debug` prints the traceback"
-    PREEMPTED = 75, "a scheduler asked to stop (SIGTERM, SIGUSR1), and the run has saved; repeat the same command, or requeue the job"
+    PREEMPTED = 75, "a scheduler (SIGTERM, SIGUSR1) or a closed terminal (SIGHUP) stopped the run, which has saved; repeat the command"
     INTERRUPTED = 130, "Ctrl-C; finished work is kept, training has saved, and the same command resumes it"
     BROKEN_PIPE = 141, "the reader of the output has closed the pipe, as `head` does"
 

@@ -7,9 +7,11 @@ Exceptions of a run that stops on request.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
+import termios
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,11 +32,27 @@ def plain(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
+def leave_closed_terminal() -> bool:
+    """Whether standard output or standard error was a terminal that has been closed. Writing to it fails, so they lead nowhere from then
+    on: whoever closes a terminal does not ask a run to end without saving."""
+    left = False
+    for fd in (1, 2):
+        try:
+            termios.tcgetattr(fd)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:  # of a file or a pipe: ENOTTY
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, fd)
+                os.close(nowhere)
+                left = True
+    return left
+
+
 class Terminal(Console):
     """rich's console for text of any origin. For styles, pass a `Text`, or a `style` for the whole line.
 
     Output that goes to a file on a full disk does not end the program, which may be a run. What was to go to standard output is `lost`
-    then, and the command says so at its end.
+    then, and the command says so at its end. Output to a terminal that was closed does not end it either.
     """
 
     lost: ClassVar[OSError | None] = None
@@ -47,6 +65,13 @@ class Terminal(Console):
                 raise
             if not self.stderr:
                 Terminal.lost = error
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError:
+            if not leave_closed_terminal():
+                raise
 
     def on_broken_pipe(self) -> None:
         """Nobody reads what is printed any more: the end of a command that prints results, but not of one that reports its progress."""
@@ -169,4 +194,5 @@ class Interrupted(Exception):
 
 
 class Preempted(Interrupted):
-    """A scheduler requested the stop, with SIGTERM or SIGUSR1; the command exits with `ExitCode.PREEMPTED`, so that the job is requeued."""
+    """A scheduler requested the stop, with SIGTERM or SIGUSR1, or the terminal was closed (SIGHUP); the command exits with
+    `ExitCode.PREEMPTED`, so that the job is requeued."""

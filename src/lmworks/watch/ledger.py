@@ -27,6 +27,7 @@ from lmworks.io.jsonl import ClosesAtEnd, Waiting
 from lmworks.io.masking import map_strings, mask
 
 LEDGER = "ledger.jsonl"
+LOCK, LAUNCH_LOCK = "lock", "launch/lock"
 START_OVER = "start_over"
 _listeners: list[Callable[[Path, Mapping[str, Any]], None]] = []
 
@@ -202,30 +203,35 @@ class RunLock:
     Raises `UserError` that names the holder's process and machine, or says that the directory cannot be written; at the end of the block
     also in place of an error whose cause is that the directory is no longer there.
     The file is not removed: otherwise two processes could hold locks on two files of the same name.
+
+    A launch holds another `file` of the run (`LAUNCH_LOCK`) for as long as it may start ranks, and only ranks get the lock meanwhile.
+    `fd`: the open file of the process that started this one, which then holds the lock.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path = Path(run_dir) / "lock"
+    def __init__(self, run_dir: Path, file: str = LOCK, fd: int | None = None) -> None:
+        self.path = Path(run_dir) / file
         try:
             with explain_os_errors(run_dir):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644) if fd is None else os.dup(fd)
         except (FileExistsError, NotADirectoryError, IsADirectoryError):
             raise UserError(f"cannot write {run_dir}: a part of it is not a directory; choose another run_dir") from None
         except OSError as error:  # names that are too long, special file systems, broken disks
             raise UserError(f"cannot write {run_dir}: {error.strerror}; make it writable, or choose another run_dir") from error
-        if not try_lock(self._fd):
-            holder = _holder(self._fd)
+        try:
+            if not try_lock(self._fd):
+                raise _in_use_by(run_dir, _holder(self._fd))
+            if file == LOCK and "RANK" not in os.environ:
+                require_free(self.path.parent, LAUNCH_LOCK)
+        except UserError:
             os.close(self._fd)
-            raise UserError(
-                f"{run_dir} is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}; "
-                "wait for it, stop it, or choose another run_dir"
-            )
+            raise
         # A forked child shares the lock with its parent; a child that outlives it would keep the lock.
         os.register_at_fork(after_in_child=self._forget)
         with explain_os_errors(run_dir):
             os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode() + b"\n", 0)
+            pid = os.getpid() if fd is None else os.getppid()
+            os.pwrite(self._fd, json.dumps({"pid": pid, "host": socket.gethostname(), "since": time.time()}).encode() + b"\n", 0)
 
     def release(self) -> None:
         """Release the lock. Releasing twice is allowed."""
@@ -258,12 +264,29 @@ class RunLock:
 
 
 def in_use(run_dir: Path) -> bool:
-    """Whether a process holds the lock of a run."""
+    """Whether a process or a launch holds a run."""
     try:
-        with open(run_dir / "lock", "rb") as handle:
-            return not try_lock(handle.fileno())
-    except FileNotFoundError:
-        return False
+        require_free(run_dir, LOCK)
+        require_free(run_dir, LAUNCH_LOCK)
+    except UserError:
+        return True
+    return False
+
+
+def require_free(run_dir: Path, file: str) -> None:
+    """Raise `UserError` if a process holds this lock of a run."""
+    with suppress(FileNotFoundError, NotADirectoryError), open(run_dir / file, "rb") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS locks a file for itself alone only if it is open for writing
+        except BlockingIOError:
+            raise _in_use_by(run_dir, _holder(handle.fileno())) from None
+
+
+def _in_use_by(run_dir: Path, holder: Mapping[str, Any]) -> UserError:
+    return UserError(
+        f"{run_dir} is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}; "
+        "wait for it, stop it, or choose another run_dir"
+    )
 
 
 def is_lock(path: Path) -> bool:

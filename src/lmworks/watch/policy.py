@@ -219,7 +219,7 @@ class Policy:
             if not self.bad_steps.too_many:
                 return None
             reason = self.bad_steps.reason(loss)
-            advice = f"they changed no weight; {self.bad_steps.where}; lower optimizer.learning_rate or inspect the batches"
+            advice = f"such updates change no weight; {self.bad_steps.where}; lower optimizer.learning_rate or inspect the batches"
             return RollbackRequest(self.bad_steps.first, reason, f"{reason}; {advice}")
         if self.options.spike is None or not self.spikes.observe(step, loss, grad_norm, limits):
             return None

@@ -39,6 +39,8 @@ class RunEnd:
             return cls.of_code(ExitCode.INTERRUPTED, str(error))
         if isinstance(error, UserError):
             return cls.of_code(ExitCode.USER_ERROR, str(error))
+        if isinstance(error, SystemExit) and isinstance(error.code, int):  # of the handler of a signal; says nothing about the reason
+            return cls.of_code(error.code)
         return cls.of_code(ExitCode.BUG, " ".join(f"{type(error).__name__}: {error}".split()))
 
     def record(self, run_dir: Path, to: str | None = None) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from lmworks.errors import UserError
-from lmworks.io.files import open_regular
+from lmworks.io.files import open_regular, read_at_most
 
 Json = dict[str, Any]
 
@@ -158,7 +158,7 @@ def read_document(files: RunFiles, name: str) -> Json:
         if files.size(name) > _LARGEST_DOCUMENT:
             return {}
         with files.open(name) as handle:
-            found = json.loads(handle.read(_LARGEST_DOCUMENT))
+            found = json.loads(read_at_most(handle, _LARGEST_DOCUMENT))
     except (OSError, ValueError, RecursionError, zipfile.BadZipFile, EOFError):
         return {}
     return found if isinstance(found, dict) else {}

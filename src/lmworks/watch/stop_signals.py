@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 (Slurm's warning before the time limit): finish the step, save, and exit; a second Ctrl-C exits at once.
+"""Ctrl-C, SIGTERM, SIGUSR1 (Slurm's warning before the time limit) and SIGHUP (the terminal was closed, or its connection lost): finish the
+step, save, and exit; a second Ctrl-C exits at once.
 
 In an interactive session the second one raises `KeyboardInterrupt` instead."""
 
@@ -10,12 +11,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+from lmworks.ui.terminal import leave_closed_terminal
+
 _SAME_REQUEST = 1.0
 """Seconds within which a repeated signal counts as the same request: a terminal and a launcher both deliver Ctrl-C to a process."""
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask this process to stop; SIGHUP does not if it is ignored, as under `nohup`."""
+    hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *hangup)
+
 
 _listeners: list[Callable[[str], None]] = []
 
@@ -44,7 +53,7 @@ class Stop:
 
     @property
     def preempted(self) -> bool:
-        """Whether the signal came from a scheduler and not from Ctrl-C: the run is to be requeued."""
+        """Whether the signal came from a scheduler or a closed terminal, and not from Ctrl-C: the run is to be requeued."""
         return self.signal not in (None, signal.SIGINT)
 
     def message(self, step: int, command: str) -> str:
@@ -64,14 +73,16 @@ class Stop:
         self.signal, self._since = signal.Signals(number), time.monotonic()
         for listener in _listeners:
             listener(self.signal.name)
+        leave_closed_terminal()
         # os.write, because a print inside a handler could deadlock on the lock of the print that it interrupted.
         more = b"; press Ctrl-C again to stop at once, without saving" if number == signal.SIGINT else b""
-        os.write(2, b"\nstopping after this step" + more + b"\n")
+        with suppress(OSError):  # nobody reads it
+            os.write(2, b"\nstopping after this step" + more + b"\n")
 
 
 @contextmanager
 def graceful_stop() -> Iterator[Stop]:
-    """Within the block SIGINT, SIGTERM and SIGUSR1 only set the yielded `Stop`; a second SIGINT, a second or more after the first, ends
+    """Within the block the `stop_signals` only set the yielded `Stop`; a second SIGINT, a second or more after the first, ends
     the process, or raises `KeyboardInterrupt` in an interactive session.
 
     Outside the main thread Python cannot handle signals: there the `Stop` is never set, and the signals keep their default effect.
@@ -80,7 +91,7 @@ def graceful_stop() -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, stop._receive) for number in _SIGNALS}
+    before = {number: signal.signal(number, stop._receive) for number in stop_signals()}
     try:
         yield stop
     finally:

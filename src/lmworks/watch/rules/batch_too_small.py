@@ -46,7 +46,8 @@ def _check(evidence: Evidence) -> Finding | None:
             Change(
                 f"train.phases.{phase}.global_batch_tokens",
                 f"{int(raised)} tokens",
-                cost="start again, or resume with --allow: the order of the data is another one; fewer steps of the same tokens",
+                cost="start again: a phase that has begun keeps its batch, and one that is added after it has its own; fewer steps of the "
+                "same tokens",
             ),
             Change(
                 "optimizer.learning_rate",

@@ -54,7 +54,7 @@ def _check(evidence: Evidence) -> Finding | None:
                 mixture_key(evidence),
                 mixture_with(evidence, dict.fromkeys(sources, equal / max(len(missing), 1))),
                 "give its sources a share",
-                "allowed on resume, as lmworks data mixture; text that was read is not read again",
+                "start again, or from now on with lmworks data mixture; text that was read is not read again",
             )
         ],
         check_afterwards=f"validation/{worst}/loss falls as the others do, within two validations",

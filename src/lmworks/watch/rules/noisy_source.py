@@ -82,7 +82,7 @@ def _check(evidence: Evidence) -> Finding | None:
                 mixture_key(evidence),
                 mixture_with(evidence, dict.fromkeys(source, 0.0)),
                 "leave the source out",
-                "allowed on resume; start again to have the tokens back",
+                "from now on with lmworks data mixture; start again to have the tokens back",
             ),
             Change(advice=f"lmworks corpus sample --source {source[0] if source else worst} shows its documents"),
         ],

@@ -54,7 +54,7 @@ def _check(evidence: Evidence) -> Finding | None:
                 mixture_key(evidence),
                 mixture_with(evidence, {name: _weight(evidence, name) * (0.5 if read > 4 else 2) for name in sources}),
                 "less of a source that is read too often" if read > 4 else "more of its sources",
-                "allowed on resume",
+                "from now on with lmworks data mixture",
             )
         ],
         check_afterwards=f"validation/{worst}/loss falls again within two validations",
