@@ -25,7 +25,7 @@ from lmworks.serve import grammar as grammar_module
 from lmworks.serve import grammar_trial
 from lmworks.serve.grammar import GrammarError
 from lmworks.serve.grammar_trial import Trial
-from lmworks.serve.structured import choice_grammar, json_grammar, regex_grammar, require_distinct, tools_grammar
+from lmworks.serve.structured import choice_grammar, json_grammar, regex_grammar, require_distinct, restriction, tools_grammar
 from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer import Tokenizer, load
 from lmworks.tokenizer.reply import read
@@ -84,7 +84,8 @@ def schema_format(schema: Any) -> Any:
 @pytest.mark.parametrize("max_tokens", [60, 75, 180])
 def test_an_answer_is_valid_at_every_limit(client: openai.OpenAI, max_tokens: int) -> None:
     reply = client.chat.completions.create(
-        model="tiny", messages=HELLO, response_format=schema_format(PERSON), max_tokens=max_tokens, temperature=1.2, seed=max_tokens, n=4)
+        model="tiny", messages=HELLO, response_format=schema_format(PERSON), max_tokens=max_tokens, temperature=1.2, seed=max_tokens, n=4
+    )
     for choice in reply.choices:
         require_person(json.loads(choice.message.content or ""))
         assert choice.finish_reason in ("stop", "length")
@@ -93,7 +94,8 @@ def test_an_answer_is_valid_at_every_limit(client: openai.OpenAI, max_tokens: in
 
 def test_an_answer_is_valid_where_the_context_ends(client: openai.OpenAI) -> None:
     reply = client.completions.create(
-        model="tiny", prompt=[1] * (256 - 75), max_tokens=200, temperature=1.2, seed=1, n=4, extra_body={"guided_json": PERSON})
+        model="tiny", prompt=[1] * (256 - 75), max_tokens=200, temperature=1.2, seed=1, n=4, extra_body={"guided_json": PERSON}
+    )
     for choice in reply.choices:
         require_person(json.loads(choice.text))
 
@@ -117,7 +119,8 @@ def test_guided_completions(client: openai.OpenAI, temperature: float) -> None:
     assert ask(guided_choice=["yes", "no, never", "Zürich/1"]) in ("yes", "no, never", "Zürich/1")
     require_person(json.loads(ask(80, guided_json=PERSON)))
     assert json.loads(ask(guided_json={"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2})) in (
-        [[one, other] for one in (True, False) for other in (True, False)])
+        [[one, other] for one in (True, False) for other in (True, False)]
+    )
 
 
 def test_restricted_and_free_answers_share_a_batch(server: Any) -> None:
@@ -137,7 +140,8 @@ def test_restricted_and_free_answers_share_a_batch(server: Any) -> None:
     for reply in replies[1::2]:
         require_person(json.loads(reply))
     alone = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none").chat.completions.create(
-        model="tiny", messages=HELLO, max_tokens=70, temperature=1, seed=2)
+        model="tiny", messages=HELLO, max_tokens=70, temperature=1, seed=2
+    )
     assert replies[2] == alone.choices[0].message.content, "others' grammars change nothing"
 
 
@@ -273,6 +277,7 @@ def test_references_of_a_forced_call_are_those_of_its_parameters(
 
 def test_the_names_of_tools_are_compared_once() -> None:
     """The event loop waits for this thread: 20,000 names that are each counted in all of them take seconds."""
+
     class Name(str):
         compared = 0
 
@@ -342,6 +347,35 @@ def test_calls_in_the_other_form(vocabulary: Vocabulary, monkeypatch: pytest.Mon
     reply = read(vocabulary.decode(ids), TOOLS)
     assert [call.name for call in reply.calls] in (["weather"], ["clock"]) and not reply.content
     assert isinstance(json.loads(reply.calls[0].arguments), dict)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llama"])
+def test_thoughts_before_a_structured_answer_end_in_time(tmp_path: Path, kind: str) -> None:
+    """Published vocabularies have <think> as a token that is not special, or as text only. What is thought may look like its end."""
+    write_tokenizer(tmp_path, kind)
+    words = Vocabulary(load(tmp_path))
+    required = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    assert restriction(words, 12, True, schema_format({"type": "object"}), {}, None, False)
+    assert restriction(words, 200, True, None, {}, TOOLS[1:], False)
+    mark = [words.special["<think>"]] if kind == "qwen" else words.encode("<think>")[1:]
+    for begun in ([], mark[:1], mark, [*mark, *words.encode('so </think and "')[kind == "llama" :]]):
+        state, ids = json_grammar(words, required, thinking=True).answer(60), list[int]()
+        for step in range(60):
+            allowed = state.allowed()
+            assert step >= len(begun) or allowed[begun[step]]
+            token = state.accept(begun[step] if step < len(begun) else int(allowed.nonzero()[step * 7 % int(allowed.sum())]))
+            if token in words.stop_ids:
+                break
+            ids.append(token)
+        reply = read(b"".join(map(words.token_bytes, ids)).decode("utf-8", "replace"))
+        assert set(json.loads(reply.content)) == {"a"} and (reply.reasoning or not begun), begun
+
+
+def test_text_that_looks_like_a_mark_is_text_in_a_grammar(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, "qwen")
+    words = Vocabulary(load(tmp_path))
+    path = choice_grammar(words, ["a <think> b"]).answer(20).path
+    assert path and words.special["<think>"] not in path and b"".join(map(words.token_bytes, path)) == b"a <think> b"
 
 
 def test_a_grammar_beyond_measure_is_refused_and_delays_nobody(server: Any, client: openai.OpenAI) -> None:

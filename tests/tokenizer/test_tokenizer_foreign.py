@@ -174,6 +174,11 @@ def test_generation_blocks_say_what_is_written(tmp_path: Path) -> None:
             "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% if loop.last and m.role == 'assistant' %}<|im_end|>{% endif %}"
             "{% endfor %}"
             "{% if add_generation_prompt %}assistant: {% endif %}",
+            "ends message 2 with no special token before the next message",
+        ),
+        (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content or m.content }}<|im_end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
             "does not show which tokens the assistant writes",
         ),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes more than"),

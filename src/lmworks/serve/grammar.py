@@ -26,6 +26,8 @@ _LIMITS = {
     "max_items_in_row": 2000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
     "max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False,
 }  # fmt: skip
+PLAIN, THINKING = "start: answer\n", "start: thought? answer\n"
+"""The first rule of a grammar of answers, and of one that lets thoughts come first."""
 _LONGEST = 2048  # tokens of the shortest answer that are searched
 _GROWTH = 64  # tokens, at least, by which a token may lengthen the way to an end, as one that opens an object with required keys
 _SEARCHED, _SEARCHES = 32, 4 * _LONGEST
@@ -35,12 +37,13 @@ answers that search all the time add 0.1 s to a step."""
 
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled grammar of a vocabulary, with a short way from its start to an end (None if none of `_LONGEST` tokens was found). Each
-    answer has a state of its own: `answer`."""
+    """A compiled grammar of a vocabulary, with a short way from its start to an end (None if none of `_LONGEST` tokens was found), and
+    one from inside of thoughts. Each answer has a state of its own: `answer`."""
 
     vocabulary: Vocabulary
     matcher: LLMatcher
     path: list[int] | None
+    from_thoughts: list[int] | None = None
 
     def answer(self, limit: int) -> GrammarState:
         """The state at the start of an answer of at most `limit` tokens. Raises `GrammarError` if no answer is known to be that short."""
@@ -48,12 +51,12 @@ class Grammar:
             raise GrammarError(
                 f"no answer of at most {limit} tokens was found that the grammar allows; raise max_tokens or allow shorter answers"
             )
-        return GrammarState(self.vocabulary, self.matcher.deep_copy(), limit, self.path)
+        return GrammarState(self.vocabulary, self.matcher.deep_copy(), limit, self.path, self.from_thoughts)
 
 
-def compile_grammar(vocabulary: Vocabulary, lark: str) -> Grammar:
-    """Try a grammar in llguidance's form of Lark, and compile it. Raises `GrammarError` with the reason, and `UserError` without the extra
-    `serve`."""
+def compile_grammar(vocabulary: Vocabulary, lark: str, thoughts_end: str = "") -> Grammar:
+    """Try a grammar in llguidance's form of Lark, and compile it. One that begins with `THINKING` has thoughts up to `thoughts_end`. Raises
+    `GrammarError` with the reason, and `UserError` without the extra `serve`."""
     if not find_spec("llguidance"):
         raise UserError("grammars, JSON schemas and required tools need llguidance: pip install 'lmworks[serve]'")
     try:
@@ -61,18 +64,29 @@ def compile_grammar(vocabulary: Vocabulary, lark: str) -> Grammar:
     except UnicodeEncodeError:
         raise GrammarError("it contains half of a surrogate pair, which is not text") from None
     _trial(vocabulary)(lark)
-    return compile_here(vocabulary, lark)
+    return compile_here(vocabulary, lark, thoughts_end)
 
 
-def compile_here(vocabulary: Vocabulary, lark: str) -> Grammar:
+def compile_here(vocabulary: Vocabulary, lark: str, thoughts_end: str = "") -> Grammar:
     """Compile a grammar in this process. Raises `GrammarError` with the reason."""
+    matcher = _matcher(vocabulary, lark)
+    # thoughts are never the shortest way, but a search would enter them and write on
+    plain = _matcher(vocabulary, PLAIN + lark.removeprefix(THINKING)) if lark.startswith(THINKING) else matcher
+    path = _completion(vocabulary, plain, _LONGEST, False, False)
+    if path is None or not thoughts_end:
+        return Grammar(vocabulary, matcher, path)
+    end = vocabulary.special.get(thoughts_end)
+    return Grammar(vocabulary, matcher, path, [*(_wrapped(vocabulary)(thoughts_end) if end is None else [end]), *path])
+
+
+def _matcher(vocabulary: Vocabulary, lark: str) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
     matcher = LLMatcher(_tokenizer(vocabulary), LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(_reason(matcher))
-    return Grammar(vocabulary, matcher, _completion(vocabulary, matcher, _LONGEST, False, False))
+    return matcher
 
 
 @lru_cache(4)
@@ -95,15 +109,16 @@ class _Wrapped:
         self.tokens = [vocabulary.token_bytes(token) for token in range(vocabulary.size)]
         self.special_token_ids = sorted(vocabulary.special.values())
         self._encode = vocabulary.encode
-        special = set(self.special_token_ids)
-        self._ids = {piece: token for token, piece in enumerate(self.tokens) if piece and token not in special}
+        self._special = frozenset(self.special_token_ids)
+        self._ids = {piece: token for token, piece in enumerate(self.tokens) if piece and token not in self._special}
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: str) -> list[int]:
-        """Ids whose bytes are exactly `text`. Encoding may put a BOS token and a space before it, which do not belong into an answer."""
+        """Ids of text whose bytes are exactly `text`. Encoding may put a BOS token and a space before it, which do not belong into an
+        answer, and makes marks of thoughts and calls of the text that looks like them."""
         ids, wanted = self._encode(text), text.encode()
         for first in range(3):
-            if b"".join(self.tokens[token] for token in ids[first:]) == wanted:
+            if b"".join(self.tokens[token] for token in ids[first:]) == wanted and self._special.isdisjoint(ids[first:]):
                 return ids[first:]
         return self._greedy(wanted)
 
@@ -124,7 +139,10 @@ class _Wrapped:
 def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    return LLTokenizer(TokenizerWrapper(_Wrapped(vocabulary)))
+    return LLTokenizer(TokenizerWrapper(_wrapped(vocabulary)))
+
+
+_wrapped = lru_cache(4)(_Wrapped)
 
 
 @dataclass(frozen=True)
@@ -152,7 +170,7 @@ class _Closers:
 @lru_cache(4)
 def _closers(vocabulary: Vocabulary) -> _Closers:
     single = {vocabulary.token_bytes(token): token for token in reversed(range(vocabulary.size)) if len(vocabulary.token_bytes(token)) == 1}
-    markup = [vocabulary.special[name] for name in ("</think>", VALUE_END, CALL_END) if name in vocabulary.special]
+    markup = [vocabulary.special[name] for name in (VALUE_END, CALL_END) if name in vocabulary.special]
     letters = [bytes([code]) for code in (*range(48, 58), *range(97, 123), *range(65, 91), *range(32, 48), *range(58, 65), *range(91, 97))]
     closing = [piece for piece in (b"}", b"]", b'"', b"0") if piece in single]
 
@@ -170,9 +188,12 @@ class GrammarState:
     next of the path. `error` is set when the grammar gives up, at a limit of its work.
     """
 
-    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, limit: int, path: list[int]) -> None:
-        """`path` is a way from the start to an end, of at most `limit` tokens."""
+    def __init__(
+        self, vocabulary: Vocabulary, matcher: LLMatcher, limit: int, path: list[int], from_thoughts: list[int] | None = None
+    ) -> None:
+        """`path` is a way from the start to an end, of at most `limit` tokens; `from_thoughts` one from inside of thoughts."""
         self._vocabulary, self._matcher, self._left, self.path = vocabulary, matcher, limit, path
+        self._from_thoughts = from_thoughts
         self._in_string = self._escaped = False
         self._searches = _SEARCHES
         self.error: str | None = None
@@ -218,7 +239,10 @@ class GrammarState:
         Most tokens leave the rest of the path valid, with or without its first token, and to try that takes a thousandth of a search. A
         search takes what its tokens cost from an allowance, because all answers of the server wait for it.
         """
-        for path in (self.path[1:], self.path):
+        paths = [self.path[1:], self.path]
+        if self._from_thoughts is not None:  # behind the rest of a mark that is text
+            paths += [self._from_thoughts, [*self._matcher.compute_ff_tokens(), *self._from_thoughts]]
+        for path in paths:
             if len(path) <= self._left and self._ends(path):
                 return path
         most = min(self._left, len(self.path) + max(_GROWTH, len(self.path)), self._searches)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from lmworks.serve.formats import FORMATS
-from lmworks.serve.grammar import Grammar, GrammarError, compile_grammar
+from lmworks.serve.grammar import PLAIN, THINKING, Grammar, GrammarError, compile_grammar
 from lmworks.serve.parameters import BadRequest
 from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer.special import ARGS, CALL, CALL_END, KEY, KEY_END, TOOL_CALLS, VALUE, VALUE_END
@@ -23,7 +23,7 @@ _TOP_KEYS = {"type", "properties", "required", "additionalProperties", "title", 
 _APPLIED = {"$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
 _ELSEWHERE = re.compile(r'"\$ref": "#(?!/\$defs/|/definitions/)')
 _PARTS = re.compile(r"\\.|.", re.DOTALL)  # of an expression: escapes and characters
-_THOUGHT = "thought: {think} /(?s:.*)/ {thought_end} /\\n*/\n"
+_THINK, _THINK_END = "<think>", "</think>"
 
 
 def json_grammar(vocabulary: Vocabulary, schema: Any, thinking: bool = False) -> Grammar:
@@ -71,9 +71,14 @@ def _layout(vocabulary: Vocabulary) -> tuple[Callable[[Vocabulary, int, Mapping[
 
 
 def _compile(vocabulary: Vocabulary, rules: str, thinking: bool) -> Grammar:
-    start = "start: thought? answer\n" if thinking else "start: answer\n"
-    thought = _THOUGHT.format(think=_tag(vocabulary, "<think>"), thought_end=_tag(vocabulary, "</think>")) if thinking else ""
-    return compile_grammar(vocabulary, start + thought + rules)
+    if not thinking:
+        return compile_grammar(vocabulary, PLAIN + rules)
+    thought = f"thought: {_tag(vocabulary, _THINK)} thoughts /\\n*/\n"
+    if _THINK_END in vocabulary.special:
+        thought += f"thoughts: /(?s:.*)/ {_tag(vocabulary, _THINK_END)}\n"
+    else:  # text that goes on up to the mark would take the mark for more of it
+        thought += "thoughts[lazy]: /(?s:.*)<\\/think>/\n"
+    return compile_grammar(vocabulary, THINKING + thought + rules, _THINK_END)
 
 
 def _object_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any], arguments: str = "arguments") -> str:
@@ -120,7 +125,7 @@ def _tagged_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any
         rules += f'{argument}: {key} {_literal(name)} {key_end} "\\n" {value} {content} {value_end} "\\n"\n{more}'
         parts.append(argument if name in required else f"{argument}?")
     first, last = _tag(vocabulary, CALL), _tag(vocabulary, CALL_END)
-    return f'call_{number}: {first} {_literal(function["name"] + chr(10))} {" ".join(parts)} {last}\n{rules}'
+    return f"call_{number}: {first} {_literal(function['name'] + chr(10))} {' '.join(parts)} {last}\n{rules}"
 
 
 def _argument(terminal: str, schema: Any, shared: Mapping[str, Any]) -> tuple[str, str]:
@@ -198,7 +203,7 @@ def _require_size(text: str) -> None:
 
 
 def _tag(vocabulary: Vocabulary, name: str) -> str:
-    """A special token, or its text in a vocabulary without it."""
+    """The token of a mark, or its text in a vocabulary without it."""
     return f"<[{vocabulary.special[name]}]>" if name in vocabulary.special else _literal(name)
 
 

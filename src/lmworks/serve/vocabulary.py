@@ -104,14 +104,15 @@ class Assembler:
 
 
 class Vocabulary:
-    """The ids that clients may name, and the text of each."""
+    """The ids that clients may name, and the text of each. `special` are the tokens that are no text in an answer: those of the
+    tokenizer, and its marks of thoughts and calls."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.size = tokenizer.vocab_size
         self.stop_ids = tuple(sorted(tokenizer.stop_ids))
         self.eos_id = tokenizer.eos_id
-        self.special = tokenizer.special
+        self.special = dict(tokenizer.markup) | tokenizer.special
         self.special_ids = frozenset(self.special.values())
 
     def encode(self, text: str) -> list[int]:

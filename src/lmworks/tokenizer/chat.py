@@ -14,11 +14,14 @@ token follows from the ids alone; the template needs no markers, which some engi
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache, partial
 from importlib.resources import files
+from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "look", "description": "Look there.", "parameters": {
     "type": "object", "properties": {"at": {"type": "string", "description": "Where."}}, "required": ["at"]}}}]  # fmt: skip
 """Tools to try a template with that is for conversations with tools."""
+_PROBE = "Qzx"  # no template has it of its own
 # Unicode's noncharacters for internal use: one that the conversation does not contain marks text that must not become special.
 MARKERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 _PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(?:\.content|\[['\"]content['\"]\])")
@@ -86,24 +90,41 @@ class Template:
         given = message | {"content": content}
         if self._thoughts is not None and "reasoning_content" in given:
             given[self._thoughts] = given.pop("reasoning_content")
-        return given
+        return _with_calls(given, *self._call_form) if given.get("tool_calls") and not self._shipped else given
 
     @cached_property
     def _takes_parts(self) -> bool:
         """Whether a foreign template shows text only in parts."""
         if self._shipped or not _PARTS.search(self.source):
             return False
-        probe = "Qzx"
-        for content in (probe, [{"type": "text", "text": probe}]):
+        for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
             try:
-                if probe in self._shown([{"role": "user", "content": content}], self.tools, False):
+                if _PROBE in self._shown([{"role": "user", "content": content}], self.tools, False):
                     return isinstance(content, list)
             except Refused:
                 continue
         return False
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
-               add_generation_prompt: bool = False, thinking: bool | None = None, generation: tuple[str, str] | None = None) -> str:
+    @cached_property
+    def _call_form(self) -> tuple[bool, bool]:
+        """How a foreign template shows a call: with arguments as JSON text, and without content. As objects, if it shows it in no form."""
+        for as_text, no_content in product((False, True), repeat=2):
+            call = {"role": "assistant", "content": "", "tool_calls": [tried_call({"at": _PROBE})]}
+            messages = [{"role": "user", "content": "Hi"}, _with_calls(call, as_text, no_content)]
+            with suppress(Refused):
+                shown = self._shown(messages, self.tools, False)
+                if _PROBE in shown and not re.search(r"""'at'|\\"at""", shown):  # no object of Python, and no text inside of text
+                    return as_text, no_content
+        return False, False
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        thinking: bool | None = None,
+        generation: tuple[str, str] | None = None,
+    ) -> str:
         """The conversation as one string. `thinking` False adds an empty thinking block to the generation prompt; True lets the model
         decide. `generation` are two characters to put around what a foreign template marks as written by the assistant.
         """
@@ -120,6 +141,23 @@ class Template:
         """What the template makes of its variables, which are those that `transformers` has: `documents` too, of which there are none."""
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         return self._render(**(self._tokens | dict(options) | given))
+
+
+def tried_call(arguments: dict[str, Any], number: int = 0) -> dict[str, Any]:
+    """A call to try a template with."""
+    return {"id": f"call1234{number}", "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+def _with_calls(message: dict[str, Any], as_text: bool, no_content: bool) -> dict[str, Any]:
+    """A message with the arguments of its calls as JSON text, and None for an empty text."""
+    found = dict(message)
+    if as_text:
+        functions = [call["function"] for call in message["tool_calls"]]
+        texts = [function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)} for function in functions]
+        found["tool_calls"] = [call | {"function": text} for call, text in zip(message["tool_calls"], texts, strict=True)]
+    if no_content and not message["content"]:
+        found["content"] = None
+    return found
 
 
 def checked(messages: Sequence[dict[str, Any]], split_thoughts: bool = True) -> list[Message]:
@@ -150,8 +188,14 @@ def with_thoughts(message: Message) -> Message:
     return message.saying(reasoning_content=thoughts, content=answer).having(untrained={key: one for key, one in moved.items() if one})
 
 
-def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
-           add_generation_prompt: bool = False, thinking: bool | None = None) -> list[int]:
+def encode(
+    tokenizer: TextTokenizer,
+    template: Template,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    thinking: bool | None = None,
+) -> list[int]:
     """Ids of the rendered conversation, in which only the template's own special tokens are special (and /nothink in a user's message).
 
     Text of a message that looks like a special token is broken up with a marker before rendering; the marker is removed after splitting.
@@ -164,18 +208,24 @@ def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict
     return encode_marked(tokenizer, text, marker)
 
 
-def render_marked(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict[str, Any]], marker: str,
-                  tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False,
-                  thinking: bool | None = None, generation: tuple[str, str] | None = None,
-                  untrained: tuple[str, str] | None = None) -> str:
+def render_marked(
+    tokenizer: TextTokenizer,
+    template: Template,
+    messages: Sequence[dict[str, Any]],
+    marker: str,
+    tools: Sequence[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    thinking: bool | None = None,
+    generation: tuple[str, str] | None = None,
+    untrained: tuple[str, str] | None = None,
+) -> str:
     """The rendered conversation, in which `marker` breaks up what is not special, for `encode_marked`. The characters `untrained` are put
     around what is not to be trained of an answer (`Message.untrained`)."""
     found = template.checked(messages)
     if untrained is not None:
         found = [_surrounded(message, untrained) if message.untrained else message for message in found]
     marked = [
-        _map_text(message, partial(mark, tokenizer, marker=marker, allowed=OPEN if message["role"] == "user" else ()))
-        for message in found
+        _map_text(message, partial(mark, tokenizer, marker=marker, allowed=OPEN if message["role"] == "user" else ())) for message in found
     ]
     tools = _map_text(normal_tools(tools), partial(mark, tokenizer, marker=marker))
     return template.render(marked, tools, add_generation_prompt, thinking, generation)
@@ -260,8 +310,9 @@ def _map_text(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def assistant_mask(ids: Sequence[int], assistant: int, system: int, stops: Sequence[int],
-                   prompt_ids: Sequence[Sequence[int]], learned: Sequence[bool] = ()) -> list[bool]:
+def assistant_mask(
+    ids: Sequence[int], assistant: int, system: int, stops: Sequence[int], prompt_ids: Sequence[Sequence[int]], learned: Sequence[bool] = ()
+) -> list[bool]:
     """For each id, whether the assistant wrote it: the ids after <|assistant|>, up to and including the token that ends the turn.
 
     `prompt_ids` has, for each turn, the ids after <|assistant|> that belong to the prompt: the matching prefix of the turn is not counted.

@@ -17,6 +17,7 @@ from lmworks.io.files import explain_damage, read_json
 from lmworks.tokenizer import tokenizer_json
 from lmworks.tokenizer.chat import TOOLS, Template, encode
 from lmworks.tokenizer.named import DEFAULT, TOOL_USE, chat_templates, read_object, special_tokens
+from lmworks.tokenizer.special import MARKUP
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.tokenizer.turns import Turns
 
@@ -53,6 +54,7 @@ class ForeignTokenizer(Tokenizer):
             self._strips = {name: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for name, token in tokens.items()}
             # user-defined tokens such as runs of spaces are text; control tokens are not
             ordinary = [token for token in spec.get("added_tokens") or [] if not token.get("special")]
+            self.markup = {token["content"]: int(token["id"]) for token in ordinary if token["content"] in MARKUP}
             plain = spec | {"added_tokens": ordinary, "post_processor": None, "truncation": None, "padding": None}
             self._text = tokenizers.Tokenizer.from_str(json.dumps(plain))
             later = _without_first_space(spec.get("pre_tokenizer"))
@@ -228,8 +230,13 @@ class ForeignTokenizer(Tokenizer):
     def _turns(self) -> dict[Template, Turns]:
         return {}
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
-                    add_generation_prompt: bool = False, thinking: bool | None = None) -> tuple[list[int], list[bool]]:
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        thinking: bool | None = None,
+    ) -> tuple[list[int], list[bool]]:
         """The ids of the conversation, and for each id whether the assistant wrote it, where `Turns` can tell; of a prompt, the
         assistant has written nothing that counts. Raises `UserError`.
         """

@@ -103,10 +103,8 @@ def normal(number: int, given: Any) -> Message:
     text = _Text(number, role)
     parts = _as_parts(text, content, calls)
     thoughts = _Text(number, role)
-    for name in _THOUGHTS:
-        if (value := message.pop(name, None)) is not None:
-            thoughts.add(value)
-            break
+    if given := [message.pop(name) for name in _THOUGHTS if name in message]:
+        thoughts.add(next(filter(None, given), given[0]))  # some rows have two of these fields, one of them empty
     if text.thoughts:
         thoughts.add(text.thoughts)
     if role == "assistant" and not text.text and isinstance(refusal := message.pop("refusal", None), str):
@@ -119,8 +117,11 @@ def normal(number: int, given: Any) -> Message:
     if calls:
         found["tool_calls"] = [_tool_call(number, call) for call in calls]
     found.update((key, value) for key, value in message.items() if key != "refusal")
-    found.untrained = {name: spans for name, spans in (
-        ("content", [*text.untrained, *_detail(number, detail, text.text)]), ("reasoning_content", thoughts.untrained)) if spans}
+    found.untrained = {
+        name: spans
+        for name, spans in (("content", [*text.untrained, *_detail(number, detail, text.text)]), ("reasoning_content", thoughts.untrained))
+        if spans
+    }
     found.learned = weight is not False
     found.asked_to_train = role != "assistant" and weight is True
     return found
@@ -287,7 +288,9 @@ def too_deep(value: Any) -> bool:
     for _ in range(DEEPEST + 1):
         level = [inner for one in level if isinstance(one, dict | list | tuple)
                  for inner in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
-    return bool(level)
+        if not level:
+            return False
+    return True
 
 
 def read_json(text: str, what: str) -> Any:

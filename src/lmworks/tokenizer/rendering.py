@@ -22,6 +22,7 @@ class Refused(Exception):
     """A template does not compile, or fails to render a conversation."""
 
 
+@lru_cache(8)  # each opening of a tokenizer asks for it, and compiling takes 50 ms
 def compiled(source: str) -> Render:
     """A template as a function of its variables, which raises `Refused`. Only jinja2's sandbox restricts it."""
     import jinja2

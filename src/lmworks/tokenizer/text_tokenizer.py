@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +37,9 @@ class TextTokenizer:
     Text never becomes a special token: "<|user|>" in a document or a message is encoded as plain text, unless the
     caller passes `allow_special=True`. (`transformers` always encodes it as the special token, so its ids differ.)
     """
+
+    markup: Mapping[str, int] = {}
+    """The marks of thoughts and calls that are tokens but not `special`, as others publish them; text becomes them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
