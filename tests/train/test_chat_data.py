@@ -198,6 +198,18 @@ def test_a_cut_does_not_part_a_call_from_its_answer(tokenizer: Tokenizer) -> Non
     assert fitted[0].tolist() == tokenizer.encode_chat(messages[:2])[0]
 
 
+def test_what_is_cut_is_counted_once(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A call whose results do not fit is whole."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+    result, done = ({"role": role, "content": "x " * 400} for role in ("tool", "assistant"))
+    rows = [{"messages": [*chat("go"), call, result, done]}, {"messages": [*chat("go"), done]}]
+    mine = build_chat_data(recipe_of(jsonl(tmp_path / "a.jsonl", rows)), tokenizer, tmp_path / "out")["data"]["mine"]
+    assert mine["noted"] == {"cut at an answer": 1, "with an answer that is cut at sequence_length": 1}
+    fitted = fit(rows[0]["messages"], None, tokenizer, 129)
+    assert fitted is not None and fitted.ids.tolist() == tokenizer.encode_chat([*chat("go"), call, result])[0][: len(fitted.ids)]
+    assert fitted.ids[-1] in tokenizer.stop_ids
+
+
 def test_tasks_share_no_seed_and_no_question_with_the_evaluation(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert TASK_SEEDS.stop <= SEED
     data = {"name": "tasks", "kind": "tasks", "tasks": TASKS, "max_rows": 60}

@@ -14,7 +14,7 @@ from lmworks.host.machine import keep_freed_memory
 from lmworks.model import Transformer
 from lmworks.parallel.parallelize import is_compiled
 from lmworks.watch.ledger import read_ledger
-from tiny_run import Tiny
+from tiny_run import BRIEF, Tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -39,7 +39,7 @@ def test_a_run_trains_as_the_recipe_says(
     left.touch()
     os.utime(left, (1, 1))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    tiny_copy.walk(f"train.compile={value}", last="tune")
+    tiny_copy.walk(*BRIEF, f"train.compile={value}", last="tune")
     assert left.exists() == (expected == "eager")
     assert len(compiled) == (2 if expected == "compiled" else 0)
     starts = [line["layers"] for line in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if line["event"] == "start"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,8 @@ from lmworks.parallel.parallelize import with_adapters
 from lmworks.recipe.schema.align import Grpo, RewardTask
 from lmworks.recipe.schema.model import Lora, Model
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import IGNORE
+from lmworks.shards.batch import IGNORE, Batch
+from lmworks.train import trainer as trainer_module
 from lmworks.train.answers import Answer, pack
 from lmworks.train.grpo import PolicyGradient, Sampled, advantages, grpo, policy_loss
 from lmworks.train.prompts import Prompts
@@ -35,6 +37,7 @@ from lmworks.train.rollouts import Rollout, RolloutChecks
 from lmworks.train.step import StepResult, Update
 from lmworks.train.trainer import Trainer
 from lmworks.watch.ledger import events_of
+from lmworks.watch.policy import load_bad_batch
 from saved_run import save_run
 from small_config import small_config
 from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits, training_context
@@ -517,19 +520,70 @@ def test_a_reward_imports_what_lies_beside_it_and_its_error_names_the_line(tmp_p
 
 
 def test_a_step_of_several_updates_has_the_mean_loss_and_the_largest_norm() -> None:
-    """And it is applied only if all of them were."""
-    norms = iter([3.0, 1.0])
+    """And it is applied only if all of them were. A rank trains on its rows, and knows all of them, for a bad step."""
+    norms, given = iter([3.0, 1.0]), []
 
-    def update(batch: object, **_: object) -> StepResult:
+    def update(batch: Batch, **options: Any) -> StepResult:
         norm = next(norms)
-        return StepResult(torch.tensor(9.0), torch.tensor(0.0), None, None, torch.tensor(norm), torch.tensor(norm > 2), None, 1)
+        given.append((len(batch.tokens), options["sequences"], options["valid_tokens"]))
+        return StepResult(torch.tensor(9.0), torch.tensor(0.0), None, None, torch.tensor(norm), torch.tensor(norm > 2), None, 30)
 
-    batches: list[Any] = ["first", "second"]
-    objective: Any = SimpleNamespace(updates=lambda _: [Update(batch, 1, 1.0, torch.tensor(2.0), 1, 10) for batch in batches])
-    trainer: Any = SimpleNamespace(step=0, _update=update)
-    found, batch = Trainer._optimize(trainer, objective)
-    assert (found.loss.item(), found.grad_norm.item(), found.applied.item()) == (2.0, 3.0, False)
-    assert (batch, trainer._objective_tokens) == ("second", 20)
+    rows, starts = np.arange(30, dtype=np.int32).reshape(3, 10), np.arange(4, dtype=np.int32) * 10
+    batch = Batch(rows, rows, starts, 0, 0, weights=np.ones((3, 10), np.float32))
+    objective: Any = SimpleNamespace(updates=lambda _: [Update(batch, 4.0, torch.tensor(2.0)) for _ in range(2)])
+    trainer: Any = SimpleNamespace(step=0, _update=update, model=SimpleNamespace(rank_sequences=lambda rows: (1, rows)))
+    found, updates = Trainer._optimize(trainer, objective)
+    assert (found.loss.item(), found.grad_norm.item(), found.applied.item(), found.valid_tokens) == (2.0, 3.0, False, 60)
+    assert (trainer._objective_tokens, given) == (60, [(2, 3, 30)] * 2)
+    assert [(len(one.batch.tokens), one.rows, one.normalizer, one.whole) for one in updates] == [(2, 3, 4.0, batch)] * 2
+
+
+def test_an_update_that_is_not_finite_ends_its_step(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those after it change no weight. It is run again as the step ran it, and saved with its weights."""
+    save_run(tiny, tmp_path / "run")
+    honest_updates, honest_step, honest_rerun = PolicyGradient.updates, trainer_module.train_step, ParallelModel.rerun_forward_backward
+    made: list[Update] = []
+    heads: list[Tensor] = []
+    rerun: list[tuple[Any, ...]] = []
+
+    def updates(self: PolicyGradient, step: int) -> Iterator[Update]:
+        for number, update in enumerate(honest_updates(self, step)):
+            if number == 1:
+                spoiled = replace(update.batch, weights=np.full_like(update.batch.weights, np.nan))
+                update = Update(spoiled, 2 * update.normalizer, update.loss)  # twice the labels
+            made.append(update)
+            yield update
+
+    def step(model: ParallelModel, *given: Any, **options: Any) -> StepResult:
+        found = honest_step(model, *given, **options)
+        heads.append(dict(model.named_parameters())["head.weight"].detach().clone())
+        return found
+
+    def again(self: ParallelModel, batch: Batch, rows: int, micro_batch_size: int, scale: float) -> None:
+        rerun.append((len(batch.tokens), rows, scale))
+        honest_rerun(self, batch, rows, micro_batch_size, scale)
+
+    monkeypatch.setattr(PolicyGradient, "updates", updates)
+    monkeypatch.setattr(trainer_module, "train_step", step)
+    monkeypatch.setattr(ParallelModel, "rerun_forward_backward", again)
+    options = options_of(tmp_path, steps=1, updates_per_rollout=3, validation_prompts=0, loss="dr_grpo", resample_rounds=0)
+    stage(tiny, tmp_path / "run", options)
+    assert torch.equal(heads[0], heads[1]) and torch.equal(heads[0], heads[2])
+    (event,) = events_of(tmp_path / "run", "not_finite")
+    assert (event["update"], event["first"]) == (1, "the weights of the labels, before the step")
+    rows = len(made[1].batch.tokens)
+    assert rerun == [(rows, rows, 1 / made[1].normalizer)]
+    arrays = load_bad_batch(tmp_path / "run" / "grpo" / "bad_batches" / "step-00000000.npz")
+    assert all(np.array_equal(arrays[name], getattr(made[1].batch, name), equal_nan=True) for name in ("tokens", "labels", "weights"))
+
+
+def test_the_loss_of_an_objective_has_no_unit() -> None:
+    trainer: Any = object.__new__(Trainer)
+    trainer._validator = SimpleNamespace(measured={8: 0.5}, metric="validation/loss")
+    trainer.objective = None
+    assert trainer._note(0.25, {}) == "loss 0.250 nats/token  held-out 0.500 nats/token"
+    trainer.objective = SimpleNamespace()
+    assert trainer._note(0.25, {}) == "loss 0.250  held-out 0.500"
 
 
 def test_rollouts_are_scored_by_the_weights_before_the_update_and_by_those_of_the_start() -> None:

@@ -143,6 +143,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
             tiny_copy.pretrain(*OPTIONS)
     newest, before = listing.directories(tiny_copy.run_dir / "checkpoints")[:-3:-1]
     harm(newest, damage)
+    until = jsonl.read(tiny_copy.run_dir / "metrics.jsonl")[-1]["time"]
     capsys.readouterr()
     tiny_copy.pretrain(*OPTIONS)
     said = capsys.readouterr().err.replace("\n", "")
@@ -151,7 +152,8 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
     ledger = read_ledger(tiny_copy.run_dir / "ledger.jsonl")
     (refused,) = [event for event in ledger if event["event"] == "checkpoint_refused"]
     assert refused["path"] == str(newest) and (newest.parent / f"{newest.name}.bad-1").is_dir()
-    assert [event["step"] for event in ledger if event["event"] == "resume"] == [listing.step_of(before)]
+    resumed = [(event["step"], event["trained_until"]) for event in ledger if event["event"] == "resume"]
+    assert resumed == [(listing.step_of(before), until)], "the time of lines that are cut, whose cost was paid"
     require_equal(tiny_copy, undisturbed)
 
 

@@ -9,7 +9,7 @@ import pytest
 from lmworks.checkpoint import listing
 from lmworks.recipe.schema import artifacts as derivation
 from lmworks.recipe.schema.artifacts import lost_share, save_interval, seconds_between_failures
-from tiny_run import Tiny
+from tiny_run import BRIEF, Tiny
 
 
 def test_the_rate_of_failures_is_that_of_llama_3() -> None:
@@ -38,6 +38,6 @@ def test_a_run_saves_by_time(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_pa
     run = tiny.copy(tmp_path / "run")
     more = [] if key is None else [f"train.save_every_time={key}"]
     steps = ("train.save_every=100%", "train.validate_every=100%", "checkpoints.keep_last=1000", "checkpoints.asynchronous=false")
-    run.walk(*steps, *more, last="pretrain")
+    run.walk(*BRIEF, *steps, *more, last="pretrain")
     saved = listing.directories(run.run_dir / "checkpoints")
     assert (len(saved) > 2) == (key != "1 h"), saved

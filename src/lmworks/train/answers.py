@@ -34,7 +34,7 @@ from lmworks.io.files import read_json, write_bytes, write_json
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.align import Dpo, Grpo
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import IGNORE, PADDING, Batch
+from lmworks.shards.batch import IGNORE, PADDING, Batch, fill_padding
 from lmworks.shards.row_plans import best_fit
 from lmworks.train.curriculum import PhaseSettings, StageCurriculum
 from lmworks.ui import terminal
@@ -109,6 +109,8 @@ def pack(answers: Sequence[Answer], length: int, step: int) -> PackedAnswers:
         begins.append(row * length + at)
         used[row] += count
     begins += [row * length + end for row, end in enumerate(used) if end < length]  # padding is a document of its own
+    for row, end in enumerate(used):
+        fill_padding(tokens[row], end)
     batch = Batch(tokens, labels, np.array([*sorted(begins), tokens.size], np.int32), 0, step)
     return PackedAnswers(batch, torch.from_numpy(owner), len(answers))
 

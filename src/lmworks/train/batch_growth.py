@@ -64,7 +64,7 @@ class BatchGrowth:
         steps, ramp = self._curriculum.timeline.phases[index], self._phases[index].loss_ramp
         if ramp is None or len(self._losses) < ramp.window_steps or self._since != self._batches.order.mixture_since(step):
             return None
-        fixed = [change.step for change in self._batches.overrides] + [stop for _, stop in skips.windows]
+        fixed = [change.step for change in self._batches.changes] + [stop for _, stop in skips.windows]
         if any(one.step >= step for one in self.known) or any(other > step for other in fixed):
             return None
         mean = self._mean(ramp)

@@ -262,7 +262,7 @@ class TuningCurriculum(StageCurriculum):
         if phase.ewc is not None and phase.ewc.mixture:
             return _earlier_text(self._recipe, phase, phase.ewc, self._shards, count)
         run_dir = self._shards.parent
-        batches = Batches(self._recipe, self._shards, read_changes(run_dir).applied, growths=read_growths(run_dir))
+        batches = Batches(self._recipe, self._shards, read_changes(run_dir).order, growths=read_growths(run_dir))
         return sample_sequences(batches, len(self._recipe.train.phases) - 1, count)
 
 

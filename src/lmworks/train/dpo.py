@@ -164,9 +164,7 @@ class Preference:
 
         batch, value = differentiate(packed, nats_BT, loss, normalizer=len(numbers))
         self._metrics = _metrics(scored[0])
-        rows = len(batch.tokens)
-        own = batch.rows(*self._model.rank_sequences(rows))
-        yield Update(own, rows, len(numbers), value, batch.valid_tokens, batch.tokens.size)
+        yield Update(batch, len(numbers), value)
 
     def metrics(self) -> dict[str, float]:
         return self._metrics

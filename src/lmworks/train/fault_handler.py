@@ -41,8 +41,16 @@ class FaultHandler:
     """The fault policies of one stage of a run. `history` has the rollbacks of the stage, from its ledger."""
 
     def __init__(
-        self, options: Stability, bad_steps: BadSteps, checkpoints: Checkpoints, ledger: Ledger, *,
-        stage: str, save_every: int, rollback_after: int, cached: bool,
+        self,
+        options: Stability,
+        bad_steps: BadSteps,
+        checkpoints: Checkpoints,
+        ledger: Ledger,
+        *,
+        stage: str,
+        save_every: int,
+        rollback_after: int,
+        cached: bool,
     ) -> None:
         self.options, self.checkpoints, self.ledger, self.stage, self._cached = options, checkpoints, ledger, stage, cached
         self.policy = Policy(options, bad_steps, self._report, rollback_after)
@@ -79,7 +87,7 @@ class FaultHandler:
         if "stability" in meta:
             self.policy.load(meta["stability"])
         known = [Rollback(**one | {"skip": one["skip"] and tuple(one["skip"])}) for one in meta.get("rollbacks", [])]
-        for one in known[len(self.history):]:
+        for one in known[len(self.history) :]:
             self._report(skips.ROLLBACK, **asdict(one))
             self.history.append(one)
 
@@ -120,15 +128,20 @@ class FaultHandler:
         self._warn(f"step {step:,}: {request.reason}; going back to step {found:,}{without}")
         return True
 
-    def report_not_finite(self, step: int, first_operator: str | None) -> None:
-        """Report the first operator with a result that is not finite in a step; `first_operator` is that of this rank, if it has one."""
+    def report_not_finite(self, step: int, first_operator: str | None, update: tuple[int, int] = (0, 1)) -> None:
+        """Report the first operator with a result that is not finite in a step; `first_operator` is that of this rank, if it has one.
+        `update`: the number of the update that was not finite, and of how many."""
         reports = [(rank, found) for rank, found in enumerate(self._communicator.all_gather(first_operator)) if found is not None]
         first = "no operator: when the step was run again, forward and backward were finite"
         if reports:
             rank, first = reports[0]
             first += f", on rank {rank}" if self._communicator.size > 1 else ""
-        self._report("not_finite", step=step, first=first)
-        self._warn(f"step {step:,} was not finite and changes no weight; it began with {first}")
+        number, count = update
+        what, changes = f"step {step:,}", "changes no weight"
+        if count > 1:
+            what, changes = f"update {number + 1} of {count} in {what}", "changes no weight, nor do those after it"
+        self._report("not_finite", step=step, first=first, **({"update": number} if count > 1 else {}))
+        self._warn(f"{what} was not finite and {changes}; it began with {first}")
 
     def check_corruption(
         self, step: int, model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int

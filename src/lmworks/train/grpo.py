@@ -149,9 +149,7 @@ class PolicyGradient:
 
             labels = float(packed.lengths().sum())
             batch, value = differentiate(packed, -logp_BT, loss, normalizer=labels)
-            rows = len(batch.tokens)
-            own = batch.rows(*self._model.rank_sequences(rows))
-            yield Update(own, rows, labels, value, batch.valid_tokens, batch.tokens.size)
+            yield Update(batch, labels, value)
         self._metrics["grpo/clipped"] = float(torch.stack([one.clipped for one in evaluated]).mean())
         if self.reference is not None:
             self._metrics["grpo/divergence"] = float(np.mean([float(one.divergence) for one in evaluated if one.divergence is not None]))

@@ -49,7 +49,7 @@ def open_pretraining(context: TrainingContext) -> Iterator[Trainer]:
     """The trainer of `pretrain`, resumed from the newest good checkpoint, with its files."""
     recipe, run_dir, ranks = context.recipe, context.run_dir, context.ranks
     tokenizer = load_tokenizer(run_dir / "tokenizer")
-    batches = Batches(recipe, run_dir / "shards", read_changes(run_dir).applied, growths=read_growths(run_dir))
+    batches = Batches(recipe, run_dir / "shards", read_changes(run_dir).order, growths=read_growths(run_dir))
     for line in epoch_warnings(batches.order, recipe.shards.warn_epochs):
         console.print(line, style="yellow")
     assert recipe.model.vocab_size

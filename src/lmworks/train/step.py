@@ -10,7 +10,7 @@ Shapes: L MoE layers, E experts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,15 +31,23 @@ from lmworks.watch.policy import Limits
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer update of a step. `batch`: the rows that this rank trains on, with weights; `rows`: of all ranks. The weighted loss is
-    divided by `normalizer`; `loss` is the objective's value, `labels` and `tokens` count all ranks' labels and tokens."""
+    """One optimizer update of a step. `batch`: the rows of all ranks, with weights, the same on each. The weighted loss is divided by
+    `normalizer`; `loss` is the objective's value."""
+
+    batch: Batch
+    normalizer: float
+    loss: Tensor
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What an update was made from: `batch`, this rank's share of `rows` rows, whose summed loss was divided by `normalizer`. `whole` is or
+    returns the rows of all ranks."""
 
     batch: Batch
     rows: int
     normalizer: float
-    loss: Tensor
-    labels: int
-    tokens: int
+    whole: Batch | Callable[[], Batch]
 
 
 class Objective(Protocol):
@@ -58,9 +66,10 @@ class StepResult:
     """Means over the valid tokens of the step (`auxiliary_loss`: over all tokens), on all ranks, still on the device: nothing here has made
     the host wait.
 
-    `applied` is whether the update was applied; `counts_LE` are the tokens per expert, `sources_S` the summed cross-entropy of each source,
-    `grad_squares_G` the sum of squares of the gradients of each kind of weight (`recipe.parameter.KINDS`) before clipping,
-    `logits_AH` the largest score of each head of each layer of attention, where they are recorded.
+    `applied` is whether the update was applied; in a step of several it is whether all were, and `updates` how many of them.
+    `counts_LE` are the tokens per expert, `sources_S` the summed cross-entropy of each source, `grad_squares_G` the sum of squares of the
+    gradients of each kind of weight (`recipe.parameter.KINDS`) before clipping, `logits_AH` the largest score of each head of each layer of
+    attention, where they are recorded.
     """
 
     loss: Tensor
@@ -74,6 +83,7 @@ class StepResult:
     sources_S: Tensor | None = None
     grad_squares_G: Tensor | None = None
     logits_AH: Tensor | None = None
+    updates: Tensor | None = None
 
 
 def seed_dropout(seed: int, step: int, rank: int, device: torch.device) -> None:
@@ -108,7 +118,7 @@ def train_step(
     model: ParallelModel, optimizer: Updates, batch: Batch, *,
     micro_batch_size: int, lr_factor: float, max_grad_norm: float, bias_update_rate: float, scaler: LossScaler | None = None,
     sequences: int | None = None, valid_tokens: int | None = None, limits: Limits = Limits(), penalty: EwcPenalty | None = None,
-    normalizer: float | None = None,
+    normalizer: float | None = None, allowed: Tensor | None = None,
 ) -> StepResult:  # fmt: skip
     """Update the model from one batch.
 
@@ -117,6 +127,7 @@ def train_step(
     bias_update_rate: of the expert biases (`PhaseSettings.bias_update_rate`).
     limits: loss and gradient norm above which the step is a spike.
     normalizer: what the summed loss is divided by; the valid tokens by default.
+    allowed: False, on the device, where nothing may be changed: an update before this one in the same step was not applied.
 
     The summed loss of each micro-batch is divided by the valid tokens of the whole step, so the result does not depend on how the batch
     is divided into micro-batches and over ranks (a mean of means would give short documents more weight). The auxiliary loss of the
@@ -126,7 +137,7 @@ def train_step(
     """
     optimizer.zero_grad()
     gradients = accumulate_gradients(model, batch, micro_batch_size, sequences, valid_tokens, normalizer, scaler)
-    return apply_gradients(model, optimizer, gradients, lr_factor, max_grad_norm, bias_update_rate, scaler, limits, penalty)
+    return apply_gradients(model, optimizer, gradients, lr_factor, max_grad_norm, bias_update_rate, scaler, limits, penalty, allowed)
 
 
 @dataclass(frozen=True)
@@ -160,7 +171,7 @@ def accumulate_gradients(
 
 def apply_gradients(
     model: ParallelModel, optimizer: Updates, gradients: Gradients, lr_factor: float, max_grad_norm: float, bias_update_rate: float,
-    scaler: LossScaler | None = None, limits: Limits = Limits(), penalty: EwcPenalty | None = None,
+    scaler: LossScaler | None = None, limits: Limits = Limits(), penalty: EwcPenalty | None = None, allowed: Tensor | None = None,
 ) -> StepResult:  # fmt: skip
     """Clip what was accumulated, and update the weights and the biases of the experts. See `train_step`."""
     sums, tokens, positions = gradients.sums, gradients.normalizer, gradients.positions
@@ -172,6 +183,8 @@ def apply_gradients(
     loss = sums.cross_entropy / tokens
     finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
     apply = finite & (loss < limits.loss) & (grad_norm < limits.grad_norm)
+    if allowed is not None:
+        apply = apply & allowed
     optimizer.step(lr_factor, apply, sums.logits_AH)
     if scaler is not None:
         scaler.update(finite)
@@ -234,7 +247,7 @@ class StepValues:
     """A `StepResult` as numbers, the loss scale after the step (1 without a scaler), and whether no smaller one can mend its overflow.
 
     `counts_LE` and `biases_L`, the largest absolute bias of each of L sparse layers, are fp64 tensors on the CPU. `biases_L` and `penalty`
-    (of elastic weight consolidation) are None where they were not asked for.
+    (of elastic weight consolidation) are None where they were not asked for. `updates`: how many were applied, in a step of several.
     """
 
     loss: float
@@ -252,6 +265,7 @@ class StepValues:
     grad_squares_G: Tensor | None = None
     end_norms: Tensor | None = None
     logits_AH: Tensor | None = None
+    updates: int | None = None
 
 
 def read_values(
@@ -262,7 +276,7 @@ def read_values(
     optional = {
         "auxiliary_loss": result.auxiliary_loss, "mtp_loss": result.mtp_loss, "counts_LE": result.counts_LE, "biases_L": biases_L,
         "penalty": penalty, "sources_S": result.sources_S, "grad_squares_G": result.grad_squares_G, "end_norms": end_norms,
-        "logits_AH": result.logits_AH,
+        "logits_AH": result.logits_AH, "updates": result.updates,
         "scale": None if scaler is None else scaler.scale, "exhausted": None if scaler is None else scaler.exhausted,
     }  # fmt: skip
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
@@ -276,4 +290,5 @@ def read_values(
         float(loss), float(z), number("auxiliary_loss"), number("mtp_loss"), float(norm), found.get("counts_LE"), result.valid_tokens,
         float(found.get("scale", 1.0)), bool(found.get("exhausted", False)), found.get("biases_L"), number("penalty"),
         found.get("sources_S"), found.get("grad_squares_G"), found.get("end_norms"), found.get("logits_AH"),
+        int(found["updates"]) if "updates" in found else None,
     )  # fmt: skip

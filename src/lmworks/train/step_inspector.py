@@ -8,7 +8,7 @@ reported.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -25,10 +25,9 @@ from lmworks.optim.groups import local
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batch
-from lmworks.train.curriculum import Curriculum
 from lmworks.train.fault_handler import FaultHandler
 from lmworks.train.saving import TrainingState, is_due
-from lmworks.train.step import StepValues, micro_batch_of, seed_dropout
+from lmworks.train.step import StepValues, Trained, micro_batch_of, seed_dropout
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.monitors import tensors_in
 from lmworks.watch.policy import Limits, RollbackRequest
@@ -162,31 +161,41 @@ def _faults(tensors: list[Tensor]) -> tuple[bool, bool]:
     return any(bool(torch.isnan(one).any()) for one in tensors), any(bool(torch.isinf(one).any()) for one in tensors)
 
 
+def _arrays(trained: Trained) -> Mapping[str, np.ndarray]:
+    """The rows of all ranks, for replay."""
+    batch = trained.whole() if callable(trained.whole) else trained.whole
+    arrays = {"tokens": batch.tokens, "labels": batch.labels, "cu_seqlens": batch.cu_seqlens}
+    return arrays if batch.weights is None else arrays | {"weights": batch.weights}
+
+
 class StepInspector:
     """Judges the result of each step. `bad_steps` counts the steps of the stage that were not finite."""
 
     def __init__(
-        self, recipe: Recipe, model: ParallelModel, curriculum: Curriculum, state: TrainingState, faults: FaultHandler,
-        heartbeat: Heartbeat, recheck_interval: int | None,
+        self, recipe: Recipe, model: ParallelModel, state: TrainingState, faults: FaultHandler, heartbeat: Heartbeat,
+        recheck_interval: int | None,
     ) -> None:  # fmt: skip
         self.bad_steps = 0
-        self._recipe, self._model, self._curriculum, self._state, self._faults = recipe, model, curriculum, state, faults
+        self._recipe, self._model, self._state, self._faults = recipe, model, state, faults
         self._heartbeat, self._recheck_interval = heartbeat, recheck_interval
 
     def inspect(
-        self, step: int, values: StepValues, batch: Batch, valid_tokens: int, limits: Limits, first: str | None
+        self, step: int, values: StepValues, updates: Sequence[Trained], limits: Limits, first: str | None
     ) -> RollbackRequest | None:
-        """Judge a step; the rollback that it calls for, or None. `first` is this rank's first operator with a result that is not finite,
-        where it is known (`stability.detect_anomaly`)."""
+        """Judge a step; the rollback that it calls for, or None. Of several `updates` the first that was not applied is examined and saved.
+        `first` is this rank's first operator with a result that is not finite, where it is known (`stability.detect_anomaly`)."""
         loss, norm = values.loss, values.grad_norm
         good = math.isfinite(loss) and math.isfinite(norm)
         self.bad_steps += not good
         # An overflow that a smaller scale avoids is how fp16 finds its scale, and no fault.
         if not good and math.isfinite(loss) and self._state.scaler is not None and not values.scale_exhausted:
             return None
+        number = min(values.updates or 0, len(updates) - 1)
+        trained = updates[number]
         if not good and self._faults.policy.bad_steps.in_a_row == 0:
-            self._faults.report_not_finite(step, self._find_first_non_finite(step, batch, valid_tokens) if first is None else first)
-        return self._faults.policy.observe(step, loss, norm, limits, partial(self._arrays, step, batch))
+            first = self._find_first_non_finite(step, trained) if first is None else first
+            self._faults.report_not_finite(step, first, (number, len(updates)))
+        return self._faults.policy.observe(step, loss, norm, limits, partial(_arrays, trained))
 
     def recheck(self, step: int, batch: Batch) -> RollbackRequest | None:
         """Test for silent corruption, if it is due after this step."""
@@ -194,22 +203,18 @@ class StepInspector:
             return None
         return self._faults.check_corruption(step, self._model, self._state.optimizer, batch, self._micro_batch_size(batch))
 
-    def _find_first_non_finite(self, step: int, batch: Batch, valid_tokens: int) -> str | None:
-        """Run forward and backward of the step again, to find this rank's first operator with a result that is not finite."""
+    def _find_first_non_finite(self, step: int, trained: Trained) -> str | None:
+        """Run forward and backward of an update again, to find this rank's first operator with a result that is not finite."""
         self._heartbeat.beat(step, "rehearse")
         seed_dropout(self._recipe.training_seed, step, self._model.ranks.global_rank, self._model.device)
         scaler = self._state.scaler
-        scale = (1.0 if scaler is None else scaler.scale) / max(valid_tokens, 1)
-        return first_non_finite(self._model, batch, self._curriculum.sequences(step), self._micro_batch_size(batch), scale)
+        scale = (1.0 if scaler is None else scaler.scale) / trained.normalizer
+        found = first_non_finite(self._model, trained.batch, trained.rows, self._micro_batch_size(trained.batch), scale)
+        weights = trained.batch.weights  # looked at last: the pass is collective
+        return found if weights is None or np.isfinite(weights).all() else "the weights of the labels, before the step"
 
     def _micro_batch_size(self, batch: Batch) -> int:
         return micro_batch_of(self._recipe, batch.tokens.shape[1], self._model.pipeline is not None)
-
-    def _arrays(self, step: int, batch: Batch) -> Mapping[str, np.ndarray]:
-        """The whole batch of a step, for replay; `batch` is this rank's share of it."""
-        if self._model.ranks.distributed:
-            batch = self._curriculum.batch(step, 0, self._curriculum.sequences(step))
-        return {"tokens": batch.tokens, "labels": batch.labels, "cu_seqlens": batch.cu_seqlens}
 
     def meta(self) -> dict[str, Any]:
         return {"bad_steps": self.bad_steps}

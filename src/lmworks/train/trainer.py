@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import torch
 from lmworks.errors import UserError
 from lmworks.host.counters import process_identity
 from lmworks.host.machine import keep_freed_memory
+from lmworks.io import jsonl
 from lmworks.io.run_layout import USED, ModelStage, checkpoint_name
+from lmworks.metrics.log import FILE as METRICS
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.metrics.names import describe
 from lmworks.model import linear_kernels
@@ -49,6 +52,7 @@ from lmworks.train.step import (
     StepFlags,
     StepResult,
     StepValues,
+    Trained,
     accumulate_gradients,
     all_reduce_flags,
     apply_gradients,
@@ -67,6 +71,7 @@ from lmworks.watch.policy import Limits, RollbackRequest
 from lmworks.watch.stop_signals import Stop, graceful_stop
 
 _LOOK_EVERY = 0.5  # seconds, for a request to stop while a save waits for room
+_LOSSES = ("train/loss", "validation/loss")  # of the objective, where a stage has one
 _NEXT_TOKEN = ("train/perplexity", "train/z_loss", "train/mtp_loss")  # metrics that mean nothing with another objective
 
 
@@ -120,7 +125,7 @@ class Trainer:
             stage=self.stage, save_every=self._intervals.save, rollback_after=self._intervals.rollback_after,
             cached=recipe.shards.cache is not None,
         )  # fmt: skip
-        self._inspector = StepInspector(recipe, model, self.curriculum, self._state, self._faults, heartbeat, self._intervals.recheck)
+        self._inspector = StepInspector(recipe, model, self._state, self._faults, heartbeat, self._intervals.recheck)
         self._boundary = PhaseBoundary(self.stage, model, self.curriculum, files.checkpoints, files.ledger, heartbeat, self._faults)
         self._saver = Saver(recipe, files.checkpoints, self._faults, self._intervals.save, model.ranks.world)
         self.growth = BatchGrowth.of(files.ledger, setup.batches, self.curriculum, model.ranks)
@@ -227,6 +232,7 @@ class Trainer:
             if self.step != self._saver.saved:  # the last steps were skipped
                 if self._boundary.phase is None:  # all that were left: the model has the RoPE of the recipe's beginning, not its weights'
                     self._enter_phase(max(self._saver.saved, 1) - 1)
+                self._observe(None, 0, {}, (), bar)
                 self._save_last(stop)
             self._stop_if_requested(self._reduce_flags(stop), stop)
         self.files.ledger.write("finish", stage=self.stage, step=self.step, tokens=total)
@@ -262,7 +268,7 @@ class Trainer:
             )  # fmt: skip
             self._details.step(seconds)
             self._faults.observe_data_wait(self.step, batches.waited, seconds)
-            self._observe(found, batch, statistics, flags.sources, bar)
+            self._observe(found, batch.tokens.shape[1], statistics, flags.sources, bar)
             if self._done:
                 self._save_last(stop)
             elif self._validator.is_best(self.step) or self._saver.is_due(self.step, self._boundary.phase):
@@ -286,9 +292,12 @@ class Trainer:
         watched = FirstNonFinite(self.model.parts) if self.recipe.stability.detect_anomaly else None
         with watched or nullcontext():
             if self.objective is None:
-                result = self._update(batch, sequences=self.curriculum.sequences(self.step), valid_tokens=valid_tokens, limits=limits)
+                rows = self.curriculum.sequences(self.step)
+                result = self._update(batch, sequences=rows, valid_tokens=valid_tokens, limits=limits)
+                updates = [Trained(batch, rows, max(valid_tokens, 1), partial(self.curriculum.batch, self.step, 0, rows))]
             else:
-                result, batch = self._optimize(self.objective)
+                result, updates = self._optimize(self.objective)
+                batch = updates[-1].batch
         statistics: dict[str, float] = {}
         if layers is not None:
             began = time.monotonic()
@@ -299,7 +308,7 @@ class Trainer:
         if layers is not None:
             statistics |= attention_metrics(self.model.config, 0.0, found, heads=True)
         first = None if watched is None else watched.found
-        rollback = self._inspector.inspect(self.step, found, batch, valid_tokens, limits, first)
+        rollback = self._inspector.inspect(self.step, found, updates, limits, first)
         if rollback is None and self.objective is None:
             rollback = self._inspector.recheck(self.step, batch)
         return found, batch, rollback, statistics
@@ -316,26 +325,40 @@ class Trainer:
             bias_update_rate=self._boundary.phase.bias_update_rate, scaler=self._state.scaler, penalty=self._boundary.penalty, **options,
         )  # fmt: skip
 
-    def _optimize(self, objective: Objective) -> tuple[StepResult, Batch]:
-        """Make the updates of a step: the last one's result, applied only if all were, with the mean loss and the largest gradient norm."""
-        results, batch, self._objective_tokens = [], None, 0
+    def _optimize(self, objective: Objective) -> tuple[StepResult, list[Trained]]:
+        """Make the updates of a step: the last one's result, applied only if all were, with the mean loss and the largest gradient norm.
+
+        Updates after one that is not finite change nothing. The device sees to that: to leave them out, the host would have to wait for
+        each."""
+        results: list[StepResult] = []
+        updates: list[Trained] = []
+        self._objective_tokens = 0
         for update in objective.updates(self.step):
-            batch = update.batch
-            self._objective_tokens += update.tokens
-            done = self._update(batch, sequences=update.rows, valid_tokens=update.labels, normalizer=update.normalizer)
+            whole, rows = update.batch, len(update.batch.tokens)
+            own = whole.rows(*self.model.rank_sequences(rows))
+            updates.append(Trained(own, rows, update.normalizer, whole))
+            self._objective_tokens += whole.tokens.size
+            done = self._update(
+                own, sequences=rows, valid_tokens=whole.valid_tokens, normalizer=update.normalizer,
+                allowed=results[-1].applied if results else None,
+            )  # fmt: skip
             loss = done.loss.new_full((), float(update.loss))  # the objective is computed on the CPU: nothing is waited for
             results.append(replace(done, loss=torch.where(torch.isfinite(done.loss), loss, done.loss)))
-        assert batch is not None, "a step has at least one update"
+        assert results, "a step has at least one update"
         loss, norm, applied = (
             torch.stack([getattr(one, name) for one in results]).float() for name in ("loss", "grad_norm", "applied")
         )  # fmt: skip
-        return replace(results[-1], loss=loss.mean(), grad_norm=norm.amax(), applied=applied.bool().all()), batch
+        return replace(
+            results[-1], loss=loss.mean(), grad_norm=norm.amax(), applied=applied.bool().all(), updates=applied.sum(),
+            valid_tokens=sum(one.valid_tokens for one in results),
+        ), updates  # fmt: skip
 
     def _observe(
-        self, found: StepValues, batch: Batch, values: dict[str, float], tokens_by_source: Sequence[int], bar: terminal.Bar
+        self, found: StepValues | None, length: int, values: dict[str, float], tokens_by_source: Sequence[int], bar: terminal.Bar
     ) -> None:
-        """Validate, evaluate, write metrics and samples, each when it is due. `values` are the metrics that the step has so far, and
-        `tokens_by_source` the valid tokens of each source of the whole step."""
+        """Validate, evaluate, write metrics and samples, each when it is due. `found` is of the last step, with sequences of `length`
+        tokens, or None if it was skipped. `values` are the metrics that the step has so far, and `tokens_by_source` the valid tokens of
+        each source of the whole step."""
         if self._done or is_due(self.step, self._intervals.validate):
             self.heartbeat.beat(self.step, "validation")
             values |= self._validator.run(self.step, self.optimizer.ema)
@@ -347,15 +370,16 @@ class Trainer:
                 values |= self.setup.evaluate()
             values["perf/evaluation_seconds"] = time.monotonic() - began
         self._metrics.clock.measuring += values.get("perf/validation_seconds", 0.0) + values.get("perf/evaluation_seconds", 0.0)
-        if done or is_due(self.step, self._intervals.log):
-            values |= self._metrics.line(self.step, found, batch.tokens.shape[1], self._lr_factor, self._inspector.bad_steps)
+        if found is not None and (done or is_due(self.step, self._intervals.log)):
+            values |= self._metrics.line(self.step, found, length, self._lr_factor, self._inspector.bad_steps)
             values |= source_metrics(self.curriculum.sources, tokens_by_source, found)
             if self.objective is not None:
                 values = {name: value for name, value in values.items() if name not in _NEXT_TOKEN} | self.objective.metrics()
         if values:
             self._log.write(self.step, values)
-        bar.note(self._note(found.loss, values))
-        if (done or is_due(self.step, self._intervals.sample)) and self.model.whole is not None and math.isfinite(found.loss):
+        bar.note(self._note(None if found is None else found.loss, values))
+        sound = found is None or math.isfinite(found.loss)
+        if sound and (done or is_due(self.step, self._intervals.sample)) and self.model.whole is not None:
             self.heartbeat.beat(self.step, "samples")
             began = time.monotonic()
             with self.model.ema_weights(self.optimizer.ema):
@@ -500,9 +524,13 @@ class Trainer:
         steps, tokens = self.curriculum.steps, self.curriculum.tokens  # more than at the start where a phase was added
         self.files.ledger.write(
             "resume", stage=self.stage, step=self.step, tokens=self.curriculum.tokens_before(self.step),
-            steps=steps, planned_tokens=tokens, **self._environment(),
+            steps=steps, planned_tokens=tokens, trained_until=self._trained_until(), **self._environment(),
         )  # fmt: skip
         terminal.console.print(f"{self.stage} resumes from step {self.step:,} of {steps:,}", style="dim")
+
+    def _trained_until(self) -> float | None:
+        """The time of the last metrics line, which is cut where it is of a step that is trained again: its cost was paid."""
+        return jsonl.last(self.files.folder / METRICS).get("time") if self.model.ranks.is_first else None
 
     def _load(self) -> dict[str, Any] | None:
         """Load the newest good checkpoint that no rollback has undone; its meta, or None if there is none."""
@@ -515,11 +543,23 @@ class Trainer:
         self._saver.saved = int(meta["step"])
         if self.growth is not None:
             self.growth.load(meta)
+        self._require_same_tokens(meta)
         self.step = self._next(self._saver.saved)
         self._inspector.load(meta)
         self._validator.load(meta)
         self._record.load(meta)
         return meta
+
+    def _require_same_tokens(self, meta: dict[str, Any]) -> None:
+        """Raise `UserError` if the steps of a checkpoint were others than those of the recipe: text would be trained twice or left out."""
+        saved = self._saver.saved
+        trained, planned = meta.get("tokens"), self.curriculum.tokens_before(min(saved, self.curriculum.steps))
+        if trained is not None and trained != planned:
+            raise UserError(
+                f"the checkpoint of step {saved:,} was saved after {trained:,} tokens, and by the recipe that step comes after "
+                f"{planned:,}: text would be trained twice or left out; restore the batch and the phases that this run began with, or "
+                "choose another run_dir"
+            )
 
     def _roll_back(self, rollback: RollbackRequest, bar: terminal.Bar) -> bool:
         """Load an earlier checkpoint, as a resumed run would; returns whether that was possible."""
@@ -580,15 +620,16 @@ class Trainer:
         linear = any(getattr(self.recipe.model, section) for section in SECTIONS) and linear_kernels.installed(device)
         return found | {"flash_linear_attention": linear} if linear else found
 
-    def _note(self, loss: float, values: dict[str, float]) -> str:
-        note = f"loss {loss:.3f}{_unit('train/loss' if self.objective is None else None)}"
-        for value in self._validator.measured.values():
-            note += f"  held-out {value:.3f}{_unit(self._validator.metric)}"
+    def _note(self, loss: float | None, values: dict[str, float]) -> str:
+        parts = [] if loss is None else [f"loss {loss:.3f}{self._unit('train/loss')}"]
+        parts += [f"held-out {value:.3f}{self._unit(self._validator.metric)}" for value in self._validator.measured.values()]
         if "perf/tokens_per_second" in values:
-            note += f"  {values['perf/tokens_per_second']:,.0f} tokens/s"
-        return note
+            parts.append(f"{values['perf/tokens_per_second']:,.0f} tokens/s")
+        return "  ".join(parts)
 
-
-def _unit(metric: str | None) -> str:
-    """The unit of a metric, to stand behind its value: losses are in nats per token, but held-out text is measured in bits per byte."""
-    return f" {unit}" if metric is not None and (unit := describe(metric).unit) else ""
+    def _unit(self, metric: str | None) -> str:
+        """The unit of a metric, to stand behind its value: losses are in nats per token, that of an objective has none, and held-out text
+        is measured in bits per byte."""
+        if metric is None or (self.objective is not None and metric in _LOSSES):
+            return ""
+        return f" {unit}" if (unit := describe(metric).unit) else ""

@@ -188,7 +188,7 @@ def _encoded(rows: Iterable[tuple[Row, str]], left_out: LeftOut, tokenizer: Toke
                     continue
                 left_out.noted.update({
                     _CUT_TURN: int(fitted.cut == "turn"), _CUT_ANSWER: int(fitted.cut == "answer"),
-                    _OPEN: 0 if row.segments else checked.open_answers - int(fitted.cut == "answer"),
+                    _OPEN: 0 if row.segments else checked.open_answers,
                     _SPECIAL: int(has_special_text(row.messages, tokenizer)),
                 })  # fmt: skip
                 yield row, fitted.ids, fitted.mask, checked.answers

@@ -17,6 +17,7 @@ from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.data.row_columns import NoRow
 
 Messages = list[Message]
+Cut = Literal["", "turn", "answer"]
 
 
 def examples(messages: Messages, tools: list[dict[str, object]] | None, data: ChatData, tokenizer: Tokenizer, noted: Counter[str],
@@ -112,7 +113,7 @@ class Fitted(NamedTuple):
 
     ids: np.ndarray
     mask: np.ndarray
-    cut: Literal["", "turn", "answer"]
+    cut: Cut
     tokens: int
     spoken: np.ndarray
 
@@ -144,10 +145,12 @@ def fit(messages: Any, tools: Any, tokenizer: Tokenizer, most: int) -> Fitted | 
     if not trained.size or trained[-1] == 0:
         return None
     last = int(trained[-1]) + 1
-    return _fitted(whole[:last], mask[:last], "answer", len(whole), spoken[:last])
+    # an answer that ends here may be one that cannot stand alone, as a call with a result that does not fit
+    cut: Cut = "turn" if whole[last - 1] in tokenizer.stop_ids else "answer"
+    return _fitted(whole[:last], mask[:last], cut, len(whole), spoken[:last])
 
 
-def _fitted(ids: list[int], mask: list[bool], cut: Literal["", "turn", "answer"], tokens: int, spoken: list[bool]) -> Fitted:
+def _fitted(ids: list[int], mask: list[bool], cut: Cut, tokens: int, spoken: list[bool]) -> Fitted:
     return Fitted(np.array(ids), np.array(mask), cut, tokens, np.array(spoken))
 
 
@@ -179,8 +182,8 @@ def _complete(messages: list[Message], number: int) -> bool:
 
 @dataclass(frozen=True)
 class MaskCheck:
-    """What is wrong with a mask. `fault` refuses the conversation; `open_answers` are counted: answers that end without a trained stop
-    token because another message of the assistant or the system follows, where generation does not stop."""
+    """What is wrong with a mask. `fault` refuses the conversation; `open_answers` are counted: answers before the last that end without a
+    trained stop token because another message of the assistant or the system follows, where generation does not stop."""
 
     fault: str | None
     answers: int = 0
@@ -204,7 +207,7 @@ def check_mask(
     learned = np.array([mask[begin : end + 1].any() for begin, end in zip(first, last, strict=True)])
     last = last[learned]
     closed = np.isin(ids[last], list(stop_ids)) & mask[last]
-    answers, without = len(last), int((~closed).sum())
+    answers, without = len(last), int((~closed[:-1]).sum())
     if ends and not closed[-1]:
         return MaskCheck(f"the stop token of the last answer is not trained: {int(last[-1]) + 1} of {len(ids)} tokens", answers, without)
     return MaskCheck(None, answers, without)

@@ -27,29 +27,36 @@ from lmworks.recipe.schema.tune import Replay as Options
 from lmworks.shards.batch import Batch
 from lmworks.shards.batches import Batches
 from lmworks.shards.manifest import Manifest
-from lmworks.shards.order import MixtureOverride
+from lmworks.shards.order import KeptRanges, MixtureOverride, OrderChange
 from lmworks.watch.ledger import LEDGER, Ledger, RunLock, in_use, read_ledger, since_start_over
 
-_ASKED, _TAKEN, _REFUSED = "mixture_asked", "mixture_changed", "mixture_refused"
+_ASKED, _TAKEN, _REFUSED, KEPT = "mixture_asked", "mixture_changed", "mixture_refused", "ranges_kept"
 
 
 @dataclass(frozen=True)
 class Changes:
-    """The changes in a ledger: those that were applied, and requests that no run has seen yet, by their number."""
+    """The changes of the order in a ledger: those of the mixture that were applied, and requests that no run has seen yet, by their number;
+    and the ranges that changes of the recipe have kept (`lmworks.run.changed_order`)."""
 
     applied: list[MixtureOverride]
     pending: dict[int, MixtureOverride]
+    kept: list[KeptRanges]
 
     @property
-    def all(self) -> list[MixtureOverride]:
+    def order(self) -> list[OrderChange]:
+        """What the order follows."""
+        return [*self.kept, *self.applied]
+
+    @property
+    def all(self) -> list[OrderChange]:
         """All changes, if each request is applied at the requested step."""
-        return [*self.applied, *self.pending.values()]
+        return [*self.order, *self.pending.values()]
 
 
 def read_changes(run_dir: Path) -> Changes:
-    """All changes of a run's mixture, applied and pending."""
+    """All changes of a run's order, applied and pending; none without a ledger."""
     path = Path(run_dir) / LEDGER
-    lines = read_ledger(path)
+    lines = read_ledger(path) if path.exists() else []
     with explain_damage(path):
         return _changes(lines)
 
@@ -59,7 +66,8 @@ def _changes(lines: Sequence[Mapping[str, Any]]) -> Changes:
     answered = {line["number"] for line in lines if line["event"] in (_TAKEN, _REFUSED)}  # requests are numbered over the whole ledger
     valid = since_start_over(lines, BASE.stage)
     taken = [MixtureOverride(line["step"], line["mixture"]) for line in valid if line["event"] == _TAKEN]
-    return Changes(taken, {number: change for number, change in enumerate(asked) if number not in answered})
+    kept = [KeptRanges(line["step"], line["ranges"], line["files"]) for line in valid if line["event"] == KEPT]
+    return Changes(taken, {number: change for number, change in enumerate(asked) if number not in answered}, kept)
 
 
 def next_step(run_dir: Path) -> int:
@@ -119,13 +127,12 @@ class MixtureUpdates:
 
     def apply_pending(self, first: int) -> None:
         """Apply pending requests from their step on, or from `first` if that is later. All ranks call this in the same step."""
-        taken = self._ranks.first(lambda: [(change.step, dict(change.mixture)) for change in self._answer(first)])
-        self._batches.set_mixture_overrides([MixtureOverride(step, mixture) for step, mixture in taken])
+        self._batches.set_changes(self._ranks.first(lambda: self._answer(first)))
 
-    def _answer(self, first: int) -> list[MixtureOverride]:
+    def _answer(self, first: int) -> list[OrderChange]:
         """All applied changes, after each pending request has been answered in the ledger."""
         changes = _changes(self._ledger.read())
-        taken = changes.applied
+        taken = changes.order
         for number, change in changes.pending.items():
             change = MixtureOverride(max(change.step, first), change.mixture)
             try:
