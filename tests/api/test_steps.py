@@ -50,6 +50,7 @@ def test_own_batches_are_learned_and_sampled(tiny_copy: Tiny) -> None:
         ids = session.tokenizer.encode("def f(x): return x")
         masked = session.batch_of([ids, ids[:5]], [[0.0, *[1.0] * (len(ids) - 1)], [0.0, 0.0, 1.0, 1.0, 1.0]])
         assert masked.valid_tokens == len(ids) - 1 + 3 and masked.weights is None and masked.tokens.shape == (2, len(ids) - 1)
+        assert masked.tokens[1].tolist() == [*ids[:4], *(ids[:4] * len(ids))[: len(ids) - 5]], "padding repeats its row"
         batch = session.batch_of([ids, ids[::-1]])
         before = session.model().log_likelihood(ids[:1], ids[1:])
         # two calls add up to one with both, each label with the same weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tests.model.test_transformer import _SMALL, CONFIGS, build, sample
@@ -13,6 +14,7 @@ from lmworks.model.router import Router, sinkhorn
 from lmworks.parallel.parallelize import checkpoint_activations
 from lmworks.recipe.schema.layout import ActivationCheckpointing
 from lmworks.recipe.schema.model import Balance, Model, Moe
+from lmworks.train.answers import Answer, pack
 
 
 def skewed(balance: Balance) -> Transformer:
@@ -38,6 +40,19 @@ def counts_of(model: Transformer, seed: int) -> torch.Tensor:
         _, experts = model.hidden(tokens)
     assert experts.counts is not None
     return experts.counts
+
+
+def test_padding_loads_the_experts_as_the_text_of_its_row_does() -> None:
+    """Which one token in all of its places does not: it always goes to the same two of eight."""
+    model = skewed(Balance())
+    text = np.random.default_rng(3).integers(1, 128, 33)
+    begins = np.array([0, 32, 64], np.int32)
+    row = pack([Answer(text, np.arange(33) > 4)], 64, 0).batch
+    assert (row.cu_seqlens == begins).all() and row.valid_tokens == 28
+    with torch.no_grad():
+        (whole, alone) = (model.hidden(torch.from_numpy(tokens).long(), torch.from_numpy(bounds))[1].counts
+                          for tokens, bounds in ((row.tokens, begins), (row.tokens[:, :32], begins[:2])))  # fmt: skip
+    assert whole is not None and alone is not None and torch.equal(whole, 2 * alone)
 
 
 @pytest.mark.parametrize("update", ["sign", "proportional"])

@@ -60,6 +60,8 @@ def test_every_label_comes_once_per_epoch_and_no_document_that_fits_is_cut(
         for step in range(epoch * rows, (epoch + 1) * rows):
             for tokens, labels in segments(batches, step):
                 if (labels == IGNORE).all():
+                    row = batches.batch(step).tokens[0]
+                    assert (row[-len(tokens) :] == np.resize(row[: -len(tokens)], len(tokens))).all(), "padding repeats its row"
                     continue
                 assert (labels == tokens + 1).all(), "within a segment each label is the token that follows in its document"
                 seen.update(labels.tolist())

@@ -86,7 +86,7 @@ def test_several_processes_write_the_same_files(
     recipe: Recipe, corpus: Path, tokenizer_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmworks.shards.build._WORTH_A_PROCESS", 1)
-    build_shards(recipe.model_copy(update={"threads": 3}), corpus, tokenizer_dir, tmp_path)
+    build_shards(recipe.model_copy(update={"threads": 2}), corpus, tokenizer_dir, tmp_path)
     assert contents(tmp_path) == contents(shards_dir)
 
 
@@ -123,7 +123,7 @@ module.build_shards(Recipe.model_validate_json(sys.argv[1]), *map(Path, sys.argv
 """
 
 
-@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("threads", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_killed_and_started_again_gives_equal_files(
     recipe: Recipe, corpus: Path, tokenizer_dir: Path, shards_dir: Path, tmp_path: Path, threads: int
 ) -> None:
@@ -131,13 +131,14 @@ def test_killed_and_started_again_gives_equal_files(
     recipe = recipe.model_copy(update={"threads": threads})
     command = [sys.executable, "-c", KILLED, recipe.model_dump_json(), str(corpus), str(tokenizer_dir), str(out)]
     codes = []
-    for files in (1, 8, 40):
+    kills = (12,) if threads == 2 else (1, 8, 40)  # in the fast tests once, since each start imports everything in each process
+    for files in kills:
         with subprocess.Popen(command) as process:
             while process.poll() is None and sum(path.is_file() for path in out.rglob("*")) < files:
                 time.sleep(0.001)
             process.kill()
         codes.append(process.returncode)
-    assert set(codes) <= {0, -signal.SIGKILL} and codes.count(-signal.SIGKILL) >= 2, "kills come while it works"
+    assert set(codes) <= {0, -signal.SIGKILL} and codes.count(-signal.SIGKILL) >= max(len(kills) - 1, 1), "kills come while it works"
     build_shards(recipe, corpus, tokenizer_dir, out)
     assert contents(out) == contents(shards_dir)
 

@@ -35,11 +35,12 @@ def conversations(batch) -> list[tuple[int, int, int]]:
     bounds = batch.cu_seqlens.tolist()
     for a, b in pairwise(bounds):
         tokens, labels = batch.tokens.reshape(-1)[a:b], batch.labels.reshape(-1)[a:b]
-        assert len(np.unique(tokens)) == 1
         learned = labels[labels != IGNORE]
-        if tokens[0] == 0:
-            assert learned.size == 0, "padding is not learned"
+        if not learned.size:
+            row, used = divmod(a, LENGTH)
+            assert (tokens == (np.resize(batch.tokens[row, :used], len(tokens)) if used else 0)).all(), "padding repeats its row"
             continue
+        assert len(np.unique(tokens)) == 1
         assert (learned == tokens[0]).all()
         found.append((int(tokens[0]), b - a, len(learned)))
     return found

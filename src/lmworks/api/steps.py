@@ -22,7 +22,7 @@ from lmworks.run.run_dir import stage_inputs, write_stamp
 from lmworks.run.runner import recorded_files
 from lmworks.run.stages import STAGES, StageContext, record_pretraining_text, training_context
 from lmworks.run.start import choose_mesh_here, start_run
-from lmworks.shards.batch import IGNORE, PADDING, Batch
+from lmworks.shards.batch import IGNORE, PADDING, Batch, fill_padding
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.pretrain import open_pretraining
 from lmworks.train.step import Gradients
@@ -106,6 +106,7 @@ class TrainingSession:
             last = len(row) - 1
             tokens[number, :last], labels[number, :last] = row[:-1], np.where(factor[1:] != 0, row[1:], IGNORE)
             scale[number, :last] = factor[1:]
+            fill_padding(tokens[number], last)
         begins = np.arange(0, tokens.size + 1, length, dtype=np.int32)
         plain = weights is None or set(np.unique(scale)) <= {0.0, 1.0}
         phase = 0 if self.step >= self.steps else self.batch().phase

@@ -15,6 +15,15 @@ IGNORE = -100  # a label without loss, as `ignore_index` of torch.nn.functional.
 PADDING = 0  # the token in places that no document fills
 
 
+def fill_padding(row: np.ndarray, used: int) -> None:
+    """Repeat the first `used` tokens of a row, (T,), in the places behind them, which no document fills and which have no labels.
+
+    Routers count all tokens: one token in all these places would always go to the same few experts, whose bias would fall for it.
+    """
+    if 0 < used < len(row):
+        row[used:] = np.resize(row[:used], len(row) - used)
+
+
 MOST_SOURCES = 64  # whose losses are told apart
 
 

@@ -21,7 +21,7 @@ from lmworks.recipe.timeline import Growth
 from lmworks.shards.batch import Batch, one_hot
 from lmworks.shards.lineage import DocumentSpan, Lineage, SequenceDocuments
 from lmworks.shards.manifest import Manifest
-from lmworks.shards.order import LocatedSequences, MixtureOverride, Order
+from lmworks.shards.order import LocatedSequences, Order, OrderChange
 from lmworks.shards.remote import ReadAhead, RemoteShards, ShardFiles, Storage
 from lmworks.shards.row_plans import RowPlans, Waste, waste
 from lmworks.shards.sequences import BestFit, Concatenated, Filled, Sequences
@@ -32,7 +32,7 @@ class Batches:
     """All batches of a run, by number, and the held-out ones by domain."""
 
     def __init__(
-        self, recipe: Recipe, shards_dir: Path, overrides: Sequence[MixtureOverride] = (), storage: Storage | None = None,
+        self, recipe: Recipe, shards_dir: Path, changes: Sequence[OrderChange] = (), storage: Storage | None = None,
         growths: Sequence[Growth] = (),
     ) -> None:  # fmt: skip
         self.shards_dir, self.recipe = Path(shards_dir), recipe
@@ -50,28 +50,28 @@ class Batches:
             self._plans = RowPlans(self.shards_dir, self.manifest, self._streams, recipe.threads or 1)
         self._lineage: dict[Path, Lineage] = {}
         self.growths = tuple(growths)
-        self.set_mixture_overrides(overrides)
+        self.set_changes(changes)
         ahead = int(recipe.shards.cache.prefetch.value) if recipe.shards.cache else 0
         self._ahead = ReadAhead(self.fill_cache, ahead, self.steps - 1) if ahead else None
 
-    def set_mixture_overrides(self, overrides: Sequence[MixtureOverride]) -> None:
-        """Use these overrides of the mixture (the complete list) for all later calls.
+    def set_changes(self, changes: Sequence[OrderChange]) -> None:
+        """Use these changes of the order (the complete list) for all later calls.
 
-        Safe while another thread is reading a batch: that batch uses either the old or the new overrides.
+        Safe while another thread is reading a batch: that batch uses either the old or the new ones.
         """
-        order = self.order_with(overrides)
-        self.overrides = tuple(overrides)
+        order = self.order_with(changes)
+        self.changes = tuple(changes)
         self._sequences: Sequences = BestFit(order, self._streams, self._plans) if self._plans else Concatenated(order, self._streams)
 
     def set_growths(self, growths: Sequence[Growth]) -> None:
-        """Follow these growths of the batch (the complete list) in all later calls; safe as `set_mixture_overrides` is."""
+        """Follow these growths of the batch (the complete list) in all later calls; safe as `set_changes` is."""
         if tuple(growths) != self.growths:
             self.growths = tuple(growths)
-            self.set_mixture_overrides(self.overrides)
+            self.set_changes(self.changes)
 
-    def order_with(self, overrides: Sequence[MixtureOverride]) -> Order:
-        """The order with these overrides. Raises `UserError` for an impossible one."""
-        return Order(self.recipe, self.manifest, overrides, self._plans.count_rows if self._plans else None, self.growths)
+    def order_with(self, changes: Sequence[OrderChange]) -> Order:
+        """The order with these changes. Raises `UserError` for an impossible one."""
+        return Order(self.recipe, self.manifest, changes, self._plans.count_rows if self._plans else None, self.growths)
 
     @property
     def order(self) -> Order:

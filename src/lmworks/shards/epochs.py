@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from math import ceil
+from typing import Any
 
 import numpy as np
 
@@ -81,12 +83,30 @@ class EpochOrder:
 
     If the range is extended after `taken` draws, the sequences that were never read come first: the rest of the old range, then the new
     one. After that, epochs cover the whole range. Draws before `taken` do not change.
+
+    `phase` is the one whose order this is, and `begin` how many of its draws came before: a later phase may go on with what an earlier one
+    has left.
     """
 
     def __init__(self, seed: int, phase: str, source: str, sequences: int) -> None:
+        self.phase, self.begin = phase, 0
         self._name = (seed, phase, source)
         self._ranges = [EpochRange(0, 0, sequences, 0)]
         self._read_once = sequences  # the number of draws after which every sequence has been read once
+
+    @classmethod
+    def of_state(cls, seed: int, source: str, state: Mapping[str, Any]) -> EpochOrder:
+        """The order with the `state` of another one."""
+        order = cls(seed, state["phase"], source, 0)
+        order.begin, order._read_once = state["begin"], state["read_once"]
+        order._ranges = [EpochRange(*one) for one in state["ranges"]]
+        return order
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What `of_state` makes this order from, as plain JSON values."""
+        ranges = [list(astuple(one)) for one in self._ranges]
+        return {"phase": self.phase, "begin": self.begin, "read_once": self._read_once, "ranges": ranges}
 
     @property
     def sequences(self) -> int:
@@ -101,7 +121,7 @@ class EpochOrder:
         if not old:
             self._ranges, self._read_once = [EpochRange(0, 0, sequences, 0)], sequences
             return
-        begin = max(taken, self._read_once)
+        begin = max(taken + self.begin, self._read_once)
         read = last.read + ceil((begin - last.first) / last.count)
         if begin == last.first:
             self._ranges.pop()
@@ -111,7 +131,7 @@ class EpochOrder:
 
     def locate(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For draws `k`: the sequence, and its epoch (how many times it, or the oldest in its range, was read before). Both int64."""
-        k = np.asarray(k, np.int64)
+        k = np.asarray(k, np.int64) + self.begin
         sequence, epoch = np.empty_like(k), np.empty_like(k)
         which = np.searchsorted([passage.first for passage in self._ranges], k, side="right") - 1
         for number in np.unique(which):

@@ -6,9 +6,10 @@ sequences of its range. It is sequence permute(k % n), under a key of that epoch
 range of m tokens holds n = (m - 1) // L sequences of L + 1 tokens, and neighbors share one token (the last label of one is the first input
 of the next). With `best_fit` a sequence is a row of whole documents.
 
-If the mixture is changed while the run is in progress, ranges that a phase has begun to read stay as they are; only the other ranges are
-divided again. The order does not depend on ranks, micro-batches or restarts, and it has no state to save. `lmworks.shards.order`
-describes the way from a step to the sequences that a rank reads.
+If the mixture or the recipe is changed while the run is in progress, ranges that a phase has begun to read stay as they are; only the other
+ranges are divided again. A phase that is added where no text is left goes on with what an earlier one of its sequence length has not read;
+one of another length reads the whole source. The order does not depend on ranks, micro-batches or restarts, and it has no state to save.
+`lmworks.shards.order` describes the way from a step to the sequences that a rank reads.
 
 Which sequences a rank reads in a step.
 
@@ -31,6 +32,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +55,22 @@ class MixtureOverride:
 
     step: int
     mixture: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class KeptRanges:
+    """The ranges of the phases that were begun before `step`, when the recipe was changed: it does not move them.
+
+    `ranges` are, by phase and source, the borders and the state of the `EpochOrder`. `files` are the hashes of the token files; a source
+    that has others now is divided anew, since its documents lie elsewhere.
+    """
+
+    step: int
+    ranges: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    files: Mapping[str, Sequence[str]]
+
+
+OrderChange = MixtureOverride | KeptRanges
 
 
 @dataclass(frozen=True)
@@ -98,16 +116,17 @@ class Order:
     """The order of all sequences of a run, in memory that does not grow with their number.
 
     `data` is the manifest of the shards or, for a plan before they exist, the tokens of each source by name.
-    `overrides` are changes of the mixture that were requested during the run, and `growths` those of its batch
-    (`lmworks.watch.batch_growth`): which sequences a step has depends on them, and nothing else does.
+    `changes` are the changes of the mixture that were requested during the run, and the ranges that a change of the recipe has kept, of
+    which the last in the list count. `growths` are those of the batch (`lmworks.watch.batch_growth`): which sequences a step has depends on
+    them, and nothing else does.
     `count_sequences` counts the sequences of a range; the default counts those of `concatenate`, an estimate for `best_fit`.
     `left_out` names optional sources of the mixtures that are not available; the weights of the others were scaled up.
     """
 
     def __init__(
-        self, recipe: Recipe, data: Manifest | Mapping[str, int], overrides: Sequence[MixtureOverride] = (),
+        self, recipe: Recipe, data: Manifest | Mapping[str, int], changes: Sequence[OrderChange] = (),
         count_sequences: CountSequences | None = None, growths: Sequence[Growth] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._tokens = data.train_tokens() if isinstance(data, Manifest) else dict(data)
         self._count_sequences = count_sequences or (lambda source, borders, length: max(0, (borders[-1] - borders[0] - 1) // length))
         self._hashes = _content(data) if isinstance(data, Manifest) else {}
@@ -117,17 +136,26 @@ class Order:
         self.left_out: list[str] = []
         # Without growths: a planned change of the mixture keeps its place, in sequences, when the batch grows.
         self.mixtures = [self._plan(phase, PhaseSteps.of(phase)) for phase in recipe.train.phases]
-        in_order = sorted(overrides, key=lambda change: change.step)
+        in_order = sorted((one for one in changes if isinstance(one, MixtureOverride)), key=lambda change: change.step)
         requested = [(change.step, self._mixture(f"step {change.step}", change.mixture)) for change in in_order]
         names = [plan.names for plan in self.mixtures] + [mixture.names for _, mixture in requested]
         self.sources = sorted(set().union(*names))
         self._shares: list[dict[str, Share]] = [{} for _ in self.mixtures]
         self._epoch_orders: list[dict[str, EpochOrder]] = [{} for _ in self.mixtures]
+        self._kept = next((one for one in reversed(changes) if isinstance(one, KeptRanges)), None)
+        since = 0 if self._kept is None else self._kept.step
+        for step, mixture in requested:
+            if step < since:  # the ranges that were kept then are those after this change
+                self._draw(step, mixture)
         planned = [self._planned(number) for number in range(len(self.mixtures))]
         for source in self.sources:
-            self._divide(source, planned, 0)
+            if self._kept is None or self._kept.files.get(source) != self._hashes.get(source):
+                self._divide(source, planned, 0)
+            else:
+                self._keep(source, planned, self._kept)
         for step, mixture in requested:
-            self._change(step, mixture)
+            if step >= since:
+                self._change(step, mixture)
         self._source_index = [np.array([self.sources.index(name) for name in plan.names]) for plan in self.mixtures]
         self._check(recipe.shards.max_epochs)
 
@@ -174,6 +202,28 @@ class Order:
             if self.packing == "concatenate":
                 start[mine] = self._shares[phase][name].start + sequence[mine] * length
         return LocatedSequences(self._source_index[phase][turn], epoch, sequence, start)
+
+    def kept(self, step: int) -> KeptRanges:
+        """The ranges of the phases that have begun before `step`, which may be the number of steps, for an order of another recipe."""
+        ranges: dict[str, dict[str, Any]] = {}
+        for number, phase in enumerate(self.timeline.phases):
+            if self.timeline.first_step(number) < step:
+                ranges[phase.name] = {
+                    source: {"borders": list(share.borders), **self._epoch_orders[number][source].state}
+                    for source, share in self._shares[number].items()
+                    if share.stop > share.start
+                }
+        return KeptRanges(step, ranges, self._hashes)
+
+    def read_again(self) -> Iterator[tuple[str, str, float]]:
+        """Phases that were added where no text was left and read that of earlier phases: (phase, source, how much of it was read)."""
+        for number, phase in enumerate(self.timeline.phases):
+            for source, share in self._shares[number].items():
+                before = [(one, self._shares[one][source]) for one in range(number)]
+                again = share.planned and any(share.start < other.stop and other.planned for _, other in before)
+                if again and self._epoch_orders[number][source].phase == phase.name:
+                    tokens = sum(other.planned * self.timeline.phases[one].sequence_length for one, other in before)
+                    yield phase.name, source, min(1.0, tokens / self._tokens[source])
 
     def epochs_by_source(self) -> dict[str, float]:
         """How many times the tokens of each source are read over all phases, on average."""
@@ -226,17 +276,41 @@ class Order:
         self.left_out = sorted({*self.left_out, *missing})
         return Mixture({name: weight for name, weight in weights.items() if name in self._tokens})
 
+    def _draw(self, step: int, mixture: Mixture) -> None:
+        """Draw with other weights from a step on."""
+        phase = self.phase_of(step)
+        self.mixtures[phase] = self.mixtures[phase].changed(self.timeline.sequences(step)[0], mixture)
+
     def _change(self, step: int, mixture: Mixture) -> None:
         """Draw with other weights from a step on. Sequences before it, and ranges that were begun, do not change."""
         phase = self.phase_of(step)
         first = self.timeline.sequences(step)[0]
         taken = self._planned(phase, first) if first else None
         before = [self._planned(number) for number in range(len(self.mixtures))]
-        self.mixtures[phase] = self.mixtures[phase].changed(first, mixture)
+        self._draw(step, mixture)
         after = [self._planned(number) for number in range(len(self.mixtures))]
         for source in self.sources:
             if [counts.get(source, 0) for counts in before] != [counts.get(source, 0) for counts in after]:
                 self._divide(source, after, phase, None if taken is None else taken.get(source, 0))
+
+    def _keep(self, source: str, planned: Sequence[Mapping[str, int]], kept: KeptRanges) -> None:
+        """Keep the ranges of phases that have begun, and divide the other text of a source among the rest."""
+        timeline, end = self.timeline, 0
+        begun = [number for number in range(len(timeline.phases)) if timeline.first_step(number) < kept.step]
+        for number in begun:
+            name, length = timeline.phases[number].name, timeline.phases[number].sequence_length
+            was = kept.ranges.get(name, {}).get(source)
+            borders = (end, end) if was is None else tuple(was["borders"])
+            order = EpochOrder(self.seed, name, source, 0) if was is None else EpochOrder.of_state(self.seed, source, was)
+            sequences = self._count_sequences(source, borders, length) if was else 0
+            self._epoch_orders[number][source] = order
+            self._shares[number][source] = Share(name, source, borders, sequences, planned[number].get(source, 0))
+            end = max(end, borders[-1])
+        now, taken = len(begun), None
+        if begun and kept.step < timeline.first_step(now):  # inside the last of them
+            now, inside = now - 1, kept.step - timeline.first_step(now - 1)
+            taken = self._planned(now, timeline.phases[now].before(inside)).get(source, 0)
+        self._divide(source, planned, now, taken)
 
     def _planned(self, phase: int, prefix: int | None = None) -> dict[str, int]:
         """How many of the first `prefix` sequences of a phase (default: all) come from each source."""
@@ -252,14 +326,17 @@ class Order:
         phases, tokens = self.timeline.phases, self._tokens.get(source, 0)
         count = [counts.get(source, 0) for counts in planned]
         use = [number * phase.sequence_length for number, phase in zip(count, phases, strict=True)]
-        start = self._shares[now - 1][source].stop if now else 0
+        start = max((self._shares[number][source].stop for number in range(now)), default=0)
         for number in range(now, len(phases)):
             left = sum(use[number:])
-            stop = start + (tokens - start) * use[number] // left if left else start
             old = self._shares[number][source] if number == now and taken is not None else None
+            if old is None and use[number] and self._is_used_up(tokens - start, left, tokens, sum(use)):
+                self._share_begun(source, number, count[number])
+                continue
+            stop = start + (tokens - start) * use[number] // left if left else start
             borders: tuple[int, ...] = (start, stop)
             if old:
-                borders = (*old.borders, stop) if stop > old.stop else old.borders
+                borders = (*old.borders, stop) if stop > old.stop >= start else old.borders
             sequences = self._count_sequences(source, borders, phases[number].sequence_length) if stop > start or old else 0
             if old is None or taken is None:
                 self._epoch_orders[number][source] = EpochOrder(self.seed, phases[number].name, source, sequences)
@@ -268,7 +345,32 @@ class Order:
             else:
                 borders, sequences = old.borders, old.sequences
             self._shares[number][source] = Share(phases[number].name, source, borders, sequences, count[number])
-            start = borders[-1]
+            start = max(start, borders[-1])
+
+    def _is_used_up(self, unread: int, left: int, tokens: int, use: int) -> bool:
+        """Whether the phases of a changed recipe that are to come, which read `left` tokens of a source, find so little text that none has
+        begun that they would read it more often than once, and than the source is read on average."""
+        return self._kept is not None and left > unread and left * tokens * 10 > use * unread * 11
+
+    def _share_begun(self, source: str, number: int, count: int) -> None:
+        """Give a phase the text of earlier ones: what one of its sequence length has not read, or the whole source."""
+        phase = self.timeline.phases[number]
+        drawn: dict[str, int] = {}  # of each order, by the phases so far
+        for one in range(number):
+            order = self._epoch_orders[one][source]
+            drawn[order.phase] = max(drawn.get(order.phase, 0), order.begin + self._shares[one][source].planned)
+        for one in reversed(range(number)):
+            before, share = self._epoch_orders[one][source], self._shares[one][source]
+            if self.timeline.phases[one].sequence_length == phase.sequence_length and drawn[before.phase] < before.sequences:
+                order = EpochOrder.of_state(self.seed, source, {**before.state, "begin": drawn[before.phase]})
+                borders, sequences = share.borders, share.sequences
+                break
+        else:
+            borders = (0, self._tokens.get(source, 0))
+            sequences = self._count_sequences(source, borders, phase.sequence_length)
+            order = EpochOrder(self.seed, phase.name, source, sequences)
+        self._epoch_orders[number][source] = order
+        self._shares[number][source] = Share(phase.name, source, borders, sequences, count)
 
     def _check(self, max_epochs: float) -> None:
         for share in self.shares():
@@ -300,7 +402,12 @@ def sequences_of_rank(count: int, rank: int, ranks: int) -> tuple[int, int]:
 
 def epoch_warnings(order: Order, most: float) -> Iterator[str]:
     """A line for each source that a phase reads more than `most` times. Phases share no text, so that all of them together read no source
-    more often than one of them does."""
+    more often than one of them does, but for phases that were added later."""
+    for phase, source, read in order.read_again():
+        yield (
+            f"phase {phase} was added when no text of source {source} was left; it reads text of earlier phases again, which have read "
+            f"{read:.0%} of it"
+        )
     for share in order.shares():
         if share.epochs > most:
             yield f"phase {share.phase} reads source {share.source} {share.epochs:.1f} times, more than shards.warn_epochs {most:g}"

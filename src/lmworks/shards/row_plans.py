@@ -23,7 +23,7 @@ import numpy as np
 
 from lmworks.host.pool import map_unordered
 from lmworks.io.files import atomic_path, read_json, write_json
-from lmworks.shards.batch import IGNORE, PADDING
+from lmworks.shards.batch import IGNORE, PADDING, fill_padding
 from lmworks.shards.indexed import IndexedFile, damaged, map_file
 from lmworks.shards.manifest import Manifest, Shard
 from lmworks.shards.token_stream import TokenStream
@@ -93,6 +93,7 @@ class PackedRows:
             labels[at : at + count] = text[1:] if learn is None else np.where(learn[1:] != 0, text[1:].astype(np.int32), IGNORE)
             begins.append(at)
             at += count
+        fill_padding(tokens, at)
         return [*begins, at] if at < self.length else begins
 
     def _read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lmworks.shards.batch import IGNORE, PADDING
+from lmworks.shards.batch import IGNORE, PADDING, fill_padding
 from lmworks.shards.order import LocatedSequences, Order
 from lmworks.shards.row_plans import RowPlans
 from lmworks.shards.token_stream import TokenStream
@@ -79,7 +79,7 @@ class Concatenated:
 class BestFit:
     """Rows of whole documents; see `lmworks.shards.row_plans`.
 
-    The unused end of a row is padding: a segment of its own, without labels.
+    The unused end of a row is padding (`fill_padding`): a segment of its own, without labels.
     """
 
     def __init__(self, order: Order, streams: Mapping[str, TokenStream], plans: RowPlans) -> None:
@@ -100,6 +100,7 @@ class BestFit:
                 at += inputs
             if at < length:
                 begins.append(row * length + at)
+                fill_padding(tokens[row], at)
         return Filled(tokens, labels, np.array(begins, np.int64))
 
     def ranges(self, phase: int, found: LocatedSequences) -> Iterator[tuple[Path, int, int]]:

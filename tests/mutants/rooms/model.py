@@ -1,6 +1,9 @@
 """Mistakes in the forward pass, its losses and the balancing of experts."""
 
 MUTANTS = [
+    ("train.answers:pack", "        fill_padding(tokens[row], end)\n", "        pass\n",
+     "Padding of answers is routed as the text of its row.",
+     "model/test_balance.py::test_padding_loads_the_experts_as_the_text_of_its_row_does"),
     ("model.documents:_blocks", "max(start + 1 - window, 0)", "max(start + 2 - window, 0)",
      "The first query of a block sees the whole window.", "model/test_transformer.py"),
     ("model.attention:attend_fast", "window = T if mask is None or mask.window is None else mask.window", "window = T",

@@ -1,6 +1,10 @@
 """Mistakes in the order of sequences, in mixtures and in batches."""
 
 MUTANTS = [
+    ("shards.sequences:BestFit.fill", "                fill_padding(tokens[row], at)\n", "",
+     "Padding of documents is routed as the text of its row.", "shards/test_best_fit.py"),
+    ("shards.row_plans:PackedRows.fill", "        fill_padding(tokens, at)\n", "",
+     "Padding of conversations is routed as the text of its row.", "shards/test_tuning_batches.py"),
     ("shards.order:sequences_of_rank", "rank * count // ranks, (rank + 1) * count // ranks", "0, count // ranks",
      "Each rank reads other sequences.", "shards/test_order.py shards/test_batches.py"),
     ("shards.epochs:permute", "    while outside.size:\n", "    while outside.size > 1:\n",
@@ -9,7 +13,7 @@ MUTANTS = [
      "shards/test_permute.py shards/test_order.py"),
     ("shards.epochs:EpochOrder.locate", "(int(now), int(number)) if number else (int(now),)", "(0,)", "Each epoch has another order.",
      "shards/test_order.py"),
-    ("shards.epochs:EpochOrder.extend", "begin = max(taken, self._read_once)", "begin = taken",
+    ("shards.epochs:EpochOrder.extend", "begin = max(taken + self.begin, self._read_once)", "begin = taken + self.begin",
      "Sequences that were never read come before repeated ones.", "shards/test_mixture_changes.py"),
     ("shards.epochs:EpochOrder.extend", "EpochRange(begin, old, sequences - old, 0)", "EpochRange(begin, 0, sequences, 0)",
      "A longer range reads its new sequences first.", "shards/test_mixture_changes.py"),
@@ -49,4 +53,17 @@ MUTANTS = [
     ("shards.batch:Batch.lengthened", "row * length + at, np.arange(rows) * length + before", "row * length + at",
      "What lengthens rows is a document of its own.",
      "shards/test_batches.py::test_longer_rows_are_the_same_rows_and_a_document_without_labels"),
+    ("shards.order:Order.__init__", "                self._keep(source, planned, self._kept)\n",
+     "                self._divide(source, planned, 0)\n", "Ranges that were kept are those of the order.",
+     "run/test_changed_order.py::test_more_text_for_a_later_phase_keeps_what_the_first_one_reads"),
+    ("shards.order:Order._share_begun", '{**before.state, "begin": drawn[before.phase]}', "before.state",
+     "A phase that is added reads what an earlier one of its length has not read.",
+     "run/test_changed_order.py::test_a_phase_that_is_added_reads_what_one_of_its_length_has_not_read"),
+    ("shards.epochs:EpochOrder.extend", "taken + self.begin", "taken",
+     "A range that goes on with another is extended after what was drawn.",
+     "run/test_changed_order.py::test_no_change_trains_text_twice_or_leaves_it_out"),
+    ("shards.order:Order._divide", "stop > old.stop >= start", "stop > old.stop", "A range is not extended over that of another phase.",
+     "run/test_changed_order.py::test_a_phase_that_goes_on_with_another_keeps_its_range"),
+    ("shards.order:epoch_warnings", "in order.read_again()", "in ()", "Text that an added phase reads again is said.",
+     "run/test_changed_order.py::test_a_phase_that_is_added_reads_what_one_of_its_length_has_not_read"),
 ]  # fmt: skip
