@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 import os
 import shutil
@@ -20,6 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import fake_cuda as fake_cuda_device
 import tiny_run
+from late import is_slow
 from lmworks.host import machine
 from rank_pool import RankPool
 from unsynced import do_not_wait_for_the_disk
@@ -50,15 +50,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Files of slow tests only: every worker of the fast suite would import deepspeed, trl and mlflow for nothing."""
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
-    return True if _is_slow(collection_path.read_text(encoding="utf-8")) else None
-
-
-def _is_slow(source: str) -> bool:
-    """Whether the `pytestmark` of a file has the mark slow."""
-    if "\npytestmark = " not in source or "pytest.mark.slow" not in source:
-        return False
-    found = (node for node in ast.parse(source).body if isinstance(node, ast.Assign))
-    return any(ast.unparse(node).startswith("pytestmark = ") and "pytest.mark.slow" in ast.unparse(node) for node in found)
+    return True if is_slow(collection_path.read_text(encoding="utf-8")) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

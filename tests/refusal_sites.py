@@ -73,7 +73,7 @@ PLACES = (
         tokenizer.foreign ForeignTokenizer.__init__(3) ForeignTokenizer._template
         tokenizer.opening _source _template kept_json(2) require_fit require_chat
         tokenizer.train _adopt _check_round_trip
-        tokenizer.turns Turns.__init__ Turns._check
+        tokenizer.turns Turns.__init__ Turns._require_answers
     """),
     (FIRST, "the weights to start from, by their headers", """
         weights.gguf gguf_of gguf_package
@@ -128,6 +128,7 @@ PLACES = (
         run.stages stages_for
         recipe.timeline PhaseSteps.of
         run.time_budget require_kept settle_budget _naming_time
+        run.changed_order keep_order require_same_past(5) _require_same_steps(3)
     """),
     (BEGINNING, "the ranks that were started do not fit the layout, or each other", """
         parallel.process_group check_consistency
@@ -185,7 +186,7 @@ PLACES = (
         host.pool map_unordered
     """),
     (LATER, "weights, once they have been loaded or trained", """
-        train.trainer Trainer._are_finite Trainer._flush Trainer.save
+        train.trainer Trainer._are_finite Trainer._flush Trainer.save Trainer._require_same_tokens
         export.gguf write_gguf_adapter(2) load_gguf(2) _damaged
         export.export export(2) _require_all
         export.parity _load_in_transformers(2) require_parity
@@ -205,7 +206,7 @@ PLACES = (
         tokenizer.messages _Text._add_part(2) _Text.add _detail _list_of_calls _role _tool _tool_call(2) read_json(2)
         tokenizer.messages _weight(2) normal(3) normal_tools(2)
         tokenizer.turns Turns.encode
-        tokenizer.turns Turns._spans(2)
+        tokenizer.turns Turns._spans(3) Turns._require_end
         train.data.masks fit(2)
         train.data.preferences _add_others(2)
     """),
@@ -270,7 +271,7 @@ PLACES = (
         io.run_layout of_model of_stage
         plan.automatic choose_layout(3)
         run.start require_stage
-        plan.budget seconds_for_money fit_time _Fitter.best_size
+        plan.budget seconds_for_money(2) fit_time _Fitter.best_size
         plan.laws load_law(3)
         run.checkpoint_commands find(2) require_own_weights rollback(2) prune average
         io.store Store.document

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from conftest import _is_slow
+from late import is_slow
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,7 +58,7 @@ def test_no_fast_test_is_skipped_for_a_package_that_is_not_installed_with_them()
     """Otherwise nobody runs it: `make test` and `make mutants` install `dev`."""
     installed = in_extra("dev")
     sources = {path: path.read_text(encoding="utf-8") for path in Path(__file__).parent.rglob("*.py")}
-    asked = {name: path.name for path, text in sources.items() if not _is_slow(text) for name in needed(ast.parse(text))}
+    asked = {name: path.name for path, text in sources.items() if not is_slow(text) for name in needed(ast.parse(text))}
     assert {"gguf", "peft", "transformers"} <= asked.keys()
     known = packages_distributions()
     missing = {name: file for name, file in asked.items() if not installed & {canonicalize_name(one) for one in known.get(name, [name])}}

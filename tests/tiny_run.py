@@ -16,6 +16,7 @@ import torch
 
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.tensor_files import Reader
+from lmworks.evaluate.generation import replies
 from lmworks.evaluate.in_loop import make_evaluation
 from lmworks.metrics.log import read
 from lmworks.model import Transformer
@@ -25,9 +26,13 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.runner import run_stages
 from lmworks.shards.batch import Batch
 from lmworks.train import trainer
+from lmworks.train.observe import sampling
 from lmworks.train.pretrain import pretrain
 from lmworks.train.stage import TrainingContext
 from lmworks.train.step import StepResult
+
+# Nobody reads what a model of 60k parameters says; samples of the length that users get took a fifth of a run.
+sampling._TOKENS = replies._SAMPLE_TOKENS = 8
 
 MODULES = ("bisect", "calendar", "cmd", "colorsys", "copy", "csv", "fnmatch", "glob", "graphlib", "heapq", "json.decoder", "keyword",
            "linecache", "numbers", "queue", "reprlib", "sched", "shlex", "string", "textwrap", "timeit", "types")  # fmt: skip

@@ -212,11 +212,11 @@ def full_disk(after: int) -> None:
 
     honest, saves = save.create_directory, [0]
 
-    def create(aside: Path, needed: int, run_dir: Path) -> None:
+    def create(aside: Path, needed: int, inside: Path) -> None:
         saves[0] += 1
         if saves[0] > after:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(aside))
-        honest(aside, needed, run_dir)
+        honest(aside, needed, inside)
 
     save.create_directory = create
 

@@ -35,7 +35,7 @@ def pair(tiny: Tiny, folder: Path) -> str:
 
 def test_predicted_hours_and_equal_time(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine of known speed an arm with more operations per token gets fewer tokens, and all take as long."""
-    monkeypatch.setenv(machine.VARIABLE, f"speed={SPEED},cores=1")
+    monkeypatch.setenv(machine.VARIABLE, f"peak=1e11,speed={SPEED},cores=1")
     file = pair(tiny, tmp_path)
     before = open_experiment(file, Options())
     assert before.arms["wide"].tokens == before.arms["small"].tokens

@@ -25,7 +25,6 @@ WHOLE = torch.arange(42.0).reshape(7, 6)
 def open_(folder: str, events: list[tuple[str, dict[str, Any]]] | None = None, ranks_per_machine: int = 2, **options: Any) -> Checkpoints:
     machine = dist.get_rank() // ranks_per_machine if dist.is_initialized() else 0
     own = Options(local=f"{folder}/machine-{machine}", **options)
-    (Path(folder) / "run").mkdir(exist_ok=True)
     heard = events if events is not None else []
     return Checkpoints(Path(folder) / "run" / "checkpoints", own, {}, report=lambda event, **fields: heard.append((event, fields)))
 

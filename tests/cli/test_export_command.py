@@ -50,7 +50,7 @@ def interrupted(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("place", ["write_huggingface", "compare", "check_gguf"])
+@pytest.mark.parametrize("place", ["write_huggingface", pytest.param("compare", marks=pytest.mark.slow), "check_gguf"])
 def test_an_export_that_is_interrupted_leaves_the_former_one(
     again: tuple[Path, Callable[[], Any]], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,11 @@ import yaml
 from command import Lmworks
 
 from lmworks.errors import UserError
-from lmworks.launch.launch_dir import COMMAND
+from lmworks.launch.launch_dir import COMMAND, VARIABLE, LaunchDir
 from lmworks.launch.launcher import Launch
+from lmworks.launch.torchrun import Host, HostTable
 from lmworks.run import runner
+from lmworks.watch.ledger import LAUNCH_LOCK, LOCK, Ledger, RunLock
 
 CLUSTER = """
 nodes: 2
@@ -143,6 +146,55 @@ def test_what_is_no_secret_is_no_secret(lmworks: Lmworks, tmp_path: Path) -> Non
     own = {"launch": {"ssh": "sshpass -p $PW ssh -i key", "environment": {"A": "hf_transfer", "B": "https://me:hf_Q8sXo2kLm3nPq4rSt5uVw6xYz7@h"}}}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "x", **own}))
     assert "holds a key" not in lmworks("show", tmp_path / "own.yaml").error
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "profile", "preflight"])
+@pytest.mark.parametrize("user", [LOCK, LAUNCH_LOCK])
+def test_a_launch_on_a_run_in_use_changes_nothing(
+    lmworks: Lmworks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str, stage: str
+) -> None:
+    """It would stop the ranks of the first one, and write into its ledger how it has ended itself."""
+    monkeypatch.setattr(Launch, "supervise", lambda self: pytest.fail("ranks are started"))
+    folder = LaunchDir.of(tmp_path)
+    folder.begin()
+    folder.request_stop(signal.SIGTERM)
+    folder.conclude(0, 0)
+    HostTable(folder.hosts, [Host("local-0", 2)])
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        ledger.write("step")
+    with RunLock(tmp_path, user):
+        before = contents(tmp_path)
+        for way in (("local", "quickstart", "--ranks", "2"), ("hosts", "quickstart", "--hosts", tmp_path / "hosts")):
+            done = lmworks("launch", *way, "--to", stage, "--set", f"run_dir={tmp_path}")
+            assert done.error.startswith(f"{tmp_path} is in use by process {os.getpid()} on ")
+        assert contents(tmp_path) | {LAUNCH_LOCK: b""} == before | {LAUNCH_LOCK: b""}
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT, None])
+def test_a_collective_that_fails_because_the_ranks_stop_is_no_bug(
+    lmworks: Lmworks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals | None
+) -> None:
+    def cut(resolved: object, **options: Any) -> Path:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:47331")
+
+    folder = LaunchDir.of(tmp_path)
+    folder.begin()
+    if by is not None:
+        folder.request_stop(by)
+    monkeypatch.setattr(runner, "run_stages", cut)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(VARIABLE, str(folder.path))
+    done = lmworks("run", "quickstart", "--set", f"run_dir={tmp_path}")
+    if by is None:
+        assert done.code == 70 and "this is a bug" in done.err
+    else:
+        assert done.code == (130 if by == signal.SIGINT else 75)
+        assert done.err == f"stopped by {by.name} before it had saved; the same command resumes it\n"
 
 
 @pytest.mark.parametrize("way", ["local", "slurm"])

@@ -10,19 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from command import Lmworks
 
-from child_process import child_process
 from lmworks.checkpoint import listing
 from lmworks.shards.batches import Batches
 from lmworks.train import trainer
 from lmworks.watch.ledger import RunLock, read_ledger
-from patience import PATIENCE
-from tiny_run import FIRST, STEPS, Tiny, checkpoint, curve, same_bits
+from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LMWORKS = [sys.executable, "-m", "lmworks.cli.main"]
@@ -33,18 +30,16 @@ def command(*arguments: object) -> list[str]:
     return [*LMWORKS, *map(str, arguments)]
 
 
-def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(lmworks: Lmworks, tiny_copy: Tiny) -> None:
+def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(
+    lmworks: Lmworks, tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     longer = "train.phases.general.tokens=4000 tokens"
     arguments = ("pretrain", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}", "--set", longer)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with child_process(command(*arguments), **pipes, env=ENVIRONMENT) as process:
-        metrics = tiny_copy.run_dir / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130, said
+    with monkeypatch.context() as patch:
+        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 3 else None)
+        stopped = lmworks(*arguments)
+    said = stopped.err
+    assert stopped.code == 130, said
     saved = listing.step_of(listing.directories(tiny_copy.run_dir / "checkpoints")[-1])
     assert "stopping after this step; press Ctrl-C again to stop at once, without saving" in said
     again = shlex.join(["lmworks", *map(str, arguments)])

@@ -182,7 +182,7 @@ def test_the_recipes_of_the_pages_tune_a_base_model(
     assert recipe, "the page shows a recipe"
 
 
-@pytest.mark.parametrize("spare", [0, pytest.param(1, marks=pytest.mark.slow), 40])
+@pytest.mark.parametrize("spare", [*(pytest.param(spare, marks=pytest.mark.slow) for spare in (0, 1)), 40])
 def test_tokens_are_added_to_a_kept_tokenizer(lmworks: Lmworks, chats: Path, tmp_path: Path, spare: int) -> None:
     """`spare`: rows of the embedding that no token has."""
     import transformers
@@ -304,7 +304,7 @@ def test_another_first_loss_than_that_of_transformers_ends_the_run(
 def test_a_first_loss_that_cannot_be_compared_is_said(
     lmworks: Lmworks, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LMWORKS_MACHINE", "available=1000")
+    monkeypatch.setenv("LMWORKS_MACHINE", "peak=1e11,available=1000")
     recipe = write_recipe(tmp_path, _base(tmp_path / "base", "llama"), chats)
     done = lmworks("pretrain", recipe)
     assert done.code == 0 and "not compared with transformers: its fp32 weights need 0.0 GB of memory" in " ".join(done.err.split())
@@ -348,7 +348,7 @@ def _pages(tmp_path: Path) -> dict[str, Any]:
     return {"sources": [source], "validation_fraction": 0.3, "dedup": {"minhash": None}}
 
 
-@pytest.mark.parametrize("stage", ["tune", "train"])
+@pytest.mark.parametrize("stage", ["tune", pytest.param("train", marks=pytest.mark.slow)])
 def test_a_base_model_is_held_by_the_fisher_information_of_named_text(lmworks: Lmworks, chats: Path, tmp_path: Path, stage: str) -> None:
     """In tuning, and in the first phase of further pretraining: the weights drift less, by what they mattered for the text."""
     base = _base(tmp_path / "base", "qwen")

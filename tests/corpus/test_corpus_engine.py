@@ -163,7 +163,7 @@ def test_statistics_are_distributions_of_what_came_and_of_what_stayed(undisturbe
 
 @pytest.mark.usefixtures("eager")
 def test_processes_change_nothing(texts: Path, undisturbed: tuple[Path, Report], tmp_path: Path) -> None:
-    asked = recipe(source(texts), steps=[{"step": "clean"}, python_step("capitals")], processes=3)
+    asked = recipe(source(texts), steps=[{"step": "clean"}, python_step("capitals")], processes=2)
     prepare(asked, tmp_path / "out", QUESTIONS, texts)
     assert hash_of_outputs(tmp_path / "out") == hash_of_outputs(undisturbed[0])
 

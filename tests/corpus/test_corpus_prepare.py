@@ -131,6 +131,7 @@ prepare(Recipe.model_validate_json(Path(sys.argv[1]).read_text()), Path(sys.argv
 """
 
 
+@pytest.mark.slow  # tests/corpus/test_corpus_engine.py kills a job with processes of its own
 def test_killed_at_any_moment_and_typed_again_gives_the_same(stdlib: tuple[Path, Report], tmp_path: Path) -> None:
     out = tmp_path / "killed"
     (tmp_path / "recipe.json").write_text(recipe(DOCS, CODE).model_dump_json())

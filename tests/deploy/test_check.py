@@ -107,7 +107,7 @@ def test_watch_serves_metrics(exported: Path, expected: dict[str, Any]) -> None:
 
 
 def test_a_model_too_large_for_the_memory_is_not_read(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_MACHINE", "available=100000")
+    monkeypatch.setenv("LMWORKS_MACHINE", "peak=1e11,available=100000")
     with pytest.raises(UserError, match=r"recording answers of huggingface needs .* GiB of memory, and 0.00 GiB are available; run"):
         record(open_source(exported))
 

@@ -68,7 +68,9 @@ def made(out: Path, name: str, dose: str = "clear", steps: int = 0, seed: int = 
     return matrix._scored(record | matrix.judge(out / record["folder"]))
 
 
-NAMED = (("E1", "clear", 24), ("E5-full", "strong", 24), pytest.param("M1", "clear", 40, marks=pytest.mark.slow))
+_SLOW = pytest.mark.slow
+NAMED = (("E1", "clear", 24), pytest.param("E5-full", "strong", 24, marks=_SLOW), pytest.param("M1", "clear", 40, marks=_SLOW))
+SILENT = (("H-base", 60), pytest.param("H-base", 120, marks=_SLOW), pytest.param("N20", 30, marks=_SLOW))
 
 
 @pytest.mark.parametrize(("name", "dose", "steps"), NAMED)
@@ -77,7 +79,7 @@ def test_a_planted_cause_is_named(out: Path, name: str, dose: str, steps: int) -
     assert found["named"] == plants.PLANTS[name].code, found["codes"] + found["unsure"]
 
 
-@pytest.mark.parametrize(("name", "steps"), [("H-base", 120), ("N20", 30)])
+@pytest.mark.parametrize(("name", "steps"), SILENT)
 def test_a_healthy_run_is_silent(out: Path, name: str, steps: int) -> None:
     found = made(out, name, steps=steps)
     assert not found["training"] and found["named"] in (matrix.HEALTHY, matrix.UNSURE), found["codes"]

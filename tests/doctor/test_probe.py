@@ -275,7 +275,11 @@ def test_a_folder_that_cannot_be_written_still_gives_the_report(
     assert code == 1 and "silent-corruption" in [one["code"] for one in json.loads(out)["stages"][0]["problems"]]
 
 
-@pytest.mark.parametrize("lora", [(), ("tune.lora.rank=4", "tune.lora.dropout=0.1")], ids=["whole weights", "adapters"])
+@pytest.mark.parametrize(
+    "lora",
+    [(), pytest.param(("tune.lora.rank=4", "tune.lora.dropout=0.1"), marks=pytest.mark.slow)],
+    ids=["whole weights", "adapters"],
+)
 def test_tuning_is_probed(
     lora: tuple[str, ...], trained: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,8 +113,8 @@ def test_interval_of_a_fraction_comes_from_the_problems() -> None:
 
 
 def test_scores_of_several_samples(sandbox: None, tmp_path: Path, byte_tokenizer: ByteTokenizer) -> None:
-    """Four problems: one is always solved, one never, one in half of the samples, one never ends in Python."""
-    path = write_rows(tmp_path / "test.jsonl", HUMANEVAL)
+    """Two problems: one is always solved, one never."""
+    path = write_rows(tmp_path / "test.jsonl", HUMANEVAL[:2])
     chosen = HumanEval(path, samples=10)
     assert (chosen.temperature, chosen.top_p) == (0.8, 0.95)
     model = Scripted({f'{n + 1}\n    """\n': f"    return x + {n}\n\ndef more(): pass" if n < 1 else "    return 0\n" for n in range(4)})
@@ -122,9 +122,9 @@ def test_scores_of_several_samples(sandbox: None, tmp_path: Path, byte_tokenizer
     measure(chosen, Answerer(model, byte_tokenizer, chat=False), None, None, "base", found)
     assert set(found.scores) == {"humaneval/generate/0-shot/pass@1", "humaneval/generate/0-shot/pass@10"}
     score = found.scores["humaneval/generate/0-shot/pass@1"]
-    assert (score["score"], score["n"], score["samples"], score["failures"]) == (0.25, 4, 10, {"wrong": 30})
-    assert len(found.outcomes) == 8 and all(one["failure"] == "wrong" for one in found.outcomes if not one["correct"])
-    assert len(found.items) == 4  # each problem once, though there are two scores
+    assert (score["score"], score["n"], score["samples"], score["failures"]) == (0.5, 2, 10, {"wrong": 10})
+    assert len(found.outcomes) == 4 and all(one["failure"] == "wrong" for one in found.outcomes if not one["correct"])
+    assert len(found.items) == 2  # each problem once, though there are two scores
     prompts = chosen.prompts(None, 0, Answerer(model, byte_tokenizer, chat=False))
     half = [Judged.right()] * 5 + [Judged.failed("wrong")] * 5
     values = chosen.values([(prompts[0], half)])
@@ -161,7 +161,7 @@ def test_other_rows_are_refused(tmp_path: Path, row: dict, message: str) -> None
 def test_canonical_solutions_of_the_package_pass(sandbox: None) -> None:
     """The first problems of the order in which samples take them; the tests marked slow take all 164."""
     try:
-        prompts = HumanEval().prompts(6, 0, Answerer(Scripted({}), ByteTokenizer(), chat=False))
+        prompts = HumanEval().prompts(3, 0, Answerer(Scripted({}), ByteTokenizer(), chat=False))
     except Unavailable as reason:
         pytest.skip(str(reason))
     assert len(list(HumanEval().questions())) == 164

@@ -17,7 +17,7 @@ import pytest
 import torch
 from config_changes import class_defaults, other, same
 from random_configs import random_config
-from test_huggingface import _randomize, bound, relative
+from test_huggingface import _randomize, close
 
 from lmworks.errors import UserError
 from lmworks.recipe.families import family as keys
@@ -129,11 +129,11 @@ def _compare(folder: Path, seed: int) -> bool | None:
             return None
         if not expected.isfinite().all():
             return None
-        assert relative(read(tokens), expected) < bound(read, tokens), (folder / "config.json").read_text()
+        assert close(read(tokens), expected, read, tokens), (folder / "config.json").read_text()
     return True
 
 
-_FEW, _MANY = range(4), range(4, 40)
+_FEW, _MANY = range(2), range(2, 40)
 _SEEDS = pytest.mark.parametrize("seeds", [_FEW, pytest.param(_MANY, marks=pytest.mark.slow)], ids=["few", "many"])
 
 

@@ -8,6 +8,7 @@ dimension costs more than 1e-2.
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,9 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.detach() - expected).abs().max() / expected.abs().max())
 
 
+LEAST = 1e-5
+
+
 def bound(model: Transformer, tokens: torch.Tensor, peer: Any = None) -> float:
     """The tolerance of logits: 1e-5, or four times what the model or its peer is off its own fp64 where that is more, as with steep random
     states, which the processor decides too; or two times the same with gradients, where attention on CPUs is computed otherwise."""
@@ -258,7 +262,13 @@ def bound(model: Transformer, tokens: torch.Tensor, peer: Any = None) -> float:
         off = relative(model(tokens).double(), exact)
         if peer is not None and model.config.moe is None:  # the grouped products of transformers have no fp64
             off = max(off, relative(peer(tokens).logits.double(), copy.deepcopy(peer).double()(tokens).logits))
-    return max(1e-5, 4 * off, 2 * relative(model(tokens).detach().double(), exact))
+    return max(LEAST, 4 * off, 2 * relative(model(tokens).detach().double(), exact))
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, model: Transformer, tokens: torch.Tensor, peer: Any = None) -> bool:
+    """Whether logits are within their tolerance, which is measured only where they are not within the least that it can be."""
+    off = relative(found, expected)
+    return off < LEAST or off < bound(model, tokens, peer)
 
 
 def _load(directory: Path) -> Any:
@@ -282,18 +292,19 @@ def _same_logits_loss_and_gradients(model: Transformer, peer: Any, tokens: torch
     expected = peer(tokens, labels=tokens)
     expected.loss.backward()
     labels = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), 1)
-    limit = bound(model, tokens, peer)
-    assert relative(model(tokens), expected.logits) < limit
+    limit = cache(lambda: bound(model, tokens, peer))  # costs as much as all else, and few models need it
+    exact = cache(lambda: _loss_and_gradients(for_inference(model, torch.float64, join=False).requires_grad_(), tokens, labels)[1])
+    assert (error := relative(model(tokens), expected.logits)) < LEAST or error < limit()
     loss, gradients = _loss_and_gradients(model, tokens, labels)
-    _, exact = _loss_and_gradients(for_inference(model, torch.float64, join=False).requires_grad_(), tokens, labels)
-    torch.testing.assert_close(loss, expected.loss, rtol=limit, atol=0)
+    assert (error := relative(loss, expected.loss.detach())) < LEAST or error < limit()
     checked, largest = 0, max(float(parameter.grad.abs().max()) for parameter in peer.parameters())
     for key, parameter in peer.named_parameters():
-        found, exactly = (one[key] if key in one else _fused(key, one) for one in (gradients, exact))
-        if float(parameter.grad.abs().max()) > 1e-6 * largest:  # the one weight of top-1 is always 1, and its gradient mere rounding
-            error, own_largest = float((found - parameter.grad).abs().max()), float(parameter.grad.abs().max())
-            off = float((found - exactly).abs().max())  # by how much depends on the processor
-            assert error < max(10 * limit * own_largest + 3e-6 * largest, 4 * off), key  # one number's may be a sum that nearly cancels
+        found = _named(key, gradients)
+        if (own_largest := float(parameter.grad.abs().max())) > 1e-6 * largest:  # a weight of top-1 is always 1: its gradient is rounding
+            error = float((found - parameter.grad).abs().max())
+            if error >= 10 * LEAST * own_largest + 3e-6 * largest:
+                off = float((found - _named(key, exact())).abs().max())  # by how much depends on the processor
+                assert error < max(10 * limit() * own_largest + 3e-6 * largest, 4 * off), key  # a number's may be a sum that nearly cancels
         else:
             assert float(found.abs().max()) < 1e-5 * largest, key
         checked += 1
@@ -325,6 +336,10 @@ def _as_in_memory(key: str) -> str:
     return key.replace(".block_sparse_moe.", ".mlp.")
 
 
+def _named(key: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    return gradients[key] if key in gradients else _fused(key, gradients)
+
+
 def _fused(key: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
     """transformers holds an MoE layer's gate and up projections in one tensor in memory, gate first; Nemotron-H has no gate."""
     start, part = key.rsplit(".", 1)
@@ -343,7 +358,9 @@ def _randomize(peer: Any, seed: int) -> None:
             tensor.copy_(added + 0.3 * noise if "norm" in key else 0.2 * noise)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(  # one configuration of each class is read below
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in {one.model_type for one in FAMILIES.values()} else ()) for name in CASES]
+)
 def test_reads_what_transformers_writes(name: str, tmp_path: Any) -> None:
     model = ours(CASES[name])
     peer = theirs(model)
@@ -352,7 +369,7 @@ def test_reads_what_transformers_writes(name: str, tmp_path: Any) -> None:
     read = read_model(tmp_path)
     tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
-        assert relative(read(tokens), peer(tokens).logits) < bound(read, tokens, peer)
+        assert close(read(tokens), peer(tokens).logits, read, tokens, peer)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.endswith("_ntk")])
@@ -364,7 +381,7 @@ def test_config_round_trip(name: str) -> None:
         assert back.moe == config.moe
 
 
-_FAST, _ALL = 3, 40  # random configs of each class: in every run of the tests, and in the slow ones
+_FAST, _ALL = 1, 40  # random configs of each class: in every run of the tests, and in the slow ones
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
@@ -375,7 +392,7 @@ def test_random_configs_of_transformers_are_read_and_written(family: Family, see
         # without token 0, which is the padding here: transformers gives its embedding no gradient
         tokens = torch.randint(1, 96, (2, 24), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
-            assert relative(read(tokens), peer(tokens).logits) < bound(read, tokens, peer), config
+            assert close(read(tokens), peer(tokens).logits, read, tokens, peer), config
         assert from_config(to_config(read.config, read.rope, {})) == read.config, config
         write_model(read, tmp_path / f"{seed}-back", {"eos_token_id": 0, "pad_token_id": 0}, torch.float32)
         _same_logits_loss_and_gradients(read, _load(tmp_path / f"{seed}-back"), tokens)
@@ -408,7 +425,7 @@ def test_what_transformers_writes_is_read_by_ranks_that_hold_parts_of_each_layer
     with torch.no_grad():
         expected = peer(tokens).logits
     for logits in ranks.run(_logits_of_two, 2, read.config, tmp_path / f"{seed}", tokens.tolist()):
-        assert relative(torch.tensor(logits), expected) < bound(read, tokens, peer)
+        assert close(torch.tensor(logits), expected, read, tokens, peer)
 
 
 def _logits_of_two(config: Model, folder: Path, tokens: list[list[int]]) -> list[Any]:
@@ -462,7 +479,7 @@ def test_granite_with_attention_alone_is_read(tmp_path: Path) -> None:
         peer.save_pretrained(tmp_path / positions)
         read, tokens = read_model(tmp_path / positions), torch.randint(1, 96, (2, 24), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
-            assert relative(read(tokens), peer(tokens).logits) < bound(read, tokens, peer)
+            assert close(read(tokens), peer(tokens).logits, read, tokens, peer)
         if written:
             assert class_for(read.config) == written
         else:

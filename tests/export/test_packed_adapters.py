@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_huggingface import CASES, _load, bound, ours, relative
+from test_huggingface import CASES, _load, close, ours
 
 from late import Late, require_package
 from lmworks.checkpoint import Checkpoints, listing
@@ -64,7 +64,7 @@ def equal_in_peft(lora: Lora, config: Model, folder: Path) -> tuple[dict[str, to
     write_model(ours(config), folder / "base", {}, torch.float32)
     peer = peft.PeftModel.from_pretrained(_load(folder / "base"), there)
     with torch.no_grad():
-        assert relative(peer(TOKENS).logits, model(TOKENS)) < bound(model, TOKENS, peer)
+        assert close(peer(TOKENS).logits, model(TOKENS), model, TOKENS, peer)
     return state, there
 
 
@@ -94,7 +94,7 @@ def test_an_adapter_that_peft_made_has_one_a_for_all_parts(tmp_path: Path) -> No
     model, state = adapted(lora)
     read_peft(tmp_path / "peft", state, MODEL, family_of(MODEL), lora, None)
     with torch.no_grad():
-        assert relative(model(TOKENS), peer(TOKENS).logits) < bound(model, TOKENS, peer)
+        assert close(model(TOKENS), peer(TOKENS).logits, model, TOKENS, peer)
     assert torch.equal(state["layers.0.attention.query.lora.A"], state["layers.0.attention.value.lora.A"])
     fewer = {name: value for name, value in state.items() if ".attention.query." not in name}
     with pytest.raises(UserError, match=r"is not one of .* alone; see lora\.targets"):

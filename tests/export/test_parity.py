@@ -98,8 +98,13 @@ def refused(parity: Parity) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["dense", "experts", "softmax"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, id=f"{name}-{dtype}", marks=pytest.mark.slow if dtype == torch.bfloat16 and name != "experts" else ())
+        for name in ("dense", "experts", "softmax") for dtype in (torch.float32, torch.bfloat16)
+    ],
+)  # fmt: skip
 def test_equal_models_pass_far_below_the_bound(written: Any, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     model, _ = written(name)
     write_model(model, tmp_path, {"eos_token_id": 0, "pad_token_id": 0}, dtype)
@@ -110,7 +115,18 @@ def test_equal_models_pass_far_below_the_bound(written: Any, tmp_path: Path, nam
     assert parity.bound < 1e-10 < 1e-7 < parity.kinds["random"].our_rounding
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+# Files in bf16 round the weights of norms: those that a class stores less 1 round otherwise. Each class goes through in fp32 in
+# test_huggingface.py.
+ROUNDED = ("LlamaForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(one, marks=() if one.norms_plus_one or one.name in ROUNDED else pytest.mark.slow, id=one.model_type)
+        for one in FAMILIES.values()
+    ],
+)
 def test_each_class_passes_in_the_type_of_its_files(family: Family, tmp_path: Path) -> None:
     """With norms far from 1: a class that adds 1 to their weights stores other bits than those of the factors."""
     model = random_model(from_config(random_config(family, 0).to_dict() | {"vocab_size": 128}))
@@ -123,8 +139,7 @@ def test_each_class_passes_in_the_type_of_its_files(family: Family, tmp_path: Pa
     require_parity(parity, tmp_path)
 
 
-SMALLEST = ("norm element by one bit", "scale of scores 0.01%", "one weight of the head", "tied", "element of a bias", "row of an expert",
-            "scaling factor")  # fmt: skip
+SMALLEST = ("norm element by one bit", "scale of scores 0.01%", "one weight of the head", "row of an expert")
 MISTAKES = [
     pytest.param(name, mistake, marks=() if mistake in SMALLEST else pytest.mark.slow)
     for name, mistakes in (("dense", DENSE), ("experts", SPARSE)) for mistake in mistakes

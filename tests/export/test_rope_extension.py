@@ -21,7 +21,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 TYPES = {"linear": ("linear", 2.0), "ntk": ("default", None), "yarn": ("yarn", 2.0), "llama3": ("llama3", 2.0)}
 
 
-@pytest.mark.parametrize("method", TYPES)
+@pytest.mark.parametrize("method", [pytest.param(one, marks=() if one in ("yarn", "ntk") else pytest.mark.slow) for one in TYPES])
 def test_exports_are_what_is_served(make_run: Callable[..., Any], tmp_path: Path, method: str) -> None:
     run, extension = make_run("llama"), RopeExtension(scaling=method, factor=2)  # type: ignore[arg-type]
     recipe = run.recipe.model_copy(update={"export": run.recipe.export.model_copy(update={"rope": extension, "gguf": True})})

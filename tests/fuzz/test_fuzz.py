@@ -303,7 +303,7 @@ def slice_of(kind: str, count: int, seed: int, out: Path) -> None:
     assert report.ended["refused"] < count  # some are still what they were
 
 
-@pytest.mark.parametrize(("kind", "count"), [("recipes", 30), ("requests", 40), ("artifacts", 30)])
+@pytest.mark.parametrize(("kind", "count"), [("recipes", 20), ("requests", 20), ("artifacts", 15)])
 def test_a_slice(tmp_path: Path, kind: str, count: int) -> None:
     slice_of(kind, count, 0, tmp_path)
 

@@ -49,7 +49,10 @@ def logits(model: Transformer, tokens: Sequence[int]) -> torch.Tensor:
         return model(torch.tensor([list(tokens)]))[0, -1]
 
 
-@pytest.mark.parametrize("name", ALL)
+ALIKE = ("mla wide value", "mla plain query", "aux", "moe", "mha", "no_rope", "dense")  # to a cache, as others here
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in ALL])
 def test_rows_that_come_and_go_are_as_alone(name: str) -> None:
     model = build(ALL[name]).eval()
     batch = ContinuousBatch(model, max_rows=3, prefill_tokens=6)

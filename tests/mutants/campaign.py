@@ -82,11 +82,12 @@ class Record:
     seconds: float
 
 
-def groups(targets: Sequence[str], count: int, seed: int) -> Iterator[Group]:
-    """The mistakes that are asked for."""
+def groups(targets: Sequence[str], count: int, seed: int, only: str) -> Iterator[Group]:
+    """The mistakes that are asked for; of the declared ones those whose "ROOM: PROMISE" has `only`."""
     rooms: dict[str, list[Mutant]] = {}
     for mutant in declared() if not targets else ():
-        rooms.setdefault(mutant.room, []).append(mutant)
+        if re.search(only, f"{mutant.room}: {mutant.promise}"):
+            rooms.setdefault(mutant.room, []).append(mutant)
     for room, mutants in rooms.items():
         mistakes = []
         for one in mutants:
@@ -269,7 +270,7 @@ def table(records: Sequence[Record], equivalent: Collection[str]) -> Iterator[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slice", help="K/N: each Nth mistake")
-    parser.add_argument("--only", help="a regular expression, in ROOM: PROMISE")
+    parser.add_argument("--only", default="", help="a regular expression, in ROOM: PROMISE")
     parser.add_argument("--sampled", nargs="*", default=[], choices=[*TARGETS, "all"], help="mutants of cosmic-ray, not declared ones")
     parser.add_argument("--count", type=int, default=300, help="of each target that is sampled")
     parser.add_argument("--seed", type=int, default=0)
@@ -278,10 +279,10 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=float("inf"), help="begin none after this time, in seconds since 1970")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutants", help="of results and of the lines that tests run")
     options = parser.parse_args()
-    asked = [*groups([*TARGETS] if "all" in options.sampled else options.sampled, options.count, options.seed)]
+    asked = [*groups([*TARGETS] if "all" in options.sampled else options.sampled, options.count, options.seed, options.only)]
     number, pieces = map(int, (options.slice or "0/1").split("/"))
     for group in asked:
-        group.mistakes[:] = [one for one in group.mistakes if re.search(options.only or "", f"{one.group}: {one.name}")]
+        group.mistakes[:] = [one for one in group.mistakes if re.search(options.only, f"{one.group}: {one.name}")]
         group.mistakes[:] = group.mistakes[number % pieces :: pieces]
     first = number % max(len(asked), 1)  # so that the time is over in another room each time
     asked = [*asked[first:], *asked[:first]]

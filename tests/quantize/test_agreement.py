@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+from lmworks.errors import UserError
 from lmworks.quantize import agreement
 from lmworks.quantize.agreement import _compare
 
@@ -32,3 +36,37 @@ def test_what_is_not_finite_is_infinitely_far() -> None:
     theirs[1, 2] = math.nan
     nats, _, _ = _compare(ours, theirs, torch.tensor([0, 1, 2]))
     assert nats.tolist() == [0.0, math.inf, 0.0]
+
+
+TEXT = "A text of one document.\n\n\nIts second part, behind two blank lines."
+ROWS = "".join(json.dumps({"text": f"{part}\u2028and\x85more", "domain": "web"}, ensure_ascii=False) + "\n" for part in ("One", "Two"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("plain.txt", TEXT.encode(), {"text": [TEXT]}),
+        ("NOTES.MD", b"\xef\xbb\xbf" + TEXT.encode(), {"text": [TEXT]}),
+        ("rows [1].jsonl", b"\xef\xbb\xbf" + ROWS.encode(), {"web": ["One\u2028and\x85more", "Two\u2028and\x85more"]}),
+        ("ROWS.JSONL.gz", gzip.compress(ROWS.encode()), {"web": ["One\u2028and\x85more", "Two\u2028and\x85more"]}),
+    ],
+)
+def test_text_is_read_from_files_as_they_are_found(tmp_path: Path, name: str, data: bytes, expected: dict[str, list[str]]) -> None:
+    (tmp_path / name).write_bytes(data)
+    assert agreement._file(tmp_path / name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("a.pdf", b"%PDF", r"has no data files; give .*\.jsonl"),
+        ("a.jsonl", b'{"text": "cut', r"cannot be read: "),
+        ("a.jsonl", b'["text"]', r"row 0 is no JSON object"),
+        ("a.jsonl", b'{"content": "x"}', r"row 1 has no text under 'text'"),
+        ("a.txt", b" \n", "holds no text"),
+    ],
+)
+def test_files_without_text_are_refused(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=reason):
+        agreement._file(tmp_path / name)

@@ -16,6 +16,7 @@ from typing import Any
 
 from lmworks.bundle.log_lines import redact_log
 from lmworks.bundle.redact import Redactor
+from lmworks.io.files import read_at_most
 from lmworks.io.jsonl import line as json_line
 from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.watch import flight_recorder
@@ -82,7 +83,7 @@ def _flight_record(files: RunFiles, name: str, redactor: Redactor) -> Any:
         if not 0 < files.size(name) <= _LARGEST_RECORD:
             return None
         with files.open(name) as handle:
-            tree = flight_recorder.plain_record(handle.read(_LARGEST_RECORD))
+            tree = flight_recorder.plain_record(read_at_most(handle, _LARGEST_RECORD))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, RecursionError, MemoryError, pickle.UnpicklingError):
         return None
     return redactor.value(json.loads(json.dumps(tree, default=lambda _: None, skipkeys=True)))

@@ -59,7 +59,6 @@ from lmworks.checkpoint.local_disk import LocalDisk
 from lmworks.checkpoint.publish import do_nothing, publish
 from lmworks.errors import UserError
 from lmworks.host import machine
-from lmworks.io.run_layout import of_checkpoint
 
 if TYPE_CHECKING:
     from lmworks.checkpoint.save_plan import TensorSlice
@@ -74,6 +73,7 @@ class CheckpointWriter:
     def __init__(self, directory: Path, communicator: Communicator, local_disk: LocalDisk | None) -> None:
         self.directory, self._communicator, self._local_disk = directory, communicator, local_disk
         self.place = local_disk.place if local_disk else directory
+        self._inside = next(one for one in (directory, *directory.absolute().parents) if one.exists())
         self.makes_directories = local_disk.is_first if local_disk else communicator.is_first
 
     def write(self, step: int, slices: list[TensorSlice], document: dict[str, Any]) -> Path:
@@ -102,7 +102,7 @@ class CheckpointWriter:
 
         bytes_of_ranks = self._communicator.all_gather(sum(one.bytes for one in slices))
         needed = sum(bytes_of_ranks) if self._local_disk is None else self._local_disk.bytes_on_this_machine(bytes_of_ranks)
-        create = partial(create_directory, aside, needed, of_checkpoint(self.directory / aside.name)[1])
+        create = partial(create_directory, aside, needed, self._inside)
         self._communicator.run_on_all(create if self.makes_directories else do_nothing)
         written = self._communicator.run_and_gather(lambda: write_slices(aside, self._communicator.rank, slices))
         metadata = metadata_files(written, {listing.META: document}) if self._communicator.is_first else {}
@@ -118,10 +118,10 @@ class CheckpointWriter:
         return UserError(f"the checkpoint of step {step} was not saved: {reason}; {intact}; {remedy} and run the same command again")
 
 
-def create_directory(aside: Path, needed: int, run_dir: Path) -> None:
-    """Make the directory of a save of `needed` bytes. Raises `OSError` before anything is written: if the directory of the run is no
-    longer there, or if the disk has less free space."""
-    run_dir.stat()
+def create_directory(aside: Path, needed: int, inside: Path) -> None:
+    """Make the directory of a save of `needed` bytes. Raises `OSError` before anything is written: if the directory `inside`, which was
+    there when training began, no longer is, or if the disk has less free space."""
+    inside.stat()
     aside.mkdir(parents=True)
     if machine.free_disk(aside) < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

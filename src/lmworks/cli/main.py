@@ -138,10 +138,23 @@ def _invoke(command: Any, arguments: list[str]) -> int:
             command.invoke(context)
     except typer.Exit as stop:
         code = stop.exit_code
+    except Exception as error:
+        if (stopped := _stop_behind(error)) is None:
+            raise
+        raise stopped from error
     sys.stdout.flush()  # what fails later, when Python ends, is answered by nobody
     if Terminal.lost is not None:
         raise Terminal.lost
     return code
+
+
+def _stop_behind(error: Exception) -> Exception | None:
+    """Of an error in a rank that was asked to stop, which it has from the end of another rank: the stop."""
+    if "RANK" not in os.environ:
+        return None
+    from lmworks.launch.rank import stop_behind
+
+    return stop_behind(error)
 
 
 def _discard(stream: TextIO) -> None:

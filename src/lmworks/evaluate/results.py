@@ -18,7 +18,7 @@ import yaml
 
 from lmworks.errors import UserError
 from lmworks.io import jsonl
-from lmworks.io.files import read_json
+from lmworks.io.files import read_at_most, read_json
 
 KINDS = ("no answer", "format", "truncated", "timeout", "wrong")
 """Kinds of failures, in the order in which they are printed."""
@@ -162,7 +162,7 @@ _FORM = (
 def read_table(path: Path) -> Results:
     """The scores of a file. Raises `UserError` if it is not of this form."""
     with open(path, "rb") as file:
-        data = file.read(_MOST_BYTES + 1)
+        data = read_at_most(file, _MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise UserError(f"{path} has more than {_MOST_BYTES >> 20} MiB, which is no table of scores")
     try:

@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import resources
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,6 +35,7 @@ _PRIVATE = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # where `private_fol
 _HELD = ".held"  # in a temporary folder; its process holds the lock of it
 _FRESH = 60.0  # seconds in which a temporary folder gets its lock, on the slowest file system
 _MOST_JSON = 1 << 29  # bytes; a tokenizer.json has 35 MB
+_PIECE = 1 << 18
 # Raised by file parsers for unexpected contents.
 _CONFUSED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # the whole message of numpy
@@ -257,6 +259,14 @@ def read_regular(path: Path, most: int = _MOST_JSON) -> bytes:
         if (size := os.fstat(handle.fileno()).st_size) > most:
             raise UserError(f"{path} has {size:,} bytes, too many for what it should be; get the file again from its origin")
         return handle.read()
+
+
+def read_at_most(stream: BinaryIO, most: int) -> bytes:
+    """What is left of a stream, up to `most` bytes. Memory follows what there is: a buffered `read(most)` reserves all of `most` first."""
+    found = BytesIO()
+    while (left := most - found.tell()) > 0 and (piece := stream.read(min(left, _PIECE))):
+        found.write(piece)
+    return found.getvalue()
 
 
 def read_json(path: Path, most: int = _MOST_JSON) -> Any:

@@ -312,7 +312,7 @@ def _score(record: dict[str, Any]) -> Score:
     run_dir = Path(record["run_dir"])
     line = _Line.model_validate(record)
     measured = None
-    if run_dir.is_dir() and (measured := finished(run := read_run(run_dir))) is not None:
+    if run_dir.is_dir() and (measured := finished(run := read_run(run_dir, judge=False))) is not None:
         _require_predicted(line, run)
     values = {name: getattr(line, name) for name in ("run_dir", "parameters", "tokens", "predicted", "low", "high")}
     scores = measured.scores if measured else {}

@@ -8,9 +8,8 @@ Shapes: T tokens of a window, V vocabulary entries.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from lmworks.errors import UserError
 from lmworks.evaluate.bits_per_byte import held_out
+from lmworks.evaluate.sets.sources import local_rows
 from lmworks.evaluate.statistics import compare_bits, wilson
 from lmworks.io.files import explain_damage
 from lmworks.model import Transformer
@@ -60,8 +60,8 @@ def read_texts(
 ) -> Texts:
     """At most `most` tokens of each kind in windows of at most `length` tokens, taken from all domains in turn.
 
-    A file is .txt or .md (one document), .jsonl or .parquet (with a column `text`). Without files the validation text of the run is used:
-    every second document for calibration. Raises `UserError` if there is no text.
+    A file is .txt or .md (one document), or has rows with a column `text`: .jsonl, compressed or not, or .parquet. Without files the
+    validation text of the run is used: every second document for calibration. Raises `UserError` if there is no text.
     """
     if held_out_file is not None:
         documents, source = _file(held_out_file), str(held_out_file)
@@ -109,19 +109,13 @@ def _file(path: Path) -> dict[str, list[str]]:
     if path.stat().st_size > _MOST_BYTES:
         raise UserError(f"{path} is larger than 1 GiB; a few megabytes of text are enough")
     with explain_damage(path):
-        if path.suffix == ".parquet":
-            import pyarrow.parquet as pq
-
-            rows = pq.read_table(path).to_pylist()
-        elif path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        elif path.suffix in (".txt", ".md"):
-            rows = [{"text": part} for part in path.read_text(encoding="utf-8").split("\n\n\n")]
+        if path.suffix.lower() in (".txt", ".md"):
+            rows: Iterable[dict[str, Any]] = [{"text": path.read_text(encoding="utf-8-sig")}]
         else:
-            raise UserError(f"{path}: text is read from .txt, .md, .jsonl and .parquet files")
+            rows = (row for _, row in local_rows(str(path)))
         found: dict[str, list[str]] = {}
         for number, row in enumerate(rows, 1):
-            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            if not isinstance(row.get("text"), str):
                 raise UserError(f"{path}: row {number} has no text under 'text'")
             if row["text"].strip():
                 found.setdefault(str(row.get("domain") or "text"), []).append(row["text"])

@@ -279,8 +279,8 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def phase_refusals(recipe: Recipe) -> Iterator[UserError]:
-    """Phases without a whole step, and schedules longer than their phase: one refusal for each phase; and routers whose temperature is not
-    1 at the end. Of a recipe with `time` they are asked for once its budgets are set."""
+    """Phases without a whole step, and schedules longer than what they span: one refusal for each schedule; and routers whose
+    temperature is not 1 at the end. Of a recipe with `time` they are asked for once its budgets are set."""
     if not recipe.trains_base:
         return
 
@@ -298,5 +298,8 @@ def phase_refusals(recipe: Recipe) -> Iterator[UserError]:
                 f"model is used at a temperature of 1; set at most {steps - 1:,}"
             )
 
-    found = list(all_refusals(partial(look, [phase]) for phase in recipe.train.phases))
+    phases, together = recipe.train.phases, list[Sequence[Phase]]()  # those that a schedule spans, whose lengths are of all of them
+    while (begin := sum(map(len, together))) < len(phases):
+        together.append(phases[begin : begin + phases[begin].lr_schedule.phases])
+    found = list(all_refusals(partial(look, one) for one in together))
     yield from found or all_refusals([partial(look, recipe.train.phases), end_of_warm_up])

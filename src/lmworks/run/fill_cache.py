@@ -50,7 +50,7 @@ class CacheFiller:
         fits into half of the cache."""
         if (self.run_dir / LEDGER).exists():
             self._batches.set_growths(read_growths(self.run_dir))
-            self._batches.set_mixture_overrides(read_changes(self.run_dir).all)
+            self._batches.set_changes(read_changes(self.run_dir).all)
         first = past = resume_step(self.run_dir)
         left = self._room
         for step in range(first, min(self._batches.steps, first + (steps or self._steps))):

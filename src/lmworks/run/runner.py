@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +15,9 @@ from rich.text import Text
 
 from lmworks.checkpoint import listing as saved
 from lmworks.corpus.read.snapshot import Listing, changes
-from lmworks.errors import UserError
 from lmworks.io import urls
 from lmworks.io.files import explain_full_disk, read_json, write_json
+from lmworks.pages.beside import page_kept_new
 from lmworks.pages.run_page import write_page
 from lmworks.plan.stages import BY_BYTES, StageData
 from lmworks.recipe.changes import Change, as_tree, changed_keys, harmless, readers, require_allowed
@@ -25,6 +25,7 @@ from lmworks.recipe.load import Resolved, load_resolved
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run import time_budget
+from lmworks.run.changed_order import keep_order, record
 from lmworks.run.prediction import record_error, record_prediction
 from lmworks.run.refusals import Before, require_possible
 from lmworks.run.run_dir import (
@@ -41,12 +42,12 @@ from lmworks.run.run_dir import (
     write_stamp,
 )
 from lmworks.run.stages import STAGES, STAMP, Stage, StageContext, clear, stages_for
-from lmworks.ui.terminal import Interrupted
 from lmworks.watch import run_end
 from lmworks.watch.ledger import LEDGER, Ledger, RunLock
 from lmworks.weights.frozen_tokenizer import require_same, weights_of
 
 if TYPE_CHECKING:
+    from lmworks.shards.order import KeptRanges
     from lmworks.train.calibrate import Speed
 
 SOURCES = "sources.json"
@@ -183,7 +184,7 @@ def _run_first_rank(
 
     try:
         require_own_run_dir(run_dir, resolved.text)
-        with RunLock(run_dir), ExitStack() as stack:
+        with ExitStack() as after, RunLock(run_dir), ExitStack() as stack:
             settled = time_budget.recorded_budget(resolved, run_dir)
             recipe = (settled or resolved).recipe
             time_budget.require_kept(recipe, run_dir, last)
@@ -196,8 +197,11 @@ def _run_first_rank(
             if waiting:
                 _look_ahead(context, recipe, state, stages if not trains else stages_for(recipe), settled is None, on_event)
             require_same(run_dir, weights_of(run_dir))
+            _record_changes(run_dir, state)
             _record_layout(run_dir, recipe)
             stack.enter_context(_record_end(run_dir, last, bool(context.recipe.alerts.targets)))
+            if waiting:
+                after.enter_context(page_kept_new(run_dir))
             (settled or resolved).save(run_dir)
             if state.files != recorded_files(run_dir):
                 write_json(run_dir / SOURCES, state.files)
@@ -274,12 +278,13 @@ def _require_enough_text(run_dir: Path, recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class _State:
-    """State at the start: the run directory, the current `files` of the sources, the `changes` of the recipe since the last run, and what
-    was read of the `data` of the stages before the first one."""
+    """State at the start: the run directory, the current `files` of the sources, the `changes` of the recipe since the last run, the ranges
+    of text that are `kept` with them, and what was read of the `data` of the stages before the first one."""
 
     run_dir: Path
     files: Listing
     changes: list[Change] = field(default_factory=list)
+    kept: KeptRanges | None = None
     data: dict[str, StageData] = field(default_factory=dict)
 
     def inputs(self, stage: Stage, recipe: Recipe) -> dict[str, str]:
@@ -318,13 +323,8 @@ def _run_stage(context: StageContext, stage: Stage, recipe: Recipe, state: _Stat
     began = time.monotonic()
     if stage.all_ranks and context.ranks is not None:
         context.ranks.broadcast(stage.name)
-    try:
-        with explain_full_disk(folder):
-            result = stage.work(context)
-    except (Interrupted, UserError):
-        with suppress(OSError, UserError, MemoryError):  # what ended the stage is what the user has to see
-            write_page(context.run_dir)
-        raise
+    with explain_full_disk(folder):
+        result = stage.work(context)
     seconds = time.monotonic() - began
     if predicted:
         record_error(context.run_dir, stage.name, seconds)
@@ -369,7 +369,7 @@ def _detect_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], on_
     before = recorded_files(run_dir)
     now = list_files(resolved.recipe, before)
     found = list(changes(before, now))
-    accepted = _accept_changes(run_dir, resolved, allow, found)
+    accepted, kept = _accept_changes(run_dir, resolved, allow, found)
     for change in found:
         on_event(StageEvent("corpus", "note", printable=f"the files of {change.path.split('.')[2]} have changed: {change.new}"))
     matter, derived = [change for change in accepted if not harmless(change)], _derived_keys(resolved)
@@ -378,32 +378,46 @@ def _detect_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], on_
         keep = " ".join(f"--set {change.path}={change.old}" for change in follows)
         note = f"derived values that change with it: {', '.join(map(str, follows))}; to keep them: {keep}"
         on_event(StageEvent("pretrain", "note", printable=note))
-    return _State(run_dir, now, accepted)
+    return _State(run_dir, now, accepted, kept)
 
 
-def _accept_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], files: Sequence[Change]) -> list[Change]:
-    """Differences between the recipe and that of the last run; changed `files` of a source count as a change of it.
+def _accept_changes(
+    run_dir: Path, resolved: Resolved, allow: Sequence[str], files: Sequence[Change]
+) -> tuple[list[Change], KeptRanges | None]:  # fmt: skip
+    """Differences between the recipe and that of the last run, and the ranges of text that are kept with them; changed `files` of a source
+    count as a change of it.
 
-    Once training has begun, a changed recipe is rejected unless each changed key is allowed by name. Allowed changes go to the ledger.
+    Once training has begun, a changed recipe is rejected unless each changed key is allowed by name, and always where steps that were
+    trained would have had other text.
     """
     path = run_dir / "resolved.json"
     if not path.exists():
-        return list(files)
+        return list(files), None
     before, recipe = load_resolved(path), resolved.recipe
     changed = [*(change for change in changed_keys(before, recipe) if change.path != "run_dir"), *files]
     if sorted(phase_names(before)) == sorted(phase_names(recipe)) and phase_names(before) != phase_names(recipe):
         changed.append(Change("train.phases", phase_names(before), phase_names(recipe)))
     if not saved.has_checkpoints(run_dir / "checkpoints"):
-        return changed
-    accepted = require_allowed(changed, allow, _derived_keys(resolved), before.trains_base)
-    if changed:
-        with Ledger(run_dir / LEDGER) as ledger:
-            ledger.write(
-                "recipe_changed",
-                allowed=[{"key": c.path, "old": c.old, "new": c.new} for c in accepted],
-                harmless=[{"key": c.path, "old": c.old, "new": c.new} for c in changed if harmless(c)],
-            )
-    return changed
+        return changed, None
+    kept = keep_order(run_dir, before, recipe, {key for change in changed for key in change.keys})
+    require_allowed(changed, allow, _derived_keys(resolved), before.trains_base)
+    return changed, kept
+
+
+def _record_changes(run_dir: Path, state: _State) -> None:
+    """Record what has changed since training began in the ledger. This follows all checks: a change that is refused was not made."""
+    if not state.changes or not saved.has_checkpoints(run_dir / "checkpoints"):
+        return
+    if state.kept is not None:
+        record(run_dir, state.kept)
+    with Ledger(run_dir / LEDGER) as ledger:
+        free = [harmless(change) for change in state.changes]
+        told = [{"key": change.path, "old": change.old, "new": change.new} for change in state.changes]
+        ledger.write(
+            "recipe_changed",
+            allowed=[one for one, harmless_one in zip(told, free, strict=True) if not harmless_one],
+            harmless=[one for one, harmless_one in zip(told, free, strict=True) if harmless_one],
+        )
 
 
 def _derived_keys(resolved: Resolved) -> set[str]:

@@ -1,7 +1,7 @@
 """Mistakes in saving, verifying, keeping and loading checkpoints."""
 
 MUTANTS = [
-    ("checkpoint.save:create_directory", "    run_dir.stat()\n", "", "No checkpoint takes the place of a run that was moved away.",
+    ("checkpoint.save:create_directory", "    inside.stat()\n", "", "No checkpoint takes the place of a run that was moved away.",
      "run/test_runner.py"),
     ("checkpoint.save:_finish", "    write_metadata(aside, metadata)\n    publish(aside, final)\n",
      "    publish(aside, final)\n    write_metadata(final, metadata)\n", "A checkpoint gets its name when all of its files exist.",

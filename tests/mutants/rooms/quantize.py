@@ -1,6 +1,10 @@
 """Mistakes in the measurement and the certificate of quantized models."""
 
 MUTANTS = [
+    ("quantize.agreement:_file", '"utf-8-sig"', '"utf-8"', "A byte-order mark is no text to measure on.", "quantize/test_agreement.py"),
+    ("evaluate.sets.sources:files_at", "    if place.is_file():  # its name may look like a pattern\n        return [place]\n", "",
+     "A file whose name looks like a pattern is that file.", "quantize/test_agreement.py"),
+    ("evaluate.sets.sources:files", "one.name.lower()", "one.name", "Endings in capital letters are known.", "quantize/test_agreement.py"),
     ("quantize.quantize:quantize", "        _require_own_folders(out, scheme)\n", "        pass\n",
      "A folder of somebody else stays where a result would be.",
      "quantize/test_quantize_command.py::test_what_others_keep_where_a_result_would_be_stays"),

@@ -21,6 +21,7 @@ from lmworks.corpus.read.opening import open_binary
 from lmworks.corpus.read.part import Item, Part, decode_document, pack_files, printable, quarantine_errors, quarantined
 from lmworks.corpus.read.rows import without_front_matter
 from lmworks.errors import UserError
+from lmworks.io.files import read_at_most
 from lmworks.recipe.schema.corpus import Source
 
 FORMATS = ("cells", "outputs")
@@ -179,7 +180,7 @@ def _whole(text_of: Callable[[bytes, str, int, int], Item]) -> Convert:
     """Convert a file to one document. Markup, outputs and images take space, so a file may be four times as long as a document."""
 
     def convert(member: Member, limit: int) -> Iterator[Item]:
-        data = member.stream.read(4 * limit + 1)
+        data = read_at_most(member.stream, 4 * limit + 1)
         if len(data) > 4 * limit:
             yield quarantined("enormous", printable(member.name), data, member.size)
         else:

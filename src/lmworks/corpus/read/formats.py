@@ -15,6 +15,7 @@ from lmworks.corpus.read.conversations import Section, Story, parse_chats, parse
 from lmworks.corpus.read.opening import as_utf8, bounded_lines
 from lmworks.corpus.read.part import Item, decode_document, quarantined
 from lmworks.errors import UserError
+from lmworks.io.files import read_at_most
 
 _MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")
 _LARGEST_ARCHIVE_MEMBER = 1 << 30
@@ -52,7 +53,7 @@ def lines(members: Iterator[Member], limit: int) -> Iterator[Item]:
 def chats(members: Iterator[Member], limit: int) -> Iterator[Item]:
     """`chitchat-dataset`: each conversation is a document: its topic, then one line per message, preceded by the speaker."""
     for member in members:
-        data = member.stream.read(_LARGEST_ARCHIVE_MEMBER)
+        data = read_at_most(member.stream, _LARGEST_ARCHIVE_MEMBER)
         for chat in parse_chats(data):
             said = [f"{'AB'[speaker] if speaker < 2 else f'C{speaker}'}: {text}" for speaker, texts in chat.turns for text in texts]
             text = "\n".join([f"Topic: {chat.topic}\n", *said] if chat.topic else said)

@@ -21,6 +21,7 @@ from lmworks.corpus.read.archives import ARCHIVES, is_archive, members
 from lmworks.corpus.read.listing import File, find_files, local_file, working_directory_hint
 from lmworks.corpus.read.part import Item, Part, pack_files, printable, quarantine_errors, quarantined
 from lmworks.errors import Unavailable
+from lmworks.io.files import read_at_most
 from lmworks.recipe.schema.corpus import Source
 
 FACTS = ("repository", "files", "left_out")
@@ -109,7 +110,7 @@ def _stored(path: str) -> Generator[tuple[str, bytes | Item], None, None]:
         relative = os.path.relpath(file.path, path)
         try:
             with open(file.path, "rb") as stream:
-                yield relative, stream.read(_LONGEST_FILE + 1)
+                yield relative, read_at_most(stream, _LONGEST_FILE + 1)
         except OSError as error:
             yield relative, quarantined("damaged_file", printable(file.path), str(error))
 
@@ -119,7 +120,7 @@ def _archived(file: File) -> Generator[tuple[str, bytes | Item], None, None]:
         if isinstance(member, Item):
             yield "", member
         else:
-            yield member.name, member.stream.read(_LONGEST_FILE + 1)
+            yield member.name, read_at_most(member.stream, _LONGEST_FILE + 1)
 
 
 def _source_text(data: bytes) -> str | None:

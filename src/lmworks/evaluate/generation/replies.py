@@ -197,9 +197,10 @@ class Sample:
         return asdict(self)
 
 
-def samples(
-    model: Transformer, tokenizer: ChatTokenizer, prompts: Sequence[str], chat: bool, max_new_tokens: int = 64, seed: int = 0
-) -> list[Sample]:  # fmt: skip
+_SAMPLE_TOKENS = 64
+
+
+def samples(model: Transformer, tokenizer: ChatTokenizer, prompts: Sequence[str], chat: bool, seed: int = 0) -> list[Sample]:
     """A completion of each prompt: of running text, or of a question under the chat template; empty where the context has no room.
     The same seed draws the same text."""
     from lmworks.inference.generate import SAMPLING, GenerateOptions, generate
@@ -208,7 +209,7 @@ def samples(
         return []
     ids = [chat_prompt(tokenizer, prompt) if chat else tokenizer.encode(prompt) for prompt in prompts]
     options = GenerateOptions(
-        max_new_tokens=max_new_tokens, temperature=SAMPLING["temperature"], min_p=SAMPLING["min_p"], stop_ids=tuple(tokenizer.stop_ids),
+        max_new_tokens=_SAMPLE_TOKENS, temperature=SAMPLING["temperature"], min_p=SAMPLING["min_p"], stop_ids=tuple(tokenizer.stop_ids),
         seed=seed,
     )  # fmt: skip
     context = int(model.config.max_position_embeddings or 0)

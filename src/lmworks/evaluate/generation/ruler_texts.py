@@ -24,6 +24,7 @@ from zipfile import ZipFile
 from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.sets import sources
 from lmworks.io import wheels
+from lmworks.io.files import read_at_most
 
 _WORDS, _WORDS_SHA256 = "wonderwords==3.0.1", "4dd66deb6a76ca9e0b0422d1d3e111f9b910d7c16922d42de733ee8def98f8d0"
 _MOST_BYTES = 1 << 28  # of a local file
@@ -126,7 +127,7 @@ def read_json(file: Path) -> Any:
 def _read(file: Path) -> bytes:
     try:
         with open(file, "rb") as source:
-            data = source.read(_MOST_BYTES + 1)
+            data = read_at_most(source, _MOST_BYTES + 1)
     except OSError as error:
         raise UserError(f"evaluate.benchmarks: cannot read {file}: {error.strerror}; RULER's scripts download it") from None
     if len(data) > _MOST_BYTES:

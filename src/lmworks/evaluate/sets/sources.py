@@ -64,7 +64,7 @@ def _arrow_rows(data: bytes) -> Iterator[Row]:
 
 
 def _lines(data: bytes) -> Iterator[Row]:
-    yield from map(json.loads, gzip.decompress(data).splitlines())
+    yield from map(json.loads, gzip.decompress(data).splitlines())  # of bytes: those of text also end at U+2028
 
 
 _LINES = (".jsonl", ".ndjson", ".json")
@@ -76,6 +76,8 @@ _LONGEST = 1 << 24  # bytes of a line
 def files_at(path: str) -> list[Path]:
     """All files at a file, directory or glob, sorted."""
     place = Path(path).expanduser()
+    if place.is_file():  # its name may look like a pattern
+        return [place]
     found = place.rglob("*") if place.is_dir() else map(Path, glob(str(place), recursive=True))
     return sorted(one for one in found if one.is_file())
 
@@ -85,7 +87,7 @@ def files(path: str, split: str | None = None) -> list[Path]:
 
     Raises `UserError` if there are none.
     """
-    data = [one for one in files_at(path) if one.name.endswith(SUFFIXES)]
+    data = [one for one in files_at(path) if one.name.lower().endswith(SUFFIXES)]
     if not data:
         raise UserError(f"{path} has no data files; give a file, directory or glob of {', '.join((*_LINES, '.parquet', '.arrow'))}")
     return [one for one in data if split and one.name.startswith(split)] or data
@@ -117,13 +119,13 @@ def local_rows(path: str, split: str | None = None) -> Iterator[tuple[str, Row]]
 
 
 def _rows(file: Path) -> Iterator[Any]:
-    if file.suffix == ".parquet":
+    if file.suffix.lower() == ".parquet":
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(file) as table:
             for batch in table.iter_batches(1024):
                 yield from batch.to_pylist()
-    elif file.suffix == ".arrow":
+    elif file.suffix.lower() == ".arrow":
         yield from _arrow(file)
     else:
         with open_binary(str(file)) as (stream, _):
