@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 
 import pytest
 
 from lmworks.cli.main import main
+from lmworks.launch.launch_dir import COMMAND
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Lmworks:
 
     def __call__(self, *arguments: object) -> Done:
         self.monkeypatch.setattr(sys, "argv", ["lmworks", *map(str, arguments)])
+        self.monkeypatch.setenv(COMMAND, os.environ.get(COMMAND, ""))  # undone: a launch sets it for its ranks, and would for the next test
         self.capfd.readouterr()
         code = 0
         try:

@@ -31,6 +31,7 @@ PROSE = "The quick brown fox, naïve and 狐, jumps over the lazy dog. "
 KNOWN = {
     *("damaged_file", "damaged_member", "bad_utf8", "binary", "unsafe_name", "encrypted", "duplicate_member", "bomb", "empty_text"),
     *("enormous", "broken_json", "not_a_notebook", "not_a_page", "broken_record", "no_column", "wrong_type", "null_text", "rest_unread"),
+    "other_ending",  # a damaged name
 }
 
 Row = tuple[bytes, str | None]

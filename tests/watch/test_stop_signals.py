@@ -16,8 +16,9 @@ from lmworks.watch.stop_signals import Stop
 from patience import PATIENCE
 
 _RUN = """
-import sys, time
+import signal, sys, time
 from lmworks.watch import graceful_stop
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which has all below it ignore the signal
 with graceful_stop() as stop:
     print("ready", flush=True)
     while not stop.requested:
