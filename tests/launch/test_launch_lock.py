@@ -62,10 +62,13 @@ def test_a_rank_is_alive_while_it_works_and_its_forked_child_is_none(tmp_path: P
 
     def work() -> None:
         assert folder.has_ranks()
+        here, there = os.pipe()
         children.append(os.fork())
         if not children[0]:
+            os.write(there, b"begun")
             time.sleep(600)
             os._exit(0)
+        assert os.read(here, 5) == b"begun"
 
     try:
         assert run_rank(folder, 0, work) == 0

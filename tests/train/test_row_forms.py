@@ -597,6 +597,10 @@ def test_all_published_conversations_are_read(qwen: Tokenizer, tmp_path: Path) -
         body = tuned(qwen, real(name), tmp_path / name, length=8192)
         assert body["forms"] == {form: count - sum(body["left_out"].values())}
         assert set(body["left_out"]) <= {"repeated"}
+    noted = tuned(qwen, real("reason_tool_use_demo_50.jsonl"), tmp_path / "cut", length=1024)["noted"]
+    cut, left_out = ("cut at an answer", "with an answer that is cut at sequence_length"), "thoughts that the chat template leaves out"
+    assert noted.keys() == {*cut, left_out}, "no answer that is whole lacks its stop token"
+    assert all(0 < count <= 50 for count in noted.values())
     found = [forms.convert_conversation(raw.value) for raw in read_files("tune.data.x", real("reason_tool_use_demo_50.jsonl"))]
     assert sum(len(one.get("tool_calls", [])) for row in found for one in row.messages) == 41 + 2 * 9 + 3 * 3
     assert sum("reasoning_content" in one for row in found for one in row.messages) == 112

@@ -13,6 +13,7 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.watch import RunLock
+from lmworks.watch.ledger import LAUNCH_LOCK, LOCK
 
 _HOLDER = """
 import sys, time
@@ -56,19 +57,20 @@ def test_released_at_the_end_of_a_block_and_only_once(tmp_path):
         pass
 
 
-def leave(run, release):
+def leave(run, release, file=LOCK):
     """An error that leaves the block after the directory was moved away."""
-    with RunLock(run) as lock:
+    with RunLock(run, file) as lock:
         if release:
             lock.release()
-        run.rename(run.parent / f"moved {release}")
+        run.rename(run.parent / f"moved {release} {len(file)}")
         raise FileNotFoundError("ledger.jsonl")
 
 
 def test_a_directory_that_is_moved_away_is_the_cause_of_an_error(tmp_path):
     run = tmp_path / "run"
-    with pytest.raises(UserError, match=f"^{run} was moved or deleted while it was in use"):
-        leave(run, release=False)
+    for file in (LOCK, LAUNCH_LOCK):
+        with pytest.raises(UserError, match=f"^{run} was moved or deleted while it was in use"):
+            leave(run, release=False, file=file)
     with pytest.raises(FileNotFoundError):
         leave(run, release=True)
 

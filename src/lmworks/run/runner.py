@@ -411,12 +411,10 @@ def _record_changes(run_dir: Path, state: _State) -> None:
     if state.kept is not None:
         record(run_dir, state.kept)
     with Ledger(run_dir / LEDGER) as ledger:
-        free = [harmless(change) for change in state.changes]
-        told = [{"key": change.path, "old": change.old, "new": change.new} for change in state.changes]
         ledger.write(
             "recipe_changed",
-            allowed=[one for one, harmless_one in zip(told, free, strict=True) if not harmless_one],
-            harmless=[one for one, harmless_one in zip(told, free, strict=True) if harmless_one],
+            allowed=[{"key": c.path, "old": c.old, "new": c.new} for c in state.changes if not harmless(c)],
+            harmless=[{"key": c.path, "old": c.old, "new": c.new} for c in state.changes if harmless(c)],
         )
 
 

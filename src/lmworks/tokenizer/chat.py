@@ -117,14 +117,8 @@ class Template:
                     return as_text, no_content
         return False, False
 
-    def render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        thinking: bool | None = None,
-        generation: tuple[str, str] | None = None,
-    ) -> str:
+    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
+               add_generation_prompt: bool = False, thinking: bool | None = None, generation: tuple[str, str] | None = None) -> str:
         """The conversation as one string. `thinking` False adds an empty thinking block to the generation prompt; True lets the model
         decide. `generation` are two characters to put around what a foreign template marks as written by the assistant.
         """
@@ -188,14 +182,8 @@ def with_thoughts(message: Message) -> Message:
     return message.saying(reasoning_content=thoughts, content=answer).having(untrained={key: one for key, one in moved.items() if one})
 
 
-def encode(
-    tokenizer: TextTokenizer,
-    template: Template,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = False,
-    thinking: bool | None = None,
-) -> list[int]:
+def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
+           add_generation_prompt: bool = False, thinking: bool | None = None) -> list[int]:
     """Ids of the rendered conversation, in which only the template's own special tokens are special (and /nothink in a user's message).
 
     Text of a message that looks like a special token is broken up with a marker before rendering; the marker is removed after splitting.
@@ -208,17 +196,10 @@ def encode(
     return encode_marked(tokenizer, text, marker)
 
 
-def render_marked(
-    tokenizer: TextTokenizer,
-    template: Template,
-    messages: Sequence[dict[str, Any]],
-    marker: str,
-    tools: Sequence[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = False,
-    thinking: bool | None = None,
-    generation: tuple[str, str] | None = None,
-    untrained: tuple[str, str] | None = None,
-) -> str:
+def render_marked(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict[str, Any]], marker: str,
+                  tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False,
+                  thinking: bool | None = None, generation: tuple[str, str] | None = None,
+                  untrained: tuple[str, str] | None = None) -> str:
     """The rendered conversation, in which `marker` breaks up what is not special, for `encode_marked`. The characters `untrained` are put
     around what is not to be trained of an answer (`Message.untrained`)."""
     found = template.checked(messages)
@@ -310,9 +291,8 @@ def _map_text(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def assistant_mask(
-    ids: Sequence[int], assistant: int, system: int, stops: Sequence[int], prompt_ids: Sequence[Sequence[int]], learned: Sequence[bool] = ()
-) -> list[bool]:
+def assistant_mask(ids: Sequence[int], assistant: int, system: int, stops: Sequence[int],
+                   prompt_ids: Sequence[Sequence[int]], learned: Sequence[bool] = ()) -> list[bool]:
     """For each id, whether the assistant wrote it: the ids after <|assistant|>, up to and including the token that ends the turn.
 
     `prompt_ids` has, for each turn, the ids after <|assistant|> that belong to the prompt: the matching prefix of the turn is not counted.

@@ -230,13 +230,8 @@ class ForeignTokenizer(Tokenizer):
     def _turns(self) -> dict[Template, Turns]:
         return {}
 
-    def encode_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        thinking: bool | None = None,
-    ) -> tuple[list[int], list[bool]]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
+                    add_generation_prompt: bool = False, thinking: bool | None = None) -> tuple[list[int], list[bool]]:
         """The ids of the conversation, and for each id whether the assistant wrote it, where `Turns` can tell; of a prompt, the
         assistant has written nothing that counts. Raises `UserError`.
         """

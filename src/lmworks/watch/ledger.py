@@ -209,7 +209,7 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path, file: str = LOCK, fd: int | None = None) -> None:
-        self.path = Path(run_dir) / file
+        self._run_dir, self.path = Path(run_dir), Path(run_dir) / file
         try:
             with explain_os_errors(run_dir):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +222,7 @@ class RunLock:
             if not try_lock(self._fd):
                 raise _in_use_by(run_dir, _holder(self._fd))
             if file == LOCK and "RANK" not in os.environ:
-                require_free(self.path.parent, LAUNCH_LOCK)
+                require_free(self._run_dir, LAUNCH_LOCK)
         except UserError:
             os.close(self._fd)
             raise
@@ -252,7 +252,7 @@ class RunLock:
         gone = isinstance(error, OSError | UserError) and self._is_gone()
         self.release()
         if gone:
-            what = f"{self.path.parent} was moved or deleted while it was in use"
+            what = f"{self._run_dir} was moved or deleted while it was in use"
             raise UserError(f"{what}; put it back, and give the command again") from error
 
     def _is_gone(self) -> bool:

@@ -2,6 +2,8 @@
 
 MUTANTS = [
     ("watch.ledger:RunLock.__exit__", "self._is_gone()", "False", "A run directory that is moved away is named.", "run/test_runner.py"),
+    ("watch.ledger:RunLock.__exit__", "self._run_dir", "self.path.parent", "A launch names the directory of its run.",
+     "watch/test_lock.py"),
     ("watch.ledger:RunLock._is_gone", "self._fd >= 0 and not ", "not ", "A lock that was released does not say that its directory is gone.",
      "watch/test_lock.py"),
     ("watch.ledger:Ledger.__init__", "            self._fd", "            self.path.parent.mkdir(exist_ok=True)\n            self._fd",
@@ -176,7 +178,7 @@ MUTANTS = [
      "A growth at the step of the checkpoint is not undone by a rollback to it.", "watch/test_batch_growth.py"),
     ("watch.evidence:Evidence.steps", "if grown and isinstance(grown[-1], int):", "if False:",
      "A run whose batch has grown has fewer steps than it began with.", "train/test_batch_growth_run.py"),
-    ("watch.ledger:RunLock.__init__", "require_free(self.path.parent, LAUNCH_LOCK)", "pass",
+    ("watch.ledger:RunLock.__init__", "require_free(self._run_dir, LAUNCH_LOCK)", "pass",
      "Nobody takes a run while its ranks are restarted.",
      "launch/test_launch_lock.py::test_only_ranks_get_the_run_of_a_launch"),
     ("watch.ledger:RunLock.__init__", ' and "RANK" not in os.environ', "", "A rank gets the lock of the run of its launch.",
