@@ -78,7 +78,7 @@ PLACES = (
     (FIRST, "the weights to start from, by their headers", """
         weights.gguf gguf_of gguf_package
         weights.gguf _read GgufWeights._found GgufWeights._info GgufWeights._check_rope
-        weights.quantized _pair _block(2)
+        weights.quantized _pair _form(2) dequantized
         weights.reference find(4)
         weights.huggingface files_of(3) _open _refuse_duplicates refuse_unequal_copies(2)
         weights.names huggingface_name refuse_foreign
@@ -109,7 +109,7 @@ PLACES = (
         evaluate.generation.humaneval HumanEval.__init__
         evaluate.protection _questions(4)
         evaluate.sets.benchmarks _own_items
-        evaluate.sets.benchmarks task_items(3)
+        evaluate.sets.own_tasks _read_rows(3) _meaning(3)
         evaluate.sets.benchmarks check_names(2)
         evaluate.sets.sources files local_rows
     """),
@@ -245,9 +245,9 @@ PLACES = (
         corpus.read.files _convert
         corpus.read.opening decompress
         corpus.read.part quarantine_errors
-        weights.quantized _Dequantized.get_slice _Slice.__getitem__
+        weights.quantized _Dequantized.get_slice(3) _Dequantized._tensor _Dequantized._shape_of _Dequantized._blocks
         weights.mxfp4 Mxfp4.get_slice(3) dequantize
-        weights.huggingface load_weights _read_slice(2) _refuse_wrong_size
+        weights.huggingface load_weights _read_slice(2) _refuse_wrong_size _say_or_refuse
     """),
     (LATER, "memory that runs out, which is known when it does; what a step needs is estimated before the first stage", """
         run.out_of_memory explain_out_of_memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -221,6 +222,52 @@ def test_a_run_that_diverged_is_named_and_left_out_of_its_arm_alone(tiny: Tiny, 
     assert "| 2 | 1.503 | 2.3 (seed 1) | 2.35 (seed 1, 3) |" in markdown(written), "a mean says which seeds it is of"
     lost = document(results(tiny, tmp_path, {"base": [2.0, NAN, 1.9], "good": [1.5, 1.61, 1.4]}))
     assert lost["verdicts"][0]["over_seeds"] == [1, 3] and "so no arm is compared over them" in lost["not_measured"][0]
+
+
+def diverging(found: Results, arm: str, seeds: tuple[int, ...]) -> Results:
+    for run in found.experiment.runs:
+        if run.arm.name == arm and run.seed in seeds:
+            why = "17 of 29 steps without an update: 15 bad steps, 1 rollback"
+            found.readings[run.directory] = replace(found.readings[run.directory], diverged=why, tokens=500)
+        else:
+            found.readings[run.directory] = replace(found.readings[run.directory], tokens=1000)
+    return found
+
+
+def test_an_arm_that_diverged_with_a_finite_loss_has_its_own_verdict(tiny: Tiny, tmp_path: Path) -> None:
+    """It costs the others nothing: noise floor, quality and verdicts are those without it."""
+    good = {"base": [2.0, 2.1, 1.9], "good": [1.5, 1.61, 1.4]}
+    alone = document(results(tiny, tmp_path, good))
+    found = diverging(results(tiny, tmp_path, good | {"div": [103.0, 166.0, 395.0]}), "div", (1, 2, 3))
+    written = document(found)
+    first, last = written["verdicts"]
+    assert (first["arm"], first["verdict"]) == ("good", "better") and first["p"] == alone["verdicts"][0]["p"]
+    assert (last["arm"], last["verdict"], last["why"], last["difference"]) == ("div", "diverged", "it ends at 103 to 395 bits/byte", None)
+    for key in ("noise", "noise_floor", "quality"):
+        assert written["measures"][BITS][key] == alone["measures"][BITS][key]
+    assert not any("not at equal tokens" in line for line in written["assumptions"]), "skipped steps are the cause, which is said"
+    (line,) = written["not_measured"]
+    assert line.startswith("div diverged: seed 1 (17 of 29 steps without an update: 15 bad steps, 1 rollback), seed 2 (")
+    table = markdown(written)
+    assert "| 2 | 1.503 | diverged |" in table and "| div | validation/bits_per_byte |  |  | diverged | it ends at" in table
+    save(found)
+    page = html.unescape(write_ablation_page(found.experiment.out).read_text(encoding="utf-8"))
+    assert line in page and re.search('class="verdict below">diverged<', page) and "of 1 tested" in page
+
+
+def test_a_seed_that_diverged_with_a_finite_loss_is_left_out(tiny: Tiny, tmp_path: Path) -> None:
+    found = diverging(results(tiny, tmp_path, {"base": [2.0, 2.1, 1.9], "once": [2.4, 300.0, 2.3]}), "once", (2,))
+    (one,) = document(found)["verdicts"]
+    assert one["over_seeds"] == [1, 3] and one["difference"] == pytest.approx(2.35 - 1.95)
+
+
+def test_a_sweep_beside_a_rate_that_diverged_is_not_to_be_extended_there(tiny: Tiny, tmp_path: Path) -> None:
+    rates = [0.0025, 0.005, 0.01, 0.02, 0.04]
+    falling = {str(rate): [2 - 0.1 * index, 2.001 - 0.1 * index, 2.002 - 0.1 * index] for index, rate in enumerate(rates)}
+    found = diverging(results(tiny, tmp_path, falling, kind="learning-rate"), "rate-0.04", (1, 2, 3))
+    conclusion = document(found)["conclusion"]
+    assert len(conclusion["points"]) == 4 and "extend it" not in conclusion["text"]
+    assert "the lowest arm is the last that has not diverged (0.04 has), so add arms between the two" in conclusion["text"]
 
 
 def test_a_seed_that_one_of_many_lacks_costs_less_than_an_arm(tiny: Tiny, tmp_path: Path) -> None:

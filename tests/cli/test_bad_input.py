@@ -260,3 +260,16 @@ def test_an_error_keeps_its_code_when_nobody_reads(closed: str) -> None:
     process = subprocess.Popen([sys.executable, "-m", "lmworks.cli.main", "plan", "nosuch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     getattr(process, closed).close()
     assert process.wait() == ExitCode.USER_ERROR
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "report RUN", "ckpt list RUN", "data batch RUN 1", "copy RUN file:///nowhere", "evaluate --follow RUN", "bundle RUN", "doctor RUN",
+        "profile RUN", "ablate RUN", "launch readmit RUN host",
+    ],
+)  # fmt: skip
+def test_a_name_that_no_directory_can_have_is_no_run(lmworks: Lmworks, tmp_path: Path, command: str) -> None:
+    run = str(tmp_path / ("a" * 256))  # in a folder that exists: otherwise that is what the system says
+    done = lmworks(*(run if word == "RUN" else word for word in command.split()))
+    assert done.code == ExitCode.USER_ERROR and "File name too long; a name has at most 255 bytes" in done.error, done.err

@@ -129,6 +129,7 @@ def test_the_shell_completes_without_loading_torch() -> None:
     assert {"run", "report", "replay", "restore"} == {*completed("lmworks r")}
     assert completed("lmworks run quickstart --to t") == ["tokenizer", "tune"]
     assert completed("lmworks run quickstart --set optimizer.learn") == ["optimizer.learning_rate="]
+    assert completed("lmworks docs abl") == ["ablations"] and completed("lmworks ablate qk") == ["qk-norm"]
 
 
 def test_words_that_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

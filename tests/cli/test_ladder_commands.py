@@ -286,6 +286,8 @@ def test_only_the_run_that_was_predicted_is_scored(
     assert f"has another tokenizer than the ladder: {remedy}" in refused(files={"tokenizer/tokenizer.json": " "})
     changed = json.dumps({"event": "mixture_changed", "time": 3.0, "step": 3, "mixture": {"code": 1.0}, "number": 0}) + "\n"
     assert "was changed at step 3" in refused(files={"ledger.jsonl": changed})
+    bad = "".join(json.dumps({"event": "bad_step", "stage": "pretrain", "time": 3.0, "step": step}) + "\n" for step in (3, 4))
+    assert "has diverged (2 of " in refused(files={"ledger.jsonl": bad})
     late = {"step": 64, "time": 3.0, "optim/learning_rate": 0.01, "validation/bits_per_byte": 2.0}
     assert "ends at 100% of its peak learning rate" in refused(files={"metrics.jsonl": json.dumps(late) + "\n"})
     assert refused() == ""

@@ -226,7 +226,7 @@ CASES: dict[str, tuple[str, str, Make]] = {
         lambda p: p.training(tokenizer={"path": str(p.folder / "base"), "vocab_size": 320}),
     ),
     "an own task without its column": (
-        "evaluate.sets.benchmarks task_items",
+        "evaluate.sets.own_tasks _read_rows",
         "has no column",
         lambda p: _task(p, [{"q": "One?", "gold": 0}]),
     ),
@@ -473,7 +473,8 @@ ELSEWHERE = {
     "weights.gguf GgufWeights._info": WEIGHTS,
     "weights.gguf GgufWeights._check_rope": WEIGHTS,
     "weights.quantized _pair": WEIGHTS,
-    "weights.quantized _block": WEIGHTS,
+    "weights.quantized _form": WEIGHTS,
+    "weights.quantized dequantized": WEIGHTS,
     "weights.reference find": WEIGHTS,
     "recipe.checks phase_refusals.end_of_warm_up": "tests/train/test_phases.py; the same list as a phase without a step",
     "train.rewards AnswerCheck.finish": "tests/train/test_grpo.py; the same call as no prompts",
@@ -482,6 +483,7 @@ ELSEWHERE = {
     "weights.gguf gguf_of": "tests/export; the same call as no class",
     "plan.layout choose": "tests/plan/test_plan.py; `plan` alone chooses layouts, and shows what the run would refuse first",
     "evaluate.sets.benchmarks _own_items": "tests/evaluate/test_own_tasks.py; the same call as an own task without its column",
+    "evaluate.sets.own_tasks _meaning": "tests/evaluate/test_sources.py; the same call as an own task without its column",
     "evaluate.generation.interface Declared.open": "tests/evaluate/test_declared.py; the same call as an unknown set",
     "evaluate.generation.humaneval HumanEval.__init__": "tests/evaluate/test_humaneval.py; the same call as an unknown set",
 }

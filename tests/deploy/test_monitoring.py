@@ -55,6 +55,13 @@ def test_every_metric_that_every_run_writes_is_on_the_dashboard_of_training() ->
     assert not any(title.startswith(("experts/", "train/mtp")) for title in titles)
 
 
+def test_series_of_one_name_have_legends_that_differ() -> None:
+    """`web-high` and `web_high` have one name in Prometheus, and the label `metric`."""
+    queries = {panel.title: panel.queries for _, several in training_panels(None) for panel in several}
+    assert list(queries["validation/{domain}/loss"]) == ["{{__name__}} {{metric}}"]
+    assert list(queries["train/loss"]) == ["{{__name__}}"]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_dashboards_have_what_provisioning_needs(engine: str) -> None:
     """Grafana does not run here: unique ids, a grid without overlaps, and targets that name the provisioned data source."""

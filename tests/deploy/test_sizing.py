@@ -142,7 +142,9 @@ def test_no_parser_without_its_marks() -> None:
     ("[TOOL_CALLS]", "mistral", "mistral", "tool calls: the template has Mistral's [TOOL_CALLS]"),
     ("<|python_tag|>", "llama3_json", "llama3", "tool calls: the template has Llama 3's <|python_tag|>"),
     ('<|start_header_id|> "parameters"', "llama3_json", "llama3", "tool calls: the template writes tool calls as JSON with name and"),
-    ("<｜tool▁calls▁begin｜>", "deepseek_v3", "deepseekv3", "no tool calls of this form, which stay text: the template has DeepSeek"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3", "deepseekv3", "tool calls: the template has DeepSeek-V3's marks"),
+    ("<tool_call> <function= <parameter=", "qwen3_coder", "qwen3_coder", "tool calls: the template writes tool calls as <function=NAME>"),
+    ("<|channel|>analysis functions.", "openai", "gpt-oss", "thoughts behind <|channel|>analysis<|message|>, and tool calls: the template"),
     ("{{ messages }}", None, None, "calls in <tool_call>; other forms stay text"),
 ])  # fmt: skip
 def test_every_engine_is_told_the_form_of_tool_calls(template: str, vllm: str | None, sglang: str | None, note: str) -> None:

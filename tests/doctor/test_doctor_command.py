@@ -26,7 +26,7 @@ from lmworks.watch import evidence as evidence_module
 from lmworks.watch import rules, run_files
 from lmworks.watch.diagnosis import all_rules, diagnose
 from lmworks.watch.evidence import Evidence, stages_in
-from lmworks.watch.rule import SYMPTOMS, Exclusion, Finding, Measurement, Rule
+from lmworks.watch.rule import SYMPTOMS, Change, Exclusion, Finding, Measurement, Rule
 from lmworks.watch.run_files import open_run
 from written_run import command_line, write_run
 
@@ -217,14 +217,17 @@ def test_one_signal_is_not_sure_and_two_are(full: Path, monkeypatch: pytest.Monk
 def test_a_cause_that_is_not_sure_is_said_with_what_was_ruled_out_and_what_to_measure(
     full: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {"excluded": (Exclusion("two", "b is 3"),), "next_measurement": "lmworks ckpt verify RUN"}
+    changes = (Change(advice="lmworks data conversations RUN shows it"),)
+    found = {"excluded": (Exclusion("two", "b is 3"),), "changes": changes, "next_measurement": "lmworks ckpt verify RUN"}
     one = rule("one", Measurement("a", 2.0, high=1.0), finding=found)
     monkeypatch.setattr("lmworks.watch.diagnosis.all_rules", lambda: {"one": one})
     code, out, _ = doctor(monkeypatch, capsys, full)
     assert code == 0 and "0 problems, 1 not sure, 0 checks passed" in out
-    assert "two: b is 3" in out and "one signal alone; next: lmworks ckpt verify RUN" in out
+    assert "two: b is 3" in out and "one signal alone; next: lmworks ckpt verify" in out
     (stage,) = json.loads(doctor(monkeypatch, capsys, full, "--json")[1])["stages"]
-    assert [one["code"] for one in stage["unsure"]] == ["one"]
+    (unsure,) = stage["unsure"]
+    assert (unsure["code"], unsure["next_measurement"]) == ("one", f"lmworks ckpt verify {full}")
+    assert unsure["changes"][0]["advice"] == f"lmworks data conversations {full} shows it"
 
 
 def test_a_note_is_not_said_to_be_unsure(full: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

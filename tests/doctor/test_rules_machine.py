@@ -175,9 +175,11 @@ def restart(reason: str, ranks: Sequence[int] = (1,), time: float = 1.0e9 + 60) 
     return {"time": time, "event": "restart", "step": 40, "ranks": list(ranks), "hosts": ["a"], "reason": reason, "in_a_row": 1}
 
 
-def ended(rank: int, at: float, signal: str | None = None, code: int = 1, oom: bool | None = False) -> dict[str, Any]:
+def ended(
+    rank: int, at: float, signal: str | None = None, code: int = 1, oom: bool | None = False, asked: bool = False
+) -> dict[str, Any]:
     return {"time": 1.0e9 + 55, "event": "rank_exit", "rank": rank, "host": "a", "code": code, "signal": signal, "ended": 1.0e9 + at,
-            "oom_kill": oom}  # fmt: skip
+            "asked": asked, "oom_kill": oom}  # fmt: skip
 
 
 SILENT_END = "rank 1 on a (process 7) ended without an error message (perhaps out of memory); its last heartbeat was at step 40 (forward)"
@@ -192,6 +194,13 @@ FAILURES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "killed, and the run has ended": ([KILLED, ended(0, 12)], "dead-rank"),
     "an exception": ([ended(1, 10), ended(0, 12), restart("rank 1 on a (process 7) failed at step 40: KeyError: 'x'")], "dead-rank"),
     "out of memory": ([ended(1, 10, "SIGKILL", -9, True), ended(0, 12), restart(SILENT_END)], "out-of-memory-killed"),
+    "killed, and its neighbour did not end when it was asked to": (
+        [KILLED, ended(0, 40, "SIGKILL", -9, True, asked=True), restart(SILENT_END)], "dead-rank"
+    ),
+    "an exception, and a neighbour by a clock that is behind": (
+        [ended(0, 5, "SIGKILL", -9, True, asked=True), ended(1, 10), restart("rank 1 on a (process 7) failed at step 40: KeyError: 'x'")],
+        "dead-rank",
+    ),
     "frozen": ([ended(0, 70), ended(1, 75, "SIGKILL", -9), restart(FROZEN)], "hung-rank"),
     "frozen, and killed by its neighbour before that ended": ([ended(1, 70, "SIGKILL", -9), ended(0, 70), restart(FROZEN)], "hung-rank"),
     "frozen, by an earlier version": ([restart(FROZEN)], "hung-rank"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lmworks.recipe.schema.model import Model, Moe
+from lmworks.tokenizer.special import THINK, State
 
 
 class ByteTokenizer:
@@ -24,6 +27,14 @@ class ByteTokenizer:
 
     def decode(self, ids: list[int], skip_special: bool = False) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    thoughts = THINK
+
+    def decode_reply(self, ids: list[int]) -> str:
+        return self.decode(ids)
+
+    def state_of_thoughts(self, prompt: Sequence[int]) -> State:
+        return self.thoughts.state(self.decode(prompt[-16:]))
 
     def encode_chat(self, messages: list[dict], tools: None = None, add_generation_prompt: bool = False) -> tuple[list[int], list[bool]]:
         ids = [i for m in messages for i in (self.special[f"<|{m['role']}|>"], *self.encode(m["content"]))]

@@ -171,6 +171,62 @@ def test_the_right_choice_is_a_text_a_letter_or_an_index(tmp_path: Path, answer:
     assert isinstance(found, ChoiceItem) and found.answer == 2
 
 
+def test_null_is_no_text(tmp_path: Path) -> None:
+    """A null choice is absent, and letters and indices are those of the columns; a null question or answer is refused with its row."""
+    table = [
+        {"q": "one", "a": "x", "b": None, "c": "z", "right": "C"}, {"q": "two", "a": "x", "b": "y", "c": None, "right": "A"},
+        {"q": "three", "a": float("nan"), "b": "y", "c": "z", "right": "B"},
+    ]  # fmt: skip
+    found = benchmarks.load_all(task(tmp_path, "question: q\nchoices: [a, b, c]\nanswer: right\n", table))
+    asked = [(one.choices, one.answer) for one in found if isinstance(one, ChoiceItem)]
+    assert asked == [(("x", "z"), 1), (("x", "y"), 0), (("y", "z"), 0)]
+    for column in ("q", "right", "subject"):
+        row = {"q": "one", "right": "x", "subject": "s", "c": ["x", "y"], column: None}
+        for choices in ("", "choices: c\n"):
+            given = [{"q": "zero", "right": "x", "subject": "s", "c": ["x", "y"]}, row]
+            benchmark = task(tmp_path, f"question: q\n{choices}answer: right\nsubject: subject\n", given)
+            with pytest.raises(UserError, match=rf"row 1 of .*data\.jsonl: column {column} is null"):
+                benchmarks.load_all(benchmark)
+
+
+def test_answers_have_one_meaning_in_all_rows(tmp_path: Path) -> None:
+    groups = ["B", "A", "AB", "O"]
+    letters = [{"question": "1", "choices": groups, "answer": "B"}, {"question": "2", "choices": groups, "answer": "A"}]
+
+    def answers(text: str, table: list[dict[str, Any]]) -> list[int]:
+        items = benchmarks.load_all(task(tmp_path, f"choices: choices\n{text}", table))
+        return [one.answer for one in items if isinstance(one, ChoiceItem)]
+
+    with pytest.raises(UserError, match=r"row 0 .*'B' is another choice as text than as letter.* say which with answer_is: text\|letter"):
+        answers("", letters)
+    assert answers("answer_is: letter\n", letters) == [1, 0] and answers("answer_is: text\n", letters) == [0, 1]
+    assert answers("", [*letters, {"question": "3", "choices": groups, "answer": "D"}]) == [1, 0, 3], "no choice is D: letters"
+    assert answers("", [*letters, {"question": "3", "choices": groups, "answer": "AB"}]) == [0, 1, 2], "no letter is AB: texts"
+    numbers = [{"question": "1", "choices": [1, 2, 3], "answer": 1}]
+    with pytest.raises(UserError, match="another choice as text than as index"):
+        answers("", numbers)
+    assert answers("answer_is: index\n", numbers) == [1] and answers("answer_is: index\n", [numbers[0] | {"answer": 1.0}]) == [1]
+    with pytest.raises(UserError, match=r"row 1 of .*: the answer 'A' is no index of one \(answer_is\)"):
+        answers("answer_is: index\n", [numbers[0], {"question": "2", "choices": groups, "answer": "A"}])
+    mixed = [{"question": "1", "choices": ["x", "y"], "answer": "x"}, {"question": "2", "choices": ["x", "y"], "answer": 1}]
+    with pytest.raises(UserError, match=r"written in several ways: '1' of row 1 .* is no choice, 'x' of row 0 .* is no letter of one"):
+        answers("", mixed)
+
+
+def test_null_is_no_text_in_rows_of_published_sets(tmp_path: Path) -> None:
+    """Neither as a choice nor as a question, and it is no answer of BoolQ."""
+    mmlu = {"subject": "law", "question": "q", "choices": ["a", "b", "c", None], "answer": 0}
+    boolq = {"passage": "p", "question": "q", "answer": True}
+    for name, row, said in (
+        ("mmlu", mmlu, "choice 4 is null"), ("boolq", boolq | {"answer": None}, "NoneType"),
+        ("boolq", boolq | {"passage": None}, "passage is null"),
+        ("piqa", {"goal": "g", "sol1": "a", "sol2": None, "label": 0}, "choice 2 is null"),
+    ):  # fmt: skip
+        (tmp_path / "rows.jsonl").write_text(lines([row]))
+        with pytest.raises(UserError, match=rf"row 0 of .*rows\.jsonl is not of this set .*{said}"):
+            benchmarks.load_all(Benchmark(name=name, path=str(tmp_path / "rows.jsonl")))
+
+
 def test_open_questions_and_examples_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "shown.jsonl").write_text(lines([{"question": "1+1?", "answer": 2}]))
     benchmark = task(tmp_path, "metric: number\nexamples: shown.jsonl\nshots: 1\n", [{"question": "2+2?", "answer": [4, "four"]}])
@@ -190,7 +246,11 @@ def test_open_questions_and_examples_of_their_own(tmp_path: Path) -> None:
         ("question: [\n", {}, "cannot be read"),
         ("question: Frage\n", {"question": "q", "answer": "a"}, r"row 0 of .*data.jsonl has no column 'Frage'; it has: answer, question"),
         ("choices: choices\n", {"question": "q", "choices": ["a", "b"], "answer": "z"}, "the answer 'z' is no choice, no letter"),
-        ("choices: choices\n", {"question": "q", "choices": ["a"], "answer": 0}, "1 choices, the right one at 0"),
+        ("choices: choices\n", {"question": "q", "choices": ["a"], "answer": 0}, "1 choice; a question has 2 to 26, one per letter"),
+        ("choices: choices\n", {"question": "q", "choices": [*map(str, range(30))], "answer": 0}, "30 choices; a question has 2 to 26"),
+        ("choices: choices\n", {"question": "q", "choices": ["a", " "], "answer": 0}, "choice 2 is empty; write its text, or null"),
+        ("choices: choices\n", {"question": "q", "choices": ["a", "a "], "answer": 0}, "two choices are 'a', of which only one would be"),
+        ("answer_is: text\n", {}, "answer_is: it needs choices"),
         ("choices: choices\n", {"question": "q", "choices": "ab", "answer": 0}, "choices is no list; name one column per choice"),
         ('question: "{a.__class__}"\n', {"a": "q", "answer": "a"}, "no column 'a.__class__'"),
     ],

@@ -112,6 +112,13 @@ def random_config(family: Family, seed: int) -> Any:
             "sliding_window": None,
         }  # fmt: skip
         values.pop("num_hidden_layers")
+    if "conv_L_cache" in keys:
+        values |= {
+            "norm_eps": values.pop("rms_norm_eps"), "conv_L_cache": draw.choice([2, 3, 5]), "layer_types": draw.sample(
+                [*draw.choices(["conv", "full_attention"], k=layers - 2), "conv", "full_attention"], layers),
+            "num_dense_layers": draw.randint(0, layers - 1), "block_auto_adjust_ff_dim": draw.random() < 0.5, "block_multiple_of": 8,
+        }  # fmt: skip
+        values = {key: value for key, value in values.items() if key in keys or key.endswith("_id")}
     if "linear_num_key_heads" in keys:
         groups, width = draw.choice([1, 2, 3]), 4 * draw.randint(1, 4)
         if usual := draw.random() < 0.5:  # what llama.cpp has too

@@ -57,6 +57,10 @@ _MAMBA: dict[str, Any] = {
     **_DENSE, "head_dim": 32, "layer_types": ("linear_attention", "linear_attention", "full_attention"),
     "mamba": {"num_heads": 4, "head_dim": 64, "state_size": 32, "n_groups": 2, "norm_groups": 2},
 }
+_CONV: dict[str, Any] = {
+    **_DENSE, "head_dim": 32, "use_qk_norm": True, "layer_types": ("conv", "full_attention", "conv"), "short_conv": {},
+    "rope": {"theta": 1_000_000.0},
+}
 _BLOCKS: dict[str, Any] = {
     **_DENSE, "num_hidden_layers": 6, "hidden_act": "relu2", "rope": {"partial_rotary_factor": 0}, "mamba": _MAMBA["mamba"],
     "layer_types": ("linear_attention", "mlp", "full_attention", "mlp"),
@@ -107,6 +111,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3next": {**_DELTA, "moe": _SHARED},
     "qwen35": {**_DELTA, "tie_word_embeddings": True},
     "qwen35moe": {**_DELTA, "intermediate_size": 64, "moe": _SHARED},
+    "lfm2": _CONV,
+    "lfm2moe": {**_CONV, "tie_word_embeddings": True, "moe": {**_MOE, "n_shared_experts": 0, "routed_scaling_factor": 1.0}},
     "smollm3": {**_DENSE, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
 }  # fmt: skip
 STEPS = 64

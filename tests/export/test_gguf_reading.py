@@ -82,7 +82,8 @@ def test_random_models_of_each_class_come_back(family: Family, models: int, make
 @pytest.mark.parametrize(
     "name",
     ["llama", "llama-llama3", "llama-yarn", "glm4moe", "deepseek", "qwen3moe", "gpt-oss",
-     *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "smollm3", "mixtral", "olmoe", "olmo3", "minimax-m2", "qwen2moe"))],
+     *(pytest.param(name, marks=pytest.mark.slow) for name in (
+         "qwen3", "smollm3", "mixtral", "olmoe", "olmo3", "minimax-m2", "qwen2moe", "lfm2", "lfm2moe"))],
 )
 def test_a_run_comes_back_with_its_tokenizer(make_run: Callable[..., Any], tmp_path: Path, name: str) -> None:
     run = make_run(name)
@@ -137,6 +138,7 @@ def test_quantized_values_are_those_of_the_package(make_run: Callable[..., Any],
 
 
 def test_sizes_of_types_are_those_of_the_package() -> None:
+    assert {name for name, _, _ in TYPES.values()} == {kind.name for kind in gguf.quants._type_traits} | {"F32", "F16"}
     for number, (name, block, size) in TYPES.items():
         kind = gguf.GGMLQuantizationType(number)
         assert (kind.name, gguf.GGML_QUANT_SIZES[kind]) == (name, (block, size))
@@ -207,6 +209,26 @@ def test_what_is_not_known_is_refused_by_name(
     with pytest.raises(UserError) as raised:
         find_weights(path)
     assert reason in str(raised.value) and str(path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "default"),
+    [
+        ("deepseek", "deepseek2.expert_gating_func", "takes 1, and this model has 2"), ("glm4moe", "glm4moe.expert_gating_func", None),
+        ("deepseek", "deepseek2.expert_weights_scale", None), ("llama-yarn", "llama.rope.scaling.yarn_beta_fast", None),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_absent_means_what_llama_cpp_takes(
+    make_run: Callable[..., Any], tmp_path: Path, name: str, key: str, default: str | None
+) -> None:  # fmt: skip
+    run = make_run(name)
+    write_gguf(run.model, run.tokenizer, tmp_path / "plain.gguf", torch.float32, "tiny")
+    path = _rewritten(tmp_path / "plain.gguf", tmp_path / "model.gguf", lambda name, old: None if name == key else old)
+    if default is None:
+        assert find_weights(path).model.moe is None or find_weights(path).model.moe.scoring_func == "sigmoid"
+        return
+    with pytest.raises(UserError, match=f"it has no {key}, without which llama.cpp {default}"):
+        find_weights(path)
 
 
 def test_another_architecture_is_refused_with_those_that_are_read(make_run: Callable[..., Any], tmp_path: Path) -> None:

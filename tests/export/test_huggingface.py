@@ -27,10 +27,10 @@ from lmworks.recipe.families.registry import FAMILIES, class_for, family_of, fro
 from lmworks.recipe.mixers import tp_problems
 from lmworks.recipe.schema.gated_delta import GatedDelta
 from lmworks.recipe.schema.layout import Layout
-from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers
+from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers, ShortConv
 from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Rope
 from lmworks.weights.huggingface import load_weights, read_model
-from lmworks.weights.names import is_exported, to_huggingface
+from lmworks.weights.names import huggingface_name, is_exported, to_huggingface
 from lmworks.weights.stacked import stack
 from parallel.parity import recipe_of
 from rank_pool import RankPool
@@ -94,6 +94,10 @@ _DELTA: dict[str, Any] = _COMMON | {
     "use_qk_norm": True, "attn_output_gate": True, "rope": Rope(partial_rotary_factor=0.25, theta=1e6),
     "layer_types": ("linear_attention", "linear_attention", "full_attention"),
     "gated_delta": GatedDelta(num_key_heads=2, num_value_heads=6, key_head_dim=8, value_head_dim=12),
+}  # fmt: skip
+
+_CONV: dict[str, Any] = _COMMON | {
+    "head_dim": 16, "use_qk_norm": True, "layer_types": ("conv", "full_attention"), "short_conv": ShortConv(),
 }  # fmt: skip
 
 CASES = {
@@ -215,6 +219,12 @@ CASES = {
         moe=_SOFTMAX.model_copy(update={"moe_intermediate_size": 96}),
         multipliers=Multipliers(attention_stream=1.5, lightning_stream=0.75, lightning_out=1.25, ffn_stream=1.5),
     ),
+    "lfm2": Model(**_CONV, tie_word_embeddings=True, rope=Rope(theta=1e6)),
+    "lfm2_wide": Model(**_CONV | {"short_conv": ShortConv(conv_kernel=5), "layer_types": ("full_attention", "conv", "conv", "conv")}),
+    "lfm2_moe": Model(**_CONV, moe=_SIGMOID.model_copy(update={"first_k_dense_replace": 2})),
+    "lfm2_moe_scaled": Model(
+        **_CONV, moe=_SIGMOID.model_copy(update={"norm_topk_prob": False, "routed_scaling_factor": 2.5}), tie_word_embeddings=True
+    ),
     "deepseek_v3_dense": Model(**_LATENT),
     "deepseek_v3_plain_query": Model(**(_LATENT | {"mla": _MLA.model_copy(update={"q_lora_rank": None})}), rope=Rope(theta=500.0)),
     "deepseek_v3_moe": Model(**_LATENT, moe=_MOE),
@@ -325,11 +335,11 @@ def _loss_and_gradients(model: Transformer, tokens: torch.Tensor, labels: torch.
 
 
 def _as_in_memory(key: str) -> str:
-    """A name in a file as transformers names the module; only Mixtral's, Granite's and Nemotron-H's differ."""
+    """A name in a file as transformers names the module; only Mixtral's, Granite's, Nemotron-H's and those of LFM2's experts differ."""
     key = key.replace("backbone.", "model.", 1)
     for stored, module in (("input_linear", "experts.gate_up_proj"), ("output_linear", "experts.down_proj"), ("router.layer", "router")):
         key = key.replace(f".block_sparse_moe.{stored}.weight", f".block_sparse_moe.{module}" + ".weight" * (stored == "router.layer"))
-    if ".block_sparse_moe." not in key or "_proj" in key or ".router." in key:
+    if not any(one in key for one in (".block_sparse_moe.", ".feed_forward.experts.")) or "_proj" in key or ".router." in key:
         return key
     for part, kind in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
         key = key.replace(f".{part}.", f".{kind}.")
@@ -409,7 +419,10 @@ def _random(family: Family, seed: int, folder: Path) -> tuple[Any, Any, Transfor
     return config, peer, read_model(folder)
 
 
-WITH_STATES = ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM")
+WITH_STATES = (
+    "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM",
+    "Qwen3NextForCausalLM",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -596,6 +609,19 @@ def test_foreign_weights_are_refused(tmp_path: Any) -> None:
             read_model(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3_moe", "minimax_m2", "nemotron_h_experts", "lfm2_moe"])
+def test_a_selection_bias_is_not_rounded(name: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = ours(CASES[name])
+    write_model(model, tmp_path, {}, torch.bfloat16)
+    found, family = load_file(tmp_path / "model.safetensors"), family_of(model.config)
+    biases = {key: value for key, value in model.state_dict().items() if key.endswith("router.bias")}
+    assert biases
+    for key, value in biases.items():
+        assert torch.equal(found[huggingface_name(key, model.config, family)], value)
+
+
 def test_a_selection_bias_is_not_left_behind() -> None:
     """Qwen3-MoE has no such tensor. A bias of zero, as after training without it, changes nothing; any other would select other experts."""
     model = ours(CASES["qwen3_moe"])
@@ -616,6 +642,11 @@ def test_a_selection_bias_is_not_left_behind() -> None:
         ("granitemoehybrid", {"layer_types": ["attention", "moe"] * 2}, "layer_types that are not 4 of full_attention and linear_"),
         ("granitemoehybrid", {"time_step_limit": [0.1, 2.0]}, "time steps without limits"),
         ("granitemoehybrid_experts", {"shared_intermediate_size": 40}, "40, which must be a multiple of intermediate_size 32"),
+        ("lfm2", {"layer_types": ["conv", "mamba"] * 2}, "layer_types that are not 4 of full_attention and conv"),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": None}, "no layer of conv"),
+        ("lfm2", {"conv_bias": True}, "conv_bias true; lmworks supports false"),
+        ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 0}, "block_multiple_of 0, which must be positive"),
+        ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias false; lmworks supports true"),
         ("minimax", {"layer_types": ["linear_attention"]}, "layer_types that are not 4 of full_attention and linear_attention"),
         ("minimax", {"layer_types": ["full_attention"] * 4}, "no layer of linear_attention"),
         ("minimax", {"sliding_window": 5}, "sliding_window 5; lmworks supports no value"),

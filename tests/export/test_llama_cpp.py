@@ -116,7 +116,8 @@ def test_an_adapter_is_applied_as_merging_does(
     "name",
     ["glm4moe", "glm4moe-groups", "deepseek", "qwen3", "qwen3moe", "mixtral", "olmoe", "olmo2", "olmo3", "gpt-oss", "minimax-m2",
      "qwen2", "qwen2moe", "llama", "llama-yarn",
-     "llama-llama3", "smollm3", "glm4", "granite", "granitehybrid", "nemotron-h-moe", "qwen3next", "qwen35", "qwen35moe"],
+     "llama-llama3", "smollm3", "glm4", "granite", "granitehybrid", "nemotron-h-moe", "qwen3next", "qwen35", "qwen35moe", "lfm2",
+     "lfm2moe"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_llama_cpps_own_converter_writes_the_same(make_run: Callable[..., Any], tmp_path: Path, name: str, dtype: torch.dtype) -> None:

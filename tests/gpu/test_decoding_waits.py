@@ -11,11 +11,11 @@ import pytest
 from fake_cuda import FakeCuda
 
 # Operators on the device of a step of four rows with two layers, and MiB that they read and write. Both may only fall.
-MOST = {"dense": (160, 0.28), "moe": (189, 0.307), "mla": (252, 0.313), "tied": (168, 0.279)}
+MOST = {"dense": (160, 0.28), "moe": (189, 0.307), "mla": (252, 0.313), "tied": (168, 0.279), "conv": (175, 0.226)}
 RESULTS = "inference/sampling.py"
 
 
-_SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "mla")]
+_SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "mla", "conv")]
 KINDS = ["moe", "tied", *_SLOW]  # tied: with a window, shorter than some rows
 
 

@@ -65,9 +65,9 @@ def test_a_training_step_costs_no_more_than_recorded(found: dict[str, Any], case
 def test_an_evaluation_waits_when_it_is_read(fake_cuda: FakeCuda) -> None:
     """The passes of validation and of evaluation in the loop have no wait, whatever the model. All losses by position are read at once, and
     so is whether all weights are numbers, before a save."""
-    found = fake_cuda.run("traced_steps:evaluations", kinds=["dense", "moe", "mla"])
+    found = fake_cuda.run("traced_steps:evaluations", kinds=["dense", "moe", "mla", "conv"])
     assert [_by_file(found[name]) for name in ("positions", "weights")] == [{"model/transfers.py": 1}, {"train/saving.py": 1}]
-    assert [found[kind] for kind in ("dense", "moe", "mla")] == [{}, {}, {}]
+    assert [found[kind] for kind in ("dense", "moe", "mla", "conv")] == [{}, {}, {}, {}]
 
 
 def test_a_step_of_the_trainer_waits_once(fake_cuda: FakeCuda) -> None:

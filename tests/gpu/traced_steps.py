@@ -112,7 +112,7 @@ def recipe_of(kind: str, precision: str = "bf16", optimizer: str = "adamw") -> R
     """Two layers, of which the second is sparse where the kind has experts."""
     model = parity.MODELS[kind] | {"num_hidden_layers": 2}
     if "layer_types" in model:
-        model["layer_types"] = ["full_attention", "sliding_attention"]
+        model["layer_types"] = ["full_attention", "sliding_attention"] if "sliding_window" in model else model["layer_types"][-2:]
     tree = {
         "name": "traced", "model": model, "train": {"precision": precision, "compile": False},
         "optimizer": {"kind": optimizer, "learning_rate": 0.02, "adam_learning_rate": 0.02, "weight_decay": 0.1, "max_grad_norm": 1.0},

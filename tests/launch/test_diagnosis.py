@@ -101,6 +101,18 @@ def test_a_world_that_vanished_whole_blames_no_rank_alone() -> None:
     assert found and found.ranks == (0, 1) and "all ended at once" in found.reason
 
 
+def test_of_silent_ranks_those_that_were_asked_to_end_are_not_blamed_for_another() -> None:
+    both = [beat(0, "running"), beat(1, "running", doing="data")]
+    found = diagnose_failure(both, {(0, 1000)})
+    assert found and found.ranks == (1,) and "rank 1 on node-0 (process 1001) ended without an error message" in found.reason
+    stuck = [beat(0, "running"), beat(1, "running"), beat(2, "cut", 7, LOST)]
+    assert (found := diagnose_failure(stuck, {(0, 1000)})) and found.ranks == (1,)
+    assert (found := diagnose_failure(stuck, {(0, 999)})) and found.ranks == (0, 1), "another process of this rank"
+    assert (found := diagnose_failure(both, {(0, 1000), (1, 1001)})) and "all ended at once" in found.reason
+    frozen = [beat(0, "cut", 7, LATE), beat(1, "running")]
+    assert (found := diagnose_failure(frozen, {(1, 1001)})) and found.ranks == (1,), "it was asked because of itself"
+
+
 @pytest.mark.parametrize(
     ("error", "state"),
     [

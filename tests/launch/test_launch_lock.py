@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,10 +99,14 @@ def test_the_shell_of_a_job_holds_the_lock(tmp_path: Path) -> None:
     lock_launch(tmp_path, 0.0).release()
 
 
-@pytest.mark.parametrize(("work", "ends"), [("pretrain", ["finished"]), ("profile", []), ("preflight", [])])
+@pytest.mark.parametrize(
+    ("work", "to", "ends"),
+    [("run", None, ["finished"]), ("pretrain", "pretrain", ["finished"]), ("profile", "profile", []), ("preflight", "preflight", [])],
+)
 def test_the_end_of_a_measurement_is_not_that_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, ends: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, to: str | None, ends: list[str]
 ) -> None:
+    """And that of the run names the last stage that was asked for."""
     monkeypatch.setattr(Supervisor, "run", lambda self: self.folder.conclude(0, 0) or 0)
     folder = LaunchDir.of(tmp_path)
     HostTable(folder.hosts, [Host("local-0", 2)]).exclude("local-0", "its agent was killed")
@@ -109,7 +114,7 @@ def test_the_end_of_a_measurement_is_not_that_of_the_run(
     assert [host.excluded for host in read_table(folder.hosts)] == ["its agent was killed"], "nothing is changed before the lock is taken"
     assert made.run() == 0
     assert [host.excluded for host in read_table(folder.hosts)] == [None]
-    assert [event["outcome"] for event in events_of(tmp_path, "run_ended")] == ends
-    assert ("--measures" in slurm.job_for(RECIPE, tmp_path, CountRange(1, 1), 2, [work, "it.yaml"]).script()) == (not ends)
-    slurm.finish_job(RECIPE, tmp_path, 0, measures=not ends)
-    assert len(events_of(tmp_path, "run_ended")) == 2 * len(ends)
+    script = slurm.job_for(RECIPE, tmp_path, CountRange(1, 1), 2, [work, "it.yaml"]).script()
+    assert re.findall(r' end --code "\$code"(.*)\)$', script, re.MULTILINE) == [f" --to {to}" if to else ""]
+    slurm.finish_job(RECIPE, tmp_path, 0, to)
+    assert [(event["outcome"], event["to"]) for event in events_of(tmp_path, "run_ended")] == [(end, to) for end in ends] * 2

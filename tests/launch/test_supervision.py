@@ -38,7 +38,7 @@ TOY = Path(__file__).parent
 
 @pytest.fixture(autouse=True)
 def _ranks_find_the_toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(TOY))
+    monkeypatch.setenv("PYTHONPATH", str(TOY), prepend=os.pathsep)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -47,8 +47,12 @@ def prepare(run_dir: Path, fault: dict[str, Any] | None = None, **launch: Any) -
     recipe = Recipe.model_validate({"name": "toy", "threads": 1, "launch": {"timeout": "5 s", **launch}})
     (run_dir / "recipe.json").write_text(recipe.model_dump_json())
     if fault:
-        (run_dir / "fault.json").write_text(json.dumps({"once": True} | fault))
+        break_rank(run_dir, **fault)
     return recipe
+
+
+def break_rank(run_dir: Path, rank: int, **fault: Any) -> None:
+    (run_dir / f"fault-{rank}.json").write_text(json.dumps({"once": True} | fault))
 
 
 def toy(launch: launcher.Launch) -> launcher.Launch:
@@ -97,7 +101,19 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(tmp_path: Path) -> N
     killed, other = exits[1], exits[0]
     assert (killed["host"], killed["code"], killed["signal"], killed["oom_kill"]) == ("local-0", -9, "SIGKILL", False)
     assert other["code"] != 0 and other["signal"] != "SIGKILL" and killed["pid"] != other["pid"]
+    assert not killed["asked"]
     assert not list(LaunchDir.of(run_dir).exits.iterdir())
+
+
+def test_a_rank_that_has_no_time_to_notice_that_another_was_killed_is_not_blamed(tmp_path: Path) -> None:
+    """The other rank is in no collective, and torchrun's SIGTERM ends it at once: it has reported as little as the one that was lost."""
+    run_dir = tmp_path / "run"
+    recipe = prepare(run_dir, {"rank": 1, "step": 7, "kind": "kill"})
+    break_rank(run_dir, 0, step=7, kind="mute")
+    assert local(run_dir, recipe, "2").run() == 0
+    (restart,) = events(run_dir, "restart")
+    assert restart["ranks"] == [1] and "rank 1 on local-0" in restart["reason"]
+    assert {event["rank"]: event["asked"] for event in events(run_dir, "rank_exit")} == {0: True, 1: False}
 
 
 @pytest.mark.slow
@@ -255,7 +271,7 @@ def test_a_real_sshd(tmp_path: Path) -> None:
         recipe = prepare(run_dir, {"rank": 1, "step": 7, "kind": "kill"}, ssh=f"ssh {options}")
         launch = toy(launcher.launch_on_hosts(recipe, run_dir, [Host("127.0.0.1", 2)], None, [str(run_dir), str(STEPS)], None))
         script = launch.script
-        exported = f"export PYTHONPATH={TOY} OMP_NUM_THREADS=1\n"
+        exported = f"export PYTHONPATH={os.environ['PYTHONPATH']} OMP_NUM_THREADS=1\n"
         object.__setattr__(launch, "script", lambda host, at: exported + script(host, at))  # sshd passes no environment on
         assert launch.run() == 0
         require_every_step(run_dir)

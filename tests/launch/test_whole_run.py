@@ -74,7 +74,7 @@ def test_a_run_that_shrinks_from_four_ranks_to_three_and_grows_back_sees_the_sam
     """A place is killed with its rank, and taken back while three go on. Four, three and one process add the same gradients in other
     orders: 1e-7 each time, which 33 steps of Muon amplify; another sequence in one batch would change its loss by a hundredth."""
     tests = Path(__file__).parent
-    monkeypatch.setenv("PYTHONPATH", f"{tests}:{tests.parent}")
+    monkeypatch.setenv("PYTHONPATH", f"{tests}:{tests.parent}", prepend=os.pathsep)
     alone, hit = tiny.copy(tmp_path / "alone"), tiny.copy(tmp_path / "hit")
     same = "model.residual_dropout=0"  # drawn by rank
     alone.pretrain(*OPTIONS, same)
@@ -140,7 +140,7 @@ def test_preflight_on_ranks_ends_with_its_own_code(tiny: Tiny, tmp_path: Path) -
 def test_a_time_becomes_the_same_numbers_on_all_ranks(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank decides, and the others train for as long: the same weights as a run whose recipe says these numbers."""
     timed, plain = tiny.copy(tmp_path / "timed"), tiny.copy(tmp_path / "plain")
-    monkeypatch.setenv("LMWORKS_MACHINE", "speed=1e5")
+    monkeypatch.setenv("LMWORKS_MACHINE", "peak=1e11,speed=1e5")
     assert launch(timed, "2", "time=15 h") == 0
     (budget,) = events(timed.run_dir, "budget")
     numbers = [f"{number['key']}={number['new']}" for number in budget["numbers"] if number["key"].startswith("train.")]

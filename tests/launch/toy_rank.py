@@ -1,6 +1,6 @@
 """A rank with a toy for a trainer: it adds up over the ranks, saves now and then, and breaks when it is told to.
 
-`python -m toy_rank RUN_DIR STEPS`. RUN_DIR/recipe.json is the recipe; RUN_DIR/fault.json is {rank, step, kind, once}.
+`python -m toy_rank RUN_DIR STEPS`. RUN_DIR/recipe.json is the recipe; RUN_DIR/fault-RANK.json is {rank, step, kind, once}.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def ignore_requests(folder: Path, seconds: float = 10.0) -> None:
 
 
 def fail(run_dir: Path, rank: int, step: int) -> None:
-    path = run_dir / "fault.json"
+    path = run_dir / f"fault-{rank}.json"
     fault = json.loads(path.read_text()) if path.exists() else {}
-    if (fault.get("rank"), fault.get("step")) != (rank, step):
+    if fault.get("step") != step:
         return
     if fault["once"]:
         path.unlink()
@@ -55,7 +55,9 @@ def fail(run_dir: Path, rank: int, step: int) -> None:
         raise ArithmeticError("the toy is broken")
     if fault["kind"] == "unanswered":
         ignore_requests(run_dir / "launch" / "heartbeats")
-    elif fault["kind"] == "hang":
+    elif fault["kind"] in ("hang", "mute"):
+        if fault["kind"] == "mute":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(1000)
     else:
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[fault["kind"]])

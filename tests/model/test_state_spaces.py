@@ -1,4 +1,5 @@
-"""Layers of Mamba-2 and of lightning attention in whole models: documents, reference implementations, decoding in batches, bad settings."""
+"""Layers of Mamba-2, of lightning attention and of short convolutions in whole models: documents, reference implementations, decoding in
+batches, bad settings."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.load import load_recipe
 from lmworks.recipe.mixers import tp_problems
-from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers
+from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers, ShortConv
 from lmworks.recipe.schema.model import Model, Moe
 
 _SMALL: dict[str, Any] = {
@@ -39,6 +40,7 @@ MODELS = {
         **_SMALL, layer_types=("linear_attention", "full_attention"), lightning=Lightning(), norm_position="stream",
         multipliers=Multipliers(lightning_stream=1.5, attention_stream=0.75, ffn_out=0.5),
     ),
+    "conv": Model(**_SMALL, layer_types=("conv", "full_attention"), short_conv=ShortConv()),
 }  # fmt: skip
 _FEW = {"n_routed_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
 _ALL = pytest.mark.parametrize("name", MODELS)

@@ -79,7 +79,7 @@ def write_training(run: Path) -> None:
         ledger.write("start", stage="pretrain", steps=STEPS, tokens=64 * STEPS)
         ledger.write("phase", stage="pretrain", phase="general", step=0, sequence_length=32)
         write_metrics(run, 1, 30)
-        ledger.write("bad_step", step=20, loss="nan", grad_norm="1.0", in_a_row=1, batch=None)
+        ledger.write("bad_step", step=19, loss="nan", grad_norm="1.0", in_a_row=1, batch=None)
         ledger.write("checkpoint", stage="pretrain", step=30, seconds=0.01, finished=False)
         ledger.write("checkpoint", step=30, path=str(run / "checkpoints/step-00000030"), bytes=1000, metric=2.5, seconds=0.5)
         change = {"key": "train.save_every", "old": "10%", "new": "5%"}

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tomllib
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from page_runs import HOSTILE, STEPS, recipe, write_metrics, write_samples
 from lmworks import pages
 from lmworks.errors import UserError
 from lmworks.io.files import read_json, write_json
+from lmworks.pages import overview
 from lmworks.pages.read_run import read_run
 from lmworks.pages.run_page import write_page
 from lmworks.recipe.changes import as_tree
@@ -166,11 +168,12 @@ def test_troubles_are_marked_and_told(run_dir: Path) -> None:
         ledger.write("stage_ended", name="evaluate", seconds=61.0)
     page = page_of(run_dir)
     told = {kind: (step, text) for step, kind, text in data_of(run_dir)["charts"]["pretrain-loss"]["marks"]}
-    assert told["spike"] == (11, "spike of the loss or gradient norm (skip)")
-    assert told["rollback"] == (12, "rolled back to step 5")
-    assert told["corruption"] == (13, "silent corruption on rank 3")
+    assert told["spike"] == (12, "spike of the loss or gradient norm (skip)")
+    assert told["rollback"] == (13, "rolled back to step 5")
+    assert told["corruption"] == (14, "silent corruption on rank 3")
     assert told["slow_rank"] == (14, "rank 5 is slow (arithmetic)")
-    words = "loss 9.5, limit 4", "without the data of steps 8 to 12", "rank 3: two results", "500 ms against 200 ms", "took 1 min 01 s"
+    back = "step 13: back to step 5, without the data of steps 9 to 13"
+    words = "loss 9.5, limit 4", back, "rank 3: two results", "500 ms against 200 ms", "took 1 min 01 s"
     for text in words:
         assert text in page.text, text
 
@@ -206,6 +209,13 @@ def test_the_curve_is_compared_with_what_is_of_the_same_text(run_dir: Path) -> N
     page = page_of(run_dir)
     assert not any(chart["levels"] for name, chart in data_of(run_dir)["charts"].items() if "bpb" in name)
     assert "on the same sample, at most 65.5k bytes of each domain" in page.text
+
+
+def test_a_section_that_one_of_the_runs_has_is_null_in_another(run_dir: Path) -> None:
+    run = read_run(run_dir)
+    trees = ({"tune": None, "seed": 1}, {"tune": {"lr": 1.0, "data": {"x": 2}}, "seed": 1}, {"seed": 1})
+    found = overview.comparison([replace(run, tree=tree) for tree in trees], None)["differences"]
+    assert found == [("tune.lr", ["null", "1.0", "–"]), ("tune.data.x", ["null", "2", "–"])]
 
 
 def test_runs_are_compared(run_dir: Path, tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def test_a_course_that_is_over_leaves_nothing_on_the_curve_of_the_next(tmp_path:
         *({"stage": "pretrain", "step": step, "time": 1.0e9 + at, "eval/sciq/cloze": 0.5} for step, at in ((90, 1), (10, 3))),
     )
     part = (run := read_run(folder)).pretrain
-    assert [(mark.kind, mark.step) for mark in part.marks] == [("bad", 5)] and part.phases == [] and part.step == 20
+    assert [(mark.kind, mark.step) for mark in part.marks] == [("bad", 6)] and part.phases == [] and part.step == 20
     assert part.series["eval/sciq/cloze"].means() == [(10, 0.5)]
     assert {row[0]: row[2] for row in predictions(run)["rows"]}["time"] == "not yet"
     assert [entry["title"] for day in timeline(run)["days"] for entry in day["entries"]].count("Spike") == 1, "the ledger keeps all"

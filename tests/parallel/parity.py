@@ -76,6 +76,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"], "moe": _MOE, "lightning": {},
         "norm_position": "stream", "multipliers": {"lightning_stream": 0.75, "ffn_out": 0.5},
     },
+    "conv": _COMMON | {
+        "num_attention_heads": 4, "attention_bias": False, "rope": {}, "layer_types": ["conv", "conv", "full_attention"], "short_conv": {},
+        "moe": _MOE | {"n_shared_experts": 0},
+    },
     "delta": _COMMON | {
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
         "moe": _MOE | {"shared_expert_gate": True}, "attn_output_gate": True,

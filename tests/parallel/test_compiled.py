@@ -36,7 +36,7 @@ SLOW: list[Case] = [
     ({"cp": 2, "tp": 2}, "moe", "none"), ({"pp": 2, "tp": 2}, "dense", "selective"), ({"pp": 2, "cp": 2}, "moe", "full"),
     ({"dp_shard": 2, "zero": 3}, "delta", "selective"), ({"dp_replicate": 2}, "hybrid", "full"), ({"dp_shard": 2}, "lightning", "none"),
     ({"dp_shard": 2, "ep": 2, "zero": 3}, "moe_mamba_blocks", "selective"), ({"tp": 2}, "hybrid", "selective"),
-    ({"dp_shard": 2, "tp": 2, "zero": 3}, "mamba_alone", "none"),
+    ({"dp_shard": 2, "tp": 2, "zero": 3}, "mamba_alone", "none"), ({"dp_shard": 2, "tp": 2, "zero": 3}, "conv", "none"),
     ({"dp_shard": 2, "zero": 3}, "clip", "selective"), ({"cp": 2}, "clip_latent", "full"),
 ]  # fmt: skip
 

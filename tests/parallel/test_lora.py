@@ -56,7 +56,7 @@ def test_recomputed_activations_change_nothing() -> None:
     compare(alone("moe"), [stepped({}, "moe", True)])
 
 
-_SLOW_KINDS = ("mamba", "lightning", "sinks")
+_SLOW_KINDS = ("mamba", "lightning", "sinks", "conv")
 
 
 @pytest.mark.parametrize("kind", ["delta", "hybrid", *(pytest.param(kind, marks=pytest.mark.slow) for kind in _SLOW_KINDS)])

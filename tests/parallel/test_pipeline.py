@@ -45,7 +45,8 @@ MORE: list[dict[str, Any]] = [
 ]
 SLOW = [(layout, kind) for layout in [*(layout for layout, _ in FAST), *MORE] for kind in KINDS if (layout, kind) not in FAST]
 SLOW += [({"pp": 2}, "post_norm"), ({"pp": 2}, "delta"), ({"pp": 2}, "hybrid"), ({"pp": 2}, "lightning"), ({"pp": 2}, "mamba"),
-          ({"pp": 2}, "sinks"), ({"pp": 2, "dp_shard": 2, "zero": 1}, "delta"), ({"pp": 2}, "moe_blocks"), ({"pp": 2}, "moe_mamba_blocks")]
+          ({"pp": 2}, "conv"), ({"pp": 2}, "sinks"), ({"pp": 2, "dp_shard": 2, "zero": 1}, "delta"), ({"pp": 2}, "moe_blocks"),
+          ({"pp": 2}, "moe_mamba_blocks")]
 
 
 def _name(value: Any) -> str:

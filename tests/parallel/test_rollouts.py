@@ -32,6 +32,11 @@ class Letters:
     def decode(self, ids: list[int], skip_special: bool = False) -> str:
         return "".join(chr(97 + id % 26) for id in ids)
 
+    decode_reply = decode
+
+    def state_of_thoughts(self, prompt: list[int]) -> str:
+        return "free"
+
 
 def draw(layout: dict[str, Any], kind: str) -> tuple[np.ndarray, list[list[tuple[list[int], list[float], float]]], float]:
     """The logits of the gathered model, the groups that a rank knows, and how far the ratio of a token's probabilities in scoring and

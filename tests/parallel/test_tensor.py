@@ -25,6 +25,7 @@ FAST: list[tuple[dict[str, Any], str]] = [
     ({"tp": 2}, "moe"), ({"tp": 2, "dp_shard": 2, "zero": 3}, "mla"), ({"tp": 2}, "delta"),
     ({"tp": 2}, "moe_blocks"), ({"tp": 2}, "lightning"), ({"tp": 2, "dp_shard": 2, "zero": 3}, "post_norm"),
     ({"tp": 2}, "hybrid"), ({"tp": 2}, "mamba_alone"), ({"tp": 4}, "mamba_pairs"),
+    ({"tp": 2}, "conv"),
 ]  # fmt: skip
 SLOW: list[tuple[dict[str, Any], str]] = [
     ({"tp": 2}, "dense"), ({"tp": 2}, "mtp"), ({"tp": 2, "dp_shard": 2, "zero": 0}, "tied"),
@@ -33,6 +34,7 @@ SLOW: list[tuple[dict[str, Any], str]] = [
     ({"tp": 2}, "mamba"), ({"tp": 2}, "moe_mamba_blocks"), ({"tp": 2, "dp_shard": 2, "zero": 3}, "hybrid"), ({"tp": 4}, "mamba_alone"),
     ({"tp": 2, "dp_shard": 2, "zero": 3}, "mamba_pairs"), ({"tp": 2, "dp_shard": 2, "zero": 1}, "mamba"), ({"tp": 2, "pp": 2}, "mamba"),
     ({"tp": 2, "dp_replicate": 2}, "mamba_alone"), ({"tp": 2, "dp_shard": 2, "ep": 2, "zero": 3}, "moe_mamba_blocks"),
+    ({"tp": 2, "dp_shard": 2, "zero": 3}, "conv"), ({"tp": 2, "pp": 2}, "conv"),
 ]  # fmt: skip
 
 
@@ -64,7 +66,7 @@ def _train(layout: dict[str, Any], kind: str, options: dict[str, Any]) -> Any:
     return train(layout, kind, 2, **options)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "mla", "delta", "lightning", "post_norm", "hybrid", "mamba_alone"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "mla", "delta", "lightning", "post_norm", "hybrid", "mamba_alone", "conv"])
 def test_generates_what_one_process_generates(ranks: RankPool, kind: str) -> None:
     """Prompts of odd lengths and steps of one token, which do not divide: the stream goes whole. fp32 sums in another order: 1e-5."""
     expected = _generated({}, kind)

@@ -144,11 +144,12 @@ PUBLISHED = {  # millions of parameters in total, by source
     "deepseek-v3-671b-a37b": 671_000,  # arXiv:2412.19437, section 4.2
     "falcon-h1-0.5b": 521.4, "falcon-h1-1.5b-deep": 1_550, "falcon-h1-7b": 7_590, "falcon-h1-34b": 33_600,  # arXiv:2507.22448, table 1
     "granite-4.0-h-small-32b-a9b": 32_000,  # the model card of Granite-4.0-H-Small
+    "lfm2-1.2b": 1_170.3, "lfm2-8b-a1b": 8_340,  # of LFM2-1.2B and LFM2-8B-A1B
     "nemotron-nano-9b-v2": 8_888.2,  # the number of values in the files of NVIDIA-Nemotron-Nano-9B-v2
     "nemotron-3-nano-30b-a3b": 31_600,  # the model card of NVIDIA-Nemotron-3-Nano-30B-A3B
     "minimax-01-456b-a46b": 456_000,  # arXiv:2501.08313, section 1
 }  # fmt: skip
-OWN = ("dense-", "glm-", "glm45-", "glm46-")  # shapes of this project, and GLM's, which the tests above count
+OWN = ("dense-", "glm-", "glm45-", "glm46-", "lfm2-nano")  # shapes of this project, and GLM's, which the tests above count
 
 
 def test_every_preset_of_a_published_model_is_counted() -> None:

@@ -227,9 +227,10 @@ def test_what_states_and_routers_are_made_of_is_named_to_the_library() -> None:
 
     layer = "model.layers.3."
     kept = ("mlp.gate", "block_sparse_moe.gate", "mlp.router", "block_sparse_moe.router.layer", "mlp.shared_expert_gate",
-            "linear_attn.in_proj_qkvz", "linear_attn.out_proj", "mamba.in_proj")  # fmt: skip
+            "linear_attn.in_proj_qkvz", "linear_attn.out_proj", "mamba.in_proj", "conv.in_proj", "conv.conv")  # fmt: skip
     assert all(is_kept(layer + one) for one in kept) and is_kept("lm_head")
-    quantized = ("mlp.gate_proj", "mlp.experts.7.gate_proj", "self_attn.q_proj", "mlp.shared_expert.up_proj", "self_attn.o_proj")
+    quantized = ("mlp.gate_proj", "mlp.experts.7.gate_proj", "self_attn.q_proj", "mlp.shared_expert.up_proj", "self_attn.o_proj",
+                 "feed_forward.w1")  # fmt: skip
     assert not any(is_kept(layer + one) for one in quantized)
 
 

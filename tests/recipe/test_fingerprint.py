@@ -84,8 +84,7 @@ def test_a_resume_refuses_by_name(write: Write) -> None:
     assert "train.phases.general.global_batch_tokens (8192 tokens -> 16384 tokens)" in message
     assert message.endswith("continue with --allow train.phases.general.global_batch_tokens")
     assert "keep_last" not in message and "micro_batch_sequences" not in message
-    allowed = require_allowed(changes, ["train.micro_batch_sequences", "train.phases"])
-    assert {change.path for change in allowed} == {"train.phases.general.global_batch_tokens", "train.micro_batch_sequences"}
+    require_allowed(changes, ["train.micro_batch_sequences", "train.phases"])
 
 
 def test_a_node_that_one_of_them_lacks_is_one_change() -> None:
@@ -120,7 +119,7 @@ def test_harmless_changes_pass(write: Write) -> None:
         loaded(write()),
         loaded(write(), "run_dir=elsewhere", "train.save_every=7 steps", "tune.tokens=1M", "evaluate.prompts=[x]", "export.gguf=false"),
     )
-    assert require_allowed(changed_keys(old, new)) == []
+    require_allowed(changed_keys(old, new))
     own = "evaluate.protect=[{name: own, path: own.jsonl}]"
     for asked in ("evaluate.benchmarks=[piqa]", "evaluate.tasks=[x]", "evaluate.task_items=7", own):  # the training text is searched for it
         with pytest.raises(UserError, match=re.escape(asked.partition("=")[0])):

@@ -77,6 +77,27 @@ _NEMOTRON: dict[str, Any] = {
     "time_step_max": 0.1, "time_step_min": 0.001, "topk_group": 1, "torch_dtype": "bfloat16", "transformers_version": "4.55.4",
     "use_bias": False, "use_cache": True, "use_conv_bias": True, "use_mamba_kernels": True, "vocab_size": 131072,
 }  # fmt: skip
+_LFM2: dict[str, Any] = {  # as published in July 2025; the width of feed-forward blocks is two thirds of block_ff_dim, rounded up
+    "architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_dim": 2048, "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-05,
+    "block_out_init_scale": 1.0, "block_use_swiglu": True, "block_use_xavier_init": True, "bos_token_id": 1, "conv_L_cache": 3,
+    "conv_bias": False, "conv_dim": 2048, "conv_dim_out": 2048, "conv_use_xavier_init": True, "eos_token_id": 7,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "initializer_range": 0.02, "max_position_embeddings": 128000,
+    "model_type": "lfm2", "norm_eps": 1e-05, "num_attention_heads": 32, "num_heads": 32, "num_hidden_layers": 16,
+    "num_key_value_heads": 8, "pad_token_id": 0, "rope_theta": 1000000.0, "theta": 1000000.0, "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0.dev0", "use_cache": True, "use_pos_enc": True, "vocab_size": 65536,
+}  # fmt: skip
+
+
+def _conv_beside(attention: list[int], layers: int) -> list[str]:
+    return ["full_attention" if layer in attention else "conv" for layer in range(layers)]
+
+
+def _lfm2(width: int, feed_forward: int, heads: int) -> dict[str, Any]:
+    return _LFM2 | {"block_ff_dim": feed_forward, "num_attention_heads": heads, "num_heads": heads} | dict.fromkeys(
+        ("hidden_size", "block_dim", "conv_dim", "conv_dim_out"), width)  # fmt: skip
+
+
 _PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Granite-4.0-H-Small": (_GRANITE, 32_207_337_984),
     "Nemotron-3-Nano-30B-A3B": (_NEMOTRON, 31.6),
@@ -240,6 +261,28 @@ _PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
                          "original_max_position_embeddings": 8192, "rope_type": "yarn"},
         "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 100278,
     }, 7_298_011_136),
+    "LFM2-350M": (_lfm2(1024, 6656, 16), 354_483_968),
+    "LFM2-700M": (_lfm2(1536, 10240, 24), 742_489_344),
+    "LFM2-1.2B": (_LFM2, 1_170_340_608),
+    "LFM2.5-1.2B": (
+        {key: value for key, value in _LFM2.items() if key not in ("block_ff_dim", "conv_dim_out", "theta", "torch_dtype", "rope_theta")}
+        | {"intermediate_size": 12288, "full_attn_idxs": None, "layer_types": _conv_beside([2, 5, 8, 10, 12, 14], 16), "dtype": "bfloat16",
+           "tie_embedding": True, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}},
+        1_170_340_608,
+    ),
+    "LFM2-2.6B": (_LFM2 | {
+        "block_auto_adjust_ff_dim": False, "block_ff_dim": 10752, "intermediate_size": 10752, "full_attn_idxs": None,
+        "num_hidden_layers": 30, "layer_types": _conv_beside([2, 5, 9, 13, 17, 21, 24, 27], 30), "tie_embedding": True,
+    }, 2_569_272_320),
+    "LFM2-8B-A1B": ({
+        "architectures": ["Lfm2MoeForCausalLM"], "bos_token_id": 1, "conv_L_cache": 3, "conv_bias": False, "dtype": "bfloat16",
+        "eos_token_id": 7, "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 7168,
+        "layer_types": _conv_beside([2, 6, 10, 14, 18, 21], 24), "max_position_embeddings": 128000, "model_type": "lfm2_moe",
+        "moe_intermediate_size": 1792, "norm_eps": 1e-05, "norm_topk_prob": True, "num_attention_heads": 32, "num_dense_layers": 2,
+        "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "pad_token_id": 0,
+        "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "tie_embedding": True, "transformers_version": "4.57.0.dev0",
+        "use_cache": True, "use_expert_bias": True, "vocab_size": 65536,
+    }, 8_339_929_856 + 32 * 22),
 }  # fmt: skip
 
 
@@ -259,13 +302,28 @@ def test_published_models_have_as_many_parameters_as_they_say(name: str, write: 
     assert model.vocab_size == config["vocab_size"] and int(model.max_position_embeddings or 0) == config["max_position_embeddings"]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [*(config for name, (config, _) in _PUBLISHED.items() if name.startswith("LFM2")),
+     _LFM2 | {"intermediate_size": 512, "tie_embedding": False, "tie_word_embeddings": True},  # which others go over
+     _LFM2 | {"layer_types": _conv_beside([1], 16)}],
+)  # fmt: skip
+def test_transformers_counts_as_many_parameters(config: dict[str, Any]) -> None:
+    import torch
+    import transformers
+
+    with torch.device("meta"):
+        peer = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    assert peer.num_parameters() == count_parameters(from_config(config))
+
+
 _PRESETS = {
     "DeepSeek-V3": "deepseek-v3-671b-a37b", "Kimi-K2": "kimi-k2-1t-a32b", "Moonlight-16B-A3B": "moonlight-16b-a3b",
     "GLM-4.5-Air": "glm45-air-106b-a12b", "SmolLM3-3B, tied by the default of its class": "smollm3-3b",
     "SmolLM2-135M-Instruct": "smollm2-135m", "Llama-3.1-8B": "llama3.1-8b", "Llama-3.2-1B": "llama3.2-1b",
     "Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b", "MiniMax-M2": "minimax-m2-230b-a10b",
     "GLM-4.7-Flash": "glm47-flash-30b-a3b", "Granite-4.0-H-Small": "granite-4.0-h-small-32b-a9b",
-    "Nemotron-3-Nano-30B-A3B": "nemotron-3-nano-30b-a3b",
+    "Nemotron-3-Nano-30B-A3B": "nemotron-3-nano-30b-a3b", "LFM2-1.2B": "lfm2-1.2b", "LFM2-8B-A1B": "lfm2-8b-a1b",
 }  # fmt: skip
 
 

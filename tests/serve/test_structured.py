@@ -255,18 +255,18 @@ def test_bare_strings_of_a_forced_call_follow_all_keywords(
         assert accepts(quoted, tokenizer.encode(json.dumps(text))) == (text in right), "llguidance sees it otherwise"
 
 
-@pytest.mark.parametrize("template", ["<arg_key>", '<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>'])
+@pytest.mark.parametrize("template", ["<tool_call><arg_key>", '<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>'])
 def test_references_of_a_forced_call_are_those_of_its_parameters(
     tokenizer: Tokenizer, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     """Not of the object with name and arguments around them."""
     monkeypatch.setattr(Vocabulary, "tool_template", template)
-    refs = {"a": "#/definitions/n", "b": "#/$defs/n"} | ({} if template == "<arg_key>" else {"c": "#/properties/a", "name": "#"})
+    refs = {"a": "#/definitions/n", "b": "#/$defs/n"} | ({} if "<arg_key>" in template else {"c": "#/properties/a", "name": "#"})
     parameters = {"properties": {name: {"$ref": ref} for name, ref in refs.items()}, "additionalProperties": False,
                   "definitions": {"n": {"type": "integer"}}, "$defs": {"n": {"type": "boolean"}}}  # fmt: skip
     call = tools_grammar(vocabulary, forced(parameters)["tools"], several=False)
     for a, valid in (("1", True), ("true", False)):
-        if template == "<arg_key>":
+        if "<arg_key>" in template:
             values = "".join(f"<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>\n" for name, value in (("a", a), ("b", "true")))
             written = f"<tool_call>f\n{values}</tool_call>"
         else:
@@ -355,11 +355,11 @@ def test_thoughts_before_a_structured_answer_end_in_time(tmp_path: Path, kind: s
     write_tokenizer(tmp_path, kind)
     words = Vocabulary(load(tmp_path))
     required = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-    assert restriction(words, 12, True, schema_format({"type": "object"}), {}, None, False)
-    assert restriction(words, 200, True, None, {}, TOOLS[1:], False)
+    assert restriction(words, 12, "free", schema_format({"type": "object"}), {}, None, False)
+    assert restriction(words, 200, "free", None, {}, TOOLS[1:], False)
     mark = [words.special["<think>"]] if kind == "qwen" else words.encode("<think>")[1:]
     for begun in ([], mark[:1], mark, [*mark, *words.encode('so </think and "')[kind == "llama" :]]):
-        state, ids = json_grammar(words, required, thinking=True).answer(60), list[int]()
+        state, ids = json_grammar(words, required, "free").answer(60), list[int]()
         for step in range(60):
             allowed = state.allowed()
             assert step >= len(begun) or allowed[begun[step]]

@@ -164,6 +164,18 @@ def test_generation_blocks_say_what_is_written(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == tokenizer.apply_chat(_says("Hi", "One", "Hi", "Two"))
 
 
+def test_a_newline_behind_the_end_of_a_marked_answer_is_not_learned(tmp_path: Path) -> None:
+    """As in the template of LFM2.5; nothing is appended to it."""
+    tokenizer = _write(
+        tmp_path,
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}",
+    )
+    ids, mask = tokenizer.encode_chat(_says("Hi", "One\n", "Hi", "Two"))
+    assert _runs(tokenizer, ids, mask) == ["One\n<|im_end|>", "Two<|im_end|>"]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat(_says("Hi", "One\n", "Hi", "Two"))
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [

@@ -18,12 +18,17 @@ from lmworks.tokenizer.special import tool_form
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
     "city": {"type": "string"}}}}}, {"name": "clock"}]
 FORMS = {"mistral": "[TOOL_CALLS]", "llama": "<|python_tag|>", "llama-3.2": '<|start_header_id|> {"name": n, "parameters": p}',
-         "hermes": '<tool_call>{"name": n, "arguments": a}', "glm": "<tool_call> <arg_key>", "deepseek": "<｜tool▁calls▁begin｜>"}
+         "hermes": '<tool_call>{"name": n, "arguments": a}', "glm": "<tool_call> <arg_key>", "deepseek": "<｜tool▁calls▁begin｜>",
+         "coder": "<tool_call> <function= <parameter="}
 CITY, CLOCK = ToolCall("weather", '{"city": "Zürich [TOOL_CALLS] } ;"}'), ToolCall("clock", "{}")
 LISTED = f'{{"name": "weather", "arguments": {CITY.arguments}, "id": "abc123456"}}'
 NAMED = f"[TOOL_CALLS]weather[CALL_ID]abc123456[ARGS]{CITY.arguments}"
 PLAIN = f'{{"type": "function", "name": "weather", "parameters": {CITY.arguments}}}'
 TIME = '{"name": "clock", "parameters": {}}'
+CODE = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{CITY.arguments}\n```<｜tool▁call▁end｜>"
+BARE = "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+CALLS = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+CODER = f"<tool_call>\n<function=weather>\n<parameter=city>\n{json.loads(CITY.arguments)['city']}\n</parameter>\n</function>\n</tool_call>"
 
 REPLIES: list[tuple[str, str, Reply]] = [
     ("mistral", f"[TOOL_CALLS] [{LISTED}]", Reply("", "", [CITY])),
@@ -41,9 +46,19 @@ REPLIES: list[tuple[str, str, Reply]] = [
     ("llama", f"\n {PLAIN};\n{TIME}\n", Reply("", "", [CITY, CLOCK])),
     ("llama", f"<think>t</think>\n\n{PLAIN}", Reply("t", "", [CITY])),
     ("llama-3.2", PLAIN, Reply("", "", [CITY])),
-    ("deepseek", "<tool_call>clock</tool_call>", Reply("", "", [CLOCK])),
+    ("deepseek", CALLS.format(CODE), Reply("", "", [CITY])),
+    ("deepseek", "<think>t</think>\n\nI look. " + CALLS.format(f"{CODE}\n{BARE}") + " Done.", Reply("t", "I look.Done.", [CITY, CLOCK])),
+    ("deepseek", f"<｜tool▁calls▁begin｜>{BARE}", Reply("", "", [CLOCK])),
+    ("deepseek", CALLS.format(f"{BARE}{BARE}"), Reply("", "", [CLOCK, CLOCK])),
+    ("coder", "I look.\n\n" + CODER, Reply("", "I look.", [CITY])), ("coder", f"{CODER}\n{CODER}", Reply("", "", [CITY, CITY])),
+    ("coder", "<tool_call>\n<function=clock>\n<parameter=on>\nTrue\n</parameter>\n</tool_call>",
+     Reply("", "", [ToolCall("clock", '{"on": true}')])),
 ]  # fmt: skip
 TEXTS = [
+    ("deepseek", "<tool_call>clock</tool_call>"), ("deepseek", CALLS.format("")), ("deepseek", CALLS.format(f"{BARE} and")),
+    ("deepseek", CALLS.format(BARE.replace("clock", "unknown"))), ("deepseek", CALLS.format(BARE.replace("{}", "{"))),
+    ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}"), ("deepseek", "a <｜tool▁ca"),
+    ("coder", CODER.replace("weather", "unknown")), ("coder", CODER.replace("</parameter>", "")), ("coder", CODER[:-4]),
     ("mistral", "[TOOL_CALLS]"), ("mistral", "[TOOL_CALLS][]"), ("mistral", "[TOOL_CALLS] [{"), ("mistral", "a [TOOL_CA"),
     ("mistral", f"[TOOL_CALLS][{LISTED}"), ("mistral", f'[TOOL_CALLS][{LISTED}, {{"name": "unknown", "arguments": {{}}}}]'),
     ("mistral", '[TOOL_CALLS][{"name": "clock", "arguments": []}]'), ("mistral", '[TOOL_CALLS][{"name": ["clock"], "arguments": {}}]'),
@@ -106,9 +121,9 @@ def test_no_reply_is_lost_or_depends_on_its_pieces(text: str, form: str) -> None
 
 def test_templates_of_each_family() -> None:
     families = {name: form.family for name, template in FORMS.items() if (form := tool_form(template))}
-    assert families == {name: name.removesuffix("-3.2") for name in FORMS}
+    assert families == {name: {"llama-3.2": "llama", "coder": "qwen3_coder"}.get(name, name) for name in FORMS}
     published = {name: form.family for name, kind in KINDS.items() if (form := tool_form(kind.template))}
-    assert published == {"llama": "llama", "mistral": "mistral"}
+    assert published == {"glm": "hermes", "qwen": "hermes", "llama": "llama", "mistral": "mistral"}
     assert tool_form("{{ messages }}") is tool_form("") is None
 
 

@@ -87,7 +87,7 @@ def test_the_batch_is_kept_for_replay(tiny_copy: Tiny, monkeypatch: pytest.Monke
 
 def test_a_run_that_cannot_recover_stops(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(10, 99), infinite_gradient)
-    said = r"stopped at step 12: the gradient norm was not finite in 3 steps in a row \(stability.max_bad_steps\); such updates "
+    said = r"stopped at step 13: the gradient norm was not finite in 3 steps in a row \(stability.max_bad_steps\); such updates "
     with pytest.raises(UserError, match=said + "change no weight; the saved batches are in .*/bad_batches; lower optimizer.learning_rate"):
         tiny_copy.pretrain(*EVERY, "stability.max_bad_steps=3", "stability.max_rollbacks=0")
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(tiny_copy.run_dir, 10)) == []
@@ -100,7 +100,7 @@ def test_the_count_of_bad_steps_survives_a_resume(tiny_copy: Tiny, monkeypatch: 
         before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 11 else None)
         with pytest.raises(Interrupted, match="saved at step 12"):
             tiny_copy.pretrain("stability.max_bad_steps=3", "stability.max_rollbacks=0")
-    with pytest.raises(UserError, match="stopped at step 12: the gradient norm was not finite in 3 steps in a row"):
+    with pytest.raises(UserError, match="stopped at step 13: the gradient norm was not finite in 3 steps in a row"):
         tiny_copy.pretrain("stability.max_bad_steps=3", "stability.max_rollbacks=0")
     assert curve(tiny_copy.run_dir)[-1]["train/bad_steps"] == 2
 
@@ -134,5 +134,5 @@ def test_fp16_that_no_scale_mends_is_stopped(tiny_copy: Tiny, monkeypatch: pytes
     monkeypatch.setattr(scaling.LossScaler.__init__, "__defaults__", (8.0, 1000, "cpu"))
     poison(monkeypatch, range(99), infinite_gradient)
     # 8, 4, 2, 1: the fourth overflow and the fifth cannot be mended any more
-    with pytest.raises(UserError, match=r"stopped at step 4: the gradient norm was not finite in 2 steps in a row"):
+    with pytest.raises(UserError, match=r"stopped at step 5: the gradient norm was not finite in 2 steps in a row"):
         tiny_copy.pretrain("train.precision=fp16", "stability.max_bad_steps=2", "stability.max_rollbacks=0")

@@ -228,7 +228,7 @@ def test_bad_steps_in_a_row_lead_back_and_what_was_saved_in_between_is_undone(ti
 
 def test_a_rollback_that_does_not_help_goes_further_back_and_the_last_one_stops(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_steps(monkeypatch, range(4, 99), nan_loss)
-    said = r"stopped at step 12 after 2 rollbacks: the gradient norm was not finite in 3 steps in a row \(stability.max_bad_steps\);"
+    said = r"stopped at step 13 after 2 rollbacks: the gradient norm was not finite in 3 steps in a row \(stability.max_bad_steps\);"
     with pytest.raises(UserError, match=said):
         tiny_copy.pretrain(*EVERY, "stability.max_bad_steps=3", "stability.max_rollbacks=2")
     assert [(line["to_step"], line["skip"]) for line in events(tiny_copy, "rollback")] == [(4, [4, 7]), (3, [3, 10])]
@@ -464,7 +464,7 @@ def test_arithmetic_that_does_not_repeat_is_noticed(tiny_copy: Tiny, monkeypatch
     before_each_step(monkeypatch, lambda step: now.update(step=step, calls=0))
     monkeypatch.setattr(Transformer, "loss", flipping)
     if action == "stop":
-        said = "stopped at step 9: silent corruption on rank 0: the loss was another one when the same micro-batch was run again"
+        said = "stopped at step 10: silent corruption on rank 0: the loss was another one when the same micro-batch was run again"
         with pytest.raises(UserError, match=said):
             tiny_copy.pretrain(*recheck)
     else:

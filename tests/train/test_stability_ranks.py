@@ -67,7 +67,7 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_flipped_bit_in_one_of_four_copies_is_found_and_the_rank_named(ranks, tiny_copy: Tiny, rank: int) -> None:
     told = ranks.run(trained, 4, tiny_copy, ["stability.recheck_every=4 steps"], "flip", rank)
-    said = f"stopped at step 7: silent corruption on rank {rank}: its copy of model.layers.1.attention.key.weight differs from the others'"
+    said = f"stopped at step 8: silent corruption on rank {rank}: its copy of model.layers.1.attention.key.weight differs from the others'"
     assert [line.startswith(said) for line in told] == [True] * 4, told
     (line,) = events(tiny_copy.run_dir, "corruption")
     assert (line["ranks"], line["certain"]) == ([rank], True)

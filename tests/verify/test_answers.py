@@ -8,7 +8,7 @@ import pytest
 
 from lmworks.verify import answers
 from lmworks.verify.answers import right_answer
-from lmworks.verify.marks import opens_thoughts, stated, without_thoughts
+from lmworks.verify.marks import stated, without_thoughts
 from lmworks.verify.numbers import final_number, number
 
 
@@ -19,6 +19,8 @@ from lmworks.verify.numbers import final_number, number
         ("<think>\\boxed{5}", ""), ("a<think>b</think>c<think>d</think>e", "ace"), ("<think>a<think>b</think>c</think>d", "d"),
         ("[THINK]5[/THINK]6", "6"), ("<reasoning>5</reasoning><answer>6</answer>", "<answer>6</answer>"), ("◁think▷5◁/think▷6", "6"),
         ("<|channel|>analysis<|message|>5<|end|><|start|>assistant<|channel|>final<|message|>6", "6"), ("5 < 6 > 4", "5 < 6 > 4"),
+        ("<|channel|>analysis<|message|>The answer is 5<|end|>", ""), ("<|channel|>commentary to=functions.f json<|message|>{}", ""),
+        (" to=a<|channel|>analysis<|message|>5<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>6<|end|>7", "6"),
         ("<|begin_of_thought|>5<|end_of_thought|>6", "6"), ("<Thinking>5</Thinking>6", "6"),
     ],
 )  # fmt: skip
@@ -27,9 +29,9 @@ def test_what_stands_in_the_thoughts_is_left_out(reply: str, rest: str) -> None:
 
 
 def test_a_reply_may_begin_in_thoughts_that_its_prompt_has_opened() -> None:
-    assert opens_thoughts("<|assistant|>\n<think>\n") and not opens_thoughts("<|assistant|>\n<think></think>\n") and not opens_thoughts("")
     assert without_thoughts("The answer is 5", thinking=True) == ""
-    assert without_thoughts("It may be 5.</think>6", thinking=True) == "6"
+    for again in ("", "<think>\n", "\n<think>"):  # as R1 may write it
+        assert without_thoughts(f"{again}It may be 5.</think>6", thinking=True) == "6"
     five = right_answer("5", "numeric")
     assert five is not None
     assert five.judge("The answer is 5", thinking=True) == "unparsed" and five.judge("The answer is 5") == "right"

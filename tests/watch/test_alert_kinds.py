@@ -31,6 +31,7 @@ EVENTS: list[tuple[dict[str, Any], str | None, str]] = [
      "rank 3 on b was killed by SIGKILL, because memory ran out"),
     ({"event": "rank_exit", "rank": 3, "host": "b", "code": 1, "signal": None, "oom_kill": False}, None, ""),
     ({"event": "rank_exit", "rank": 3, "host": "b", "code": -15, "signal": "SIGTERM", "oom_kill": True}, None, ""),  # a peer of one
+    ({"event": "rank_exit", "rank": 3, "host": "b", "code": -9, "signal": "SIGKILL", "asked": True, "oom_kill": True}, None, ""),
     ({"event": "rank_exit", "rank": 3, "host": "b", "code": -11, "signal": "SIGSEGV", "oom_kill": None}, "dead_rank", "by SIGSEGV"),
     ({"event": "restart", "step": 5, "ranks": [3], "hosts": ["b"], "reason": "rank 3 froze"}, "dead_rank", "restarted: rank 3 froze"),
     ({"event": "slow_rank", "stage": "pretrain", "step": 5, "rank": 1, "what": "arithmetic", "seconds": 0.3, "median": 0.1}, "slow_rank",

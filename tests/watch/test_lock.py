@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -42,6 +44,15 @@ def test_the_second_process_is_told_who_holds_the_directory(tmp_path):
         process.wait()
         process.stdout.close()
     RunLock(tmp_path / "run").release()
+
+
+def test_who_looks_whether_a_run_is_in_use_does_not_keep_it_from_being_started(tmp_path):
+    """The look holds a shared lock for a moment."""
+    (tmp_path / LOCK).touch()
+    with open(tmp_path / LOCK, "rb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.05, lambda: fcntl.flock(looking, fcntl.LOCK_UN)).start()
+        RunLock(tmp_path).release()
 
 
 def test_released_at_the_end_of_a_block_and_only_once(tmp_path):

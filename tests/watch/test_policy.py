@@ -53,7 +53,7 @@ def test_bad_steps_in_a_row_lead_back_to_before_the_first(tmp_path):
     assert back.stop
     history = [Rollback(10, 8, (8, 11), "why"), Rollback(12, 7, (7, 13), "why")]
     said = str(told.policy.give_up(10, back, history))
-    assert said.startswith("stopped at step 10 after 2 rollbacks: the gradient norm was not finite in 3 steps")
+    assert said.startswith("stopped at step 11 after 2 rollbacks: the gradient norm was not finite in 3 steps")
     assert "\n" not in said
 
 

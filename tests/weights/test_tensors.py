@@ -82,7 +82,7 @@ def test_a_class_that_ties_by_default(tmp_path: Path) -> None:
         ("Qwen3ForCausalLM", {"model.layers.0.mlp.up_proj.bias": torch.ones(48)}, "up_proj.bias has no counterpart"),
         ("LlamaForCausalLM", {"lm_head.bias": torch.ones(96)}, "lm_head.bias has no counterpart"),
         ("LlamaForCausalLM", {"model.norm.weight": torch.ones(32, dtype=torch.int8)}, "model.norm.weight holds int8"),
-        ("LlamaForCausalLM", {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, "up_proj.weight_scale has no counterpart"),
+        ("LlamaForCausalLM", {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, r"up_proj.weight_scale is a scale"),
         ("LlamaForCausalLM", {"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32)}, "layers.2.mlp.up_proj.weight does not belong"),
         ("LlamaForCausalLM", {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 32)}, "lora_A.weight has no counterpart"),
     ],

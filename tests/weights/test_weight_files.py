@@ -16,12 +16,12 @@ from lmworks.deploy.sizing import Hardware
 from lmworks.deploy.source import open_source
 from lmworks.errors import UserError
 from lmworks.handover.slime import _place_model
-from lmworks.io.files import write_json
+from lmworks.io.files import read_json, write_json
 from lmworks.recipe import hub
 from lmworks.recipe.weight_files import INDEX, ONE, left_aside, safetensors_of
 from lmworks.recipe.weights import find_weights
 from lmworks.weights import reference
-from lmworks.weights.huggingface import map_weights, read_model
+from lmworks.weights.huggingface import load_weights, map_weights, read_model
 
 PARTS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -43,6 +43,51 @@ def split(folder: Path, names: tuple[str, str] = PARTS, index: bool = True) -> d
     if index:
         write_json(folder / INDEX, {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}})
     return tensors
+
+
+def _renamed(folder: Path, change: Any) -> None:
+    """The model of a folder with other names of its tensors; None leaves one out."""
+    tensors = {change(name): tensor for name, tensor in load_file(folder / ONE).items()}
+    save_file({name: tensor for name, tensor in tensors.items() if name}, folder / ONE, {"format": "pt"})
+
+
+def test_a_tied_embedding_under_the_name_of_the_head(tmp_path: Path) -> None:
+    write_model(tmp_path, 64, tie_word_embeddings=True)
+    expected = read_model(tmp_path).state_dict()
+    _renamed(tmp_path, lambda name: "lm_head.weight" if "embed_tokens" in name else name)
+    model = find_weights(tmp_path, needs_tokenizer=False).model
+    assert "model.embed_tokens.weight" in map_weights(tmp_path, model) and same(tmp_path)
+    torch.testing.assert_close(read_model(tmp_path).state_dict(), expected, rtol=0, atol=0)
+    write_json(tmp_path / "config.json", read_json(tmp_path / "config.json") | {"tie_word_embeddings": False})
+    with pytest.raises(UserError, match=r"has no tensor model\.embed_tokens\.weight"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_that_was_saved_without_its_head(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModel
+
+    write_model(tmp_path / "whole", 64, tie_word_embeddings=tied)
+    AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "saved")
+    assert read_json(tmp_path / "saved" / "config.json")["architectures"] == ["LlamaModel"]
+    assert not any(name.startswith("model.") for name in load_file(tmp_path / "saved" / ONE))
+    model = find_weights(tmp_path / "saved", needs_tokenizer=False).model
+    if tied:
+        assert map_weights(tmp_path / "saved", model).keys() == map_weights(tmp_path / "whole", model).keys()
+        torch.testing.assert_close(read_model(tmp_path / "saved").state_dict(), read_model(tmp_path / "whole").state_dict(), rtol=0, atol=0)
+        return
+    with pytest.raises(UserError, match=r"has no tensor lm_head\.weight"):
+        map_weights(tmp_path / "saved", model)
+
+
+def test_weights_that_are_no_numbers_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors, name = load_file(folder / ONE), "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 3] = float("nan")
+    save_file(tensors, folder / ONE, {"format": "pt"})
+    model = read_model(folder)
+    assert f"tensor {name} has weights that are not numbers (NaN)" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(UserError, match=r"up_proj\.weight has weights that are not numbers \(NaN\); the files are damaged"):
+        load_weights(folder, model.state_dict(), model.config, extend=True)
 
 
 def others(folder: Path) -> dict[str, torch.Tensor]:
@@ -109,6 +154,7 @@ def test_a_tensor_that_two_files_have_is_refused(folder: Path) -> None:
     ("named", "message"),
     [
         ("../other/model.safetensors", r"it names '\.\./other/model\.safetensors', which is no file in its folder"),
+        ("part/model.safetensors", r"no file in its folder\); .* put the files of weights beside it, and only their names into it"),
         ("/etc/model.safetensors", "which is no file in its folder"), ("..", "which is no file in its folder"),
         (7, "which is no file in its folder"), (None, "which is no file in its folder"),
         ("gone.safetensors", r"gone\.safetensors does not exist, which model\.safetensors\.index\.json names"),

@@ -182,9 +182,11 @@ class Findings:
         if len(rates) < 3:
             return None
         found = fit_parabola(rates, means, self.results.floor(measure, arms, seeds, True)[0], len(seeds))
+        lowest = float(rates[int(np.argmin(means))])
+        beyond = [rate for rate in self._diverged() if rate > lowest] if lowest == max(rates) else []
         return {
             "title": f"Optimum of the {what}", "what": what, "measure": measure.name, "points": _points(rates, means),
-            "text": _optimum_text(what, found), **asdict(found),
+            "text": _optimum_text(what, found, min(beyond, default=None)), **asdict(found),
         }  # fmt: skip
 
     def critical_batch(self, name: str, tolerance: float) -> dict[str, Any] | None:
@@ -197,7 +199,7 @@ class Findings:
         if len(sizes) < 2 or experiment.baseline not in arms:
             return None
         rise = means - means[arms.index(experiment.baseline)]
-        beyond = min((float(size) for size, one in zip(sizes, rise, strict=True) if one > tolerance), default=None)
+        beyond = min([float(size) for size, one in zip(sizes, rise, strict=True) if one > tolerance] + self._diverged(), default=None)
         critical = max(float(size) for size in sizes if beyond is None or size < beyond)
         scale = self._noise_scale(experiment.baseline.branch.checkpoint)
         known = scale.get("tokens")
@@ -208,6 +210,11 @@ class Findings:
             "title": "Critical batch size", "what": "batch size in tokens", "measure": name, "tolerance": tolerance, "critical": critical,
             "beyond": beyond, "points": _points(sizes, rise), "noise_scale": scale, "text": text,
         }  # fmt: skip
+
+    def _diverged(self) -> list[float]:
+        """The numbers that arms stand for which have diverged with all seeds."""
+        arms = self.results.experiment.arms.values()
+        return [float(arm.label) for arm in arms if arm.label is not None and self.results.has_diverged(arm)]
 
     def _noise_scale(self, checkpoint: Path) -> dict[str, Any]:
         """Measured once, on the data of the first finished run of the baseline."""
@@ -224,11 +231,14 @@ def _points(x: np.ndarray, y: np.ndarray) -> list[list[float]]:
     return [[float(one), float(other)] for one, other in zip(x, y, strict=True)]
 
 
-def _optimum_text(what: str, found: Optimum) -> str:
+def _optimum_text(what: str, found: Optimum, diverged: float | None) -> str:
+    """`diverged`: the next value above the lowest arm, where the arm has diverged and no arm between them has not."""
     if found.best is None:
         text = f"no minimum was found: the parabola in the {what} does not open upward"
     elif found.low is None or found.high is None:
         text = f"best {what} {found.best:.3g}, without an interval: the curvature is within the noise"
     else:
         text = f"best {what} {found.best:.3g}, 95% interval {found.low:.3g} to {found.high:.3g}"
+    if diverged is not None:
+        return f"{text}; the lowest arm is the last that has not diverged ({diverged:.3g} has), so add arms between the two"
     return text + ("; the lowest arm is at the edge of the sweep, so extend it there" if found.at_edge else "")

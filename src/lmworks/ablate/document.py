@@ -49,7 +49,10 @@ def document(results: Results) -> dict[str, Any]:
         "started_at": experiment.started_at, CONDITIONS: conditions(experiment.baseline),
         "arms": {arm.name: _arm(results, arm) for arm in experiment.arms.values()},
         "measures": {measure.name: _measure(results, measure) for measure in experiment.measures},
-        "verdicts": [_verdict(results, arm, measure, one) for (arm, measure, _), one in zip(contrasts, verdicts, strict=True)],
+        "verdicts": [
+            *(_verdict(results, arm, measure, one) for (arm, measure, _), one in zip(contrasts, verdicts, strict=True)),
+            *_diverged(results),
+        ],
         "assumptions": list(_assumptions(results, {measure.name for _, measure, _ in contrasts})),
         "not_measured": list(_not_measured(results)),
         "conclusion": ablation.conclude(Findings(results)),
@@ -63,6 +66,7 @@ def _arm(results: Results, arm: Arm) -> dict[str, Any]:
     return {
         "overrides": list(arm.overrides), "changes": [str(change) for change in arm.changes], "paired": experiment.is_paired(arm),
         "label": arm.label, "tokens": arm.tokens - experiment.started_at, "finished": [run.seed for run in results.finished(arm)],
+        "diverged": {str(run.seed): why for run in results.finished(arm) if (why := results.readings[run.directory].diverged)},
     }  # fmt: skip
 
 
@@ -112,6 +116,25 @@ def _verdict(results: Results, arm: Arm, measure: Measure, verdict: Verdict) -> 
     return _finite(record | {"why": _at_chance(results, measure) if at_chance else _why(results, record, measure)})
 
 
+_OF_A_TEST = ("difference", "low", "high", "p", "level", "noise", "df", "detectable", "seeds_needed", "tokens_needed")
+
+
+def _diverged(results: Results) -> Iterator[dict[str, Any]]:
+    """A record for each measure of the arms that have diverged with all seeds, of which nothing is tested."""
+    for measure in results.experiment.measures:
+        for arm in results.experiment.arms.values():
+            if arm is results.experiment.baseline or not results.has_diverged(arm):
+                continue
+            ends = sorted(one for run in results.finished(arm) for name, one in results.readings[run.directory].values.items()
+                          if name == measure.name)  # fmt: skip
+            found = " to ".join(dict.fromkeys(significant(one, 3) for one in ends[:1] + ends[-1:]))
+            why = f"it ends at {found} {measure.unit}".strip() if ends else ""
+            yield {
+                "arm": arm.name, "measure": measure.name, "verdict": "diverged", **dict.fromkeys(_OF_A_TEST), "paired": False, "seeds": 0,
+                "over_seeds": [], "assumes_floor": False, "from_items": 0.0, "why": why,
+            }  # fmt: skip
+
+
 def _assumptions(results: Results, measures: set[str]) -> Iterator[str]:
     """What the verdicts on these measures rest on."""
     yield from _unequal_times(results)
@@ -134,9 +157,9 @@ def _unequal_times(results: Results) -> Iterator[str]:
     less."""
     if results.experiment.ablation.equal != "time":
         return
-    base = {run.seed: results.seconds[run.directory] for run in results.finished(results.experiment.baseline)}
+    base = {run.seed: results.seconds[run.directory] for run in results.regular(results.experiment.baseline)}
     for arm in results.experiment.arms.values():
-        ratios = [results.seconds[run.directory] / base[run.seed] for run in results.finished(arm) if base.get(run.seed)]
+        ratios = [results.seconds[run.directory] / base[run.seed] for run in results.regular(arm) if base.get(run.seed)]
         if ratios and abs((ratio := median(ratios)) - 1) > _SAME_TIME:
             yield (
                 f"not at equal time: {arm.name} has trained for {ratio:.2f} of the baseline's time, because the speeds that its tokens "
@@ -150,7 +173,7 @@ def _unequal_tokens(results: Results) -> Iterator[str]:
     experiment = results.experiment
     base = _trained(results, experiment.baseline)
     for arm in experiment.arms.values() if experiment.ablation.equal == "tokens" else ():
-        if results.finished(arm) and abs((ratio := _trained(results, arm) / base) - 1) > _SAME_TOKENS:
+        if results.regular(arm) and abs((ratio := _trained(results, arm) / base) - 1) > _SAME_TOKENS:
             yield (
                 f"not at equal tokens: {arm.name} has trained on {_trained(results, arm):,.0f} tokens, {ratio:.2f} of the baseline's, "
                 "which its verdicts do not tell from what it changes. Phases have whole steps: choose a budget that is a multiple of the "
@@ -159,8 +182,8 @@ def _unequal_tokens(results: Results) -> Iterator[str]:
 
 
 def _trained(results: Results, arm: Arm) -> float:
-    """Tokens of a run of an arm: the median of what its runs have recorded, or else the planned ones."""
-    recorded = [tokens for run in results.finished(arm) if (tokens := results.readings[run.directory].tokens)]
+    """Tokens of a run of an arm: the median of what those have recorded that have not diverged, or else the planned ones."""
+    recorded = [tokens for run in results.regular(arm) if (tokens := results.readings[run.directory].tokens)]
     return (median(recorded) if recorded else arm.tokens) - arm.started_at
 
 
@@ -209,11 +232,15 @@ def _without_floor(results: Results, record: Mapping[str, Any]) -> str:
 
 
 def _not_measured(results: Results) -> Iterator[str]:
-    """Finished runs without a value of a measure, and arms that were measured on something else."""
+    """Runs that have diverged, finished runs without a value of a measure, and arms that were measured on something else."""
     experiment = results.experiment
+    for arm in experiment.arms.values():
+        lost = [f"seed {run.seed} ({why})" for run in results.finished(arm) if (why := results.readings[run.directory].diverged)]
+        if lost:
+            yield f"{arm.name} diverged: {', '.join(lost)}; these runs are in no comparison, no noise floor and no quality of a measure"
     for measure in experiment.measures:
         for arm in experiment.arms.values():
-            runs = [run for run in results.finished(arm) if measure.name not in results.readings[run.directory].values]
+            runs = [run for run in results.regular(arm) if measure.name not in results.readings[run.directory].values]
             if runs:
                 seeds = ", ".join(str(run.seed) for run in runs)
                 yield (
@@ -254,7 +281,7 @@ def _to_measure_alike(measure: Measure) -> str:
 
 Json = Mapping[str, Any]
 _QUALITY = ["measure", "trust at this size", "monotonicity", "signal to noise", "to checkpoints", "ranks", "because"]
-_STYLES = {"better": "green", "worse": "red", "no verdict": "dim"}
+_STYLES = {"better": "green", "worse": "red", "diverged": "red", "no verdict": "dim"}
 
 
 def printable(document: Json) -> RenderableType:
@@ -307,7 +334,9 @@ def interval(record: Json) -> str:
     return "" if record["low"] is None else f"{signed(record['low'])} to {signed(record['high'])}"
 
 
-def signed(value: float) -> str:
+def signed(value: float | None) -> str:
+    if value is None:
+        return ""
     text = significant(value, 3)
     return text if text.startswith("−") or not value else f"+{text}"
 
@@ -321,7 +350,11 @@ def _values(document: Json) -> Iterator[list[str]]:
     for name, measure in document["measures"].items():
         most = max(map(len, measure["values"].values()), default=0)
         other = measure.get("other_sample", ())
-        means = [_mean(measure["values"].get(arm), most) + " (measured on other data)" * (arm in other) for arm in document["arms"]]
+        means = [
+            _mean(measure["values"].get(arm), most) + " (measured on other data)" * (arm in other)
+            or "diverged" * bool(document["arms"][arm].get("diverged"))
+            for arm in document["arms"]
+        ]
         sd = measure["noise_floor"]
         yield [name, *means, "" if sd is None else significant(sd, 2)]
 

@@ -18,6 +18,7 @@ from lmworks.errors import UserError
 from lmworks.evaluate.bits_per_byte import OVERALL
 from lmworks.io import jsonl
 from lmworks.io.files import explain_damage, read_json
+from lmworks.metrics.divergence import divergence
 from lmworks.metrics.log import read
 from lmworks.metrics.names import METRICS, describe, is_score
 from lmworks.recipe.changes import as_tree
@@ -154,7 +155,8 @@ class Curve:
 class Reading:
     """What a run has measured, by measure. For scores, `counts` holds the number of items, `items` right (1) or wrong (0) by item if they
     were recorded, `baselines` what guessing gets, and `forms` how the items were asked. `samples` are hashes of what was measured on
-    (`lmworks.ablate.sample`); `tokens` are all that were trained on, 0 where they were not recorded."""
+    (`lmworks.ablate.sample`); `tokens` are all that were trained on, 0 where they were not recorded.
+    `diverged` says why the run counts as diverged (`lmworks.metrics.divergence`), empty if it does not."""
 
     values: dict[str, float] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -164,12 +166,14 @@ class Reading:
     forms: dict[str, str] = field(default_factory=dict)
     samples: dict[str, str] = field(default_factory=dict)
     tokens: float = 0.0
+    diverged: str = ""
 
 
 def read_run(run_dir: Path, measures: Sequence[Measure]) -> Reading:
     """The measures that a run has written. Values that are not finite are left out."""
     lines = read(run_dir)
-    reading = Reading(tokens=max((float(line.get("train/tokens") or 0) for line in lines), default=0.0))
+    tokens = max((float(line.get("train/tokens") or 0) for line in lines), default=0.0)
+    reading = Reading(tokens=tokens, diverged=divergence(run_dir))
     for measure in measures:
         if not measure.name.startswith(EVALUATION):
             _read_metric(lines, measure, reading)

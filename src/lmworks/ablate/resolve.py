@@ -24,7 +24,7 @@ from lmworks.io.files import read_json
 from lmworks.recipe.changes import as_tree, canonical, changed_keys, readers
 from lmworks.recipe.document import parse_file
 from lmworks.recipe.former import with_former_paths
-from lmworks.recipe.load import as_node, load_recipe, load_resolved, shipped_folder
+from lmworks.recipe.load import as_node, load_recipe, load_resolved, shipped, shipped_folder
 from lmworks.recipe.schema.base import BEFORE_TUNING, StageName
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.timeline import Schedules, Timeline
@@ -149,12 +149,10 @@ def load_file(path: str | Path) -> tuple[Ablation, Path, str]:
 
 def _find(path: str | Path) -> Path:
     given, folder = Path(path), shipped_folder() / "ablations"
-    if given.is_file():
-        return given
-    if (shipped := folder / f"{path}.yaml").is_file():
-        return shipped
-    known = sorted(one.stem for one in folder.glob("*.yaml"))
-    raise UserError(f"there is no ablation file {str(path)!r}, as a file or by name; {meant(given.stem, known)}")
+    for one in (given, folder / f"{path}.yaml"):
+        if one.is_file():
+            return one
+    raise UserError(f"there is no ablation file {str(path)!r}, as a file or by name; {meant(given.stem, shipped('ablations'))}")
 
 
 def resolve(path: str | Path, out: Path | None = None, speeds: Mapping[str, float] | None = None) -> Experiment:

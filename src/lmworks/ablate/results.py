@@ -47,9 +47,18 @@ class Results:
         """What a run has measured; None while it has not finished."""
         return self.readings.get(run_dir(self.experiment.out, arm.name, seed))
 
+    def regular(self, arm: Arm) -> list[Run]:
+        """The finished runs that have not diverged."""
+        return [run for run in self.finished(arm) if not self.readings[run.directory].diverged]
+
+    def has_diverged(self, arm: Arm) -> bool:
+        """Whether all finished runs of an arm have diverged."""
+        return bool(self.finished(arm)) and not self.regular(arm)
+
     def value(self, measure: Measure, arm: Arm, seed: int) -> float | None:
+        """What a run has reached; None where it has not finished or has diverged: its value is no sample of what the arm gets."""
         reading = self.reading(arm, seed)
-        return None if reading is None else reading.values.get(measure.name)
+        return None if reading is None or reading.diverged else reading.values.get(measure.name)
 
     def seeds(self, measure: Measure, arm: Arm) -> list[int]:
         """The seeds with which an arm has a value of a measure."""

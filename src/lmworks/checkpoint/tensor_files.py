@@ -25,7 +25,7 @@ from torch import Tensor
 from lmworks.checkpoint import manifest
 from lmworks.checkpoint.save_plan import TensorSlice
 from lmworks.errors import UserError
-from lmworks.io.files import sync_directory
+from lmworks.io.files import read_at_most, sync_directory
 
 TABLE = "tensors.jsonl.gz"
 _FILE_BYTES = 1 << 30
@@ -212,7 +212,7 @@ def _lines(data: bytes, described: int) -> list[bytes]:
     most = min(manifest.MOST_DOCUMENT, (1 << 24) + described)
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-            text = file.read(most + 1) if data else b""
+            text = read_at_most(file, most + 1) if data else b""
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{TABLE} does not match what was written ({error})") from None
     if len(text) > most:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from lmworks.cli import completion
 from lmworks.cli.options import JsonOption, console, note_stage, print_json
 from lmworks.errors import UserError
 
@@ -17,7 +18,9 @@ def register(app: typer.Typer) -> None:
 
 
 def ablate(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="An ablation file, or the name of a shipped one.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", autocompletion=completion.ablations, help="An ablation file, or the name of a shipped one.")
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Directory of the ablation; by default runs/ablations/NAME.")
     ] = None,

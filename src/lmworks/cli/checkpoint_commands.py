@@ -183,20 +183,20 @@ def rollback(
     run: RunArgument,
     to_step: Annotated[int, typer.Argument(metavar="STEP", help="Step of the checkpoint to resume from.")],
     skip: Annotated[
-        str | None, typer.Option("--skip-steps", metavar="N|A:B", help="Skip the data of the next N steps, or of steps A to B - 1.")
+        str | None, typer.Option("--skip-steps", metavar="N|A:B", help="Skip the next N batches, or batches A to B - 1, counted from 0.")
     ] = None,
     model: ModelOption = BASE.model,
     as_json: JsonOption = False,
 ) -> None:
     """Resume the next run from an earlier checkpoint; later ones are set aside, not deleted."""
     from lmworks.run.checkpoint_commands import rollback
+    from lmworks.watch.ledger import skipped_steps
 
     done = rollback(Path(run), model, to_step, _window(skip, to_step))
     if as_json:
         print_json(done)
         return
-    skipped = f", without the data of steps {done['skip'][0]} to {done['skip'][1] - 1}" if done["skip"] else ""
-    console().out(f"the next run resumes from step {to_step}{skipped}")
+    console().out(f"the next run resumes from step {to_step}{skipped_steps(done['skip'])}")
     if done["set_aside"]:
         console().out(f"set aside: {', '.join(done['set_aside'])}")
     if done["again"]:

@@ -14,9 +14,28 @@ def recipes(incomplete: str) -> list[str]:
     """Shipped recipes, and YAML files and folders on disk."""
     from lmworks.recipe.load import shipped
 
+    return _beginning(shipped(), incomplete) + _yaml_files(incomplete)
+
+
+def ablations(incomplete: str) -> list[str]:
+    """Shipped ablations, and YAML files and folders on disk."""
+    from lmworks.recipe.load import shipped
+
+    return _beginning(shipped("ablations"), incomplete) + _yaml_files(incomplete)
+
+
+def topics(incomplete: str) -> list[str]:
+    """Pages of the documentation."""
+    from lmworks.cli.reference_commands import pages
+    from lmworks.recipe.load import shipped_folder
+
+    return _beginning([page.topic for page in pages(shipped_folder("docs"))], incomplete)
+
+
+def _yaml_files(incomplete: str) -> list[str]:
     below = glob.glob(f"{glob.escape(incomplete)}*")
     found = [f"{path}/" if os.path.isdir(path) else path for path in below if os.path.isdir(path) or path.endswith((".yaml", ".yml"))]
-    return _beginning(shipped(), incomplete) + sorted(found)
+    return sorted(found)
 
 
 def keys(incomplete: str) -> list[str]:

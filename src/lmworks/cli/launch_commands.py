@@ -237,7 +237,7 @@ def job(
     run: RunArgument,
     what: Annotated[Literal["begin", "end"], typer.Argument(metavar="WHAT")],
     code: Annotated[int, typer.Option("--code", metavar="N", help="Exit code of the ranks.")] = 0,
-    measures: Annotated[bool, typer.Option("--measures", help="Their end is not that of the run.")] = False,
+    to: Annotated[str | None, typer.Option("--to", metavar="STAGE", help="Last stage that they run.")] = None,
 ) -> None:
     """Runs before and after the ranks of a Slurm job: prints the nodes to exclude; exit code 75 if the job is to be requeued."""
     from lmworks.launch import slurm
@@ -246,7 +246,7 @@ def job(
     if what == "begin":
         slurm.begin(Path(run), sys.stdin.fileno())
         return
-    decided = slurm.finish_job(require_run(Path(run)), Path(run), code, measures)
+    decided = slurm.finish_job(require_run(Path(run)), Path(run), code, to)
     print(plain(decided.reason), file=sys.stderr)
     print(plain(",".join(decided.excluded)))
     raise typer.Exit(decided.code)

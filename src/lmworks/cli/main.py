@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -117,6 +118,9 @@ def main() -> None:
             _fail(error, f"error: memory ran out ({what}); {advice}", ExitCode.USER_ERROR, debug)
         if is_full_disk(error):
             _fail(error, f"error: a disk is full ({what}); free some space there, or write elsewhere", ExitCode.USER_ERROR, debug)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and error.filename is not None:
+            advice = "a name has at most 255 bytes; check the path, or give a shorter one"
+            _fail(error, f"error: {error.filename}: {error.strerror}; {advice}", ExitCode.USER_ERROR, debug)
         if isinstance(error, PermissionError) and error.filename is not None:
             advice = "ask the owner for the permission, or give another path"
             _fail(error, f"error: {error.filename}: {error.strerror}; {advice}", ExitCode.USER_ERROR, debug)

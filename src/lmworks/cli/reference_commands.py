@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from lmworks.cli import completion
 from lmworks.cli.options import JsonOption, console, print_json
 from lmworks.errors import UserError
 from lmworks.recipe.keys import nearest, nearest_or_all
@@ -89,7 +90,10 @@ def _page(folder: Path, path: Path, title: str, about: str = "", section: str = 
 
 def docs(
     topic: Annotated[
-        str | None, typer.Argument(metavar="[TOPIC]", help="Page to print; without it, the topics.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[TOPIC]", autocompletion=completion.topics, help="Page to print; without it, the topics.", show_default=False
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

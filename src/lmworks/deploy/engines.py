@@ -16,7 +16,7 @@ from lmworks.deploy.sizing import GB, Hardware
 from lmworks.errors import UserError
 from lmworks.host import machine
 from lmworks.io.files import rendered
-from lmworks.tokenizer.special import tool_form
+from lmworks.tokenizer.special import THINK, thought_form, tool_form
 
 VLLM_VERSION = "0.32.0"
 _VLLM_GPU, _VLLM_AMD = "vllm/vllm-openai", "vllm/vllm-openai-rocm"
@@ -195,19 +195,23 @@ def launch_llama_cpp(request: Request) -> Launch:
 def _lmworks_tools(template: str) -> str:
     """Which tool calls the server reads in replies of a model with this chat template."""
     form = tool_form(template)
-    if form is None:
-        return "calls in <tool_call>; other forms stay text"
-    return f"tool calls: {form.reason}" if form.marks else f"no tool calls of this form, which stay text: {form.reason}"
+    return f"tool calls: {form.reason}" if form else "calls in <tool_call>; other forms stay text"
+
+
+def _lmworks_thoughts(template: str) -> str:
+    form = thought_form(template) or THINK
+    return f"thoughts behind {form.begin}"
 
 
 def launch_lmworks(request: Request) -> Launch:
     """Flags of `lmworks serve`. Raises `UserError` for GPUs of AMD, for which the package index has no build of torch."""
     if request.hardware.amd:
         raise UserError("--engine lmworks has no container for GPUs of AMD: use --engine vllm, sglang or llama.cpp")
+    template = request.source.template
     flags = (
         *_api("--name", request),
         Flag("context", None, request.context_reason, note=True),
-        Flag("tools", None, f"the server reads <think>, and {_lmworks_tools(request.source.template)}", note=True),
+        Flag("tools", None, f"the server reads {_lmworks_thoughts(template)}, and {_lmworks_tools(template)}", note=True),
         Flag("speculation", None, request.no_speculation_reason, note=True),
     )
     program = ("python3", "-m", "lmworks.cli.main", "serve")

@@ -160,9 +160,10 @@ def training_panels(model: Model | None) -> list[tuple[str, list[Panel]]]:
 
 
 def _panel_of(metric: Metric) -> Panel:
-    expression = f'{prometheus_name(metric.name)}{{job="trainer"}}'
+    expression, legend = f'{prometheus_name(metric.name)}{{job="trainer"}}', "{{__name__}}"
     if "{" in metric.name:
         pattern = ".+".join(prometheus_name(part)[len("lmworks_") :] for part in re.split(r"\{\w+\}", metric.name))
         expression = f'{{__name__=~"lmworks_{pattern}", job="trainer"}}'
+        legend += " {{metric}}"  # which tells series of one name apart, as those of the sources `web-high` and `web_high`; else empty
     unit = f" [{metric.unit}]" if metric.unit else ""
-    return Panel(metric.name, _UNITS.get(metric.unit, "short"), {"{{__name__}}": expression}, metric.meaning + unit)
+    return Panel(metric.name, _UNITS.get(metric.unit, "short"), {legend: expression}, metric.meaning + unit)

@@ -20,7 +20,7 @@ from lmworks.inference.generate import GenerateOptions, stream
 from lmworks.model import Transformer
 from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer import load
-from lmworks.tokenizer.special import Family, tool_form
+from lmworks.tokenizer.special import CHANNEL, Family, tool_form
 from lmworks.weights.huggingface import only_pickled, read_model
 
 
@@ -142,8 +142,11 @@ _TOOL_PARSERS: dict[Family, tuple[str, str]] = {  # vLLM, SGLang
     "mistral": ("mistral", "mistral"),
     "llama": ("llama3_json", "llama3"),
     "hermes": ("hermes", "qwen25"),
+    "qwen3_coder": ("qwen3_coder", "qwen3_coder"),
+    "harmony": ("openai", "gpt-oss"),
 }
 _REASONING_FORMS = (
+    _ReasoningForm((CHANNEL, "analysis"), "openai_gptoss", "gpt-oss", "the template puts thoughts into a channel, as gpt-oss does"),
     _ReasoningForm(("<think>", "<arg_key>"), "glm45", "glm45", "the template puts thoughts into <think>, as GLM-4.5 does"),
     _ReasoningForm(("<think>", "<｜Assistant｜>"), "deepseek_r1", "deepseek-r1", "the template has DeepSeek's marks and <think>"),
     _ReasoningForm(("<think>", "enable_thinking"), "qwen3", "qwen3", "the template has <think> and enable_thinking, as Qwen3 does"),

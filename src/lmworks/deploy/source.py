@@ -14,7 +14,8 @@ from lmworks.recipe.families.registry import family_in, from_config
 from lmworks.recipe.gguf_model import as_folder, find_gguf
 from lmworks.recipe.hub import locate, name_of
 from lmworks.recipe.schema.model import Model
-from lmworks.recipe.weight_files import INDEX, safetensors_of
+from lmworks.recipe.weight_files import safetensors_of
+from lmworks.recipe.weights import stored_model
 from lmworks.tokenizer.named import DEFAULT, chat_templates
 from lmworks.weights.huggingface import only_pickled
 
@@ -55,7 +56,7 @@ def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -
         raise UserError(f"--gguf {gguf} is not a file")
     config = read_json(directory / "config.json")
     with explain_damage(directory / "config.json"):
-        model = from_config(config)
+        model, stored = from_config(config), stored_model(directory)
         quantization, bits = _quantization(config)
     name = name if name is not None else ((path.stem if path.is_file() else name_of(path.resolve()) or path.resolve().name) or "model")
     for text in (name, str(directory.resolve()), str(gguf.resolve() if gguf else "")):
@@ -73,7 +74,7 @@ def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -
     return Source(
         name=name, directory=directory.resolve(), gguf=gguf.resolve() if gguf else None, model=model, family=family_in(config).name,
         weight_bytes=sum(file.stat().st_size for file in files), gguf_bytes=gguf.stat().st_size if gguf else 0,
-        mtp=_mtp_layers(directory, files, model), quantization=quantization, bits=bits,
+        mtp=stored.mtp.num_nextn_predict_layers if stored.mtp else 0, quantization=quantization, bits=bits,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
         template=chat_templates(directory).get(DEFAULT, ("",))[0],
         context=int(model.max_position_embeddings or 2048),
@@ -112,25 +113,3 @@ def _quantization(config: dict[str, Any]) -> tuple[str, int]:
     stated = re.findall(r"'num_bits': (\d+)", str(found))  # compressed-tensors: of each group of layers
     bits = found.get("bits") or (min(map(int, stated)) if stated else 8)
     return str(found.get("quant_method") or "unknown"), int(bits)
-
-
-def _mtp_layers(directory: Path, files: list[Path], model: Model) -> int:
-    """How many layers of multi-token prediction have weights: the config may state layers that another program has dropped."""
-    if model.mtp is None:
-        return 0
-    layers = range(model.num_hidden_layers or 0, (model.num_hidden_layers or 0) + model.mtp.num_nextn_predict_layers)
-    wanted = [f"model.layers.{layer}.eh_proj.weight" for layer in layers]
-    names: set[str] = set()
-    index = directory / INDEX
-    if index.is_file():
-        names = set(read_json(index).get("weight_map", ()))
-    else:
-        from safetensors import SafetensorError, safe_open
-
-        for file in files:
-            try:
-                with safe_open(file, framework="pt") as handle:
-                    names.update(handle.keys())
-            except SafetensorError as error:
-                raise UserError(f"{file} is damaged ({error}); export it again") from None
-    return sum(name in names for name in wanted)

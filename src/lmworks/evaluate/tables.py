@@ -99,8 +99,14 @@ def scores_table(results: dict[str, Any]) -> Table:
     missing = {f"{one}: {why}" for model in models.values() for one, why in model["unavailable"].items()}
     unmeasured = [f"not measured: {reason}" for reason in sorted(missing)]
     reasons = [f"form of the {name} model: {reason}" for name, model in models.items() for reason in reasons_of(model)]
+    cut = [
+        f"{name}, {one}: {score['truncated']:,} of {score['n']:,} items are longer than the context of the model, so they lose their "
+        "beginnings"
+        for name, model in models.items() for one, score in model["scores"].items()
+        if score.get("form") in ("cloze", "letters") and score.get("truncated")
+    ]  # fmt: skip
     doubts = [f"not clean: {one}: {why}" for one, why in results.get("not_clean", {}).items()]
-    table.caption = "; ".join(["baseline: the best answer that ignores the question", *reasons, *unmeasured, *doubts])
+    table.caption = "; ".join(["baseline: the best answer that ignores the question", *reasons, *cut, *unmeasured, *doubts])
     return table
 
 

@@ -21,6 +21,7 @@ from lmworks.weights.names import exports_mtp, to_huggingface
 from lmworks.weights.stacked import stack, stored_together
 
 _SHARD_BYTES = 5 * 10**9
+_SELECTION_BIAS = ("e_score_correction_bias", "expert_bias")  # ends of its names in the classes
 
 
 def write_model(model: Transformer, directory: Path, tokens: dict[str, Any], dtype: torch.dtype) -> None:
@@ -74,7 +75,7 @@ def unequal_tensors(model: Transformer, directory: Path, dtype: torch.dtype) -> 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     # not rounded: the selection bias decides near-ties between experts
-    return tensor.detach().to("cpu", torch.float32 if name.endswith("e_score_correction_bias") else dtype).contiguous()
+    return tensor.detach().to("cpu", torch.float32 if name.endswith(_SELECTION_BIAS) else dtype).contiguous()
 
 
 def _split(state: dict[str, Tensor], model: Model, dtype: torch.dtype) -> Iterator[list[str]]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from lmworks.health.nvml import read_gpus
 from lmworks.host import machine
+from lmworks.io.files import read_at_most
 from lmworks.ui.exit_codes import ExitCode
 
 DRIVER = "/proc/driver/nvidia/version"
@@ -76,7 +77,7 @@ class Node:
         """The text of a file of the kernel without its last newline; None if it cannot be read."""
         try:
             with open(self.path(path), "rb") as handle:
-                return handle.read(_MOST).decode("utf-8", errors="replace").rstrip("\n")
+                return read_at_most(handle, _MOST).decode("utf-8", errors="replace").rstrip("\n")
         except OSError:
             return None
 

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import resources
-from io import BytesIO
+from io import BufferedIOBase, BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -261,7 +261,7 @@ def read_regular(path: Path, most: int = _MOST_JSON) -> bytes:
         return handle.read()
 
 
-def read_at_most(stream: BinaryIO, most: int) -> bytes:
+def read_at_most(stream: BinaryIO | BufferedIOBase, most: int) -> bytes:
     """What is left of a stream, up to `most` bytes. Memory follows what there is: a buffered `read(most)` reserves all of `most` first."""
     found = BytesIO()
     while (left := most - found.tell()) > 0 and (piece := stream.read(min(left, _PIECE))):

@@ -16,7 +16,7 @@ from lmworks.errors import UserError
 from lmworks.ladder.annealing import PARAMETERS, AnnealingLaw, Areas, fit_annealing, grid_of_decays
 from lmworks.ladder.comparable import Course, corpus_of, require_comparable
 from lmworks.ladder.fit import BOOTSTRAPS
-from lmworks.ladder.points import MEASURE, held_out_text
+from lmworks.ladder.points import MEASURE, held_out_text, require_trained
 from lmworks.metrics.log import FILE
 from lmworks.pages.record_files import lines
 from lmworks.recipe.load import Resolved, load_resolved
@@ -115,6 +115,7 @@ class _Run:
         if not (run_dir / "resolved.json").is_file():
             raise UserError(f"{run_dir} is not a run directory; make one with: lmworks run RECIPE")
         self.run_dir, self.recipe = run_dir, load_resolved(run_dir / "resolved.json")
+        require_trained(run_dir)
         _require_phases(self.recipe, run_dir)
         self.course = Course.of(self.recipe, min((change.step for change in read_changes(run_dir).applied), default=None))
         self._rate_steps, self._rates = array("q"), array("d")

@@ -12,6 +12,7 @@ from lmworks.errors import UserError
 from lmworks.io.files import sha256_file
 from lmworks.ladder.comparable import Batch, require_batch_rule, require_one_ladder, same_training
 from lmworks.ladder.design import BenchmarkScore, Point
+from lmworks.metrics.divergence import divergence
 from lmworks.metrics.names import is_score
 from lmworks.pages.read_run import read_run
 from lmworks.pages.run_records import Run
@@ -67,6 +68,14 @@ def require_annealed(run: Run) -> None:
         raise UserError(
             f"{run.directory} ends at {rate.last[1] / rate.high[1]:.0%} of its peak learning rate, so its loss is not that of a finished "
             "model; let the schedule of its last phase decay (min_lr_ratio)"
+        )
+
+
+def require_trained(run_dir: Path) -> None:
+    """Raises `UserError` if a finished run has diverged: its loss is not that of its recipe."""
+    if why := divergence(run_dir):
+        raise UserError(
+            f"{run_dir} has diverged ({why}), so its loss is not that of its recipe; leave it out, or run it again at a lower learning rate"
         )
 
 
@@ -139,6 +148,7 @@ def read_points(runs: list[Path]) -> list[Point]:
                 f"{run_dir} has another tokenizer than {runs[0]}; a ladder needs one for all its runs: --set tokenizer.path="
                 f"{runs[0]}/tokenizer/tokenizer.json"
             )
+        require_trained(run_dir)
         require_annealed(run)
         require_mixture_kept(run_dir)
         if recipes:

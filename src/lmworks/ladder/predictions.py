@@ -31,6 +31,7 @@ from lmworks.ladder.points import (
     held_out_text,
     require_annealed,
     require_mixture_kept,
+    require_trained,
     size_and_tokens,
     tokenizer_of,
 )
@@ -340,6 +341,7 @@ def _require_predicted(line: _Line, run: Run) -> None:
         predicted_recipe = Recipe.model_validate(translated(line.resolved))
         require_one_ladder(predicted_recipe, run.recipe, str(where), "the predicted recipe", remedy)
         require_comparable(predicted_recipe, run.recipe, str(where), "the predicted recipe", True, remedy)
+    require_trained(where)
     require_mixture_kept(where)
     require_annealed(run)
 

@@ -105,7 +105,8 @@ class LaunchDir:
             leave()
 
     def has_ranks(self) -> bool:
-        """Whether a rank is alive."""
+        """Whether a rank is alive. For the holder of the launch lock only: ranks share this lock, so the look excludes any other look, as
+        long as it lasts."""
         with suppress(FileNotFoundError), open(self.alive, "r+b") as handle:
             return not try_lock(handle.fileno())
         return False

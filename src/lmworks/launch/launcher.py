@@ -44,9 +44,12 @@ _LOOPBACK = "127.0.0.1"
 _THIS_MACHINE = ("localhost", _LOOPBACK)
 
 
-def is_measurement(arguments: Sequence[str]) -> bool:
-    """Whether the command of the ranks measures and changes nothing in the run, whose end its end is not."""
-    return arguments[:1] in (["preflight"], ["profile"])
+MEASUREMENTS = ("preflight", "profile")  # commands of ranks that change nothing in the run, whose end their end is not
+
+
+def last_stage(arguments: Sequence[str]) -> str | None:
+    """The stage with which the command of the ranks ends, or one of `MEASUREMENTS`; None if it is the last of the recipe."""
+    return None if arguments[:1] in ([], ["run"]) else arguments[0]
 
 
 @dataclass(frozen=True)
@@ -99,16 +102,17 @@ class Launch:
         """Start the ranks, and restart them after failures; returns the exit code of the run. Raises `UserError` first if the run is in
         use."""
         with lock_launch(self.run_dir, float(self.recipe.launch.grace_period) + _RANKS_END):
-            return self.supervise() if is_measurement(self.arguments) else self._run()
+            to = last_stage(self.arguments)
+            return self.supervise() if to in MEASUREMENTS else self._run(to)
 
-    def _run(self) -> int:
+    def _run(self, to: str | None) -> int:
         with alerting(self.recipe, self.run_dir, owner=True):
             try:
                 code = self.supervise()
             except BaseException as error:
-                RunEnd.of_error(error).record(self.run_dir)
+                RunEnd.of_error(error).record(self.run_dir, to)
                 raise
-            RunEnd.of_code(code, reason_of_end(self.run_dir)).record(self.run_dir)
+            RunEnd.of_code(code, reason_of_end(self.run_dir)).record(self.run_dir, to)
         return code
 
     def supervise(self) -> int:

@@ -176,8 +176,9 @@ def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: i
     """On rank 0, after all ranks have joined and recovered the heartbeats of their machines, and before one begins its own: write to the
     ledger why the ranks were restarted. Returns why the run must end."""
     beats = read_beats(folder.heartbeats)
+    exits = report_exits(folder, run_dir)
     given_up = folder.is_group_given_up()
-    found = None if given_up else diagnose_failure(beats)
+    found = None if given_up else diagnose_failure(beats, {(one["rank"], one["pid"]) for one in exits if one.get("asked")})
     for path in folder.heartbeats.glob("*.json"):
         path.unlink()
     folder.failed.unlink(missing_ok=True)
@@ -187,7 +188,6 @@ def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: i
         shutil.rmtree(folder.last_records, ignore_errors=True)
         folder.records.rename(folder.last_records)
     folder.records.mkdir(parents=True, exist_ok=True)  # NCCL makes no folder
-    report_exits(folder, run_dir)
     folder.record_announcements(run_dir)
     if found is None:
         if beats and len(beats) != size:

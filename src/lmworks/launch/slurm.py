@@ -18,7 +18,7 @@ from lmworks.io.urls import reveal
 from lmworks.launch.agent import report_exits
 from lmworks.launch.launch_dir import VARIABLE, LaunchDir, reason_of_end
 from lmworks.launch.launch_lock import lock_launch
-from lmworks.launch.launcher import Launch, is_measurement
+from lmworks.launch.launcher import MEASUREMENTS, Launch, last_stage
 from lmworks.launch.torchrun import Agent, CountRange, Host, HostTable, read_table
 from lmworks.recipe.schema.layout import layout_for
 from lmworks.recipe.schema.recipe import Recipe
@@ -66,7 +66,7 @@ class Job:
             options=options, setup=reveal(options.setup), here=str(Path.cwd()), environment=agent.environment(),
             job=shlex.join([*_LMWORKS, "job", str(folder.path.parent)]), spares=self.spares, ranks=self.ranks,
             variable=VARIABLE, host=HOST, agent=" \\\n  ".join(_lines(agent.command())), requeue=REQUEUE, nodes=str(folder.path / _NODES),
-            lock=str(folder.path.parent / LAUNCH_LOCK), measures=is_measurement(self.arguments),
+            lock=str(folder.path.parent / LAUNCH_LOCK), to=last_stage(self.arguments),
             supervisor=shlex.join([*_LMWORKS, "nodes", *self.again, "--least", str(self.nodes.minimum), "--spares", str(self.spares)]),
         )  # fmt: skip
 
@@ -151,15 +151,15 @@ class JobResult:
     reason: str
 
 
-def finish_job(recipe: Recipe, run_dir: Path, code: int, measures: bool = False) -> JobResult:
+def finish_job(recipe: Recipe, run_dir: Path, code: int, to: str | None = None) -> JobResult:
     """Decide whether a job is requeued, and write it to the ledger: a preempted job is, a job that is done or has a user error is not, and
     a crashed one is at most `launch.max_restarts` times in a row without a new checkpoint. Sends the alert of the end, unless its ranks
-    only measure."""
+    only measure (`to`, see `last_stage`)."""
     with alerting(recipe, run_dir, owner=True):
         found = _decide(recipe, run_dir, code)
-        if found.code != REQUEUE and not measures:
+        if found.code != REQUEUE and to not in MEASUREMENTS:
             over = LaunchDir.of(run_dir).outcome() is not None
-            RunEnd.of_code(found.code, reason_of_end(run_dir) if over else found.reason).record(run_dir)
+            RunEnd.of_code(found.code, reason_of_end(run_dir) if over else found.reason).record(run_dir, to)
     return found
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lmworks.errors import UserError
 from lmworks.host.machine import RANKS_HERE
-from lmworks.io.files import open_regular, read_json, write_json
+from lmworks.io.files import open_regular, read_at_most, read_json, write_json
 from lmworks.io.urls import reveal
 from lmworks.launch.launch_dir import COMMAND, VARIABLE, LaunchDir, file_name
 from lmworks.watch.heartbeat import HOST
@@ -40,7 +40,7 @@ def read_hosts(path: Path) -> list[Host]:
     """Read one host per line, `NAME slots=N` (default 1); # starts a comment. Raises `UserError` that names the line."""
     try:
         with open_regular(Path(path)) as handle:
-            lines = handle.read(_MOST).decode("utf-8").splitlines()
+            lines = read_at_most(handle, _MOST).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         raise UserError(f"{path} is not a host file; write one host per line, such as: node-1 slots=8") from None
     return _parsed(lines, str(path))

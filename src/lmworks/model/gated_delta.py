@@ -18,22 +18,10 @@ from lmworks.model.cache import LayerCache
 from lmworks.model.delta_rule import delta_rule, delta_rule_plain
 from lmworks.model.documents import Documents
 from lmworks.model.layers import Linear, RMSNorm, softplus
-from lmworks.model.short_conv import last_values, short_conv
+from lmworks.model.short_conv import Filters, last_values, short_conv
 from lmworks.recipe.schema.model import Model
 
 _EPS = 1e-6  # added to the squared length of queries and keys, as in flash-linear-attention
-
-
-class Filters(nn.Module):
-    """The filters (X, 1, W) of a depthwise convolution."""
-
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width))
-
-    def forward(self) -> Tensor:
-        """The weight as (X, W)."""
-        return self.weight[:, 0]
 
 
 class GatedDeltaNet(nn.Module):
@@ -70,9 +58,9 @@ class GatedDeltaNet(nn.Module):
         positions_BT = documents.positions_BT
         inputs_before, state_before = (None, None) if cache is None else cache.states()
         inputs_BTX = torch.cat((self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)), dim=-1)
-        filters_XW = torch.cat((self.query_conv(), self.key_conv(), self.value_conv()))
+        filters_XW = torch.cat([part.weight[:, 0] for part in (self.query_conv, self.key_conv, self.value_conv)])
         mixed_BTX = F.silu(short_conv(inputs_BTX, filters_XW, positions_BT, inputs_before))
-        keys = self.query_conv().shape[0]
+        keys = self.query_conv.weight.shape[0]
         query, key, value = mixed_BTX.split((keys, keys, mixed_BTX.shape[-1] - 2 * keys), dim=-1)
         query_BTGK, key_BTGK = (_unit(x.reshape(B, T, -1, self.key_head_dim)) for x in (query, key))
         beta_BTH = at_least_fp32(self.beta(x_BTD)).sigmoid()

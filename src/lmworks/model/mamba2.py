@@ -21,7 +21,7 @@ from lmworks.model.attention import Attention
 from lmworks.model.cache import LayerCache
 from lmworks.model.documents import Documents
 from lmworks.model.layers import Linear, softplus, times
-from lmworks.model.short_conv import last_values, short_conv
+from lmworks.model.short_conv import Filters, last_values
 from lmworks.model.ssd import scan, scan_plain
 from lmworks.recipe.schema.model import Model
 
@@ -45,25 +45,6 @@ class GatedNorm(nn.Module):
         """Each group divided by its root mean square."""
         grouped = y.unflatten(-1, (self.groups, -1))
         return F.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2)
-
-
-class Filters(nn.Module):
-    """The filters (X, 1, W) of a depthwise convolution, in the shape of torch's Conv1d, and their biases."""
-
-    def __init__(self, channels: int, width: int, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-
-    def forward(self, x_BTX: Tensor, positions_BT: Tensor, before_BWX: Tensor | None) -> Tensor:
-        """The sums of each channel, (B, T, X)."""
-        return self.convolve(x_BTX, positions_BT, before_BWX, self.weight, self.bias)
-
-    @staticmethod
-    def convolve(x_BTX: Tensor, positions_BT: Tensor, before_BWX: Tensor | None, weight_X1W: Tensor, bias_X: Tensor | None) -> Tensor:
-        """The same with some of the filters."""
-        out = short_conv(x_BTX, weight_X1W[:, 0], positions_BT, before_BWX)
-        return out if bias_X is None else out + bias_X.to(out.dtype)
 
 
 class Mamba2(nn.Module):

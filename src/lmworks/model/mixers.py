@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import nn
 
 from lmworks.model.attention import Attention
+from lmworks.model.gated_conv import GatedConv
 from lmworks.model.gated_delta import GatedDeltaNet
 from lmworks.model.lightning import Lightning
 from lmworks.model.mamba2 import Hybrid, Mamba2
@@ -18,7 +19,7 @@ from lmworks.model.mla import LatentAttention
 from lmworks.recipe.schema.model import Model
 
 _MODULES: dict[str, Callable[[Model, int], nn.Module]] = {
-    "gated_delta": GatedDeltaNet, "hybrid": Hybrid, "lightning": Lightning, "mamba": Mamba2,
+    "gated_delta": GatedDeltaNet, "hybrid": Hybrid, "lightning": Lightning, "mamba": Mamba2, "short_conv": GatedConv,
 }  # fmt: skip
 """By the names of `lmworks.recipe.schema.model.SECTIONS`; made from the model and the number of the layer."""
 

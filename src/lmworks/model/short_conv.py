@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def short_conv(x_BTX: Tensor, weight_XW: Tensor, positions_BT: Tensor, before_BWX: Tensor | None = None) -> Tensor:
@@ -33,3 +33,22 @@ def last_values(x_BTX: Tensor, before_BWX: Tensor | None, width: int, counts_B1:
 
 def _with(x_BTX: Tensor, before_BWX: Tensor | None, back: int) -> Tensor:
     return F.pad(x_BTX, (0, 0, back, 0)) if before_BWX is None else torch.cat((before_BWX.to(x_BTX.dtype), x_BTX), dim=1)
+
+
+class Filters(nn.Module):
+    """The filters (X, 1, W) of a depthwise convolution, in the shape of torch's Conv1d, and their biases."""
+
+    def __init__(self, channels: int, width: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+
+    def forward(self, x_BTX: Tensor, positions_BT: Tensor, before_BWX: Tensor | None) -> Tensor:
+        """The sums of each channel, (B, T, X)."""
+        return self.convolve(x_BTX, positions_BT, before_BWX, self.weight, self.bias)
+
+    @staticmethod
+    def convolve(x_BTX: Tensor, positions_BT: Tensor, before_BWX: Tensor | None, weight_X1W: Tensor, bias_X: Tensor | None) -> Tensor:
+        """The same with some of the filters."""
+        out = short_conv(x_BTX, weight_X1W[:, 0], positions_BT, before_BWX)
+        return out if bias_X is None else out + bias_X.to(out.dtype)

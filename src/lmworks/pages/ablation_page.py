@@ -17,7 +17,7 @@ FILE = "ablation.html"
 Json = Mapping[str, Any]
 _TONES = 7
 _SETTLED = 0.25  # of the curve: what lies above it later sets the top of the axis
-_SIDES = {"better": "above", "worse": "below", "higher": "above", "lower": "below"}
+_SIDES = {"better": "above", "worse": "below", "higher": "above", "lower": "below", "diverged": "below"}
 
 
 def write_ablation_page(out: Path) -> Path:
@@ -62,7 +62,7 @@ def _state(document: Json) -> tuple[str, str]:
 
 
 def _tiles(document: Json) -> list[tuple[str, str, str]]:
-    words = [one["verdict"] for one in document["verdicts"]]
+    words = [one["verdict"] for one in document["verdicts"] if one["difference"] is not None]
     cost, trusted = document["cost"], [one["quality"]["trust"] for one in document["measures"].values() if one["quality"]]
     shown = sum(word in _SIDES for word in words)
     return [
@@ -102,11 +102,13 @@ def _verdicts(document: Json) -> Iterator[dict[str, Any]]:
 
 def _verdict(one: Json, place: Callable[[float], float]) -> dict[str, Any]:
     known = one["low"] is not None
-    low, high = (place(one[side]) if known else place(one["difference"]) for side in ("low", "high"))
+    difference = one["difference"] or 0.0  # None of an arm that has diverged
+    low, high = (place(one[side]) if known else place(difference) for side in ("low", "high"))
     return {
         "arm": one["arm"], "verdict": one["verdict"], "why": one["why"], "side": _SIDES.get(one["verdict"], ""),
-        "difference": _signed(one["difference"]), "interval": f"{_signed(one['low'])} to {_signed(one['high'])}" if known else "",
-        "left": low, "width": high - low, "dot": place(one["difference"]), "zero": place(0.0),
+        "difference": "" if one["difference"] is None else _signed(one["difference"]),
+        "interval": f"{_signed(one['low'])} to {_signed(one['high'])}" if known else "",
+        "left": low, "width": high - low, "dot": place(difference), "zero": place(0.0),
     }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lmworks.io.run_layout import BASE, MODEL_STAGES
 from lmworks.pages.curves import OVERALL
@@ -166,8 +166,9 @@ def comparison(runs: Sequence[Run], cluster: Cluster | None) -> Json:
     labels = [label for label in dict.fromkeys(name for one in figures for name in one) if any(label in one for one in figures)]
     trees = [{path: value for path, value in flatten(run.tree).items() if path not in ("name", "run_dir")} for run in runs]
     paths = dict.fromkeys(path for tree in trees for path in tree)
-    other = [path for path in paths if any(tree.get(path, _ABSENT) != trees[0].get(path, _ABSENT) for tree in trees)]
-    shown = [(path, [_value(tree.get(path, _ABSENT)) for tree in trees]) for path in other]
+    maps = {path[: dot.start()] for path in paths for dot in re.finditer(r"\.", path)}
+    rows = [(path, [_at(tree, path) for tree in trees]) for path in paths if path not in maps]
+    shown = [(path, [_value(one) for one in values]) for path, values in rows if any(one != values[0] for one in values)]
     return {
         "names": [run.name for run in runs],
         "figures": [(label, [one.get(label, "–") for one in figures]) for label in labels],
@@ -177,6 +178,13 @@ def comparison(runs: Sequence[Run], cluster: Cluster | None) -> Json:
 
 
 _ABSENT = object()
+
+
+def _at(tree: Mapping[str, object], path: str) -> object:
+    """The value of a path, or of the node above it that is a leaf in this tree, such as null where another run has a map."""
+    while path not in tree and path:
+        path = path.rpartition(".")[0]
+    return tree.get(path, _ABSENT)
 
 
 def _value(value: object) -> str:

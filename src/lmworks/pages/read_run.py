@@ -16,7 +16,7 @@ from lmworks.recipe.former import translated
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.ui.amounts import compact
-from lmworks.watch.ledger import GREW, LEDGER, START_OVER
+from lmworks.watch.ledger import GREW, LEDGER, START_OVER, shown_step
 
 _PER_LAYER = 120  # buckets of each per-layer series; there may be hundreds of them
 _FIRST_EVENTS, _LAST_EVENTS = 40, 260
@@ -148,7 +148,7 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
         if event.get("stage") in training:
             stage = event["stage"]
         part = training[stage]
-        step = event["step"] if isinstance(event.get("step"), int) else 0
+        step = shown_step(event) or 0
         if what in ("start", "resume"):
             cores = max(1, int(number(event.get("threads")))) if event.get("device", "cpu") == "cpu" else 0
             ranks = max(1, int(number(event.get("ranks"))))

@@ -9,6 +9,7 @@ from typing import Any
 from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.pages.run_records import Json, Run
 from lmworks.ui.amounts import compact, short_size, significant, span
+from lmworks.watch.ledger import shown_step, skipped_steps
 
 _KINDS = {
     "start": "start",
@@ -79,7 +80,7 @@ def timeline(run: Run) -> Json:
 
 def _words(event: Json) -> tuple[str, str]:
     what = str(event.get("event", ""))
-    step = f"step {event['step']:,}" if isinstance(event.get("step"), int) else ""
+    step = f"step {shown:,}" if (shown := shown_step(event)) is not None else ""
     stage = STAGE_WORDS.get(str(event.get("stage")), "Training")
     try:
         match what:
@@ -131,8 +132,8 @@ def _words(event: Json) -> tuple[str, str]:
             case "weights_not_finite":
                 return "Weights not finite", f"{step}: not saved"
             case "rollback":
-                skip = f", without the data of steps {event['skip'][0]:,} to {event['skip'][1] - 1:,}" if event.get("skip") else ""
-                return "Rollback", f"{step}: back to step {event['to_step']:,}{skip}; {event.get('reason') or 'asked for by hand'}"
+                back = f"back to step {event['to_step']:,}{skipped_steps(event.get('skip'))}"
+                return "Rollback", f"{step}: {back}; {event.get('reason') or 'asked for by hand'}"
             case "corruption":
                 ranks = ", ".join(map(str, event["ranks"]))
                 return "Silent corruption", f"{step}: {'' if event['certain'] else 'probably '}rank {ranks}: {event['what']}"
@@ -147,8 +148,9 @@ def _words(event: Json) -> tuple[str, str]:
                 return "Slow rank", f"{step}: rank {event['rank']}, {event['what']}: {times}"
             case "rank_exit":
                 how = f"was killed by {event['signal']}" if event.get("signal") else f"ended with code {event['code']}"
+                asked = " after it was asked to end" if event.get("asked") else ""
                 kill = "; the kernel killed a process for want of memory" if event.get("oom_kill") else ""
-                return "Rank ended", f"rank {event['rank']} on {event['host']} {how}{kill}"
+                return "Rank ended", f"rank {event['rank']} on {event['host']} {how}{asked}{kill}"
             case "resumed_step":
                 again = f"; {event['repeated']:.0%} of its rows were trained on before" if event["repeated"] else ""
                 losses = f"loss {significant(event['loss'], 4)}, saved {significant(event['saved_loss'], 4)}"

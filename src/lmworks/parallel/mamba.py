@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lmworks.model.layers import Linear
-from lmworks.model.mamba2 import Filters
+from lmworks.model.short_conv import Filters
 from lmworks.parallel import collectives
 from lmworks.recipe.schema.mixers import Mamba
 

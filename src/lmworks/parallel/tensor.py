@@ -9,6 +9,7 @@ units, and reduce-scatters its output, which is a sum over ranks:
 | attention                  | all-gather | heads: query, key, value, gate; output | reduce-scatter           |
 | latent attention           |            | heads: query_up, kv_up; output       | reduce-scatter             |
 | gated delta, lightning     | all-gather | heads: all but the last; output      | reduce-scatter             |
+| short convolution          | all-gather | channels: all but the last; output   | reduce-scatter             |
 | Mamba-2 (`mamba.py`)       | all-gather | heads: input, dt_bias, A_log, skip, gate norm; projection | reduce-scatter |
 | dense and shared ffn       | all-gather | hidden units: gate, up; down         | reduce-scatter             |
 | experts (`experts.py`)     | all-gather | hidden units: gate, up; down         | reduce-scatter             |
@@ -44,6 +45,7 @@ from lmworks.host.devices import at_least_fp32
 from lmworks.model import Transformer
 from lmworks.model.attention import Attention
 from lmworks.model.cache import Cache
+from lmworks.model.gated_conv import GatedConv
 from lmworks.model.gated_delta import GatedDeltaNet
 from lmworks.model.layers import MLP, Linear, RMSNorm, SwiGLU
 from lmworks.model.lightning import Lightning
@@ -112,7 +114,7 @@ def shard_tensors(model: Transformer, ranks: Ranks) -> None:
             for name in ("query", "query_down", "kv_down"):
                 if (part := getattr(module, name)) is not None:
                     override_members(part, {"forward": forwards[name]})
-        elif isinstance(module, GatedDeltaNet):
+        elif isinstance(module, GatedDeltaNet | GatedConv):
             _column_parallel(mesh, *(getattr(module, name) for name in module.column))
             _row_parallel(mesh, module.output)
             for part in (module, *(getattr(module, name) for name in module.heads)):
@@ -264,7 +266,8 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
         return collectives.identity_allreduce_grad(gate_BT1, stream.group)
 
     return {
-        **{kind: block_part(kind) for kind in (Hybrid, Attention, GatedDeltaNet, Lightning, Mamba2, SwiGLU, MLP)},  # subclasses first
+        # subclasses first
+        **{kind: block_part(kind) for kind in (Hybrid, Attention, GatedConv, GatedDeltaNet, Lightning, Mamba2, SwiGLU, MLP)},
         LatentAttention: latent_attention, MoE: moe, Router: router, "query": query, "query_down": down, "kv_down": down,
         "shared_gate": shared_gate, "norm_over_heads": norm_over_heads, GatedNorm: over_ranks,
     }  # fmt: skip

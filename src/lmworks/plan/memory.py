@@ -156,7 +156,7 @@ def layer_activations(
             heads, projected = heads + 2 * H * d, projected + H * d
         heads, projected = heads / tp, projected / tp
     if mixer in MIXERS:
-        saved = MIXERS[mixer].saved(model, tp)
+        saved = MIXERS[mixer].saved(model, tp, eager)
         heads, projected = heads + saved[0], projected + saved[1]
     normed = blocks * (3 if model.norm_position == "both" else 2)  # inputs and their norms, and outputs that are normed
     everything = element * (normed * D / tp + heads) + 4 * H / tp * mixes  # the last term is the softmax normalizer

@@ -35,7 +35,7 @@ GROUPS = (128, 64, 32)
 _NAME = "llm-compressor"
 _PARTS = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
 _ROLES = (
-    (re.compile(r"\.mlp\.gate\.(weight|e_score_correction_bias)\Z"), "router"),
+    (re.compile(r"\.(mlp|feed_forward)\.(gate\.(weight|e_score_correction_bias)|expert_bias)\Z"), "router"),
     (re.compile(r"embed_tokens\.weight\Z"), "embedding"),
     (re.compile(r"(\Alm_head|shared_head\.head)\.weight\Z"), "head"),
 )

@@ -24,7 +24,7 @@ from lmworks.ui.terminal import bar
 MODULES = ("llama_cpp",)
 _NAME = "llama.cpp"
 _ROLES = {"ffn_gate_inp.weight": "router", "exp_probs_b.bias": "router", "token_embd.weight": "embedding", "output.weight": "head"}
-_NEVER = "ssm_conv1d.weight"  # llama.cpp wants it in fp32
+_NEVER = ("ssm_conv1d.weight", "shortconv.conv.weight")  # llama.cpp wants them in fp32
 
 
 def find_llama(scheme: Scheme, given: Sequence[Path]) -> Path | None:

@@ -27,15 +27,15 @@ def medians(prefill, decode):
 
 
 _SENSITIVE = (
-    "lm_head", "re:.*embed_tokens", r"re:.*\.(gate|router|router\.layer|shared_expert_gate)$", r"re:.*\.(linear_attn|mamba)\..*",
+    "lm_head", "re:.*embed_tokens", r"re:.*\.(gate|router|router\.layer|shared_expert_gate)$", r"re:.*\.(linear_attn|mamba|conv)\..*",
     r"re:.*shared_head.*", r"re:.*eh_proj",
 )  # fmt: skip
 _SCHEMES = {"fp8": "FP8_DYNAMIC", "int8": "W8A8", "gptq": "W4A16", "awq": "W4A16"}
 
 
 def ignored(request):
-    """Routers, gates of shared experts, head and embedding, linear attention and Mamba, whose errors add up in their states, and all
-    layers of multi-token prediction; these stay as they are."""
+    """Routers, gates of shared experts, head and embedding, linear attention and Mamba, whose errors add up in their states, short
+    convolutions, which vLLM has no quantized matrices for, and all layers of multi-token prediction; these stay as they are."""
     return [*_SENSITIVE, *(rf"re:model\.layers\.{layer}\..*" for layer in request["mtp_layers"])]
 
 

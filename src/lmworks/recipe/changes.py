@@ -209,11 +209,11 @@ def harmless(change: Change | str) -> bool:
 
 def require_allowed(
     changes: Sequence[Change], allowed: Sequence[str] = (), derived: Collection[str] = (), pretrained: bool = True
-) -> list[Change]:
-    """The changes that matter, if each is allowed by name (itself, or a node above it); for the ledger.
+) -> None:
+    """Require that each change that matters is allowed by name (itself, or a node above it).
 
     What is `derived` from other values follows those: it needs no word of its own as long as one of them has changed. Raises `UserError`
-    naming the others and how to allow them, and for what no word allows. Harmless changes are dropped. `pretrained`: the run has trained
+    naming the others and how to allow them, and for what no word allows. Harmless changes pass. `pretrained`: the run has trained
     its base model, whose checkpoints have the state of an optimizer; the stages after it begin with a new one.
     """
     frozen = [change for change in changes if any(effect_of(key).frozen for key in change.keys)]
@@ -238,7 +238,6 @@ def require_allowed(
         raise UserError(
             f"the recipe changed since this run began: {_named(refused)}{also}; undo it, choose another run_dir, or continue with {flags}"
         )
-    return matter
 
 
 def _named(changes: Sequence[Change]) -> str:

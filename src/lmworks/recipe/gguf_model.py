@@ -41,10 +41,16 @@ _BELOW = {  # keys of a family's metadata that are not directly below the archit
 }  # fmt: skip
 _DOTTED = {
     "rope_dimension_count": "rope.dimension_count", "rope_scaling_finetuned": "rope.scaling.finetuned",
-    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon", "shortconv_l_cache": "shortconv.l_cache",
 }  # fmt: skip
 _EPSILON, _OTHER_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"  # the latter alone in files of Nemotron-H
 _SAYS_NOTHING = ("rope.scaling.finetuned", "tensor_data_layout")
+_ABSENT = {
+    "rope.freq_base": 10_000.0, "rope.freq_base_swa": 10_000.0, "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
+    "leading_dense_block_count": 0, "nextn_predict_layers": 0, "expert_group_count": 1, "expert_group_used_count": 1,
+    "expert_weights_norm": False, "expert_weights_scale": 1.0,
+}  # fmt: skip
+"""What llama.cpp computes where a file lacks a key. Other keys it requires, takes from tensors, or ignores."""
 _ROPE_FACTORS, _PATTERN = "rope_freqs.weight", "attention.sliding_window_pattern"
 
 
@@ -172,6 +178,24 @@ class _Values(Mapping[str, Any]):
                     self._refuse(key, value)
             elif key not in _SAYS_NOTHING and value not in (0, False, "none", "") and not self._harmless(key, value, written):
                 raise UserError(f"it has {self.architecture}.{key} = {str(value)[:60]}, which lmworks does not know")
+        for key, default in self._absent(model).items():
+            if key in written and key not in self._found and written[key] != default:
+                raise UserError(
+                    f"it has no {self.architecture}.{key}, without which llama.cpp takes {default}, and this model has {written[key]} in "
+                    "lmworks; convert the original model again"
+                )
+
+    def _absent(self, model: Model) -> dict[str, Any]:
+        """What llama.cpp takes for keys that a file lacks."""
+        found = dict(_ABSENT)
+        if self.architecture == "olmo2":
+            found["rope.freq_base_swa"] = model.rope.theta
+        if self.architecture == "glm4moe":
+            found["expert_gating_func"] = _GATES["SIGMOID"]
+        if self.architecture == "deepseek2":  # DeepSeek-V2, but for GLM-4.7-Flash, which it knows by its sizes
+            flash = model.num_hidden_layers in (47, 48) and model.vocab_size == 154_880
+            found["expert_gating_func"] = _GATES["SIGMOID" if flash else "SOFTMAX"]
+        return found
 
     def _harmless(self, key: str, value: Any, written: Mapping[str, Any]) -> bool:
         if key == "attention.sliding_window":
@@ -295,7 +319,7 @@ def _shortest(value: float) -> float:
     return next((number for digits in range(1, 10) if struct.pack("<f", number := float(f"{value:.{digits}g}")) == bits), value)
 
 
-_FORMAT = 2  # of what is made here; a change makes the folders again
+_FORMAT = 3  # of what is made here; a change makes the folders again
 _DTYPES = {1: "float16", 32: "bfloat16"}  # llama.cpp's general.file_type, for files that are not quantized
 
 

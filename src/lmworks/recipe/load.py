@@ -102,8 +102,8 @@ def shipped_folder(name: Literal["recipes", "docs"] = "recipes") -> Path:
     return checkout if checkout.is_dir() else Path(sysconfig.get_path("data")) / "share" / "lmworks" / name
 
 
-def shipped(kind: Literal["", "models", "clusters"] = "") -> list[str]:
-    """Names of the shipped recipes, model presets or clusters."""
+def shipped(kind: Literal["", "models", "clusters", "ablations"] = "") -> list[str]:
+    """Names of the shipped recipes, model presets, clusters or ablations."""
     return sorted(path.stem for path in (shipped_folder() / kind).glob("*.yaml"))
 
 

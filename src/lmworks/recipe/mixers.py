@@ -19,13 +19,14 @@ from lmworks.recipe.schema.model import Model
 class Mixer:
     """parameters: the trained tensors of a layer from (model, start of their names, layer)
     flops: operations of the forward pass per token beyond 2 per parameter
-    saved: numbers per token that a layer saves for the backward pass on a rank of `tp`: all, and those that are outputs of matrix products
+    saved: numbers per token that a layer saves for the backward pass on a rank of `tp`, compiled or eager: all, and those that are outputs
+        of matrix products
     problems: the reasons why its heads cannot be split over `tp` ranks
     """
 
     parameters: Callable[[Model, str, int], Iterator[Parameter]]
     flops: Callable[[Model], float]
-    saved: Callable[[Model, int], tuple[float, float]]
+    saved: Callable[[Model, int, bool], tuple[float, float]]
     problems: Callable[[Model, int], Iterator[str]]
 
 
@@ -50,7 +51,7 @@ def _gated_delta_flops(model: Model) -> float:
     return 3 * 2.0 * sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim
 
 
-def _gated_delta_saved(model: Model, tp: int) -> tuple[float, float]:
+def _gated_delta_saved(model: Model, tp: int, eager: bool) -> tuple[float, float]:
     """Inputs of the convolution and its outputs, of which fp32 copies are normed; gate; solutions of the chunk, decays and scores."""
     sizes = model.gated_delta
     assert sizes is not None
@@ -86,7 +87,7 @@ def _mamba_flops(model: Model) -> float:
     return 2 * 2.0 * model.mamba.inner_size * model.mamba.state_size
 
 
-def _mamba_saved(model: Model, tp: int) -> tuple[float, float]:
+def _mamba_saved(model: Model, tp: int, eager: bool) -> tuple[float, float]:
     """The projection, the convolution and SiLU; in fp32 (two numbers each) inputs times time steps and outputs; decays and scores of a
     chunk, once as decays and once weighted."""
     assert model.mamba is not None
@@ -130,7 +131,7 @@ def _lightning_flops(model: Model) -> float:
     return 2 * 2.0 * model.num_attention_heads * model.head_dim**2
 
 
-def _lightning_saved(model: Model, tp: int) -> tuple[float, float]:
+def _lightning_saved(model: Model, tp: int, eager: bool) -> tuple[float, float]:
     """The projections, SiLU of queries, keys and values and their fp32 copies; outputs; decays and scores of a chunk."""
     heads, size = model.num_attention_heads or 0, (model.num_attention_heads or 0) * (model.head_dim or 0)
     return (4.0 * size + 3 * size * 3 + 6 * size + 4 * heads * _CHUNK) / tp, 4.0 * size / tp
@@ -138,6 +139,32 @@ def _lightning_saved(model: Model, tp: int) -> tuple[float, float]:
 
 def _lightning_problems(model: Model, tp: int) -> Iterator[str]:
     return _undivided(tp, {"num_attention_heads": model.num_attention_heads})
+
+
+def _short_conv_parameters(model: Model, start: str, layer: int) -> Iterator[Parameter]:
+    D, start = model.hidden_size, start + "attention."
+    assert model.short_conv and D
+    for name in ("input_gate", "output_gate", "value"):
+        yield Parameter(f"{start}{name}.weight", (D, D), "attention", layer)
+    yield Parameter(start + "input_conv.weight", (D, 1, model.short_conv.conv_kernel), "attention", layer)
+    yield Parameter(start + "output.weight", (D, D), "attention", layer)
+
+
+def _short_conv_flops(model: Model) -> float:
+    """Of the two gates; the convolution has 2 per parameter."""
+    return 2.0 * (model.hidden_size or 0)
+
+
+def _short_conv_saved(model: Model, tp: int, eager: bool) -> tuple[float, float]:
+    """The projections, and the output of the convolution before and after its gate; eager also its input, once more with what is before
+    the rows, and a filter for each earlier token. A compiler computes these again."""
+    assert model.short_conv
+    channels = (model.hidden_size or 0) / tp
+    return (5 + (1 + model.short_conv.conv_kernel) * eager) * channels, 3 * channels
+
+
+def _short_conv_problems(model: Model, tp: int) -> Iterator[str]:
+    return _undivided(tp, {"hidden_size": model.hidden_size})
 
 
 def _undivided(tp: int, sizes: Mapping[str, int | None]) -> Iterator[str]:
@@ -151,6 +178,7 @@ MIXERS: dict[str, Mixer] = {
     "mamba": Mixer(_mamba_parameters, _mamba_flops, _mamba_saved, _mamba_problems),
     "hybrid": Mixer(_hybrid_parameters, _mamba_flops, _mamba_saved, _mamba_problems),
     "lightning": Mixer(_lightning_parameters, _lightning_flops, _lightning_saved, _lightning_problems),
+    "short_conv": Mixer(_short_conv_parameters, _short_conv_flops, _short_conv_saved, _short_conv_problems),
 }
 """By the names of `schema.model.SECTIONS`."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from lmworks.errors import UserError
@@ -9,6 +11,7 @@ from lmworks.io.files import explain_damage, read_json
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def safetensors_of(directory: Path) -> list[Path]:
@@ -32,8 +35,28 @@ def left_aside(directory: Path) -> list[str]:
     return sorted({path.name for path in directory.glob("*.safetensors")} - {path.name for path in safetensors_of(directory)})
 
 
+def tensor_names(directory: Path) -> list[str]:
+    """The names of all tensors of a model in files of safetensors, from their headers. Raises `UserError` for a damaged file."""
+    return [name for file in safetensors_of(directory) if file.is_file() for name in _names_in(file)]
+
+
+def _names_in(file: Path) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np") as handle:
+            return list(handle.keys())
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged ({error}); put a good copy there, or export it again") from None
+
+
+def layers_ahead(names: Iterable[str], layers: int) -> int:
+    """How many layers of multi-token prediction have tensors among these, in Hugging Face's format: they continue the `layers` others."""
+    return max((int(found[1]) + 1 - layers for name in names if (found := _LAYER.search(name))), default=0)
+
+
 def _named(index: Path) -> list[str]:
-    with explain_damage(index):
+    with explain_damage(index, "get it again from its origin, or put the files of weights beside it, and only their names into it"):
         named = set(read_json(index)["weight_map"].values())
         strange = [name for name in named if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name]
         if strange or not named:

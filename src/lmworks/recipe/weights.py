@@ -29,6 +29,7 @@ from lmworks.recipe.phases import final, in_force
 from lmworks.recipe.schema.artifacts import TEMPLATES
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.weight_files import layers_ahead, tensor_names
 
 ARCHITECTURE = "architecture"  # key in a checkpoint's meta: what phases may change in the model that its weights compute
 _CHANGED = ("qk_norm_blend", "rope", "sliding_rope", "sliding_window", "layer_types", "no_rope_layer_interval")
@@ -92,7 +93,7 @@ def find_weights(path: Path, needs_tokenizer: bool = True) -> Weights:
         model = from_config(_mapping(folder / "config.json"))
         return Weights("huggingface", folder, model, folder / "tokenizer.json", origin=gguf)
     if is_model:
-        return Weights("huggingface", path, _published(path / "config.json"), _tokenizer(path, needs_tokenizer))
+        return Weights("huggingface", path, stored_model(path), _tokenizer(path, needs_tokenizer))
     if (path / "resolved.json").is_file():
         steps = [step for step in sorted((path / "checkpoints").glob("step-*")) if step_in(step.name) is not None]
         if not steps:
@@ -110,11 +111,20 @@ def find_weights(path: Path, needs_tokenizer: bool = True) -> Weights:
     return Weights("checkpoint", path, model_of(recipe, meta), tokenizer, recipe, reached if reached in names else None)
 
 
-def _published(path: Path) -> Model:
+def stored_model(directory: Path) -> Model:
+    """The model in a Hugging Face folder: that of config.json, with as many layers of multi-token prediction as have weights there.
+
+    transformers drops these layers when it saves a model, and keeps their number in config.json, where 1 is the default of their classes.
+    Without files of safetensors their number is that of config.json.
+    """
     try:
-        return from_config(_mapping(path))
+        model = from_config(_mapping(directory / "config.json"))
     except UserError as error:
-        raise UserError(f"{path.parent}: {error}") from None
+        raise UserError(f"{directory}: {error}") from None
+    if model.mtp is None or not (names := tensor_names(directory)):
+        return model
+    stored = min(layers_ahead(names, model.num_hidden_layers or 0), model.mtp.num_nextn_predict_layers)
+    return model.model_copy(update={"mtp": model.mtp.model_copy(update={"num_nextn_predict_layers": stored}) if stored > 0 else None})
 
 
 def recorded(model: Model) -> dict[str, Any]:

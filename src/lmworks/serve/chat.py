@@ -14,6 +14,7 @@ from lmworks.errors import UserError
 from lmworks.inference.generate import GenerateOptions
 from lmworks.serve.engine import Engine
 from lmworks.serve.requests import Delta, PromptTooLong, Request
+from lmworks.tokenizer.reply import read
 from lmworks.ui.terminal import Terminal, plain
 
 HELP = """\
@@ -50,16 +51,19 @@ class Conversation:
             self.turns.pop()
             raise
         engine = self.engine
-        room, stops = engine.room(len(prompt), self.max_tokens), engine.vocabulary.stop_ids
+        words = engine.vocabulary
+        room, stops = engine.room(len(prompt), self.max_tokens), words.stop_ids
         options = GenerateOptions(max_new_tokens=room, stop_ids=stops, **self.sampling)
         pieces = []
         try:
-            for event in engine.stream(Request((tuple(prompt),), options, self.seed)):
+            for event in engine.stream(Request((tuple(prompt),), options, self.seed, marks=words.thoughts.marks)):
                 if isinstance(event, Delta):
                     pieces.append(event.text)
                     yield event
         finally:
-            self.turns.append({"role": "assistant", "content": "".join(pieces)})
+            said = read("".join(pieces), begins=words.state_of_thoughts(prompt), thoughts=words.thoughts)
+            thought = {"reasoning_content": said.reasoning} if said.reasoning else {}
+            self.turns.append({"role": "assistant", "content": said.content, **thought})
 
     @property
     def sampling(self) -> dict[str, Any]:

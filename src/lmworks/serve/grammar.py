@@ -6,6 +6,7 @@ and cannot be stopped. So a grammar is first tried in a process with limits (`gr
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,8 +27,8 @@ _LIMITS = {
     "max_items_in_row": 2000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
     "max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False,
 }  # fmt: skip
-PLAIN, THINKING = "start: answer\n", "start: thought? answer\n"
-"""The first rule of a grammar of answers, and of one that lets thoughts come first."""
+PLAIN, THINKING, OPENED = "start: answer\n", "start: thought? answer\n", "start: opened answer\n"
+"""The first rule of a grammar of answers, of one that lets thoughts come first, and of one behind a prompt that has opened them."""
 _LONGEST = 2048  # tokens of the shortest answer that are searched
 _GROWTH = 64  # tokens, at least, by which a token may lengthen the way to an end, as one that opens an object with required keys
 _SEARCHED, _SEARCHES = 32, 4 * _LONGEST
@@ -55,8 +56,9 @@ class Grammar:
 
 
 def compile_grammar(vocabulary: Vocabulary, lark: str, thoughts_end: str = "") -> Grammar:
-    """Try a grammar in llguidance's form of Lark, and compile it. One that begins with `THINKING` has thoughts up to `thoughts_end`. Raises
-    `GrammarError` with the reason, and `UserError` without the extra `serve`."""
+    """Try a grammar in llguidance's form of Lark, and compile it. One that begins with `THINKING` or `OPENED` has thoughts up to
+    `thoughts_end`, marks and text behind which the answer begins. Raises `GrammarError` with the reason, and `UserError` without the extra
+    `serve`."""
     if not find_spec("llguidance"):
         raise UserError("grammars, JSON schemas and required tools need llguidance: pip install 'lmworks[serve]'")
     try:
@@ -71,12 +73,21 @@ def compile_here(vocabulary: Vocabulary, lark: str, thoughts_end: str = "") -> G
     """Compile a grammar in this process. Raises `GrammarError` with the reason."""
     matcher = _matcher(vocabulary, lark)
     # thoughts are never the shortest way, but a search would enter them and write on
-    plain = _matcher(vocabulary, PLAIN + lark.removeprefix(THINKING)) if lark.startswith(THINKING) else matcher
+    first = next((one for one in (THINKING, OPENED) if lark.startswith(one)), PLAIN)
+    plain = matcher if first == PLAIN else _matcher(vocabulary, PLAIN + lark.removeprefix(first))
     path = _completion(vocabulary, plain, _LONGEST, False, False)
     if path is None or not thoughts_end:
         return Grammar(vocabulary, matcher, path)
-    end = vocabulary.special.get(thoughts_end)
-    return Grammar(vocabulary, matcher, path, [*(_wrapped(vocabulary)(thoughts_end) if end is None else [end]), *path])
+    parts = split_marks(vocabulary, thoughts_end)
+    end = [one for part in parts for one in (_wrapped(vocabulary)(part) if isinstance(part, str) else [part])]
+    return Grammar(vocabulary, matcher, [*end, *path] if first == OPENED else path, [*end, *path])
+
+
+def split_marks(vocabulary: Vocabulary, text: str) -> list[int | str]:
+    """Text of a template as the tokens of its marks, and the text between them."""
+    marks = sorted((name for name in vocabulary.special if name in text), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+    return [vocabulary.special.get(part, part) for part in parts if part]
 
 
 def _matcher(vocabulary: Vocabulary, lark: str) -> LLMatcher:

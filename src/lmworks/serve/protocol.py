@@ -176,7 +176,7 @@ class CompletionRequest(Sampling):
         options = self.options(engine, self.max_tokens, self.logprobs)
         scored = self.echo and self.logprobs is not None
         room = min((engine.room(len(prompt), self.max_tokens) for prompt in prompts), default=0)
-        grammar = restriction(engine.vocabulary, room, False, None, self.guided, None, False)
+        grammar = restriction(engine.vocabulary, room, None, None, self.guided, None, False)
         self.require_consistent(self.max_tokens, grammar)
         return Request(prompts, options, self.seed, self.stops, scored, grammar, self.cache_salt)
 
@@ -299,11 +299,12 @@ class ChatRequest(Sampling):
         limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
         options = self.options(engine, min([*limits, engine.room(len(prompt))]), (self.top_logprobs or 0) if self.logprobs else None)
         several = self.parallel_tool_calls and self.tool_choice == "required"
-        grammar = restriction(
-            engine.vocabulary, options.max_new_tokens, self.thinking is not False and engine.vocabulary.thinks, self.response_format,
-            self.guided, forced, several,
-        )  # fmt: skip
+        words = engine.vocabulary
+        begins = words.state_of_thoughts(prompt)
+        if begins == "free" and not words.thinks:
+            begins = "closed"
+        grammar = restriction(words, options.max_new_tokens, begins, self.response_format, self.guided, forced, several)
         self.require_consistent(min(limits, default=None), grammar)
-        form = engine.vocabulary.tool_form if self.offered_tools else None
-        marks = form.marks if form else ()
+        form = words.tool_form if self.offered_tools else None
+        marks = (*words.thoughts.marks, *(form.marks if form else ()))
         return Request((prompt,) * self.n, options, self.seed, self.stops, grammar=grammar, salt=self.cache_salt, marks=marks)

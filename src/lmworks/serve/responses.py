@@ -15,7 +15,8 @@ from lmworks.serve.engine import Engine
 from lmworks.serve.protocol import ChatRequest, CompletionRequest
 from lmworks.serve.requests import Delta, Request, Scores
 from lmworks.serve.vocabulary import Placement
-from lmworks.tokenizer.reply import Reply, ReplyReader, ToolCall
+from lmworks.tokenizer.calls import ToolCall
+from lmworks.tokenizer.reply import Reply, reply_reader
 from lmworks.tokenizer.special import ToolForm
 
 
@@ -177,6 +178,10 @@ def _call(call: ToolCall, form: ToolForm | None) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": function}
 
 
+def _offset(placed: Placement) -> int:
+    return placed.offset
+
+
 class Chat(_Reply):
     """`/v1/chat/completions`. Reasoning is returned as `reasoning_content`, calls of offered tools as `tool_calls`."""
 
@@ -186,7 +191,9 @@ class Chat(_Reply):
     def __init__(self, engine: Engine, asked: ChatRequest, request: Request) -> None:
         super().__init__(engine, asked, request)
         self._form = engine.vocabulary.tool_form
-        self._readers = [ReplyReader(asked.offered_tools, asked.thinking is not False, self._form) for _ in request.prompts]
+        words, tools = engine.vocabulary, asked.offered_tools
+        begins = words.state_of_thoughts(request.prompts[0])  # `n` times the same
+        self._readers = [reply_reader(tools, begins, self._form, words.thoughts) for _ in request.prompts]
         self._calls = [0] * len(request.prompts)
         self._most_calls = None if asked.parallel_tool_calls else 1
         self.usage.reasoning = {}
@@ -235,9 +242,12 @@ class Chat(_Reply):
         return {"index": index, "message": message, "logprobs": self._logprobs(choice.tokens), "finish_reason": finish}
 
     def _count_reasoning(self, index: int) -> None:
-        end, tokens = self._readers[index].reasoning_end, self._choices[index].tokens
+        tokens = self._choices[index].tokens
         assert self.usage.reasoning is not None
-        self.usage.reasoning[index] = bisect_left(tokens, end, key=lambda placed: placed.offset)
+        self.usage.reasoning[index] = sum(
+            bisect_left(tokens, end, key=_offset) - bisect_left(tokens, begin, key=_offset)
+            for begin, end in self._readers[index].thought_spans
+        )
 
     def _logprobs(self, tokens: Iterable[Placement]) -> dict[str, Any] | None:
         if not self._asked.logprobs:

@@ -9,55 +9,85 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lmworks.serve.formats import FORMATS
-from lmworks.serve.grammar import PLAIN, THINKING, Grammar, GrammarError, compile_grammar
+from lmworks.serve.grammar import OPENED, PLAIN, THINKING, Grammar, GrammarError, compile_grammar, split_marks
 from lmworks.serve.parameters import BadRequest
 from lmworks.serve.vocabulary import Vocabulary
-from lmworks.tokenizer.special import ARGS, CALL, CALL_END, KEY, KEY_END, TOOL_CALLS, VALUE, VALUE_END
+from lmworks.tokenizer.special import (
+    ARGS,
+    CALL,
+    CALL_END,
+    CALL_SEPARATOR,
+    CALLS,
+    CALLS_END,
+    CHANNEL,
+    CONSTRAIN,
+    FUNCTION,
+    FUNCTION_END,
+    KEY,
+    KEY_END,
+    MESSAGE,
+    ONE_CALL,
+    ONE_CALL_END,
+    PARAMETER,
+    PARAMETER_END,
+    TOOL_CALLS,
+    VALUE,
+    VALUE_END,
+    State,
+)
 
 _LARGEST = 100_000  # characters of a schema, of an expression or of all choices
 _TOP_KEYS = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions", "$schema", "strict"}
 _APPLIED = {"$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
 _ELSEWHERE = re.compile(r'"\$ref": "#(?!/\$defs/|/definitions/)')
 _PARTS = re.compile(r"\\.|.", re.DOTALL)  # of an expression: escapes and characters
-_THINK, _THINK_END = "<think>", "</think>"
+_CODE = "```json"  # around arguments of DeepSeek-V3 and R1
 
 
-def json_grammar(vocabulary: Vocabulary, schema: Any, thinking: bool = False) -> Grammar:
-    """A JSON value of `schema`, without white space between its parts; with `thinking`, thoughts may come first. Raises `GrammarError`."""
-    return _compile(vocabulary, f"answer: %json {_schema(schema)}\n", thinking)
+def json_grammar(vocabulary: Vocabulary, schema: Any, begins: State | None = None) -> Grammar:
+    """A JSON value of `schema`, without white space between its parts. `begins` is the state of thoughts at the end of a prompt of a chat:
+    if they are free, they may come first, and if they are open, they are ended first. Raises `GrammarError`."""
+    return _compile_text(vocabulary, f"%json {_schema(schema)}\n", begins)
 
 
-def regex_grammar(vocabulary: Vocabulary, pattern: str, thinking: bool = False) -> Grammar:
+def regex_grammar(vocabulary: Vocabulary, pattern: str, begins: State | None = None) -> Grammar:
     """Text that the regular expression matches as a whole. Raises `GrammarError`."""
     _require_size(pattern)
-    return _compile(vocabulary, f"answer: TEXT\nTEXT: {_expression(pattern)}\n", thinking)
+    return _compile_text(vocabulary, f"TEXT\nTEXT: {_expression(pattern)}\n", begins)
 
 
-def choice_grammar(vocabulary: Vocabulary, choices: Sequence[str], thinking: bool = False) -> Grammar:
+def choice_grammar(vocabulary: Vocabulary, choices: Sequence[str], begins: State | None = None) -> Grammar:
     """One of the texts. Raises `GrammarError`."""
     if not choices or not all(choices):
         raise GrammarError("it needs at least one choice, none of them empty")
     _require_size("".join(choices))
-    return _compile(vocabulary, f"answer: {' | '.join(map(_literal, choices))}\n", thinking)
+    return _compile_text(vocabulary, f"({' | '.join(map(_literal, choices))})\n", begins)
 
 
-def tools_grammar(vocabulary: Vocabulary, tools: Sequence[Mapping[str, Any]], several: bool, thinking: bool = False) -> Grammar:
-    """At least one call of one of the tools, in the form of the chat template; more if `several`. Raises `GrammarError`."""
+def tools_grammar(
+    vocabulary: Vocabulary, tools: Sequence[Mapping[str, Any]], several: bool, begins: State | None = None
+) -> Grammar:  # fmt: skip
+    """At least one call of one of the tools, in the form of the chat template; more if `several`. Raises `GrammarError`, also for a
+    template whose form is not known."""
     functions = [tool.get("function", tool) for tool in tools]
     write, before, between, after = _layout(vocabulary)
     calls = [write(vocabulary, number, function) for number, function in enumerate(functions)]
     one = f"({' | '.join(f'call_{number}' for number in range(len(calls)))})"
-    more = f" ({between} {one})*" if several else ""
-    answer = f"answer: {before} {one}{more} {after}\n"
-    return _compile(vocabulary, answer + "".join(calls), thinking)
+    more = f" ({between} {one})*" if several and between is not None else ""
+    # a prompt may have begun a message of text, which has to end before that of a call
+    thoughts = vocabulary.thoughts
+    first = _marked(vocabulary, thoughts.end + thoughts.then) if begins == "closed" and thoughts.answer else ""
+    return _compile(vocabulary, f"answer: {first} {before} {one}{more} {after}\n" + "".join(calls), begins)
 
 
-def _layout(vocabulary: Vocabulary) -> tuple[Callable[[Vocabulary, int, Mapping[str, Any]], str], str, str, str]:
-    """What writes a call in the form of the chat template, and what is before, between and after the calls."""
+def _layout(vocabulary: Vocabulary) -> tuple[Callable[[Vocabulary, int, Mapping[str, Any]], str], str, str | None, str]:
+    """What writes a call in the form of the chat template, and what is before, between and after the calls; None between them where an
+    answer has one call only."""
     template, form = vocabulary.tool_template, vocabulary.tool_form
     match form.family if form else None:
         case "mistral" if ARGS in template:
@@ -66,19 +96,36 @@ def _layout(vocabulary: Vocabulary) -> tuple[Callable[[Vocabulary, int, Mapping[
             return _object_call, f'{_tag(vocabulary, TOOL_CALLS)} "["', '", "', '"]"'
         case "llama":
             return partial(_object_call, arguments="parameters"), "", '"; "', ""
-    as_json = KEY not in template and '"arguments"' in template
-    return _json_call if as_json else _tagged_call, "", "/[\\n]?/", ""
+        case "deepseek":
+            return _separated_call, _tag(vocabulary, CALLS), '"\\n"' if _CODE in template else "", _tag(vocabulary, CALLS_END)
+        case "harmony":
+            return _channel_call, "", None, ""
+        case "hermes":
+            return _json_call, "", "/[\\n]?/", ""
+        case "glm" | "qwen3_coder" as family:
+            return partial(_tagged_call, written=_GLM if family == "glm" else _CODER), "", "/[\\n]?/", ""
+    raise GrammarError("the chat template writes tool calls in no form that this server knows, so none can be forced; use auto or none")
 
 
-def _compile(vocabulary: Vocabulary, rules: str, thinking: bool) -> Grammar:
-    if not thinking:
+def _compile_text(vocabulary: Vocabulary, answer: str, begins: State | None) -> Grammar:
+    """The grammar of an answer that is no call, with the mark that stands before its text in some forms."""
+    mark = _marked(vocabulary, vocabulary.thoughts.answer) if begins in ("free", "open") else ""
+    return _compile(vocabulary, f"answer: {mark} {answer}", begins)
+
+
+def _compile(vocabulary: Vocabulary, rules: str, begins: State | None) -> Grammar:
+    if begins not in ("free", "open"):
         return compile_grammar(vocabulary, PLAIN + rules)
-    thought = f"thought: {_tag(vocabulary, _THINK)} thoughts /\\n*/\n"
-    if _THINK_END in vocabulary.special:
-        thought += f"thoughts: /(?s:.*)/ {_tag(vocabulary, _THINK_END)}\n"
+    form = vocabulary.thoughts
+    mark, end = _marked(vocabulary, form.begin), form.end + form.then
+    space = "" if form.then else " /\\n*/"
+    # an opened prompt may be followed by the mark once more, as R1 writes it
+    thought = f"thought: {mark} thoughts{space}\nopened: ({mark})? thoughts{space}\n"
+    if form.end in vocabulary.special:
+        thought += f"thoughts: /(?s:.*)/ {_marked(vocabulary, end)}\n"
     else:  # text that goes on up to the mark would take the mark for more of it
-        thought += "thoughts[lazy]: /(?s:.*)<\\/think>/\n"
-    return compile_grammar(vocabulary, THINKING + thought + rules, _THINK_END)
+        thought += f"thoughts[lazy]: /(?s:.*){re.escape(end).replace('/', chr(92) + '/')}/\n"
+    return compile_grammar(vocabulary, (OPENED if begins == "open" else THINKING) + thought + rules, end)
 
 
 def _object_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any], arguments: str = "arguments") -> str:
@@ -107,8 +154,39 @@ def _named_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any]
     return f"call_{number}: {mark} {_literal(function['name'])} {args} %json {_schema(_parameters(function))}\n"
 
 
-def _tagged_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any]) -> str:
-    """A call with an element for each argument, as GLM-4.x writes it: strings bare, other values as JSON."""
+def _separated_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any]) -> str:
+    """A call as DeepSeek writes it: V3 and R1 with a type and a block of code, V3.1 without."""
+    first, separator, last = (_tag(vocabulary, mark) for mark in (ONE_CALL, CALL_SEPARATOR, ONE_CALL_END))
+    name, arguments = function["name"], f"%json {_schema(_parameters(function))}"
+    if _CODE in vocabulary.tool_template:
+        head = f'"function" {separator} {_literal(f"{name}{chr(10)}{_CODE}{chr(10)}")}'
+        return f'call_{number}: {first} {head} {arguments} "\\n```" {last}\n'
+    return f"call_{number}: {first} {_literal(name)} {separator} {arguments} {last}\n"
+
+
+def _channel_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any]) -> str:
+    """A call as a message to a function, as gpt-oss writes it. The model then stops."""
+    head = _marked(vocabulary, f"{CHANNEL}commentary to=functions.", function["name"], f" {CONSTRAIN}json{MESSAGE}")
+    return f"call_{number}: {head} %json {_schema(_parameters(function))}\n"
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """What a form with an element for each argument writes before and after the name of a function and of an argument, behind its value,
+    which may not be in it, and behind the last one."""
+
+    function: tuple[str, str]
+    argument: tuple[str, str]
+    value_end: str
+    last: str
+
+
+_GLM = _Elements((CALL, "\n"), (KEY, f"{KEY_END}\n{VALUE}"), f"{VALUE_END}\n", CALL_END)
+_CODER = _Elements((f"{CALL}\n{FUNCTION}", ">\n"), (PARAMETER, ">\n"), f"\n{PARAMETER_END}\n", f"{FUNCTION_END}\n{CALL_END}")
+
+
+def _tagged_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any], written: _Elements) -> str:
+    """A call with an element for each argument, as GLM-4.x and Qwen3-Coder write it: strings bare, other values as JSON."""
     parameters = function.get("parameters") or {}
     beyond = sorted(set(parameters) - _TOP_KEYS)
     if beyond:
@@ -118,20 +196,21 @@ def _tagged_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any
         raise GrammarError(f"the parameters of {function['name']} require what is not among the properties")
     shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
     rules, parts = "", []
-    key, key_end, value, value_end = (_tag(vocabulary, tag) for tag in (KEY, KEY_END, VALUE, VALUE_END))
     for place, (name, schema) in enumerate(properties.items()):
         argument = f"argument_{number}_{place}"
-        content, more = _argument(f"TEXT_{number}_{place}", schema, shared)
-        rules += f'{argument}: {key} {_literal(name)} {key_end} "\\n" {value} {content} {value_end} "\\n"\n{more}'
+        content, more = _argument(f"TEXT_{number}_{place}", schema, shared, written.value_end.strip())
+        before, after = written.argument
+        rules += f"{argument}: {_marked(vocabulary, before, name, after)} {content} {_marked(vocabulary, written.value_end)}\n{more}"
         parts.append(argument if name in required else f"{argument}?")
-    first, last = _tag(vocabulary, CALL), _tag(vocabulary, CALL_END)
-    return f"call_{number}: {first} {_literal(function['name'] + chr(10))} {' '.join(parts)} {last}\n{rules}"
+    before, after = written.function
+    head = _marked(vocabulary, before, function["name"], after)
+    return f"call_{number}: {head} {' '.join(parts)} {_marked(vocabulary, written.last)}\n{rules}"
 
 
-def _argument(terminal: str, schema: Any, shared: Mapping[str, Any]) -> tuple[str, str]:
-    """The content of an argument, and a rule for it."""
+def _argument(terminal: str, schema: Any, shared: Mapping[str, Any], end: str) -> tuple[str, str]:
+    """The content of an argument that `end` follows, and a rule for it."""
     if isinstance(schema, dict) and schema.get("type") == "string":
-        return terminal, f"{terminal}: {_text(schema)} & ~/(?s:.*)<\\/arg_value>(?s:.*)/\n"
+        return terminal, f"{terminal}: {_text(schema)} & ~/(?s:.*){end.replace('/', chr(92) + '/')}(?s:.*)/\n"
     json_ = _schema({**schema, **shared} if isinstance(schema, dict) else schema)
     if _ELSEWHERE.search(json_):
         raise GrammarError("a $ref of a forced call refers to $defs or definitions of the parameters")
@@ -207,6 +286,12 @@ def _tag(vocabulary: Vocabulary, name: str) -> str:
     return f"<[{vocabulary.special[name]}]>" if name in vocabulary.special else _literal(name)
 
 
+def _marked(vocabulary: Vocabulary, before: str, name: str = "", after: str = "") -> str:
+    """Text of a template, with the tokens of its marks, and in it a name, which has none."""
+    parts = [*split_marks(vocabulary, before), *([name] if name else []), *split_marks(vocabulary, after)]
+    return " ".join(_literal(part) if isinstance(part, str) else f"<[{part}]>" for part in parts)
+
+
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
@@ -218,7 +303,7 @@ def _expression(pattern: str) -> str:
 
 
 _FORMATS = ("text", "json_object", "json_schema")
-Make = Callable[[Vocabulary, bool], Grammar]
+Make = Callable[[Vocabulary], Grammar]
 
 
 def require_distinct(tools: list[dict[str, Any]]) -> None:
@@ -250,23 +335,24 @@ def chosen_tools(choice: Any, tools: list[dict[str, Any]] | None) -> list[dict[s
 
 
 def restriction(
-    vocabulary: Vocabulary, limit: int, thinking: bool, response_format: dict[str, Any] | None, guided: dict[str, Any],
+    vocabulary: Vocabulary, limit: int, begins: State | None, response_format: dict[str, Any] | None, guided: dict[str, Any],
     tools: list[dict[str, Any]] | None, several_calls: bool,
 ) -> Grammar | None:  # fmt: skip
     """The grammar of answers of at most `limit` tokens, compiled and known to have one; None if nothing restricts them.
 
-    `guided` are the `guided_*` parameters that are set, `tools` those of which one must be called. Raises `BadRequest`.
+    `begins` is the state of thoughts at the end of a prompt of a chat, `guided` are the `guided_*` parameters that are set, and `tools`
+    those of which one must be called. Raises `BadRequest`.
     """
     wanted: dict[str, Make] = {}
     if response_format is not None and (schema := _schema_of(response_format)) is not None:
-        wanted["response_format"] = lambda words, thinks: json_grammar(words, schema, thinks)
+        wanted["response_format"] = lambda words: json_grammar(words, schema, begins)
     makers: dict[str, Callable[..., Grammar]] = {
         "guided_json": json_grammar, "guided_regex": regex_grammar, "guided_choice": choice_grammar,
     }  # fmt: skip
     for name, value in guided.items():
-        wanted[name] = lambda words, thinks, make=makers[name], value=value: make(words, value, thinks)  # type: ignore[misc]
+        wanted[name] = lambda words, make=makers[name], value=value: make(words, value, begins)  # type: ignore[misc]
     if tools is not None:
-        wanted["tool_choice"] = lambda words, thinks: tools_grammar(words, tools, several_calls, thinks)
+        wanted["tool_choice"] = lambda words: tools_grammar(words, tools, several_calls, begins)
     if not wanted:
         return None
     if len(wanted) > 1:
@@ -274,7 +360,7 @@ def restriction(
         raise BadRequest(f"{first} and {second} both restrict the answer; use one of them", second)
     ((name, make),) = wanted.items()
     try:
-        grammar = make(vocabulary, thinking)
+        grammar = make(vocabulary)
         grammar.answer(limit)
     except GrammarError as error:
         raise BadRequest(f"{name}: {error}", name) from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmworks.inference.sampling import Token
-from lmworks.tokenizer.special import ToolForm, tool_form
+from lmworks.tokenizer.special import State, ThoughtForm, ToolForm, thought_form, tool_form
 
 if TYPE_CHECKING:
     from lmworks.tokenizer import StreamDecoder, Tokenizer
@@ -136,9 +136,18 @@ class Vocabulary:
         return self._tokenizer.tool_template if self._tokenizer.has_chat_template else ""
 
     @property
+    def thoughts(self) -> ThoughtForm:
+        """The form of thoughts in answers."""
+        return self._tokenizer.thoughts
+
+    @property
     def thinks(self) -> bool:
-        """Whether the chat template lets the model think first."""
-        return "<think>" in self.template and "set brief = true" not in self.template
+        """Whether a model with this chat template may think first."""
+        return thought_form(self.template) is not None and "set brief = true" not in self.template
+
+    def state_of_thoughts(self, prompt: Sequence[int]) -> State:
+        """Whether a prompt has opened the thoughts of the answer, has closed them, or leaves that to the model."""
+        return self._tokenizer.state_of_thoughts(prompt)
 
     @property
     def tool_form(self) -> ToolForm | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -177,9 +177,10 @@ class ForeignTokenizer(Tokenizer):
     def _ids(self, encoded: Any) -> list[int]:
         return [self._renumbered.get(one, one) for one in encoded.ids] if self._renumbered else list(encoded.ids)
 
-    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """The text of `ids`; `skip_special` leaves out control tokens."""
-        return str(self._whole.decode([int(one) for one in ids], skip_special_tokens=skip_special))
+    def decode(self, ids: Iterable[int], skip_special: bool = False, keep: Collection[int] = ()) -> str:
+        """The text of `ids`; `skip_special` leaves out control tokens, but not `keep`."""
+        hidden = self._hidden.difference(keep) if skip_special else ()
+        return str(self._whole.decode([one for one in map(int, ids) if one not in hidden], skip_special_tokens=False))
 
     @cached_property
     def _bytes(self) -> list[bytes]:

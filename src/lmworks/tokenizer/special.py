@@ -1,6 +1,6 @@
-"""The special tokens, after GLM-4.x, the pattern that splits text before byte-pair merging, and the forms of tool calls.
+"""The special tokens, after GLM-4.x, the pattern that splits text before byte-pair merging, and the forms of thoughts and of tool calls.
 
-Models write tool calls in several forms; the chat template shows which. Reading replies, grammars of forced calls, and the parsers of other
+Models write thoughts and tool calls in several forms; the chat template shows which. Reading replies, grammars, and the parsers of other
 engines are chosen by the form.
 """
 
@@ -61,10 +61,58 @@ def names(count: int) -> list[str]:
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 PYTHON_TAG = "<|python_tag|>"
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+ONE_CALL, ONE_CALL_END, CALL_SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY = (CHANNEL, START, CONSTRAIN, MESSAGE, *MESSAGE_ENDS)
+"""The marks of OpenAI's harmony form, in which gpt-oss writes a reply as messages in channels."""
 
-Family = Literal["glm", "hermes", "mistral", "llama", "deepseek"]
+State = Literal["free", "open", "closed"]
+"""Where a reply begins: the model may open thoughts, the prompt has opened them, or it has closed them."""
+
+
+@dataclass(frozen=True)
+class ThoughtForm:
+    """A form of thoughts. The thoughts of a reply are between `begin` and `end`, and the answer is behind `end + then + answer`, or behind
+    `answer` alone where there are no thoughts.
+
+    template: what a chat template of this form contains, any of it
+    marks: what `reply_reader` needs to see of a reply. They are special tokens in some vocabularies.
+    """
+
+    begin: str
+    end: str
+    template: tuple[str, ...]
+    marks: tuple[str, ...]
+    then: str = ""
+    answer: str = ""
+
+    def state(self, prompt: str) -> State:
+        """The state at the end of a rendered prompt."""
+        shown = prompt.rstrip()
+        return "open" if shown.endswith(self.begin) else "closed" if shown.endswith(self.answer or self.end) else "free"
+
+
+def _enclosed(begin: str, end: str) -> ThoughtForm:
+    return ThoughtForm(begin, end, (begin, end), (begin, end))
+
+
+THINK = _enclosed("<think>", "</think>")
+CHANNELS = ThoughtForm(f"{CHANNEL}analysis{MESSAGE}", "<|end|>", (CHANNEL,), HARMONY, f"{START}assistant", f"{CHANNEL}final{MESSAGE}")
+_THOUGHTS = (CHANNELS, _enclosed("[THINK]", "[/THINK]"), _enclosed("<seed:think>", "</seed:think>"),
+             _enclosed("<|START_THINKING|>", "<|END_THINKING|>"), THINK)  # fmt: skip
+
+
+def thought_form(template: str) -> ThoughtForm | None:
+    """The form of the thoughts of a chat template; None if it has none that is known."""
+    return next((form for form in _THOUGHTS if any(mark in template for mark in form.template)), None)
+
+
+Family = Literal["glm", "hermes", "qwen3_coder", "mistral", "llama", "deepseek", "harmony"]
 
 
 @dataclass(frozen=True)
@@ -72,8 +120,7 @@ class ToolForm:
     """A form of tool calls, named after the family of models that writes it.
 
     template: what a chat template of this form contains
-    marks: what `ReplyReader` needs to see of a reply, the mark with which calls begin first; empty if it does not read the form. They are
-        special tokens in some vocabularies.
+    marks: what `reply_reader` needs to see of a reply, the mark with which calls begin first. They are special tokens in some vocabularies.
     """
 
     family: Family
@@ -86,10 +133,14 @@ class ToolForm:
 _FORMS = (
     ToolForm("glm", (CALL, KEY), (CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END),
              "the template writes tool calls as <arg_key> and <arg_value>, as GLM-4.5 does"),
-    ToolForm("deepseek", ("<｜tool▁calls▁begin｜>",), (), "the template has DeepSeek-V3's marks of tool calls"),
+    ToolForm("deepseek", (CALLS,), (CALLS, CALLS_END, ONE_CALL, ONE_CALL_END, CALL_SEPARATOR),
+             "the template has DeepSeek-V3's marks of tool calls"),
+    ToolForm("harmony", (CHANNEL, "functions."), HARMONY, "the template has the channels of OpenAI's harmony form, as gpt-oss has"),
     ToolForm("mistral", (TOOL_CALLS,), (TOOL_CALLS, CALL_ID, ARGS), "the template has Mistral's [TOOL_CALLS]"),
     ToolForm("llama", (PYTHON_TAG,), (PYTHON_TAG,), "the template has Llama 3's <|python_tag|>"),
-    ToolForm("hermes", (CALL, '"arguments"'), (CALL, CALL_END),
+    ToolForm("qwen3_coder", (CALL, FUNCTION, PARAMETER), (CALL, CALL_END),
+             "the template writes tool calls as <function=NAME> and <parameter=NAME>, as Qwen3-Coder does"),
+    ToolForm("hermes", (CALL, "arguments"), (CALL, CALL_END),
              "the template writes tool calls as JSON inside <tool_call>, as Hermes and Qwen do"),
     ToolForm("llama", ("<|start_header_id|>", '"parameters"'), (PYTHON_TAG,),
              "the template writes tool calls as JSON with name and parameters, as Llama 3.2 does"),

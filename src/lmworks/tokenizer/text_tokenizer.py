@@ -140,9 +140,9 @@ class TextTokenizer:
         spec = read_json(self.directory / "tokenizer.json") | {"added_tokens": [], "post_processor": None}
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
-    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """The text of `ids`; invalid UTF-8 becomes U+FFFD. `skip_special` leaves out control tokens, but not <think>."""
-        return b"".join(self.token_bytes(token, skip_special) for token in ids).decode("utf-8", errors="replace")
+    def decode(self, ids: Iterable[int], skip_special: bool = False, keep: Collection[int] = ()) -> str:
+        """The text of `ids`; invalid UTF-8 becomes U+FFFD. `skip_special` leaves out control tokens, but not <think>, and not `keep`."""
+        return b"".join(self.token_bytes(token, skip_special and token not in keep) for token in ids).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int, skip_special: bool = False) -> bytes:
         """The bytes of one id. `UserError` if there is no such id; with `skip_special` it has none, as a generated id may be that of a row

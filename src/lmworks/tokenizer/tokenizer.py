@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import cached_property
@@ -15,8 +15,10 @@ from lmworks.errors import UserError
 from lmworks.tokenizer.chat import Template, assistant_mask, encode, prompts, render_marked, take_out, unlearn, unused_markers
 from lmworks.tokenizer.messages import Message, normal_tools
 from lmworks.tokenizer.named import DEFAULT, read_object
-from lmworks.tokenizer.special import ASSISTANT, SYSTEM
+from lmworks.tokenizer.special import ASSISTANT, SYSTEM, THINK, State, ThoughtForm, thought_form
 from lmworks.tokenizer.text_tokenizer import TextTokenizer
+
+_PROMPT_END = 32  # tokens, in which the template may open or close the thoughts
 
 
 class Tokenizer(TextTokenizer):
@@ -71,6 +73,19 @@ class Tokenizer(TextTokenizer):
     def named_templates(self) -> dict[str, str]:
         """The sources of all chat templates, by their names."""
         return {DEFAULT: self.chat_template} if self.has_chat_template else {}
+
+    @cached_property
+    def thoughts(self) -> ThoughtForm:
+        """The form of thoughts in replies: that of the chat template, else <think>."""
+        return (thought_form(self.chat_template) if self.has_chat_template else None) or THINK
+
+    def state_of_thoughts(self, prompt: Sequence[int]) -> State:
+        """Whether a rendered prompt has opened the thoughts of the reply, has closed them, or leaves that to the model."""
+        return self.thoughts.state(self.decode(prompt[-_PROMPT_END:]))
+
+    def decode_reply(self, ids: Iterable[int]) -> str:
+        """The text of a reply: without control tokens, except the marks of thoughts."""
+        return self.decode(ids, skip_special=True, keep={self.special[mark] for mark in self.thoughts.marks if mark in self.special})
 
     def fix_date(self) -> None:
         """Let a chat template that shows the date show the day on which the run took this tokenizer, so that conversations and prompts do

@@ -116,8 +116,11 @@ class Turns:
 
     def _block_end(self, ids: list[int], first: int, last: int) -> tuple[int, bool]:
         """Where a marked answer ends, and whether a stop token does it, which may be behind the marks."""
-        if last > first and ids[last - 1] in self._all_stops:
-            return last, True
+        end = last
+        while end > first and self._tokenizer.token_bytes(ids[end - 1]).isspace():  # behind the token that ends the turn
+            end -= 1
+        if end > first and ids[end - 1] in self._all_stops:
+            return end, True
         closed = last < len(ids) and ids[last] in self._all_stops
         return last + closed, closed
 

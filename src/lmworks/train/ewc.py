@@ -7,6 +7,7 @@ token, to second order. Both tensors are sharded like the parameters and are use
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from typing import Any
 
@@ -96,7 +97,7 @@ class EwcPenalty:
         if meta is None:
             raise UserError(
                 f"{kept.directory} does not hold what ewc estimated when the phase began (step {step:,}); put it back from a copy, or "
-                f"estimate it again by going back to there: lmworks ckpt rollback RUN {step}"
+                f"estimate it again by going back to there: lmworks ckpt rollback {shlex.quote(str(checkpoints.directory.parent))} {step}"
             )
 
     def _state(self) -> dict[str, Any]:

@@ -38,7 +38,8 @@ SkipsSame = Callable[[int, tuple[int, int] | None, Skips], tuple[int, int] | Non
 
 
 class FaultHandler:
-    """The fault policies of one stage of a run. `history` has the rollbacks of the stage, from its ledger."""
+    """The fault policies of one stage of a run. `history` has the rollbacks of the stage, from its ledger. Batches, and the ledger's events
+    about them, count from 0; messages count steps as the metrics do (`shown_step`)."""
 
     def __init__(
         self,
@@ -124,8 +125,7 @@ class FaultHandler:
         made = Rollback(step, found, skip, request.reason)
         self._report(skips.ROLLBACK, **asdict(made))
         self.history.append(made)
-        without = f", without the data of steps {skip[0]:,} to {skip[1] - 1:,}" if skip else ""
-        self._warn(f"step {step:,}: {request.reason}; going back to step {found:,}{without}")
+        self._warn(f"step {step + 1:,}: {request.reason}; going back to step {found:,}{skips.skipped_steps(skip)}")
         return True
 
     def report_not_finite(self, step: int, first_operator: str | None, update: tuple[int, int] = (0, 1)) -> None:
@@ -137,7 +137,7 @@ class FaultHandler:
             rank, first = reports[0]
             first += f", on rank {rank}" if self._communicator.size > 1 else ""
         number, count = update
-        what, changes = f"step {step:,}", "changes no weight"
+        what, changes = f"step {step + 1:,}", "changes no weight"
         if count > 1:
             what, changes = f"update {number + 1} of {count} in {what}", "changes no weight, nor do those after it"
         self._report("not_finite", step=step, first=first, **({"update": number} if count > 1 else {}))
@@ -153,7 +153,7 @@ class FaultHandler:
         self._report("corruption", step=step, ranks=found.ranks, certain=found.certain, what=found.what)
         stop = f"silent corruption on {found}; remove its machine and run the same command again; it resumes from the last checkpoint"
         if self.options.on_corruption == "stop":
-            raise UserError(f"stopped at step {step}: {stop}")
+            raise UserError(f"stopped at step {step + 1}: {stop}")
         return RollbackRequest(step, f"silent corruption on {found}", stop, skip=False)
 
     def _target(self, at_most: int) -> int | None:

@@ -26,10 +26,8 @@ from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.answers import Answer
 from lmworks.train.rewards import Drawn, Judge, Reward, score_all
 from lmworks.ui import terminal
-from lmworks.verify.marks import opens_thoughts
 
 _Key = tuple[int, int]  # the number of a prompt, and of an answer to it
-_PROMPT_END = 16  # tokens, in which the template may open the thoughts
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,11 @@ class Rollouts:
                 if sampled.finish == "stop":
                     stopped.add(key)
         found: dict[int, list[Rollout]] = {number: [] for number in mine}
-        thinking = {number: opens_thoughts(self._tokenizer.decode(prompts[number].ids[-_PROMPT_END:])) for number in mine}
+        thinking = {number: self._tokenizer.state_of_thoughts(prompts[number].ids) == "open" for number in mine}
         drawn: dict[_Key, Drawn] = {}
         for key in sorted(ids):
             number, prompt = key[0], prompts[key[0]]
-            text = self._tokenizer.decode(ids[key][:-1] if key in stopped else ids[key], skip_special=True)
+            text = self._tokenizer.decode_reply(ids[key][:-1] if key in stopped else ids[key])
             drawn[key] = Drawn(text, prompt.row, key not in stopped, thinking[number])
         rewards = self._rewards({key: (prompts[key[0]].judge, one) for key, one in drawn.items()})
         for key in sorted(ids):

@@ -22,19 +22,25 @@ _MARK = re.compile(
     r"|<\|(?P<d>begin|end)_of_thought\|>|<\|START_THINKING\|>|(?P<e><\|END_THINKING\|>)",
     re.IGNORECASE,
 )
-_FINAL = "<|channel|>final<|message|>"  # of OpenAI's harmony form
-_AT_END = 64  # characters of a prompt in which its template may have opened the thoughts
+# Of OpenAI's harmony form. Its other channels are thoughts, and calls of tools.
+_CHANNEL = re.compile(r"<\|channel\|>(?P<name>\w*)[^<]{0,100}(?:<\|constrain\|>[^<]{0,100})?<\|message\|>")
+_MESSAGE_END = re.compile(r"<\|(?:end|call|return|start|channel)\|>")
 
 
 def without_thoughts(reply: str, thinking: bool = False) -> str:
     """A reply without its thoughts, in any of the published forms of markup; thoughts that are not closed hide the rest.
 
-    `thinking`: the prompt has already opened them (`opens_thoughts`). A closing mark alone means the same: all before it is thought.
+    `thinking`: the prompt has already opened them; a mark that opens them once more at the beginning is none of them. A closing mark alone
+    means the same: all before it is thought.
     """
+    if _CHANNEL.search(reply):
+        return "\n".join(_final_messages(reply)).strip()
+    if thinking and (again := _MARK.match(reply.lstrip())) and not _closes(again):
+        reply = reply.lstrip()[again.end() :]
     kept: list[str] = []
     depth, at = int(thinking), 0
     for mark in _MARK.finditer(reply):
-        closes = any(mark[name] for name in "abc") or mark["d"] in ("end", "END") or mark["e"] is not None
+        closes = _closes(mark)
         if not depth:
             kept.append(reply[at : mark.start()])
         if closes and not depth:
@@ -42,15 +48,18 @@ def without_thoughts(reply: str, thinking: bool = False) -> str:
         depth, at = max(depth - 1, 0) if closes else depth + 1, mark.end()
     if not depth:
         kept.append(reply[at:])
-    text = "".join(kept)
-    return text.rpartition(_FINAL)[2].strip()
+    return "".join(kept).strip()
 
 
-def opens_thoughts(prompt: str) -> bool:
-    """Whether the template has opened the thoughts at the end of a prompt, so that the reply begins in them."""
-    end = prompt[-_AT_END:].rstrip()
-    marks = list(_MARK.finditer(end))
-    return bool(marks) and marks[-1].end() == len(end) and "/" not in marks[-1][0] and "end" not in marks[-1][0].lower()
+def _closes(mark: re.Match[str]) -> bool:
+    return any(mark[name] for name in "abc") or mark["d"] in ("end", "END") or mark["e"] is not None
+
+
+def _final_messages(reply: str) -> Iterator[str]:
+    for header in _CHANNEL.finditer(reply):
+        if header["name"] == "final":
+            end = _MESSAGE_END.search(reply, header.end())
+            yield reply[header.end() : end.start() if end else len(reply)]
 
 
 Mark = Literal["tag", "box", "hashes", "said"]

@@ -18,6 +18,7 @@ from typing import Any
 
 from lmworks.io.files import is_full_disk
 from lmworks.io.masking import mask
+from lmworks.watch.ledger import shown_step
 
 RUN_ENDED = "run_ended"  # the event of the end of a run
 TEST = "test"  # the kind of an alert that preflight sends, which every target gets
@@ -101,7 +102,7 @@ def _rank_exit(event: Mapping[str, Any]) -> Made | None:
     """A rank that has crashed, or that the kernel has killed because memory ran out. Its peers are killed because of it: which rank was the
     cause of a restart, whatever ended it, is in the event `restart`."""
     by = event.get("signal")
-    if by not in _CRASHES and not (by == "SIGKILL" and event.get("oom_kill")):
+    if event.get("asked") or (by not in _CRASHES and not (by == "SIGKILL" and event.get("oom_kill"))):
         return None
     why = "" if by in _CRASHES else ", because memory ran out"
     return "dead_rank", f"{event['rank']}", f"rank {event['rank']} on {event.get('host') or 'an unknown host'} was killed by {by}{why}"
@@ -139,7 +140,7 @@ def _run_ended(event: Mapping[str, Any]) -> Made:
 
 def _where(event: Mapping[str, Any]) -> str:
     parts = [str(event["stage"])] if event.get("stage") else []
-    parts += [f"step {event['step']:,}"] if isinstance(event.get("step"), int) else []
+    parts += [f"step {step:,}"] if (step := shown_step(event)) is not None else []
     return f"{', '.join(parts)}: " if parts else ""
 
 

@@ -17,7 +17,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -232,15 +232,18 @@ def classify_error(error: BaseException) -> str:
     return "cut" if _COLLECTIVE_ERROR.search(f"{kind.__module__}.{kind.__name__} {error}") else "failed"
 
 
-def diagnose_failure(beats: Sequence[Beat]) -> FailureDiagnosis | None:
-    """The cause of a failure, from the last heartbeats of all ranks; None if all ranks ended regularly."""
+def diagnose_failure(beats: Sequence[Beat], asked: Collection[tuple[int, int]] = ()) -> FailureDiagnosis | None:
+    """The cause of a failure, from the last heartbeats of all ranks; None if all ranks ended regularly.
+
+    `asked`: rank and process of those that their agent had asked to end, because of another one.
+    """
     if all(beat.state == "left" for beat in beats):
         return None
     failed = [beat for beat in beats if beat.state == "failed"]
     if failed:
         return _diagnosis(failed, "; ".join(f"{_who(beat)} failed at step {beat.step}: {beat.reason}" for beat in failed[:3]))
     waiting = [beat for beat in beats if beat.state == "cut"]
-    missing = _missing(beats, waiting)
+    missing = _missing(beats, waiting, asked)
     if not missing:
         cause = f"{_who(waiting[0])}: {waiting[0].reason}" if waiting else "all ended at once (the machine, the launcher or the scheduler)"
         return _diagnosis(waiting or beats, f"no rank was missing from a collective; {cause}")
@@ -252,12 +255,14 @@ def _diagnosis(beats: Sequence[Beat], reason: str) -> FailureDiagnosis:
     return FailureDiagnosis(tuple(beat.rank for beat in beats), hosts, max(beat.step for beat in beats), " ".join(reason.split()))
 
 
-def _missing(beats: Sequence[Beat], waiting: Sequence[Beat]) -> list[Beat]:
+def _missing(beats: Sequence[Beat], waiting: Sequence[Beat], asked: Collection[tuple[int, int]]) -> list[Beat]:
     """The ranks that had not entered a collective in which others timed out. A rank that reported nothing is missing from all.
 
-    A rank that waited in another collective is not reported as missing; the rank that was in no collective is.
+    A rank that waited in another collective is not reported as missing; the rank that was in no collective is. Of ranks that reported
+    nothing, those that were asked to end are not reported if another one ended unasked: they may have had no time to notice its end.
     """
     silent = [beat for beat in beats if beat.state == "running"]
+    silent = [beat for beat in silent if (beat.rank, beat.pid) not in asked] or silent
     if silent or not waiting:
         return silent if waiting or len(silent) < len(beats) else []
     first_timeout = min(beat.seen for beat in waiting)

@@ -29,6 +29,7 @@ from lmworks.io.masking import map_strings, mask
 LEDGER = "ledger.jsonl"
 LOCK, LAUNCH_LOCK = "lock", "launch/lock"
 START_OVER = "start_over"
+_PROBE = 0.2  # seconds to take a lock: who looks whether a run is in use (`require_free`) holds it for a moment
 _listeners: list[Callable[[Path, Mapping[str, Any]], None]] = []
 
 
@@ -136,6 +137,22 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
 
 
 ROLLBACK = "rollback"
+_OF_BATCHES = ("bad_step", "not_finite", "spike", "spike_accepted", "corruption", "stopped")  # events whose step counts from 0
+
+
+def shown_step(event: Mapping[str, Any]) -> int | None:
+    """The step of an event as metrics and charts count it: line 1 is the first step. Faults are recorded with the number of the batch,
+    which counts from 0; that of a rollback too, unless somebody has asked for it. None without a step."""
+    step = event.get("step")
+    of_batch = event.get("event") in _OF_BATCHES or (event.get("event") == ROLLBACK and bool(event.get("reason")))
+    return step + of_batch if isinstance(step, int) else None
+
+
+def skipped_steps(skip: Sequence[int] | None) -> str:
+    """The words for steps [skip[0], skip[1]) behind a rollback, counted as by `shown_step`; empty if none are skipped."""
+    return f", without the data of steps {skip[0] + 1:,} to {skip[1]:,}" if skip else ""
+
+
 GREW = "batch_grew"
 
 
@@ -219,8 +236,11 @@ class RunLock:
         except OSError as error:  # names that are too long, special file systems, broken disks
             raise UserError(f"cannot write {run_dir}: {error.strerror}; make it writable, or choose another run_dir") from error
         try:
-            if not try_lock(self._fd):
-                raise _in_use_by(run_dir, _holder(self._fd))
+            until = time.monotonic() + _PROBE
+            while not try_lock(self._fd):
+                if time.monotonic() > until:
+                    raise _in_use_by(run_dir, _holder(self._fd))
+                time.sleep(0.01)
             if file == LOCK and "RANK" not in os.environ:
                 require_free(self._run_dir, LAUNCH_LOCK)
         except UserError:

@@ -263,7 +263,7 @@ class Policy:
         self.report("stopped", step=step, reason=request.reason)
         tried = sum(bool(one.reason) for one in history)
         after = f" after {tried} rollback{'s' if tried > 1 else ''}" if tried else ""
-        return UserError(f"stopped at step {step}{after}: {request.stop}")
+        return UserError(f"stopped at step {step + 1}{after}: {request.stop}")
 
     def window(self, step: int, to_step: int) -> tuple[int, int]:
         """The steps whose data a rollback from `step` to `to_step` skips."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from lmworks.watch.evidence import Evidence
@@ -116,7 +118,7 @@ class Finding:
     @property
     def next_step(self) -> str:
         """What would decide a finding that is not sure; empty for others, and for a note, of which nothing is left to decide."""
-        return "" if self.sure or self.note else self.next_measurement or "lmworks doctor RUN --probe"
+        return "" if self.sure or self.note else self.next_measurement
 
 
 class NotJudged(Exception):
@@ -130,7 +132,8 @@ class Rule:
     code: stable, lower case with hyphens. sentence: stands alone. area: of the summary. symptoms: keys of `SYMPTOMS`.
     needs: metrics without which the rule cannot judge (a name with braces: at least one of them). stages: to which it applies; all if
     empty. applies: whether the run has what the cause concerns, such as experts or several ranks; otherwise it is not mentioned.
-    check: returns a `Finding`, or None if the cause is not there; raises `NotJudged` if the evidence is too little.
+    check: returns a `Finding`, or None if the cause is not there; raises `NotJudged` if the evidence is too little. The word RUN in its
+    advice and its next measurement stands for the run; without a next measurement it is the probes.
     look_alikes: by code, what tells that cause from this one. explain: how the cause comes about, what it does, and how it is mended; a
     paragraph, with its sources. outranks: codes of causes that are consequences of this one where both are found.
     cheap: also run during training, every few minutes.
@@ -155,7 +158,14 @@ class Rule:
         if missing:
             raise NotJudged(f"no {' and no '.join(missing)}")
         found = self.check(evidence)
-        return found and replace(found, code=self.code, sentence=self.sentence, area=self.area, stage=evidence.stage)
+        if found is None:
+            return None
+        run = partial(re.compile(r"\bRUN\b").sub, lambda _: shlex.quote(evidence.files.label))
+        return replace(
+            found, code=self.code, sentence=self.sentence, area=self.area, stage=evidence.stage,
+            changes=[replace(change, advice=run(change.advice)) for change in found.changes],
+            next_measurement=run(found.next_measurement or "lmworks doctor RUN --probe"),
+        )  # fmt: skip
 
 
 def as_json(finding: Finding) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from lmworks.recipe.families.registry import family_in, from_config
 from lmworks.recipe.gguf_header import is_gguf
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.model import Model as Config
-from lmworks.recipe.weight_files import ADAPTER, left_aside, safetensors_of
+from lmworks.recipe.weight_files import ADAPTER, layers_ahead, left_aside, safetensors_of
+from lmworks.recipe.weights import stored_model
 from lmworks.ui import terminal
 from lmworks.weights.gguf import GgufWeights
 from lmworks.weights.names import (
@@ -56,11 +57,12 @@ def load_weights(
     """Copy the weights of a Hugging Face checkpoint into `state`, tensors of `model` under our names. This rank may hold slices of them;
     only these are read.
 
-    `extend`: `model` may have more vocabulary rows than the checkpoint, and layers of multi-token prediction, which keep their values.
+    `extend`: `model` may have more vocabulary rows than the checkpoint, and layers of multi-token prediction of which it has nothing, which
+    keep their values.
     `added`: the ids of tokens that the tokenizer of the checkpoint does not have. Their rows, and those that the checkpoint does not have,
     become the mean of the others. So a new token is at first no likelier than the average one (Hewitt 2021, "Initializing New Word
     Embeddings for Pretrained Language Models"; `resize_token_embeddings` of transformers draws around the same mean).
-    Raises `UserError` if the weights do not match `model`.
+    Raises `UserError` if the weights do not match `model`, and with `extend` if one of them is no number, which is otherwise said.
     """
     with ExitStack() as stack:
         handles = {name: handle for handle in open_all(directory, stack).values() for name in handle.keys()}  # noqa: SIM118
@@ -68,7 +70,7 @@ def load_weights(
         family = family_in(config)
         with torch.device("meta"):
             refuse_foreign(handles, Transformer(model).state_dict(), model, family)
-        interleaved = bool(config.get("rope_interleave", True))
+        interleaved, stored_ahead = bool(config.get("rope_interleave", True)), layers_ahead(handles, model.num_hidden_layers or 0)
         for name, tensor in state.items():
             ours = "embedding.weight" if name == "head.weight" and model.tie_word_embeddings else name
             part = local_slice(ours, tensor)
@@ -80,8 +82,13 @@ def load_weights(
                     elif interleaved and is_interleaved(ours, model, family):
                         change = partial(from_interleaved, ours, model=model)
                     _read_slice(handles[theirs].get_slice(theirs), theirs, box, change, extend, added)
-                elif not (extend and name.startswith("mtp.")):
+                elif not (extend and _is_added(name, stored_ahead)):
                     raise UserError(f"{directory} has no tensor {theirs}; {why_missing(ours)}")
+
+
+def _is_added(ours: str, stored_ahead: int) -> bool:
+    """Whether one of our tensors is of a layer of multi-token prediction behind those that the checkpoint has."""
+    return ours.startswith("mtp.") and int(ours.split(".")[1]) >= stored_ahead
 
 
 def _read_slice(
@@ -99,11 +106,19 @@ def _read_slice(
         read = change(source[:])[slices] if change else source[slices]
         if not read.is_floating_point() or read.dtype.itemsize == 1:
             raise UserError(f"tensor {theirs} holds {str(read.dtype).removeprefix('torch.')}; lmworks does not read this quantization")
+        if read.isnan().any():
+            _say_or_refuse(f"tensor {theirs} has weights that are not numbers (NaN)", refuse=extend)
         box.values()[:count].copy_(read)
     begin, end = box.offsets[0], box.offsets[0] + box.sizes[0]
     if vocabulary and (rows := [row - begin for row in (*added, *range(shape[0], box.shape[0])) if begin <= row < end]):
         values = box.values()
         values[rows] = _mean_row(source, slices[1], min([shape[0], *added[:1]])).to(values)
+
+
+def _say_or_refuse(what: str, refuse: bool) -> None:
+    if refuse:
+        raise UserError(f"{what}; the files are damaged, or training had failed: take others")
+    terminal.console.print(what, style="yellow")
 
 
 def _mean_row(source: Any, columns: slice, rows: int) -> Tensor:
@@ -153,12 +168,9 @@ def read_model(directory: Path) -> Transformer:
     directory = Path(directory)
     verify_export(directory)
     name_left_aside(directory)
-    config = read_json(directory / "config.json")
     with explain_damage(directory / "config.json"):
-        described = from_config(config)
+        described = stored_model(directory)
     sizes = _sizes(directory)
-    if described.mtp and not any(name.startswith(f"model.layers.{described.num_hidden_layers}.") for name in sizes):
-        described = described.model_copy(update={"mtp": None})  # transformers drops the layer when it saves, but not the config key
     _refuse_wrong_size(described, sizes, directory)
     model = Transformer(described)
     load_weights(directory, dict(model.state_dict()), model.config)
@@ -195,9 +207,7 @@ def open_all(directory: Path, stack: ExitStack) -> dict[Path, Any]:
     opened = {file: _open(file, stack) for file in files}
     _refuse_duplicates(opened)
     found = dequantized(directory, config, opened)
-    prefixes = (family := family_in(config)).prefixes
-    named = {file: _Renamed(handle, prefixes) for file, handle in found.items()} if prefixes else found
-    return split_stacks(named, family)
+    return split_stacks(_named_as_in_class(found, config), family_in(config))
 
 
 def _refuse_duplicates(opened: Mapping[Path, Any]) -> None:
@@ -212,17 +222,41 @@ def _refuse_duplicates(opened: Mapping[Path, Any]) -> None:
 
 @cache
 def name_left_aside(directory: Path) -> None:
-    """Say once which files beside the weights look like weights and are not read."""
+    """Say once which files beside the weights look like weights and are not read, and which layers of config.json have no weights."""
     if files_of(directory)[0].suffix == ".safetensors" and (names := left_aside(directory)):
         terminal.console.print(f"{directory}: not read, as in transformers: {', '.join(names)}", style="yellow")
+    models = from_config(read_json(directory / "config.json")), stored_model(directory)
+    stated, stored = (model.mtp.num_nextn_predict_layers if model.mtp else 0 for model in models)
+    if stored < stated:
+        terminal.console.print(
+            f"{directory}: config.json states num_nextn_predict_layers {stated}, but the files have weights of {stored}; layers without "
+            "weights are left out",
+            style="yellow",
+        )
+
+
+def _named_as_in_class(handles: dict[Path, Any], config: dict[str, Any]) -> dict[Path, Any]:
+    """Open files of safetensors in which tensors have the names of the class, where the files have others: with another prefix; without
+    one, as AutoModel of transformers saves a model without its head; or with the name of the head for a tied embedding, of which
+    `safetensors.torch.save_model` keeps one."""
+    family, model = family_in(config), from_config(config)
+    embedding, head = (huggingface_name(name, model, family) for name in ("embedding.weight", "head.weight"))
+    prefix = embedding.partition(".")[0] + "."
+    stored = [name for handle in handles.values() for name in handle.keys()]  # noqa: SIM118
+    names = {name: _with_prefix(name, family.prefixes) for name in stored}
+    if embedding.removeprefix(prefix) in names and not any(name.startswith(prefix) for name in names.values()):
+        names = {name: name if name == head else prefix + name for name in stored}
+    if model.tie_word_embeddings and head in names.values() and embedding not in names.values():
+        names = {name: embedding if ours == head else ours for name, ours in names.items()}
+    return handles if all(map(str.__eq__, names, names.values())) else {file: _Renamed(one, names) for file, one in handles.items()}
 
 
 class _Renamed:
-    """An open file of safetensors in which names of tensors begin otherwise."""
+    """An open file of safetensors whose tensors have other names than in the file; `names` are those by the names in the file."""
 
-    def __init__(self, handle: Any, prefixes: Mapping[str, str]) -> None:
+    def __init__(self, handle: Any, names: Mapping[str, str]) -> None:
         self._handle = handle
-        self._names = {_with_prefix(name, prefixes): name for name in handle.keys()}  # noqa: SIM118
+        self._names = {names[name]: name for name in handle.keys()}  # noqa: SIM118
 
     def keys(self) -> list[str]:
         return list(self._names)
@@ -298,7 +332,7 @@ def wanted_tensors(model: Model, family: Family) -> dict[str, Wanted]:
 
 def map_weights(directory: Path, model: Model) -> dict[str, Path]:
     """The file of each tensor of `model` in the checkpoint in `directory`. The vocabulary of `model` may be larger than the checkpoint's,
-    and it may have layers of multi-token prediction that the checkpoint lacks.
+    and it may have layers of multi-token prediction of which the checkpoint has nothing.
 
     Raises `UserError` for files that are damaged or pickled, and for tensors that are missing, foreign, or of another shape.
     """
@@ -309,9 +343,11 @@ def map_weights(directory: Path, model: Model) -> dict[str, Path]:
     with torch.device("meta"):
         ours = Transformer(model).state_dict()
     found: dict[str, Path] = {}
+    stored_ahead = 0
     with ExitStack() as stack:
         for file, handle in open_all(directory, stack).items():
             names = handle.keys()
+            stored_ahead = max(stored_ahead, layers_ahead(names, model.num_hidden_layers or 0))
             refuse_foreign(names, ours, model, family)
             for theirs in (name for name in names if name in wanted):
                 shape, expected = tuple(handle.get_slice(theirs).get_shape()), wanted[theirs].shape
@@ -319,7 +355,7 @@ def map_weights(directory: Path, model: Model) -> dict[str, Path]:
                 if shape != expected and not fewer_rows:
                     raise UserError(f"{file}: tensor {theirs} has shape {shape}, but the config says {expected}")
                 found[theirs] = file
-    missing = [name for name, one in wanted.items() if name not in found and not one.ours.startswith("mtp.")]
+    missing = [name for name, one in wanted.items() if name not in found and not _is_added(one.ours, stored_ahead)]
     if missing:
         more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
         raise UserError(f"{directory} has no tensor {missing[0]}{more}; {why_missing(wanted[missing[0]].ours)}")

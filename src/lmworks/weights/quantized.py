@@ -1,9 +1,10 @@
-"""Checkpoints whose weights are stored in FP8 or MXFP4, with scales: read as the values that they stand for. Other quantizations are
-refused.
+"""Checkpoints whose weights are stored in FP8, MXFP4 or integers, with scales: read as the values that they stand for. Other quantizations
+are refused.
 
-MXFP4 is in `lmworks.weights.mxfp4`. The two forms of FP8 in published models: `quant_method: fp8`, with one scale for each block of
-128 x 128 weights (DeepSeek-V3, Qwen3-FP8) in `NAME_scale_inv`; and `compressed-tensors`, with one scale for each row, or one for all, in
-`NAME_scale`.
+MXFP4 is in `lmworks.weights.mxfp4`. `quant_method: fp8` has one scale for each block of 128 x 128 weights (DeepSeek-V3, Qwen3-FP8), in
+`NAME_scale_inv`. `compressed-tensors` has one for all weights, for each row, or for each group of columns, in `NAME_scale`: of FP8, of
+int8, or of integers of 4 or 8 bits that are packed into int32 along a row, the lowest bits first (`NAME_packed`, with `NAME_shape`). The
+integers may have zero points (`NAME_zero_point`, packed along the rows).
 """
 
 from __future__ import annotations
@@ -19,41 +20,73 @@ from torch import Tensor
 from lmworks.errors import UserError
 from lmworks.weights.mxfp4 import BLOCKS, Mxfp4
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP8 = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("_scale_inv", "_scale")
-_UNUSED = (".input_scale", ".activation_scale")  # of activations, which are not quantized here
-_INSTEAD = "take the original model, or write it again with dequantize() and save_pretrained(DIRECTORY) of transformers"
+_PACKED, _SHAPE, _ZERO = "_packed", "_shape", "_zero_point"
+_UNUSED = (".input_scale", ".input_zero_point", ".activation_scale")  # of activations, which are not quantized here
+_FORMS = {("8", "float"), ("8", "int"), ("4", "int")}
+_LAYOUTS = (None, "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_LOADED = {  # how transformers has the dequantized model, by method
+    "bitsandbytes": "M.from_pretrained(a).dequantize()",
+    "compressed-tensors": "M.from_pretrained(a, quantization_config=t.CompressedTensorsConfig(dequantize=True))",
+}
+
+
+def instead(method: object) -> str:
+    """The end of a refusal: what to do with a model in a quantization that lmworks does not read."""
+    loaded = _LOADED.get(str(method))
+    if loaded is None:
+        return "take the model that it was made from"
+    return (
+        'take the model that it was made from, or write it again: python -c \'import sys, transformers as t; a, b = sys.argv[1:]; '
+        f"M = t.AutoModelForCausalLM; s = {loaded}.state_dict(); c = t.AutoConfig.from_pretrained(a); del c.quantization_config; "
+        "p = M.from_config(c); p.load_state_dict({k: s[k] for k in p.state_dict()}); p.save_pretrained(b); "
+        "t.AutoTokenizer.from_pretrained(a).save_pretrained(b)' OLD NEW"
+    )
 
 
 def dequantized(directory: Path, config: Mapping[str, Any], handles: dict[Path, Any]) -> dict[Path, Any]:
-    """Open files of safetensors, of which those in FP8 or MXFP4 are read as what they stand for. Raises `UserError` for other
+    """Open files of safetensors, of which those that are quantized are read as what they stand for. Raises `UserError` for other
     quantizations."""
     given = config.get("quantization_config")
-    if not given:
-        return handles
     where = {name: handle for handle in handles.values() for name in handle.keys()}  # noqa: SIM118
+    if not given:
+        scaled = (name for name in where if any(name.removesuffix(end) in where for end in _SCALES if name.endswith(end)))
+        if (scale := next(scaled, None)) is not None:
+            raise UserError(
+                f"{directory} has quantized weights ({scale} is a scale), but its config.json has no quantization_config, which says how; "
+                "put the config.json there that belongs to these weights"
+            )
+        return handles
     if isinstance(given, dict) and given.get("quant_method") == "mxfp4" and any(name.endswith(BLOCKS) for name in where):
         return {file: Mxfp4(directory, handle, where) for file, handle in handles.items()}
-    block = _block(directory, given)
-    return {file: _Dequantized(directory, handle, where, block) for file, handle in handles.items()}
+    bits, block = _form(directory, given)
+    return {file: _Dequantized(directory, handle, where, bits, block) for file, handle in handles.items()}
 
 
-def _block(directory: Path, given: Any) -> tuple[int, int] | None:
-    """Rows and columns of the blocks that have a scale; None for rows, or for one scale for all."""
+def _form(directory: Path, given: Any) -> tuple[int, tuple[int, int] | None]:
+    """Bits of a weight, and rows and columns of the blocks that have a scale, where the config states them."""
     method = given.get("quant_method") if isinstance(given, dict) else None
     if method == "fp8":
-        return _pair(directory, given.get("weight_block_size"))
-    if method == "compressed-tensors":
-        groups = given.get("config_groups")
-        kinds = [one.get("weights") or {} for one in groups.values()] if isinstance(groups, dict) else []
-        if kinds and all(isinstance(one, dict) and (one.get("num_bits"), one.get("type")) == (8, "float") for one in kinds):
-            found = {_pair(directory, one.get("block_structure")) for one in kinds}
-            if len(found) == 1 and given.get("kv_cache_scheme") is None:
-                return found.pop()
-        stated = {f"{one.get('num_bits')} bits of {one.get('type')}" for one in kinds if isinstance(one, dict)}
-        bits = ", ".join(sorted(stated)) or "no groups"
-        raise UserError(f"{directory} is quantized with compressed-tensors ({bits}); lmworks reads FP8 weights only: {_INSTEAD}")
-    raise UserError(f"{directory} is quantized with {str(method)[:40]} (quantization_config), which lmworks does not read: {_INSTEAD}")
+        return 8, _pair(directory, given.get("weight_block_size"))
+    if method != "compressed-tensors":
+        raise UserError(
+            f"{directory} is quantized with {str(method)[:40]} (quantization_config), which lmworks does not read: {instead(method)}"
+        )
+    groups = given.get("config_groups")
+    kinds = [one.get("weights") or {} for one in groups.values()] if isinstance(groups, dict) else []
+    stated = {(str(one.get("num_bits")), str(one.get("type"))) for one in kinds if isinstance(one, dict)}
+    blocks = {_pair(directory, one.get("block_structure")) for one in kinds if isinstance(one, dict)}
+    others = [f"{key} {str(value)[:40]}" for key, value in given.items() if key in ("kv_cache_scheme", "transform_config") and value]
+    others += [f"actorder {one['actorder']}" for one in kinds if isinstance(one, dict) and one.get("actorder") == "group"][:1]
+    others += [f"format {str(given.get('format'))[:40]}"] if given.get("format") not in _LAYOUTS else []
+    if not others and len(stated) == len(blocks) == 1 and stated <= _FORMS:
+        return int(next(iter(stated))[0]), blocks.pop()
+    said = ", ".join([*(sorted(f"{bits} bits of {kind}" for bits, kind in stated) or ["no groups"]), *others])
+    raise UserError(
+        f"{directory} is quantized with compressed-tensors ({said}); lmworks reads FP8, and integers of 4 or 8 bits, all weights in "
+        f"one form: {instead(method)}"
+    )
 
 
 def _pair(directory: Path, given: Any) -> tuple[int, int] | None:
@@ -67,50 +100,109 @@ def _pair(directory: Path, given: Any) -> tuple[int, int] | None:
 class _Dequantized:
     """An open file. `where` has the file of each tensor, since a scale may lie in another one than its weights."""
 
-    def __init__(self, directory: Path, handle: Any, where: Mapping[str, Any], block: tuple[int, int] | None) -> None:
-        self._directory, self._handle, self._where, self._block = directory, handle, where, block
+    def __init__(self, directory: Path, handle: Any, where: Mapping[str, Any], bits: int, block: tuple[int, int] | None) -> None:
+        self._directory, self._handle, self._where, self._bits, self._block = directory, handle, where, bits, block
 
     def keys(self) -> list[str]:
-        return [name for name in self._handle.keys() if not name.endswith(_UNUSED) and not self._is_scale(name)]  # noqa: SIM118
+        names = [name for name in self._handle.keys() if not name.endswith(_UNUSED) and not self._is_part(name)]  # noqa: SIM118
+        return [name.removesuffix(_PACKED) for name in names]
 
-    def _is_scale(self, name: str) -> bool:
-        return any(name.endswith(end) and name.removesuffix(end) in self._where for end in _SCALES)
+    def _is_part(self, name: str) -> bool:
+        """Whether a tensor belongs to the weights of another one, as its scale does."""
+        ends = (end for end in (*_SCALES, _SHAPE, _ZERO) if name.endswith(end))
+        return any((stem := name.removesuffix(end)) in self._where or stem + _PACKED in self._where for end in ends)
 
     def get_slice(self, name: str) -> Any:
-        plain = self._handle.get_slice(name)
-        found = [scale for end in _SCALES if (scale := f"{name}{end}") in self._where]
-        if not found:
+        stored = name + _PACKED if name + _PACKED in self._where else name
+        plain = self._where[stored].get_slice(stored)
+        end = next((end for end in _SCALES if name + end in self._where), None)
+        if end is None:
+            if stored != name or plain.get_dtype() in (*_FP8, "I8"):
+                raise UserError(
+                    f"{self._directory} has no scale of tensor {stored} ({name}{_SCALES[1]} or {_SCALES[0]}); download the files again"
+                )
             return plain
-        shape, scale = plain.get_shape(), self._where[found[0]].get_tensor(found[0]).float()
-        wanted = [-(-size // by) for size, by in zip(shape, self._block, strict=True)] if self._block and len(shape) == 2 else None
-        if list(scale.shape) != wanted and scale.numel() not in (1, shape[0]):
-            fit = f"{tuple(scale.shape)}, which does not fit {name}, {tuple(shape)}"
-            raise UserError(f"{self._directory}: tensor {found[0]} has shape {fit}")
-        return _Slice(plain, scale, self._block if list(scale.shape) == wanted else None)
+        bits = self._bits if stored != name else None
+        shape = tuple(plain.get_shape()) if bits is None else self._shape_of(name, plain, bits)
+        if bits is None and plain.get_dtype() not in (*_FP8, "I8"):
+            raise UserError(f"tensor {name} has a scale and holds {plain.get_dtype()}, not FP8 or int8; lmworks does not read it")
+        scale = self._tensor(name, end).float()
+        block = self._blocks(name + end, scale, name, shape)
+        zero = self._tensor(name, _ZERO) if name + _ZERO in self._where else None
+        if zero is not None and bits is not None and zero.dtype == torch.int32 and zero.dim() == 2:
+            zero = _unpacked(zero.t(), bits, shape[0]).t()
+        if zero is not None and zero.numel() != scale.numel():
+            raise UserError(f"{self._directory}: tensor {name}{_ZERO} does not fit {name}{end}, {tuple(scale.shape)}")
+        return _Slice(plain, shape, bits, scale, zero, block)
+
+    def _tensor(self, name: str, end: str) -> Tensor:
+        if name + end not in self._where:
+            raise UserError(f"{self._directory} has no tensor {name}{end}, which belongs to {name}{_PACKED}; download the files again")
+        found: Tensor = self._where[name + end].get_tensor(name + end)
+        return found
+
+    def _shape_of(self, name: str, plain: Any, bits: int) -> tuple[int, ...]:
+        """Rows and columns of a packed matrix."""
+        shape, packed = tuple(self._tensor(name, _SHAPE).tolist()), tuple(plain.get_shape())
+        if len(shape) != 2 or packed != (shape[0], -(-shape[1] * bits // 32)) or plain.get_dtype() != "I32":
+            raise UserError(
+                f"{self._directory}: tensor {name}{_PACKED} has shape {packed}, which does not hold {shape} integers of {bits} bits"
+            )
+        return shape
+
+    def _blocks(self, of: str, scale: Tensor, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Rows and columns of the weights that share a scale."""
+        rows, columns = shape[0], shape[1] if len(shape) > 1 else 1
+        if self._block and len(shape) == 2 and tuple(scale.shape) == (-(-rows // self._block[0]), -(-columns // self._block[1])):
+            return self._block
+        if scale.numel() == 1:
+            return rows, columns
+        if scale.numel() == rows:
+            return 1, columns
+        if len(shape) == scale.dim() == 2 and scale.shape[0] == rows and columns % scale.shape[1] == 0:
+            return 1, columns // scale.shape[1]
+        raise UserError(f"{self._directory}: tensor {of} has shape {tuple(scale.shape)}, which does not fit {name}, {shape}")
 
     def get_tensor(self, name: str) -> Tensor:
         found: Tensor = self.get_slice(name)[:]
         return found
 
 
+def _unpacked(words: Tensor, bits: int, columns: int) -> Tensor:
+    """Signed integers (rows, columns) of words (rows, W) of int32."""
+    numbers = words[..., None] >> torch.arange(0, 32, bits) & (1 << bits) - 1
+    return numbers.flatten(1)[:, :columns] - (1 << bits - 1)
+
+
 @dataclass(frozen=True)
 class _Slice:
-    """A tensor in FP8 with its scale: one for each block, for each row, or for all."""
+    """A quantized tensor of `shape`: (stored - zero) * scale, in fp32.
+
+    `plain` holds `bits` for each weight, packed; None if they are not packed. The weights of a block of rows and columns share a scale and
+    a zero point.
+    """
 
     plain: Any
+    shape: tuple[int, ...]
+    bits: int | None
     scale: Tensor
-    block: tuple[int, int] | None
+    zero: Tensor | None
+    block: tuple[int, int]
 
     def get_shape(self) -> list[int]:
-        return list(self.plain.get_shape())
+        return list(self.shape)
 
     def __getitem__(self, key: Any) -> Tensor:
-        keys, shape = key if isinstance(key, tuple) else (key,), self.get_shape()
-        stored = self.plain[key]
-        if stored.dtype not in _FP8:
-            raise UserError(f"a tensor with a scale holds {str(stored.dtype).removeprefix('torch.')}, not FP8; lmworks does not read it")
-        rows, *columns = (torch.arange(size)[one] for size, one in zip(shape, (*keys, *[slice(None)] * len(shape)), strict=False))
-        if self.block is not None:
-            return stored.float() * self.scale[rows // self.block[0]][:, columns[0] // self.block[1]]
-        scale = self.scale.reshape(-1) if self.scale.numel() == 1 else self.scale.reshape(-1)[rows]
-        return stored.float() * scale.reshape(-1, *[1] * len(columns))
+        keys = [*(key if isinstance(key, tuple) else (key,)), *[slice(None)] * len(self.shape)][: len(self.shape)]
+        stored = self.plain[tuple(keys)] if self.bits is None else _unpacked(self.plain[keys[0],], self.bits, self.shape[1])[:, keys[1]]
+        rows, *columns = (torch.arange(size)[one] for size, one in zip(self.shape, keys, strict=True))
+
+        def of_each(numbers: Tensor) -> Tensor:
+            """Of each weight the number of its block."""
+            by_row = numbers.reshape(-(-self.shape[0] // self.block[0]), -1)[rows // self.block[0]]
+            if len(columns) != 1:
+                return by_row.reshape(-1, *[1] * len(columns))
+            return by_row[:, columns[0] // self.block[1]]
+
+        values = stored.float() if self.zero is None else stored.float() - of_each(self.zero.float())
+        return values * of_each(self.scale)

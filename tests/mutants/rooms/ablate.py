@@ -81,4 +81,12 @@ MUTANTS = [
      "ablate/test_run_set.py::test_nothing_is_recorded_for_a_set_with_an_arm_that_has_changed"),
     ("ablate.run_set:_changed", "if arm.grows:", "if False:", "A trunk grows by longer horizons.",
      "ablate/test_run_set.py::test_a_trunk_grows_by_longer_horizons_only"),
+    ("ablate.results:Results.value", "None if reading is None or reading.diverged else", "None if reading is None else",
+     "Runs that diverged are in no noise floor.",
+     "ablate/test_results.py::test_an_arm_that_diverged_with_a_finite_loss_has_its_own_verdict"),
+    ("ablate.document:_unequal_tokens", "if results.regular(arm) and", "if results.finished(arm) and",
+     "Skipped steps are no unequal budget.", "ablate/test_results.py::test_an_arm_that_diverged_with_a_finite_loss_has_its_own_verdict"),
+    ("ablate.conclusions:Findings.optimum", "if lowest == max(rates) else []", "if False else []",
+     "A sweep is not to be extended to a rate that diverged.",
+     "ablate/test_results.py::test_a_sweep_beside_a_rate_that_diverged_is_not_to_be_extended_there"),
 ]  # fmt: skip

@@ -169,4 +169,6 @@ MUTANTS = [
      "cli/test_bad_input.py::test_output_that_is_lost_is_said"),
     ("cli.main:_fail", "with suppress(OSError):", "with suppress():", "An error keeps its exit code when nobody reads its message.",
      "cli/test_bad_input.py::test_an_error_keeps_its_code_when_nobody_reads"),
+    ("cli.main:main", "error.errno == errno.ENAMETOOLONG", "False", "A name that is too long is no bug of lmworks.",
+     "cli/test_bad_input.py::test_a_name_that_no_directory_can_have_is_no_run"),
 ]  # fmt: skip

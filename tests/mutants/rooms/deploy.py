@@ -19,4 +19,6 @@ MUTANTS = [
      "deploy/test_containers.py"),
     ("deploy.deploy:plan_deployment", "    if others:\n", "    if False:\n",
      "An engine that would read weights beside the model's is not deployed.", "weights/test_weight_files.py"),
+    ("deploy.monitoring:_panel_of", 'legend += " {{metric}}"', "pass",
+     "Two series of one name have legends that differ.", "deploy/test_monitoring.py::test_series_of_one_name_have_legends_that_differ"),
 ]  # fmt: skip

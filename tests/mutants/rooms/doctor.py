@@ -90,4 +90,6 @@ MUTANTS = [
      "doctor/test_rules_optimization.py::test_eps_and_initial_weights_go_below_what_they_are"),
     ("watch.rule:Finding.next_step", " or self.note", "", "A note is not said to be unsure.",
      "doctor/test_doctor_command.py::test_a_note_is_not_said_to_be_unsure"),
+    ("watch.rule:Rule.judge", "advice=run(change.advice)", "advice=change.advice",
+     "Advice names the run.", "doctor/test_doctor_command.py"),
 ]  # fmt: skip

@@ -82,4 +82,10 @@ MUTANTS = [
     ("evaluate.generation.replies:samples", "if not context or len(one) < context]", "]",
      "A prompt without room does not end an evaluation.",
      "train/test_sampling.py::test_a_prompt_without_room_has_an_empty_completion"),
+    ("evaluate.sets.items:text_of", "if is_null(cell):", "if False:", "Null is no text.",
+     "evaluate/test_sources.py::test_null_is_no_text"),
+    ("evaluate.sets.own_tasks:_meaning", "if len({found[meaning] for meaning in fit}) > 1:", "if False:",
+     "Answers that can be read in two ways are refused.", "evaluate/test_sources.py::test_answers_have_one_meaning_in_all_rows"),
+    ("evaluate.sets.own_tasks:_read_row", "    _require_different(choices)\n", "", "Equal and empty choices are refused.",
+     "evaluate/test_sources.py::test_errors_of_a_task_name_the_file_and_the_key"),
 ]  # fmt: skip

@@ -1,6 +1,8 @@
 """Mistakes in exports to Hugging Face and GGUF, and in the comparison that decides about them."""
 
 MUTANTS = [
+    ("export.huggingface:_SELECTION_BIAS", ', "expert_bias"', ', "absent"', "Selection biases of no class are rounded.",
+     "export/test_huggingface.py::test_a_selection_bias_is_not_rounded"),
     ("export.export:export", "model.configure(extended(model.config, _LEAST, options.rope))", "pass",
      "An export with export.rope has the extended positions.", "export/test_rope_extension.py"),
     ("weights.open:open_model", "opened.model.configure(extended(opened.model.config, opened.context, rope))", "pass",

@@ -28,4 +28,8 @@ MUTANTS = [
      "metrics/test_sinks.py"),
     ("metrics.trackers:MLflow.__init__", "                    self._id = known\n", "                    pass\n",
      "A resumed run goes on in its run of MLflow.", "metrics/test_sinks.py"),
+    ("metrics.divergence:_without_update", "skipped.update(range(*event[\"skip\"]) if event.get(\"skip\") else ())", "pass",
+     "Data that a rollback skips counts as steps without an update.", "metrics/test_divergence.py"),
+    ("metrics.divergence:divergence", " and held[-1][1] > _RISE * held[0][1]", "", "A run whose held-out loss fell has not diverged.",
+     "metrics/test_divergence.py"),
 ]  # fmt: skip

@@ -77,7 +77,7 @@ MUTANTS = [
      "The prediction of a whole stage is not compared with its steps alone.", "pages/test_run_records.py pages/test_run_page.py"),
     ("pages.tables:scores", "verdict.startswith(side)), \"near\")", "verdict.startswith(side)), \"above\")",
      "A score within noise of chance is not shown as above it.", "pages/test_run_records.py pages/test_run_page.py"),
-    ("pages.timeline:_words", "event['skip'][1] - 1:,", "event['skip'][1]:,", "The last step that a rollback leaves out is named.",
+    ("watch.ledger:skipped_steps", "to {skip[1]:,}", "to {skip[1] - 1:,}", "The last step that a rollback leaves out is named.",
      "pages/test_run_records.py pages/test_run_page.py"),
     ("pages.timeline:_words", "    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):",
      "    except (LookupError, TypeError, ValueError):", "Any line of a ledger can be shown.",
@@ -151,4 +151,7 @@ MUTANTS = [
      "A prediction without a speed is told in words.", "cli/test_time.py::test_a_stage_planned_to_take_no_time_has_no_predicted_speed"),
     ("pages.run_page:write_page", "        require_records(Path(one))\n", "        pass\n",
      "No page is written into a folder that is no run.", "pages/test_run_page.py::test_a_folder_without_records_of_a_run_is_left_alone"),
+    ("pages.overview:_at", "while path not in tree and path:", "while False:",
+     "A section that one of two runs has is null in the other.",
+     "pages/test_run_page.py::test_a_section_that_one_of_the_runs_has_is_null_in_another"),
 ]  # fmt: skip

@@ -23,7 +23,7 @@ MUTANTS = [
      "A model that failed its certificate is not served.", "quantize/test_quantize_command.py::test_a_deployment_serves_what_is_certified"),
     ("quantize.certificate:require_passed", "if not known or (model.is_file() and model.name not in known):", "if False:",
      "A certificate names the file that it is of.", "quantize/test_quantize_command.py::test_a_deployment_serves_what_is_certified"),
-    ("quantize.programs:_SENSITIVE", r"(linear_attn|mamba)", "(mamba)",
+    ("quantize.programs:_SENSITIVE", r"(linear_attn|mamba|conv)", "(mamba|conv)",
      "Layers whose errors add up in a state are not quantized.", "quantize/test_compressed.py"),
     ("quantize.quantize:_read", "(texts.measured, texts.calibration)", "(texts.calibration,)", "Other held-out text is measured again.",
      "quantize/test_quantize_command.py::test_other_contents_under_the_same_names_are_certified_anew"),

@@ -36,7 +36,7 @@ Format = Callable[[Iterator[Member], int], Iterator[Item]]
 def file(members: Iterator[Member], limit: int) -> Iterator[Item]:
     """Each file is a document."""
     for member in members:
-        yield decode_document(member.stream.read(limit + 1), member.name, limit, member.size)
+        yield decode_document(read_at_most(member.stream, limit + 1), member.name, limit, member.size)
 
 
 def lines(members: Iterator[Member], limit: int) -> Iterator[Item]:
@@ -74,7 +74,7 @@ def days(members: Iterator[Member], limit: int) -> Iterator[Item]:
     found: dict[tuple[int, int], dict[str, tuple[Member, list[str]]]] = {}
     for member in members:
         if match := _DAY.search(member.name):
-            item = decode_document(member.stream.read(limit + 1), member.name, limit, member.size)
+            item = decode_document(read_at_most(member.stream, limit + 1), member.name, limit, member.size)
             if item.reason is not None:
                 yield item
                 continue
@@ -111,7 +111,7 @@ def stories(members: Iterator[Member], limit: int) -> Iterator[Item]:
     declared language.
     """
     for member in members:
-        item = decode_document(member.stream.read(limit + 1), member.name, limit, member.size)
+        item = decode_document(read_at_most(member.stream, limit + 1), member.name, limit, member.size)
         story = parse_story(item.text) if item.reason is None else None
         if story:
             yield Item(render_story(story, story_language(member.name)), member.name, member.size)

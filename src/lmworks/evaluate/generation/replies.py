@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lmworks.evaluate.generation.interface import Prompt, Reply
 from lmworks.tokenizer.reply import read
-from lmworks.verify.marks import opens_thoughts
 
 if TYPE_CHECKING:
     import numpy as np
 
     from lmworks.inference.generate import GenerateOptions, Token
     from lmworks.model import Transformer
+    from lmworks.tokenizer.special import State, ThoughtForm
 
 
 MOST_ROWS = 64  # of a batch of replies
-_PROMPT_END = 16  # tokens, in which the template may open the thoughts
 
 
 class ChatTokenizer(Protocol):
@@ -32,6 +31,10 @@ class ChatTokenizer(Protocol):
 
     @property
     def byte_lengths(self) -> np.ndarray: ...
+    @property
+    def thoughts(self) -> ThoughtForm: ...
+    def state_of_thoughts(self, prompt: Sequence[int]) -> State: ...
+    def decode_reply(self, ids: Iterable[int]) -> str: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str: ...
     def encode_chat(
@@ -126,11 +129,12 @@ class Answerer:
 
     def _reply(self, row: _Row, written: Written) -> Reply:
         ids, stopped = written.ids, written.stopped
-        text = self.tokenizer.decode(ids, skip_special=True)
         if self.chat:
-            begun = "<think>" if opens_thoughts(self.tokenizer.decode(row.ids[-_PROMPT_END:])) else ""  # by the template
-            return Reply(read(begun + text).content, not stopped, len(ids), len(row.ids))
-        return Reply(cut_at(text, row.prompt.stop), not stopped, len(ids), len(row.ids))
+            begins, thoughts = self.tokenizer.state_of_thoughts(row.ids), self.tokenizer.thoughts
+            text = read(self.tokenizer.decode_reply(ids), begins=begins, thoughts=thoughts).content
+        else:
+            text = cut_at(self.tokenizer.decode(ids, skip_special=True), row.prompt.stop)
+        return Reply(text, not stopped, len(ids), len(row.ids))
 
     def _seed(self, row: _Row) -> int:
         key = f"{self.seed}\0{row.prompt.set}\0{row.prompt.id}\0{row.sample}"

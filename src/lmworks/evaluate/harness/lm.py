@@ -21,11 +21,11 @@ from lmworks.evaluate.logprobs import BatchedLogProbs, Request
 from lmworks.evaluate.sets.forms import split_at_boundary
 from lmworks.inference.generate import GenerateOptions
 from lmworks.tokenizer.chat import MARKERS, encode_marked, mark
+from lmworks.tokenizer.reply import read
 from lmworks.ui.terminal import bar, console
 from lmworks.weights.open import OpenModel
 
 _MARKER = MARKERS[0]
-_THOUGHT = "</think>"
 _MOST_ROWS = 64
 _OPTIONS = {"until", "do_sample", "max_gen_toks", "temperature", "top_k", "top_p", "min_p"}
 
@@ -169,8 +169,12 @@ class HarnessLM(TemplateLM):
                     rows = [prompts[index] for index in batch]
                     written = generate_until(self.model, self.tokenizer, rows, options, [until] * len(batch), seeds)
                     for index, one in zip(batch, written, strict=True):
-                        text = self.tokenizer.decode(one.ids, skip_special=True)
-                        replies[index] = postprocess_generated_text(text, until, _THOUGHT if self._chat else None)
+                        if self._chat:
+                            begins, thoughts = self.tokenizer.state_of_thoughts(prompts[index]), self.tokenizer.thoughts
+                            text = read(self.tokenizer.decode_reply(one.ids), begins=begins, thoughts=thoughts).content.lstrip()
+                        else:
+                            text = self.tokenizer.decode(one.ids, skip_special=True)
+                        replies[index] = postprocess_generated_text(text, until, None)
                         self.cache_hook.add_partial("generate_until", requests[index].args, replies[index])
                     progress.advance(len(batch))
         return replies

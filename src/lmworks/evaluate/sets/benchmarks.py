@@ -1,12 +1,8 @@
-"""The benchmarks of a recipe: the published sets by name, own tasks, and their items with the worked examples before them.
-
-A task of the user's own is a data file and a YAML file that says what its columns mean.
-"""
+"""The benchmarks of a recipe: the published sets by name, own tasks, and their items with the worked examples before them."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +15,12 @@ from lmworks.errors import UserError
 from lmworks.evaluate.generation import gsm8k, humaneval, ruler
 from lmworks.evaluate.generation.interface import GENERATED_ONLY, Declared, given
 from lmworks.evaluate.sets import choice_sets, sources
-from lmworks.evaluate.sets.choice_sets import ANSWER, Asked, ChoiceSet, item
-from lmworks.evaluate.sets.items import LETTERS, ChoiceItem, Item, OpenItem, Row, digest, protected_question, ranked
+from lmworks.evaluate.sets.choice_sets import ChoiceSet
+from lmworks.evaluate.sets.items import ChoiceItem, Item, digest, protected_question, ranked
+from lmworks.evaluate.sets.own_tasks import task_items
 from lmworks.evaluate.sets.sources import Data, rows, where
 from lmworks.io.files import explain_os_errors, sha256_file
-from lmworks.recipe.schema.evaluate import Benchmark, OwnTask, data_path, load_task, local_paths
+from lmworks.recipe.schema.evaluate import Benchmark, load_task, local_paths
 
 
 def _by_name(sets: Iterable[Any]) -> dict[str, Any]:
@@ -54,64 +51,6 @@ def check_names(benchmarks: Iterable[Benchmark]) -> None:
             near = difflib.get_close_matches(one.name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"known sets: {', '.join(known)}"
             raise UserError(f"evaluate.benchmarks: no benchmark set is called {one.name!r}; {hint}")
-
-
-_FIELD = re.compile(r"\{([^{}]+)\}")
-
-
-def task_items(name: str, path: str, task: OwnTask, examples: bool = False) -> Iterator[Item]:
-    """The items of the task, or its worked examples. Raises `UserError` that names the file and the row."""
-    data = data_path(path, (task.examples if examples else task.file) or "")
-    seen: set[str] = set()
-    for number, row in sources.local_rows(data):
-        try:
-            made = _task_item(name, task, number, row)
-        except KeyError as error:
-            columns = ", ".join(sorted(map(str, row))[:20])
-            raise UserError(f"the task {path}: row {number} of {data} has no column {error}; it has: {columns}") from None
-        except (ValueError, TypeError, IndexError) as error:
-            raise UserError(f"the task {path}: row {number} of {data}: {error}") from None
-        if made.id in seen:
-            raise UserError(f"the task {path}: two rows of {data} have the id {made.id!r}; set id to a column that tells them apart")
-        seen.add(made.id)
-        yield made
-
-
-def _task_item(name: str, task: OwnTask, number: str, row: Row) -> Item:
-    question = _text(task.question, row)
-    key = str(row[task.id]) if task.id else number
-    subject = str(row[task.subject]) if task.subject else ""
-    context = task.prompt.replace("{question}", question)
-    shown, answer = context.removesuffix(ANSWER), row[task.answer]
-    if task.choices is None:
-        accepted = tuple(map(str, answer if isinstance(answer, list) else [answer]))
-        if not accepted or not all(one.strip() for one in accepted):
-            raise ValueError(f"{task.answer} is empty")
-        return OpenItem(name, key, subject, shown, accepted, task.metric, f"{question} {accepted[0]}")
-    choices = row[task.choices] if isinstance(task.choices, str) else [row[column] for column in task.choices]
-    if not isinstance(choices, list):
-        raise ValueError(f"{task.choices} is no list; name one column per choice instead: choices: [a, b]")
-    texts = tuple(str(choice) for choice in choices)
-    return item(name, Asked(key, question, texts, _index(answer, texts), subject), shown, context, question)
-
-
-def _text(template: str, row: Row) -> str:
-    """The value of a column, or a template filled with the row's values; nothing in it is evaluated."""
-    return _FIELD.sub(lambda found: str(row[found[1]]), template) if "{" in template else str(row[template])
-
-
-def _index(answer: Any, choices: tuple[str, ...]) -> int:
-    """The index of the right choice, given as its text, its letter or its index."""
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        return answer
-    text = str(answer).strip()
-    if text in choices:
-        return choices.index(text)
-    if text.upper() in tuple(LETTERS[: len(choices)]):
-        return LETTERS.index(text.upper())
-    if text.isdecimal():
-        return int(text)
-    raise ValueError(f"the answer {text[:50]!r} is no choice, no letter and no index of one")
 
 
 MOST_EXAMPLES = 5  # worked examples that a set takes out of its items where it has no others

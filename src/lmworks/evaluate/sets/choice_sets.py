@@ -16,12 +16,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from lmworks.evaluate.sets import sources
-from lmworks.evaluate.sets.items import LETTERS, ChoiceItem, Row, digest
+from lmworks.evaluate.sets.items import LETTERS, ChoiceItem, Row, digest, text_of
 from lmworks.evaluate.sets.sources import Data
 
 ANSWER = "\nAnswer:"
@@ -48,10 +49,19 @@ def build(name: str, asked: Asked, prefix: str = "Question: ") -> ChoiceItem:
     return item(name, asked, question, question + ANSWER, asked.question)
 
 
+def require_choices(choices: Sequence[Any]) -> None:
+    """Raise `ValueError` for too few or too many choices, and for one that is null."""
+    if not 2 <= len(choices) <= len(LETTERS):
+        raise ValueError(f"{len(choices)} choice{'s' * (len(choices) != 1)}; a question has 2 to {len(LETTERS)}, one per letter")
+    for number, choice in enumerate(choices, 1):
+        text_of(choice, f"choice {number}")
+
+
 def item(name: str, asked: Asked, question: str, context: str, bare: str) -> ChoiceItem:
     """An item with one context. `question` stands above the choices in letter form; `bare` is the question in a contaminated document."""
     count = len(asked.choices)
-    if not 2 <= count <= len(LETTERS) or not 0 <= asked.answer < count:
+    require_choices(asked.choices)
+    if not 0 <= asked.answer < count:
         raise ValueError(f"{count} choices, the right one at {asked.answer}")
     return ChoiceItem(
         name, asked.id, asked.subject, question, asked.choices, asked.answer, (context,) * count,
@@ -97,12 +107,16 @@ class ChoiceSet:
             yield self.build(self.name, Asked(f"example-{number}", question[1], texts, LETTERS.index(answer.strip())))
 
 
+def _cell(row: Row, column: str) -> str:
+    return text_of(row[column], f"column {column}")
+
+
 def labelled(question: str) -> Read:
     """ARC, OpenBookQA, CommonsenseQA: labelled choices, and the label of the right one. `question` is the column of the question."""
 
     def read(row: Row, number: str) -> Asked:
         choices = row["choices"]
-        return Asked(str(row["id"]), row[question], tuple(choices["text"]), list(choices["label"]).index(row["answerKey"]))
+        return Asked(_cell(row, "id"), row[question], tuple(choices["text"]), list(choices["label"]).index(row["answerKey"]))
 
     return read
 
@@ -134,7 +148,7 @@ _ASK = "\nQuestion: "
 
 
 def _read_boolq(row: Row, number: str) -> Asked:
-    return Asked(number, f"{row['passage']}{_ASK}{row['question']}?", ("yes", "no"), 0 if row["answer"] else 1)
+    return Asked(number, f"{_cell(row, 'passage')}{_ASK}{_cell(row, 'question')}?", ("yes", "no"), 1 - int(row["answer"]))
 
 
 def _build_boolq(name: str, asked: Asked) -> ChoiceItem:
@@ -168,7 +182,7 @@ _QUESTIONS = {"cause": "What was the cause?", "effect": "What happened as a resu
 
 def _read_copa(row: Row, number: str) -> Asked:
     choices = tuple(choice[0].lower() + choice[1:] for choice in (row["choice1"], row["choice2"]))
-    return Asked(number, f"{row['question']}: {row['premise'].strip()}", choices, int(row["label"]))
+    return Asked(number, f"{_cell(row, 'question')}: {row['premise'].strip()}", choices, int(row["label"]))
 
 
 def _build_copa(name: str, asked: Asked) -> ChoiceItem:
@@ -194,7 +208,7 @@ def _clean(text: str) -> str:
 
 
 def _read_hellaswag(row: Row, number: str) -> Asked:
-    context = _clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+    context = _clean(f"{_cell(row, 'activity_label')}: {_cell(row, 'ctx_a')} {row['ctx_b'].capitalize()}")
     return Asked(number, context, tuple(map(_clean, row["endings"])), int(row["label"]))
 
 
@@ -214,8 +228,9 @@ _HELLASWAG = (
 
 
 def _read_mmlu(row: Row, number: str) -> Asked:
-    subject = row["subject"]
-    return Asked(f"{subject}/{number}", row["question"].strip(), tuple(map(str, row["choices"])), int(row["answer"]), subject)
+    subject = _cell(row, "subject")
+    choices = tuple(text_of(choice, f"choice {place}") for place, choice in enumerate(row["choices"], 1))
+    return Asked(f"{subject}/{number}", row["question"].strip(), choices, int(row["answer"]), subject)
 
 
 _MMLU = (
@@ -265,7 +280,8 @@ _SCIQ = (
 
 
 def _read_social_iqa(row: Row, number: str) -> Asked:
-    return Asked(number, f"{row['context']} {row['question']}", (row["answerA"], row["answerB"], row["answerC"]), int(row["label"]) - 1)
+    question = f"{_cell(row, 'context')} {_cell(row, 'question')}"
+    return Asked(number, question, (row["answerA"], row["answerB"], row["answerC"]), int(row["label"]) - 1)
 
 
 _SOCIAL_IQA = (

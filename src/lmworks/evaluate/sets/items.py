@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,20 @@ Form = Literal["cloze", "letters", "free"]
 Metric = Literal["exact", "number", "contains"]
 FORMS: tuple[Form, ...] = ("cloze", "letters", "free")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def is_null(cell: Any) -> bool:
+    """Whether a cell of a row has no value. Programs that write tables make NaN of null in a column of numbers."""
+    return cell is None or (isinstance(cell, float) and math.isnan(cell))
+
+
+def text_of(cell: Any, what: str) -> str:
+    """The text of a cell of a row. Raises `ValueError` for a cell without one: null, and a list or a map."""
+    if is_null(cell):
+        raise ValueError(f"{what} is null")
+    if isinstance(cell, list | dict):
+        raise ValueError(f"{what} is a {'list' if isinstance(cell, list) else 'map'} and no text")
+    return str(cell)
 
 
 @dataclass(frozen=True)

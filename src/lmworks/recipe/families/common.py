@@ -116,7 +116,7 @@ def from_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": "biases" in family.requires or found.get("attention_bias", False),
         "use_qk_norm": "QK norm" in family.requires or (family.has("QK norm") and found["use_qk_norm"]),
         "tie_word_embeddings": found["tie_word_embeddings"], "rms_norm_eps": found.get("rms_norm_eps"),
-        "initializer_range": found["initializer_range"], "attention_dropout": found["attention_dropout"] or 0.0,
+        "initializer_range": found["initializer_range"], "attention_dropout": found.get("attention_dropout") or 0.0,
         "max_position_embeddings": f"{context} tokens",
     } | _rope_from_config(family, config, context) | family.from_config(found)  # fmt: skip
 

@@ -284,6 +284,10 @@ TRAITS: dict[str, Trait] = {
         lambda model: model.gated_delta is not None, "it has layers with the gated delta rule (gated_delta)",
         "it has no layer with the gated delta rule (gated_delta)",
     ),
+    "short convolutions": Trait(
+        lambda model: model.short_conv is not None, "it has layers of short convolutions (short_conv)",
+        "it has no layer of short convolutions (short_conv)",
+    ),
     "output gate": Trait(
         lambda model: model.attn_output_gate, "the output of its attention has a gate (attn_output_gate)",
         "the output of its attention has no gate (attn_output_gate)",

@@ -71,12 +71,13 @@ def family_of(model: Model) -> Family:
 
 
 def family_in(config: dict[str, Any]) -> Family:
-    """The family that a config.json names: by its class, and without one by its model_type. Raises `UserError` if it is none of ours, or if
-    the two name different ones: `transformers` goes by model_type, other programs by the class."""
+    """The family that a config.json names: by its class, and by its model_type without one, or with that of the model without its head, as
+    AutoModel of transformers saves it. Raises `UserError` if it is none of ours, or if the two name different ones: `transformers` goes by
+    model_type, other programs by the class."""
     config = language_model(config)
     names, kind = config.get("architectures"), config.get("model_type")
-    known = {family.model_type: family.name for family in FAMILIES.values()}
-    if names in (None, []) and isinstance(kind, str):
+    known = {one: family.name for family in FAMILIES.values() for one in (family.model_type, *family.model_types)}
+    if isinstance(kind, str) and names in (None, [], [known.get(kind, "").replace("ForCausalLM", "Model")]):
         names = [known.get(kind) or _BEYOND_BY_TYPE.get(kind, f"unknown (model_type {kind})")]
     name = names[0] if isinstance(names, list) and names else None
     if (why := why_beyond(name)) is not None:

@@ -158,6 +158,9 @@ class Evaluate(Node):
         return self
 
 
+AnswerIs = Literal["text", "letter", "index"]
+
+
 class OwnTask(Node):
     """The YAML file of a task. Paths in it are relative to it."""
 
@@ -172,6 +175,10 @@ class OwnTask(Node):
         "answer",
         description="column of the right answer; with choices: the text of the choice, its letter, or its index from 0; else a text, a "
         "number, or a list of accepted ones",
+    )
+    answer_is: AnswerIs | None = Field(
+        None,
+        description="what the answers to questions with choices are; by default what fits all rows, which must give one right choice",
     )
     id: str | None = Field(None, description="column that identifies an item; its number by default")
     subject: str | None = Field(None, description="column of a part of the set; scores are also reported by it")
@@ -190,6 +197,8 @@ class OwnTask(Node):
             raise ValueError("prompt: it has no {question}")
         if self.choices is None and self.form in ("cloze", "letters"):
             raise ValueError(f"form: {self.form} needs choices")
+        if self.choices is None and self.answer_is is not None:
+            raise ValueError("answer_is: it needs choices; leave it out of a task whose questions are answered freely")
         return self
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from lmworks.recipe.schema.states import Recurrent, State
+from lmworks.recipe.schema.states import Recurrent, Sizes, State
 
 _WIDEST, _MOST_HEADS = 1 << 20, 1 << 16
 
@@ -38,7 +38,7 @@ class GatedDelta(Recurrent):
         """Width of all values, and of all outputs."""
         return self.num_value_heads * self.value_head_dim
 
-    def states(self, tp: int) -> tuple[State, ...]:
+    def states(self, model: Sizes, tp: int) -> tuple[State, ...]:
         """The last inputs of the convolution, and a matrix per head."""
         inputs = State((self.conv_kernel - 1, (2 * self.key_size + self.value_size) // tp), narrow=True)
         return inputs, State((self.num_value_heads // tp, self.key_head_dim, self.value_head_dim))

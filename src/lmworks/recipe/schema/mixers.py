@@ -1,4 +1,4 @@
-"""Layers besides softmax attention: Mamba-2 and lightning attention; and constant factors on activations."""
+"""Layers besides softmax attention: Mamba-2, lightning attention and short convolutions; and constant factors on activations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import Node
-from lmworks.recipe.schema.states import Recurrent, State
+from lmworks.recipe.schema.states import Recurrent, Sizes, State
 
 _WIDEST, _MOST = 1 << 20, 1 << 16
 _Factor = Annotated[float, Field(gt=0, le=1e6)]
@@ -48,7 +48,7 @@ class Mamba(Recurrent):
         names = ("num_heads", "n_groups", "norm_groups")
         return self.model_copy(update={name: max(1, getattr(self, name) // tp) for name in names})
 
-    def states(self, tp: int) -> tuple[State, ...]:
+    def states(self, model: Sizes, tp: int) -> tuple[State, ...]:
         """The last inputs of the convolution, and a matrix per head."""
         own = self.of_rank(tp)
         return State((own.conv_kernel - 1, own.conv_size), narrow=True), State((own.num_heads, own.state_size, own.head_dim))
@@ -70,6 +70,20 @@ class Lightning(Recurrent):
     rms_norm_eps: float = Field(
         1e-6, gt=0, description="added to the mean square in the norm of its outputs; fixed in MiniMax's class, whatever rms_norm_eps says"
     )
+
+    def states(self, model: Sizes, tp: int) -> tuple[State, ...]:
+        """A matrix per head of attention."""
+        return (State(((model.num_attention_heads or 0) // tp, model.head_dim or 0, model.head_dim or 0)),)
+
+
+class ShortConv(Recurrent):
+    """A gated short convolution in place of attention (LFM2, arXiv:2511.23404): each channel sees its last few tokens."""
+
+    conv_kernel: int = Field(3, gt=1, le=64, description="tokens that the convolution spans, the current one included (LFM2: 3)")
+
+    def states(self, model: Sizes, tp: int) -> tuple[State, ...]:
+        """The last inputs of the convolution."""
+        return (State((self.conv_kernel - 1, (model.hidden_size or 0) // tp), narrow=True),)
 
 
 class Multipliers(Node):

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import NO_EFFECT, NOT_ARCHITECTURE, Node, StageName, read_by
 from lmworks.recipe.schema.gated_delta import GatedDelta
-from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers
+from lmworks.recipe.schema.mixers import Lightning, Mamba, Multipliers, ShortConv
 from lmworks.recipe.schema.states import State
 from lmworks.recipe.schema.units import Tokens
 
@@ -19,6 +19,7 @@ _MAY_CHANGE = read_by(*_READERS)  # of a key by which no checkpoint is told apar
 _WIDEST, MOST_LAYERS, _MOST_PARTS = 1 << 20, 2000, 1 << 16
 SECTIONS: dict[str, tuple[str, ...]] = {
     "gated_delta": ("linear_attention",), "lightning": ("linear_attention",), "mamba": ("linear_attention", "hybrid"),
+    "short_conv": ("conv",),
 }  # fmt: skip
 """Sections of `model` that describe a mixer other than attention -> the entries of `layer_types` that it serves."""
 _FEED_FORWARD = frozenset({"mlp", "moe"})  # entries of `layer_types` without a mixer
@@ -236,16 +237,17 @@ class Model(Node):
     sliding_window: Tokens | None = Field(
         None, description="window size of the sliding attention layers; full attention everywhere when omitted"
     )
-    layer_types: tuple[Literal["sliding_attention", "full_attention", "linear_attention", "hybrid", "mlp", "moe"], ...] = Field(
+    layer_types: tuple[Literal["sliding_attention", "full_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"], ...] = Field(
         (),
         description="kinds of the layers, one entry per layer, or fewer, which repeat; when omitted, all layers slide if there is a "
-        "sliding window, and otherwise see everything. linear_attention needs gated_delta, mamba or lightning; hybrid is attention and "
-        "mamba side by side. mlp and moe are feed-forward blocks alone, dense and with experts; where a model has them, its other layers "
-        "have no feed-forward block (Nemotron-H)",
+        "sliding window, and otherwise see everything. linear_attention needs gated_delta, mamba or lightning; conv needs short_conv; "
+        "hybrid is attention and mamba side by side. mlp and moe are feed-forward blocks alone, dense and with experts; where a model has "
+        "them, its other layers have no feed-forward block (Nemotron-H)",
     )
     gated_delta: GatedDelta | None = None
     mamba: Mamba | None = None
     lightning: Lightning | None = None
+    short_conv: ShortConv | None = None
     multipliers: Multipliers | None = None
     moe: Moe | None = None
     mtp: Mtp | None = None
@@ -503,11 +505,9 @@ class Model(Node):
         return (self.num_hidden_layers or 0) + (self.mtp.num_nextn_predict_layers if self.mtp else 0)
 
     def states(self, layer: int, tp: int = 1) -> tuple[State, ...]:
-        """The states of the layer, with heads split over `tp` ranks; none of attention."""
+        """The states of the layer, with heads or channels split over `tp` ranks; none of attention."""
         mixer = self.mixer(layer)
-        if mixer == "lightning":  # its heads are those of attention
-            return (State(((self.num_attention_heads or 0) // tp, self.head_dim or 0, self.head_dim or 0)),)
-        return () if mixer in ("attention", "none") else getattr(self, "mamba" if mixer == "hybrid" else mixer).states(tp)
+        return () if mixer in ("attention", "none") else getattr(self, "mamba" if mixer == "hybrid" else mixer).states(self, tp)
 
     @property
     def mixers(self) -> frozenset[str]:

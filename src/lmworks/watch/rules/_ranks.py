@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lmworks.watch.data_facts import number
@@ -12,7 +12,7 @@ from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change
 
 AGAIN = Change(advice="run the same command again: it resumes from the last checkpoint", cost="the steps since the last checkpoint")
-ASKED = ("SIGINT", "SIGTERM")  # of a user, a scheduler, or the launcher when another rank has failed
+_ASKING = ("SIGINT", "SIGTERM")  # of a user, a scheduler, or the launcher when another rank has failed
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,13 @@ class Failure:
     def first(self) -> dict[str, Any]:
         """The first rank that was killed by a signal that nobody asked for, before any other rank ended; empty if there is none. A rank
         that stopped responding is killed by its neighbours, before they end."""
-        one = self.exits[0] if self.exits and not hung(self) else {}
-        return one if one.get("signal") and one["signal"] not in ASKED else {}
+        one = self.unasked[0] if self.unasked and not hung(self) else {}
+        return one if _is_killed(one) else {}
+
+    @property
+    def unasked(self) -> list[dict[str, Any]]:
+        """The ends of ranks that their agent had not asked to end before."""
+        return [one for one in self.exits if not one.get("asked")]
 
 
 def has_ranks(evidence: Evidence) -> bool:
@@ -60,10 +65,15 @@ def failures(evidence: Evidence) -> list[Failure]:
         step = event.get("step")
         found.append(Failure(step if isinstance(step, int) else 0, known, str(event.get("reason", "")), _ordered(exits)))
         exits = []
-    if exits and any(one.get("signal") and one["signal"] not in ASKED for one in exits):
-        ordered = _ordered(exits)
-        found.append(Failure(evidence.step, tuple(one["rank"] for one in ordered[:1] if isinstance(one.get("rank"), int)), "", ordered))
+    last = Failure(evidence.step, (), "", _ordered(exits))
+    if any(_is_killed(one) for one in last.unasked):
+        found.append(replace(last, ranks=tuple(one["rank"] for one in last.unasked[:1] if isinstance(one.get("rank"), int))))
     return found
+
+
+def _is_killed(one: dict[str, Any]) -> bool:
+    """Whether a rank was ended by a signal that is no request to end."""
+    return bool(one.get("signal")) and one["signal"] not in _ASKING
 
 
 def _ordered(exits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from lmworks.watch.rules._ranks import failures, has_ranks, place
 
 def _check(evidence: Evidence) -> Finding | None:
     for one in reversed(failures(evidence)):
-        killed = [end for end in one.exits if end.get("oom_kill") and end.get("signal") == "SIGKILL"]
+        killed = [end for end in one.unasked if end.get("oom_kill") and end.get("signal") == "SIGKILL"]
         if not killed or (one.first and not one.first.get("oom_kill")):
             continue
         memory = evidence.series("perf/resident_memory").finite
