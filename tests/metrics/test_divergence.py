@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lmworks.metrics.divergence import divergence
+from lmworks.metrics.log import read
 
 
 def run(folder: Path, losses: list[float], held: dict[int, float], events: list[dict[str, Any]]) -> str:
@@ -16,7 +17,7 @@ def run(folder: Path, losses: list[float], held: dict[int, float], events: list[
              for step, loss in enumerate(losses, 1)]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "ledger.jsonl").write_text("".join(json.dumps({"time": 1.0, "stage": "pretrain"} | one) + "\n" for one in events))
-    return divergence(folder)
+    return divergence(folder, read(folder))
 
 
 def bad(*steps: int) -> list[dict[str, Any]]:

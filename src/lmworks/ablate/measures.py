@@ -173,7 +173,7 @@ def read_run(run_dir: Path, measures: Sequence[Measure]) -> Reading:
     """The measures that a run has written. Values that are not finite are left out."""
     lines = read(run_dir)
     tokens = max((float(line.get("train/tokens") or 0) for line in lines), default=0.0)
-    reading = Reading(tokens=tokens, diverged=divergence(run_dir))
+    reading = Reading(tokens=tokens, diverged=divergence(run_dir, lines))
     for measure in measures:
         if not measure.name.startswith(EVALUATION):
             _read_metric(lines, measure, reading)

@@ -13,6 +13,7 @@ from lmworks.io.files import sha256_file
 from lmworks.ladder.comparable import Batch, require_batch_rule, require_one_ladder, same_training
 from lmworks.ladder.design import BenchmarkScore, Point
 from lmworks.metrics.divergence import divergence
+from lmworks.metrics.log import read
 from lmworks.metrics.names import is_score
 from lmworks.pages.read_run import read_run
 from lmworks.pages.run_records import Run
@@ -73,7 +74,7 @@ def require_annealed(run: Run) -> None:
 
 def require_trained(run_dir: Path) -> None:
     """Raises `UserError` if a finished run has diverged: its loss is not that of its recipe."""
-    if why := divergence(run_dir):
+    if why := divergence(run_dir, read(run_dir)):
         raise UserError(
             f"{run_dir} has diverged ({why}), so its loss is not that of its recipe; leave it out, or run it again at a lower learning rate"
         )

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmworks.metrics.log import read
 from lmworks.ui.amounts import significant
 from lmworks.watch.ledger import LEDGER, ROLLBACK, read_ledger, since_start_over
 
@@ -18,13 +17,12 @@ _PART = 0.1  # of the steps: over these the training loss is averaged
 _HELD_OUT, _TRAINED = "validation/bits_per_byte", "train/loss"
 
 
-def divergence(run_dir: Path) -> str:
-    """Why a run counts as diverged; empty for one that trained regularly.
+def divergence(run_dir: Path, lines: Sequence[Mapping[str, Any]]) -> str:
+    """Why a run counts as diverged; empty for one that trained regularly. `lines` are those of its metrics (`lmworks.metrics.log.read`).
 
     It has diverged if more than 1% of its steps, and more than one, made no update (bad steps, and data that rollbacks skip), or if both
     its training loss and its held-out loss end more than 5% above those at its first validation.
     """
-    lines = read(run_dir)
     steps = [int(line["step"]) for line in lines if isinstance(line.get("step"), int)]
     if not steps:
         return ""
