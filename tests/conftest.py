@@ -58,6 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.path.parent.name not in LONG)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are named by their parameter: packed ones hold the time, and each worker must find the same names."""
+    return argname if isinstance(val, bytes) else None
+
+
 class _Garbage:
     """Collected between files, and every fiftieth test; what is left then is not looked at again. A run collects when its training begins:
     a million objects of imports, caches and fixtures took it up to 1.5 s each time."""
