@@ -41,11 +41,10 @@ def test_a_training_step_has_no_host_wait(found: dict[str, Any], case: str) -> N
     report = found[case]
     exchanges = {place: count for place, count in report["waits"].items() if place.startswith(EXCHANGE)}
     assert report["waits"] == exchanges
-    copies = 2 if case == "auxiliary loss" else 1  # that loss has a forward pass of its own before
-    assert report["to_device"] == {"pinned": copies}
-    assert report["shared"] >= copies and report["stream_waits"] >= copies  # the computation waits for the copy, on the device
+    assert report["to_device"] == {"pinned": 1}
+    assert report["shared"] >= 1 and report["stream_waits"] >= 1  # the computation waits for the copy, on the device
     if case in ALONE:
-        assert report["shared"] == report["stream_waits"] == copies
+        assert report["shared"] == report["stream_waits"] == 1
     if "ep" in (RANKS | ALONE)[case].get("layout", {}):
         assert list(exchanges.values()) == [1]  # one sparse layer, one micro-batch
     else:

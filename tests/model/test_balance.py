@@ -8,7 +8,7 @@ import torch
 from tests.model.test_transformer import _SMALL, CONFIGS, build, sample
 
 from lmworks.model import Transformer
-from lmworks.model.balance import load_error, load_statistics, set_loads, set_temperature, update_biases
+from lmworks.model.balance import load_error, load_statistics, set_temperature, step_loss, update_biases
 from lmworks.model.init import initialize
 from lmworks.model.router import Router, sinkhorn
 from lmworks.parallel.parallelize import checkpoint_activations
@@ -94,9 +94,9 @@ def test_each_way_of_choosing_moves_as_published() -> None:
 
 
 def test_loads_are_the_shares_of_tokens_that_chose_an_expert() -> None:
-    model = skewed(Balance(method="aux"))
-    set_loads(model.moe_layers(), torch.tensor([[4, 3, 1, 0, 0, 0, 0, 0], [1] * 8]), 2)  # two of each of 4 tokens
-    assert [ffn.router.load.tolist() for ffn in model.moe_layers()] == [[1.0, 0.75, 0.25, *[0.0] * 5], [0.25] * 8]
+    shares = torch.tensor([[1.0, 10, 100, 0, 0, 0, 0, 1000], [2.0] * 8])
+    found = step_loss(shares, torch.tensor([[4, 3, 1, 0, 0, 0, 0, 0], [1] * 8]), 2)  # two of each of 4 tokens
+    assert float(found) == 1.0 + 7.5 + 25.0 + 2 * 8 * 0.25
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "50%"])
@@ -180,21 +180,22 @@ def test_auxiliary_losses_are_the_papers(gate: str) -> None:
         router.weight.copy_(torch.randn(6, 16, generator=draw))
         router.bias.copy_(torch.randn(6, generator=draw))
     x_BTD = torch.randn(3, 7, 16, generator=draw)
-    loads = {None: None, "of the step": torch.rand(6, generator=draw)}
-    for load in loads.values():
-        router.load, router.weight.grad = load, None
+    for of_step in (None, torch.tensor([5.0, 1, 0, 3, 9, 2])):
+        router.weight.grad = None
         routing = router(x_BTD)
-        assert routing.aux is not None
-        routing.aux.backward()
+        assert routing.aux is not None and routing.shares is not None
+        counts = routing.counts if of_step is None else of_step
+        found = routing.aux + step_loss(routing.shares[None], counts[None], 2)
+        found.backward()
         weight = router.weight.detach().double().requires_grad_()
         chosen = routing.experts.view(3, 7, 2)
-        expected = _auxiliary_on_paper(x_BTD.double(), weight, chosen.tolist(), gate, load)
+        expected = _auxiliary_on_paper(x_BTD.double(), weight, chosen.tolist(), gate, of_step)
         expected.backward()
-        torch.testing.assert_close(routing.aux.double(), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
         torch.testing.assert_close(router.weight.grad.double(), weight.grad, rtol=1e-4, atol=1e-5)
 
 
-def _auxiliary_on_paper(x: torch.Tensor, weight: torch.Tensor, chosen: list, gate: str, load: torch.Tensor | None) -> torch.Tensor:
+def _auxiliary_on_paper(x: torch.Tensor, weight: torch.Tensor, chosen: list, gate: str, of_step: torch.Tensor | None) -> torch.Tensor:
     """DeepSeek-V3's equations 17 to 20 for each sequence, and the same over all tokens, each times the tokens that it spans."""
     E, K, (B, T) = 6, 2, x.shape[:2]
     shares = []
@@ -209,7 +210,7 @@ def _auxiliary_on_paper(x: torch.Tensor, weight: torch.Tensor, chosen: list, gat
             f = E / (K * T) * sum(e in chosen[b][t] for t in range(T))
             P = sum(shares[b * T + t][e] for t in range(T)) / T
             total = total + 0.3 * f * P * T
-        found = sum(e in token for row in chosen for token in row) / (B * T) if load is None else float(load[e])
+        found = sum(e in token for row in chosen for token in row) / (B * T) if of_step is None else float(K * of_step[e] / 20)
         total = total + 0.5 * E / K * found * sum(share[e] for share in shares)
     return total
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from parallel.parity import ROWS, alone, compare, train
+from lmworks.model import Transformer
+from parallel.parity import ROWS, STEPS, Trained, alone, compare, train
 from rank_pool import RankPool
 
 _LAYOUTS: list[Any] = [
@@ -33,3 +35,20 @@ def test_micro_batches_do_not_matter(kind: str, micro_batch_size: int) -> None:
 def test_layouts_do_not_matter(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
     world = layout.get("dp_shard", 1) * layout.get("tp", 1) * layout.get("dp_replicate", 1)
     compare(alone(kind), ranks.run(train, world, layout, kind, 2))
+
+
+def test_one_micro_batch_of_each_rank_is_counted_in_its_own_forward_pass(ranks: RankPool) -> None:
+    (both, calls), (other, more) = ranks.run(_counted, 2, ROWS // 2)
+    compare(alone("aux"), [both, other])
+    assert calls == more == STEPS, "a pass in each step"
+    assert _counted(ROWS)[1] == STEPS
+    assert _counted(ROWS // 2)[1] == 4 * STEPS, "two micro-batches, each counted before"
+
+
+def _counted(micro_batch_size: int) -> tuple[Trained, int]:
+    """What was trained, and how often the loss was computed."""
+    calls, loss = [], Transformer.loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transformer, "loss", lambda *inputs: calls.append(1) or loss(*inputs))
+        world = {"dp_shard": torch.distributed.get_world_size()} if torch.distributed.is_initialized() else {}
+        return train(world, "aux", micro_batch_size), len(calls)

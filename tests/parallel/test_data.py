@@ -39,13 +39,14 @@ def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) 
     compare(alone(kind), ranks.run(train, world, layout, kind))
 
 
-def test_a_rank_with_a_sequence_less_adds_nothing_for_it(ranks: RankPool) -> None:
-    """Its blank micro-batch has no tokens with a label, but a balancing loss of its own."""
-    compare(alone("aux", rows=3), ranks.run(_uneven, 2))
+@pytest.mark.parametrize("rows", [3, 1])
+def test_a_rank_with_a_sequence_less_adds_nothing_for_it(ranks: RankPool, rows: int) -> None:
+    """Its blank micro-batch, which may be its only one, has no tokens with a label, but a balancing loss of its own."""
+    compare(alone("aux", rows=rows), ranks.run(_uneven, 2, rows))
 
 
-def _uneven() -> Trained:
-    return train({"dp_shard": 2}, "aux", rows=3)
+def _uneven(rows: int) -> Trained:
+    return train({"dp_shard": 2}, "aux", rows=rows)
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "zero": 0}, {"dp_shard": 2, "zero": 3}, {"tp": 2}], ids=str)

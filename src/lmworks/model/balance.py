@@ -38,12 +38,11 @@ def update_biases(layers: Sequence[MoE], counts_LE: Tensor, bias_update_rate: fl
         bias.copy_(moved if apply is None else torch.where(apply, moved, bias))
 
 
-@torch.no_grad()
-def set_loads(layers: Sequence[MoE], counts_LE: Tensor, top_k: int) -> None:
-    """For method aux: set in each MoE layer the fraction of the step's tokens that chose each expert, from the counts of the whole step."""
+def step_loss(shares_LE: Tensor, counts_LE: Tensor, top_k: int) -> Tensor:
+    """The auxiliary loss over the whole step, summed over the tokens of which `shares` are (`router.Routing`): they are multiplied by the
+    fraction of the step's tokens that chose each expert, from the counts of the whole step."""
     loads_LE = counts_LE.float() * top_k / counts_LE.sum(-1, keepdim=True).clamp_min(1)
-    for layer, ffn in enumerate(layers):
-        ffn.router.load = loads_LE[layer].clone()
+    return (shares_LE * loads_LE).sum()
 
 
 def load_statistics(counts_LE: Tensor, capacity_factor: float) -> dict[str, Tensor]:

@@ -19,14 +19,16 @@ from lmworks.recipe.schema.model import Moe
 class Routing:
     """Selected experts and their weights, both (N, K), and statistics for training.
 
-    `counts` (E,) are the tokens per expert of this forward pass; `aux` is the auxiliary loss summed over tokens, or None.
+    `counts` (E,) are the tokens per expert of this forward pass; `aux` is the auxiliary loss of the sequences, summed over tokens, or None;
+    `shares` (E,) are, for method `aux`, what the loads of the whole step are multiplied by in its loss (`balance.step_loss`), or None.
     They are outputs of the forward pass, not state: recomputation and evaluation change nothing.
     """
 
     experts: Tensor
     weights: Tensor
     counts: Tensor
-    aux: Tensor | None
+    aux: Tensor | None = None
+    shares: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -35,7 +37,6 @@ class Router(nn.Module):
 
     bias: Tensor
     temperature: Tensor
-    load: Tensor | None
 
     def __init__(self, moe: Moe, size: int) -> None:
         super().__init__()
@@ -44,8 +45,6 @@ class Router(nn.Module):
         self.logit_bias = nn.Parameter(torch.empty(moe.n_routed_experts)) if moe.add_bias else None
         self.register_buffer("bias", torch.zeros(moe.n_routed_experts))
         self.register_buffer("temperature", torch.tensor(1.0), persistent=False)
-        # For method aux: the fraction of the step's tokens routed to each expert (E,); None if this forward pass is the whole batch.
-        self.register_buffer("load", None, persistent=False)
 
     def forward(self, x_BTD: Tensor) -> Routing:
         moe = self.moe
@@ -64,8 +63,8 @@ class Router(nn.Module):
         if moe.norm_topk_prob:
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
         chosen_NE = torch.zeros_like(gates_NE).scatter_(1, experts_NK, 1.0).detach()
-        aux = self._auxiliary(gates_NE, chosen_NE, B, T) if self.training and torch.is_grad_enabled() else None
-        return Routing(experts_NK, weights_NK * moe.routed_scaling_factor, chosen_NE.sum(0), aux)
+        losses = self._auxiliary(gates_NE, chosen_NE, B, T) if self.training and torch.is_grad_enabled() else (None, None)
+        return Routing(experts_NK, weights_NK * moe.routed_scaling_factor, chosen_NE.sum(0), *losses)
 
     def gates(self, logits_NE: Tensor) -> Tensor:
         """The gate values from which the weights are computed."""
@@ -81,23 +80,20 @@ class Router(nn.Module):
             scores_NE = grouped_NGE.masked_fill(kept_NG[..., None] == 0, float("-inf")).view_as(scores_NE)
         return scores_NE.topk(moe.num_experts_per_tok, dim=-1, sorted=False).indices
 
-    def _auxiliary(self, gates_NE: Tensor, chosen_NE: Tensor, B: int, T: int) -> Tensor | None:
+    def _auxiliary(self, gates_NE: Tensor, chosen_NE: Tensor, B: int, T: int) -> tuple[Tensor | None, Tensor | None]:
         """E/K * sum_e f_e P_e with f the fraction of tokens routed to e and P the mean normalized gate, summed over tokens.
 
         Over each sequence (DeepSeek-V3, eq. 17-20), and for method `aux` over the tokens of the whole step (Switch, arXiv:2101.03961; over
-        the global batch, arXiv:2501.11873). With f given (`load`) the latter is a sum over tokens, and so independent of micro-batches.
+        the global batch, arXiv:2501.11873). Of the latter the parts that are multiplied by f are returned, since f is of the whole step.
         """
         moe, balance = self.moe, self.moe.balance
         batch_weight = balance.aux_loss_weight if balance.method == "aux" else 0.0
         if not balance.sequence_aux_loss_weight and not batch_weight:
-            return None
-        shares_BTE = (gates_NE / gates_NE.sum(-1, keepdim=True)).view(B, T, -1)
-        chosen_BTE = chosen_NE.view(B, T, -1)
-        total = balance.sequence_aux_loss_weight * (shares_BTE.sum(1) * self.mean_load(chosen_BTE)).sum()
-        if batch_weight:
-            load_E = chosen_NE.mean(0) if self.load is None else self.load
-            total = total + batch_weight * (shares_BTE.sum((0, 1)) * load_E).sum()
-        return moe.n_routed_experts / moe.num_experts_per_tok * total
+            return None, None
+        shares_BE = (gates_NE / gates_NE.sum(-1, keepdim=True)).view(B, T, -1).sum(1)
+        scale = moe.n_routed_experts / moe.num_experts_per_tok
+        sequences = balance.sequence_aux_loss_weight * (shares_BE * self.mean_load(chosen_NE.view(B, T, -1))).sum()
+        return scale * sequences, scale * batch_weight * shares_BE.sum(0) if batch_weight else None
 
     def mean_load(self, chosen_BTE: Tensor) -> Tensor:
         """The fraction of tokens routed to each expert, over full sequences; (B, E)."""

@@ -5,7 +5,7 @@ Shapes: B batch, T time, D hidden, V vocabulary, L sparse layers, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lmworks.host.devices import at_least_fp32
 from lmworks.model import documents
 from lmworks.model.attention import Attention
+from lmworks.model.balance import step_loss
 from lmworks.model.cache import Cache, JoinedCache, LayerCache
 from lmworks.model.layers import MLP, Linear, RMSNorm, SwiGLU, feed_forward, times
 from lmworks.model.lightning import Lightning
@@ -30,21 +31,38 @@ from lmworks.recipe.schema.model import Model, Rope
 
 @dataclass(frozen=True)
 class LayerStats:
-    """Statistics of the layers in one forward pass: tokens per expert (L, E), and the auxiliary loss, summed over tokens; and, where they
-    are recorded, the largest score of each head of attention (A, H), in A layers."""
+    """Statistics of the layers in one forward pass: tokens per expert (L, E), and the auxiliary loss, summed over tokens; where they are
+    recorded, the largest score of each head of attention (A, H), in A layers; and, until they are part of the auxiliary loss, the shares of
+    the experts (L, E) (`router.Routing`)."""
 
-    counts: Tensor | None
-    aux: Tensor | None
+    counts: Tensor | None = None
+    aux: Tensor | None = None
     logits_AH: Tensor | None = None
+    shares: Tensor | None = None
+
+    @classmethod
+    def of(cls, layers: Sequence[tuple[Tensor | None, ...]]) -> LayerStats:
+        """Of what each block returns besides the residual stream."""
+        found = ([layer[part] for layer in layers if layer[part] is not None] for part in range(4))
+        counts, aux, shares, logits = (torch.stack(parts) if parts else None for parts in found)  # type: ignore[arg-type]
+        return cls(counts, None if aux is None else aux.sum(), logits, shares)
 
     def joined(self, after: LayerStats) -> LayerStats:
         """The statistics of these layers and of the following ones."""
-        counts = [part.counts for part in (self, after) if part.counts is not None]
-        aux = [part.aux for part in (self, after) if part.aux is not None]
-        logits = [part.logits_AH for part in (self, after) if part.logits_AH is not None]
-        return LayerStats(
-            torch.cat(counts) if counts else None, torch.stack(aux).sum() if aux else None, torch.cat(logits) if logits else None
+        counts, logits, shares = (
+            torch.cat((own, next_)) if own is not None and next_ is not None else next_ if own is None else own
+            for own, next_ in ((self.counts, after.counts), (self.logits_AH, after.logits_AH), (self.shares, after.shares))
         )
+        return LayerStats(counts, _sum(self.aux, after.aux), logits, shares)
+
+    def with_step_loss(self, counts_LE: Tensor, top_k: int) -> LayerStats:
+        """With the auxiliary loss over the whole step, whose tokens per expert are given."""
+        assert self.shares is not None
+        return LayerStats(self.counts, _sum(self.aux, step_loss(self.shares, counts_LE, top_k)), self.logits_AH)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
 
 
 @dataclass(frozen=True)
@@ -98,9 +116,9 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: documents.Visible | documents.Documents | None,
         cache: LayerCache | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """The new x; for an MoE layer also its tokens per expert and its auxiliary loss; and the largest score of each head, where they are
-        recorded."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        """The new x; for an MoE layer also its tokens per expert, its auxiliary loss and the shares of its experts; and the largest score
+        of each head, where they are recorded."""
         logits: list[Tensor] = []
         if self.attention is not None and self.attention_norm is not None:
             read = x_BTD if self.post_norm else self.attention_norm(x_BTD)
@@ -110,14 +128,15 @@ class Block(nn.Module):
             x_BTD = self._add(x_BTD, self.attention(read, rope, mask, cache, *recorded), after, self.mixer_stream, self.mixer_out)
         logits_H = logits[0] if logits else None
         if self.ffn is None or self.ffn_norm is None:
-            return x_BTD, None, None, logits_H
+            return x_BTD, None, None, None, logits_H
         read = x_BTD if self.post_norm else self.ffn_norm(x_BTD)
         x_BTD = read if self.stream_norm else x_BTD
         after = self.ffn_norm if self.post_norm else self.ffn_out_norm
         if isinstance(self.ffn, MoE):
             out, routing = self.ffn(read)
-            return self._add(x_BTD, out, after, self.ffn_stream, self.ffn_out), routing.counts, routing.aux, logits_H
-        return self._add(x_BTD, self.ffn(read), after, self.ffn_stream, self.ffn_out), None, None, logits_H
+            x_BTD = self._add(x_BTD, out, after, self.ffn_stream, self.ffn_out)
+            return x_BTD, routing.counts, routing.aux, routing.shares, logits_H
+        return self._add(x_BTD, self.ffn(read), after, self.ffn_stream, self.ffn_out), None, None, None, logits_H
 
     def _add(self, x_BTD: Tensor, out_BTD: Tensor, norm: RMSNorm | None, stream: float, out: float) -> Tensor:
         """x times `stream` plus what a block gives times `out`; both factors are 1 in most models."""
@@ -156,6 +175,8 @@ class Transformer(nn.Module):
         mtp_layers = config.mtp.num_nextn_predict_layers if config.mtp else 0
         self.mtp = nn.ModuleList(MtpLayer(config, Block(config, config.num_hidden_layers + depth)) for depth in range(mtp_layers))
         self.auxiliary_factor: float | Tensor = 1.0  # of the routers' auxiliary loss in the training loss
+        # for balance method aux: the tokens per expert (L, E) of the whole step from those of a pass, if that is not the whole step
+        self.step_counts: Callable[[Tensor], Tensor] | None = None
         self.records_logits = False
         self._plain = False
         self._chunk_loss: ChunkLoss = chunk_loss
@@ -275,6 +296,9 @@ class Transformer(nn.Module):
             ahead = ahead or look_ahead(tokens_BT, labels_BT, spans.positions_BT, len(self.mtp))
             mtp_total, mtp, mtp_layers = self.mtp_loss(hidden_BTD, ahead, spans, cache)
             total, layers = total + self.mtp_loss_weight * mtp_total, layers.joined(mtp_layers)
+        if layers.shares is not None and layers.counts is not None and self.config.moe is not None:
+            counts = layers.counts if self.step_counts is None else self.step_counts(layers.counts)
+            layers = layers.with_step_loss(counts, self.config.moe.num_experts_per_tok)
         return Loss(total if layers.aux is None else total + layers.aux * self.auxiliary_factor, head, layers, mtp)
 
     def mtp_loss(
@@ -282,17 +306,17 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor, LayerStats]:
         """The mean loss and the mean cross-entropy over the layers of multi-token prediction, and their statistics."""
         rotations = self.rotations(spans)
-        totals, entropies, layers = [], [], LayerStats(None, None)
+        totals, entropies, layers = [], [], []
         for depth, (layer, (tokens_BT, labels_BT)) in enumerate(zip(self.mtp, ahead, strict=True)):
             attention: Any = layer.block.attention  # type: ignore[union-attr]
             mask, rope = spans.of(attention), rotations[attention.slides]
             place = cache.layer((self.config.num_hidden_layers or 0) + depth) if cache else None
-            hidden_BTD, counts, aux, logits = layer(hidden_BTD, self.embed(tokens_BT), rope, mask, place)
+            hidden_BTD, *statistics = layer(hidden_BTD, self.embed(tokens_BT), rope, mask, place)
+            layers.append(tuple(statistics))
             total, head = self.head_loss(hidden_BTD, labels_BT)
             totals.append(total)
             entropies.append(head.cross_entropy)
-            layers = layers.joined(LayerStats(None if counts is None else counts[None], aux, None if logits is None else logits[None]))
-        return torch.stack(totals).mean(), torch.stack(entropies).mean(), layers
+        return torch.stack(totals).mean(), torch.stack(entropies).mean(), LayerStats.of(layers)
 
     def head_loss(self, hidden_BTD: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None) -> tuple[Tensor, HeadLoss]:
         """The summed loss of normed hidden states, and its parts; `weights_BT` as in `loss`."""
@@ -341,20 +365,13 @@ class Transformer(nn.Module):
     def blocks(self, x_BTD: Tensor, spans: documents.Documents, cache: Cache | JoinedCache | None = None) -> tuple[Tensor, LayerStats]:
         """Through the layers: the residual stream (B, T, D), and the statistics of the layers."""
         rotations = self.rotations(spans)
-        counts, aux, logits = [], [], []
+        layers: list[tuple[Tensor | None, ...]] = []
         for index, block in enumerate(self.layers):
             attention: Any = block.attention
             mask, rope = (None, rotations[0]) if attention is None else (spans.of(attention), rotations[attention.slides])
-            x_BTD, layer_counts, layer_aux, logits_H = block(x_BTD, rope, mask, cache.layer(index) if cache else None)
-            if layer_counts is not None:
-                counts.append(layer_counts)
-            if layer_aux is not None:
-                aux.append(layer_aux)
-            if logits_H is not None:
-                logits.append(logits_H)
-        return x_BTD, LayerStats(
-            torch.stack(counts) if counts else None, torch.stack(aux).sum() if aux else None, torch.stack(logits) if logits else None
-        )
+            x_BTD, *statistics = block(x_BTD, rope, mask, cache.layer(index) if cache else None)
+            layers.append(tuple(statistics))
+        return x_BTD, LayerStats.of(layers)
 
     def rotations(self, spans: documents.Documents) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Cosines and sines of the positions, as the layers want them: those of layers that see everything, and of sliding ones."""

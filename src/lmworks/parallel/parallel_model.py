@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lmworks.errors import UserError
 from lmworks.inference.sampling import GenerateOptions, drawn_chunk_loss
 from lmworks.model import Transformer
-from lmworks.model.balance import set_loads, update_biases
+from lmworks.model.balance import update_biases
 from lmworks.model.moe import MoE
 from lmworks.model.transfers import HostToDevice, to_host
 from lmworks.model.transformer import Loss
@@ -225,8 +225,9 @@ class ParallelModel:
         sums, counts, by_source, logits = [], [], [], []
         largest = -(-rows // self.ranks.size("dp"))
         pieces = list(micro_batches(batch, -(-largest // micro_batch_size), micro_batch_size))
-        if self.config.moe is not None and self.config.moe.balance.method == "aux" and self.training:
-            self._set_step_loads(model, pieces, self.config.moe.num_experts_per_tok)
+        balance = None if self.config.moe is None else self.config.moe.balance
+        if balance is not None and balance.method == "aux" and balance.aux_loss_weight and self.training:
+            model.step_counts = self._step_counts(model, pieces)
         for index, (piece, real) in enumerate(pieces):
             inputs, sources_SB = self._inputs_and_sources(piece)
             loss = self._backward(model, inputs, scale if real else 0.0, last=index == len(pieces) - 1)
@@ -240,6 +241,7 @@ class ParallelModel:
                     logits.append(loss.layers.logits_AH)
             if loss.layers.counts is not None:
                 counts.append(loss.layers.counts * float(real))
+        model.step_counts = None
         scalars = torch.stack(sums).sum(0) if sums else torch.zeros(4, device=self.device)
         cross_entropy, z, auxiliary, mtp = scalars
         found = torch.stack(by_source).sum(0) if by_source else self._no_sources(batch)
@@ -265,17 +267,26 @@ class ParallelModel:
         return None if batch.sources is None else torch.zeros(batch.sources.shape[1], device=self.device)
 
     @torch.no_grad()
-    def _set_step_loads(self, model: Transformer, pieces: list[tuple[Batch, bool]], top_k: int) -> None:
-        """Count the tokens per expert of the step over all ranks and micro-batches, which the auxiliary loss of each micro-batch needs, in
-        a separate forward pass. Dropout masks differ from those of the step."""
-        nothing, found = torch.zeros((), device=self.device), None
+    def _step_counts(self, model: Transformer, pieces: list[tuple[Batch, bool]]) -> Callable[[Tensor], Tensor]:
+        """What gives the tokens per expert of the step over all ranks and micro-batches, which the auxiliary loss of each micro-batch
+        needs, from those of a micro-batch. Several are counted before the first one's backward pass, in forward passes of their own, whose
+        dropout masks differ from those of the step."""
+        if len(pieces) == 1:
+            return lambda counts_LE: self._counts_of_ranks(counts_LE.detach() * float(pieces[0][1]))
+        found = []
         for piece, real in pieces:
-            counts = model.loss(*self._inputs(piece)).layers.counts
-            assert counts is not None
-            found = counts * float(real) if found is None else found + counts * float(real)
-        counts_LE = self.sum_over_ranks(StepSums(nothing, nothing, nothing, nothing, found)).counts_LE
-        assert counts_LE is not None
-        set_loads(self.moe_layers(), counts_LE.index_select(0, self._moe_indices), top_k)
+            counts_LE = model.loss(*self._inputs(piece)).layers.counts
+            assert counts_LE is not None
+            found.append(counts_LE * float(real))
+        summed_LE = self._counts_of_ranks(torch.stack(found).sum(0))
+        return lambda _: summed_LE
+
+    def _counts_of_ranks(self, counts_LE: Tensor) -> Tensor:
+        """The tokens per expert of this rank's layers, on all ranks."""
+        nothing = torch.zeros((), device=self.device)
+        of_all_LE = self.sum_over_ranks(StepSums(nothing, nothing, nothing, nothing, counts_LE)).counts_LE
+        assert of_all_LE is not None
+        return of_all_LE.index_select(0, self._moe_indices)
 
     def _backward(self, model: Transformer, inputs: tuple[Any, ...], scale: float | Tensor, last: bool) -> Loss:
         """Accumulate the gradients of `scale` times the loss of a micro-batch; `last`: it is the last one of its step."""

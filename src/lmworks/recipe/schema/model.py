@@ -73,8 +73,9 @@ class Balance(Node):
 
     method: Literal["bias", "aux", "sinkhorn", "none"] = Field(
         "bias",
-        description="bias: a selection bias per expert, without an auxiliary loss. aux: a loss over the whole step, whose loads an "
-        "extra forward counts first. sinkhorn: tokens of each sequence are assigned evenly in training. The latter two are for comparison",
+        description="bias: a selection bias per expert, without an auxiliary loss. aux: a loss over the whole step, for "
+        "classes without such a bias (Mixtral, Qwen3-MoE); a step of several micro-batches first counts their loads in a forward pass of "
+        "its own. sinkhorn: tokens of each sequence are assigned evenly in training, for comparison",
     )
     bias_update: Literal["sign", "proportional"] = Field(
         "sign", description="update of the bias: the sign of the load error, or the error itself"
